@@ -1,0 +1,49 @@
+# Everything runs from a virtual environment of its own; make sets it up when it is missing.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check lint types format bench bench-embedded bench-depth bench-fairness bench-routing soak clean
+
+demo: $(STAMP)          ## publish, work, fail, redrive, report: on the embedded broker
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)          ## the whole test suite, with lint and types
+	$(MAKE) lint types
+	$(BIN)/python -m pytest -n auto --dist loadgroup
+
+check: $(STAMP)         ## lint, types and the quick tests: under two minutes
+	$(MAKE) lint types
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+soak: $(STAMP)          ## many more examples of the state machine and of the crash tests
+	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/simulation tests/crash -q
+
+bench: bench-embedded bench-depth bench-fairness bench-routing
+
+bench-embedded bench-depth bench-fairness bench-routing: bench-%: $(STAMP)
+	$(BIN)/python benchmarks/$*.py
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Penstock needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Set PYTHON=python3.x"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "no virtual environment could be made; on Debian: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable . --group dev
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

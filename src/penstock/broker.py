@@ -1,0 +1,538 @@
+"""The deep module: everything between a caller and a store.
+
+A broker checks what comes in, routes it by the queues' filters, lets one caller at a time change
+the store, waits until the change is durable, lets claims wait for messages, and runs the sweeper.
+The store below knows nothing of threads or clocks; nothing above needs to know of either.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import msgspec
+
+from penstock import limits
+from penstock.clock import TimeGuard
+from penstock.committer import Committer
+from penstock.errors import BrokerClosed, InvalidMessage, InvalidQueue, PenstockError, QueueExists
+from penstock.filters import Filter, Matcher, Row, default_filter, parse
+from penstock.model import Message, Ordering, QueueSpec, State
+from penstock.validation import (
+    check_count,
+    check_duration,
+    check_ids,
+    check_messages,
+    check_queue_name,
+    check_receipts,
+    check_spec,
+    check_state,
+    check_text,
+    cut_text,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from types import TracebackType
+
+    from penstock.clock import Clock
+    from penstock.codec.metadata import Metadata
+    from penstock.model import (
+        Attempt,
+        Delivery,
+        Outcome,
+        Page,
+        QueueStats,
+        StoreStats,
+        SweepCounts,
+        Value,
+    )
+    from penstock.stores.contract import Store
+
+__all__ = ["Broker"]
+
+log = logging.getLogger(__name__)
+
+SWEEP_BUDGET: Final = 1_000
+# How long the sweeper sleeps at most: what has no exact alarm (dedup windows) is seen to by then.
+IDLE_SWEEP_MS: Final = 60_000
+
+
+class Broker:
+    """An open store. Thread-safe; close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        clock: Clock,
+        relaxed: bool = False,
+        dedup_window_ms: int = 300_000,
+        background: bool = True,
+    ) -> None:
+        """Take a store over: use :func:`penstock.open`."""
+        self._dedup_window_ms = check_duration(
+            dedup_window_ms, "dedup_window_ms", low=1, high=limits.MAX_DEDUP_WINDOW_MS
+        )
+        self._store = store
+        self._clock = clock
+        self._guard = TimeGuard(store.time_floor_ms())
+        self._lock = threading.Lock()
+        self._waiters: dict[str, threading.Condition] = {}
+        self._alarm = threading.Condition(self._lock)
+        self._alarm_at_ms: int | None = None
+        self._closed = False
+        self._filters: dict[str, Filter] = {spec.name: parse(spec.filter) for spec in store.specs()}
+        self._matcher = Matcher(self._filters)
+        self._committer = Committer(store.sync, lambda: store.commits, relaxed=relaxed)
+        self._sweeper: threading.Thread | None = None
+        if background:
+            self._sweeper = threading.Thread(
+                target=self._sweep_loop, name="penstock-sweeper", daemon=True
+            )
+            self._sweeper.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Make everything durable and let go of the store. A claim that waits raises."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._alarm.notify_all()
+            for waiting in self._waiters.values():
+                waiting.notify_all()
+        if self._sweeper is not None:
+            self._sweeper.join()
+        self._committer.close()
+        with self._lock:
+            self._store.close()
+
+    # --- queues --------------------------------------------------------------------------
+
+    def create_queue(
+        self,
+        name: str,
+        *,
+        filter: str | None = None,  # noqa: A002 - the word that users know
+        ordering: Ordering | str = Ordering.STANDARD,
+        **settings: Any,
+    ) -> QueueSpec:
+        """Make a queue and return its spec; the settings are the fields of :class:`QueueSpec`.
+
+        Without a filter the queue takes what names it in the attribute ``queue``. Making a queue
+        that is there with the same settings changes nothing.
+        """
+        check_queue_name(name)
+        compiled = parse(default_filter(name) if filter is None else filter)
+        spec = _make_spec(name, compiled.text, _ordering(ordering), settings)
+        with self._lock:
+            now_ms = self._now_ms()
+            present = next((known for known in self._store.specs() if known.name == name), None)
+            if present is not None:
+                if _settings_of(present) != _settings_of(spec):
+                    raise QueueExists(
+                        f"queue {name!r} exists with other settings: use update_queue()"
+                    )
+                return present
+            spec = msgspec.structs.replace(spec, created_at_ms=now_ms)
+            self._store.create_queue(spec, now_ms)
+            self._filters[name] = compiled
+            self._matcher = self._matcher.with_filter(name, compiled)
+            number = self._store.commits
+        self._committer.wait(number)
+        return spec
+
+    def update_queue(self, name: str, **changes: Any) -> QueueSpec:
+        """Change settings of a queue; messages that are in it stay. Ordering can't change."""
+        with self._lock:
+            now_ms = self._now_ms()
+            present = self._store.spec(name)
+            if "ordering" in changes and _ordering(changes["ordering"]) is not present.ordering:
+                raise InvalidQueue(f"the ordering of queue {name!r} can't be changed")
+            compiled = self._filters[name]
+            if "filter" in changes:
+                compiled = parse(changes["filter"])
+            settings = {**_settings_of(present), **changes}
+            for fixed in ("name", "filter", "ordering"):
+                settings.pop(fixed, None)
+            spec = _make_spec(name, compiled.text, present.ordering, settings)
+            spec = msgspec.structs.replace(
+                spec, created_at_ms=present.created_at_ms, version=present.version + 1
+            )
+            self._store.update_queue(spec, now_ms)
+            self._filters[name] = compiled
+            self._matcher = self._matcher.with_filter(name, compiled)
+            self._after_change()
+            number = self._store.commits
+        self._committer.wait(number)
+        return spec
+
+    def delete_queue(self, name: str) -> int:
+        """Remove a queue with every message in it, in whatever state; return how many."""
+        with self._lock:
+            removed = self._store.delete_queue(name, self._now_ms())
+            del self._filters[name]
+            self._matcher = self._matcher.without(name)
+            waiting = self._waiters.pop(name, None)
+            if waiting is not None:
+                waiting.notify_all()
+            number = self._store.commits
+        self._committer.wait(number)
+        return removed
+
+    def queues(self) -> list[QueueSpec]:
+        """Return the specs of all queues, by name."""
+        with self._lock:
+            self._check_open()
+            return self._store.specs()
+
+    def queue(self, name: str) -> QueueSpec:
+        """Return the spec of a queue."""
+        with self._lock:
+            self._check_open()
+            return self._store.spec(name)
+
+    # --- messages in ---------------------------------------------------------------------
+
+    def publish(self, messages: Iterable[Message]) -> list[int]:
+        """Store messages, each into every queue whose filter it satisfies; return their ids.
+
+        All or none. A message whose dedup id was published within the window is not stored
+        again: its id is that of the first.
+        """
+        batch = check_messages(messages)
+        return self._publish(batch, None)
+
+    def send(self, queue: str, payload: bytes, /, **attributes: Value) -> int:
+        """Publish one message straight to a queue; keyword arguments are its attributes."""
+        batch = check_messages([Message(payload, {**attributes, "queue": queue})])
+        return self._publish(batch, queue)[0]
+
+    def _publish(self, batch: list[Message], target: str | None) -> list[int]:
+        if not batch:
+            return []
+        with self._lock:
+            now_ms = self._now_ms()
+            rows = [
+                (message.attributes, message.group, message.priority, now_ms, len(message.payload))
+                for message in batch
+            ]
+            routes = self._matcher.match(rows)
+            if target is not None:
+                spec = self._store.spec(target)
+                if target not in routes[0]:
+                    raise InvalidMessage(
+                        f"queue {target!r} takes messages where {spec.filter}; this one does not "
+                        "match"
+                    )
+            ids = self._store.publish(
+                batch, routes, dedup_window_ms=self._dedup_window_ms, now_ms=now_ms
+            )
+            self._after_change()
+            number = self._store.commits
+        self._committer.wait(number)
+        return ids
+
+    # --- messages out --------------------------------------------------------------------
+
+    def claim(
+        self,
+        queue: str,
+        *,
+        limit: int = 1,
+        lease_ms: int | None = None,
+        wait_ms: int = 0,
+        consumer: str = "",
+    ) -> list[Delivery]:
+        """Take up to ``limit`` messages under one lease, waiting up to ``wait_ms`` for the first.
+
+        A message that is not acked, released or extended before its lease's deadline is given
+        out again.
+        """
+        check_count(limit, "limit", 1, limits.MAX_CLAIM_LIMIT)
+        check_duration(wait_ms, "wait_ms", high=limits.MAX_WAIT_MS)
+        check_text(consumer, "consumer", limits.MAX_CONSUMER_BYTES)
+        if lease_ms is not None:
+            check_duration(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
+        with self._lock:
+            now_ms = self._now_ms()
+            until_ms = now_ms + wait_ms
+            while True:
+                spec = self._store.spec(queue)
+                deliveries = self._store.claim(
+                    queue,
+                    limit=limit,
+                    lease_ms=spec.lease_ms if lease_ms is None else lease_ms,
+                    consumer=consumer,
+                    lease=self._clock.lease_id(),
+                    now_ms=now_ms,
+                )
+                self._after_change()
+                if deliveries or now_ms >= until_ms:
+                    break
+                self._wait_for(queue, until_ms - now_ms, now_ms)
+                now_ms = self._now_ms()
+            number = self._store.commits
+        self._committer.wait(number)
+        return deliveries
+
+    def ack(self, receipts: Iterable[str], *, queue: str | None = None) -> list[Outcome]:
+        """Settle messages as done. ``queue`` makes receipts of another queue an error."""
+        batch = check_receipts(receipts)
+        with self._lock:
+            now_ms = self._now_ms()
+            outcomes = self._store.ack(batch, queue_name=queue, now_ms=now_ms)
+            self._after_change()
+            number = self._store.commits
+        self._committer.wait(number)
+        return outcomes
+
+    def release(
+        self,
+        receipts: Iterable[str],
+        *,
+        delay_ms: int | None = None,
+        reason: str = "",
+        queue: str | None = None,
+    ) -> list[Outcome]:
+        """Give messages back: they are tried again, or fail if they are out of attempts.
+
+        Without ``delay_ms`` they wait for the queue's back-off. A ``reason`` that is too long is
+        cut.
+        """
+        batch = check_receipts(receipts)
+        if delay_ms is not None:
+            check_duration(delay_ms, "delay_ms")
+        reason = cut_text(reason, limits.MAX_REASON_BYTES)
+        with self._lock:
+            now_ms = self._now_ms()
+            outcomes = self._store.release(
+                batch,
+                delay_ms=delay_ms,
+                reason=reason,
+                random=self._clock.random,
+                queue_name=queue,
+                now_ms=now_ms,
+            )
+            self._after_change()
+            number = self._store.commits
+        self._committer.wait(number)
+        return outcomes
+
+    def extend(
+        self, receipts: Iterable[str] | str, *, lease_ms: int, queue: str | None = None
+    ) -> list[Outcome]:
+        """Move the deadline to now + ``lease_ms`` (which may be sooner than it was).
+
+        Takes receipts, or the token of a whole lease (:attr:`Delivery.lease`) for everything
+        that is still held under it.
+        """
+        check_duration(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
+        batch = receipts if isinstance(receipts, str) else check_receipts(receipts)
+        with self._lock:
+            now_ms = self._now_ms()
+            verb: Callable[..., list[Outcome]] = (
+                self._store.extend_lease if isinstance(batch, str) else self._store.extend
+            )
+            outcomes = verb(batch, lease_ms=lease_ms, queue_name=queue, now_ms=now_ms)
+            self._after_change()
+            number = self._store.commits
+        self._committer.wait(number)
+        return outcomes
+
+    # --- looking and mass moves ------------------------------------------------------------
+
+    def browse(
+        self,
+        queue: str,
+        *,
+        state: State | str = State.AVAILABLE,
+        limit: int = 100,
+        cursor: str | None = None,
+        payloads: bool = True,
+    ) -> Page:
+        """Look at messages without leasing them; go on with ``cursor=page.next_cursor``."""
+        check_count(limit, "limit", 1, limits.MAX_BROWSE_LIMIT)
+        checked = check_state(state)
+        with self._lock:
+            page = self._store.browse(
+                queue,
+                checked,
+                limit=limit,
+                cursor=cursor,
+                payloads=payloads,
+                now_ms=self._now_ms(),
+            )
+            self._after_change()
+        return page
+
+    def attempts(self, queue: str, message_id: int) -> list[Attempt]:
+        """Return every attempt at a message of a queue, the running one last."""
+        check_ids([message_id])
+        with self._lock:
+            self._check_open()
+            return self._store.attempts(queue, message_id)
+
+    def stats(self, queue: str) -> QueueStats:
+        """Return a queue's depth by state, oldest age and totals."""
+        with self._lock:
+            stats = self._store.queue_stats(queue, self._now_ms())
+            self._after_change()
+        return stats
+
+    def store_stats(self) -> StoreStats:
+        """Return the totals of the whole store."""
+        with self._lock:
+            self._check_open()
+            return self._store.store_stats()
+
+    def redrive(
+        self,
+        queue: str,
+        *,
+        message_ids: Iterable[int] | None = None,
+        where: str | Callable[[Mapping[str, Value]], bool] | None = None,
+    ) -> int:
+        """Make failed messages available again, with a full set of attempts; return how many.
+
+        All of them, or those of ``message_ids``, or those that ``where`` selects: a filter, or a
+        function of the attributes.
+        """
+        ids = None if message_ids is None else check_ids(list(message_ids))
+        chosen = None if where is None else _predicate(where)
+        with self._lock:
+            redriven = self._store.redrive(
+                queue, message_ids=ids, where=chosen, now_ms=self._now_ms()
+            )
+            self._after_change()
+            number = self._store.commits
+        self._committer.wait(number)
+        return redriven
+
+    def purge(
+        self,
+        queue: str,
+        *,
+        states: Sequence[State | str] = (State.AVAILABLE, State.DELAYED),
+    ) -> int:
+        """Remove the messages of a queue that are in one of the states; return how many.
+
+        In flight ones are removed only if asked for; their receipts become stale.
+        """
+        checked = [check_state(state) for state in states]
+        with self._lock:
+            removed = self._store.purge(queue, checked, self._now_ms())
+            number = self._store.commits
+        self._committer.wait(number)
+        return removed
+
+    # --- time ------------------------------------------------------------------------------
+
+    def sweep(self, *, budget: int = SWEEP_BUDGET) -> SweepCounts:
+        """Do what is due: lease expiry, delays, retention, dedup windows. The sweeper does it."""
+        check_count(budget, "budget", 1, 1_000_000)
+        with self._lock:
+            counts = self._store.sweep(self._now_ms(), budget)
+            self._after_change()
+            number = self._store.commits
+        self._committer.wait(number)
+        return counts
+
+    def _sweep_loop(self) -> None:
+        while True:
+            with self._lock:
+                if self._closed:
+                    return
+                try:
+                    now_ms = self._now_ms()
+                    counts = self._store.sweep(now_ms, SWEEP_BUDGET)
+                    self._after_change()
+                except PenstockError:
+                    log.exception("the sweep failed; it will be tried again")
+                    wait_ms = 1_000
+                else:
+                    due_ms = counts.next_due_ms
+                    wait_ms = IDLE_SWEEP_MS if due_ms is None else due_ms - now_ms
+                    wait_ms = min(wait_ms, IDLE_SWEEP_MS)
+                if wait_ms > 0:
+                    self._alarm_at_ms = now_ms + wait_ms
+                    self._clock.wait(self._alarm, wait_ms)
+                self._alarm_at_ms = None
+
+    def _after_change(self) -> None:
+        """Wake who waits for what has just happened; called with the lock held."""
+        for name in self._store.take_woken():
+            waiting = self._waiters.get(name)
+            if waiting is not None:
+                waiting.notify(max(1, self._store.available(name)))
+        if self._alarm_at_ms is not None:
+            soonest_ms = self._store.soonest_ms()
+            if soonest_ms is not None and soonest_ms < self._alarm_at_ms:
+                self._alarm.notify()
+
+    def _wait_for(self, queue: str, wait_ms: int, now_ms: int) -> None:
+        waiting = self._waiters.get(queue)
+        if waiting is None:
+            waiting = self._waiters[queue] = threading.Condition(self._lock)
+        if self._sweeper is None:
+            # Nobody else watches the time for us.
+            soonest_ms = self._store.soonest_ms()
+            if soonest_ms is not None:
+                wait_ms = min(wait_ms, max(1, soonest_ms - now_ms))
+        self._clock.wait(waiting, wait_ms)
+
+    def _now_ms(self) -> int:
+        """Return the store's time; called with the lock held, at the start of every verb."""
+        self._check_open()
+        return self._guard.now_ms(self._clock.now_ms())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BrokerClosed("the broker is closed")
+
+
+def _ordering(ordering: Ordering | str) -> Ordering:
+    try:
+        return Ordering(ordering)
+    except ValueError:
+        raise InvalidQueue(f"ordering {ordering!r:.100}: 'standard' or 'fifo'") from None
+
+
+_SETTINGS: Final = frozenset(QueueSpec.__struct_fields__) - {"created_at_ms", "version"}
+
+
+def _settings_of(spec: QueueSpec) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in _SETTINGS}
+
+
+def _make_spec(
+    name: str, filter_text: str, ordering: Ordering, settings: dict[str, Any]
+) -> QueueSpec:
+    unknown = sorted(set(settings) - _SETTINGS)
+    if unknown:
+        known = ", ".join(sorted(_SETTINGS - {"name"}))
+        raise InvalidQueue(f"unknown setting {unknown[0]!r}; there are {known}")
+    return check_spec(QueueSpec(name=name, filter=filter_text, ordering=ordering, **settings))
+
+
+def _predicate(
+    where: str | Callable[[Mapping[str, Value]], bool],
+) -> Callable[[Metadata], bool]:
+    if isinstance(where, str):
+        compiled = parse(where)
+        return lambda m: compiled.matches(
+            Row(m.attributes, m.group, m.priority, m.published_at_ms, m.size)
+        )
+    return lambda m: where(m.attributes)

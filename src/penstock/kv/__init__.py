@@ -1,0 +1,93 @@
+"""Ordered bytes with atomic commit. Knows nothing of queues.
+
+An engine holds named *tables* (column families) of sorted keys. Reads see what was committed;
+a :class:`Batch` commits whole or not at all; ``sync`` makes everything committed before it
+durable. One process owns an engine, and the layer above lets one thread at a time commit.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["Batch", "Engine", "Family", "Shape", "Table", "rows_of"]
+
+# What a batch needs to name a table. The RocksDB engine hands out the library's own handles and
+# batches, so that a put costs one call and no wrapper; hence an opaque type.
+Family = Any
+
+
+class Shape(Enum):
+    """How a table is used, which decides its options."""
+
+    SYSTEM = "a few small records"
+    VALUES = "larger values, point reads, written once or twice"
+    SHORT_LIVED = "small values that come and go, point reads"
+    TIME_INDEX = "tiny values in key order, scanned forward to a bound, deleted at the head"
+    APPEND = "written at the end, read in ranges, dropped in ranges"
+
+
+class Batch(Protocol):
+    """Changes that commit together. ``delete_range`` is half open: begin in, end out."""
+
+    def put(self, key: bytes, value: bytes, family: Family, /) -> None:
+        """Set a value."""
+
+    def delete(self, key: bytes, family: Family, /) -> None:
+        """Remove a key, if it is there."""
+
+    def delete_range(self, begin: bytes, end: bytes, family: Family, /) -> None:
+        """Remove every key of [begin, end)."""
+
+    def __len__(self) -> int: ...
+
+
+class Table(Protocol):
+    """One sorted key space."""
+
+    family: Family
+
+    def get(self, key: bytes) -> bytes | None:
+        """Read one value."""
+
+    def multi_get(self, keys: list[bytes]) -> list[bytes | None]:
+        """Read many values in one call, in the order asked."""
+
+    def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
+        """Read up to ``limit`` pairs of [begin, end), ascending."""
+
+    def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
+        """Read up to ``limit`` pairs of [begin, end), descending."""
+
+
+class Engine(Protocol):
+    """An open database."""
+
+    def table(self, name: str) -> Table:
+        """Return a table named at open."""
+
+    def batch(self) -> Batch:
+        """Begin a batch."""
+
+    def commit(self, batch: Batch) -> None:
+        """Apply a batch whole, visible to reads at once, durable after the next ``sync``."""
+
+    def sync(self) -> None:
+        """Make everything committed before this call durable. May be called from any thread."""
+
+    def close(self) -> None:
+        """Sync and let go of the database."""
+
+
+def rows_of(
+    table: Table, begin: bytes, end: bytes, *, page: int = 1000
+) -> Iterator[tuple[bytes, bytes]]:
+    """Read every pair of [begin, end), a page at a time."""
+    while rows := table.scan(begin, end, page):
+        yield from rows
+        if len(rows) < page:
+            return
+        begin = rows[-1][0] + b"\0"

@@ -1,0 +1,97 @@
+"""The in-memory engine: sorted dictionaries. Real code, for tests of ours and of users."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from sortedcontainers import SortedDict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from penstock.kv import Batch
+
+__all__ = ["MemoryEngine"]
+
+
+class MemoryTable:
+    """One sorted dictionary. It is its own family handle."""
+
+    def __init__(self) -> None:
+        self.family: MemoryTable = self
+        self.rows: Any = SortedDict()
+
+    def get(self, key: bytes) -> bytes | None:
+        """Read one value."""
+        value: bytes | None = self.rows.get(key)
+        return value
+
+    def multi_get(self, keys: list[bytes]) -> list[bytes | None]:
+        """Read many values."""
+        return list(map(self.rows.get, keys))
+
+    def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
+        """Read up to ``limit`` pairs of [begin, end), ascending."""
+        keys = self.rows.irange(begin, end, inclusive=(True, False))
+        return [(key, self.rows[key]) for key in islice(keys, limit)]
+
+    def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
+        """Read up to ``limit`` pairs of [begin, end), descending."""
+        keys = self.rows.irange(begin, end, inclusive=(True, False), reverse=True)
+        return [(key, self.rows[key]) for key in islice(keys, limit)]
+
+
+class MemoryBatch:
+    """Changes in the order they were made."""
+
+    def __init__(self) -> None:
+        self.changes: list[tuple[MemoryTable, bytes, bytes | None, bytes | None]] = []
+
+    def put(self, key: bytes, value: bytes, family: MemoryTable, /) -> None:
+        """Set a value."""
+        self.changes.append((family, key, value, None))
+
+    def delete(self, key: bytes, family: MemoryTable, /) -> None:
+        """Remove a key, if it is there."""
+        self.changes.append((family, key, None, None))
+
+    def delete_range(self, begin: bytes, end: bytes, family: MemoryTable, /) -> None:
+        """Remove every key of [begin, end)."""
+        self.changes.append((family, begin, None, end))
+
+    def __len__(self) -> int:
+        return len(self.changes)
+
+
+class MemoryEngine:
+    """Tables that live as long as the object: reopening a store on it finds everything."""
+
+    def __init__(self, tables: Iterable[str]) -> None:
+        self._tables = {name: MemoryTable() for name in tables}
+
+    def table(self, name: str) -> MemoryTable:
+        """Return a table named at open."""
+        return self._tables[name]
+
+    def batch(self) -> MemoryBatch:
+        """Begin a batch."""
+        return MemoryBatch()
+
+    def commit(self, batch: Batch) -> None:
+        """Apply a batch."""
+        assert isinstance(batch, MemoryBatch)
+        for table, key, value, end in batch.changes:
+            if value is not None:
+                table.rows[key] = value
+            elif end is None:
+                table.rows.pop(key, None)
+            else:
+                for doomed in list(table.rows.irange(key, end, inclusive=(True, False))):
+                    del table.rows[doomed]
+
+    def sync(self) -> None:
+        """Do nothing: memory is as durable as it gets."""
+
+    def close(self) -> None:
+        """Do nothing: the tables stay for a reopening."""

@@ -1,0 +1,316 @@
+"""The life of a message, and the nouns of the contract.
+
+::
+
+              publish                claim                    ack
+    producer ────────▶ available ───────────▶ in_flight ────────────▶ done ──retention──▶ gone
+                 │        ▲  ▲  └─retention─▶ gone │ │
+                 │ delay  │  │                     │ │ no attempts left
+                 ▼        │  └──expiry─────────────┤ └────────────────▶ failed ─retention─▶ gone
+              delayed ────┘                        │                      │
+                 ▲  comes due                      │ release              │ redrive
+                 └─────────────────────────────────┘   (back to available ◀┘)
+
+Each arrow is one row of :data:`TRANSITIONS`; a store makes no other move. All types here are
+frozen: a delivery in a worker's hands never changes under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import Final, TypeAlias, overload
+
+import msgspec
+
+__all__ = [
+    "TRANSITIONS",
+    "Attempt",
+    "AttemptEnd",
+    "Delivery",
+    "Entry",
+    "Event",
+    "Message",
+    "Ordering",
+    "Outcome",
+    "OutcomeStatus",
+    "Page",
+    "QueueSpec",
+    "QueueStats",
+    "State",
+    "StoreStats",
+    "SweepCounts",
+    "Value",
+    "next_state",
+]
+
+Value: TypeAlias = str | int | float | bool | None
+"""What an attribute may hold."""
+
+
+class State(StrEnum):
+    """Where a message stands in one queue."""
+
+    AVAILABLE = "available"
+    DELAYED = "delayed"
+    IN_FLIGHT = "in_flight"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Event(StrEnum):
+    """What can happen to a message in one queue."""
+
+    ENQUEUE = "enqueue"
+    ENQUEUE_LATER = "enqueue_later"
+    COME_DUE = "come_due"
+    CLAIM = "claim"
+    ACK = "ack"
+    RELEASE = "release"
+    RELEASE_LATER = "release_later"
+    EXPIRE = "expire"
+    EXHAUST = "exhaust"
+    REDRIVE = "redrive"
+    REMOVE = "remove"
+
+
+# None is "not in the queue": before it came, and after retention, purge or delete took it.
+TRANSITIONS: Final[Mapping[tuple[State | None, Event], State | None]] = {
+    (None, Event.ENQUEUE): State.AVAILABLE,
+    (None, Event.ENQUEUE_LATER): State.DELAYED,
+    (State.DELAYED, Event.COME_DUE): State.AVAILABLE,
+    (State.AVAILABLE, Event.CLAIM): State.IN_FLIGHT,
+    (State.IN_FLIGHT, Event.ACK): State.DONE,
+    (State.IN_FLIGHT, Event.RELEASE): State.AVAILABLE,
+    (State.IN_FLIGHT, Event.RELEASE_LATER): State.DELAYED,
+    (State.IN_FLIGHT, Event.EXPIRE): State.AVAILABLE,
+    (State.IN_FLIGHT, Event.EXHAUST): State.FAILED,
+    (State.FAILED, Event.REDRIVE): State.AVAILABLE,
+    (State.AVAILABLE, Event.REMOVE): None,
+    (State.DELAYED, Event.REMOVE): None,
+    (State.IN_FLIGHT, Event.REMOVE): None,
+    (State.DONE, Event.REMOVE): None,
+    (State.FAILED, Event.REMOVE): None,
+}
+
+
+def next_state(state: State | None, event: Event) -> State | None:
+    """Return where ``event`` takes a message, or raise ``ValueError`` if it can't happen there."""
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise ValueError(f"{event.value} can't happen to a message that is {state}") from None
+
+
+class Message(msgspec.Struct, frozen=True):
+    """What a producer publishes.
+
+    ``attributes`` is a flat mapping that queue filters look at; ``group`` gives fairness on a
+    standard queue and order on a FIFO queue; a higher ``priority`` (0 to 255) is claimed first
+    within its group; ``dedup_id`` makes a repeated publish return the first one's id.
+    """
+
+    payload: bytes
+    attributes: Mapping[str, Value] = {}
+    group: str = ""
+    priority: int = 0
+    delay_ms: int = 0
+    dedup_id: str | None = None
+
+
+class Delivery(msgspec.Struct, frozen=True):
+    """A message in a worker's hands, under a lease that ends at ``lease_deadline_ms``."""
+
+    message_id: int
+    queue: str
+    payload: bytes
+    attributes: dict[str, Value]
+    group: str
+    priority: int
+    attempts: int
+    published_at_ms: int
+    receipt: str
+    lease_deadline_ms: int
+
+    @property
+    def lease(self) -> str:
+        """The token of the whole lease: every delivery of one claim has the same."""
+        return self.receipt[:-17]
+
+
+class OutcomeStatus(StrEnum):
+    """What became of one receipt."""
+
+    DONE = "done"
+    RETRYING = "retrying"
+    FAILED = "failed"
+    EXTENDED = "extended"
+    EXPIRED = "expired"
+    STALE = "stale"
+
+
+_ACCEPTED: Final = frozenset(
+    {OutcomeStatus.DONE, OutcomeStatus.RETRYING, OutcomeStatus.FAILED, OutcomeStatus.EXTENDED}
+)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """The answer to one receipt. False in a condition if the receipt was refused.
+
+    ``expired``: the lease's deadline has passed. ``stale``: the message is no longer held under
+    that lease: it was settled before, or given out again. Either way nothing was changed.
+    """
+
+    receipt: str
+    status: OutcomeStatus
+    lease_deadline_ms: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the verb took effect."""
+        return self.status in _ACCEPTED
+
+    def __bool__(self) -> bool:
+        return self.status in _ACCEPTED
+
+
+class Ordering(StrEnum):
+    """How a queue orders its messages."""
+
+    STANDARD = "standard"
+    FIFO = "fifo"
+
+
+class QueueSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a queue. A retention of 0 keeps for ever."""
+
+    name: str
+    filter: str
+    ordering: Ordering = Ordering.STANDARD
+    lease_ms: int = 30_000
+    max_attempts: int = 5
+    backoff_base_ms: int = 1_000
+    backoff_cap_ms: int = 300_000
+    delay_ms: int = 0
+    done_retention_ms: int = 86_400_000
+    failed_retention_ms: int = 14 * 86_400_000
+    unclaimed_retention_ms: int = 0
+    bucket_exponent: int = 2
+    description: str = ""
+    created_at_ms: int = 0
+    version: int = 1
+
+
+class AttemptEnd(StrEnum):
+    """How an attempt to process a message ended."""
+
+    ACKED = "acked"
+    RELEASED = "released"
+    EXPIRED = "expired"
+    RUNNING = "running"
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """One claim of one message: who, when, and how it ended (``ended_at_ms`` is None: not yet)."""
+
+    number: int
+    consumer: str
+    claimed_at_ms: int
+    ended_at_ms: int | None
+    end: AttemptEnd
+    reason: str = ""
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """A message as ``browse`` shows it. Times that do not apply to its state are None."""
+
+    message_id: int
+    queue: str
+    state: State
+    payload: bytes | None
+    attributes: dict[str, Value]
+    group: str
+    priority: int
+    attempts: int
+    published_at_ms: int
+    visible_at_ms: int | None = None
+    lease_deadline_ms: int | None = None
+    consumer: str | None = None
+    ended_at_ms: int | None = None
+    reason: str = ""
+
+
+class Page(Sequence[Entry]):
+    """A page of entries; ``next_cursor`` continues after it, or is None at the end."""
+
+    __slots__ = ("_entries", "next_cursor")
+
+    def __init__(self, entries: Sequence[Entry], next_cursor: str | None) -> None:
+        self._entries = tuple(entries)
+        self.next_cursor = next_cursor
+
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Entry]: ...
+    def __getitem__(self, index: int | slice) -> Entry | Sequence[Entry]:
+        return self._entries[index]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries)
+
+    def __repr__(self) -> str:
+        return f"Page({len(self._entries)} entries, next_cursor={self.next_cursor!r})"
+
+
+class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Depth by state, age of the oldest waiting message, and totals since the queue was made."""
+
+    queue: str
+    available: int
+    delayed: int
+    in_flight: int
+    done: int
+    failed: int
+    oldest_age_ms: int | None
+    groups_ready: int
+    enqueued_total: int
+    claimed_total: int
+    acked_total: int
+    released_total: int
+    lease_expired_total: int
+    failed_total: int
+    redriven_total: int
+    removed_total: int
+
+
+class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What concerns the whole store."""
+
+    published_total: int
+    duplicates_total: int
+    unrouted_total: int
+    quarantined_total: int
+    healed_total: int
+    stale_receipts_total: int
+
+
+class SweepCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What one sweep did, and when the next one has something to do (None: nothing is due)."""
+
+    leases_expired: int = 0
+    came_due: int = 0
+    failed: int = 0
+    removed: int = 0
+    dedup_forgotten: int = 0
+    next_due_ms: int | None = None
+
+    @property
+    def total(self) -> int:
+        """How many things were done."""
+        return (
+            self.leases_expired + self.came_due + self.failed + self.removed + self.dedup_forgotten
+        )

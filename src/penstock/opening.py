@@ -1,0 +1,130 @@
+"""From a URL to an open broker.
+
+::
+
+    memory:                       in memory, gone with the broker
+    rocksdb:PATH                  a RocksDB directory, made if it is not there
+    ...?design=indexed|buckets    which of the two storage designs a new store gets
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from urllib.parse import parse_qsl
+
+from penstock.broker import Broker
+from penstock.clock import Clock, SystemClock
+from penstock.errors import InvalidUrl, StoreMismatch
+from penstock.kv.memory import MemoryEngine
+from penstock.stores import buckets, indexed
+from penstock.stores.core import SHARED_TABLES
+from penstock.stores.kvstore import KvStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from penstock.kv import Engine, Shape
+    from penstock.stores.active import ActiveSet, Quarantine
+
+__all__ = ["DESIGNS", "Design", "make_store", "open"]
+
+
+class Design(NamedTuple):
+    """A way to keep live messages: its tables, and what makes its active set."""
+
+    tables: Mapping[str, Shape]
+    make_active: Callable[[Engine, Quarantine], ActiveSet]
+
+
+DESIGNS: Final[Mapping[str, Design]] = {
+    "indexed": Design({**SHARED_TABLES, **indexed.TABLES}, indexed.IndexedActive),
+    "buckets": Design({**SHARED_TABLES, **buckets.TABLES}, buckets.BucketActive),
+}
+DEFAULT_DESIGN: Final = "indexed"
+
+
+def open(  # noqa: A001 - penstock.open is the way in
+    url: str,
+    *,
+    durability: Literal["fsync", "relaxed"] = "fsync",
+    dedup_window_ms: int = 300_000,
+    background: bool = True,
+    clock: Clock | None = None,
+) -> Broker:
+    """Open a store, making it if it is not there.
+
+    ``durability="relaxed"`` lets verbs return before the disk has their change: a crash of this
+    process still loses nothing, a crash of the machine may lose the last tenth of a second.
+    ``background=False`` starts no sweeper thread: call :meth:`Broker.sweep` yourself.
+    """
+    if durability not in {"fsync", "relaxed"}:
+        raise InvalidUrl(f"durability {durability!r:.100}: 'fsync' or 'relaxed'")
+    scheme, place, design = _parse(url)
+    clock = clock or SystemClock()
+    if scheme == "memory":
+        design = design or DEFAULT_DESIGN
+        engine: Engine = MemoryEngine(DESIGNS[design].tables)
+    else:
+        engine, design = _open_rocksdb(Path(place), design)
+    try:
+        store = make_store(engine, design, clock)
+        return Broker(
+            store,
+            clock=clock,
+            relaxed=durability == "relaxed",
+            dedup_window_ms=dedup_window_ms,
+            background=background,
+        )
+    except BaseException:
+        engine.close()
+        raise
+
+
+def make_store(engine: Engine, design: str, clock: Clock) -> KvStore:
+    """Put a store on an engine."""
+    return KvStore(
+        engine,
+        design,
+        DESIGNS[design].make_active,
+        store_id=int.from_bytes(clock.lease_id()[-4:], "big"),
+        now_ms=clock.now_ms(),
+    )
+
+
+def _open_rocksdb(path: Path, design: str | None) -> tuple[Engine, str]:
+    # Imported here: a process that only uses other engines need not load this one.
+    from penstock.kv.rocksdb import RocksEngine, tables_at  # noqa: PLC0415
+
+    present = tables_at(path)
+    if present is not None:
+        found = [name for name, known in DESIGNS.items() if set(known.tables) <= set(present)]
+        if not found:
+            raise StoreMismatch(
+                f"{path} holds a RocksDB database that is not a Penstock store (its column "
+                f"families: {', '.join(sorted(present))}); to bring a Queueber database in, use "
+                "'penstock import queueber'"
+            )
+        if design is not None and design not in found:
+            raise StoreMismatch(f"{path} holds a store of the {found[0]} design, not {design}")
+        design = found[0]
+    design = design or DEFAULT_DESIGN
+    return RocksEngine(path, DESIGNS[design].tables), design
+
+
+def _parse(url: object) -> tuple[str, str, str | None]:
+    scheme, colon, rest = url.partition(":") if isinstance(url, str) else ("", "", "")
+    place, _, query = rest.partition("?")
+    if not colon or scheme not in {"memory", "rocksdb"}:
+        raise InvalidUrl(f"no store is named by {url!r:.200}; known are memory: and rocksdb:PATH")
+    if scheme == "rocksdb" and not place:
+        raise InvalidUrl("rocksdb: needs a directory: rocksdb:./data")
+    if scheme == "memory" and place:
+        raise InvalidUrl(f"memory: takes no place, got {place!r:.100}")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    design = options.pop("design", None)
+    if options:
+        raise InvalidUrl(f"unknown option {next(iter(options))!r:.100} in {url!r:.200}: design")
+    if design is not None and design not in DESIGNS:
+        raise InvalidUrl(f"no design {design!r:.100}; there are {', '.join(DESIGNS)}")
+    return scheme, place, design

@@ -1,0 +1,142 @@
+"""The seam between the two key-value designs: where a queue's live messages are kept.
+
+Everything else (leases, history, payloads, dedup, counters) is the same for both and lives in
+:mod:`penstock.stores.kvstore`. An active set is called under the store's lock with a batch to
+write into; it reads only what was committed before, keeps ``queue.counts.available``,
+``.delayed`` and ``.in_flight`` right, and may keep a small directory in memory that
+:meth:`ActiveSet.load` rebuilds from disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import msgspec
+
+from penstock.codec.encodings import read_terminated, terminated
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.kv import Batch
+    from penstock.model import State
+    from penstock.stores.queues import Queue
+
+__all__ = ["NO_LEASE", "ActiveSet", "Item", "Quarantine", "group_of", "lane_of", "split_lane"]
+
+NO_LEASE = bytes(16)
+
+
+class Item(msgspec.Struct, gc=False):
+    """A live message of one queue.
+
+    ``key`` names it within the queue (in receipts and leases); ``lane`` is its group and
+    inverted priority in sort order; ``attempts`` counts claims so far, the running one included.
+    """
+
+    key: int
+    message_id: int
+    lane: bytes
+    attempts: int
+    forgiven: int
+    visible_at_ms: int
+    metadata: bytes
+    lease: bytes = NO_LEASE
+
+
+@lru_cache(maxsize=8192)
+def lane_of(group: str, priority: int) -> bytes:
+    """Encode a lane: lanes of a group sort together, the highest priority first."""
+    return terminated(group.encode()) + bytes([255 - priority])
+
+
+def group_of(lane: bytes) -> bytes:
+    """Return the group's part of a lane."""
+    return lane[:-1]
+
+
+def split_lane(lane: bytes) -> tuple[str, int]:
+    """Return group and priority of a lane."""
+    return read_terminated(lane, 0)[0].decode(), 255 - lane[-1]
+
+
+# quarantine(table name, key, value, why): have a record that does not decode put aside with the
+# next commit. The caller has corrected its queue's counters.
+Quarantine: TypeAlias = Callable[[str, bytes, bytes, str], None]
+
+
+class ActiveSet(Protocol):
+    """Available, delayed and in-flight messages of all queues of a store.
+
+    ``healed`` counts index or directory entries that had no message and were removed.
+    """
+
+    healed: int
+
+    def load(self, queue: Queue) -> None:
+        """Rebuild what memory keeps about a queue from what is on disk."""
+
+    def forget(self, queue: Queue) -> None:
+        """Drop what memory keeps about a queue that was deleted."""
+
+    def add(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
+        """Put messages in: available, or delayed if ``visible_at_ms`` is after now.
+
+        Sets ``item.key`` where the design chooses it. On a FIFO queue, order is by message id.
+        """
+
+    def take(
+        self,
+        batch: Batch,
+        queue: Queue,
+        limit: int,
+        lease: bytes,
+        deadline_ms: int,
+        now_ms: int,
+    ) -> list[Item]:
+        """Move up to ``limit`` available messages to in flight under ``lease``.
+
+        Groups take turns; within a group the highest priority goes first, then the longest
+        visible. On a FIFO queue a group that has anything in flight, or whose head is not
+        visible, is passed over. ``attempts`` of what is returned counts this claim.
+        """
+
+    def find(self, queue: Queue, keys: Sequence[int]) -> list[Item | None]:
+        """Look messages up in flight."""
+
+    def in_flight_by_message(self, queue: Queue, message_id: int) -> Item | None:
+        """Look a message up in flight by its id."""
+
+    def settle(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
+        """Remove messages from in flight: they are done, failed or removed."""
+
+    def put_back(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
+        """Move messages from in flight back to waiting, as :meth:`add` does."""
+
+    def relabel(self, batch: Batch, queue: Queue, items: Sequence[Item], lease: bytes) -> None:
+        """Note in flight messages as held under another split of their lease."""
+
+    def come_due(self, batch: Batch, now_ms: int, budget: int) -> list[tuple[Queue, int]]:
+        """Make delayed messages available whose time has come; say how many, by queue."""
+
+    def next_due_ms(self) -> int | None:
+        """Return when the next delayed message comes due."""
+
+    def ready_groups(self, queue: Queue) -> int:
+        """Return how many groups a claim would visit (possibly in vain)."""
+
+    def waiting(self, queue: Queue, keys: Sequence[int]) -> list[Item | None]:
+        """Look messages up among available and delayed."""
+
+    def remove(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
+        """Remove waiting messages."""
+
+    def page(
+        self, queue: Queue, state: State, after: bytes, limit: int
+    ) -> tuple[list[Item], bytes | None]:
+        """Read a page of available, delayed or in-flight messages, and where the next begins."""
+
+    def oldest(self, queue: Queue) -> Item | None:
+        """Return the waiting message that was published first."""

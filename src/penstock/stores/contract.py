@@ -1,0 +1,159 @@
+"""The contract: what every store does, whatever it is made of.
+
+Verbs are batch first and are told ``now_ms``. A verb returns when its change is applied and
+visible; the change is durable once ``sync`` was called after ``commits`` had reached its number.
+The caller lets one thread at a time in, except for ``sync``. Arguments were checked by the
+caller; ``penstock.testing.conformance`` is this page as a test suite.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from penstock.codec.metadata import Metadata
+    from penstock.model import (
+        Attempt,
+        Delivery,
+        Message,
+        Outcome,
+        Page,
+        QueueSpec,
+        QueueStats,
+        State,
+        StoreStats,
+        SweepCounts,
+    )
+
+__all__ = ["Store"]
+
+
+class Store(Protocol):
+    """A store, as the broker uses it."""
+
+    # --- queues
+    def create_queue(self, spec: QueueSpec, now_ms: int) -> None:
+        """Add a queue whose name is free."""
+
+    def update_queue(self, spec: QueueSpec, now_ms: int) -> None:
+        """Change settings; name and ordering stay."""
+
+    def delete_queue(self, queue_name: str, now_ms: int) -> int:
+        """Remove a queue with everything in it; return how many messages went."""
+
+    def spec(self, queue_name: str) -> QueueSpec:
+        """Return a queue's settings, or raise QueueNotFound, as every verb that names one."""
+
+    def specs(self) -> list[QueueSpec]:
+        """Return all queues' settings, by name."""
+
+    # --- messages
+    def publish(
+        self,
+        messages: Sequence[Message],
+        routes: Sequence[Sequence[str]],
+        *,
+        dedup_window_ms: int,
+        now_ms: int,
+    ) -> list[int]:
+        """Store messages, each into the queues of its route; return their ids."""
+
+    def claim(
+        self,
+        queue_name: str,
+        *,
+        limit: int,
+        lease_ms: int,
+        consumer: str,
+        lease: bytes,
+        now_ms: int,
+    ) -> list[Delivery]:
+        """Take messages under a new lease; ``lease`` is sixteen fresh bytes."""
+
+    def ack(self, receipts: Sequence[str], *, queue_name: str | None, now_ms: int) -> list[Outcome]:
+        """Settle messages as done."""
+
+    def release(
+        self,
+        receipts: Sequence[str],
+        *,
+        delay_ms: int | None,
+        reason: str,
+        random: Callable[[], float],
+        queue_name: str | None,
+        now_ms: int,
+    ) -> list[Outcome]:
+        """Give messages back to be tried again, or to fail."""
+
+    def extend(
+        self, receipts: Sequence[str], *, lease_ms: int, queue_name: str | None, now_ms: int
+    ) -> list[Outcome]:
+        """Move the deadline of receipts."""
+
+    def extend_lease(
+        self, token: str, *, lease_ms: int, queue_name: str | None, now_ms: int
+    ) -> list[Outcome]:
+        """Move the deadline of everything held under a lease."""
+
+    def redrive(
+        self,
+        queue_name: str,
+        *,
+        message_ids: Sequence[int] | None,
+        where: Callable[[Metadata], bool] | None,
+        now_ms: int,
+    ) -> int:
+        """Make failed messages available again."""
+
+    def purge(self, queue_name: str, states: Iterable[State], now_ms: int) -> int:
+        """Remove messages by state."""
+
+    # --- looking
+    def browse(
+        self,
+        queue_name: str,
+        state: State,
+        *,
+        limit: int,
+        cursor: str | None,
+        payloads: bool,
+        now_ms: int,
+    ) -> Page:
+        """Read a page of messages in a state."""
+
+    def attempts(self, queue_name: str, message_id: int) -> list[Attempt]:
+        """Return every attempt at a message."""
+
+    def queue_stats(self, queue_name: str, now_ms: int) -> QueueStats:
+        """Return a queue's depths and totals."""
+
+    def store_stats(self) -> StoreStats:
+        """Return what concerns the whole store."""
+
+    def available(self, queue_name: str) -> int:
+        """Return how many messages of a queue are available, as last counted."""
+
+    # --- time and durability
+    def sweep(self, now_ms: int, budget: int) -> SweepCounts:
+        """Do what is due."""
+
+    def soonest_ms(self) -> int | None:
+        """Return a time before which nothing is due, from memory alone."""
+
+    def time_floor_ms(self) -> int:
+        """Return the latest time that the store has seen."""
+
+    @property
+    def commits(self) -> int:
+        """How many commits were made."""
+
+    def take_woken(self) -> set[str]:
+        """Return the queues that may have got something to claim since the last call."""
+
+    def sync(self) -> None:
+        """Make every commit so far durable; from any thread."""
+
+    def close(self) -> None:
+        """Sync and let go."""

@@ -1,0 +1,85 @@
+"""Dedup ids: a repeated publish within the window gets the first one's message id.
+
+::
+
+    table dedup
+    00 | scope, terminated | dedup id            message u64 BE | expires_at u64 BE
+    01 | expires_at u64 BE | message u64 BE      the 00 keys to forget then, as MessagePack array
+
+The scope is the message's ``queue`` attribute if it has one, so that producers of different
+queues can't collide; messages without it share one scope.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from penstock.codec.encodings import terminated
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from penstock.kv import Batch, Table
+    from penstock.model import Message
+
+__all__ = ["Dedup"]
+
+_pair: Final = Struct(">QQ")
+
+
+class Dedup:
+    """The dedup window."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._family = table.family
+
+    def keys(self, messages: Sequence[Message]) -> list[bytes | None]:
+        """Return the key of each message that has a dedup id."""
+        return [None if message.dedup_id is None else _key(message) for message in messages]
+
+    def known(self, keys: Sequence[bytes], now_ms: int) -> dict[bytes, int]:
+        """Return the message ids of those keys that were published within the window."""
+        known = {}
+        for key, record in zip(keys, self._table.multi_get(list(keys)), strict=True):
+            if record is not None:
+                message_id, expires_at = _pair.unpack(record)
+                if expires_at > now_ms:
+                    known[key] = message_id
+        return known
+
+    def remember(self, batch: Batch, ids: Mapping[bytes, int], expires_at_ms: int) -> None:
+        """Note fresh messages until ``expires_at_ms``."""
+        for key, message_id in ids.items():
+            batch.put(key, _pair.pack(message_id, expires_at_ms), self._family)
+        index_key = b"\x01" + _pair.pack(expires_at_ms, next(iter(ids.values())))
+        batch.put(index_key, msgspec.msgpack.encode(list(ids)), self._family)
+
+    def forget(self, batch: Batch, now_ms: int, limit: int) -> int:
+        """Delete what is past the window, up to ``limit`` publishes; say how many ids."""
+        forgotten = 0
+        end = b"\x01" + (now_ms + 1).to_bytes(8, "big")
+        for index_key, record in self._table.scan(b"\x01", end, limit):
+            batch.delete(index_key, self._family)
+            keys = msgspec.msgpack.decode(record, type=list[bytes])
+            for key, present in zip(keys, self._table.multi_get(keys), strict=True):
+                # The id may have been published anew since, with a window of its own.
+                if present is not None and _pair.unpack(present)[1] <= now_ms:
+                    batch.delete(key, self._family)
+                    forgotten += 1
+        return forgotten
+
+    def next_due_ms(self) -> int | None:
+        """Return when the next ids can be forgotten."""
+        rows = self._table.scan(b"\x01", b"\x02", 1)
+        return int.from_bytes(rows[0][0][1:9], "big") if rows else None
+
+
+def _key(message: Message) -> bytes:
+    assert message.dedup_id is not None
+    scope = message.attributes.get("queue")
+    name = scope.encode() if isinstance(scope, str) else b""
+    return b"\x00" + terminated(name) + message.dedup_id.encode()

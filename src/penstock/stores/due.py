@@ -1,0 +1,47 @@
+"""When is what due: a heap that forgets."""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+__all__ = ["DueHeap"]
+
+K = TypeVar("K")
+
+
+class DueHeap(Generic[K]):
+    """One due time per key; finding the next costs nothing that grows with the number of keys."""
+
+    def __init__(self) -> None:
+        self._due: dict[K, int] = {}
+        # Entries that `_due` no longer agrees with are dropped when they come up.
+        self._heap: list[tuple[int, int, K]] = []
+        self._tie = 0
+
+    def set(self, key: K, due_ms: int | None) -> None:
+        """Set or (None) clear the due time of a key."""
+        if due_ms is None:
+            self._due.pop(key, None)
+        elif self._due.get(key) != due_ms:
+            self._due[key] = due_ms
+            self._tie += 1
+            heappush(self._heap, (due_ms, self._tie, key))
+            if len(self._heap) > 64 + 4 * len(self._due):
+                self._heap = [row for row in self._heap if self._due.get(row[2]) == row[0]]
+                heapify(self._heap)
+
+    def lower(self, key: K, due_ms: int) -> None:
+        """Bring the due time of a key forward, never back."""
+        present = self._due.get(key)
+        if present is None or due_ms < present:
+            self.set(key, due_ms)
+
+    def first(self) -> tuple[int, K] | None:
+        """Return the earliest due time and its key."""
+        while self._heap:
+            due_ms, _, key = self._heap[0]
+            if self._due.get(key) == due_ms:
+                return due_ms, key
+            heappop(self._heap)
+        return None

@@ -1,0 +1,296 @@
+"""History: done and failed messages, and every attempt, in the RFC's records (version 2).
+
+::
+
+    table history
+    02 03 | queue | bucket u64 | part u64       done messages of one commit
+    02 04 | queue | bucket u64 | part u64       failed messages of one commit
+    02 05 | queue | message u64 | attempt u16   one attempt that has ended
+    02 0a | queue | message u64                 key of the failed part that holds the message
+
+Parts are numbered by a sequence per queue and state, so they lie in the order of time and
+retention takes them from the front. The bucket is the RFC's: exponent and number, the number
+being the part's rounded down to the bucket's capacity.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from penstock import limits
+from penstock.codec import opendata, records
+from penstock.codec.encodings import terminated
+from penstock.errors import CorruptRecord
+from penstock.kv import rows_of
+from penstock.model import Attempt, AttemptEnd, State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from penstock.kv import Batch, Table
+    from penstock.stores.active import Item, Quarantine
+    from penstock.stores.queues import Queue
+
+__all__ = ["Ended", "History"]
+
+_FAILED_INDEX: Final = b"\x02\x0a"
+_ENDS: Final = (AttemptEnd.ACKED, AttemptEnd.RELEASED, AttemptEnd.EXPIRED)
+_CODES: Final = {end: code for code, end in enumerate(_ENDS)}
+_INDEX_BYTES: Final = 2
+
+
+class Ended(NamedTuple):
+    """A message in history."""
+
+    message_id: int
+    key: int
+    ended_at_ms: int
+    attempts: int
+    metadata: bytes
+    reason: str
+
+
+class History:
+    """Done and failed parts, attempts, and the way from a failed message to its part."""
+
+    def __init__(self, table: Table, quarantine: Quarantine) -> None:
+        self._table = table
+        self._family = table.family
+        self._quarantine = quarantine
+
+    # --- in ------------------------------------------------------------------------------
+
+    def add_done(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
+        """Append done messages."""
+        counts, exponent = queue.counts, queue.spec.bucket_exponent
+        for bucket, part, chunk in _parts(items, counts.next_done, exponent):
+            entries = [
+                records.Done(item.message_id, item.key, now_ms, item.attempts, item.metadata)
+                for item in chunk
+            ]
+            key = opendata.done_key(queue.id, bucket, part)
+            batch.put(key, records.encode_done(entries), self._family)
+        counts.next_done += len(items)
+        counts.done += len(items)
+        counts.acked_total += len(items)
+
+    def add_failed(
+        self, batch: Batch, queue: Queue, items: Sequence[Item], reason: str, now_ms: int
+    ) -> None:
+        """Append failed messages, which share a reason."""
+        counts, exponent = queue.counts, queue.spec.bucket_exponent
+        for bucket, part, chunk in _parts(items, counts.next_failed, exponent):
+            entries = [
+                records.Failed(
+                    item.message_id, item.key, now_ms, item.attempts, item.metadata, reason
+                )
+                for item in chunk
+            ]
+            key = opendata.failed_key(queue.id, bucket, part)
+            batch.put(key, records.encode_failed(entries), self._family)
+            for item in chunk:
+                batch.put(_failed_index(queue, item.message_id), key, self._family)
+        counts.next_failed += len(items)
+        counts.failed += len(items)
+        counts.failed_total += len(items)
+
+    def add_attempts(
+        self,
+        batch: Batch,
+        queue: Queue,
+        items: Sequence[Item],
+        *,
+        claimed_at_ms: int,
+        consumer: str,
+        end: AttemptEnd,
+        reason: str,
+        now_ms: int,
+    ) -> None:
+        """Record the end of attempts that began in one claim and end in one call."""
+        record = records.encode_attempt(
+            records.AttemptRecord(claimed_at_ms, consumer, now_ms, _CODES[end], reason)
+        )
+        put, family = batch.put, self._family
+        prefix = opendata.attempts_prefix(queue.id)
+        for item in items:
+            suffix = (item.message_id << 16 | item.attempts).to_bytes(10, "big")
+            put(prefix + suffix, record, family)
+
+    # --- out -----------------------------------------------------------------------------
+
+    def attempts(self, queue: Queue, message_id: int) -> list[Attempt]:
+        """Read the ended attempts of a message."""
+        prefix = opendata.attempts_prefix(queue.id, message_id)
+        found = []
+        for key, record in rows_of(self._table, prefix, prefix + b"\xff\xff\xff"):
+            try:
+                stored = records.decode_attempt(record)
+                end = _ENDS[stored.outcome]
+            except (CorruptRecord, IndexError) as error:
+                self._quarantine("history", key, record, str(error))
+                continue
+            found.append(
+                Attempt(
+                    int.from_bytes(key[-2:], "big"),
+                    stored.consumer,
+                    stored.claimed_at,
+                    stored.ended_at,
+                    end,
+                    stored.reason,
+                )
+            )
+        return found
+
+    def page(
+        self, queue: Queue, state: State, after: bytes, limit: int, *, whole_parts: bool = False
+    ) -> tuple[list[Ended], bytes | None]:
+        """Read a page in the order of ending, and where the next begins (part key, index).
+
+        With ``whole_parts`` it ends at the end of a part, for a caller who rewrites them.
+        """
+        prefix = _prefix(queue, state)
+        skip = int.from_bytes(after[-_INDEX_BYTES:], "big") if after else 0
+        begin = after[:-_INDEX_BYTES] if after else prefix
+        page: list[Ended] = []
+        for key, record in rows_of(self._table, begin, prefix + b"\xff" * 17, page=64):
+            if whole_parts and len(page) >= limit:
+                return page, key + bytes(_INDEX_BYTES)
+            entries = self._decode(queue, state, key, record)
+            for index in range(skip, len(entries)):
+                if len(page) >= limit and not whole_parts:
+                    return page, key + index.to_bytes(_INDEX_BYTES, "big")
+                page.append(entries[index])
+            skip = 0
+        return page, None
+
+    def find_failed(self, queue: Queue, message_ids: Sequence[int]) -> list[Ended]:
+        """Look failed messages up by id; unknown ids are left out."""
+        keys = [_failed_index(queue, message_id) for message_id in message_ids]
+        parts = {part for part in self._table.multi_get(keys) if part is not None}
+        wanted = set(message_ids)
+        return [
+            entry
+            for part in sorted(parts)
+            for entry in self._part(queue, part)
+            if entry.message_id in wanted
+        ]
+
+    def take_failed(self, batch: Batch, queue: Queue, entries: Sequence[Ended]) -> None:
+        """Remove failed messages from their parts: they are redriven or purged."""
+        keys = [_failed_index(queue, entry.message_id) for entry in entries]
+        gone = {entry.message_id for entry in entries}
+        parts = {part for part in self._table.multi_get(keys) if part is not None}
+        for part in parts:
+            rest = [entry for entry in self._part(queue, part) if entry.message_id not in gone]
+            if rest:
+                kept = [
+                    records.Failed(
+                        e.message_id, e.key, e.ended_at_ms, e.attempts, e.metadata, e.reason
+                    )
+                    for e in rest
+                ]
+                batch.put(part, records.encode_failed(kept), self._family)
+            else:
+                batch.delete(part, self._family)
+        for key in keys:
+            batch.delete(key, self._family)
+        queue.counts.failed -= len(entries)
+
+    def trim(
+        self, batch: Batch, queue: Queue, state: State, ended_by_ms: int, limit: int
+    ) -> list[Ended]:
+        """Remove parts from the front that ended by then, up to about ``limit`` messages."""
+        removed: list[Ended] = []
+        for key, record in self._front(queue, state):
+            if len(removed) >= limit:
+                break
+            entries = self._decode(queue, state, key, record)
+            if entries and entries[-1].ended_at_ms > ended_by_ms:
+                continue
+            batch.delete(key, self._family)
+            if state is State.FAILED:
+                for entry in entries:
+                    batch.delete(_failed_index(queue, entry.message_id), self._family)
+            removed += entries
+        if state is State.DONE:
+            queue.counts.done -= len(removed)
+        else:
+            queue.counts.failed -= len(removed)
+        return removed
+
+    def forget_attempts(
+        self, batch: Batch, queue: Queue, messages: Sequence[tuple[int, int]]
+    ) -> None:
+        """Delete the attempts of messages that leave the queue: (message id, attempts)."""
+        delete, family = batch.delete, self._family
+        prefix = opendata.attempts_prefix(queue.id)
+        for message_id, attempts in messages:
+            for attempt in range(1, attempts + 1):
+                delete(prefix + (message_id << 16 | attempt).to_bytes(10, "big"), family)
+
+    def clear(self, batch: Batch, queue: Queue) -> None:
+        """Delete whatever a queue that is deleted may still have here."""
+        for prefix in (
+            opendata.done_prefix(queue.id),
+            opendata.failed_prefix(queue.id),
+            opendata.attempts_prefix(queue.id),
+            _FAILED_INDEX + terminated(queue.id),
+        ):
+            batch.delete_range(prefix, prefix + b"\xff" * 17, self._family)
+
+    def first_ended_at_ms(self, queue: Queue, state: State) -> int | None:
+        """Return when the oldest message of that state ended."""
+        times = [
+            entries[0].ended_at_ms
+            for key, record in self._front(queue, state, per_exponent=1)
+            if (entries := self._decode(queue, state, key, record))
+        ]
+        return min(times, default=None)
+
+    # --- parts ---------------------------------------------------------------------------
+
+    def _front(
+        self, queue: Queue, state: State, *, per_exponent: int = 64
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """Read the oldest parts: each bucket size that was ever used has a front of its own."""
+        prefix = _prefix(queue, state)
+        for exponent in range(limits.MAX_BUCKET_EXPONENT + 1):
+            begin = prefix + opendata.make_id(exponent, 0).to_bytes(8, "big")
+            end = prefix + opendata.make_id(exponent, (1 << 60) - 1).to_bytes(8, "big")
+            yield from self._table.scan(begin, end, per_exponent)
+
+    def _part(self, queue: Queue, key: bytes) -> list[Ended]:
+        record = self._table.get(key)
+        return [] if record is None else self._decode(queue, State.FAILED, key, record)
+
+    def _decode(self, queue: Queue, state: State, key: bytes, record: bytes) -> list[Ended]:
+        try:
+            if state is State.DONE:
+                return [Ended(*entry, "") for entry in records.decode_done(record)]
+            return [Ended(*entry) for entry in records.decode_failed(record)]
+        except CorruptRecord as error:
+            self._quarantine("history", key, record, f"queue {queue.name}: {error}")
+            return []
+
+
+def _prefix(queue: Queue, state: State) -> bytes:
+    make = opendata.done_prefix if state is State.DONE else opendata.failed_prefix
+    return make(queue.id)
+
+
+def _failed_index(queue: Queue, message_id: int) -> bytes:
+    return _FAILED_INDEX + terminated(queue.id) + message_id.to_bytes(8, "big")
+
+
+def _parts(
+    items: Sequence[Item], sequence: int, exponent: int
+) -> Iterator[tuple[int, int, Sequence[Item]]]:
+    """Cut items at the borders of buckets; give bucket id, part number and items."""
+    size = opendata.capacity(exponent)
+    start = 0
+    while start < len(items):
+        number = sequence + start
+        first = number - number % size
+        end = min(len(items), start + first + size - number)
+        yield opendata.make_id(exponent, first), number, items[start:end]
+        start = end

@@ -1,0 +1,531 @@
+"""The indexed design: one record per message, and a sorted index of what can be claimed.
+
+This is Queueber's layout made for many queues. Its namespaces are tables here, so the keys drop
+the namespace prefix; a queue's number takes its place::
+
+    table available         queue u32 | id u64          StoredItem (codec/stored.py): waiting
+    table in_progress       queue u32 | id u64          the same record, with its lease filled in
+    table visibility_index  01 | queue u32 | lane | visible_at u64 | id u64   key of `available`
+                            00 | queue u32 | visible_at u64 | id u64          the same, then lane
+    table groups            queue u32 | group           u32: FIFO messages in flight: group is held
+
+All big-endian. A lane is ``terminated(group) | 255 - priority``. What can be claimed stands under
+01, in the order in which it is claimed; what is delayed stands under 00 in the order in which it
+comes due, and moves over when it does. On a FIFO queue ``visible_at`` is 0 in the 01 key, so that
+ids alone decide, and a delayed message stands under both: it holds its place, and its group.
+
+Claims delete at the head of the index, and an LSM tree steps over what was deleted until it is
+compacted. So memory keeps, for every lane in use, the lowest key that may be alive, and a scan
+starts there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from struct import Struct
+from typing import TYPE_CHECKING, Final
+
+from penstock.codec.stored import decode_stored_item, encode_stored_item, with_lease
+from penstock.errors import CorruptRecord
+from penstock.kv import Shape, rows_of
+from penstock.model import State
+from penstock.stores.active import NO_LEASE, Item, group_of
+from penstock.stores.due import DueHeap
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from penstock.kv import Batch, Engine
+    from penstock.stores.active import Quarantine
+    from penstock.stores.queues import Queue
+
+__all__ = ["TABLES", "IndexedActive"]
+
+log = logging.getLogger(__name__)
+
+TABLES: Final[Mapping[str, Shape]] = {
+    "available": Shape.VALUES,
+    "in_progress": Shape.SHORT_LIVED,
+    "visibility_index": Shape.TIME_INDEX,
+    "groups": Shape.SHORT_LIVED,
+}
+
+_DELAYED: Final = b"\x00"
+_READY: Final = b"\x01"
+_pack_main: Final = Struct(">IQ").pack
+_unpack_main: Final = Struct(">IQ").unpack
+_pack_slot: Final = Struct(">QQ").pack
+_pack_u64: Final = Struct(">Q").pack
+_pack_delayed: Final = Struct(">BIQQ").pack
+_NO_PRIORITY: Final = b"\xff"
+_LANE_AT: Final = 5
+_SLOT_BYTES: Final = 16
+
+
+class _Held:
+    """A FIFO group that can't be claimed from, and where its lane goes on.
+
+    It has ``count`` messages in flight, or (0) a head that is not visible yet.
+    """
+
+    __slots__ = ("count", "lanes")
+
+    def __init__(self, count: int, lanes: dict[bytes, bytes]) -> None:
+        self.count = count
+        self.lanes = lanes
+
+
+class _Directory:
+    """What memory keeps about a queue: its groups in turn, and the lowest live key per lane."""
+
+    __slots__ = ("held", "prefix", "ring")
+
+    def __init__(self, number: int) -> None:
+        self.prefix = _READY + number.to_bytes(4, "big")
+        # group -> {lane: lowest key that may be alive}; the first group is next in turn
+        self.ring: OrderedDict[bytes, dict[bytes, bytes]] = OrderedDict()
+        self.held: dict[bytes, _Held] = {}
+
+
+class IndexedActive:
+    """The active set of the indexed design."""
+
+    def __init__(self, engine: Engine, quarantine: Quarantine) -> None:
+        self._available = engine.table("available")
+        self._in_progress = engine.table("in_progress")
+        self._index = engine.table("visibility_index")
+        self._groups = engine.table("groups")
+        self._quarantine = quarantine
+        self._directories: dict[int, _Directory] = {}
+        self._queues: dict[int, Queue] = {}
+        self._due: DueHeap[int] = DueHeap()
+        # While more has come due than one call's budget moved, FIFO heads are judged by how far
+        # that got.
+        self._due_up_to_ms: int | None = None
+        self.healed = 0
+
+    # --- memory --------------------------------------------------------------------------
+
+    def load(self, queue: Queue) -> None:
+        """Find the lanes in use by skipping from lane to lane: one seek each, at any depth."""
+        directory = self._directories[queue.number] = _Directory(queue.number)
+        self._queues[queue.number] = queue
+        number = queue.number.to_bytes(4, "big")
+        for key, record in rows_of(self._groups, number, _after(number)):
+            directory.held[key[4:]] = _Held(int.from_bytes(record, "big"), {})
+        seek, end = directory.prefix, _after(directory.prefix)
+        while rows := self._index.scan(seek, end, 1):
+            key = rows[0][0]
+            lane = key[_LANE_AT:-_SLOT_BYTES]
+            self._offer(directory, lane, key)
+            seek = directory.prefix + lane + b"\xff" * (_SLOT_BYTES + 1)
+        delayed = _DELAYED + number
+        first = self._index.scan(delayed, _after(delayed), 1)
+        self._due.set(queue.number, _visible_at(first[0][0]) if first else None)
+
+    def forget(self, queue: Queue) -> None:
+        """Drop a queue's directory."""
+        self._directories.pop(queue.number, None)
+        self._queues.pop(queue.number, None)
+        self._due.set(queue.number, None)
+
+    def ready_groups(self, queue: Queue) -> int:
+        """Return how many groups have something to claim, as far as memory knows."""
+        return len(self._directories[queue.number].ring)
+
+    def _offer(self, directory: _Directory, lane: bytes, key: bytes) -> None:
+        """Note that a key can be claimed."""
+        group = group_of(lane)
+        held = directory.held.get(group)
+        lanes = directory.ring.get(group) if held is None else held.lanes
+        if lanes is None:
+            directory.ring[group] = {lane: key}
+        else:
+            lowest = lanes.get(lane)
+            if lowest is None or key < lowest:
+                lanes[lane] = key
+
+    # --- in ------------------------------------------------------------------------------
+
+    def add(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
+        """Write the record and its index entry for each message."""
+        directory = self._directories[queue.number]
+        put = batch.put
+        available, index = self._available.family, self._index.family
+        prefix, number, fifo = directory.prefix, queue.number, queue.fifo
+        ring = directory.ring
+        delayed = 0
+        for item in items:
+            message_id = item.key = item.message_id
+            visible_at = item.visible_at_ms
+            if fifo:
+                item.lane = item.lane[:-1] + _NO_PRIORITY
+            lane = item.lane
+            key = prefix + lane + _pack_slot(0 if fifo else visible_at, message_id)
+            main = _pack_main(number, message_id)
+            record = encode_stored_item(
+                item.metadata,
+                key,
+                main[4:],
+                item.attempts,
+                item.forgiven,
+                visible_at,
+                NO_LEASE,
+            )
+            put(main, record, available)
+            if visible_at > now_ms:
+                delayed += 1
+                put(_pack_delayed(0, number, visible_at, message_id), main + lane, index)
+                self._due.lower(number, visible_at)
+                if not fifo:
+                    continue
+            put(key, main, index)
+            # The usual case (the lane is known and its lowest key is lower) costs two look-ups.
+            lanes = ring.get(lane[:-1])
+            if lanes is None or lanes.get(lane, b"\xff") > key:
+                self._offer(directory, lane, key)
+        queue.counts.delayed += delayed
+        queue.counts.available += len(items) - delayed
+
+    def come_due(self, batch: Batch, now_ms: int, budget: int) -> list[tuple[Queue, int]]:
+        """Move index entries from delayed to ready, in the order in which they came due."""
+        moved: list[tuple[Queue, int]] = []
+        self._due_up_to_ms = None
+        while (first := self._due.first()) and first[0] <= now_ms:
+            if budget <= 0:
+                self._due_up_to_ms = first[0] - 1
+                break
+            number = first[1]
+            queue, directory = self._queues[number], self._directories[number]
+            prefix = _DELAYED + number.to_bytes(4, "big")
+            # One more than the budget tells when the next is due.
+            rows = self._index.scan(prefix, _after(prefix), budget + 1)
+            count = 0
+            for key, value in rows[:budget]:
+                if _visible_at(key) > now_ms:
+                    break
+                count += 1
+                self._move_due(batch, queue, directory, key, value)
+            rest = rows[count:]
+            self._due.set(number, _visible_at(rest[0][0]) if rest else None)
+            budget -= count
+            queue.counts.delayed -= count
+            queue.counts.available += count
+            moved.append((queue, count))
+        return moved
+
+    def _move_due(
+        self, batch: Batch, queue: Queue, directory: _Directory, key: bytes, value: bytes
+    ) -> None:
+        batch.delete(key, self._index.family)
+        main, lane = value[:12], value[12:]
+        if queue.fifo:
+            ready = directory.prefix + lane + bytes(8) + main[4:]
+        else:
+            ready = directory.prefix + lane + key[_LANE_AT:]
+            batch.put(ready, main, self._index.family)
+        self._offer(directory, lane, ready)
+        self._release_blocked(directory, group_of(lane))
+
+    def _release_blocked(self, directory: _Directory, group: bytes) -> None:
+        """Let a claim look again at a FIFO group whose head was not visible."""
+        held = directory.held.get(group)
+        if held is not None and not held.count:
+            del directory.held[group]
+            directory.ring[group] = held.lanes
+
+    def next_due_ms(self) -> int | None:
+        """Return when the next delayed message comes due."""
+        first = self._due.first()
+        return first[0] if first else None
+
+    # --- claim ---------------------------------------------------------------------------
+
+    def take(
+        self,
+        batch: Batch,
+        queue: Queue,
+        limit: int,
+        lease: bytes,
+        deadline_ms: int,  # noqa: ARG002 - the lease record has it
+        now_ms: int,
+    ) -> list[Item]:
+        """Visit groups in turn until the limit is reached or no group has more."""
+        directory = self._directories[queue.number]
+        ring = directory.ring
+        taken: list[Item] = []
+        while ring and len(taken) < limit:
+            want = limit - len(taken)
+            visits = min(len(ring), want)
+            share = -(-want // visits)
+            keys: list[tuple[bytes, bytes]] = []
+            for _ in range(visits):
+                group, lanes = next(iter(ring.items()))
+                room = min(share, want - len(keys))
+                if queue.fifo:
+                    keys += self._visit_fifo(batch, queue, directory, group, room, now_ms)
+                else:
+                    rows = self._visit(directory, lanes, room)
+                    keys += rows
+                    if lanes:
+                        ring.move_to_end(group)
+                    else:
+                        del ring[group]
+                if len(keys) >= want:
+                    break
+            taken += self._move_to_in_progress(batch, queue, keys, lease)
+        queue.counts.available -= len(taken)
+        queue.counts.in_flight += len(taken)
+        return taken
+
+    def _visit(
+        self, directory: _Directory, lanes: dict[bytes, bytes], limit: int
+    ) -> list[tuple[bytes, bytes]]:
+        """Read up to ``limit`` index entries of a group and move its lanes' lowest keys on."""
+        picked: list[tuple[bytes, bytes]] = []
+        for lane in sorted(lanes) if len(lanes) > 1 else list(lanes):
+            room = limit - len(picked)
+            if not room:
+                break
+            end = directory.prefix + lane + b"\xff" * (_SLOT_BYTES + 1)
+            rows = self._index.scan(lanes[lane], end, room + 1)
+            if len(rows) > room:
+                lanes[lane] = rows[room][0]
+                picked += rows[:room]
+            else:
+                del lanes[lane]
+                picked += rows
+        return picked
+
+    def _visit_fifo(
+        self,
+        batch: Batch,
+        queue: Queue,
+        directory: _Directory,
+        group: bytes,
+        limit: int,
+        now_ms: int,
+    ) -> list[tuple[bytes, bytes]]:
+        """Read the visible head of a FIFO group and hold the group while it is in flight."""
+        lanes = directory.ring.pop(group)
+        rows = self._visit(directory, lanes, limit)
+        mains = [main for _, main in rows]
+        until_ms = now_ms if self._due_up_to_ms is None else self._due_up_to_ms
+        visible = 0
+        for record in self._available.multi_get(mains):
+            # What does not decode does not hold the group: it is put aside further on.
+            if record is not None and _visible_at_of(record) > until_ms:
+                break
+            visible += 1
+        if visible < len(rows):
+            lane = rows[visible][0][_LANE_AT:-_SLOT_BYTES]
+            lanes[lane] = min(rows[visible][0], lanes.get(lane, b"\xff"))
+        if rows:
+            directory.held[group] = _Held(visible, lanes)
+        if visible:
+            self._put_held(batch, queue, group, visible)
+        return rows[:visible]
+
+    def _move_to_in_progress(
+        self, batch: Batch, queue: Queue, rows: list[tuple[bytes, bytes]], lease: bytes
+    ) -> list[Item]:
+        put, delete = batch.put, batch.delete
+        available, index = self._available.family, self._index.family
+        in_progress = self._in_progress.family
+        items = []
+        records = self._available.multi_get([main for _, main in rows])
+        for (key, main), record in zip(rows, records, strict=True):
+            delete(key, index)
+            if record is None:
+                self._heal(batch, queue, key)
+                continue
+            delete(main, available)
+            try:
+                contents, _, _, attempts, forgiven, visible_at, _ = decode_stored_item(record)
+            except CorruptRecord as error:
+                self._quarantine("available", main, record, str(error))
+                queue.counts.available -= 1
+                self._unhold(batch, queue, group_of(key[_LANE_AT:-_SLOT_BYTES]), 1)
+                continue
+            put(main, with_lease(record, lease), in_progress)
+            message_id = int.from_bytes(main[4:], "big")
+            items.append(
+                Item(
+                    message_id,
+                    message_id,
+                    key[_LANE_AT:-_SLOT_BYTES],
+                    attempts + 1,
+                    forgiven,
+                    visible_at,
+                    contents,
+                    lease,
+                )
+            )
+        return items
+
+    def _heal(self, batch: Batch, queue: Queue, key: bytes) -> None:
+        """Count and tell of an index entry without its message; the caller has deleted it."""
+        self.healed += 1
+        log.warning("queue %s: removed an index entry without a message: %s", queue.name, key.hex())
+        self._unhold(batch, queue, group_of(key[_LANE_AT:-_SLOT_BYTES]), 1)
+
+    # --- in flight -----------------------------------------------------------------------
+
+    def find(self, queue: Queue, keys: Sequence[int]) -> list[Item | None]:
+        """Look messages up in flight."""
+        mains = [_pack_main(queue.number, key) for key in keys]
+        records = self._in_progress.multi_get(mains)
+        return [
+            None if record is None else self._item(queue, State.IN_FLIGHT, main, record)
+            for main, record in zip(mains, records, strict=True)
+        ]
+
+    def in_flight_by_message(self, queue: Queue, message_id: int) -> Item | None:
+        """Look a message up in flight: here its id is its key."""
+        return self.find(queue, [message_id])[0]
+
+    def settle(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
+        """Delete in-progress records, and let go of FIFO groups."""
+        delete, family, number = batch.delete, self._in_progress.family, queue.number
+        for item in items:
+            delete(_pack_main(number, item.key), family)
+        queue.counts.in_flight -= len(items)
+        if queue.fifo:
+            self._unhold_all(batch, queue, items)
+
+    def put_back(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
+        """Move in-progress records back to available."""
+        # Added first: on a FIFO queue the group is let go with its head back in place.
+        self.add(batch, queue, items, now_ms)
+        self.settle(batch, queue, items)
+
+    def relabel(self, batch: Batch, queue: Queue, items: Sequence[Item], lease: bytes) -> None:
+        """Write another split of the lease into in-progress records."""
+        mains = [_pack_main(queue.number, item.key) for item in items]
+        for main, record in zip(mains, self._in_progress.multi_get(mains), strict=True):
+            assert record is not None
+            batch.put(main, with_lease(record, lease), self._in_progress.family)
+
+    def _unhold_all(self, batch: Batch, queue: Queue, items: Iterable[Item]) -> None:
+        counts: dict[bytes, int] = {}
+        for item in items:
+            group = group_of(item.lane)
+            counts[group] = counts.get(group, 0) + 1
+        for group, count in counts.items():
+            self._unhold(batch, queue, group, count)
+
+    def _unhold(self, batch: Batch, queue: Queue, group: bytes, count: int) -> None:
+        directory = self._directories[queue.number]
+        held = directory.held.get(group)
+        if held is None:
+            return
+        held.count -= count
+        self._put_held(batch, queue, group, held.count)
+        if held.count <= 0:
+            del directory.held[group]
+            if held.lanes:
+                directory.ring[group] = held.lanes
+
+    def _put_held(self, batch: Batch, queue: Queue, group: bytes, count: int) -> None:
+        key = queue.number.to_bytes(4, "big") + group
+        if count > 0:
+            batch.put(key, count.to_bytes(4, "big"), self._groups.family)
+        else:
+            batch.delete(key, self._groups.family)
+
+    # --- waiting -------------------------------------------------------------------------
+
+    def waiting(self, queue: Queue, keys: Sequence[int]) -> list[Item | None]:
+        """Look messages up among available and delayed."""
+        mains = [_pack_main(queue.number, key) for key in keys]
+        return self._waiting(queue, State.AVAILABLE, mains)
+
+    def _waiting(self, queue: Queue, state: State, mains: list[bytes]) -> list[Item | None]:
+        return [
+            None if record is None else self._item(queue, state, main, record)
+            for main, record in zip(mains, self._available.multi_get(mains), strict=True)
+        ]
+
+    def remove(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
+        """Delete records with whichever index entries they have."""
+        directory = self._directories[queue.number]
+        timers = [
+            _pack_delayed(0, queue.number, item.visible_at_ms, item.message_id) for item in items
+        ]
+        for item, timer, delayed in zip(items, timers, self._index.multi_get(timers), strict=True):
+            slot = _pack_slot(0 if queue.fifo else item.visible_at_ms, item.message_id)
+            batch.delete(_pack_main(queue.number, item.key), self._available.family)
+            batch.delete(directory.prefix + item.lane + slot, self._index.family)
+            if delayed is None:
+                queue.counts.available -= 1
+            else:
+                batch.delete(timer, self._index.family)
+                queue.counts.delayed -= 1
+            if queue.fifo:
+                self._release_blocked(directory, group_of(item.lane))
+
+    def page(
+        self, queue: Queue, state: State, after: bytes, limit: int
+    ) -> tuple[list[Item], bytes | None]:
+        """Read a page: available in claim order, delayed by due time, in flight by id."""
+        number = queue.number.to_bytes(4, "big")
+        found: list[Item | None]
+        if state is State.IN_FLIGHT:
+            rows = self._in_progress.scan(after or number, _after(number), limit + 1)
+            found = [self._item(queue, state, main, record) for main, record in rows[:limit]]
+        else:
+            prefix = (_READY if state is State.AVAILABLE else _DELAYED) + number
+            rows = self._index.scan(after or prefix, _after(prefix), limit + 1)
+            found = self._waiting(queue, state, [value[:12] for _, value in rows[:limit]])
+        items = [item for item in found if item is not None]
+        if state is State.AVAILABLE and queue.fifo:
+            # A delayed FIFO message stands in the order too; it is shown as delayed only.
+            timers = [
+                _pack_delayed(0, queue.number, item.visible_at_ms, item.key) for item in items
+            ]
+            delayed = self._index.multi_get(timers)
+            items = [item for item, timer in zip(items, delayed, strict=True) if timer is None]
+        return items, rows[limit][0] if len(rows) > limit else None
+
+    def oldest(self, queue: Queue) -> Item | None:
+        """Return the waiting message with the lowest id."""
+        number = queue.number.to_bytes(4, "big")
+        rows = self._available.scan(number, _after(number), 1)
+        return self._item(queue, State.AVAILABLE, *rows[0]) if rows else None
+
+    def _item(self, queue: Queue, state: State, main: bytes, record: bytes) -> Item | None:
+        """Decode a record, or have it put aside."""
+        in_flight = state is State.IN_FLIGHT
+        try:
+            contents, index_key, id8, attempts, forgiven, visible_at, lease = decode_stored_item(
+                record
+            )
+        except CorruptRecord as error:
+            self._quarantine("in_progress" if in_flight else "available", main, record, str(error))
+            if in_flight:
+                queue.counts.in_flight -= 1
+            elif state is State.AVAILABLE:
+                queue.counts.available -= 1
+            else:
+                queue.counts.delayed -= 1
+            return None
+        key = int.from_bytes(id8, "big")
+        lane = index_key[_LANE_AT:-_SLOT_BYTES]
+        return Item(key, key, lane, attempts + in_flight, forgiven, visible_at, contents, lease)
+
+
+def _visible_at(delayed_key: bytes) -> int:
+    return int.from_bytes(delayed_key[_LANE_AT : _LANE_AT + 8], "big")
+
+
+def _visible_at_of(record: bytes) -> int:
+    try:
+        return decode_stored_item(record)[5]
+    except CorruptRecord:
+        return 0
+
+
+def _after(prefix: bytes) -> bytes:
+    """Return the first key after every key with this prefix (whose last byte is never ff)."""
+    return prefix + b"\xff" * 9

@@ -1,0 +1,114 @@
+"""The contract over an ordered key-value engine, whichever way live messages are kept.
+
+Nothing here waits, reads a clock or takes a lock: the broker does. Each verb is in the module of
+its kind, over one :class:`~penstock.stores.core.Core`::
+
+    intake     publish, claim
+    settling   ack, release, extend; leases that expire
+    upkeep     sweep, retention, purge, redrive, changed and deleted queues
+    views      browse, attempts, stats
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.stores.core import Core
+from penstock.stores.intake import Intake
+from penstock.stores.queues import Counts, Queue
+from penstock.stores.settling import Settling
+from penstock.stores.upkeep import Upkeep
+from penstock.stores.views import Views
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.kv import Engine
+    from penstock.model import QueueSpec
+    from penstock.stores.active import ActiveSet, Quarantine
+
+__all__ = ["KvStore"]
+
+
+class KvStore:
+    """A store on a key-value engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        design: str,
+        make_active: Callable[[Engine, Quarantine], ActiveSet],
+        *,
+        store_id: int,
+        now_ms: int,
+    ) -> None:
+        core = Core(engine, design, make_active, store_id=store_id, now_ms=now_ms)
+        self.core = core
+        settling = Settling(core)
+        upkeep = Upkeep(core, settling)
+        intake = Intake(core, upkeep)
+        views = Views(core, upkeep)
+        self.publish = intake.publish
+        self.claim = intake.claim
+        self.ack = settling.ack
+        self.release = settling.release
+        self.extend = settling.extend
+        self.extend_lease = settling.extend_lease
+        self.sweep = upkeep.sweep
+        self.soonest_ms = upkeep.soonest_ms
+        self.purge = upkeep.purge
+        self.redrive = upkeep.redrive
+        self.delete_queue = upkeep.delete_queue
+        self.browse = views.browse
+        self.attempts = views.attempts
+        self.queue_stats = views.queue_stats
+        self.store_stats = views.store_stats
+        self._upkeep = upkeep
+
+    def create_queue(self, spec: QueueSpec, now_ms: int) -> None:
+        """Add a queue."""
+        core = self.core
+        batch = core.engine.batch()
+        number = core.queue_numbers.allocate(batch, 1)
+        queue = Queue(spec, number, Counts())
+        core.put_spec(batch, queue)
+        core.commit(batch, (queue,), now_ms)
+        core.adopt(queue)
+
+    def update_queue(self, spec: QueueSpec, now_ms: int) -> None:
+        """Change a queue's settings; name and ordering stay."""
+        self._upkeep.respec(self.core.queue(spec.name), spec, now_ms)
+
+    def specs(self) -> list[QueueSpec]:
+        """Return the settings of every queue, by name."""
+        return [queue.spec for _, queue in sorted(self.core.queues.items())]
+
+    def spec(self, queue_name: str) -> QueueSpec:
+        """Return the settings of a queue."""
+        return self.core.queue(queue_name).spec
+
+    def available(self, queue_name: str) -> int:
+        """Return how many messages of a queue are available, as last counted."""
+        return self.core.queue(queue_name).counts.available
+
+    @property
+    def commits(self) -> int:
+        """How many commits were made: a change is durable once its commit is."""
+        return self.core.commits
+
+    def take_woken(self) -> set[str]:
+        """Return the queues that may have something to claim since the last call."""
+        woken, self.core.woken = self.core.woken, set()
+        return woken
+
+    def time_floor_ms(self) -> int:
+        """Return the latest time that this store has seen."""
+        return self.core.time_floor_ms()
+
+    def sync(self) -> None:
+        """Make every commit so far durable."""
+        self.core.engine.sync()
+
+    def close(self) -> None:
+        """Close the engine."""
+        self.core.engine.close()

@@ -1,0 +1,61 @@
+"""The payload store: each payload once, however many queues hold its message.
+
+::
+
+    table payloads
+    01 01 | message u64 BE       the payload (the RFC's record)
+    02 0d | message u64 BE       u32 BE: how many queues hold it, if more than one
+
+A message of one queue has no count: whoever lets go of it finds none and deletes the payload.
+Counts are read from what was committed, so one commit must not let two queues go of one message.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from penstock.codec.opendata import payload_key
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.kv import Batch, Table
+
+__all__ = ["Payloads"]
+
+_REFERENCES: Final = b"\x02\x0d"
+
+
+class Payloads:
+    """Payloads and their reference counts."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self.family = table.family
+
+    def get(self, message_ids: Sequence[int]) -> list[bytes | None]:
+        """Read payloads."""
+        return self._table.multi_get([payload_key(message_id) for message_id in message_ids])
+
+    def refer(self, batch: Batch, message_id: int, queues: int) -> None:
+        """Note that a new message is held by more than one queue."""
+        batch.put(_references_key(message_id), queues.to_bytes(4, "big"), self.family)
+
+    def let_go(self, batch: Batch, message_ids: Sequence[int]) -> None:
+        """Let one queue go of messages; a payload that nobody holds any more is deleted."""
+        keys = [_references_key(message_id) for message_id in message_ids]
+        for message_id, key, record in zip(
+            message_ids, keys, self._table.multi_get(keys), strict=True
+        ):
+            if record is None:
+                batch.delete(payload_key(message_id), self.family)
+                continue
+            left = int.from_bytes(record, "big") - 1
+            if left > 1:
+                batch.put(key, left.to_bytes(4, "big"), self.family)
+            else:
+                batch.delete(key, self.family)
+
+
+def _references_key(message_id: int) -> bytes:
+    return _REFERENCES + message_id.to_bytes(8, "big")

@@ -1,0 +1,170 @@
+"""Queues as a store knows them: spec, number, counters; and where both are kept.
+
+::
+
+    table queues
+    02 06 | name                 queue spec, version 2 (codec/records.py)
+    02 0b | name                 counters, little-endian: 01 version, then u64 each in the order
+                                 of Counts' fields
+
+Upgrade recipe for the counters: append fields, raise the version byte; a shorter record reads
+with zeros for what it lacks.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from penstock.codec import opendata, records
+from penstock.errors import CorruptRecord
+from penstock.model import Ordering, QueueSpec
+
+if TYPE_CHECKING:
+    from penstock.kv import Batch, Table
+
+__all__ = ["Counts", "Queue", "QueueTable"]
+
+_SPECS: Final = b"\x02\x06"
+_COUNTS: Final = b"\x02\x0b"
+_COUNTS_VERSION: Final = b"\x01"
+
+
+class Counts(msgspec.Struct):
+    """Depths, totals and positions of one queue; written with every commit that changes them."""
+
+    available: int = 0
+    delayed: int = 0
+    in_flight: int = 0
+    done: int = 0
+    failed: int = 0
+    enqueued_total: int = 0
+    claimed_total: int = 0
+    acked_total: int = 0
+    released_total: int = 0
+    lease_expired_total: int = 0
+    failed_total: int = 0
+    redriven_total: int = 0
+    removed_total: int = 0
+    # Next numbers of the done and failed sequences, and of the bucket design's claim numbers.
+    next_done: int = 0
+    next_failed: int = 0
+    next_claim: int = 0
+    # The latest time at which anything happened here: the store's time never goes below it.
+    time_floor_ms: int = 0
+
+
+_pack_counts: Final = Struct(f"<{len(Counts.__struct_fields__)}Q")
+
+
+class Queue:
+    """A queue while its store is open. ``id`` is its name as bytes, for the RFC's keys."""
+
+    __slots__ = ("counts", "fifo", "id", "name", "number", "spec")
+
+    def __init__(self, spec: QueueSpec, number: int, counts: Counts) -> None:
+        self.name = spec.name
+        self.id = spec.name.encode()
+        self.number = number
+        self.counts = counts
+        self.spec = spec
+        self.fifo = spec.ordering is Ordering.FIFO
+
+    def respec(self, spec: QueueSpec) -> None:
+        """Take a changed spec. Name and ordering never change."""
+        assert spec.name == self.name
+        assert spec.ordering is self.spec.ordering
+        self.spec = spec
+
+
+class QueueTable:
+    """Reads and writes specs and counters."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._family = table.family
+
+    def load(self) -> list[Queue]:
+        """Read every queue."""
+        queues = []
+        begin, end = _SPECS, b"\x02\x07"
+        while rows := self._table.scan(begin, end, 1000):
+            counts = self._table.multi_get([_COUNTS + key[2:] for key, _ in rows])
+            for (key, record), count_record in zip(rows, counts, strict=True):
+                spec, number = _decode_spec(key[2:].decode(), record)
+                queues.append(Queue(spec, number, _decode_counts(count_record)))
+            begin = rows[-1][0] + b"\0"
+        return queues
+
+    def put_spec(self, batch: Batch, queue: Queue) -> None:
+        """Write a spec."""
+        batch.put(_SPECS + queue.id, _encode_spec(queue.spec, queue.number), self._family)
+
+    def put_counts(self, batch: Batch, queue: Queue) -> None:
+        """Write a queue's counters."""
+        packed = _pack_counts.pack(*msgspec.structs.astuple(queue.counts))
+        batch.put(_COUNTS + queue.id, _COUNTS_VERSION + packed, self._family)
+
+    def remove(self, batch: Batch, queue: Queue) -> None:
+        """Delete a queue's records."""
+        batch.delete(_SPECS + queue.id, self._family)
+        batch.delete(_COUNTS + queue.id, self._family)
+
+
+def _decode_counts(record: bytes | None) -> Counts:
+    if record is None:
+        return Counts()
+    if record[:1] != _COUNTS_VERSION or len(record) != 1 + _pack_counts.size:
+        raise CorruptRecord(
+            f"queue counters: {len(record)} bytes, {1 + _pack_counts.size} expected"
+        )
+    return Counts(*_pack_counts.unpack_from(record, 1))
+
+
+def _encode_spec(spec: QueueSpec, number: int) -> bytes:
+    return records.encode_queue_spec(
+        records.QueueSpecV2(
+            filter=spec.filter,
+            max_attempts=spec.max_attempts,
+            bucket_exponent=spec.bucket_exponent,
+            description=spec.description,
+            ordering=1 if spec.ordering is Ordering.FIFO else 0,
+            lease_ms=spec.lease_ms,
+            backoff_base_ms=spec.backoff_base_ms,
+            backoff_cap_ms=spec.backoff_cap_ms,
+            delay_ms=spec.delay_ms,
+            done_retention_ms=spec.done_retention_ms,
+            failed_retention_ms=spec.failed_retention_ms,
+            unclaimed_retention_ms=spec.unclaimed_retention_ms,
+            created_at_ms=spec.created_at_ms,
+            spec_version=spec.version,
+            number=number,
+        )
+    )
+
+
+def _decode_spec(name: str, record: bytes) -> tuple[QueueSpec, int]:
+    stored = records.decode_queue_spec(2, record)
+    spec = QueueSpec(
+        name=name,
+        filter=stored.filter,
+        ordering=Ordering.FIFO if stored.ordering else Ordering.STANDARD,
+        lease_ms=stored.lease_ms,
+        max_attempts=stored.max_attempts,
+        backoff_base_ms=stored.backoff_base_ms,
+        backoff_cap_ms=stored.backoff_cap_ms,
+        delay_ms=stored.delay_ms,
+        done_retention_ms=stored.done_retention_ms,
+        failed_retention_ms=stored.failed_retention_ms,
+        unclaimed_retention_ms=stored.unclaimed_retention_ms,
+        bucket_exponent=stored.bucket_exponent,
+        description=stored.description,
+        created_at_ms=stored.created_at_ms,
+        version=stored.spec_version,
+    )
+    return spec, stored.number
+
+
+assert _SPECS[1] == opendata.RecordType.QUEUE_SPEC

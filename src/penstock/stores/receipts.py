@@ -1,0 +1,77 @@
+"""Receipts: what a worker shows to prove that it holds a message.
+
+::
+
+    ps1-SSSSSSSS-QQQQQQQQ-LLLLLLLLLLLLLLLLLLLLLLLLLLLLLLLL-KKKKKKKKKKKKKKKK
+        store    queue    lease the message was claimed   message in that queue
+                          under
+
+Everything but the last part is the same for all messages of a claim: the token of the lease.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from penstock.errors import InvalidReceipt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["LeaseToken", "lease_token", "parse_lease_token", "parse_receipts"]
+
+_TOKEN: Final = re.compile(r"ps1-([0-9a-f]{8})-([0-9a-f]{8})-([0-9a-f]{32})")
+_TOKEN_CHARS: Final = 3 + 3 + 8 + 8 + 32
+_RECEIPT_CHARS: Final = _TOKEN_CHARS + 1 + 16
+
+
+class LeaseToken(NamedTuple):
+    """A parsed token: the queue's number and the lease."""
+
+    queue: int
+    lease: bytes
+
+
+def lease_token(store_id: int, queue: int, lease: bytes) -> str:
+    """Make the part that all receipts of a lease share."""
+    return f"ps1-{store_id:08x}-{queue:08x}-{lease.hex()}"
+
+
+def parse_lease_token(store_id: int, token: object) -> LeaseToken:
+    """Read a lease token of this store."""
+    match = _TOKEN.fullmatch(token) if isinstance(token, str) else None
+    if match is None:
+        raise InvalidReceipt(f"not a receipt: {_shown(token)}; receipts come from claim()")
+    if int(match[1], 16) != store_id:
+        raise InvalidReceipt(
+            f"receipt {_shown(token)} is of another store ({match[1]}; this one is {store_id:08x})"
+        )
+    return LeaseToken(int(match[2], 16), bytes.fromhex(match[3]))
+
+
+def parse_receipts(store_id: int, receipts: Iterable[object]) -> list[tuple[LeaseToken, int]]:
+    """Read receipts of this store; one bad one refuses them all."""
+    tokens: dict[str, LeaseToken] = {}
+    parsed = []
+    for receipt in receipts:
+        if not isinstance(receipt, str) or len(receipt) != _RECEIPT_CHARS:
+            raise InvalidReceipt(f"not a receipt: {_shown(receipt)}; receipts come from claim()")
+        head = receipt[:_TOKEN_CHARS]
+        token = tokens.get(head)
+        if token is None:
+            token = tokens[head] = parse_lease_token(store_id, head)
+        digits = receipt[-16:]
+        try:
+            key = int(digits, 16)
+        except ValueError:
+            key = -1
+        if receipt[_TOKEN_CHARS] != "-" or f"{key:016x}" != digits:
+            raise InvalidReceipt(f"not a receipt: {_shown(receipt)}; receipts come from claim()")
+        parsed.append((token, key))
+    return parsed
+
+
+def _shown(receipt: object) -> str:
+    text = repr(receipt)
+    return text if len(text) <= 100 else text[:97] + "..."

@@ -1,0 +1,328 @@
+"""A claim ends: ack, release, extend, expiry. Every receipt is judged here.
+
+A receipt names a message and the lease it was given under. It is good while the message is in
+flight under that lease (or a split of it) and the lease's deadline is ahead; the clock decides,
+whether or not a sweep has been by. A receipt that is not good changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.backoff import backoff_ms
+from penstock.codec.stored import LeaseRecord
+from penstock.errors import CorruptRecord, InvalidReceipt
+from penstock.model import AttemptEnd, Outcome, OutcomeStatus, State
+from penstock.stores.leases import family_of
+from penstock.stores.receipts import parse_lease_token, parse_receipts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.kv import Batch
+    from penstock.stores.active import Item
+    from penstock.stores.core import Core
+    from penstock.stores.queues import Queue
+
+__all__ = ["Settling"]
+
+
+class Holding(NamedTuple):
+    """Messages that are in flight under one live lease, of one queue."""
+
+    queue: Queue
+    name: bytes
+    lease: LeaseRecord
+    items: list[Item]
+
+
+class Judged(NamedTuple):
+    """Receipts looked up: what is held, whose receipt each is, and what was refused."""
+
+    holdings: list[Holding]
+    accepted: dict[int, Item]
+    refused: dict[int, OutcomeStatus]
+
+    @property
+    def queues(self) -> list[Queue]:
+        """Return the queues concerned, each once."""
+        return list({id(holding.queue): holding.queue for holding in self.holdings}.values())
+
+
+class Settling:
+    """The verbs that take receipts, and what becomes of messages whose lease ends."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    # --- verbs -----------------------------------------------------------------------------
+
+    def ack(self, receipts: Sequence[str], *, queue_name: str | None, now_ms: int) -> list[Outcome]:
+        """Settle messages as done."""
+        core = self._core
+        judged = self._judge(receipts, queue_name, now_ms)
+        if judged.holdings:
+            batch = core.engine.batch()
+            for holding in judged.holdings:
+                queue, items = holding.queue, holding.items
+                core.active.settle(batch, queue, items)
+                core.history.add_done(batch, queue, items, now_ms)
+                self._end(batch, holding, AttemptEnd.ACKED, "", now_ms)
+                if queue.spec.done_retention_ms:
+                    due_ms = now_ms + queue.spec.done_retention_ms
+                    core.retention.lower((queue.number, State.DONE.value), due_ms)
+                if queue.fifo:
+                    core.wake(queue)
+            core.commit(batch, judged.queues, now_ms)
+        return _outcomes(receipts, judged, lambda _: OutcomeStatus.DONE)
+
+    def release(
+        self,
+        receipts: Sequence[str],
+        *,
+        delay_ms: int | None,
+        reason: str,
+        random: Callable[[], float],
+        queue_name: str | None,
+        now_ms: int,
+    ) -> list[Outcome]:
+        """Give messages back, to be tried again after a delay or (out of attempts) to fail."""
+        core = self._core
+        judged = self._judge(receipts, queue_name, now_ms)
+        failed: set[int] = set()
+        if judged.holdings:
+            batch = core.engine.batch()
+            for holding in judged.holdings:
+                self._end(batch, holding, AttemptEnd.RELEASED, reason, now_ms)
+                spec = holding.queue.spec
+                for item in holding.items:
+                    wait_ms = delay_ms
+                    if wait_ms is None:
+                        wait_ms = backoff_ms(spec, item.attempts - item.forgiven, random)
+                    item.visible_at_ms = now_ms + wait_ms
+                failed.update(map(id, self._retry_or_fail(batch, holding, reason, now_ms)))
+                holding.queue.counts.released_total += len(holding.items)
+            core.commit(batch, judged.queues, now_ms)
+        return _outcomes(
+            receipts,
+            judged,
+            lambda item: OutcomeStatus.FAILED if id(item) in failed else OutcomeStatus.RETRYING,
+        )
+
+    def extend(
+        self, receipts: Sequence[str], *, lease_ms: int, queue_name: str | None, now_ms: int
+    ) -> list[Outcome]:
+        """Move the deadline of single receipts; the rest of their lease keeps its own."""
+        core = self._core
+        judged = self._judge(receipts, queue_name, now_ms)
+        deadline_ms = now_ms + lease_ms
+        if judged.holdings:
+            batch = core.engine.batch()
+            for holding in judged.holdings:
+                self._move_deadline(batch, holding, deadline_ms)
+            core.commit(batch, judged.queues, now_ms)
+        return _outcomes(receipts, judged, lambda _: OutcomeStatus.EXTENDED, deadline_ms)
+
+    def extend_lease(
+        self, token: str, *, lease_ms: int, queue_name: str | None, now_ms: int
+    ) -> list[Outcome]:
+        """Move the deadline of everything that is still held under a lease."""
+        core = self._core
+        _, lease = parse_lease_token(core.identity.store_id, token)
+        receipts = [
+            f"{token}-{key.hex()}"
+            for _, record in core.leases.splits(lease)
+            for key in core.leases.decode(record).ids
+        ]
+        return self.extend(receipts, lease_ms=lease_ms, queue_name=queue_name, now_ms=now_ms)
+
+    def expire(self, batch: Batch, now_ms: int, limit: int) -> tuple[list[Queue], int, int]:
+        """End leases whose deadline has come; give queues touched, leases ended, failures."""
+        core = self._core
+        touched: dict[int, Queue] = {}
+        failures = 0
+        due = core.leases.due(now_ms, limit)
+        names = [name for _, name in due]
+        for (index_key, name), record in zip(due, core.leases.get(names), strict=True):
+            lease = self._decode(name, record)
+            holdings = self._held_by(name, lease) if record is not None else []
+            core.leases.drop_expiry_entry(batch, index_key, name)
+            for holding in holdings:
+                queue, items = holding.queue, holding.items
+                for item in items:
+                    item.visible_at_ms = now_ms
+                self._end(batch, holding, AttemptEnd.EXPIRED, "", now_ms)
+                failures += len(self._retry_or_fail(batch, holding, "lease expired", now_ms))
+                queue.counts.lease_expired_total += len(items)
+                touched[queue.number] = queue
+        return list(touched.values()), len(due), failures
+
+    def _held_by(self, name: bytes, lease: LeaseRecord | None) -> list[Holding]:
+        """Find the messages that are in flight under a lease."""
+        core = self._core
+        if lease is None:
+            return self._strays(name)
+        queue = core.by_number.get(lease.queue)
+        if queue is None:
+            return []
+        keys = [int.from_bytes(key, "big") for key in lease.ids]
+        found = core.active.find(queue, keys)
+        items = [item for item in found if item is not None and item.lease == name]
+        return [Holding(queue, name, lease, items)]
+
+    def _strays(self, name: bytes) -> list[Holding]:
+        """Find the messages of a lease whose record was lost, by looking at all in flight."""
+        core = self._core
+        holdings = []
+        for queue in core.queues.values():
+            items: list[Item] = []
+            after: bytes | None = b""
+            while after is not None:
+                page, after = core.active.page(queue, State.IN_FLIGHT, after, 1_000)
+                items += [item for item in page if item.lease == name]
+            if items:
+                keys = [item.key.to_bytes(8, "big") for item in items]
+                lease = LeaseRecord(keys, 0, b"", 0, queue.number, "")
+                holdings.append(Holding(queue, name, lease, items))
+        return holdings
+
+    # --- parts -----------------------------------------------------------------------------
+
+    def _end(
+        self, batch: Batch, holding: Holding, end: AttemptEnd, reason: str, now_ms: int
+    ) -> None:
+        """Record the attempts that end, and take their messages out of the lease."""
+        core, lease = self._core, holding.lease
+        core.history.add_attempts(
+            batch,
+            holding.queue,
+            holding.items,
+            claimed_at_ms=lease.claimed_at_ms,
+            consumer=lease.consumer,
+            end=end,
+            reason=reason,
+            now_ms=now_ms,
+        )
+        if end is AttemptEnd.EXPIRED:
+            # The caller has deleted the lease with its expiry entry.
+            return
+        if len(holding.items) == len(lease.ids):
+            core.leases.delete(batch, holding.name, lease)
+        else:
+            gone = {item.key.to_bytes(8, "big") for item in holding.items}
+            core.leases.let_go(batch, holding.name, lease, gone)
+
+    def _retry_or_fail(
+        self, batch: Batch, holding: Holding, reason: str, now_ms: int
+    ) -> list[Item]:
+        """Put messages back that have attempts left; fail the others, and return those."""
+        core, queue = self._core, holding.queue
+        allowed = queue.spec.max_attempts
+        failed: list[Item] = []
+        retried: list[Item] = []
+        for item in holding.items:
+            over = item.attempts - item.forgiven >= allowed
+            (failed if over else retried).append(item)
+        if retried:
+            core.active.put_back(batch, queue, retried, now_ms)
+            core.note_unclaimed(batch, queue, retried, [item.visible_at_ms for item in retried])
+        if failed:
+            core.active.settle(batch, queue, failed)
+            core.history.add_failed(
+                batch, queue, failed, reason or f"released {allowed} times", now_ms
+            )
+            if queue.spec.failed_retention_ms:
+                due_ms = now_ms + queue.spec.failed_retention_ms
+                core.retention.lower((queue.number, State.FAILED.value), due_ms)
+        core.wake(queue)
+        return failed
+
+    def _move_deadline(self, batch: Batch, holding: Holding, deadline_ms: int) -> None:
+        """Give the messages of a holding a new deadline, in a split of their own if they must."""
+        core, lease = self._core, holding.lease
+        keys = [item.key.to_bytes(8, "big") for item in holding.items]
+        target = holding.name
+        if len(keys) < len(lease.ids):
+            target = core.leases.next_split(target)
+            core.active.relabel(batch, holding.queue, holding.items, target)
+        core.leases.let_go(batch, holding.name, lease, set(keys))
+        core.leases.put(
+            batch,
+            target,
+            keys=keys,
+            deadline_ms=deadline_ms,
+            claimed_at_ms=lease.claimed_at_ms,
+            queue=holding.queue.number,
+            consumer=lease.consumer,
+        )
+
+    # --- judging ---------------------------------------------------------------------------
+
+    def _judge(self, receipts: Sequence[str], queue_name: str | None, now_ms: int) -> Judged:
+        """Find out which receipts are good."""
+        core = self._core
+        by_queue: dict[int, list[tuple[int, bytes, int]]] = {}
+        for index, (token, key) in enumerate(parse_receipts(core.identity.store_id, receipts)):
+            by_queue.setdefault(token.queue, []).append((index, family_of(token.lease), key))
+        if queue_name is not None:
+            own = core.queue(queue_name).number
+            if any(number != own for number in by_queue):
+                raise InvalidReceipt(f"a receipt is of another queue than {queue_name!r}")
+        judged = Judged([], {}, {})
+        for number, rows in by_queue.items():
+            queue = core.by_number.get(number)
+            if queue is None:
+                judged.refused.update((index, OutcomeStatus.STALE) for index, _, _ in rows)
+            else:
+                self._judge_queue(judged, queue, rows, now_ms)
+        core.stale_receipts += len(judged.refused)
+        return judged
+
+    def _judge_queue(
+        self, judged: Judged, queue: Queue, rows: list[tuple[int, bytes, int]], now_ms: int
+    ) -> None:
+        core = self._core
+        found = core.active.find(queue, [key for _, _, key in rows])
+        names = list({item.lease for item in found if item is not None})
+        holdings: dict[bytes, Holding] = {}
+        for name, record in zip(names, core.leases.get(names), strict=True):
+            lease = self._decode(name, record)
+            if lease is not None:
+                holdings[name] = Holding(queue, name, lease, [])
+        seen: set[int] = set()
+        for (index, family, key), item in zip(rows, found, strict=True):
+            if item is None or item.lease[:14] != family or key in seen:
+                judged.refused[index] = OutcomeStatus.STALE
+                continue
+            holding = holdings.get(item.lease)
+            if holding is None or holding.lease.expiry_ms <= now_ms:
+                judged.refused[index] = OutcomeStatus.EXPIRED
+                continue
+            seen.add(key)
+            holding.items.append(item)
+            judged.accepted[index] = item
+        judged.holdings.extend(holding for holding in holdings.values() if holding.items)
+
+    def _decode(self, name: bytes, record: bytes | None) -> LeaseRecord | None:
+        if record is None:
+            return None
+        try:
+            return self._core.leases.decode(record)
+        except CorruptRecord as error:
+            self._core.quarantine("leases", name, record, str(error))
+            return None
+
+
+def _outcomes(
+    receipts: Sequence[str],
+    judged: Judged,
+    status: Callable[[Item], OutcomeStatus],
+    deadline_ms: int | None = None,
+) -> list[Outcome]:
+    return [
+        Outcome(receipt, judged.refused[index])
+        if item is None
+        else Outcome(receipt, status(item), deadline_ms)
+        for index, receipt in enumerate(receipts)
+        for item in (judged.accepted.get(index),)
+    ]

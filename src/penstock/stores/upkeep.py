@@ -1,0 +1,286 @@
+"""Timed work and mass moves: sweep, retention, purge, redrive, deletion of queues.
+
+``sweep`` does what is due within a budget and says when the next thing is due; nothing here
+loops on its own. What touches many messages goes in commits of bounded size, so that neither
+memory nor a commit grows with the depth of a queue.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from penstock.codec.metadata import decode_metadata
+from penstock.errors import CorruptRecord
+from penstock.model import State, SweepCounts
+from penstock.stores.active import Item, lane_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from penstock.codec.metadata import Metadata
+    from penstock.kv import Batch
+    from penstock.model import QueueSpec
+    from penstock.stores.core import Core
+    from penstock.stores.history import Ended
+    from penstock.stores.queues import Queue
+    from penstock.stores.settling import Settling
+
+__all__ = ["Upkeep"]
+
+# Messages per commit of a mass move.
+CHUNK: Final = 1_000
+
+
+class Upkeep:
+    """Sweeping, purging, redriving."""
+
+    def __init__(self, core: Core, settling: Settling) -> None:
+        self._core = core
+        self._settling = settling
+
+    # --- what is due -----------------------------------------------------------------------
+
+    def catch_up(self, now_ms: int, budget: int) -> tuple[int, int, int]:
+        """End leases and delays that are over; give how many leases, delays and failures."""
+        core = self._core
+        leases = failures = 0
+        if core.leases.may_be_due(now_ms):
+            batch = core.engine.batch()
+            touched, leases, failures = self._settling.expire(batch, now_ms, budget)
+            if leases:
+                core.commit(batch, touched, now_ms)
+        came_due = 0
+        next_due_ms = core.active.next_due_ms()
+        if next_due_ms is not None and next_due_ms <= now_ms:
+            batch = core.engine.batch()
+            moved = core.active.come_due(batch, now_ms, budget)
+            came_due = sum(count for _, count in moved)
+            core.commit(batch, [queue for queue, _ in moved], now_ms)
+            for queue, _ in moved:
+                core.wake(queue)
+        return leases, came_due, failures
+
+    def sweep(self, now_ms: int, budget: int) -> SweepCounts:
+        """Do what is due, up to about ``budget`` things; say what was done and what is next."""
+        core = self._core
+        leases, came_due, failures = self.catch_up(now_ms, budget)
+        removed = self._retention(now_ms, budget)
+        batch = core.engine.batch()
+        forgotten = core.dedup.forget(batch, now_ms, budget)
+        if len(batch):
+            core.commit(batch, (), now_ms)
+        core.settle_quarantine(now_ms)
+        return SweepCounts(
+            leases_expired=leases,
+            came_due=came_due,
+            failed=failures,
+            removed=removed,
+            dedup_forgotten=forgotten,
+            next_due_ms=self.next_due_ms(),
+        )
+
+    def next_due_ms(self) -> int | None:
+        """Return when the next lease, delay, retention or dedup window is over."""
+        core = self._core
+        retention = core.retention.first()
+        times = (
+            core.leases.next_due_ms(),
+            core.active.next_due_ms(),
+            retention[0] if retention else None,
+            core.dedup.next_due_ms(),
+        )
+        return min((time for time in times if time is not None), default=None)
+
+    def soonest_ms(self) -> int | None:
+        """Return a time before which no lease, delay or retention is over, from memory alone."""
+        core = self._core
+        retention = core.retention.first()
+        times = (
+            core.leases.none_before_ms,
+            core.active.next_due_ms(),
+            retention[0] if retention else None,
+        )
+        return min((time for time in times if time is not None), default=None)
+
+    def _retention(self, now_ms: int, budget: int) -> int:
+        core = self._core
+        removed = 0
+        while removed < budget and (first := core.retention.first()) and first[0] <= now_ms:
+            number, what = first[1]
+            queue = core.by_number[number]
+            batch = core.engine.batch()
+            if what == "unclaimed":
+                removed += self._expire_unclaimed(batch, queue, now_ms)
+            else:
+                removed += self._trim(batch, queue, State(what), now_ms)
+            core.commit(batch, (queue,), now_ms)
+            core.schedule_retention(queue)
+        return removed
+
+    def _trim(self, batch: Batch, queue: Queue, state: State, now_ms: int) -> int:
+        spec = queue.spec
+        kept_ms = spec.done_retention_ms if state is State.DONE else spec.failed_retention_ms
+        entries = self._core.history.trim(batch, queue, state, now_ms - kept_ms, CHUNK)
+        self._let_go(batch, queue, entries)
+        return len(entries)
+
+    def _expire_unclaimed(self, batch: Batch, queue: Queue, now_ms: int) -> int:
+        core = self._core
+        keys = core.take_unclaimed(batch, queue, now_ms, CHUNK)
+        kept_ms = queue.spec.unclaimed_retention_ms
+        # A message may have been claimed and come back since the row was written: judge it anew.
+        expired = [
+            item
+            for item in core.active.waiting(queue, list(dict.fromkeys(keys)))
+            if item is not None and kept_ms and item.visible_at_ms + kept_ms <= now_ms
+        ]
+        self._remove_waiting(batch, queue, expired)
+        return len(expired)
+
+    # --- purge and delete ------------------------------------------------------------------
+
+    def purge(self, queue_name: str, states: Iterable[State], now_ms: int) -> int:
+        """Remove every message of a queue that is in one of the states; say how many."""
+        queue = self._core.queue(queue_name)
+        removed = 0
+        for state in states:
+            while count := self._purge_chunk(queue, state, now_ms):
+                removed += count
+        return removed
+
+    def _purge_chunk(self, queue: Queue, state: State, now_ms: int) -> int:
+        core = self._core
+        batch = core.engine.batch()
+        if state in {State.DONE, State.FAILED}:
+            ended = core.history.trim(batch, queue, state, now_ms, CHUNK)
+            self._let_go(batch, queue, ended)
+            count = len(ended)
+        else:
+            items, more = core.active.page(queue, state, b"", CHUNK)
+            while not items and more is not None:
+                items, more = core.active.page(queue, state, more, CHUNK)
+            count = len(items)
+            if state is State.IN_FLIGHT:
+                core.active.settle(batch, queue, items)
+                self._forget(batch, queue, items)
+            else:
+                self._remove_waiting(batch, queue, items)
+        if count:
+            core.commit(batch, (queue,), now_ms)
+            # What memory knew of groups and lanes is void.
+            core.active.load(queue)
+            core.schedule_retention(queue)
+        return count
+
+    def delete_queue(self, queue_name: str, now_ms: int) -> int:
+        """Remove a queue with everything in it; say how many messages went."""
+        core = self._core
+        queue = core.queue(queue_name)
+        removed = self.purge(queue_name, State, now_ms)
+        batch = core.engine.batch()
+        core.clear_unclaimed(batch, queue)
+        core.history.clear(batch, queue)
+        core.remove_queue(batch, queue)
+        core.commit(batch, (), now_ms)
+        core.drop(queue)
+        return removed
+
+    def _remove_waiting(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
+        self._core.active.remove(batch, queue, items)
+        self._forget(batch, queue, items)
+
+    def _forget(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
+        """Let go of the payloads and attempts of live messages that were removed."""
+        core = self._core
+        core.payloads.let_go(batch, [item.message_id for item in items])
+        core.history.forget_attempts(batch, queue, [(i.message_id, i.attempts) for i in items])
+        queue.counts.removed_total += len(items)
+
+    def _let_go(self, batch: Batch, queue: Queue, entries: Sequence[Ended]) -> None:
+        """Let go of the payloads and attempts of messages that leave the history."""
+        core = self._core
+        core.payloads.let_go(batch, [entry.message_id for entry in entries])
+        core.history.forget_attempts(batch, queue, [(e.message_id, e.attempts) for e in entries])
+
+    # --- redrive ---------------------------------------------------------------------------
+
+    def redrive(
+        self,
+        queue_name: str,
+        *,
+        message_ids: Sequence[int] | None,
+        where: Callable[[Metadata], bool] | None,
+        now_ms: int,
+    ) -> int:
+        """Make failed messages available again: all, by ids, by their attributes; say how many."""
+        core = self._core
+        queue = core.queue(queue_name)
+        if message_ids is not None:
+            chosen = self._chosen(core.history.find_failed(queue, message_ids), where)
+            return self._redrive(queue, chosen, now_ms)
+        redriven = 0
+        after: bytes | None = b""
+        while after is not None:
+            entries, after = core.history.page(queue, State.FAILED, after, CHUNK, whole_parts=True)
+            redriven += self._redrive(queue, self._chosen(entries, where), now_ms)
+        return redriven
+
+    def _chosen(
+        self, entries: Sequence[Ended], where: Callable[[Metadata], bool] | None
+    ) -> list[tuple[Ended, bytes]]:
+        chosen = []
+        for entry in entries:
+            try:
+                metadata = decode_metadata(entry.metadata)
+            except CorruptRecord:
+                continue
+            if where is None or where(metadata):
+                chosen.append((entry, lane_of(metadata.group, metadata.priority)))
+        return chosen
+
+    def _redrive(self, queue: Queue, chosen: Sequence[tuple[Ended, bytes]], now_ms: int) -> int:
+        if not chosen:
+            return 0
+        core = self._core
+        batch = core.engine.batch()
+        core.history.take_failed(batch, queue, [entry for entry, _ in chosen])
+        items = [
+            Item(e.key, e.message_id, lane, e.attempts, e.attempts, now_ms, e.metadata)
+            for e, lane in chosen
+        ]
+        core.active.add(batch, queue, items, now_ms)
+        core.note_unclaimed(batch, queue, items, [now_ms] * len(items))
+        queue.counts.redriven_total += len(items)
+        core.commit(batch, (queue,), now_ms)
+        core.wake(queue)
+        return len(items)
+
+    # --- changed settings ------------------------------------------------------------------
+
+    def reindex_unclaimed(self, queue: Queue, now_ms: int) -> None:
+        """Rewrite when waiting messages expire, after the retention of a queue has changed."""
+        core = self._core
+        batch = core.engine.batch()
+        core.clear_unclaimed(batch, queue)
+        core.commit(batch, (queue,), now_ms)
+        for state in (State.AVAILABLE, State.DELAYED):
+            after: bytes | None = b""
+            while after is not None and queue.spec.unclaimed_retention_ms:
+                items, after = core.active.page(queue, state, after, CHUNK)
+                batch = core.engine.batch()
+                core.note_unclaimed(batch, queue, items, [item.visible_at_ms for item in items])
+                core.commit(batch, (queue,), now_ms)
+        core.schedule_retention(queue)
+
+    def respec(self, queue: Queue, spec: QueueSpec, now_ms: int) -> None:
+        """Change a queue's settings."""
+        core = self._core
+        retention_changed = spec.unclaimed_retention_ms != queue.spec.unclaimed_retention_ms
+        queue.respec(spec)
+        batch = core.engine.batch()
+        core.put_spec(batch, queue)
+        core.commit(batch, (queue,), now_ms)
+        if retention_changed:
+            self.reindex_unclaimed(queue, now_ms)
+        else:
+            core.schedule_retention(queue)

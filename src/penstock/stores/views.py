@@ -1,0 +1,184 @@
+"""Reading without leasing: browse, attempts, stats."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.codec.metadata import decode_metadata
+from penstock.errors import CorruptRecord, InvalidInput
+from penstock.model import Attempt, AttemptEnd, Entry, Page, QueueStats, State, StoreStats
+from penstock.stores.active import Item
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.codec.stored import LeaseRecord
+    from penstock.stores.core import Core
+    from penstock.stores.history import Ended
+    from penstock.stores.queues import Queue
+    from penstock.stores.upkeep import Upkeep
+
+__all__ = ["Views"]
+
+_MANY = 1_000_000
+
+
+class Views:
+    """The verbs that only look."""
+
+    def __init__(self, core: Core, upkeep: Upkeep) -> None:
+        self._core = core
+        self._upkeep = upkeep
+
+    def browse(
+        self,
+        queue_name: str,
+        state: State,
+        *,
+        limit: int,
+        cursor: str | None,
+        payloads: bool,
+        now_ms: int,
+    ) -> Page:
+        """Read a page of messages in a state."""
+        core = self._core
+        queue = core.queue(queue_name)
+        self._upkeep.catch_up(now_ms, _MANY)
+        after = _parse_cursor(cursor, state)
+        found: list[Item | Ended] = []
+        if state in {State.DONE, State.FAILED}:
+            ended, following = core.history.page(queue, state, after, limit)
+            found += ended
+        else:
+            live, following = core.active.page(queue, state, after, limit)
+            found += live
+        bodies: list[bytes | None] = [None] * len(found)
+        if payloads and found:
+            bodies = core.payloads.get([row.message_id for row in found])
+        leases = self._leases(found) if state is State.IN_FLIGHT else {}
+        entries = [
+            entry
+            for row, body in zip(found, bodies, strict=True)
+            if (entry := _entry(queue, state, row, body, leases)) is not None
+        ]
+        core.settle_quarantine(now_ms)
+        return Page(entries, None if following is None else f"{state.value}:{following.hex()}")
+
+    def attempts(self, queue_name: str, message_id: int) -> list[Attempt]:
+        """Return every attempt at a message, the running one last."""
+        core = self._core
+        queue = core.queue(queue_name)
+        found = core.history.attempts(queue, message_id)
+        running = core.active.in_flight_by_message(queue, message_id)
+        if running is not None:
+            lease = self._leases([running]).get(running.lease)
+            if lease is not None:
+                found.append(
+                    Attempt(
+                        running.attempts,
+                        lease.consumer,
+                        lease.claimed_at_ms,
+                        None,
+                        AttemptEnd.RUNNING,
+                    )
+                )
+        return found
+
+    def queue_stats(self, queue_name: str, now_ms: int) -> QueueStats:
+        """Return a queue's depths and totals."""
+        core = self._core
+        queue = core.queue(queue_name)
+        self._upkeep.catch_up(now_ms, _MANY)
+        oldest = core.active.oldest(queue)
+        age_ms = None
+        if oldest is not None:
+            age_ms = max(0, now_ms - decode_metadata(oldest.metadata).published_at_ms)
+        counts = queue.counts
+        return QueueStats(
+            queue=queue.name,
+            available=counts.available,
+            delayed=counts.delayed,
+            in_flight=counts.in_flight,
+            done=counts.done,
+            failed=counts.failed,
+            oldest_age_ms=age_ms,
+            groups_ready=core.active.ready_groups(queue),
+            enqueued_total=counts.enqueued_total,
+            claimed_total=counts.claimed_total,
+            acked_total=counts.acked_total,
+            released_total=counts.released_total,
+            lease_expired_total=counts.lease_expired_total,
+            failed_total=counts.failed_total,
+            redriven_total=counts.redriven_total,
+            removed_total=counts.removed_total,
+        )
+
+    def store_stats(self) -> StoreStats:
+        """Return what concerns the whole store."""
+        core = self._core
+        return StoreStats(
+            published_total=core.totals.published,
+            duplicates_total=core.totals.duplicates,
+            unrouted_total=core.totals.unrouted,
+            quarantined_total=core.totals.quarantined,
+            healed_total=core.active.healed,
+            stale_receipts_total=core.stale_receipts,
+        )
+
+    def _leases(self, rows: Sequence[Item | Ended]) -> dict[bytes, LeaseRecord]:
+        names = list({row.lease for row in rows if isinstance(row, Item)})
+        found = {}
+        for name, record in zip(names, self._core.leases.get(names), strict=True):
+            if record is not None:
+                try:
+                    found[name] = self._core.leases.decode(record)
+                except CorruptRecord:
+                    continue
+        return found
+
+
+def _entry(
+    queue: Queue,
+    state: State,
+    row: Item | Ended,
+    body: bytes | None,
+    leases: dict[bytes, LeaseRecord],
+) -> Entry | None:
+    try:
+        metadata = decode_metadata(row.metadata)
+    except CorruptRecord:
+        return None
+    live = row if isinstance(row, Item) else None
+    ended = row if not isinstance(row, Item) else None
+    lease = leases.get(live.lease) if live else None
+    return Entry(
+        message_id=row.message_id,
+        queue=queue.name,
+        state=state,
+        payload=body,
+        attributes=metadata.attributes,
+        group=metadata.group,
+        priority=metadata.priority,
+        attempts=row.attempts,
+        published_at_ms=metadata.published_at_ms,
+        visible_at_ms=live.visible_at_ms if live else None,
+        lease_deadline_ms=lease.expiry_ms if lease else None,
+        consumer=lease.consumer if lease else None,
+        ended_at_ms=ended.ended_at_ms if ended else None,
+        reason=ended.reason if ended else "",
+    )
+
+
+def _parse_cursor(cursor: str | None, state: State) -> bytes:
+    if cursor is None:
+        return b""
+    head, _, digits = cursor.partition(":")
+    try:
+        after = bytes.fromhex(digits)
+    except ValueError:
+        after = b""
+    if head != state.value or len(after) < 4:
+        raise InvalidInput(
+            f"not a cursor of {state.value} messages: {cursor[:80]!r}; pass a page's next_cursor"
+        )
+    return after

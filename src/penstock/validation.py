@@ -1,0 +1,224 @@
+"""What may come in. Every refusal says what was wrong and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock import limits
+from penstock.errors import InvalidInput, InvalidMessage, InvalidQueue
+from penstock.model import Message, Ordering, QueueSpec, State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "check_count",
+    "check_duration",
+    "check_ids",
+    "check_messages",
+    "check_queue_name",
+    "check_receipts",
+    "check_spec",
+    "check_state",
+    "check_text",
+    "cut_text",
+]
+
+_QUEUE_NAME: Final = re.compile(
+    rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{limits.MAX_QUEUE_NAME_CHARS - 1}}}"
+)
+_SCALARS: Final = frozenset({str, int, float, bool, type(None)})
+_INT64: Final = 1 << 63
+
+
+def check_messages(messages: Iterable[Message]) -> list[Message]:
+    """Check a batch of messages; the error names the first that is wrong."""
+    batch = list(messages)
+    if len(batch) > limits.MAX_PUBLISH_MESSAGES:
+        raise InvalidInput(
+            f"{len(batch)} messages in one publish; at most {limits.MAX_PUBLISH_MESSAGES}"
+        )
+    total = 0
+    for index, message in enumerate(batch):
+        try:
+            total += _check_message(message)
+        except InvalidMessage as error:
+            raise InvalidMessage(f"message {index}: {error}") from None
+    if total > limits.MAX_PUBLISH_BYTES:
+        raise InvalidInput(
+            f"{total} bytes of payload in one publish; at most {limits.MAX_PUBLISH_BYTES}"
+        )
+    return batch
+
+
+def _check_message(message: Message) -> int:
+    if type(message) is not Message:
+        raise InvalidMessage(f"expected a penstock.Message, got {type(message).__name__}")
+    payload = message.payload
+    if type(payload) is not bytes:
+        raise InvalidMessage(f"payload must be bytes, not {type(payload).__name__}")
+    if len(payload) > limits.MAX_PAYLOAD_BYTES:
+        raise InvalidMessage(
+            f"payload has {len(payload)} bytes; at most {limits.MAX_PAYLOAD_BYTES}"
+        )
+    if message.attributes:
+        _check_attributes(message.attributes)
+    if message.group != "":
+        check_text(message.group, "group", limits.MAX_GROUP_BYTES, InvalidMessage)
+    if message.priority != 0:
+        check_count(message.priority, "priority", 0, limits.MAX_PRIORITY, InvalidMessage)
+    if message.delay_ms != 0:
+        check_duration(message.delay_ms, "delay_ms", error=InvalidMessage)
+    if message.dedup_id is not None:
+        check_text(message.dedup_id, "dedup_id", limits.MAX_DEDUP_ID_BYTES, InvalidMessage)
+        if not message.dedup_id:
+            raise InvalidMessage("dedup_id is empty; leave it out (None) for no dedup")
+    return len(payload)
+
+
+def _check_attributes(attributes: Mapping[str, Any]) -> None:
+    if not isinstance(attributes, Mapping):
+        raise InvalidMessage(f"attributes must be a mapping, not {type(attributes).__name__}")
+    if len(attributes) > limits.MAX_ATTRIBUTES:
+        raise InvalidMessage(f"{len(attributes)} attributes; at most {limits.MAX_ATTRIBUTES}")
+    size = 0
+    for name, value in attributes.items():
+        kind = type(value)
+        if kind not in _SCALARS:
+            raise InvalidMessage(
+                f"attribute {name!r} is a {kind.__name__}; attributes are flat: "
+                "string, number, boolean or None"
+            )
+        if type(name) is not str or not name:
+            raise InvalidMessage(f"attribute name {name!r} must be a non-empty string")
+        try:
+            name_bytes = len(name) if name.isascii() else len(name.encode())
+            size += name_bytes
+            if kind is str:
+                size += len(value) if value.isascii() else len(value.encode())
+            else:
+                size += 8
+        except UnicodeEncodeError:
+            raise InvalidMessage(f"attribute {name!r} is not valid Unicode text") from None
+        if name_bytes > limits.MAX_ATTRIBUTE_NAME_BYTES:
+            raise InvalidMessage(
+                f"attribute name {name[:40]!r}... has {name_bytes} bytes; "
+                f"at most {limits.MAX_ATTRIBUTE_NAME_BYTES}"
+            )
+        if kind is int and not -_INT64 <= value < _INT64:
+            raise InvalidMessage(f"attribute {name!r} is {value}: integers have 64 bits")
+        if kind is float and not math.isfinite(value):
+            raise InvalidMessage(f"attribute {name!r} is {value}: numbers must be finite")
+    if size > limits.MAX_ATTRIBUTES_BYTES:
+        raise InvalidMessage(f"attributes take {size} bytes; at most {limits.MAX_ATTRIBUTES_BYTES}")
+
+
+def check_queue_name(name: object) -> str:
+    """Check a queue's name."""
+    if not isinstance(name, str) or not _QUEUE_NAME.fullmatch(name):
+        raise InvalidQueue(
+            f"queue name {name!r:.100} is not allowed: 1 to {limits.MAX_QUEUE_NAME_CHARS} of "
+            "A-Z a-z 0-9 . _ - and the first a letter or digit"
+        )
+    return name
+
+
+def check_spec(spec: QueueSpec) -> QueueSpec:
+    """Check every setting of a queue."""
+    check_queue_name(spec.name)
+    if not isinstance(spec.ordering, Ordering):
+        raise InvalidQueue(f"ordering {spec.ordering!r:.100}: 'standard' or 'fifo'")
+    check_duration(spec.lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS, error=InvalidQueue)
+    check_count(spec.max_attempts, "max_attempts", 1, limits.MAX_ATTEMPTS, InvalidQueue)
+    for name in (
+        "backoff_base_ms",
+        "backoff_cap_ms",
+        "delay_ms",
+        "done_retention_ms",
+        "failed_retention_ms",
+        "unclaimed_retention_ms",
+    ):
+        check_duration(getattr(spec, name), name, error=InvalidQueue)
+    check_count(
+        spec.bucket_exponent, "bucket_exponent", 0, limits.MAX_BUCKET_EXPONENT, InvalidQueue
+    )
+    check_text(spec.description, "description", limits.MAX_DESCRIPTION_BYTES, InvalidQueue)
+    return spec
+
+
+def check_receipts(receipts: Iterable[str]) -> list[str]:
+    """Check the size of a batch of receipts; their text is checked by the store."""
+    if isinstance(receipts, str):
+        raise InvalidInput("receipts must be a list of receipts, not one string")
+    batch = list(receipts)
+    if len(batch) > limits.MAX_RECEIPTS:
+        raise InvalidInput(f"{len(batch)} receipts in one call; at most {limits.MAX_RECEIPTS}")
+    return batch
+
+
+def check_state(state: State | str) -> State:
+    """Turn a state's name into the state."""
+    try:
+        return State(state)
+    except ValueError:
+        allowed = ", ".join(known.value for known in State)
+        raise InvalidInput(f"no state named {state!r:.100}; there are {allowed}") from None
+
+
+def check_count(
+    value: object,
+    name: str,
+    low: int,
+    high: int,
+    error: type[InvalidInput] = InvalidInput,
+) -> int:
+    """Check a whole number."""
+    if type(value) is not int:
+        raise error(f"{name} must be a whole number, not {type(value).__name__}")
+    if not low <= value <= high:
+        raise error(f"{name} is {value}; allowed are {low} to {high}")
+    return value
+
+
+def check_duration(
+    value: object,
+    name: str,
+    *,
+    low: int = 0,
+    high: int = limits.MAX_DURATION_MS,
+    error: type[InvalidInput] = InvalidInput,
+) -> int:
+    """Check a time in milliseconds."""
+    return check_count(value, name, low, high, error)
+
+
+def check_text(
+    value: object, name: str, max_bytes: int, error: type[InvalidInput] = InvalidInput
+) -> str:
+    """Check a text's type and size."""
+    if type(value) is not str:
+        raise error(f"{name} must be text, not {type(value).__name__}")
+    try:
+        size = len(value) if value.isascii() else len(value.encode())
+    except UnicodeEncodeError:
+        raise error(f"{name} is not valid Unicode text") from None
+    if size > max_bytes:
+        raise error(f"{name} has {size} bytes; at most {max_bytes}")
+    return value
+
+
+def cut_text(value: object, max_bytes: int) -> str:
+    """Make a text fit: an error message too long to keep must not stop what it is about."""
+    raw = str(value).encode(errors="replace")
+    return str(value) if len(raw) <= max_bytes else raw[:max_bytes].decode(errors="ignore")
+
+
+def check_ids(message_ids: Sequence[int]) -> list[int]:
+    """Check a list of message ids."""
+    ids = list(message_ids)
+    for message_id in ids:
+        check_count(message_id, "message id", 0, (1 << 64) - 1)
+    return ids

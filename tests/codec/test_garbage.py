@@ -1,0 +1,265 @@
+"""Every decoder, given bytes that nobody wrote: CorruptRecord, or a record that is those bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.codec import encodings as enc
+from penstock.codec import log, stored
+from penstock.codec import opendata as od
+from penstock.codec import queueber as qb
+from penstock.codec import records as rec
+from penstock.errors import CorruptRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Case(NamedTuple):
+    """A decoder, a record for it, and the way back from what it gives to bytes."""
+
+    decode: Callable[[bytes], Any]
+    encode: Callable[[Any], bytes]
+    sample: bytes
+    open_ended: bool = False  # the last field runs to the end: a cut or longer one is another
+
+
+CLAIM = od.make_id(2, 345)
+SPEC = rec.QueueSpecV2("a = 'ü'", 5, 2, "d", 1, 2, 3, 4, 5, 6_001, 7, 8, 9, 10, 11)
+AVAILABLE = rec.Available(1, CLAIM, 2, b"meta", 3, 4, 5, "gröup")
+IN_FLIGHT = rec.InFlight(1, CLAIM, 2, 3, 4, b"meta", 5, 6, 7, "gröup", bytes(range(16)))
+
+
+def pack_decoded(active: tuple[list[Any], list[Any]]) -> bytes:
+    """Encode from the fields, not from the bytes that came along."""
+    return rec.pack_active(
+        [rec.encode_available(entry) for entry, _ in active[0]],
+        [rec.encode_in_flight(entry) for entry, _ in active[1]],
+    )
+
+
+def spec_key(fields: tuple[int, bytes]) -> bytes:
+    return od.queue_spec_key(fields[1], fields[0])
+
+
+def active_key(fields: tuple[int, bytes, int]) -> bytes:
+    return od.active_key(fields[1], fields[2], fields[0])
+
+
+VALUES = {
+    "active": Case(
+        rec.decode_active,
+        pack_decoded,
+        rec.pack_active(
+            [rec.encode_available(AVAILABLE)] * 2, [rec.encode_in_flight(IN_FLIGHT)] * 2
+        ),
+    ),
+    "active v1": Case(
+        rec.decode_active_v1,
+        lambda active: rec.encode_active_v1(*active),
+        rec.encode_active_v1(
+            [rec.AvailableV1(1, CLAIM, 2, b"meta")] * 2, [rec.InFlightV1(1, CLAIM, 2, 3, 4, b"m")]
+        ),
+    ),
+    "done": Case(
+        rec.decode_done, rec.encode_done, rec.encode_done([rec.Done(1, CLAIM, 2, 3, b"meta")] * 2)
+    ),
+    "failed": Case(
+        rec.decode_failed,
+        rec.encode_failed,
+        rec.encode_failed([rec.Failed(1, CLAIM, 2, 3, b"meta", "wäs")] * 2),
+    ),
+    "failed v1": Case(
+        rec.decode_failed_v1,
+        rec.encode_failed_v1,
+        rec.encode_failed_v1([rec.FailedV1(1, CLAIM, 2, 3, b"meta")] * 2),
+    ),
+    "attempt": Case(
+        rec.decode_attempt,
+        rec.encode_attempt,
+        rec.encode_attempt(rec.AttemptRecord(1, "wörker", 2, 3, "wäs")),
+    ),
+    "attempts v1": Case(
+        rec.decode_attempts_v1,
+        rec.encode_attempts_v1,
+        rec.encode_attempts_v1([rec.AttemptV1(1, "wörker")] * 2),
+    ),
+    "queue spec": Case(
+        lambda buf: rec.decode_queue_spec(2, buf),
+        rec.encode_queue_spec,
+        rec.encode_queue_spec(SPEC),
+    ),
+    "queue spec v1": Case(
+        rec.decode_queue_spec_v1,
+        rec.encode_queue_spec_v1,
+        rec.encode_queue_spec_v1(rec.QueueSpecV1("a = 'ü'", 5, 60, 2, "d")),
+    ),
+    "seq block": Case(
+        enc.decode_seq_block,
+        lambda block: enc.encode_seq_block(*block),
+        enc.encode_seq_block(4096, 4096),
+    ),
+    "segment meta": Case(
+        log.decode_segment_meta,
+        lambda meta: log.encode_segment_meta(*meta),
+        log.encode_segment_meta(1, 2),
+    ),
+    "metadata batch": Case(
+        log.decode_metadata_batch,
+        log.encode_metadata_batch,
+        log.encode_metadata_batch([(1, b"meta"), (2, b"data")]),
+    ),
+    "stored item": Case(
+        stored.decode_stored_item,
+        lambda item: stored.encode_stored_item(*item),
+        stored.encode_stored_item(b"hello", b"index key", b"12345678", 1, 2, 3, bytes(16)),
+    ),
+    "lease": Case(
+        stored.decode_lease,
+        lambda lease: stored.encode_lease(*lease),
+        stored.encode_lease([b"AAAAAAAA", b"BBBBBBBB"], 1500, b"index key", 7, 9, "wörker"),
+    ),
+}
+
+KEYS = {
+    "payload": Case(
+        od.parse_payload_key, lambda fields: od.payload_key(fields[1]), od.payload_key(7)
+    ),
+    "active": Case(od.parse_active_key, active_key, od.active_key(b"a\0b", CLAIM)),
+    "done": Case(
+        od.parse_done_key,
+        lambda fields: od.done_key(*fields[1:]),
+        od.done_key(b"a\1b", CLAIM, 1),
+    ),
+    "failed": Case(
+        od.parse_failed_key,
+        lambda fields: od.failed_key(*fields[1:]),
+        od.failed_key(b"a\0", CLAIM),
+    ),
+    "attempts": Case(
+        od.parse_attempts_key,
+        lambda fields: od.attempts_key(*fields[1:]),
+        od.attempts_key(b"\1\1", 7, 2),
+    ),
+    "summary": Case(
+        od.parse_bucket_summary_key,
+        lambda fields: od.bucket_summary_key(*fields[1:]),
+        od.bucket_summary_key(b"ab", CLAIM),
+    ),
+    "queue spec": Case(
+        od.parse_queue_spec_key, spec_key, od.queue_spec_key(b"ab"), open_ended=True
+    ),
+    "log entry": Case(
+        log.parse_entry_key,
+        lambda fields: log.entry_key(*fields),
+        log.entry_key(1, b"k\0", 5_000),
+    ),
+    "log segment": Case(log.parse_segment_meta_key, log.segment_meta_key, log.segment_meta_key(7)),
+    "log listing": Case(
+        log.parse_listing_key,
+        lambda fields: log.listing_key(*fields),
+        log.listing_key(1, b"k"),
+        open_ended=True,
+    ),
+    "available": Case(
+        qb.parse_available_key, qb.available_key, qb.available_key(b"id"), open_ended=True
+    ),
+    "in progress": Case(
+        qb.parse_in_progress_key, qb.in_progress_key, qb.in_progress_key(b"id"), open_ended=True
+    ),
+    "visibility": Case(
+        qb.parse_visibility_key,
+        lambda fields: qb.visibility_key(*fields),
+        qb.visibility_key(1, b"id"),
+        open_ended=True,
+    ),
+    "leases": Case(qb.parse_lease_key, qb.lease_key, qb.lease_key(b"id"), open_ended=True),
+    "lease expiry": Case(
+        qb.parse_lease_expiry_key,
+        lambda fields: qb.lease_expiry_key(*fields),
+        qb.lease_expiry_key(1, b"id"),
+        open_ended=True,
+    ),
+}
+CASES = {
+    f"{kind} {name}": case
+    for kind, cases in (("value", VALUES), ("key", KEYS))
+    for name, case in cases.items()
+}
+EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+EXACT = {name: case for name, case in CASES.items() if not case.open_ended}
+EVERY_EXACT = pytest.mark.parametrize("case", EXACT.values(), ids=EXACT.keys())
+
+
+def check(case: Case, buf: bytes) -> None:
+    try:
+        decoded = case.decode(buf)
+    except CorruptRecord:
+        return
+    assert case.encode(decoded) == buf
+
+
+@st.composite
+def mutations(draw: st.DrawFn, sample: bytes) -> bytes:
+    """Change, cut out or put in bytes at up to three places."""
+    buf = sample
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(buf)))
+        cut = draw(st.integers(0, 3))
+        put = draw(st.binary(max_size=3))
+        buf = buf[:at] + put + buf[at + cut :]
+    return buf
+
+
+@EVERY
+@given(data=st.data())
+def test_mutations(case: Case, data: st.DataObject) -> None:
+    check(case, data.draw(mutations(case.sample)))
+
+
+@EVERY
+@given(buf=st.binary(max_size=120))
+def test_random_bytes(case: Case, buf: bytes) -> None:
+    check(case, buf)
+
+
+@EVERY
+def test_every_byte_set_to_every_extreme(case: Case) -> None:
+    for at in range(len(case.sample)):
+        for value in (0, 1, 0x7F, 0x80, 0xFF):
+            buf = bytearray(case.sample)
+            buf[at] = value
+            check(case, bytes(buf))
+
+
+@EVERY
+def test_the_sample_itself_decodes(case: Case) -> None:
+    assert case.encode(case.decode(case.sample)) == case.sample
+
+
+@EVERY_EXACT
+def test_every_truncation_is_corrupt(case: Case) -> None:
+    for size in range(len(case.sample)):
+        with pytest.raises(CorruptRecord, match=r"^[\w ,]+: ."):  # which record, and why
+            case.decode(case.sample[:size])
+
+
+@EVERY_EXACT
+@pytest.mark.parametrize("extra", [b"\0", b"\0" * 8, b"\xff"])
+def test_trailing_bytes_are_corrupt(case: Case, extra: bytes) -> None:
+    with pytest.raises(CorruptRecord):
+        case.decode(case.sample + extra)
+
+
+@pytest.mark.parametrize(
+    "name", ["active", "active v1", "done", "failed", "failed v1", "attempts v1", "metadata batch"]
+)
+@pytest.mark.parametrize("count", [0, 1, 3, 0xFFFF])
+def test_counts_that_the_data_does_not_bear_out(name: str, count: int) -> None:
+    case = VALUES[name]
+    with pytest.raises(CorruptRecord):
+        case.decode(count.to_bytes(2, "little") + case.sample[2:])

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.codec import opendata as od
+from penstock.errors import CorruptRecord, InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+QUEUE = st.one_of(
+    st.binary(max_size=12), st.lists(st.sampled_from([0, 1, 2, 255]), max_size=5).map(bytes)
+)
+U64 = st.integers(0, 2**64 - 1)
+U16 = st.integers(0, 2**16 - 1)
+VERSION = st.sampled_from([1, 2])
+
+BUCKET = 0x1000_0000_0000_0014  # exponent 1, number 20
+ORDERS = "6f 72 64 65 72 73"
+TWENTY = "10 00 00 00 00 00 00 14"
+SEVEN = "00 00 00 00 00 00 00 07"
+
+
+def test_record_types() -> None:
+    assert {member.name: int(member) for member in od.RecordType} == {
+        "PAYLOAD": 1,
+        "ACTIVE": 2,
+        "DONE": 3,
+        "FAILED": 4,
+        "ATTEMPTS": 5,
+        "QUEUE_SPEC": 6,
+        "BUCKET_SUMMARY": 9,
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        (od.payload_key(7), f"01 01 {SEVEN}"),
+        (od.active_key(b"orders", BUCKET, version=1), f"01 02 {ORDERS} 00 {TWENTY}"),
+        (od.active_key(b"orders", BUCKET), f"02 02 {ORDERS} 00 {TWENTY}"),
+        (od.active_key(b"a\x00\x01", BUCKET), f"02 02 61 01 01 01 02 00 {TWENTY}"),
+        (od.done_key(b"orders", BUCKET), f"01 03 {ORDERS} 00 {TWENTY}"),
+        (od.done_key(b"orders", BUCKET, 7), f"02 03 {ORDERS} 00 {TWENTY} {SEVEN}"),
+        (od.done_key(b"orders", BUCKET, 0), f"02 03 {ORDERS} 00 {TWENTY} {'00 ' * 8}"),
+        (od.failed_key(b"orders", BUCKET), f"01 04 {ORDERS} 00 {TWENTY}"),
+        (od.failed_key(b"orders", BUCKET, 7), f"02 04 {ORDERS} 00 {TWENTY} {SEVEN}"),
+        (od.attempts_key(b"orders", 7), f"01 05 {ORDERS} 00 {SEVEN}"),
+        (od.attempts_key(b"orders", 7, 258), f"02 05 {ORDERS} 00 {SEVEN} 01 02"),
+        (od.queue_spec_key(b"orders", version=1), f"01 06 {ORDERS}"),
+        (od.queue_spec_key(b"orders"), f"02 06 {ORDERS}"),
+        (od.bucket_summary_key(b"orders", BUCKET), f"02 09 {ORDERS} 00 {TWENTY}"),
+        (od.payload_prefix(), "01 01"),
+        (od.active_prefix(b"orders"), f"02 02 {ORDERS} 00"),
+        (od.active_prefix(b"orders", version=1), f"01 02 {ORDERS} 00"),
+        (od.done_prefix(b"orders"), f"02 03 {ORDERS} 00"),
+        (od.done_prefix(b"orders", BUCKET), f"02 03 {ORDERS} 00 {TWENTY}"),
+        (od.failed_prefix(b"orders"), f"02 04 {ORDERS} 00"),
+        (od.failed_prefix(b"orders", BUCKET, version=1), f"01 04 {ORDERS} 00 {TWENTY}"),
+        (od.attempts_prefix(b"orders"), f"02 05 {ORDERS} 00"),
+        (od.attempts_prefix(b"orders", 7), f"02 05 {ORDERS} 00 {SEVEN}"),
+        (od.queue_spec_prefix(), "02 06"),
+        (od.bucket_summary_prefix(b"orders"), f"02 09 {ORDERS} 00"),
+    ],
+)
+def test_keys(key: bytes, expected: str) -> None:
+    assert key.hex(" ") == bytes.fromhex(expected).hex(" ")
+
+
+def test_parsed_keys() -> None:
+    assert od.parse_payload_key(od.payload_key(7)) == (1, 7)
+    assert od.parse_active_key(od.active_key(b"orders", BUCKET)) == (2, b"orders", BUCKET)
+    assert od.parse_done_key(od.done_key(b"orders", BUCKET)) == (1, b"orders", BUCKET, None)
+    assert od.parse_done_key(od.done_key(b"orders", BUCKET, 0)) == (2, b"orders", BUCKET, 0)
+    assert od.parse_failed_key(od.failed_key(b"q", BUCKET, 3)) == (2, b"q", BUCKET, 3)
+    assert od.parse_attempts_key(od.attempts_key(b"q", 7)) == (1, b"q", 7, None)
+    assert od.parse_attempts_key(od.attempts_key(b"q", 7, 1)) == (2, b"q", 7, 1)
+    assert od.parse_queue_spec_key(od.queue_spec_key(b"a\0b", version=1)) == (1, b"a\0b")
+
+
+@given(QUEUE, U64, st.none() | U64, st.none() | U16, VERSION)
+def test_keys_round_trip(
+    queue: bytes, id_: int, part: int | None, attempt: int | None, version: int
+) -> None:
+    part_version = 1 if part is None else 2
+    attempt_version = 1 if attempt is None else 2
+    assert od.parse_payload_key(od.payload_key(id_)) == (1, id_)
+    assert od.parse_active_key(od.active_key(queue, id_, version)) == (version, queue, id_)
+    assert od.parse_done_key(od.done_key(queue, id_, part)) == (part_version, queue, id_, part)
+    assert od.parse_failed_key(od.failed_key(queue, id_, part)) == (part_version, queue, id_, part)
+    assert od.parse_attempts_key(od.attempts_key(queue, id_, attempt)) == (
+        attempt_version,
+        queue,
+        id_,
+        attempt,
+    )
+    assert od.parse_queue_spec_key(od.queue_spec_key(queue, version)) == (version, queue)
+    assert od.parse_bucket_summary_key(od.bucket_summary_key(queue, id_)) == (2, queue, id_)
+
+
+@given(QUEUE, U64, QUEUE, U64)
+def test_keys_sort_by_queue_then_bucket(a: bytes, i: int, b: bytes, j: int) -> None:
+    assert (od.active_key(a, i) < od.active_key(b, j)) == ((a, i) < (b, j))
+
+
+@given(QUEUE, QUEUE, U64, U64)
+def test_a_prefix_holds_its_own_queue_only(a: bytes, b: bytes, i: int, j: int) -> None:
+    assert od.active_key(b, i).startswith(od.active_prefix(a)) == (a == b)
+    assert od.done_key(b, i, j).startswith(od.done_prefix(a)) == (a == b)
+    assert od.failed_key(b, i, j).startswith(od.failed_prefix(a, j)) == ((a, j) == (b, i))
+    assert od.attempts_key(b, i, 1).startswith(od.attempts_prefix(a, j)) == ((a, j) == (b, i))
+
+
+WRONG_KEYS: list[tuple[Callable[[bytes], object], str]] = [
+    (od.parse_payload_key, ""),
+    (od.parse_payload_key, "01 01 00 00 00 00 00 00 00"),
+    (od.parse_payload_key, f"01 01 {SEVEN} 00"),
+    (od.parse_payload_key, f"02 01 {SEVEN}"),
+    (od.parse_active_key, "02"),
+    (od.parse_active_key, f"02 03 61 00 {TWENTY}"),
+    (od.parse_active_key, f"03 02 61 00 {TWENTY}"),
+    (od.parse_active_key, f"02 02 61 {TWENTY[:2]}"),
+    (od.parse_active_key, f"02 02 61 00 {TWENTY} 00"),
+    (od.parse_active_key, f"02 02 61 01 03 00 {TWENTY}"),
+    (od.parse_done_key, f"01 03 61 00 {TWENTY} {SEVEN}"),
+    (od.parse_done_key, f"02 03 61 00 {TWENTY}"),
+    (od.parse_failed_key, f"02 04 61 00 {TWENTY} 00"),
+    (od.parse_attempts_key, f"02 05 61 00 {SEVEN}"),
+    (od.parse_attempts_key, f"01 05 61 00 {SEVEN} 00 01"),
+    (od.parse_queue_spec_key, "02"),
+    (od.parse_queue_spec_key, "00 06 61"),
+    (od.parse_bucket_summary_key, f"01 09 61 00 {TWENTY}"),
+]
+
+
+@pytest.mark.parametrize(("parse", "key"), WRONG_KEYS)
+def test_wrong_keys(parse: Callable[[bytes], object], key: str) -> None:
+    record = parse.__name__.removeprefix("parse_").replace("_", " ")
+    with pytest.raises(CorruptRecord, match=f"^{record}: "):
+        parse(bytes.fromhex(key))
+
+
+def test_unknown_version_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="version 3"):
+        od.active_key(b"orders", BUCKET, version=3)
+
+
+def test_ids() -> None:
+    assert [od.capacity(e) for e in range(5)] == [1, 10, 100, 1_000, 10_000]
+    assert od.make_id(1, 20) == BUCKET
+    assert od.make_id(4, 2**60 - 1) == 0x4FFF_FFFF_FFFF_FFFF
+    assert od.split_id(BUCKET) == (1, 20)
+    assert od.bucket_of(od.make_id(1, 23)) == BUCKET
+    assert od.bucket_of(od.make_id(0, 23)) == od.make_id(0, 23)
+    assert od.bucket_of(od.make_id(4, 9_999)) == od.make_id(4, 0)
+    assert od.bucket_of(od.make_id(4, 10_000)) == od.make_id(4, 10_000)
+
+
+@given(st.integers(0, 4), st.integers(0, 2**60 - 1))
+def test_ids_round_trip_and_bucket_rule(exponent: int, number: int) -> None:
+    claim = od.make_id(exponent, number)
+    size = 10**exponent
+    assert od.split_id(claim) == (exponent, number)
+    assert od.split_id(od.bucket_of(claim)) == (exponent, (number // size) * size)
+
+
+@pytest.mark.parametrize("exponent", [-1, 5, 15])
+def test_exponents_have_bounds(exponent: int) -> None:
+    with pytest.raises(InvalidInput, match="0 to 4"):
+        od.capacity(exponent)
+    with pytest.raises(InvalidInput, match="0 to 4"):
+        od.make_id(exponent, 0)
+
+
+@pytest.mark.parametrize("number", [-1, 2**60])
+def test_numbers_have_bounds(number: int) -> None:
+    with pytest.raises(InvalidInput, match=r"2\^60"):
+        od.make_id(0, number)
+
+
+@pytest.mark.parametrize("id_", [0x5000_0000_0000_0000, 0xFFFF_FFFF_FFFF_FFFF, -1])
+def test_ids_of_no_exponent_are_corrupt(id_: int) -> None:
+    with pytest.raises(CorruptRecord, match="exponent"):
+        od.split_id(id_)
+    with pytest.raises(CorruptRecord, match="exponent"):
+        od.bucket_of(id_)

@@ -1,0 +1,153 @@
+"""The matcher: order, filing, updates. That it is right at all is in test_properties."""
+
+import pickle
+
+import pytest
+
+from penstock.filters import Filter, Matcher, Row, default_filter, parse
+
+
+def matcher(**filters: str) -> Matcher[str]:
+    return Matcher({key: parse(text) for key, text in filters.items()})
+
+
+def held_against(found: Matcher[str], row: Row) -> set[str]:
+    """Return the keys whose filter the row is held against."""
+    tested: set[str] = set()
+    index = found._index
+
+    def spy(slot):
+        if slot is None:
+            return None
+        return (None, lambda _row: tested.update([slot[0], *(key for key, _ in slot[2])]), ())
+
+    index.always = spy(index.always)
+    for shelves in (index.shelves, index.fields):
+        for shelf in shelves.values():
+            for value in shelf:
+                shelf[value] = spy(shelf[value])
+    Matcher(index).match([row])
+    return tested
+
+
+def test_keys_come_in_the_order_of_the_filters():
+    found = matcher(z="a = 1", y="TRUE", x="b = 2 OR a = 1", w="priority = 0", v="a > 0")
+    assert found.match([Row({"a": 1, "b": 2}), Row({"b": 2}), Row({})]) == [
+        ["z", "y", "x", "w", "v"],
+        ["y", "x", "w"],
+        ["y", "w"],
+    ]
+
+
+def test_no_filters_and_no_rows():
+    assert Matcher().match([Row({"a": 1})]) == [[]]
+    assert matcher(a="TRUE").match([]) == []
+
+
+def test_a_filter_filed_twice_is_found_once():
+    found = matcher(a="x = 1 OR y = 1 OR group = 'g'")
+    assert found.match([Row({"x": 1, "y": 1}, group="g")]) == [["a"]]
+
+
+def test_true_and_one_are_different_keys():
+    found = matcher(one="a = 1", true="a = TRUE", flag="a", items="a IN (1, TRUE)", text="a = '1'")
+    rows = [Row({"a": 1}), Row({"a": True}), Row({"a": 1.0}), Row({"a": "1"}), Row({"a": False})]
+    assert found.match(rows) == [
+        ["one", "items"],
+        ["true", "flag", "items"],
+        ["one", "items"],
+        ["text"],
+        [],
+    ]
+
+
+def test_a_message_is_held_only_against_filters_that_share_a_value():
+    texts = {f"q{n}": f"kind = 'k{n}' AND price > {n}" for n in range(100)}
+    row = Row({"kind": "k7", "price": 50})
+    assert held_against(matcher(**texts), row) == {"q7"}
+
+
+@pytest.mark.parametrize(
+    ("text", "filed"),
+    [
+        ("a = 1 AND b > 2", True),
+        ("1 = a", True),
+        ("a IN (1, 2) AND NOT c", True),
+        ("(a = 1 OR b = 2) AND c > 1", True),
+        ("a = 1 AND b > 2 OR b = 2 AND a > 0", True),
+        ("flag", True),
+        ("priority = 3", True),
+        ("a > 1", False),
+        ("NOT a = 1", False),
+        ("a = 1 OR b > 1", False),
+        ("a = b", False),
+        ("a + 1 = 2", False),
+        ("TRUE", False),
+    ],
+)
+def test_which_filters_can_be_filed(text, filed):
+    assert held_against(matcher(key=text), Row({"other": 1})) == (set() if filed else {"key"})
+
+
+def test_a_common_value_does_not_collect_every_filter():
+    texts = {f"q{n}": f"kind = 'book' AND shop = {n}" for n in range(50)}
+    assert len(held_against(matcher(**texts), Row({"kind": "book", "shop": 7}))) <= 2
+
+
+def test_updates_leave_the_older_matcher_alone():
+    old = matcher(a="x = 1", b="y > 1", c="x = 1 AND y = 2")
+    rows = [Row({"x": 1, "y": 2})]
+    added = old.with_filter("d", parse("x IN (1, 5)"))
+    removed = added.without("a").without("b")
+    replaced = added.with_filter("a", parse("y = 2"))
+    assert old.match(rows) == [["a", "b", "c"]]
+    assert added.match(rows) == [["a", "b", "c", "d"]]
+    assert removed.match(rows) == [["c", "d"]]
+    assert replaced.match(rows) == [["a", "b", "c", "d"]]
+    assert list(replaced.filters) == ["a", "b", "c", "d"]
+    assert replaced.filters["a"] == parse("y = 2")
+    assert len(removed) == 2
+    assert "a" in added
+    assert "a" not in removed
+    with pytest.raises(KeyError):
+        removed.without("a")
+
+
+def test_a_matcher_emptied_again_holds_nothing():
+    found = matcher(a="x = 1 OR group = 'g'", b="TRUE").without("a").without("b")
+    assert (found._index.shelves, found._index.fields, found._index.always) == ({}, {}, None)
+
+
+def test_an_update_does_not_file_the_others_again():
+    found = Matcher({n: parse(default_filter(f"q{n}")) for n in range(1_000)})
+    other = found.with_filter(-1, parse("a = 1"))
+    assert other._index.shelves["queue"] is found._index.shelves["queue"]
+
+
+def test_pickling():
+    found = matcher(a="x = 1", b="y > 1").with_filter("a", parse("x = 2"))
+    again = pickle.loads(pickle.dumps(found))
+    assert again.filters == found.filters
+    assert again.match([Row({"x": 2, "y": 2})]) == [["a", "b"]]
+    one = parse("a  =  'x'")
+    assert one.matches(Row({"a": "x"}))
+    assert pickle.loads(pickle.dumps(one)) == one
+
+
+def test_filters_are_equal_by_meaning_of_their_text():
+    assert parse("a=1 and (b=2)") == parse("a = 1 AND b = 2")
+    assert len({parse("a=1"), parse("(a)=1"), parse("a = TRUE")}) == 2
+    assert parse("a=1") != "a = 1"
+    assert repr(parse("a=1")) == "parse('a = 1')"
+    assert isinstance(eval(repr(parse("a='x'")), {"parse": parse}), Filter)
+
+
+@pytest.mark.parametrize("name", ["orders", "it's", "a b", "größe", "", "x" * 80, "a\nb", "a-b.c"])
+def test_default_filter(name):
+    one = parse(default_filter(name))
+    assert one.names == {"queue"}
+    assert one.matches(Row({"queue": name}))
+    assert not one.matches(Row({"queue": name + "x"}))
+    assert not one.matches(Row({}))
+    assert one.text == default_filter(name)
+    assert one == parse(f"({default_filter(name)})")
