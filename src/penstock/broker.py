@@ -221,10 +221,10 @@ class Broker:
         return self._publish(batch, queue)[0]
 
     def _publish(self, batch: list[Message], target: str | None) -> list[int]:
-        if not batch:
-            return []
         with self._lock:
             now_ms = self._now_ms()
+            if not batch:
+                return []
             rows = [
                 (message.attributes, message.group, message.priority, now_ms, len(message.payload))
                 for message in batch
@@ -366,6 +366,8 @@ class Broker:
         """Look at messages without leasing them; go on with ``cursor=page.next_cursor``."""
         check_count(limit, "limit", 1, limits.MAX_BROWSE_LIMIT)
         checked = check_state(state)
+        if cursor is not None:
+            check_text(cursor, "cursor", limits.MAX_CURSOR_BYTES)
         with self._lock:
             page = self._store.browse(
                 queue,
@@ -382,8 +384,9 @@ class Broker:
         """Return every attempt at a message of a queue, the running one last."""
         check_ids([message_id])
         with self._lock:
-            self._check_open()
-            return self._store.attempts(queue, message_id)
+            found = self._store.attempts(queue, message_id, self._now_ms())
+            self._after_change()
+        return found
 
     def stats(self, queue: str) -> QueueStats:
         """Return a queue's depth by state, oldest age and totals."""
@@ -434,6 +437,7 @@ class Broker:
         checked = [check_state(state) for state in states]
         with self._lock:
             removed = self._store.purge(queue, checked, self._now_ms())
+            self._after_change()
             number = self._store.commits
         self._committer.wait(number)
         return removed

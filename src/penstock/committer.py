@@ -32,7 +32,10 @@ class Committer:
         self._sync = sync
         self._committed = committed
         self._relaxed = relaxed
-        self._condition = threading.Condition()
+        lock = threading.Lock()
+        self._condition = threading.Condition(lock)
+        # The committer waits here, apart from those who wait for it.
+        self._work = threading.Condition(lock)
         self._wanted = 0
         self._durable = 0
         self._failure: PenstockError | None = None
@@ -43,14 +46,12 @@ class Committer:
 
     def wait(self, number: int) -> None:
         """Return when commit ``number`` is durable (at once if durability is relaxed)."""
+        if self._relaxed or number <= self._durable:
+            return
         with self._condition:
-            if number <= self._durable:
-                return
             if number > self._wanted:
                 self._wanted = number
-                self._condition.notify_all()
-            if self._relaxed:
-                return
+                self._work.notify()
             while number > self._durable:
                 if self._failure is not None:
                     raise self._failure
@@ -62,30 +63,32 @@ class Committer:
         """Finish what is wanted and stop the thread."""
         with self._condition:
             self._closed = True
-            self._condition.notify_all()
+            self._work.notify()
         self._thread.join()
 
     def _run(self) -> None:
         while True:
             with self._condition:
-                while self._wanted <= self._durable and not self._closed:
-                    self._condition.wait()
-                if self._wanted <= self._durable:
-                    return
                 if self._relaxed and not self._closed:
-                    self._condition.wait(RELAXED_SYNC_SECONDS)
+                    self._work.wait(RELAXED_SYNC_SECONDS)
+                while not self._relaxed and self._wanted <= self._durable and not self._closed:
+                    self._work.wait()
+                closed = self._closed
             # Everything committed by now is covered, whoever asked for it.
             number = self._committed()
-            try:
-                self._sync()
-            except PenstockError as error:
-                log.exception("the store could not be synced")
-                with self._condition:
-                    self._failure = error
-                    self._closed = True
-                    self._condition.notify_all()
-                return
+            if number > self._durable:
+                try:
+                    self._sync()
+                except PenstockError as error:
+                    log.exception("the store could not be synced")
+                    with self._condition:
+                        self._failure = error
+                        self._closed = True
+                        self._condition.notify_all()
+                    return
+                self.syncs += 1
             with self._condition:
                 self._durable = max(self._durable, number)
-                self.syncs += 1
                 self._condition.notify_all()
+            if closed:
+                return

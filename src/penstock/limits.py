@@ -26,6 +26,7 @@ MAX_PUBLISH_BYTES: Final = 256 * 1024 * 1024
 MAX_CLAIM_LIMIT: Final = 10_000
 MAX_RECEIPTS: Final = 10_000
 MAX_BROWSE_LIMIT: Final = 10_000
+MAX_CURSOR_BYTES: Final = 2_048
 MAX_CONSUMER_BYTES: Final = 256
 # Longer reasons are cut, not refused: an error text must never stop its release.
 MAX_REASON_BYTES: Final = 4096

@@ -84,7 +84,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "line", "column", "fragment", "message"), REFUSED)
-def test_refused(text, line, column, fragment, message):
+def test_refused(text: str, line: int, column: int, fragment: str, message: str) -> None:
     with pytest.raises(InvalidFilter) as caught:
         parse(text)
     error = caught.value
@@ -93,13 +93,13 @@ def test_refused(text, line, column, fragment, message):
     assert str(error).startswith(f"line {line}, column {column}")
 
 
-def test_the_message_shows_only_the_start_of_a_long_fragment():
+def test_the_message_shows_only_the_start_of_a_long_fragment() -> None:
     with pytest.raises(InvalidFilter) as caught:
         parse("a = '" + "x" * 2_000 + "'")
     assert len(caught.value.fragment) == 2_002
     assert len(str(caught.value)) < 200
 
 
-def test_it_is_an_invalid_input():
+def test_it_is_an_invalid_input() -> None:
     with pytest.raises(InvalidInput):
         parse("nonsense nonsense")

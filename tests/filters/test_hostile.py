@@ -45,7 +45,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED.values(), ids=REFUSED)
-def test_refused_at_once(text):
+def test_refused_at_once(text: str) -> None:
     start = perf_counter()
     with pytest.raises(InvalidFilter):
         parse(text)
@@ -53,7 +53,7 @@ def test_refused_at_once(text):
 
 
 @pytest.mark.parametrize(("word", "kind"), [("AND", And), ("OR", Or)])
-def test_a_long_chain_is_one_flat_node(word, kind):
+def test_a_long_chain_is_one_flat_node(word: str, kind: type[And | Or]) -> None:
     terms = 1_000
     parsed = parse(f" {word} ".join(f"a{n} = 1" for n in range(terms)))
     assert isinstance(parsed.tree, kind)
@@ -62,7 +62,7 @@ def test_a_long_chain_is_one_flat_node(word, kind):
     assert parsed.matches(row)
 
 
-def test_the_deepest_filter_allowed_works_from_a_deep_stack():
+def test_the_deepest_filter_allowed_works_from_a_deep_stack() -> None:
     text = "(" * limits.MAX_FILTER_DEPTH + "a = 1" + ")" * limits.MAX_FILTER_DEPTH
     nested = "NOT (b = 1 OR " * 31 + "a = 1" + ")" * 31
 
@@ -74,7 +74,7 @@ def test_the_deepest_filter_allowed_works_from_a_deep_stack():
     assert deeper(500)
 
 
-def test_the_canonical_text_keeps_to_the_bound_too():
+def test_the_canonical_text_keeps_to_the_bound_too() -> None:
     assert parse("AND".join(["(a)=(1)"] * 10)).text == " AND ".join(["a = 1"] * 10)
     grown = "OR ".join(["é<'a'"] * 1_300)
     assert len(grown) < limits.MAX_FILTER_CHARS
@@ -86,14 +86,14 @@ LIKE_PATTERNS = ["%a" * 400 + "b", "%" * 1_000 + "b", "%a_" * 300 + "b", "%" + "
 
 
 @pytest.mark.parametrize("pattern", LIKE_PATTERNS, ids=["%a%a", "%%%", "%a_", "a_a_b"])
-def test_like_does_not_backtrack(pattern):
+def test_like_does_not_backtrack(pattern: str) -> None:
     value = "a" * 60_000
     start = perf_counter()
     assert not compile_like(pattern)(value)
     assert perf_counter() - start < 2
 
 
-def test_a_default_filter_needs_no_sql_parser():
+def test_a_default_filter_needs_no_sql_parser() -> None:
     program = (
         "import sys; from penstock.filters import parse, default_filter\n"
         "assert parse(default_filter('orders.eu-1')).text == \"queue = 'orders.eu-1'\"\n"

@@ -15,12 +15,12 @@ def oracle(pattern: str, text: str) -> bool:
 
 
 @given(st.text("ab%_", max_size=10), st.text("ab\n", max_size=14))
-def test_like_is_what_the_regular_expression_says(pattern, text):
+def test_like_is_what_the_regular_expression_says(pattern: str, text: str) -> None:
     assert compile_like(pattern)(text) == oracle(pattern, text)
 
 
 @given(st.text("ab%_!", max_size=8))
-def test_an_escaped_text_is_like_itself_only(text):
+def test_an_escaped_text_is_like_itself_only(text: str) -> None:
     escaped = "".join("!" + c if c in "%_!" else c for c in text)
     test = compile_like(escaped, "!")
     assert test(text)
@@ -45,16 +45,16 @@ def test_an_escaped_text_is_like_itself_only(text):
         ("a%", "a\nb", True),
     ],
 )
-def test_like(pattern, text, result):
+def test_like(pattern: str, text: str, result: bool | None) -> None:
     assert compile_like(pattern)(text) is result
 
 
 @pytest.mark.parametrize("pattern", ["!", "a!", "!a", "!!!"])
-def test_an_escape_needs_something_to_escape(pattern):
+def test_an_escape_needs_something_to_escape(pattern: str) -> None:
     with pytest.raises(PatternError):
         compile_like(pattern, "!")
 
 
-def test_the_escape_may_be_a_wildcard_itself():
+def test_the_escape_may_be_a_wildcard_itself() -> None:
     assert compile_like("%%a%_", "%")("%a_")
     assert not compile_like("%%a%_", "%")("xax")

@@ -1,6 +1,7 @@
 """The matcher: order, filing, updates. That it is right at all is in test_properties."""
 
 import pickle
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ def held_against(found: Matcher[str], row: Row) -> set[str]:
     tested: set[str] = set()
     index = found._index
 
-    def spy(slot):
+    def spy(slot: Any) -> Any:
         if slot is None:
             return None
         return (None, lambda _row: tested.update([slot[0], *(key for key, _ in slot[2])]), ())
@@ -30,7 +31,7 @@ def held_against(found: Matcher[str], row: Row) -> set[str]:
     return tested
 
 
-def test_keys_come_in_the_order_of_the_filters():
+def test_keys_come_in_the_order_of_the_filters() -> None:
     found = matcher(z="a = 1", y="TRUE", x="b = 2 OR a = 1", w="priority = 0", v="a > 0")
     assert found.match([Row({"a": 1, "b": 2}), Row({"b": 2}), Row({})]) == [
         ["z", "y", "x", "w", "v"],
@@ -39,17 +40,17 @@ def test_keys_come_in_the_order_of_the_filters():
     ]
 
 
-def test_no_filters_and_no_rows():
+def test_no_filters_and_no_rows() -> None:
     assert Matcher().match([Row({"a": 1})]) == [[]]
     assert matcher(a="TRUE").match([]) == []
 
 
-def test_a_filter_filed_twice_is_found_once():
+def test_a_filter_filed_twice_is_found_once() -> None:
     found = matcher(a="x = 1 OR y = 1 OR group = 'g'")
     assert found.match([Row({"x": 1, "y": 1}, group="g")]) == [["a"]]
 
 
-def test_true_and_one_are_different_keys():
+def test_true_and_one_are_different_keys() -> None:
     found = matcher(one="a = 1", true="a = TRUE", flag="a", items="a IN (1, TRUE)", text="a = '1'")
     rows = [Row({"a": 1}), Row({"a": True}), Row({"a": 1.0}), Row({"a": "1"}), Row({"a": False})]
     assert found.match(rows) == [
@@ -61,7 +62,13 @@ def test_true_and_one_are_different_keys():
     ]
 
 
-def test_a_message_is_held_only_against_filters_that_share_a_value():
+def test_finding_one_term_of_a_branch_does_not_prove_the_branch() -> None:
+    found = matcher(key="a = 'x' AND b > 2 OR b = 'y' AND c = 'z'")
+    rows = [Row({"a": "x", "b": 1}), Row({"a": "x", "b": 3}), Row({"b": "y"})]
+    assert found.match([*rows, Row({"b": "y", "c": "z"})]) == [[], ["key"], [], ["key"]]
+
+
+def test_a_message_is_held_only_against_filters_that_share_a_value() -> None:
     texts = {f"q{n}": f"kind = 'k{n}' AND price > {n}" for n in range(100)}
     row = Row({"kind": "k7", "price": 50})
     assert held_against(matcher(**texts), row) == {"q7"}
@@ -85,16 +92,16 @@ def test_a_message_is_held_only_against_filters_that_share_a_value():
         ("TRUE", False),
     ],
 )
-def test_which_filters_can_be_filed(text, filed):
+def test_which_filters_can_be_filed(text: str, filed: bool) -> None:
     assert held_against(matcher(key=text), Row({"other": 1})) == (set() if filed else {"key"})
 
 
-def test_a_common_value_does_not_collect_every_filter():
+def test_a_common_value_does_not_collect_every_filter() -> None:
     texts = {f"q{n}": f"kind = 'book' AND shop = {n}" for n in range(50)}
     assert len(held_against(matcher(**texts), Row({"kind": "book", "shop": 7}))) <= 2
 
 
-def test_updates_leave_the_older_matcher_alone():
+def test_updates_leave_the_older_matcher_alone() -> None:
     old = matcher(a="x = 1", b="y > 1", c="x = 1 AND y = 2")
     rows = [Row({"x": 1, "y": 2})]
     added = old.with_filter("d", parse("x IN (1, 5)"))
@@ -113,18 +120,18 @@ def test_updates_leave_the_older_matcher_alone():
         removed.without("a")
 
 
-def test_a_matcher_emptied_again_holds_nothing():
+def test_a_matcher_emptied_again_holds_nothing() -> None:
     found = matcher(a="x = 1 OR group = 'g'", b="TRUE").without("a").without("b")
     assert (found._index.shelves, found._index.fields, found._index.always) == ({}, {}, None)
 
 
-def test_an_update_does_not_file_the_others_again():
+def test_an_update_does_not_file_the_others_again() -> None:
     found = Matcher({n: parse(default_filter(f"q{n}")) for n in range(1_000)})
     other = found.with_filter(-1, parse("a = 1"))
     assert other._index.shelves["queue"] is found._index.shelves["queue"]
 
 
-def test_pickling():
+def test_pickling() -> None:
     found = matcher(a="x = 1", b="y > 1").with_filter("a", parse("x = 2"))
     again = pickle.loads(pickle.dumps(found))
     assert again.filters == found.filters
@@ -134,7 +141,7 @@ def test_pickling():
     assert pickle.loads(pickle.dumps(one)) == one
 
 
-def test_filters_are_equal_by_meaning_of_their_text():
+def test_filters_are_equal_by_meaning_of_their_text() -> None:
     assert parse("a=1 and (b=2)") == parse("a = 1 AND b = 2")
     assert len({parse("a=1"), parse("(a)=1"), parse("a = TRUE")}) == 2
     assert parse("a=1") != "a = 1"
@@ -143,7 +150,7 @@ def test_filters_are_equal_by_meaning_of_their_text():
 
 
 @pytest.mark.parametrize("name", ["orders", "it's", "a b", "größe", "", "x" * 80, "a\nb", "a-b.c"])
-def test_default_filter(name):
+def test_default_filter(name: str) -> None:
     one = parse(default_filter(name))
     assert one.names == {"queue"}
     assert one.matches(Row({"queue": name}))

@@ -41,17 +41,17 @@ NOT = [(T, F), (F, T), (U, U)]
 
 
 @pytest.mark.parametrize(("left", "right", "result"), AND)
-def test_and(left, right, result):
+def test_and(left: bool | None, right: bool | None, result: bool | None) -> None:
     assert evaluate(f"{NAME[left]} AND {NAME[right]}") is result
 
 
 @pytest.mark.parametrize(("left", "right", "result"), OR)
-def test_or(left, right, result):
+def test_or(left: bool | None, right: bool | None, result: bool | None) -> None:
     assert evaluate(f"{NAME[left]} OR {NAME[right]}") is result
 
 
 @pytest.mark.parametrize(("operand", "result"), NOT)
-def test_not(operand, result):
+def test_not(operand: bool | None, result: bool | None) -> None:
     assert evaluate(f"NOT {NAME[operand]}") is result
     assert evaluate(f"NOT NOT {NAME[operand]}") is operand
 
@@ -106,7 +106,7 @@ LIKE = [
 
 
 @pytest.mark.parametrize(("text", "result"), COMPARE + IS_NULL + IN + BETWEEN + LIKE)
-def test_atom(text, result):
+def test_atom(text: str, result: bool | None) -> None:
     assert evaluate(text) is result
     assert parse(text).matches(ROW) is (result is True)
 
@@ -134,5 +134,5 @@ PRECEDENCE = [
 
 
 @pytest.mark.parametrize(("text", "result"), PRECEDENCE)
-def test_precedence(text, result):
+def test_precedence(text: str, result: bool | None) -> None:
     assert evaluate(text) is result

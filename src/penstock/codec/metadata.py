@@ -26,7 +26,7 @@ __all__ = ["Metadata", "decode_metadata", "encode_metadata"]
 VERSION: Final = 1
 
 
-class Metadata(msgspec.Struct, array_like=True, frozen=True):
+class Metadata(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What a record says about its message."""
 
     published_at_ms: int

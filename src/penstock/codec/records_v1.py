@@ -152,7 +152,7 @@ def decode_active_v1(buf: bytes) -> tuple[list[AvailableV1], list[InFlightV1]]:
     return available, in_flight
 
 
-def encode_done_v1(entries: Sequence[DoneV1]) -> bytes:
+def encode_done_v1(entries: Sequence[tuple[int, int, int, int, bytes]]) -> bytes:
     """Encode done messages."""
     return _pack_array(_SETTLED, entries, "done v1")
 

@@ -45,10 +45,10 @@ from penstock.filters.tree import (
     Truth,
     ValueNode,
 )
+from penstock.model import Value
 
 __all__ = ["Row", "RowTuple", "Test", "Value", "compile_match", "compile_predicate", "read_value"]
 
-Value: TypeAlias = str | int | float | bool | None
 RowTuple: TypeAlias = tuple[Mapping[str, Value], str, int, int, int]
 """The fields of :class:`Row` as a plain tuple, which is quicker to make for every message."""
 

@@ -46,7 +46,11 @@ class Batch(Protocol):
 
 
 class Table(Protocol):
-    """One sorted key space."""
+    """One sorted key space.
+
+    ``family`` names it to a batch. Read it anew for each call: a handle that outlives the engine
+    would keep the database open.
+    """
 
     family: Family
 

@@ -114,7 +114,12 @@ class RocksTable:
     def __init__(self, column: rocks.Rdict, handle: rocks.ColumnFamily) -> None:
         self._column = column
         self._get: Any = column.get
-        self.family = handle
+        self.family: rocks.ColumnFamily | None = handle
+
+    def close(self) -> None:
+        """Let go of the database: it stays open for as long as any handle to it is alive."""
+        self._column.close()
+        self.family = None
 
     def get(self, key: bytes) -> bytes | None:
         """Read one value."""
@@ -211,7 +216,8 @@ class RocksEngine:
             (self.path / _OWNER_FILE).unlink()
         with contextlib.suppress(StorageFailed):
             self.sync()
-        self._tables.clear()
+        for table in self._tables.values():
+            table.close()
         self._db.close()
 
 

@@ -63,8 +63,8 @@ def split_lane(lane: bytes) -> tuple[str, int]:
 
 
 # quarantine(table name, key, value, why): have a record that does not decode put aside with the
-# next commit. The caller has corrected its queue's counters.
-Quarantine: TypeAlias = Callable[[str, bytes, bytes, str], None]
+# next commit. If it answers True, the caller corrects its queue's counters.
+Quarantine: TypeAlias = Callable[[str, bytes, bytes, str], bool]
 
 
 class ActiveSet(Protocol):

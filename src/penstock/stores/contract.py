@@ -123,7 +123,7 @@ class Store(Protocol):
     ) -> Page:
         """Read a page of messages in a state."""
 
-    def attempts(self, queue_name: str, message_id: int) -> list[Attempt]:
+    def attempts(self, queue_name: str, message_id: int, now_ms: int) -> list[Attempt]:
         """Return every attempt at a message."""
 
     def queue_stats(self, queue_name: str, now_ms: int) -> QueueStats:

@@ -4,12 +4,12 @@
 
     table default
     "meta"                    identity of the store, MessagePack (Identity)
-    02 0c | "message"         SeqBlock of message ids
     02 0c | "queue"           SeqBlock of queue numbers
     02 0e                     store-wide totals, MessagePack (Totals)
     02 0f | table, NUL, key   a record that did not decode: MessagePack [why, value]
 
-    table unclaimed           queue u32 | due_ms u64 | key u64: packed u64 keys that expire then
+    table unclaimed           queue u32 | due_ms u64 | first key u64 | CRC-32 of the value:
+                              packed u64 keys of messages that expire then
 
 One lock, held by the broker, covers everything here. A verb reads what was committed, fills one
 batch, and commits it whole; if a commit fails, memory is rebuilt from disk.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Final
+from zlib import crc32
 
 import msgspec
 
@@ -29,6 +30,7 @@ from penstock.stores.dedup import Dedup
 from penstock.stores.due import DueHeap
 from penstock.stores.history import History
 from penstock.stores.leases import Leases
+from penstock.stores.metadata_log import MetadataLog
 from penstock.stores.payloads import Payloads
 from penstock.stores.queues import Queue, QueueTable
 from penstock.stores.sequences import Sequence as SeqBlocks
@@ -93,6 +95,7 @@ class Core:
     ) -> None:
         self.engine = engine
         self._system = engine.table("default")
+        self._aside: dict[tuple[str, bytes], tuple[bytes, str]] = {}
         self.identity = self._identify(design, store_id, now_ms)
         self.payloads = Payloads(engine.table("payloads"))
         self.dedup = Dedup(engine.table("dedup"))
@@ -101,12 +104,13 @@ class Core:
         self.active = make_active(engine, self.quarantine)
         self._unclaimed = engine.table("unclaimed")
         self._queue_table = QueueTable(engine.table("queues"))
-        self.message_ids = SeqBlocks(self._system, b"\x02\x0cmessage", first=1)
+        self.log = MetadataLog(
+            engine.table("log"), f"{self.identity.store_id:08x}", self.quarantine
+        )
         self.queue_numbers = SeqBlocks(self._system, b"\x02\x0cqueue", first=1)
         self.commits = 0
         self.stale_receipts = 0
         self.woken: set[str] = set()
-        self._aside: list[tuple[str, bytes, bytes, str]] = []
         self.load()
 
     def _identify(self, design: str, store_id: int, now_ms: int) -> Identity:
@@ -139,7 +143,7 @@ class Core:
         """Rebuild everything that memory keeps from what is on disk."""
         record = self._system.get(_TOTALS)
         self.totals = Totals() if record is None else msgspec.msgpack.decode(record, type=Totals)
-        self.message_ids.reload()
+        self.log.reload()
         self.queue_numbers.reload()
         self.leases.reload()
         self.queues: dict[str, Queue] = {}
@@ -211,11 +215,17 @@ class Core:
 
     # --- quarantine ----------------------------------------------------------------------
 
-    def quarantine(self, table: str, key: bytes, value: bytes, why: str) -> None:
-        """Have a record that does not decode put aside with the next commit."""
+    def quarantine(self, table: str, key: bytes, value: bytes, why: str) -> bool:
+        """Have a record that does not decode put aside with the next commit.
+
+        False if it was met before since the last commit: then its counters are right already.
+        """
+        if (table, key) in self._aside:
+            return False
         log.error("quarantined a record of %s, key %s: %s", table, key.hex(), why)
-        self._aside.append((table, key, value, why))
+        self._aside[table, key] = (value, why)
         self.totals.quarantined += 1
+        return True
 
     @property
     def has_aside(self) -> bool:
@@ -228,7 +238,7 @@ class Core:
             self.commit(self.engine.batch(), list(self.queues.values()), now_ms)
 
     def _put_aside(self, batch: Batch) -> None:
-        for table, key, value, why in self._aside:
+        for (table, key), (value, why) in self._aside.items():
             batch.delete(key, self.engine.table(table).family)
             batch.put(
                 _QUARANTINE + table.encode() + b"\0" + key,
@@ -251,8 +261,8 @@ class Core:
         for item, since in zip(items, since_ms, strict=True):
             by_due.setdefault(since + retention_ms, []).append(item.key)
         for due_ms, keys in by_due.items():
-            row = _unclaimed_key(queue, due_ms) + keys[0].to_bytes(8, "big")
             packed = b"".join(key.to_bytes(8, "big") for key in keys)
+            row = _unclaimed_key(queue, due_ms) + packed[:8] + crc32(packed).to_bytes(4, "big")
             batch.put(row, packed, self._unclaimed.family)
             self.retention.lower((queue.number, "unclaimed"), due_ms)
 

@@ -35,7 +35,6 @@ class Dedup:
 
     def __init__(self, table: Table) -> None:
         self._table = table
-        self._family = table.family
 
     def keys(self, messages: Sequence[Message]) -> list[bytes | None]:
         """Return the key of each message that has a dedup id."""
@@ -54,21 +53,21 @@ class Dedup:
     def remember(self, batch: Batch, ids: Mapping[bytes, int], expires_at_ms: int) -> None:
         """Note fresh messages until ``expires_at_ms``."""
         for key, message_id in ids.items():
-            batch.put(key, _pair.pack(message_id, expires_at_ms), self._family)
+            batch.put(key, _pair.pack(message_id, expires_at_ms), self._table.family)
         index_key = b"\x01" + _pair.pack(expires_at_ms, next(iter(ids.values())))
-        batch.put(index_key, msgspec.msgpack.encode(list(ids)), self._family)
+        batch.put(index_key, msgspec.msgpack.encode(list(ids)), self._table.family)
 
     def forget(self, batch: Batch, now_ms: int, limit: int) -> int:
         """Delete what is past the window, up to ``limit`` publishes; say how many ids."""
         forgotten = 0
         end = b"\x01" + (now_ms + 1).to_bytes(8, "big")
         for index_key, record in self._table.scan(b"\x01", end, limit):
-            batch.delete(index_key, self._family)
+            batch.delete(index_key, self._table.family)
             keys = msgspec.msgpack.decode(record, type=list[bytes])
             for key, present in zip(keys, self._table.multi_get(keys), strict=True):
                 # The id may have been published anew since, with a window of its own.
                 if present is not None and _pair.unpack(present)[1] <= now_ms:
-                    batch.delete(key, self._family)
+                    batch.delete(key, self._table.family)
                     forgotten += 1
         return forgotten
 

@@ -55,7 +55,6 @@ class History:
 
     def __init__(self, table: Table, quarantine: Quarantine) -> None:
         self._table = table
-        self._family = table.family
         self._quarantine = quarantine
 
     # --- in ------------------------------------------------------------------------------
@@ -65,11 +64,10 @@ class History:
         counts, exponent = queue.counts, queue.spec.bucket_exponent
         for bucket, part, chunk in _parts(items, counts.next_done, exponent):
             entries = [
-                records.Done(item.message_id, item.key, now_ms, item.attempts, item.metadata)
-                for item in chunk
+                (item.message_id, item.key, now_ms, item.attempts, item.metadata) for item in chunk
             ]
             key = opendata.done_key(queue.id, bucket, part)
-            batch.put(key, records.encode_done(entries), self._family)
+            batch.put(key, records.encode_done(entries), self._table.family)
         counts.next_done += len(items)
         counts.done += len(items)
         counts.acked_total += len(items)
@@ -87,9 +85,9 @@ class History:
                 for item in chunk
             ]
             key = opendata.failed_key(queue.id, bucket, part)
-            batch.put(key, records.encode_failed(entries), self._family)
+            batch.put(key, records.encode_failed(entries), self._table.family)
             for item in chunk:
-                batch.put(_failed_index(queue, item.message_id), key, self._family)
+                batch.put(_failed_index(queue, item.message_id), key, self._table.family)
         counts.next_failed += len(items)
         counts.failed += len(items)
         counts.failed_total += len(items)
@@ -110,7 +108,7 @@ class History:
         record = records.encode_attempt(
             records.AttemptRecord(claimed_at_ms, consumer, now_ms, _CODES[end], reason)
         )
-        put, family = batch.put, self._family
+        put, family = batch.put, self._table.family
         prefix = opendata.attempts_prefix(queue.id)
         for item in items:
             suffix = (item.message_id << 16 | item.attempts).to_bytes(10, "big")
@@ -189,11 +187,11 @@ class History:
                     )
                     for e in rest
                 ]
-                batch.put(part, records.encode_failed(kept), self._family)
+                batch.put(part, records.encode_failed(kept), self._table.family)
             else:
-                batch.delete(part, self._family)
+                batch.delete(part, self._table.family)
         for key in keys:
-            batch.delete(key, self._family)
+            batch.delete(key, self._table.family)
         queue.counts.failed -= len(entries)
 
     def trim(
@@ -205,12 +203,12 @@ class History:
             if len(removed) >= limit:
                 break
             entries = self._decode(queue, state, key, record)
-            if entries and entries[-1].ended_at_ms > ended_by_ms:
+            if not entries or entries[-1].ended_at_ms > ended_by_ms:
                 continue
-            batch.delete(key, self._family)
+            batch.delete(key, self._table.family)
             if state is State.FAILED:
                 for entry in entries:
-                    batch.delete(_failed_index(queue, entry.message_id), self._family)
+                    batch.delete(_failed_index(queue, entry.message_id), self._table.family)
             removed += entries
         if state is State.DONE:
             queue.counts.done -= len(removed)
@@ -222,7 +220,7 @@ class History:
         self, batch: Batch, queue: Queue, messages: Sequence[tuple[int, int]]
     ) -> None:
         """Delete the attempts of messages that leave the queue: (message id, attempts)."""
-        delete, family = batch.delete, self._family
+        delete, family = batch.delete, self._table.family
         prefix = opendata.attempts_prefix(queue.id)
         for message_id, attempts in messages:
             for attempt in range(1, attempts + 1):
@@ -236,13 +234,14 @@ class History:
             opendata.attempts_prefix(queue.id),
             _FAILED_INDEX + terminated(queue.id),
         ):
-            batch.delete_range(prefix, prefix + b"\xff" * 17, self._family)
+            batch.delete_range(prefix, prefix + b"\xff" * 17, self._table.family)
 
     def first_ended_at_ms(self, queue: Queue, state: State) -> int | None:
         """Return when the oldest message of that state ended."""
+        # A few per front, in case the first ones do not decode.
         times = [
             entries[0].ended_at_ms
-            for key, record in self._front(queue, state, per_exponent=1)
+            for key, record in self._front(queue, state, per_exponent=4)
             if (entries := self._decode(queue, state, key, record))
         ]
         return min(times, default=None)
@@ -263,13 +262,26 @@ class History:
         record = self._table.get(key)
         return [] if record is None else self._decode(queue, State.FAILED, key, record)
 
+    def _recount(self, queue: Queue, state: State) -> None:
+        """Count a state's messages anew: nobody knows how many a part held that is lost."""
+        prefix = _prefix(queue, state)
+        count = sum(
+            len(self._decode(queue, state, key, record))
+            for key, record in rows_of(self._table, prefix, prefix + b"\xff" * 17, page=64)
+        )
+        if state is State.DONE:
+            queue.counts.done = count
+        else:
+            queue.counts.failed = count
+
     def _decode(self, queue: Queue, state: State, key: bytes, record: bytes) -> list[Ended]:
         try:
             if state is State.DONE:
                 return [Ended(*entry, "") for entry in records.decode_done(record)]
             return [Ended(*entry) for entry in records.decode_failed(record)]
         except CorruptRecord as error:
-            self._quarantine("history", key, record, f"queue {queue.name}: {error}")
+            if self._quarantine("history", key, record, f"queue {queue.name}: {error}"):
+                self._recount(queue, state)
             return []
 
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Final
 from penstock.codec.stored import decode_stored_item, encode_stored_item, with_lease
 from penstock.errors import CorruptRecord
 from penstock.kv import Shape, rows_of
+from penstock.limits import MAX_ATTEMPTS
 from penstock.model import State
 from penstock.stores.active import NO_LEASE, Item, group_of
 from penstock.stores.due import DueHeap
@@ -58,6 +59,7 @@ _unpack_main: Final = Struct(">IQ").unpack
 _pack_slot: Final = Struct(">QQ").pack
 _pack_u64: Final = Struct(">Q").pack
 _pack_delayed: Final = Struct(">BIQQ").pack
+RECENT_ITEMS: Final = 20_000
 _NO_PRIORITY: Final = b"\xff"
 _LANE_AT: Final = 5
 _SLOT_BYTES: Final = 16
@@ -103,12 +105,17 @@ class IndexedActive:
         # While more has come due than one call's budget moved, FIFO heads are judged by how far
         # that got.
         self._due_up_to_ms: int | None = None
+        # Recently claimed messages, so that settling them soon needs no read: (queue, id) -> item
+        self._recent: dict[tuple[int, int], Item] = {}
+        # FIFO queues that lost a message in flight to corruption: which group is unknown.
+        self._recount: set[int] = set()
         self.healed = 0
 
     # --- memory --------------------------------------------------------------------------
 
     def load(self, queue: Queue) -> None:
         """Find the lanes in use by skipping from lane to lane: one seek each, at any depth."""
+        self._recent.clear()
         directory = self._directories[queue.number] = _Directory(queue.number)
         self._queues[queue.number] = queue
         number = queue.number.to_bytes(4, "big")
@@ -132,7 +139,7 @@ class IndexedActive:
 
     def ready_groups(self, queue: Queue) -> int:
         """Return how many groups have something to claim, as far as memory knows."""
-        return len(self._directories[queue.number].ring)
+        return len(self._directories[queue.number].ring) or len(self._recount)
 
     def _offer(self, directory: _Directory, lane: bytes, key: bytes) -> None:
         """Note that a key can be claimed."""
@@ -185,6 +192,9 @@ class IndexedActive:
             lanes = ring.get(lane[:-1])
             if lanes is None or lanes.get(lane, b"\xff") > key:
                 self._offer(directory, lane, key)
+                if fifo and visible_at <= now_ms:
+                    # It may stand before the head that the group waits for.
+                    self._release_blocked(directory, lane[:-1])
         queue.counts.delayed += delayed
         queue.counts.available += len(items) - delayed
 
@@ -253,6 +263,8 @@ class IndexedActive:
     ) -> list[Item]:
         """Visit groups in turn until the limit is reached or no group has more."""
         directory = self._directories[queue.number]
+        if queue.number in self._recount:
+            self._recount_held(batch, queue, directory)
         ring = directory.ring
         taken: list[Item] = []
         while ring and len(taken) < limit:
@@ -333,6 +345,9 @@ class IndexedActive:
         put, delete = batch.put, batch.delete
         available, index = self._available.family, self._index.family
         in_progress = self._in_progress.family
+        number, recent = queue.number, self._recent
+        if len(recent) > RECENT_ITEMS:
+            recent.clear()
         items = []
         records = self._available.multi_get([main for _, main in rows])
         for (key, main), record in zip(rows, records, strict=True):
@@ -344,29 +359,29 @@ class IndexedActive:
             try:
                 contents, _, _, attempts, forgiven, visible_at, _ = decode_stored_item(record)
             except CorruptRecord as error:
-                self._quarantine("available", main, record, str(error))
-                queue.counts.available -= 1
+                if self._quarantine("available", main, record, str(error)):
+                    queue.counts.available -= 1
                 self._unhold(batch, queue, group_of(key[_LANE_AT:-_SLOT_BYTES]), 1)
                 continue
             put(main, with_lease(record, lease), in_progress)
             message_id = int.from_bytes(main[4:], "big")
-            items.append(
-                Item(
-                    message_id,
-                    message_id,
-                    key[_LANE_AT:-_SLOT_BYTES],
-                    attempts + 1,
-                    forgiven,
-                    visible_at,
-                    contents,
-                    lease,
-                )
+            item = recent[number, message_id] = Item(
+                message_id,
+                message_id,
+                key[_LANE_AT:-_SLOT_BYTES],
+                min(attempts + 1, MAX_ATTEMPTS),
+                forgiven,
+                visible_at,
+                contents,
+                lease,
             )
+            items.append(item)
         return items
 
     def _heal(self, batch: Batch, queue: Queue, key: bytes) -> None:
         """Count and tell of an index entry without its message; the caller has deleted it."""
         self.healed += 1
+        queue.counts.available = max(0, queue.counts.available - 1)
         log.warning("queue %s: removed an index entry without a message: %s", queue.name, key.hex())
         self._unhold(batch, queue, group_of(key[_LANE_AT:-_SLOT_BYTES]), 1)
 
@@ -374,12 +389,18 @@ class IndexedActive:
 
     def find(self, queue: Queue, keys: Sequence[int]) -> list[Item | None]:
         """Look messages up in flight."""
-        mains = [_pack_main(queue.number, key) for key in keys]
-        records = self._in_progress.multi_get(mains)
-        return [
-            None if record is None else self._item(queue, State.IN_FLIGHT, main, record)
-            for main, record in zip(mains, records, strict=True)
-        ]
+        number, recent = queue.number, self._recent
+        found = [recent.get((number, key)) for key in keys]
+        if None not in found:
+            return found
+        missing = [at for at, item in enumerate(found) if item is None]
+        mains = [_pack_main(number, keys[at]) for at in missing]
+        for at, main, record in zip(
+            missing, mains, self._in_progress.multi_get(mains), strict=True
+        ):
+            if record is not None:
+                found[at] = self._item(queue, State.IN_FLIGHT, main, record)
+        return found
 
     def in_flight_by_message(self, queue: Queue, message_id: int) -> Item | None:
         """Look a message up in flight: here its id is its key."""
@@ -388,8 +409,11 @@ class IndexedActive:
     def settle(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
         """Delete in-progress records, and let go of FIFO groups."""
         delete, family, number = batch.delete, self._in_progress.family, queue.number
+        forget = self._recent.pop
         for item in items:
-            delete(_pack_main(number, item.key), family)
+            key = item.key
+            forget((number, key), None)
+            delete(_pack_main(number, key), family)
         queue.counts.in_flight -= len(items)
         if queue.fifo:
             self._unhold_all(batch, queue, items)
@@ -406,6 +430,8 @@ class IndexedActive:
         for main, record in zip(mains, self._in_progress.multi_get(mains), strict=True):
             assert record is not None
             batch.put(main, with_lease(record, lease), self._in_progress.family)
+        for item in items:
+            item.lease = lease
 
     def _unhold_all(self, batch: Batch, queue: Queue, items: Iterable[Item]) -> None:
         counts: dict[bytes, int] = {}
@@ -426,6 +452,20 @@ class IndexedActive:
             del directory.held[group]
             if held.lanes:
                 directory.ring[group] = held.lanes
+
+    def _recount_held(self, batch: Batch, queue: Queue, directory: _Directory) -> None:
+        """Count anew what each FIFO group has in flight."""
+        self._recount.discard(queue.number)
+        number = queue.number.to_bytes(4, "big")
+        counts: dict[bytes, int] = {}
+        for main, record in rows_of(self._in_progress, number, _after(number)):
+            item = self._item(queue, State.IN_FLIGHT, main, record)
+            if item is not None:
+                counts[group_of(item.lane)] = counts.get(group_of(item.lane), 0) + 1
+        self._recount.discard(queue.number)
+        for group, held in list(directory.held.items()):
+            if held.count:
+                self._unhold(batch, queue, group, held.count - counts.get(group, 0))
 
     def _put_held(self, batch: Batch, queue: Queue, group: bytes, count: int) -> None:
         key = queue.number.to_bytes(4, "big") + group
@@ -502,9 +542,13 @@ class IndexedActive:
                 record
             )
         except CorruptRecord as error:
-            self._quarantine("in_progress" if in_flight else "available", main, record, str(error))
+            table = "in_progress" if in_flight else "available"
+            if not self._quarantine(table, main, record, str(error)):
+                return None
             if in_flight:
                 queue.counts.in_flight -= 1
+                if queue.fifo:
+                    self._recount.add(queue.number)
             elif state is State.AVAILABLE:
                 queue.counts.available -= 1
             else:
@@ -512,7 +556,8 @@ class IndexedActive:
             return None
         key = int.from_bytes(id8, "big")
         lane = index_key[_LANE_AT:-_SLOT_BYTES]
-        return Item(key, key, lane, attempts + in_flight, forgiven, visible_at, contents, lease)
+        attempts = min(attempts + in_flight, MAX_ATTEMPTS)
+        return Item(key, key, lane, attempts, forgiven, visible_at, contents, lease)
 
 
 def _visible_at(delayed_key: bytes) -> int:

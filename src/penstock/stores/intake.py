@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.kv import Batch
     from penstock.model import Message
     from penstock.stores.core import Core
+    from penstock.stores.placing import Placed, Placing
     from penstock.stores.queues import Queue
     from penstock.stores.upkeep import Upkeep
 
@@ -30,9 +31,10 @@ CATCH_UP_BUDGET: Final = 1_000
 class Intake:
     """Publish and claim."""
 
-    def __init__(self, core: Core, upkeep: Upkeep) -> None:
+    def __init__(self, core: Core, upkeep: Upkeep, placing: Placing) -> None:
         self._core = core
         self._upkeep = upkeep
+        self._placing = placing
 
     # --- publish -------------------------------------------------------------------------
 
@@ -45,75 +47,49 @@ class Intake:
         now_ms: int,
     ) -> list[int]:
         """Store messages and put each into the queues that ``routes`` names for it."""
-        batch = self._core.engine.batch()
-        dedup_keys = self._core.dedup.keys(messages)
+        core = self._core
+        batch = core.engine.batch()
+        dedup_keys = core.dedup.keys(messages)
         wanted = [key for key in dedup_keys if key is not None]
-        known = self._core.dedup.known(wanted, now_ms) if wanted else {}
+        known = core.dedup.known(wanted, now_ms) if wanted else {}
         fresh: dict[bytes, int] = {}
-        first_id = next_id = self._core.message_ids.allocate(batch, len(messages))
-        totals = self._core.totals
-        put, payloads = batch.put, self._core.payloads.family
-        per_queue: dict[str, list[Item]] = {}
+        first_id = next_id = core.log.ids.allocate(batch, len(messages))
+        put, payloads = batch.put, core.payloads.family
         ids: list[int] = []
+        placed: list[Placed] = []
+        taken: list[Sequence[str]] = []
+        groups: list[str] = []
         for message, dedup_key, names in zip(messages, dedup_keys, routes, strict=True):
             if dedup_key is not None:
                 known_id = known.get(dedup_key)
                 if known_id is not None:
-                    totals.duplicates += 1
+                    core.totals.duplicates += 1
                     ids.append(known_id)
                     continue
                 known[dedup_key] = fresh[dedup_key] = next_id
-            message_id = next_id
-            next_id += 1
-            ids.append(message_id)
-            payload = message.payload
-            priority = message.priority
-            group = message.group
-            delay_ms = message.delay_ms
-            attributes = message.attributes
+            payload, attributes = message.payload, message.attributes
+            group, priority, delay_ms = message.group, message.priority, message.delay_ms
             if not isinstance(attributes, dict):
                 attributes = dict(attributes)
             metadata = encode_metadata(
                 Metadata(now_ms, group, priority, len(payload), delay_ms, attributes)
             )
-            put(payload_key(message_id), payload, payloads)
-            lane = lane_of(group, priority)
-            visible_at = now_ms + delay_ms
-            for name in names:
-                item = Item(message_id, message_id, lane, 0, 0, visible_at, metadata)
-                items = per_queue.get(name)
-                if items is None:
-                    per_queue[name] = [item]
-                else:
-                    items.append(item)
-            if len(names) != 1:
-                if names:
-                    self._core.payloads.refer(batch, message_id, len(names))
-                else:
-                    totals.unrouted += 1
+            put(payload_key(next_id), payload, payloads)
+            ids.append(next_id)
+            placed.append((next_id, lane_of(group, priority), now_ms + delay_ms, metadata))
+            taken.append(names)
+            groups.append(group)
+            next_id += 1
         if fresh:
-            self._core.dedup.remember(batch, fresh, now_ms + dedup_window_ms)
-        touched = []
-        for name, items in per_queue.items():
-            queue = self._core.queue(name)
-            touched.append(queue)
-            self._enqueue(batch, queue, items, now_ms)
-        totals.published += next_id - first_id
-        self._core.put_totals(batch, now_ms)
-        self._core.commit(batch, touched, now_ms)
+            core.dedup.remember(batch, fresh, now_ms + dedup_window_ms)
+        touched: list[Queue] = []
+        if placed:
+            core.log.append(batch, [(row[0], row[3]) for row in placed], groups, now_ms)
+            touched = self._placing.place(batch, placed, taken, now_ms)
+        core.totals.published += next_id - first_id
+        core.put_totals(batch, now_ms)
+        core.commit(batch, touched, now_ms)
         return ids
-
-    def _enqueue(self, batch: Batch, queue: Queue, items: list[Item], now_ms: int) -> None:
-        delay_ms = queue.spec.delay_ms
-        if delay_ms:
-            for item in items:
-                # A message's own delay counts if it has one; the queue's is the default.
-                if item.visible_at_ms == now_ms:
-                    item.visible_at_ms += delay_ms
-        self._core.active.add(batch, queue, items, now_ms)
-        self._core.note_unclaimed(batch, queue, items, [item.visible_at_ms for item in items])
-        queue.counts.enqueued_total += len(items)
-        self._core.wake(queue)
 
     # --- claim ---------------------------------------------------------------------------
 
@@ -135,8 +111,18 @@ class Intake:
         batch = self._core.engine.batch()
         lease = family_of(lease) + b"\0\0"
         deadline_ms = now_ms + lease_ms
-        items = self._core.active.take(batch, queue, limit, lease, deadline_ms, now_ms)
-        deliveries = self._deliver(batch, queue, items, lease, deadline_ms)
+        items: list[Item] = []
+        deliveries: list[Delivery] = []
+        while len(items) < limit:
+            taken = self._core.active.take(
+                batch, queue, limit - len(items), lease, deadline_ms, now_ms
+            )
+            if not taken:
+                break
+            deliveries += self._deliver(batch, queue, taken, lease, deadline_ms)
+            items += taken
+            if not self._core.active.ready_groups(queue):
+                break
         if deliveries:
             self._core.leases.put(
                 batch,

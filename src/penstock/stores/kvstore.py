@@ -3,7 +3,7 @@
 Nothing here waits, reads a clock or takes a lock: the broker does. Each verb is in the module of
 its kind, over one :class:`~penstock.stores.core.Core`::
 
-    intake     publish, claim
+    intake     publish, claim (placing: into queues by their routes)
     settling   ack, release, extend; leases that expire
     upkeep     sweep, retention, purge, redrive, changed and deleted queues
     views      browse, attempts, stats
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from penstock.stores.core import Core
 from penstock.stores.intake import Intake
+from penstock.stores.placing import Placing
 from penstock.stores.queues import Counts, Queue
 from penstock.stores.settling import Settling
 from penstock.stores.upkeep import Upkeep
@@ -46,7 +47,7 @@ class KvStore:
         self.core = core
         settling = Settling(core)
         upkeep = Upkeep(core, settling)
-        intake = Intake(core, upkeep)
+        intake = Intake(core, upkeep, Placing(core))
         views = Views(core, upkeep)
         self.publish = intake.publish
         self.claim = intake.claim

@@ -98,11 +98,17 @@ class Leases:
             )
             batch.put(lease, changed, self._leases.family)
 
-    def next_split(self, lease: bytes) -> bytes:
-        """Return a split of this lease that is free, counting on from the highest in use."""
+    def next_split(self, lease: bytes, taken: dict[bytes, int]) -> bytes:
+        """Return a split of this lease that is free, counting on from the highest in use.
+
+        ``taken`` holds what one batch has taken so far, which no read can see yet.
+        """
         family = family_of(lease)
-        top = self._leases.scan_back(family, family + b"\xff\xff\xff", 1)
-        highest = int.from_bytes(top[0][0][FAMILY_BYTES:], "big") if top else 0
+        highest = taken.get(family)
+        if highest is None:
+            top = self._leases.scan_back(family, family + b"\xff\xff\xff", 1)
+            highest = int.from_bytes(top[0][0][FAMILY_BYTES:], "big") if top else 0
+        taken[family] = highest + 1
         return family + (highest + 1).to_bytes(2, "big")
 
     def splits(self, lease: bytes) -> Sequence[tuple[bytes, bytes]]:

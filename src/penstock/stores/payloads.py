@@ -4,9 +4,10 @@
 
     table payloads
     01 01 | message u64 BE       the payload (the RFC's record)
-    02 0d | message u64 BE       u32 BE: how many queues hold it, if more than one
+    02 0d | message u64 BE       u32 BE: how many queues hold it, if not exactly one
 
 A message of one queue has no count: whoever lets go of it finds none and deletes the payload.
+A message that no queue took has a count of 0 until its segment of the metadata log is dropped.
 Counts are read from what was committed, so one commit must not let two queues go of one message.
 """
 
@@ -19,7 +20,7 @@ from penstock.codec.opendata import payload_key
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.kv import Batch, Table
+    from penstock.kv import Batch, Family, Table
 
 __all__ = ["Payloads"]
 
@@ -31,15 +32,32 @@ class Payloads:
 
     def __init__(self, table: Table) -> None:
         self._table = table
-        self.family = table.family
+
+    @property
+    def family(self) -> Family:
+        """The table's handle, for who puts payloads in a loop."""
+        return self._table.family
 
     def get(self, message_ids: Sequence[int]) -> list[bytes | None]:
         """Read payloads."""
         return self._table.multi_get([payload_key(message_id) for message_id in message_ids])
 
     def refer(self, batch: Batch, message_id: int, queues: int) -> None:
-        """Note that a new message is held by more than one queue."""
-        batch.put(_references_key(message_id), queues.to_bytes(4, "big"), self.family)
+        """Note that a new message is held by none or by more than one queue."""
+        batch.put(_references_key(message_id), queues.to_bytes(4, "big"), self._table.family)
+
+    def drop_unheld(self, batch: Batch, message_ids: Sequence[int]) -> int:
+        """Delete those payloads that no queue holds; say how many."""
+        keys = [_references_key(message_id) for message_id in message_ids]
+        dropped = 0
+        for message_id, key, record in zip(
+            message_ids, keys, self._table.multi_get(keys), strict=True
+        ):
+            if record is not None and not int.from_bytes(record, "big"):
+                batch.delete(key, self._table.family)
+                batch.delete(payload_key(message_id), self._table.family)
+                dropped += 1
+        return dropped
 
     def let_go(self, batch: Batch, message_ids: Sequence[int]) -> None:
         """Let one queue go of messages; a payload that nobody holds any more is deleted."""
@@ -48,13 +66,13 @@ class Payloads:
             message_ids, keys, self._table.multi_get(keys), strict=True
         ):
             if record is None:
-                batch.delete(payload_key(message_id), self.family)
+                batch.delete(payload_key(message_id), self._table.family)
                 continue
             left = int.from_bytes(record, "big") - 1
             if left > 1:
-                batch.put(key, left.to_bytes(4, "big"), self.family)
+                batch.put(key, left.to_bytes(4, "big"), self._table.family)
             else:
-                batch.delete(key, self.family)
+                batch.delete(key, self._table.family)
 
 
 def _references_key(message_id: int) -> bytes:

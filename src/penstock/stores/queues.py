@@ -84,7 +84,6 @@ class QueueTable:
 
     def __init__(self, table: Table) -> None:
         self._table = table
-        self._family = table.family
 
     def load(self) -> list[Queue]:
         """Read every queue."""
@@ -100,17 +99,17 @@ class QueueTable:
 
     def put_spec(self, batch: Batch, queue: Queue) -> None:
         """Write a spec."""
-        batch.put(_SPECS + queue.id, _encode_spec(queue.spec, queue.number), self._family)
+        batch.put(_SPECS + queue.id, _encode_spec(queue.spec, queue.number), self._table.family)
 
     def put_counts(self, batch: Batch, queue: Queue) -> None:
         """Write a queue's counters."""
         packed = _pack_counts.pack(*msgspec.structs.astuple(queue.counts))
-        batch.put(_COUNTS + queue.id, _COUNTS_VERSION + packed, self._family)
+        batch.put(_COUNTS + queue.id, _COUNTS_VERSION + packed, self._table.family)
 
     def remove(self, batch: Batch, queue: Queue) -> None:
         """Delete a queue's records."""
-        batch.delete(_SPECS + queue.id, self._family)
-        batch.delete(_COUNTS + queue.id, self._family)
+        batch.delete(_SPECS + queue.id, self._table.family)
+        batch.delete(_COUNTS + queue.id, self._table.family)
 
 
 def _decode_counts(record: bytes | None) -> Counts:

@@ -42,7 +42,7 @@ def parse_lease_token(store_id: int, token: object) -> LeaseToken:
     """Read a lease token of this store."""
     match = _TOKEN.fullmatch(token) if isinstance(token, str) else None
     if match is None:
-        raise InvalidReceipt(f"not a receipt: {_shown(token)}; receipts come from claim()")
+        raise _not_a_receipt(token)
     if int(match[1], 16) != store_id:
         raise InvalidReceipt(
             f"receipt {_shown(token)} is of another store ({match[1]}; this one is {store_id:08x})"
@@ -56,20 +56,27 @@ def parse_receipts(store_id: int, receipts: Iterable[object]) -> list[tuple[Leas
     parsed = []
     for receipt in receipts:
         if not isinstance(receipt, str) or len(receipt) != _RECEIPT_CHARS:
-            raise InvalidReceipt(f"not a receipt: {_shown(receipt)}; receipts come from claim()")
-        head = receipt[:_TOKEN_CHARS]
+            raise _not_a_receipt(receipt)
+        # With its dash, so that the one look-up checks it too.
+        head = receipt[: _TOKEN_CHARS + 1]
         token = tokens.get(head)
         if token is None:
-            token = tokens[head] = parse_lease_token(store_id, head)
-        digits = receipt[-16:]
+            if head[-1] != "-":
+                raise _not_a_receipt(receipt)
+            token = tokens[head] = parse_lease_token(store_id, head[:-1])
         try:
-            key = int(digits, 16)
+            key = bytes.fromhex(receipt[_TOKEN_CHARS + 1 :])
         except ValueError:
-            key = -1
-        if receipt[_TOKEN_CHARS] != "-" or f"{key:016x}" != digits:
-            raise InvalidReceipt(f"not a receipt: {_shown(receipt)}; receipts come from claim()")
-        parsed.append((token, key))
+            key = b""
+        # fromhex skips blanks; a key with any of them is too short.
+        if len(key) != 8:
+            raise _not_a_receipt(receipt)
+        parsed.append((token, int.from_bytes(key, "big")))
     return parsed
+
+
+def _not_a_receipt(receipt: object) -> InvalidReceipt:
+    return InvalidReceipt(f"not a receipt: {_shown(receipt)}; receipts come from claim()")
 
 
 def _shown(receipt: object) -> str:

@@ -34,6 +34,11 @@ class Sequence:
         base, size = (self._first, 0) if record is None else decode_seq_block(record)
         self._next = self._end = base + size
 
+    @property
+    def next(self) -> int:
+        """The number that is handed out next."""
+        return self._next
+
     def allocate(self, batch: Batch, count: int) -> int:
         """Return the first of ``count`` consecutive fresh numbers."""
         first = self._next

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock import limits
 from penstock.backoff import backoff_ms
 from penstock.codec.stored import LeaseRecord
 from penstock.errors import CorruptRecord, InvalidReceipt
@@ -118,8 +119,9 @@ class Settling:
         deadline_ms = now_ms + lease_ms
         if judged.holdings:
             batch = core.engine.batch()
+            splits: dict[bytes, int] = {}
             for holding in judged.holdings:
-                self._move_deadline(batch, holding, deadline_ms)
+                self._move_deadline(batch, holding, deadline_ms, splits)
             core.commit(batch, judged.queues, now_ms)
         return _outcomes(receipts, judged, lambda _: OutcomeStatus.EXTENDED, deadline_ms)
 
@@ -186,6 +188,18 @@ class Settling:
                 holdings.append(Holding(queue, name, lease, items))
         return holdings
 
+    def abandon(self, batch: Batch, items: Sequence[Item]) -> None:
+        """Take messages that are removed in flight out of their leases."""
+        core = self._core
+        by_lease: dict[bytes, set[bytes]] = {}
+        for item in items:
+            by_lease.setdefault(item.lease, set()).add(item.key.to_bytes(8, "big"))
+        names = list(by_lease)
+        for name, record in zip(names, core.leases.get(names), strict=True):
+            lease = self._decode(name, record)
+            if lease is not None:
+                core.leases.let_go(batch, name, lease, by_lease[name])
+
     # --- parts -----------------------------------------------------------------------------
 
     def _end(
@@ -221,7 +235,7 @@ class Settling:
         failed: list[Item] = []
         retried: list[Item] = []
         for item in holding.items:
-            over = item.attempts - item.forgiven >= allowed
+            over = item.attempts - item.forgiven >= allowed or item.attempts >= limits.MAX_ATTEMPTS
             (failed if over else retried).append(item)
         if retried:
             core.active.put_back(batch, queue, retried, now_ms)
@@ -237,13 +251,15 @@ class Settling:
         core.wake(queue)
         return failed
 
-    def _move_deadline(self, batch: Batch, holding: Holding, deadline_ms: int) -> None:
+    def _move_deadline(
+        self, batch: Batch, holding: Holding, deadline_ms: int, splits: dict[bytes, int]
+    ) -> None:
         """Give the messages of a holding a new deadline, in a split of their own if they must."""
         core, lease = self._core, holding.lease
         keys = [item.key.to_bytes(8, "big") for item in holding.items]
         target = holding.name
         if len(keys) < len(lease.ids):
-            target = core.leases.next_split(target)
+            target = core.leases.next_split(target, splits)
             core.active.relabel(batch, holding.queue, holding.items, target)
         core.leases.let_go(batch, holding.name, lease, set(keys))
         core.leases.put(
@@ -276,6 +292,8 @@ class Settling:
             else:
                 self._judge_queue(judged, queue, rows, now_ms)
         core.stale_receipts += len(judged.refused)
+        if not judged.holdings:
+            core.settle_quarantine(now_ms)
         return judged
 
     def _judge_queue(

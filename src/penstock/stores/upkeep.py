@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from penstock.stores.queues import Queue
     from penstock.stores.settling import Settling
 
-__all__ = ["Upkeep"]
+__all__ = ["ALL", "Upkeep"]
 
 # Messages per commit of a mass move.
 CHUNK: Final = 1_000
+# A budget for verbs that must see everything that is due.
+ALL: Final = 1_000_000
 
 
 class Upkeep:
@@ -65,6 +67,7 @@ class Upkeep:
         core = self._core
         leases, came_due, failures = self.catch_up(now_ms, budget)
         removed = self._retention(now_ms, budget)
+        removed += self._trim_log(now_ms)
         batch = core.engine.batch()
         forgotten = core.dedup.forget(batch, now_ms, budget)
         if len(batch):
@@ -88,6 +91,7 @@ class Upkeep:
             core.active.next_due_ms(),
             retention[0] if retention else None,
             core.dedup.next_due_ms(),
+            core.log.next_due_ms(),
         )
         return min((time for time in times if time is not None), default=None)
 
@@ -117,6 +121,22 @@ class Upkeep:
             core.schedule_retention(queue)
         return removed
 
+    def _trim_log(self, now_ms: int) -> int:
+        """Close a segment that is old enough, and drop the oldest that is past retention."""
+        core, log = self._core, self._core.log
+        due_ms = log.next_due_ms()
+        if due_ms is None or due_ms > now_ms:
+            return 0
+        batch = core.engine.batch()
+        if len(log.segments) == 1:
+            log.roll(batch, log.end, now_ms)
+        dropped = 0
+        while (segment := log.droppable(now_ms, log.end)) is not None:
+            unheld = log.drop(batch, segment)
+            dropped += core.payloads.drop_unheld(batch, unheld)
+        core.commit(batch, (), now_ms)
+        return dropped
+
     def _trim(self, batch: Batch, queue: Queue, state: State, now_ms: int) -> int:
         spec = queue.spec
         kept_ms = spec.done_retention_ms if state is State.DONE else spec.failed_retention_ms
@@ -142,10 +162,12 @@ class Upkeep:
     def purge(self, queue_name: str, states: Iterable[State], now_ms: int) -> int:
         """Remove every message of a queue that is in one of the states; say how many."""
         queue = self._core.queue(queue_name)
+        self.catch_up(now_ms, ALL)
         removed = 0
         for state in states:
             while count := self._purge_chunk(queue, state, now_ms):
                 removed += count
+        self._core.wake(queue)
         return removed
 
     def _purge_chunk(self, queue: Queue, state: State, now_ms: int) -> int:
@@ -161,6 +183,7 @@ class Upkeep:
                 items, more = core.active.page(queue, state, more, CHUNK)
             count = len(items)
             if state is State.IN_FLIGHT:
+                self._settling.abandon(batch, items)
                 core.active.settle(batch, queue, items)
                 self._forget(batch, queue, items)
             else:
@@ -201,6 +224,7 @@ class Upkeep:
         core = self._core
         core.payloads.let_go(batch, [entry.message_id for entry in entries])
         core.history.forget_attempts(batch, queue, [(e.message_id, e.attempts) for e in entries])
+        queue.counts.removed_total += len(entries)
 
     # --- redrive ---------------------------------------------------------------------------
 
@@ -215,6 +239,7 @@ class Upkeep:
         """Make failed messages available again: all, by ids, by their attributes; say how many."""
         core = self._core
         queue = core.queue(queue_name)
+        self.catch_up(now_ms, ALL)
         if message_ids is not None:
             chosen = self._chosen(core.history.find_failed(queue, message_ids), where)
             return self._redrive(queue, chosen, now_ms)

@@ -8,6 +8,7 @@ from penstock.codec.metadata import decode_metadata
 from penstock.errors import CorruptRecord, InvalidInput
 from penstock.model import Attempt, AttemptEnd, Entry, Page, QueueStats, State, StoreStats
 from penstock.stores.active import Item
+from penstock.stores.upkeep import ALL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from penstock.stores.upkeep import Upkeep
 
 __all__ = ["Views"]
-
-_MANY = 1_000_000
 
 
 class Views:
@@ -43,8 +42,8 @@ class Views:
         """Read a page of messages in a state."""
         core = self._core
         queue = core.queue(queue_name)
-        self._upkeep.catch_up(now_ms, _MANY)
-        after = _parse_cursor(cursor, state)
+        after = _parse_cursor(cursor, queue, state)
+        self._upkeep.catch_up(now_ms, ALL)
         found: list[Item | Ended] = []
         if state in {State.DONE, State.FAILED}:
             ended, following = core.history.page(queue, state, after, limit)
@@ -62,12 +61,14 @@ class Views:
             if (entry := _entry(queue, state, row, body, leases)) is not None
         ]
         core.settle_quarantine(now_ms)
-        return Page(entries, None if following is None else f"{state.value}:{following.hex()}")
+        head = _cursor_head(queue, state)
+        return Page(entries, None if following is None else head + following.hex())
 
-    def attempts(self, queue_name: str, message_id: int) -> list[Attempt]:
+    def attempts(self, queue_name: str, message_id: int, now_ms: int) -> list[Attempt]:
         """Return every attempt at a message, the running one last."""
         core = self._core
         queue = core.queue(queue_name)
+        self._upkeep.catch_up(now_ms, ALL)
         found = core.history.attempts(queue, message_id)
         running = core.active.in_flight_by_message(queue, message_id)
         if running is not None:
@@ -82,17 +83,19 @@ class Views:
                         AttemptEnd.RUNNING,
                     )
                 )
+        core.settle_quarantine(now_ms)
         return found
 
     def queue_stats(self, queue_name: str, now_ms: int) -> QueueStats:
         """Return a queue's depths and totals."""
         core = self._core
         queue = core.queue(queue_name)
-        self._upkeep.catch_up(now_ms, _MANY)
+        self._upkeep.catch_up(now_ms, ALL)
         oldest = core.active.oldest(queue)
         age_ms = None
         if oldest is not None:
             age_ms = max(0, now_ms - decode_metadata(oldest.metadata).published_at_ms)
+        core.settle_quarantine(now_ms)
         counts = queue.counts
         return QueueStats(
             queue=queue.name,
@@ -169,16 +172,21 @@ def _entry(
     )
 
 
-def _parse_cursor(cursor: str | None, state: State) -> bytes:
+def _cursor_head(queue: Queue, state: State) -> str:
+    return f"{state.value}:{queue.number:x}:"
+
+
+def _parse_cursor(cursor: str | None, queue: Queue, state: State) -> bytes:
     if cursor is None:
         return b""
-    head, _, digits = cursor.partition(":")
+    head = _cursor_head(queue, state)
     try:
-        after = bytes.fromhex(digits)
+        after = bytes.fromhex(cursor.removeprefix(head)) if cursor.startswith(head) else b""
     except ValueError:
         after = b""
-    if head != state.value or len(after) < 4:
+    if len(after) < 4:
         raise InvalidInput(
-            f"not a cursor of {state.value} messages: {cursor[:80]!r}; pass a page's next_cursor"
+            f"not a cursor of {state.value} messages of {queue.name}: {cursor[:80]!r}; "
+            "pass a page's next_cursor"
         )
     return after

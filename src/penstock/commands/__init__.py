@@ -1,0 +1,1 @@
+"""The commands of the command line. Each module has a mapping ``commands``, by name."""

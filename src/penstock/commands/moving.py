@@ -1,0 +1,83 @@
+"""Many messages at once: redrive, purge, sweep."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import click
+
+from penstock.commands.common import emit_json, open_store, plain, show_table, store_option
+from penstock.model import State, SweepCounts
+
+__all__ = ["commands"]
+
+
+@click.command("redrive")
+@click.argument("queue")
+@click.option("--id", "ids", type=int, multiple=True, help="Only this message; can be repeated.")
+@click.option("--where", help='Only those that a filter selects, such as "price > 10".')
+@store_option
+def redrive(
+    queue: str, ids: tuple[int, ...], where: str | None, store: str, *, as_json: bool
+) -> None:
+    """Make failed messages available again."""
+    with open_store(store) as broker:
+        count = broker.redrive(queue, message_ids=ids or None, where=where)
+    if as_json:
+        emit_json({"queue": queue, "redriven": count})
+    else:
+        click.echo(f"{count} messages are available again")
+
+
+@click.command("purge")
+@click.argument("queue")
+@click.option(
+    "--state",
+    "states",
+    type=click.Choice([state.value for state in State]),
+    multiple=True,
+    default=(State.AVAILABLE.value, State.DELAYED.value),
+    show_default=True,
+    help="Which messages; can be repeated.",
+)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@store_option
+def purge(queue: str, states: tuple[str, ...], store: str, *, yes: bool, as_json: bool) -> None:
+    """Remove messages by state."""
+    with open_store(store) as broker:
+        broker.queue(queue)
+        if not yes:
+            which = ", ".join(states)
+            click.confirm(f"Remove messages of {queue} that are {which}?", abort=True, err=True)
+        count = broker.purge(queue, states=states)
+    if as_json:
+        emit_json({"queue": queue, "removed": count})
+    else:
+        click.echo(f"removed {count} messages")
+
+
+@click.command("sweep")
+@store_option
+def sweep(store: str, *, as_json: bool) -> None:
+    """Do what is due: expiry, delays, retention."""
+    summed = SweepCounts()
+    with open_store(store) as broker:
+        while True:
+            counts = broker.sweep()
+            summed = SweepCounts(
+                leases_expired=summed.leases_expired + counts.leases_expired,
+                came_due=summed.came_due + counts.came_due,
+                failed=summed.failed + counts.failed,
+                removed=summed.removed + counts.removed,
+                dedup_forgotten=summed.dedup_forgotten + counts.dedup_forgotten,
+                next_due_ms=counts.next_due_ms,
+            )
+            if not counts.total:
+                break
+    if as_json:
+        emit_json(summed)
+        return
+    show_table(("swept", ":count"), list(plain(summed).items())[:-1], empty="")
+
+
+commands: Final = {"redrive": redrive, "purge": purge, "sweep": sweep}

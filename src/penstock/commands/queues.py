@@ -1,0 +1,155 @@
+"""Queues: list, make, change, remove, count."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+import msgspec
+
+from penstock.commands.common import (
+    duration,
+    emit_json,
+    open_store,
+    plain,
+    show_table,
+    store_option,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.model import QueueSpec, QueueStats
+
+__all__ = ["commands"]
+
+_Command = TypeVar("_Command", bound="Callable[..., Any]")
+
+_SETTINGS: Final = (
+    ("--filter", "filter", str, "Which messages it takes, such as \"kind = 'book'\"."),
+    ("--lease", "lease_ms", duration, "How long a claim holds a message."),
+    ("--max-attempts", "max_attempts", int, "Claims before a message fails."),
+    ("--backoff-base", "backoff_base_ms", duration, "Wait before the second attempt."),
+    ("--backoff-cap", "backoff_cap_ms", duration, "Longest wait between attempts."),
+    ("--delay", "delay_ms", duration, "Wait before a message can be claimed."),
+    ("--done-retention", "done_retention_ms", duration, "Keep done messages; 0: for ever."),
+    ("--failed-retention", "failed_retention_ms", duration, "Keep failed ones; 0: for ever."),
+    ("--unclaimed-retention", "unclaimed_retention_ms", duration, "Keep unclaimed ones."),
+    ("--bucket-exponent", "bucket_exponent", int, "Bucket size 10^n, in the buckets design."),
+    ("--description", "description", str, "Words for people."),
+)
+
+
+def _settings(command: _Command) -> _Command:
+    for flag, name, kind, text in reversed(_SETTINGS):
+        command = click.option(flag, name, type=kind, help=text)(command)
+    return command
+
+
+def _given(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+@click.command("queues")
+@store_option
+def list_queues(store: str, *, as_json: bool) -> None:
+    """List the queues."""
+    with open_store(store) as broker:
+        specs = broker.queues()
+        counted = [(spec, broker.stats(spec.name)) for spec in specs]
+    if as_json:
+        emit_json(specs)
+        return
+    show_table(
+        ("queue", "ordering", "filter", ":available", ":delayed", ":in flight", ":failed"),
+        [
+            (s.name, s.ordering.value, s.filter, n.available, n.delayed, n.in_flight, n.failed)
+            for s, n in counted
+        ],
+        empty="no queues",
+    )
+
+
+@click.command("create")
+@click.argument("queue")
+@click.option("--fifo", is_flag=True, help="Deliver each group in order, one lease at a time.")
+@_settings
+@store_option
+def create(queue: str, store: str, *, fifo: bool, as_json: bool, **settings: Any) -> None:
+    """Make a queue."""
+    ordering = "fifo" if fifo else "standard"
+    with open_store(store, make=True) as broker:
+        spec = broker.create_queue(queue, ordering=ordering, **_given(settings))
+    _show_spec(spec, as_json=as_json)
+
+
+@click.command("update")
+@click.argument("queue")
+@_settings
+@store_option
+def update(queue: str, store: str, *, as_json: bool, **settings: Any) -> None:
+    """Change settings of a queue."""
+    changes = _given(settings)
+    if not changes:
+        raise click.UsageError("nothing to change: give at least one setting")
+    with open_store(store) as broker:
+        spec = broker.update_queue(queue, **changes)
+    _show_spec(spec, as_json=as_json)
+
+
+@click.command("delete")
+@click.argument("queue")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@store_option
+def delete(queue: str, store: str, *, yes: bool, as_json: bool) -> None:
+    """Remove a queue with every message in it."""
+    with open_store(store) as broker:
+        broker.queue(queue)
+        if not yes:
+            click.confirm(f"Remove queue {queue} and every message in it?", abort=True, err=True)
+        removed = broker.delete_queue(queue)
+    if as_json:
+        emit_json({"queue": queue, "removed": removed})
+    else:
+        click.echo(f"removed queue {queue} with {removed} messages")
+
+
+@click.command("stats")
+@click.argument("queue", required=False)
+@store_option
+def stats(queue: str | None, store: str, *, as_json: bool) -> None:
+    """Show depths and totals."""
+    with open_store(store) as broker:
+        names = [spec.name for spec in broker.queues()] if queue is None else [queue]
+        counted = [broker.stats(name) for name in names]
+        whole = broker.store_stats()
+    if as_json:
+        emit_json({"queues": counted, "store": whole})
+        return
+    for each in counted:
+        _show_stats(each)
+    if queue is None:
+        rows = msgspec.structs.asdict(whole).items()
+        show_table(("store", ":count"), list(rows), empty="")
+
+
+def _show_stats(counted: QueueStats) -> None:
+    rows = [(name, value) for name, value in plain(counted).items() if name != "queue"]
+    show_table((counted.queue, ":count"), rows, empty="")
+
+
+def _show_spec(spec: QueueSpec, *, as_json: bool) -> None:
+    if as_json:
+        emit_json(spec)
+        return
+    rows = [(name, value) for name, value in plain(spec).items() if name != "name"]
+    show_table((spec.name, "setting"), rows, empty="")
+
+
+commands: Final = {
+    "queues": list_queues,
+    "create": create,
+    "update": update,
+    "delete": delete,
+    "stats": stats,
+}

@@ -1,0 +1,59 @@
+"""A store that can be closed and opened again with everything in it, memory ones too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from penstock import opening
+from penstock.broker import Broker
+from penstock.kv.memory import MemoryEngine
+
+if TYPE_CHECKING:
+    from penstock.clock import Clock
+
+__all__ = ["Reopenable"]
+
+
+class Reopenable:
+    """Opens the store that ``url`` names, and opens it again.
+
+    ``memory:`` stores keep their tables between the two, which :func:`penstock.open` does not
+    do: this way a test without a disk can check what a restart keeps.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._engine: MemoryEngine | None = None
+        self._design = url.partition("design=")[2] or opening.DEFAULT_DESIGN
+        if url.startswith("memory:"):
+            self._engine = MemoryEngine(opening.DESIGNS[self._design].tables)
+        self._clock: Clock | None = None
+        self._options: dict[str, Any] = {}
+        self.broker: Broker | None = None
+
+    @property
+    def design(self) -> str:
+        """The name of the storage design."""
+        return self._design
+
+    def open(self, clock: Clock, **options: Any) -> Broker:
+        """Open the store; ``options`` are those of :func:`penstock.open`."""
+        self._clock, self._options = clock, options
+        if self._engine is None:
+            self.broker = opening.open(self._url, clock=clock, **options)
+        else:
+            store = opening.make_store(self._engine, self._design, clock)
+            self.broker = Broker(store, clock=clock, **options)
+        return self.broker
+
+    def reopen(self) -> Broker:
+        """Close the broker and open the same store with the same options."""
+        assert self._clock is not None, "open() comes first"
+        self.close()
+        return self.open(self._clock, **self._options)
+
+    def close(self) -> None:
+        """Close the broker, if one is open."""
+        if self.broker is not None:
+            self.broker.close()
+            self.broker = None

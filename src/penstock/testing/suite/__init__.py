@@ -1,0 +1,1 @@
+"""The parts of the conformance suite, one module for each side of the contract."""

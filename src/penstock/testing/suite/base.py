@@ -1,0 +1,158 @@
+"""What every part of the suite stands on: one broker, one clock, a few short words."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from penstock.clock import Clock, ManualClock
+from penstock.model import Message, State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from penstock.broker import Broker
+    from penstock.model import Delivery, Entry, Value
+
+__all__ = ["HOUR_MS", "YEAR_MS", "Suite", "message", "receipts_of"]
+
+HOUR_MS = 3_600_000
+YEAR_MS = 365 * 24 * HOUR_MS
+
+
+def message(payload: bytes = b"", *, queue: str = "q", **fields: Any) -> Message:
+    """Make a message for a queue without a filter of its own."""
+    attributes: dict[str, Value] = {"queue": queue, **fields.pop("attributes", {})}
+    return Message(payload, attributes, **fields)
+
+
+def receipts_of(deliveries: Iterable[Delivery]) -> list[str]:
+    """Return the receipts of deliveries."""
+    return [delivery.receipt for delivery in deliveries]
+
+
+class Suite:
+    """The seam for a store, and helpers."""
+
+    clock: ManualClock
+    broker: Broker
+    place: Path
+
+    def open(self, clock: Clock, **options: Any) -> Broker:
+        """Open a new, empty store with the options of :func:`penstock.open`."""
+        raise NotImplementedError
+
+    def reopen(self) -> Broker:
+        """Close the broker that ``open`` gave and open the same store with the same options."""
+        raise NotImplementedError
+
+    def payload_kept(self, message_id: int) -> bool | None:
+        """Whether the store still has a payload; None if there is no way to tell."""
+        return None
+
+    @pytest.fixture(autouse=True)
+    def _around(self, tmp_path: Path) -> Iterator[None]:
+        self.place = tmp_path
+        self.clock = ManualClock()
+        yield
+        if "broker" in self.__dict__:
+            self.broker.close()
+
+    # --- beginning -----------------------------------------------------------------------
+
+    def start(self, *, queue: str | None = "q", **settings: Any) -> Broker:
+        """Open a broker on the manual clock, with one queue of these settings."""
+        self.broker = self.open(self.clock, background=False)
+        if queue is not None:
+            self.broker.create_queue(queue, **settings)
+        return self.broker
+
+    def again(self) -> Broker:
+        """Close and open again."""
+        self.broker = self.reopen()
+        return self.broker
+
+    # --- short words ---------------------------------------------------------------------
+
+    def put(self, *payloads: bytes, queue: str = "q", **fields: Any) -> list[int]:
+        """Publish messages that share their fields."""
+        return self.broker.publish([message(p, queue=queue, **fields) for p in payloads])
+
+    def take(self, limit: int = 1, *, queue: str = "q", **options: Any) -> list[Delivery]:
+        """Claim without waiting."""
+        return self.broker.claim(queue, limit=limit, **options)
+
+    def take_one(self, **options: Any) -> Delivery:
+        """Claim exactly one message that must be there."""
+        (delivery,) = self.take(**options)
+        return delivery
+
+    def taken(self, limit: int = 1, *, queue: str = "q") -> list[bytes]:
+        """Claim and return the payloads."""
+        return [delivery.payload for delivery in self.take(limit, queue=queue)]
+
+    def fail_one(self, reason: str = "") -> Delivery:
+        """Claim one message and release it; the queue allows a single attempt."""
+        delivery = self.take_one()
+        (outcome,) = self.broker.release([delivery.receipt], reason=reason)
+        assert outcome.status == "failed"
+        return delivery
+
+    def depth(self, queue: str = "q") -> tuple[int, int, int, int, int]:
+        """Return available, delayed, in flight, done, failed."""
+        stats = self.broker.stats(queue)
+        return stats.available, stats.delayed, stats.in_flight, stats.done, stats.failed
+
+    def everything(self, state: State | str, *, queue: str = "q", limit: int = 1000) -> list[Entry]:
+        """Browse a state to its end."""
+        entries: list[Entry] = []
+        cursor: str | None = None
+        while True:
+            page = self.broker.browse(queue, state=state, limit=limit, cursor=cursor)
+            assert len(page) <= limit
+            entries += page
+            cursor = page.next_cursor
+            if cursor is None:
+                return entries
+
+    def payloads(self, state: State | str, *, queue: str = "q") -> list[bytes | None]:
+        """Return the payloads in a state, sorted by message id."""
+        entries = sorted(self.everything(state, queue=queue), key=lambda e: e.message_id)
+        return [entry.payload for entry in entries]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return all that can be seen of a store from outside."""
+        seen: dict[str, Any] = {}
+        for spec in self.broker.queues():
+            seen[spec.name] = spec
+            seen[f"{spec.name} stats"] = self.broker.stats(spec.name)
+            for state in State:
+                entries = self.everything(state, queue=spec.name)
+                seen[f"{spec.name} {state.value}"] = entries
+                for entry in entries:
+                    tries = self.broker.attempts(spec.name, entry.message_id)
+                    seen[f"{spec.name} attempts of {entry.message_id}"] = tries
+        # Refused receipts are counted: that is the one thing a refusal may change.
+        totals = msgspec.structs.asdict(self.broker.store_stats())
+        seen["store"] = {k: v for k, v in totals.items() if k != "stale_receipts_total"}
+        return seen
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Check that nothing that can be seen has changed inside."""
+        before = self.snapshot()
+        yield
+        assert self.snapshot() == before
+
+    @contextmanager
+    def refused(self, error: type[Exception]) -> Iterator[None]:
+        """Check that a call raises exactly this error and changes nothing."""
+        with self.unchanged():
+            with pytest.raises(error) as caught:
+                yield
+            assert type(caught.value) is error
+            assert str(caught.value)
