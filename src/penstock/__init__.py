@@ -33,10 +33,17 @@ from penstock.errors import (
     StoreMismatch,
 )
 from penstock.model import (
+    Assigned,
+    AssignStatus,
     Attempt,
     AttemptEnd,
+    Backfilled,
+    Cursor,
     Delivery,
     Entry,
+    LogPage,
+    LogRecord,
+    LogStats,
     Message,
     Ordering,
     Outcome,
@@ -49,16 +56,21 @@ from penstock.model import (
     SweepCounts,
 )
 from penstock.opening import open  # noqa: A004 - penstock.open is the way in
+from penstock.tailing import route_once
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AssignStatus",
+    "Assigned",
     "Attempt",
     "AttemptEnd",
+    "Backfilled",
     "Broker",
     "BrokerClosed",
     "Clock",
     "CorruptRecord",
+    "Cursor",
     "Delivery",
     "DiskFull",
     "Entry",
@@ -69,6 +81,9 @@ __all__ = [
     "InvalidQueue",
     "InvalidReceipt",
     "InvalidUrl",
+    "LogPage",
+    "LogRecord",
+    "LogStats",
     "ManualClock",
     "Message",
     "Ordering",
@@ -89,4 +104,5 @@ __all__ = [
     "SystemClock",
     "__version__",
     "open",
+    "route_once",
 ]

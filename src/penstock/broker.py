@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, Final, Self
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import msgspec
 
 from penstock import limits
 from penstock.clock import TimeGuard
 from penstock.committer import Committer
-from penstock.errors import BrokerClosed, InvalidMessage, InvalidQueue, PenstockError, QueueExists
-from penstock.filters import Filter, Matcher, Row, default_filter, parse
-from penstock.model import Message, Ordering, QueueSpec, State
+from penstock.errors import (
+    BrokerClosed,
+    InvalidInput,
+    InvalidMessage,
+    InvalidQueue,
+    PenstockError,
+    QueueExists,
+)
+from penstock.filters import Matcher, Row, default_filter, parse
+from penstock.model import Backfilled, Message, Ordering, QueueSpec, State
 from penstock.validation import (
     check_count,
     check_duration,
@@ -39,8 +47,12 @@ if TYPE_CHECKING:
     from penstock.clock import Clock
     from penstock.codec.metadata import Metadata
     from penstock.model import (
+        Assigned,
         Attempt,
+        Cursor,
         Delivery,
+        LogPage,
+        LogStats,
         Outcome,
         Page,
         QueueStats,
@@ -83,8 +95,10 @@ class Broker:
         self._alarm = threading.Condition(self._lock)
         self._alarm_at_ms: int | None = None
         self._closed = False
-        self._filters: dict[str, Filter] = {spec.name: parse(spec.filter) for spec in store.specs()}
-        self._matcher = Matcher(self._filters)
+        self._inline = store.routing() == "inline"
+        self._matcher = Matcher(
+            {name: parse(text) for name, text in sorted(store.live_filters().items())}
+        )
         self._committer = Committer(store.sync, lambda: store.commits, relaxed=relaxed)
         self._sweeper: threading.Thread | None = None
         if background:
@@ -148,46 +162,56 @@ class Broker:
                 return present
             spec = msgspec.structs.replace(spec, created_at_ms=now_ms)
             self._store.create_queue(spec, now_ms)
-            self._filters[name] = compiled
             self._matcher = self._matcher.with_filter(name, compiled)
             number = self._store.commits
         self._committer.wait(number)
         return spec
 
-    def update_queue(self, name: str, **changes: Any) -> QueueSpec:
-        """Change settings of a queue; messages that are in it stay. Ordering can't change."""
+    def update_queue(
+        self, name: str, *, from_offset: int | None = None, **changes: Any
+    ) -> QueueSpec:
+        """Change settings of a queue; messages that are in it stay. Ordering can't change.
+
+        Another filter counts from the end of the log on, or from an earlier ``from_offset`` that
+        has not been routed yet.
+        """
+        compiled = parse(changes["filter"]) if "filter" in changes else None
         with self._lock:
             now_ms = self._now_ms()
             present = self._store.spec(name)
             if "ordering" in changes and _ordering(changes["ordering"]) is not present.ordering:
                 raise InvalidQueue(f"the ordering of queue {name!r} can't be changed")
-            compiled = self._filters[name]
-            if "filter" in changes:
-                compiled = parse(changes["filter"])
+            text = present.filter if compiled is None else compiled.text
             settings = {**_settings_of(present), **changes}
             for fixed in ("name", "filter", "ordering"):
                 settings.pop(fixed, None)
-            spec = _make_spec(name, compiled.text, present.ordering, settings)
+            spec = _make_spec(name, text, present.ordering, settings)
             spec = msgspec.structs.replace(
                 spec, created_at_ms=present.created_at_ms, version=present.version + 1
             )
-            self._store.update_queue(spec, now_ms)
-            self._filters[name] = compiled
-            self._matcher = self._matcher.with_filter(name, compiled)
+            self._store.update_queue(spec, now_ms, from_offset=from_offset)
+            if compiled is not None:
+                self._matcher = self._matcher.with_filter(name, compiled)
             self._after_change()
             number = self._store.commits
         self._committer.wait(number)
         return spec
 
-    def delete_queue(self, name: str) -> int:
-        """Remove a queue with every message in it, in whatever state; return how many."""
+    def delete_queue(self, name: str, *, drain: bool = False) -> int:
+        """Remove a queue with every message in it, in whatever state; return how many.
+
+        With ``drain`` the queue takes no more messages, workers may finish what is in it, and
+        it is removed once nothing waits and nothing is in flight.
+        """
         with self._lock:
-            removed = self._store.delete_queue(name, self._now_ms())
-            del self._filters[name]
-            self._matcher = self._matcher.without(name)
-            waiting = self._waiters.pop(name, None)
-            if waiting is not None:
-                waiting.notify_all()
+            now_ms, removed = self._now_ms(), 0
+            if drain:
+                self._store.drain_queue(name, now_ms)
+            else:
+                removed = self._store.delete_queue(name, now_ms)
+            if name in self._matcher:
+                self._matcher = self._matcher.without(name)
+            self._after_change()
             number = self._store.commits
         self._committer.wait(number)
         return removed
@@ -225,11 +249,11 @@ class Broker:
             now_ms = self._now_ms()
             if not batch:
                 return []
-            rows = [
-                (message.attributes, message.group, message.priority, now_ms, len(message.payload))
-                for message in batch
-            ]
-            routes = self._matcher.match(rows)
+            routes: list[list[str]] = []
+            if self._inline or target is not None:
+                routes = self._matcher.match(
+                    [(m.attributes, m.group, m.priority, now_ms, len(m.payload)) for m in batch]
+                )
             if target is not None:
                 spec = self._store.spec(target)
                 if target not in routes[0]:
@@ -238,7 +262,10 @@ class Broker:
                         "match"
                     )
             ids = self._store.publish(
-                batch, routes, dedup_window_ms=self._dedup_window_ms, now_ms=now_ms
+                batch,
+                routes if self._inline else None,
+                dedup_window_ms=self._dedup_window_ms,
+                now_ms=now_ms,
             )
             self._after_change()
             number = self._store.commits
@@ -351,6 +378,99 @@ class Broker:
             number = self._store.commits
         self._committer.wait(number)
         return outcomes
+
+    # --- the metadata log ------------------------------------------------------------------
+
+    def read_log(self, log: int = 0, *, begin: int | None = None, limit: int = 1_000) -> LogPage:
+        """Read a page of a metadata log, from an offset or (None) from the log's cursor on."""
+        check_count(limit, "limit", 1, limits.MAX_LOG_LIMIT)
+        if begin is not None:
+            check_count(begin, "begin", 0, limits.MAX_OFFSET)
+        with self._lock:
+            self._check_open()
+            return self._store.read_log(log, begin, limit)
+
+    def assign(
+        self, log: int, cursor: Cursor, assignments: Mapping[int, Sequence[str]]
+    ) -> Assigned:
+        """Put the messages of a page into queues: message id to queue names.
+
+        ``cursor`` is the page's. What has been assigned before is left alone, and the answer
+        says so.
+        """
+        if self._inline:
+            raise InvalidInput("this store routes inline: there is nothing to assign")
+        with self._lock:
+            answer = self._store.assign(log, cursor, assignments, self._now_ms())
+            self._after_change()
+            number = self._store.commits
+        self._committer.wait(number)
+        return answer
+
+    def backfill(
+        self,
+        queue: str,
+        *,
+        from_: int | datetime | Literal["earliest"] = "earliest",
+        to: int | datetime | None = None,
+        progress: Callable[[Backfilled, int], None] | None = None,
+    ) -> Backfilled:
+        """Fill a queue from the retained log: what its filter wants and it has not had.
+
+        ``from_`` and ``to`` are offsets or times; by default everything that is kept. It goes in
+        steps, each durable: ``progress`` is called after each with the sums so far and the
+        offset to reach, and a backfill that was interrupted goes on where it stopped.
+        """
+        with self._lock:
+            self._now_ms()
+            self._store.spec(queue)
+            log = self._store.log_stats()
+            begin = log.earliest if from_ == "earliest" else self._offset(from_, "from_")
+            end = log.routed_up_to if to is None else min(self._offset(to, "to"), log.routed_up_to)
+        total = Backfilled(scanned=0, added=0, missing=0, next=max(begin, log.earliest))
+        while total.next < end:
+            with self._lock:
+                step = self._store.backfill(queue, total.next, end, self._now_ms())
+                self._after_change()
+                number = self._store.commits
+            self._committer.wait(number)
+            total = Backfilled(
+                scanned=total.scanned + step.scanned,
+                added=total.added + step.added,
+                missing=total.missing + step.missing,
+                next=step.next,
+            )
+            if progress is not None:
+                progress(total, end)
+        return total
+
+    def _offset(self, place: int | datetime | str, name: str) -> int:
+        if isinstance(place, datetime):
+            return self._store.offset_at(int(place.timestamp() * 1000))
+        if isinstance(place, str):
+            raise InvalidInput(f"{name} is an offset, a datetime or 'earliest', not {place!r:.100}")
+        return check_count(place, name, 0, limits.MAX_OFFSET)
+
+    def configure_log(
+        self, *, logs: int | None = None, retention_ms: int | None = None
+    ) -> LogStats:
+        """Change the number of metadata logs, or how long they are kept (0: for ever)."""
+        if logs is not None:
+            check_count(logs, "logs", 1, limits.MAX_LOGS)
+        if retention_ms is not None:
+            check_duration(retention_ms, "retention_ms")
+        with self._lock:
+            self._store.configure_log(logs, retention_ms, self._now_ms())
+            stats = self._store.log_stats()
+            number = self._store.commits
+        self._committer.wait(number)
+        return stats
+
+    def log_stats(self) -> LogStats:
+        """Describe the metadata log: offsets, logs, cursors, retention."""
+        with self._lock:
+            self._check_open()
+            return self._store.log_stats()
 
     # --- looking and mass moves ------------------------------------------------------------
 
@@ -479,8 +599,15 @@ class Broker:
         """Wake who waits for what has just happened; called with the lock held."""
         for name in self._store.take_woken():
             waiting = self._waiters.get(name)
-            if waiting is not None:
-                waiting.notify(max(1, self._store.available(name)))
+            if waiting is None:
+                continue
+            available = self._store.available(name)
+            if available is None:
+                # The queue is gone: they are to find that out.
+                waiting.notify_all()
+                del self._waiters[name]
+            else:
+                waiting.notify(max(1, available))
         if self._alarm_at_ms is not None:
             soonest_ms = self._store.soonest_ms()
             if soonest_ms is not None and soonest_ms < self._alarm_at_ms:

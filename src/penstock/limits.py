@@ -31,6 +31,11 @@ MAX_CONSUMER_BYTES: Final = 256
 # Longer reasons are cut, not refused: an error text must never stop its release.
 MAX_REASON_BYTES: Final = 4096
 
+# --- the metadata log -------------------------------------------------------------------------
+MAX_LOGS: Final = 256
+MAX_LOG_LIMIT: Final = 100_000
+MAX_OFFSET: Final = (1 << 63) - 1
+
 # --- time -----------------------------------------------------------------------------------
 MAX_LEASE_MS: Final = 365 * 86_400_000
 MAX_WAIT_MS: Final = 86_400_000

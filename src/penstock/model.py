@@ -26,11 +26,18 @@ import msgspec
 
 __all__ = [
     "TRANSITIONS",
+    "AssignStatus",
+    "Assigned",
     "Attempt",
     "AttemptEnd",
+    "Backfilled",
+    "Cursor",
     "Delivery",
     "Entry",
     "Event",
+    "LogPage",
+    "LogRecord",
+    "LogStats",
     "Message",
     "Ordering",
     "Outcome",
@@ -265,6 +272,94 @@ class Page(Sequence[Entry]):
 
     def __repr__(self) -> str:
         return f"Page({len(self._entries)} entries, next_cursor={self.next_cursor!r})"
+
+
+class LogRecord(msgspec.Struct, frozen=True, gc=False):
+    """A message as the metadata log has it: everything but its payload. Its id is its offset."""
+
+    message_id: int
+    attributes: dict[str, Value]
+    group: str
+    priority: int
+    published_at_ms: int
+    size: int
+    delay_ms: int
+
+
+class Cursor(msgspec.Struct, frozen=True):
+    """A stretch of a log: [begin, end)."""
+
+    begin: int
+    end: int
+
+
+class LogPage(msgspec.Struct, frozen=True):
+    """A page of a log, and what a tailer needs to route it.
+
+    Hand ``cursor`` back with the assignments; go on reading from ``cursor.end``. ``filters`` are
+    those that are live for every message of the page, by queue; they change with
+    ``filters_version``. ``earliest`` is the lowest offset that is still kept, ``end`` the offset
+    up to which there is something to read now.
+    """
+
+    log: int
+    records: list[LogRecord]
+    cursor: Cursor
+    earliest: int
+    end: int
+    filters: Mapping[str, str]
+    filters_version: int
+
+
+class AssignStatus(StrEnum):
+    """What became of a page that was assigned."""
+
+    APPLIED = "applied"
+    TRIMMED = "trimmed"
+    STALE = "stale"
+    AHEAD = "ahead"
+
+
+class Assigned(msgspec.Struct, frozen=True):
+    """The answer to ``assign``; true in a condition if anything was new.
+
+    ``applied``: all of it. ``trimmed``: the part that had not been assigned before. ``stale``:
+    all of it had been, nothing was changed. ``ahead``: the page begins after the log's cursor,
+    so that messages would be left out; nothing was changed, read from ``cursor`` on.
+    """
+
+    status: AssignStatus
+    cursor: int
+    placed: int
+
+    def __bool__(self) -> bool:
+        return self.status in {AssignStatus.APPLIED, AssignStatus.TRIMMED}
+
+
+class Backfilled(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backfill has done so far, and the offset that it goes on from.
+
+    ``missing`` counts messages that the filter wants but whose payload is gone: every queue that
+    held them has let go of them.
+    """
+
+    scanned: int
+    added: int
+    missing: int
+    next: int
+
+
+class LogStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The metadata log: how it is spread, what it holds, and how far it has been routed."""
+
+    routing: str
+    logs: int
+    earliest: int
+    end: int
+    routed_up_to: int
+    segments: int
+    retention_ms: int
+    cursors: dict[int, int]
 
 
 class QueueStats(msgspec.Struct, frozen=True, kw_only=True):

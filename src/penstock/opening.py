@@ -50,16 +50,22 @@ def open(  # noqa: A001 - penstock.open is the way in
     durability: Literal["fsync", "relaxed"] = "fsync",
     dedup_window_ms: int = 300_000,
     background: bool = True,
+    routing: Literal["inline", "pipeline"] | None = None,
     clock: Clock | None = None,
 ) -> Broker:
     """Open a store, making it if it is not there.
 
     ``durability="relaxed"`` lets verbs return before the disk has their change: a crash of this
     process still loses nothing, a crash of the machine may lose the last tenth of a second.
+    ``routing`` is chosen when a store is made, and kept: ``inline`` (the default) puts messages
+    into their queues as they are published, ``pipeline`` leaves that to a process that tails the
+    metadata log (:func:`penstock.route_once`, or the Spark pipeline).
     ``background=False`` starts no sweeper thread: call :meth:`Broker.sweep` yourself.
     """
     if durability not in {"fsync", "relaxed"}:
         raise InvalidUrl(f"durability {durability!r:.100}: 'fsync' or 'relaxed'")
+    if routing not in {None, "inline", "pipeline"}:
+        raise InvalidUrl(f"routing {routing!r:.100}: 'inline' or 'pipeline'")
     scheme, place, design = _parse(url)
     clock = clock or SystemClock()
     if scheme == "memory":
@@ -68,7 +74,7 @@ def open(  # noqa: A001 - penstock.open is the way in
     else:
         engine, design = _open_rocksdb(Path(place), design)
     try:
-        store = make_store(engine, design, clock)
+        store = make_store(engine, design, clock, routing)
         return Broker(
             store,
             clock=clock,
@@ -81,13 +87,14 @@ def open(  # noqa: A001 - penstock.open is the way in
         raise
 
 
-def make_store(engine: Engine, design: str, clock: Clock) -> KvStore:
+def make_store(engine: Engine, design: str, clock: Clock, routing: str | None = None) -> KvStore:
     """Put a store on an engine."""
     return KvStore(
         engine,
         design,
         DESIGNS[design].make_active,
         store_id=int.from_bytes(clock.lease_id()[-4:], "big"),
+        routing=routing,
         now_ms=clock.now_ms(),
     )
 

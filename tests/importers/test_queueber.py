@@ -397,6 +397,28 @@ def test_only_the_last_record_of_progress_is_kept(
     assert (stats.available, stats.in_flight, stats.done) == (1, 0, 0)
 
 
+def test_a_store_that_is_routed_by_a_pipeline(tmp_path: Path, clock: ManualClock) -> None:
+    contents = fill(tmp_path / "q", 5)
+
+    def stop(_done: int, _total: int) -> None:
+        raise StopError
+
+    with penstock.open("memory:", clock=clock, background=False, routing="pipeline") as broker:
+        with pytest.raises(StopError):
+            import_queueber(tmp_path / "q", broker, "orders", batch=2, progress=stop, clock=clock)
+        with pytest.raises(ImportFailed, match="run the routing pipeline"):
+            import_queueber(tmp_path / "q", broker, "orders", batch=2, clock=clock)
+        for finished in (False, True):
+            page = broker.read_log()
+            routes = {
+                record.message_id: [str(record.attributes["queue"])] for record in page.records
+            }
+            broker.assign(page.log, page.cursor, routes)
+            if not finished:
+                import_queueber(tmp_path / "q", broker, "orders", batch=2, clock=clock)
+        assert sorted(states(broker, "orders")) == contents
+
+
 CHILD = """
 import os, sys
 sys.path[:0] = {path!r}

@@ -50,7 +50,6 @@ class BucketShelf:
 
     def __init__(self, table: Table, quarantine: Quarantine, on_heal: Callable[[], None]) -> None:
         self._table = table
-        self._family = table.family
         self._quarantine = quarantine
         self.directories: dict[int, Directory] = {}
         self.queues: dict[int, Queue] = {}
@@ -96,6 +95,7 @@ class BucketShelf:
         self.directories.pop(queue.number, None)
         self.queues.pop(queue.number, None)
         self.due.set(queue.number, None)
+        self._batch = None
         for key in [key for key in self._open if key[0] == queue.number]:
             self._close(key)
 
@@ -158,9 +158,9 @@ class BucketShelf:
         if self._mending:
             for key, value in self._mending.items():
                 if value is None:
-                    batch.delete(key, self._family)
+                    batch.delete(key, self._table.family)
                 else:
-                    batch.put(key, value, self._family)
+                    batch.put(key, value, self._table.family)
             self._mending.clear()
 
     def touch(self, queue: Queue, bucket_id: int) -> OpenBucket | None:
@@ -181,24 +181,24 @@ class BucketShelf:
         """Write buckets back with their summaries; delete the empty ones."""
         for bucket in buckets:
             if not len(bucket):
-                batch.delete(bucket.key, self._family)
-                batch.delete(bucket.summary_key, self._family)
+                batch.delete(bucket.key, self._table.family)
+                batch.delete(bucket.summary_key, self._table.family)
                 directory = self.directories[queue.number]
                 directory.buckets.pop(bucket.id, None)
                 directory.oldest.set(bucket.id, None)
                 self._close((queue.number, bucket.id))
                 continue
             before = bucket.cost
-            batch.put(bucket.key, bucket.encode(), self._family)
+            batch.put(bucket.key, bucket.encode(), self._table.family)
             self._open_bytes += bucket.cost - before
             self.write_summary(batch, queue, bucket)
 
     def write_summary(self, batch: Batch, queue: Queue, bucket: OpenBucket) -> None:
         """Write a summary, when nothing in the bucket itself has changed."""
-        batch.put(bucket.summary_key, bucket.summary(), self._family)
+        batch.put(bucket.summary_key, bucket.summary(), self._table.family)
         directory = self.directories[queue.number]
         directory.buckets[bucket.id] = bucket.tally()
-        directory.oldest.set(bucket.id, bucket.oldest)
+        directory.oldest.set(bucket.id, bucket.oldest())
 
     # --- what is open ------------------------------------------------------------------------
 
@@ -208,12 +208,16 @@ class BucketShelf:
         self._close_unused()
 
     def _close_unused(self) -> None:
-        while self._open_bytes > OPEN_BUCKETS_BYTES and len(self._open) > 1:
+        spared = 0
+        while self._open_bytes > OPEN_BUCKETS_BYTES and spared <= len(self._touched):
             key = next(iter(self._open))
             if key in self._touched:
-                # Everything behind it is of the same verb, which bounds how much that is.
+                self._open.move_to_end(key)
+                spared += 1
+            elif len(self._open) > 1:
+                self._close(key)
+            else:
                 break
-            self._close(key)
 
     def _close(self, key: tuple[int, int]) -> None:
         self._open_bytes -= self._open.pop(key).cost

@@ -124,14 +124,15 @@ class BucketActive:
     def _put_waiting(self, queue: Queue, bucket: OpenBucket, item: Item, now_ms: int) -> bool:
         """Put a message into a bucket; say whether it is delayed."""
         late = item.visible_at_ms > now_ms
+        directory = self._directory(queue)
         if bucket.put_waiting(item, late=late):
-            directory = self._directory(queue)
             directory.set_head(item.lane, bucket.id, bucket.head(item.lane))
-            if directory.blocked and not late:
-                _unblock_by(directory, item)
         if late:
-            self._directory(queue).late.set(bucket.id, bucket.due_rank())
+            directory.late.set(bucket.id, bucket.due_rank())
             self._shelf.due.lower(queue.number, item.visible_at_ms)
+        elif directory.blocked:
+            # On a FIFO queue it may stand before the head that its group waits for.
+            directory.unblock(group_of(item.lane))
         return late
 
     def come_due(self, batch: Batch, now_ms: int, budget: int) -> list[tuple[Queue, int]]:
@@ -394,15 +395,6 @@ class BucketActive:
             if bucket is not None and bucket.waiting:
                 return replace(min(bucket.waiting.values(), key=lambda item: item.message_id))
         return None
-
-
-def _unblock_by(directory: Directory, item: Item) -> None:
-    """Let a claim look again at a blocked FIFO group if a message came in front of its head."""
-    group = group_of(item.lane)
-    if group in directory.blocked:
-        first = directory.lanes[group][item.lane].first()
-        if first is not None and first[0] == item.message_id:
-            directory.unblock(group)
 
 
 def _bucket_of(key: int) -> int | None:

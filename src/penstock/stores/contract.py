@@ -11,12 +11,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from penstock.codec.metadata import Metadata
     from penstock.model import (
+        Assigned,
         Attempt,
+        Backfilled,
+        Cursor,
         Delivery,
+        LogPage,
+        LogStats,
         Message,
         Outcome,
         Page,
@@ -37,11 +42,17 @@ class Store(Protocol):
     def create_queue(self, spec: QueueSpec, now_ms: int) -> None:
         """Add a queue whose name is free."""
 
-    def update_queue(self, spec: QueueSpec, now_ms: int) -> None:
-        """Change settings; name and ordering stay."""
+    def update_queue(self, spec: QueueSpec, now_ms: int, *, from_offset: int | None = None) -> None:
+        """Change settings; name and ordering stay. A filter counts from an offset on."""
 
     def delete_queue(self, queue_name: str, now_ms: int) -> int:
         """Remove a queue with everything in it; return how many messages went."""
+
+    def drain_queue(self, queue_name: str, now_ms: int) -> None:
+        """Let no more messages in; the sweep removes the queue once nothing waits in it."""
+
+    def live_filters(self) -> dict[str, str]:
+        """Return the filters that new messages are routed by."""
 
     def spec(self, queue_name: str) -> QueueSpec:
         """Return a queue's settings, or raise QueueNotFound, as every verb that names one."""
@@ -53,12 +64,15 @@ class Store(Protocol):
     def publish(
         self,
         messages: Sequence[Message],
-        routes: Sequence[Sequence[str]],
+        routes: Sequence[Sequence[str]] | None,
         *,
         dedup_window_ms: int,
         now_ms: int,
     ) -> list[int]:
-        """Store messages, each into the queues of its route; return their ids."""
+        """Store messages, each into the queues of its route; return their ids.
+
+        Without routes (a store whose routing is ``pipeline``) they go into the log alone.
+        """
 
     def claim(
         self,
@@ -110,6 +124,30 @@ class Store(Protocol):
     def purge(self, queue_name: str, states: Iterable[State], now_ms: int) -> int:
         """Remove messages by state."""
 
+    # --- the metadata log
+    def routing(self) -> str:
+        """Return how the store routes: ``inline`` or ``pipeline``."""
+
+    def read_log(self, log: int, begin: int | None, limit: int) -> LogPage:
+        """Read a page of a log from an offset, or from its cursor, on."""
+
+    def assign(
+        self, log: int, cursor: Cursor, assignments: Mapping[int, Sequence[str]], now_ms: int
+    ) -> Assigned:
+        """Put a page's messages into queues and move the log's cursor, together."""
+
+    def backfill(self, queue_name: str, begin: int, end: int, now_ms: int) -> Backfilled:
+        """Do one bounded step of filling a queue from the log."""
+
+    def offset_at(self, time_ms: int) -> int:
+        """Return an offset at or before the first message of that time."""
+
+    def configure_log(self, logs: int | None, retention_ms: int | None, now_ms: int) -> None:
+        """Change the number of logs, or how long they are kept."""
+
+    def log_stats(self) -> LogStats:
+        """Describe the metadata log."""
+
     # --- looking
     def browse(
         self,
@@ -132,8 +170,8 @@ class Store(Protocol):
     def store_stats(self) -> StoreStats:
         """Return what concerns the whole store."""
 
-    def available(self, queue_name: str) -> int:
-        """Return how many messages of a queue are available, as last counted."""
+    def available(self, queue_name: str) -> int | None:
+        """Return how many messages of a queue are available, as last counted; None: it is gone."""
 
     # --- time and durability
     def sweep(self, now_ms: int, budget: int) -> SweepCounts:

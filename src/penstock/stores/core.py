@@ -26,6 +26,7 @@ import msgspec
 from penstock.errors import PenstockError, QueueNotFound, StoreMismatch
 from penstock.kv import Shape
 from penstock.model import State
+from penstock.stores.coverage import Coverage, CoverageTable
 from penstock.stores.dedup import Dedup
 from penstock.stores.due import DueHeap
 from penstock.stores.history import History
@@ -69,6 +70,7 @@ class Identity(msgspec.Struct):
     design: str
     store_id: int
     created_at_ms: int
+    routing: str
 
 
 class Totals(msgspec.Struct):
@@ -79,6 +81,8 @@ class Totals(msgspec.Struct):
     unrouted: int = 0
     quarantined: int = 0
     time_floor_ms: int = 0
+    # Raised whenever the set of live filters changes.
+    filters_version: int = 0
 
 
 class Core:
@@ -91,12 +95,13 @@ class Core:
         make_active: Callable[[Engine, Quarantine], ActiveSet],
         *,
         store_id: int,
+        routing: str | None,
         now_ms: int,
     ) -> None:
         self.engine = engine
-        self._system = engine.table("default")
+        self.system = engine.table("default")
         self._aside: dict[tuple[str, bytes], tuple[bytes, str]] = {}
-        self.identity = self._identify(design, store_id, now_ms)
+        self.identity = self._identify(design, store_id, routing, now_ms)
         self.payloads = Payloads(engine.table("payloads"))
         self.dedup = Dedup(engine.table("dedup"))
         self.leases = Leases(engine.table("leases"), engine.table("lease_expiry"))
@@ -104,21 +109,22 @@ class Core:
         self.active = make_active(engine, self.quarantine)
         self._unclaimed = engine.table("unclaimed")
         self._queue_table = QueueTable(engine.table("queues"))
+        self._coverage_table = CoverageTable(engine.table("queues"))
         self.log = MetadataLog(
             engine.table("log"), f"{self.identity.store_id:08x}", self.quarantine
         )
-        self.queue_numbers = SeqBlocks(self._system, b"\x02\x0cqueue", first=1)
+        self.queue_numbers = SeqBlocks(self.system, b"\x02\x0cqueue", first=1)
         self.commits = 0
         self.stale_receipts = 0
         self.woken: set[str] = set()
         self.load()
 
-    def _identify(self, design: str, store_id: int, now_ms: int) -> Identity:
-        record = self._system.get(_META)
+    def _identify(self, design: str, store_id: int, routing: str | None, now_ms: int) -> Identity:
+        record = self.system.get(_META)
         if record is None:
-            identity = Identity(FORMAT, design, store_id, now_ms)
+            identity = Identity(FORMAT, design, store_id, now_ms, routing or "inline")
             batch = self.engine.batch()
-            batch.put(_META, msgspec.msgpack.encode(identity), self._system.family)
+            batch.put(_META, msgspec.msgpack.encode(identity), self.system.family)
             self.engine.commit(batch)
             self.engine.sync()
             return identity
@@ -135,19 +141,24 @@ class Core:
             raise StoreMismatch(
                 f"the store has the {identity.design} design, it was opened as {design}"
             )
+        if routing is not None and identity.routing != routing:
+            raise StoreMismatch(
+                f"the store routes {identity.routing}, it was opened with routing={routing!r}"
+            )
         return identity
 
     # --- memory --------------------------------------------------------------------------
 
     def load(self) -> None:
         """Rebuild everything that memory keeps from what is on disk."""
-        record = self._system.get(_TOTALS)
+        record = self.system.get(_TOTALS)
         self.totals = Totals() if record is None else msgspec.msgpack.decode(record, type=Totals)
         self.log.reload()
         self.queue_numbers.reload()
         self.leases.reload()
         self.queues: dict[str, Queue] = {}
         self.by_number: dict[int, Queue] = {}
+        self.coverage: dict[str, Coverage] = {}
         # (queue number, what) -> when its retention next has something to do
         self.retention: DueHeap[tuple[int, str]] = DueHeap()
         for queue in self._queue_table.load():
@@ -155,6 +166,7 @@ class Core:
 
     def adopt(self, queue: Queue) -> None:
         """Take a queue into memory."""
+        self.coverage[queue.name] = self._coverage_table.get(queue)
         self.queues[queue.name] = queue
         self.by_number[queue.number] = queue
         self.active.load(queue)
@@ -162,7 +174,8 @@ class Core:
 
     def drop(self, queue: Queue) -> None:
         """Let go of a deleted queue."""
-        del self.queues[queue.name], self.by_number[queue.number]
+        self.wake(queue)
+        del self.queues[queue.name], self.by_number[queue.number], self.coverage[queue.name]
         self.active.forget(queue)
         for what in (State.DONE.value, State.FAILED.value, "unclaimed"):
             self.retention.set((queue.number, what), None)
@@ -199,15 +212,26 @@ class Core:
     def put_totals(self, batch: Batch, now_ms: int) -> None:
         """Write the store's totals."""
         self.totals.time_floor_ms = now_ms
-        batch.put(_TOTALS, msgspec.msgpack.encode(self.totals), self._system.family)
+        batch.put(_TOTALS, msgspec.msgpack.encode(self.totals), self.system.family)
 
     def put_spec(self, batch: Batch, queue: Queue) -> None:
         """Write a queue's spec."""
         self._queue_table.put_spec(batch, queue)
 
+    def put_coverage(self, batch: Batch, queue: Queue, coverage: Coverage) -> None:
+        """Write what a queue has been filled from."""
+        self.coverage[queue.name] = coverage
+        self._coverage_table.put(batch, queue, coverage)
+
+    def filters_changed(self, batch: Batch, now_ms: int) -> None:
+        """Note that the set of live filters has changed."""
+        self.totals.filters_version += 1
+        self.put_totals(batch, now_ms)
+
     def remove_queue(self, batch: Batch, queue: Queue) -> None:
         """Delete a queue's own records."""
         self._queue_table.remove(batch, queue)
+        self._coverage_table.remove(batch, queue)
 
     def wake(self, queue: Queue) -> None:
         """Note that a queue may have something to claim."""
@@ -243,10 +267,10 @@ class Core:
             batch.put(
                 _QUARANTINE + table.encode() + b"\0" + key,
                 msgspec.msgpack.encode((why, value)),
-                self._system.family,
+                self.system.family,
             )
         self._aside.clear()
-        batch.put(_TOTALS, msgspec.msgpack.encode(self.totals), self._system.family)
+        batch.put(_TOTALS, msgspec.msgpack.encode(self.totals), self.system.family)
 
     # --- retention of unclaimed messages ---------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import TYPE_CHECKING, Final
 
 from penstock.codec.metadata import Metadata, decode_metadata, encode_metadata
@@ -41,12 +42,15 @@ class Intake:
     def publish(
         self,
         messages: Sequence[Message],
-        routes: Sequence[Sequence[str]],
+        routes: Sequence[Sequence[str]] | None,
         *,
         dedup_window_ms: int,
         now_ms: int,
     ) -> list[int]:
-        """Store messages and put each into the queues that ``routes`` names for it."""
+        """Store messages and put each into the queues that ``routes`` names for it.
+
+        Without routes they go into the log alone, for a tailer to route.
+        """
         core = self._core
         batch = core.engine.batch()
         dedup_keys = core.dedup.keys(messages)
@@ -59,7 +63,8 @@ class Intake:
         placed: list[Placed] = []
         taken: list[Sequence[str]] = []
         groups: list[str] = []
-        for message, dedup_key, names in zip(messages, dedup_keys, routes, strict=True):
+        routed = repeat((), len(messages)) if routes is None else routes
+        for message, dedup_key, names in zip(messages, dedup_keys, routed, strict=True):
             if dedup_key is not None:
                 known_id = known.get(dedup_key)
                 if known_id is not None:
@@ -85,7 +90,8 @@ class Intake:
         touched: list[Queue] = []
         if placed:
             core.log.append(batch, [(row[0], row[3]) for row in placed], groups, now_ms)
-            touched = self._placing.place(batch, placed, taken, now_ms)
+            if routes is not None:
+                touched = self._placing.place(batch, placed, taken, now_ms)
         core.totals.published += next_id - first_id
         core.put_totals(batch, now_ms)
         core.commit(batch, touched, now_ms)

@@ -6,6 +6,7 @@ its kind, over one :class:`~penstock.stores.core.Core`::
     intake     publish, claim (placing: into queues by their routes)
     settling   ack, release, extend; leases that expire
     upkeep     sweep, retention, purge, redrive, changed and deleted queues
+    routing    the metadata log: read, assign, backfill
     views      browse, attempts, stats
 """
 
@@ -14,9 +15,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.stores.core import Core
+from penstock.stores.coverage import Coverage, Stretch
 from penstock.stores.intake import Intake
 from penstock.stores.placing import Placing
 from penstock.stores.queues import Counts, Queue
+from penstock.stores.routing import Routing
 from penstock.stores.settling import Settling
 from penstock.stores.upkeep import Upkeep
 from penstock.stores.views import Views
@@ -41,13 +44,16 @@ class KvStore:
         make_active: Callable[[Engine, Quarantine], ActiveSet],
         *,
         store_id: int,
+        routing: str | None,
         now_ms: int,
     ) -> None:
-        core = Core(engine, design, make_active, store_id=store_id, now_ms=now_ms)
+        core = Core(engine, design, make_active, store_id=store_id, routing=routing, now_ms=now_ms)
         self.core = core
         settling = Settling(core)
-        upkeep = Upkeep(core, settling)
-        intake = Intake(core, upkeep, Placing(core))
+        placing = Placing(core)
+        router = Routing(core, placing)
+        upkeep = Upkeep(core, settling, router)
+        intake = Intake(core, upkeep, placing)
         views = Views(core, upkeep)
         self.publish = intake.publish
         self.claim = intake.claim
@@ -60,6 +66,12 @@ class KvStore:
         self.purge = upkeep.purge
         self.redrive = upkeep.redrive
         self.delete_queue = upkeep.delete_queue
+        self.drain_queue = upkeep.drain_queue
+        self.read_log = router.read_log
+        self.assign = router.assign
+        self.backfill = router.backfill
+        self.configure_log = router.configure_log
+        self.log_stats = router.stats
         self.browse = views.browse
         self.attempts = views.attempts
         self.queue_stats = views.queue_stats
@@ -67,18 +79,37 @@ class KvStore:
         self._upkeep = upkeep
 
     def create_queue(self, spec: QueueSpec, now_ms: int) -> None:
-        """Add a queue."""
+        """Add a queue, which takes messages from here on."""
         core = self.core
         batch = core.engine.batch()
-        number = core.queue_numbers.allocate(batch, 1)
-        queue = Queue(spec, number, Counts())
+        queue = Queue(spec, core.queue_numbers.allocate(batch, 1), Counts())
         core.put_spec(batch, queue)
+        live = [Stretch(core.log.end, None, spec.filter)]
+        core.put_coverage(batch, queue, Coverage(live))
+        core.filters_changed(batch, now_ms)
         core.commit(batch, (queue,), now_ms)
         core.adopt(queue)
 
-    def update_queue(self, spec: QueueSpec, now_ms: int) -> None:
+    def update_queue(self, spec: QueueSpec, now_ms: int, *, from_offset: int | None = None) -> None:
         """Change a queue's settings; name and ordering stay."""
-        self._upkeep.respec(self.core.queue(spec.name), spec, now_ms)
+        self._upkeep.respec(self.core.queue(spec.name), spec, from_offset, now_ms)
+
+    def live_filters(self) -> dict[str, str]:
+        """Return the filters that new messages are routed by."""
+        core = self.core
+        return {
+            name: text
+            for name, coverage in core.coverage.items()
+            if (text := coverage.filter_at(core.log.end)) is not None
+        }
+
+    def routing(self) -> str:
+        """Return how the store routes."""
+        return self.core.identity.routing
+
+    def offset_at(self, time_ms: int) -> int:
+        """Return an offset at or before the first message of that time."""
+        return self.core.log.offset_at(time_ms)
 
     def specs(self) -> list[QueueSpec]:
         """Return the settings of every queue, by name."""
@@ -88,9 +119,10 @@ class KvStore:
         """Return the settings of a queue."""
         return self.core.queue(queue_name).spec
 
-    def available(self, queue_name: str) -> int:
-        """Return how many messages of a queue are available, as last counted."""
-        return self.core.queue(queue_name).counts.available
+    def available(self, queue_name: str) -> int | None:
+        """Return how many messages of a queue are available, as last counted; None: it is gone."""
+        queue = self.core.queues.get(queue_name)
+        return None if queue is None else queue.counts.available
 
     @property
     def commits(self) -> int:

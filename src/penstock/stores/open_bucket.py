@@ -46,6 +46,8 @@ class OpenBucket:
     __slots__ = (
         "_flight_bytes",
         "_heads",
+        "_oldest",
+        "_oldest_is_gone",
         "_waiting_bytes",
         "cost",
         "fifo",
@@ -56,7 +58,6 @@ class OpenBucket:
         "lanes",
         "late",
         "late_claims",
-        "oldest",
         "summary_key",
         "waiting",
     )
@@ -73,7 +74,8 @@ class OpenBucket:
         self.late_claims: set[int] = set()
         # FIFO: group -> how many of its messages are in flight
         self.held: dict[bytes, int] = {}
-        self.oldest: int | None = None
+        self._oldest: int | None = None
+        self._oldest_is_gone = False
         # Estimated bytes in memory, for whoever bounds a cache.
         self.cost = 0
         self._waiting_bytes: dict[int, bytes] = {}
@@ -126,7 +128,7 @@ class OpenBucket:
         for lane, places in bucket.lanes.items():
             places.sort()
             bucket._note_head(lane, places[0][0])
-        bucket._find_oldest()
+        bucket._oldest_is_gone = True
         bucket.cost = len(value) * 2 + _MESSAGE_OVERHEAD_BYTES * len(bucket)
         return bucket
 
@@ -155,7 +157,7 @@ class OpenBucket:
         return pack_summary(
             ready=len(self.waiting) - len(self.late),
             in_flight=len(self.flight),
-            oldest=self.oldest or 0,
+            oldest=self.oldest() or 0,
             late=[claim_id - self.id for _, claim_id in self.late],
             due=due,
             heads_encoded=self._heads.values(),
@@ -186,6 +188,13 @@ class OpenBucket:
         """Give the rank, by time, of the first delayed message."""
         return self.late[0][0] if self.late else None
 
+    def oldest(self) -> int | None:
+        """Give the lowest id of a waiting message."""
+        if self._oldest_is_gone:
+            self._oldest = min([item.message_id for item in self.waiting.values()], default=None)
+            self._oldest_is_gone = False
+        return self._oldest
+
     # --- changes ---------------------------------------------------------------------------
 
     def put_waiting(self, item: Item, *, late: bool) -> bool:
@@ -206,8 +215,8 @@ class OpenBucket:
             group,
         )
         self._waiting_bytes[claim_id] = records.encode_available(_new(records.Available, fields))
-        if self.oldest is None or message_id < self.oldest:
-            self.oldest = message_id
+        if self._oldest is None or message_id < self._oldest:
+            self._oldest = message_id
         if late:
             insort(self.late, (rank_of(visible_at_ms, message_id), claim_id))
             self.late_claims.add(claim_id)
@@ -257,13 +266,12 @@ class OpenBucket:
         waiting, waiting_bytes = self.waiting, self._waiting_bytes
         flight, flight_bytes = self.flight, self._flight_bytes
         taken = []
-        oldest_gone = False
         for _, claim_id in places[:count]:
             item = waiting.pop(claim_id)
             del waiting_bytes[claim_id]
             item.attempts += 1
             item.lease = lease
-            oldest_gone |= item.message_id == self.oldest
+            self._oldest_is_gone |= item.message_id == self._oldest
             flight[claim_id] = item
             fields = (
                 item.message_id,
@@ -282,8 +290,6 @@ class OpenBucket:
             taken.append(item)
         self._cut(lane, places, 0, count)
         self._hold(lane, count)
-        if oldest_gone:
-            self._find_oldest()
         return taken
 
     def land(self, claim_id: int) -> Item | None:
@@ -310,8 +316,7 @@ class OpenBucket:
             rank = item.message_id if self.fifo else by_time
             index = bisect_left(places, (rank, claim_id))
             self._cut(item.lane, places, index, index + 1)
-        if item.message_id == self.oldest:
-            self._find_oldest()
+        self._oldest_is_gone |= item.message_id == self._oldest
         return item, late
 
     def relabel(self, claim_id: int, lease: bytes) -> None:
@@ -334,9 +339,6 @@ class OpenBucket:
 
     def _note_head(self, lane: bytes, rank: int) -> None:
         self._heads[lane] = encode_head(*_split(lane), rank >> RANK_BITS, rank & _ID_MASK)
-
-    def _find_oldest(self) -> None:
-        self.oldest = min([item.message_id for item in self.waiting.values()], default=None)
 
     def _hold(self, lane: bytes, count: int) -> None:
         if self.fifo:

@@ -46,6 +46,22 @@ class Payloads:
         """Note that a new message is held by none or by more than one queue."""
         batch.put(_references_key(message_id), queues.to_bytes(4, "big"), self._table.family)
 
+    def hold(self, batch: Batch, message_ids: Sequence[int]) -> list[bool]:
+        """Have one more queue hold messages; False for those whose payload is gone."""
+        keys = [_references_key(message_id) for message_id in message_ids]
+        counts = self._table.multi_get(keys)
+        held = []
+        for key, count, payload in zip(keys, counts, self.get(message_ids), strict=True):
+            held.append(payload is not None)
+            if payload is None:
+                continue
+            holders = (1 if count is None else int.from_bytes(count, "big")) + 1
+            if holders == 1:
+                batch.delete(key, self._table.family)
+            else:
+                batch.put(key, holders.to_bytes(4, "big"), self._table.family)
+        return held
+
     def drop_unheld(self, batch: Batch, message_ids: Sequence[int]) -> int:
         """Delete those payloads that no queue holds; say how many."""
         keys = [_references_key(message_id) for message_id in message_ids]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from penstock.codec.metadata import decode_metadata
-from penstock.errors import CorruptRecord
+from penstock.errors import CorruptRecord, InvalidInput
 from penstock.model import State, SweepCounts
 from penstock.stores.active import Item, lane_of
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.stores.core import Core
     from penstock.stores.history import Ended
     from penstock.stores.queues import Queue
+    from penstock.stores.routing import Routing
     from penstock.stores.settling import Settling
 
 __all__ = ["ALL", "Upkeep"]
@@ -36,9 +37,10 @@ ALL: Final = 1_000_000
 class Upkeep:
     """Sweeping, purging, redriving."""
 
-    def __init__(self, core: Core, settling: Settling) -> None:
+    def __init__(self, core: Core, settling: Settling, routing: Routing) -> None:
         self._core = core
         self._settling = settling
+        self._routing = routing
 
     # --- what is due -----------------------------------------------------------------------
 
@@ -67,7 +69,7 @@ class Upkeep:
         core = self._core
         leases, came_due, failures = self.catch_up(now_ms, budget)
         removed = self._retention(now_ms, budget)
-        removed += self._trim_log(now_ms)
+        removed += self._trim_log(now_ms) + self._remove_drained(now_ms)
         batch = core.engine.batch()
         forgotten = core.dedup.forget(batch, now_ms, budget)
         if len(batch):
@@ -131,7 +133,7 @@ class Upkeep:
         if len(log.segments) == 1:
             log.roll(batch, log.end, now_ms)
         dropped = 0
-        while (segment := log.droppable(now_ms, log.end)) is not None:
+        while (segment := log.droppable(now_ms, self._routing.routed_up_to())) is not None:
             unheld = log.drop(batch, segment)
             dropped += core.payloads.drop_unheld(batch, unheld)
         core.commit(batch, (), now_ms)
@@ -204,8 +206,33 @@ class Upkeep:
         core.clear_unclaimed(batch, queue)
         core.history.clear(batch, queue)
         core.remove_queue(batch, queue)
+        core.filters_changed(batch, now_ms)
         core.commit(batch, (), now_ms)
         core.drop(queue)
+        return removed
+
+    def drain_queue(self, queue_name: str, now_ms: int) -> None:
+        """Let no more messages in; a sweep removes the queue once nothing waits in it."""
+        core = self._core
+        queue = core.queue(queue_name)
+        coverage = core.coverage[queue.name]
+        coverage.close(core.log.end)
+        coverage.draining = True
+        batch = core.engine.batch()
+        core.put_coverage(batch, queue, coverage)
+        core.filters_changed(batch, now_ms)
+        core.commit(batch, (queue,), now_ms)
+        self._remove_drained(now_ms)
+
+    def _remove_drained(self, now_ms: int) -> int:
+        core = self._core
+        removed = 0
+        routed_up_to = self._routing.routed_up_to()
+        for name in [name for name, covered in core.coverage.items() if covered.draining]:
+            counts, live = core.queues[name].counts, core.coverage[name].live
+            waits = counts.available or counts.delayed or counts.in_flight
+            if not waits and (not live or (live[-1].end or 0) <= routed_up_to):
+                removed += self.delete_queue(name, now_ms)
         return removed
 
     def _remove_waiting(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
@@ -297,13 +324,26 @@ class Upkeep:
                 core.commit(batch, (queue,), now_ms)
         core.schedule_retention(queue)
 
-    def respec(self, queue: Queue, spec: QueueSpec, now_ms: int) -> None:
-        """Change a queue's settings."""
+    def respec(self, queue: Queue, spec: QueueSpec, from_offset: int | None, now_ms: int) -> None:
+        """Change a queue's settings; another filter counts from an offset on (the log's end)."""
         core = self._core
+        begin = core.log.end if from_offset is None else from_offset
+        lowest = self._routing.routed_up_to()
+        if not lowest <= begin <= core.log.end:
+            raise InvalidInput(
+                f"a filter can change from an offset in {lowest} (routed up to there) to "
+                f"{core.log.end} (the end of the log), not from {begin}"
+            )
         retention_changed = spec.unclaimed_retention_ms != queue.spec.unclaimed_retention_ms
+        filter_changed = spec.filter != queue.spec.filter
         queue.respec(spec)
         batch = core.engine.batch()
         core.put_spec(batch, queue)
+        if filter_changed:
+            coverage = core.coverage[queue.name]
+            coverage.change(begin, spec.filter)
+            core.put_coverage(batch, queue, coverage)
+            core.filters_changed(batch, now_ms)
         core.commit(batch, (queue,), now_ms)
         if retention_changed:
             self.reindex_unclaimed(queue, now_ms)

@@ -43,7 +43,8 @@ class Reopenable:
             self.broker = opening.open(self._url, clock=clock, **options)
         else:
             store = opening.make_store(self._engine, self._design, clock)
-            self.broker = Broker(store, clock=clock, **options)
+            own = {name: value for name, value in options.items() if name != "durability"}
+            self.broker = Broker(store, clock=clock, **own)
         return self.broker
 
     def reopen(self) -> Broker:

@@ -107,6 +107,16 @@ class Suite:
         stats = self.broker.stats(queue)
         return stats.available, stats.delayed, stats.in_flight, stats.done, stats.failed
 
+    def next_due_ms(self) -> int | None:
+        """Sweep and return when the next thing is due.
+
+        None if that is an hour off or more: a store may have upkeep of its own that rarely.
+        """
+        due_ms = self.broker.sweep().next_due_ms
+        if due_ms is None or due_ms >= self.clock.now_ms() + HOUR_MS // 2:
+            return None
+        return due_ms
+
     def everything(self, state: State | str, *, queue: str = "q", limit: int = 1000) -> list[Entry]:
         """Browse a state to its end."""
         entries: list[Entry] = []

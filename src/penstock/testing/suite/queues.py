@@ -315,10 +315,10 @@ class QueuesSuite(Suite):
                 broker.publish([message(), bad])  # type: ignore[list-item]
 
     def test_send_to_a_queue_whose_filter_refuses(self) -> None:
-        broker = self.start(filter="queue = 'q' AND size = 'big'")
+        broker = self.start(filter="queue = 'q' AND shape = 'big'")
         with self.refused(InvalidMessage):
-            broker.send("q", b"x", size="small")
-        broker.send("q", b"x", size="big")
+            broker.send("q", b"x", shape="small")
+        broker.send("q", b"x", shape="big")
 
     @pytest.mark.parametrize("call", BAD_CALLS)
     def test_bad_calls(self, call: str) -> None:

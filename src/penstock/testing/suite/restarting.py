@@ -64,7 +64,10 @@ class RestartingSuite(Suite):
         broker = self.again()
         self.clock.advance(1000)
         counts = broker.sweep()
-        assert (counts.removed, counts.next_due_ms) == (1, now_ms + 6000)
+        assert counts.removed == 1
+        # A look at a message that was claimed since may come earlier, and finds nothing to do.
+        assert counts.next_due_ms is not None
+        assert now_ms + 2000 < counts.next_due_ms <= now_ms + 6000
         broker = self.again()
         self.clock.advance(4000)
         assert broker.sweep().removed == 1
@@ -152,7 +155,7 @@ class WaitingSuite(Suite):
         def claim() -> None:
             try:
                 result.append((self.broker.claim("q", wait_ms=wait_ms), clock.now_ms()))
-            except Exception as error:  # noqa: BLE001 - raised again below, in the test's thread
+            except Exception as error:
                 errors.append(error)
 
         thread = threading.Thread(target=claim)

@@ -1,0 +1,128 @@
+"""Which offsets of the log a queue has been filled from, and by which filter.
+
+::
+
+    table queues
+    02 13 | name        Coverage, MessagePack
+
+A queue takes messages live from the offset of its creation on; a changed filter counts from the
+offset of the change on; a backfill adds a stretch of the past. Together these stretches say of
+any message whether the queue has had it, so that no backfill brings it in twice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from penstock.filters import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.filters import Filter, RowTuple
+    from penstock.kv import Batch, Table
+    from penstock.stores.queues import Queue
+
+__all__ = ["Coverage", "CoverageTable", "Stretch"]
+
+_COVERAGE: Final = b"\x02\x13"
+
+
+class Stretch(msgspec.Struct):
+    """Offsets [begin, end) (None: to the end of the log and on) and the filter they passed."""
+
+    begin: int
+    end: int | None
+    filter: str
+
+    def covers(self, offset: int) -> bool:
+        """Whether the offset lies in this stretch."""
+        return self.begin <= offset and (self.end is None or offset < self.end)
+
+
+class Coverage(msgspec.Struct):
+    """What a queue has been filled from: live, and by backfills. ``draining``: no longer live."""
+
+    live: list[Stretch]
+    backfilled: list[Stretch] = []
+    draining: bool = False
+
+    def filter_at(self, offset: int) -> str | None:
+        """Return the filter that is live at an offset."""
+        for stretch in self.live:
+            if stretch.covers(offset):
+                return stretch.filter
+        return None
+
+    def change(self, offset: int, filter_text: str) -> None:
+        """Have another filter be live from an offset on."""
+        self.close(offset)
+        self.live.append(Stretch(offset, None, filter_text))
+
+    def close(self, offset: int) -> None:
+        """Have no filter be live from an offset on."""
+        self.live = [stretch for stretch in self.live if stretch.begin < offset]
+        if self.live and (self.live[-1].end is None or self.live[-1].end > offset):
+            self.live[-1].end = offset
+
+    def borders(self) -> Iterable[int]:
+        """Return the offsets at which the live filter changes."""
+        for stretch in self.live:
+            yield stretch.begin
+            if stretch.end is not None:
+                yield stretch.end
+
+    def skip(self, offset: int, filter_text: str) -> int:
+        """Return the first offset from here on that no backfill by this filter has done."""
+        moved = True
+        while moved:
+            moved = False
+            for stretch in self.backfilled:
+                if stretch.filter == filter_text and stretch.covers(offset):
+                    assert stretch.end is not None
+                    offset, moved = stretch.end, True
+        return offset
+
+    def note(self, begin: int, end: int, filter_text: str) -> None:
+        """Note a backfilled stretch, joined to the one that it continues."""
+        for stretch in self.backfilled:
+            if stretch.filter == filter_text and stretch.end == begin:
+                stretch.end = end
+                return
+        self.backfilled.append(Stretch(begin, end, filter_text))
+
+    def had(self, row: RowTuple, offset: int, compiled: dict[str, Filter]) -> bool:
+        """Whether a message has come into the queue before."""
+        for stretch in (*self.live, *self.backfilled):
+            if stretch.covers(offset):
+                known = compiled.get(stretch.filter)
+                if known is None:
+                    known = compiled[stretch.filter] = parse(stretch.filter)
+                if known.matches(row):
+                    return True
+        return False
+
+
+class CoverageTable:
+    """Keeps every queue's coverage."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def get(self, queue: Queue) -> Coverage:
+        """Read a queue's coverage."""
+        record = self._table.get(_COVERAGE + queue.id)
+        if record is None:
+            return Coverage([])
+        return msgspec.msgpack.decode(record, type=Coverage)
+
+    def put(self, batch: Batch, queue: Queue, coverage: Coverage) -> None:
+        """Write a queue's coverage."""
+        record = msgspec.msgpack.encode(coverage)
+        batch.put(_COVERAGE + queue.id, record, self._table.family)
+
+    def remove(self, batch: Batch, queue: Queue) -> None:
+        """Delete a queue's coverage."""
+        batch.delete(_COVERAGE + queue.id, self._table.family)

@@ -1,0 +1,290 @@
+"""Routing apart from publish: reading the log, assigning what a tailer matched, backfill.
+
+::
+
+    table default
+    02 12 | log u32 BE       u64 BE: the log's cursor: everything below it has been assigned
+
+A tailing process reads a page of a log, matches it, and hands the assignments back with the
+page's cursor. Assignments and cursor commit together, so a page that comes again (a replay, a
+second tailer) changes nothing and is told so; one that overlaps is trimmed to what is new.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from penstock.codec.metadata import Metadata, decode_metadata
+from penstock.errors import CorruptRecord, InvalidInput
+from penstock.filters import parse
+from penstock.model import Assigned, AssignStatus, Backfilled, Cursor, LogPage, LogRecord, LogStats
+from penstock.stores.active import Item, lane_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from penstock.filters import Filter, RowTuple
+    from penstock.stores.core import Core
+    from penstock.stores.placing import Placed, Placing
+    from penstock.stores.queues import Queue
+
+__all__ = ["Routing"]
+
+log_ = logging.getLogger(__name__)
+
+_CURSOR: Final = b"\x02\x12"
+# Offsets that one step of a backfill looks at.
+BACKFILL_WINDOW: Final = 2_000
+
+
+class Routing:
+    """The log's readers and writers, other than publish."""
+
+    def __init__(self, core: Core, placing: Placing) -> None:
+        self._core = core
+        self._placing = placing
+        # The filters last asked for: valid from, until, in which version.
+        self._live: tuple[int, int | None, int, dict[str, str]] = (0, 0, -1, {})
+
+    def stats(self) -> LogStats:
+        """Describe the log."""
+        core = self._core
+        return LogStats(
+            routing=core.identity.routing,
+            logs=core.log.logs,
+            earliest=core.log.earliest,
+            end=core.log.end,
+            routed_up_to=self.routed_up_to(),
+            segments=len(core.log.segments),
+            retention_ms=core.log.settings.retention_ms,
+            cursors={log: self.cursor(log) for log in range(core.log.all_logs)},
+        )
+
+    # --- tailing -------------------------------------------------------------------------
+
+    def cursor(self, log: int) -> int:
+        """Return a log's cursor: where its tailer goes on."""
+        self._check_log(log)
+        record = self._core.system.get(_cursor_key(log))
+        return 0 if record is None else int.from_bytes(record, "big")
+
+    def routed_up_to(self) -> int:
+        """Return the offset below which every message has been routed."""
+        if self._core.identity.routing == "inline":
+            return self._core.log.end
+        return min(self.cursor(log) for log in range(self._core.log.all_logs))
+
+    def read_log(self, log: int, begin: int | None, limit: int) -> LogPage:
+        """Read a page of a log from an offset (or the log's cursor) on.
+
+        A page ends where the live filters change. Where the number of logs changes it ends until
+        every log has been assigned up to there, so that a group that moves to another log keeps
+        its order.
+        """
+        core = self._core
+        at = self.cursor(log)
+        begin = max(at if begin is None else begin, core.log.earliest)
+        end = core.log.end
+        filters, until = self._filters_at(begin)
+        if until is not None:
+            end = min(end, until)
+        others = [self.cursor(other) for other in range(core.log.all_logs) if other != log]
+        for change, _ in core.log.settings.changes:
+            if begin < change < end and any(cursor < change for cursor in others):
+                end = change
+            elif change == begin and any(cursor < change for cursor in others):
+                end = begin
+        page = core.log.read(log, begin, limit, end=end)
+        records = []
+        for message_id, encoded in page.rows:
+            try:
+                records.append(_record(message_id, decode_metadata(encoded)))
+            except CorruptRecord:
+                # Nobody can route it; it stays in the log, and the tailer goes on.
+                log_.exception("message %d of log %d can't be routed", message_id, log)
+        return LogPage(
+            log=log,
+            records=records,
+            cursor=Cursor(begin, max(begin, page.next_offset)),
+            earliest=core.log.earliest,
+            end=core.log.end,
+            filters=filters,
+            filters_version=core.totals.filters_version,
+        )
+
+    def assign(
+        self,
+        log: int,
+        cursor: Cursor,
+        assignments: Mapping[int, Sequence[str]],
+        now_ms: int,
+    ) -> Assigned:
+        """Put the messages of a page into the queues that they were matched to."""
+        self._check_log(log)
+        core = self._core
+        at = self.cursor(log)
+        if cursor.end <= at:
+            return Assigned(AssignStatus.STALE, at, 0)
+        if cursor.begin > max(at, core.log.earliest):
+            return Assigned(AssignStatus.AHEAD, at, 0)
+        begin = max(at, cursor.begin)
+        page = core.log.read(log, begin, cursor.end - begin, end=cursor.end)
+        if page.next_offset < cursor.end:
+            raise InvalidInput(
+                f"log {log} ends at offset {page.next_offset}; the cursor to assign is {cursor.end}"
+            )
+        placed, routes = self._placed(page.rows, assignments, now_ms)
+        strangers = set(assignments) - {row[0] for row in page.rows}
+        if any(begin <= message_id < cursor.end for message_id in strangers):
+            raise InvalidInput(f"message {min(strangers)} is not in this page of log {log}")
+        batch = core.engine.batch()
+        touched = self._placing.place(batch, placed, routes, now_ms)
+        batch.put(_cursor_key(log), cursor.end.to_bytes(8, "big"), core.system.family)
+        core.put_totals(batch, now_ms)
+        core.commit(batch, touched, now_ms)
+        status = AssignStatus.APPLIED if begin == cursor.begin else AssignStatus.TRIMMED
+        return Assigned(status, cursor.end, sum(map(len, routes)))
+
+    def _placed(
+        self,
+        rows: Sequence[tuple[int, bytes]],
+        assignments: Mapping[int, Sequence[str]],
+        now_ms: int,
+    ) -> tuple[list[Placed], list[list[str]]]:
+        core = self._core
+        placed: list[Placed] = []
+        routes: list[list[str]] = []
+        for message_id, encoded in rows:
+            try:
+                metadata = decode_metadata(encoded)
+            except CorruptRecord:
+                continue
+            visible_at_ms = max(now_ms, metadata.published_at_ms + metadata.delay_ms)
+            lane = lane_of(metadata.group, metadata.priority)
+            placed.append((message_id, lane, visible_at_ms, encoded))
+            # A queue may have been deleted since it was matched: it wants nothing any more.
+            names = dict.fromkeys(assignments.get(message_id, ()))
+            routes.append([name for name in names if name in core.queues])
+        return placed, routes
+
+    def _filters_at(self, offset: int) -> tuple[Mapping[str, str], int | None]:
+        """Return the filters that are live at an offset, and the offset at which they change."""
+        core = self._core
+        begin, until, version, live = self._live
+        if (
+            version == core.totals.filters_version
+            and begin <= offset
+            and (until is None or offset < until)
+        ):
+            return live, until
+        live, begin, until = {}, 0, None
+        for name in sorted(core.queues):
+            coverage = core.coverage[name]
+            text = coverage.filter_at(offset)
+            if text is not None:
+                live[name] = text
+            for border in coverage.borders():
+                if border > offset:
+                    until = border if until is None else min(until, border)
+                else:
+                    begin = max(begin, border)
+        self._live = (begin, until, core.totals.filters_version, live)
+        return live, until
+
+    def configure_log(self, logs: int | None, retention_ms: int | None, now_ms: int) -> None:
+        """Spread messages over another number of logs from here on; keep them for another time."""
+        core = self._core
+        batch = core.engine.batch()
+        settings = core.log.settings
+        if retention_ms is not None:
+            settings.retention_ms = retention_ms
+        if logs is None:
+            logs = core.log.logs
+        known = core.log.all_logs
+        if logs != core.log.logs:
+            settings.changes.append((core.log.end, logs))
+        for log in range(known, logs):
+            # A log that was not there before holds nothing to be tailed.
+            end = core.log.end.to_bytes(8, "big")
+            batch.put(_cursor_key(log), end, core.system.family)
+        core.log.put_settings(batch, settings)
+        core.commit(batch, (), now_ms)
+
+    # --- backfill ------------------------------------------------------------------------
+
+    def backfill(self, queue_name: str, begin: int, end: int, now_ms: int) -> Backfilled:
+        """Do one step of filling a queue from [begin, end) of the log; go on from ``next``."""
+        core = self._core
+        queue = core.queue(queue_name)
+        coverage = core.coverage[queue.name]
+        filter_text = queue.spec.filter
+        start = coverage.skip(max(begin, core.log.earliest), filter_text)
+        stop = min(end, core.log.end, start + BACKFILL_WINDOW)
+        if start >= stop:
+            return Backfilled(scanned=0, added=0, missing=0, next=max(start, begin))
+        rows: list[tuple[int, bytes]] = []
+        for log in range(core.log.all_logs):
+            rows += core.log.read(log, start, BACKFILL_WINDOW, end=stop).rows
+        rows.sort()
+        items = self._wanted(queue, rows, now_ms)
+        batch = core.engine.batch()
+        held = core.payloads.hold(batch, [item.message_id for item in items])
+        kept = [item for item, alive in zip(items, held, strict=True) if alive]
+        if kept:
+            self._placing.enqueue(batch, queue, kept, now_ms)
+        coverage.note(start, stop, filter_text)
+        core.put_coverage(batch, queue, coverage)
+        core.commit(batch, (queue,), now_ms)
+        return Backfilled(
+            scanned=len(rows), added=len(kept), missing=len(items) - len(kept), next=stop
+        )
+
+    def _wanted(self, queue: Queue, rows: Sequence[tuple[int, bytes]], now_ms: int) -> list[Item]:
+        coverage = self._core.coverage[queue.name]
+        wanted = parse(queue.spec.filter)
+        compiled: dict[str, Filter] = {wanted.text: wanted}
+        items = []
+        for message_id, encoded in rows:
+            try:
+                metadata = decode_metadata(encoded)
+            except CorruptRecord:
+                continue
+            row = _row(metadata)
+            if not wanted.matches(row) or coverage.had(row, message_id, compiled):
+                continue
+            visible_at_ms = max(now_ms, metadata.published_at_ms + metadata.delay_ms)
+            lane = lane_of(metadata.group, metadata.priority)
+            items.append(Item(message_id, message_id, lane, 0, 0, visible_at_ms, encoded))
+        return items
+
+    def _check_log(self, log: int) -> None:
+        known = self._core.log.all_logs
+        if not 0 <= log < known:
+            raise InvalidInput(f"no log {log}; there are logs 0 to {known - 1}")
+
+
+def _record(message_id: int, metadata: Metadata) -> LogRecord:
+    return LogRecord(
+        message_id,
+        metadata.attributes,
+        metadata.group,
+        metadata.priority,
+        metadata.published_at_ms,
+        metadata.size,
+        metadata.delay_ms,
+    )
+
+
+def _row(metadata: Metadata) -> RowTuple:
+    return (
+        metadata.attributes,
+        metadata.group,
+        metadata.priority,
+        metadata.published_at_ms,
+        metadata.size,
+    )
+
+
+def _cursor_key(log: int) -> bytes:
+    return _CURSOR + log.to_bytes(4, "big")
