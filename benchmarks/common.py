@@ -35,7 +35,9 @@ def describe() -> None:
         f"penstock {penstock.__version__}, Python {platform.python_version()}, "
         f"{os.cpu_count()} x {model}, {platform.system()} {platform.release()}"
     )
-    console.print(f"load average {os.getloadavg()[0]:.1f} at the start; command: {' '.join(sys.argv)}")
+    console.print(
+        f"load average {os.getloadavg()[0]:.1f} at the start; command: {' '.join(sys.argv)}"
+    )
 
 
 @contextlib.contextmanager

@@ -14,11 +14,11 @@ import argparse
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from common import describe, directory, show
+
 import penstock
 from penstock.kv.rocksdb import RocksEngine
 from penstock.opening import DESIGNS
-
-from common import describe, directory, show
 
 if TYPE_CHECKING:
     from pathlib import Path

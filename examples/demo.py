@@ -359,7 +359,7 @@ def story(directory: Path, orders: int, tenants: int, producers: int, workers: i
 
 
 @click.command()
-@click.option("--orders", type=click.IntRange(min=10), default=30_000, show_default=True)
+@click.option("--orders", type=click.IntRange(min=10), default=40_000, show_default=True)
 @click.option("--tenants", type=click.IntRange(min=2), default=30, show_default=True)
 @click.option("--producers", type=click.IntRange(min=1), default=2, show_default=True,
               help="Threads for the small tenants; the big one has its own.")  # fmt: skip
@@ -370,6 +370,8 @@ def story(directory: Path, orders: int, tenants: int, producers: int, workers: i
 def main(orders: int, tenants: int, producers: int, workers: int, directory: Path | None) -> None:
     """Run a shop's orders through an embedded broker and print what was measured."""
     if directory is not None:
+        if directory.exists() and any(directory.iterdir()):
+            raise click.UsageError(f"{directory} is not empty: the demo wants a store of its own")
         raise SystemExit(story(directory, orders, tenants, producers, workers))
     with tempfile.TemporaryDirectory(prefix="penstock-demo-") as scratch:
         raise SystemExit(story(Path(scratch), orders, tenants, producers, workers))

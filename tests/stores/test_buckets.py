@@ -785,5 +785,6 @@ def test_life_cycle_through_the_broker() -> None:
         assert (stats.in_flight, stats.done, stats.failed) == (10, 5, 10)
         assert broker.redrive("q") == 10
         assert broker.stats("q").available == 10
-        assert broker.purge("q") == 20
+        assert broker.purge("q") == 10
+        assert broker.stats("q").in_flight == 10
         assert broker.store_stats().healed_total == 0

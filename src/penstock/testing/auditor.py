@@ -1,52 +1,57 @@
 """Judges what clients of one queue saw. Knows nothing of the store.
 
-Clients note each operation when it *returned* (and deliveries with their deadline); the auditor
-replays the notes of all clients in the order of time and says what can't be::
+Clients note what they are about to do, and what came of it once the call *returned*. The auditor
+reads the notes of all clients and says what can't be::
 
-    lost          confirmed, never acked, and not in the queue at the end
-    unexpected    delivered or found, but nobody says to have published it
-    two leases    delivered while another delivery of it was live
-    came back     delivered after its ack had been confirmed
-    attempts      a later delivery with a number of attempts that is not higher
+    lost          confirmed, not settled by anybody, and not in the queue at the end
+    unexpected    delivered or found, but nobody began to publish it
+    wrong body    delivered with another payload than was published under that id
+    two leases    delivered while an earlier delivery of it was certainly live
+    came back     delivered, or in the queue at the end, after an ack that was confirmed
+    attempts      a later delivery whose number of attempts is not higher
     order         of a FIFO group, delivered before an earlier message was settled
-    wrong body    delivered with another payload than was published
 
-A client that was killed may have done something that it did not live to note. So an operation that
-was begun and has no end may or may not have happened, and the auditor takes neither for wrong.
-Each finding has a witness: the fewest notes that show it.
+A client that was killed may have done what it did not live to note, and two clients' notes may be
+written in another order than the store saw their calls. So a call that was begun and has no end
+counts as possibly done, and only what no order of events could explain is a finding. Each has a
+witness: the fewest notes that show it.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from enum import Enum
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator
 
-__all__ = ["Auditor", "Finding", "Kind", "Note", "audit"]
+__all__ = ["Finding", "Kind", "Note", "audit"]
 
 
 class Kind(str, Enum):
-    """What a client notes."""
+    """What a client notes: ``...ING`` before the call, the other after it."""
 
     PUBLISHING = "publishing"
     PUBLISHED = "published"
     DELIVERED = "delivered"
-    ACKING = "acking"
+    SETTLING = "settling"
     ACKED = "acked"
     RELEASED = "released"
-    EXTENDED = "extended"
     FAILED = "failed"
+    REFUSED = "refused"
+    EXTENDING = "extending"
+    EXTENDED = "extended"
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
     """One note of one client.
 
-    ``body`` names a message before it has an id: clients publish bodies that are all different.
-    ``began_at_ms`` and ``at_ms`` are the client's clock before and after the call.
+    ``at_ms`` is when it was noted, ``began_at_ms`` when a call that has returned began, both on
+    the store's clock. ``body`` names a message before it has an id: no two bodies are the same.
     """
 
     kind: Kind
@@ -68,150 +73,162 @@ class Finding(msgspec.Struct, frozen=True):
     witness: tuple[Note, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.what}: message {self.message_id}"]
-        lines += [f"  {note}" for note in self.witness]
-        return "\n".join(lines)
+        return "\n".join([f"{self.what}: message {self.message_id}", *map(str, self.witness)])
 
 
-class _Seen:
-    """What is known of one message."""
+class _Story:
+    """All notes about one message."""
 
-    def __init__(self) -> None:
+    def __init__(self, message_id: int) -> None:
+        self.message_id = message_id
         self.published: Note | None = None
-        self.delivered: Note | None = None
-        # The end of the latest delivery's lease, as far as its client knows.
-        self.live_until_ms = 0
-        self.acked: Note | None = None
-        self.failed: Note | None = None
-        self.acking = False
-
-
-class Auditor:
-    """Takes notes in the order of time; gathers findings."""
-
-    def __init__(self, *, fifo: bool = False) -> None:
-        self._fifo = fifo
-        self._seen: dict[int, _Seen] = {}
-        self._ids_by_body: dict[str, int] = {}
-        self._begun: set[str] = set()
-        self._receipts: dict[str, Note] = {}
-        self.findings: list[Finding] = []
-
-    def take(self, note: Note) -> None:
-        """Judge one note."""
-        if note.kind is Kind.PUBLISHING:
-            self._begun.add(note.body)
-            return
-        if note.kind is Kind.PUBLISHED:
-            self._ids_by_body[note.body] = note.message_id
-            self._of(note.message_id).published = note
-            return
-        if note.kind is Kind.DELIVERED:
-            self._delivered(note)
-            return
-        delivered = self._receipts.get(note.receipt)
-        if delivered is None:
-            self._find("unexpected", note.message_id, note)
-            return
-        self._settled(note, delivered)
-
-    def _settled(self, note: Note, delivered: Note) -> None:
-        seen = self._of(delivered.message_id)
-        mine = seen.delivered is delivered
-        if note.kind is Kind.ACKING:
-            seen.acking = True
-        elif note.kind is Kind.ACKED:
-            seen.acked = note
-        elif note.kind is Kind.FAILED:
-            seen.failed = note
-        if mine:
-            seen.live_until_ms = note.deadline_ms if note.kind is Kind.EXTENDED else 0
-            if note.kind is Kind.ACKING:
-                # Until it is confirmed, the message may be held or not.
-                seen.live_until_ms = 0
-
-    def _delivered(self, note: Note) -> None:
-        seen = self._of(note.message_id)
-        known = seen.published is not None or note.body in self._begun
-        if not known:
-            self._find("unexpected", note.message_id, note)
-        if seen.published is not None and seen.published.body != note.body:
-            self._find("wrong body", note.message_id, seen.published, note)
-        if seen.acked is not None:
-            self._find("came back", note.message_id, seen.acked, note)
-        before = seen.delivered
-        if before is not None:
-            if seen.live_until_ms > note.at_ms:
-                self._find("two leases", note.message_id, before, note)
-            if note.attempts <= before.attempts:
-                self._find("attempts", note.message_id, before, note)
-        if self._fifo:
-            self._check_order(note)
-        self._ids_by_body.setdefault(note.body, note.message_id)
-        seen.delivered, seen.live_until_ms = note, note.deadline_ms
-        self._receipts[note.receipt] = note
-
-    def _check_order(self, note: Note) -> None:
-        """Everything before it in its group must be settled, or under the same lease."""
-        for message_id, seen in self._seen.items():
-            earlier = seen.published
-            if earlier is None or message_id >= note.message_id or earlier.group != note.group:
-                continue
-            if seen.acked is not None or seen.failed is not None or seen.acking:
-                continue
-            with_it = seen.delivered is not None and seen.delivered.receipt[:-17] == (
-                note.receipt[:-17]
-            )
-            if not with_it:
-                notes = [earlier, seen.delivered, note]
-                self._find("order", note.message_id, *(n for n in notes if n is not None))
-                return
-
-    def end(self, in_queue: Iterable[tuple[int, str]], settled: Iterable[int] = ()) -> None:
-        """Compare with what is found at the end: (id, body) in the queue, and ids done or failed.
-
-        What is in the queue must not have been acked; what was published must be somewhere.
-        """
-        present = dict(in_queue)
-        over = set(settled)
-        for message_id, body in present.items():
-            known = self._seen.get(message_id)
-            if body not in self._begun and (known is None or known.published is None):
-                self.findings.append(Finding("unexpected", message_id, ()))
-            if known is not None and known.acked is not None:
-                self._find("came back", message_id, known.acked)
-        for message_id, seen in self._seen.items():
-            if message_id in present or message_id in over or seen.acked is not None:
-                continue
-            first = seen.published or seen.delivered
-            if first is not None and seen.failed is None and not seen.acking:
-                self._find("lost", message_id, first)
-
-    def _of(self, message_id: int) -> _Seen:
-        seen = self._seen.get(message_id)
-        if seen is None:
-            seen = self._seen[message_id] = _Seen()
-        return seen
-
-    def _find(self, what: str, message_id: int, *witness: Note) -> None:
-        self.findings.append(Finding(what, message_id, witness))
+        self.deliveries: list[Note] = []
+        self.settling: dict[str, Note] = {}
+        self.settled: dict[str, Note] = {}
+        self.extending: dict[str, list[Note]] = defaultdict(list)
+        self.extended: dict[str, list[Note]] = defaultdict(list)
 
     @property
-    def smallest(self) -> Finding | None:
-        """The finding with the shortest witness."""
-        return min(self.findings, key=lambda finding: len(finding.witness), default=None)
+    def acked(self) -> Note | None:
+        """The note of a confirmed ack."""
+        return next((n for n in self.settled.values() if n.kind is Kind.ACKED), None)
+
+    def may_be_over(self, by_ms: int) -> bool:
+        """Whether an ack or a last release may have happened by then."""
+        for receipt, begun in self.settling.items():
+            end = self.settled.get(receipt)
+            over = end is None or end.kind in {Kind.ACKED, Kind.FAILED}
+            if over and begun.at_ms <= by_ms:
+                return True
+        return False
+
+    def live_until_ms(self, delivery: Note) -> int:
+        """Return the time up to which a delivery was certainly live."""
+        asked, given = self.extending[delivery.receipt], self.extended[delivery.receipt]
+        until_ms = given[-1].deadline_ms if given else delivery.deadline_ms
+        if len(asked) > len(given):
+            # One that never returned may have shortened the lease.
+            until_ms = min([until_ms, *(note.at_ms for note in asked)])
+        begun = self.settling.get(delivery.receipt)
+        return until_ms if begun is None else min(until_ms, begun.at_ms)
 
 
 def audit(
     notes: Iterable[Note],
     *,
-    in_queue: Sequence[tuple[int, str]] = (),
-    settled: Sequence[int] = (),
+    in_queue: Iterable[tuple[int, str]] = (),
+    settled: Iterable[int] = (),
     fifo: bool = False,
 ) -> list[Finding]:
-    """Judge the notes of all clients; return what can't be, the smallest witness first."""
-    auditor = Auditor(fifo=fifo)
-    for note in sorted(notes, key=lambda note: note.at_ms):
-        auditor.take(note)
-    auditor.end(in_queue, settled)
-    return sorted(auditor.findings, key=lambda finding: len(finding.witness))
+    """Judge the notes of all clients; return what can't be, the smallest witness first.
+
+    ``in_queue`` is what is waiting or in flight at the end, as (id, body); ``settled`` are the ids
+    that are done or failed then.
+    """
+    begun, stories, findings = _read(notes)
+    over = set(settled)
+    for story in stories.values():
+        findings += _judge(story, begun)
+    if fifo:
+        findings += _judge_order(stories, over)
+    findings += _judge_end(stories, begun, dict(in_queue), over)
+    return sorted(findings, key=lambda finding: len(finding.witness))
+
+
+def _read(notes: Iterable[Note]) -> tuple[set[str], dict[int, _Story], list[Finding]]:
+    begun: set[str] = set()
+    stories: dict[int, _Story] = {}
+    by_receipt: dict[str, _Story] = {}
+    findings = []
+    ordered = sorted(notes, key=lambda note: note.at_ms)
+    for note in ordered:
+        if note.kind is Kind.PUBLISHING:
+            begun.add(note.body)
+        elif note.kind in {Kind.PUBLISHED, Kind.DELIVERED}:
+            story = stories.setdefault(note.message_id, _Story(note.message_id))
+            if note.kind is Kind.PUBLISHED:
+                story.published = note
+            else:
+                story.deliveries.append(note)
+                by_receipt[note.receipt] = story
+    for note in ordered:
+        if note.kind in {Kind.PUBLISHING, Kind.PUBLISHED, Kind.DELIVERED}:
+            continue
+        held = by_receipt.get(note.receipt)
+        if held is None:
+            findings.append(Finding("unexpected", note.message_id, (note,)))
+        elif note.kind is Kind.SETTLING:
+            held.settling.setdefault(note.receipt, note)
+        elif note.kind is Kind.EXTENDING:
+            held.extending[note.receipt].append(note)
+        elif note.kind is Kind.EXTENDED:
+            held.extended[note.receipt].append(note)
+        else:
+            held.settled[note.receipt] = note
+    return begun, stories, findings
+
+
+def _judge(story: _Story, begun: set[str]) -> Iterator[Finding]:
+    """Judge one message by itself."""
+    for note in story.deliveries:
+        if story.published is None and note.body not in begun:
+            yield Finding("unexpected", story.message_id, (note,))
+        elif story.published is not None and story.published.body != note.body:
+            yield Finding("wrong body", story.message_id, (story.published, note))
+    acked = story.acked
+    by_attempt = sorted(story.deliveries, key=lambda note: note.attempts)
+    if acked is not None:
+        last = next(note for note in by_attempt if note.receipt == acked.receipt)
+        for note in by_attempt:
+            if note.attempts > last.attempts:
+                yield Finding("came back", story.message_id, (acked, note))
+                break
+    for earlier, later in pairwise(by_attempt):
+        if earlier.attempts == later.attempts or later.at_ms < earlier.began_at_ms:
+            yield Finding("attempts", story.message_id, (earlier, later))
+        if later.at_ms < story.live_until_ms(earlier):
+            yield Finding("two leases", story.message_id, (earlier, later))
+
+
+def _judge_order(stories: dict[int, _Story], over: set[int]) -> Iterator[Finding]:
+    """Of a FIFO group, what came before must be over, or be under the same lease."""
+    groups: dict[str, list[_Story]] = defaultdict(list)
+    for _, story in sorted(stories.items()):
+        if story.published is not None:
+            groups[story.published.group].append(story)
+    for group in groups.values():
+        for at, story in enumerate(group):
+            for note in story.deliveries:
+                early = next((e for e in group[:at] if _is_passed(e, note, over)), None)
+                if early is not None:
+                    shown = [early.published, *early.deliveries[-1:], note]
+                    witness = tuple(n for n in shown if n is not None)
+                    yield Finding("order", story.message_id, witness)
+
+
+def _is_passed(earlier: _Story, delivery: Note, over: set[int]) -> bool:
+    if earlier.may_be_over(delivery.at_ms):
+        return False
+    # Over, and no client did it: it failed when a lease expired, nobody can say when.
+    if earlier.message_id in over and earlier.acked is None:
+        return False
+    lease = delivery.receipt[:-17]
+    return all(note.receipt[:-17] != lease for note in earlier.deliveries)
+
+
+def _judge_end(
+    stories: dict[int, _Story], begun: set[str], present: dict[int, str], over: set[int]
+) -> Iterator[Finding]:
+    """Compare the notes with what is found at the end."""
+    for message_id, body in present.items():
+        story = stories.get(message_id)
+        if body not in begun and (story is None or story.published is None):
+            yield Finding("unexpected", message_id, ())
+        if story is not None and story.acked is not None:
+            yield Finding("came back", message_id, (story.acked,))
+    for message_id, story in stories.items():
+        if message_id in present or message_id in over:
+            continue
+        if story.acked is None and not story.may_be_over(1 << 62):
+            first = story.published or story.deliveries[0]
+            yield Finding("lost", message_id, (first,))
