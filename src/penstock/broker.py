@@ -28,6 +28,7 @@ from penstock.errors import (
 from penstock.filters import Matcher, Row, default_filter, parse
 from penstock.model import Backfilled, Message, Ordering, QueueSpec, State
 from penstock.validation import (
+    check_assignments,
     check_count,
     check_duration,
     check_ids,
@@ -155,6 +156,8 @@ class Broker:
             now_ms = self._now_ms()
             present = next((known for known in self._store.specs() if known.name == name), None)
             if present is not None:
+                if self._store.draining(name):
+                    raise QueueExists(f"queue {name!r} is draining: it is not gone yet")
                 if _settings_of(present) != _settings_of(spec):
                     raise QueueExists(
                         f"queue {name!r} exists with other settings: use update_queue()"
@@ -176,6 +179,8 @@ class Broker:
         has not been routed yet.
         """
         compiled = parse(changes["filter"]) if "filter" in changes else None
+        if from_offset is not None:
+            check_count(from_offset, "from_offset", 0, limits.MAX_OFFSET)
         with self._lock:
             now_ms = self._now_ms()
             present = self._store.spec(name)
@@ -383,6 +388,7 @@ class Broker:
 
     def read_log(self, log: int = 0, *, begin: int | None = None, limit: int = 1_000) -> LogPage:
         """Read a page of a metadata log, from an offset or (None) from the log's cursor on."""
+        check_count(log, "log", 0, limits.MAX_LOGS)
         check_count(limit, "limit", 1, limits.MAX_LOG_LIMIT)
         if begin is not None:
             check_count(begin, "begin", 0, limits.MAX_OFFSET)
@@ -400,6 +406,8 @@ class Broker:
         """
         if self._inline:
             raise InvalidInput("this store routes inline: there is nothing to assign")
+        check_count(log, "log", 0, limits.MAX_LOGS)
+        check_assignments(cursor, assignments)
         with self._lock:
             answer = self._store.assign(log, cursor, assignments, self._now_ms())
             self._after_change()

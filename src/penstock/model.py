@@ -287,19 +287,19 @@ class LogRecord(msgspec.Struct, frozen=True, gc=False):
 
 
 class Cursor(msgspec.Struct, frozen=True):
-    """A stretch of a log: [begin, end)."""
+    """A stretch of a log: [begin, end), and the version of the filters that were live for it."""
 
     begin: int
     end: int
+    filters_version: int | None = None
 
 
 class LogPage(msgspec.Struct, frozen=True):
     """A page of a log, and what a tailer needs to route it.
 
     Hand ``cursor`` back with the assignments; go on reading from ``cursor.end``. ``filters`` are
-    those that are live for every message of the page, by queue; they change with
-    ``filters_version``. ``earliest`` is the lowest offset that is still kept, ``end`` the offset
-    up to which there is something to read now.
+    those that are live for every message of the page, by queue. ``earliest`` is the lowest offset
+    that is still kept, ``end`` the offset up to which there is something to read now.
     """
 
     log: int
@@ -308,7 +308,6 @@ class LogPage(msgspec.Struct, frozen=True):
     earliest: int
     end: int
     filters: Mapping[str, str]
-    filters_version: int
 
 
 class AssignStatus(StrEnum):
@@ -318,6 +317,7 @@ class AssignStatus(StrEnum):
     TRIMMED = "trimmed"
     STALE = "stale"
     AHEAD = "ahead"
+    OUTDATED = "outdated"
 
 
 class Assigned(msgspec.Struct, frozen=True):
@@ -326,6 +326,8 @@ class Assigned(msgspec.Struct, frozen=True):
     ``applied``: all of it. ``trimmed``: the part that had not been assigned before. ``stale``:
     all of it had been, nothing was changed. ``ahead``: the page begins after the log's cursor,
     so that messages would be left out; nothing was changed, read from ``cursor`` on.
+    ``outdated``: a filter has changed for offsets of this page since it was read; nothing was
+    changed, read it again.
     """
 
     status: AssignStatus

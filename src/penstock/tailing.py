@@ -24,11 +24,13 @@ def route_once(broker: Broker, *, limit: int = 10_000) -> int:
     read = 0
     matcher: Matcher[str] = Matcher()
     matched_by: Mapping[str, str] = {}
-    for log in range(len(broker.log_stats().cursors)):
+    # What comes in meanwhile is for the next call, or this one might never end.
+    stats = broker.log_stats()
+    for log in stats.cursors:
         routed = 0
         while routed < limit:
             page = broker.read_log(log, limit=limit - routed)
-            if page.cursor.end <= page.cursor.begin:
+            if page.cursor.begin >= min(stats.end, page.cursor.end):
                 break
             if page.filters != matched_by:
                 matched_by = page.filters

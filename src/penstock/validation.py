@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock import limits
 from penstock.errors import InvalidInput, InvalidMessage, InvalidQueue
-from penstock.model import Message, Ordering, QueueSpec, State
+from penstock.model import Cursor, Message, Ordering, QueueSpec, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 __all__ = [
+    "check_assignments",
     "check_count",
     "check_duration",
     "check_ids",
@@ -167,6 +168,20 @@ def check_receipts(receipts: Iterable[str]) -> list[str]:
     if len(batch) > limits.MAX_RECEIPTS:
         raise InvalidInput(f"{len(batch)} receipts in one call; at most {limits.MAX_RECEIPTS}")
     return batch
+
+
+def check_assignments(cursor: object, assignments: object) -> None:
+    """Check what a tailer hands back."""
+    if not isinstance(cursor, Cursor):
+        raise InvalidInput(f"cursor must be a page's cursor, not {type(cursor).__name__}")
+    check_count(cursor.begin, "cursor.begin", 0, limits.MAX_OFFSET)
+    check_count(cursor.end, "cursor.end", 0, limits.MAX_OFFSET)
+    if not isinstance(assignments, Mapping):
+        raise InvalidInput("assignments must map message ids to lists of queue names")
+    for message_id, names in assignments.items():
+        check_count(message_id, "message id", 0, limits.MAX_OFFSET)
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise InvalidInput(f"message {message_id}: a list of queue names is expected")
 
 
 def check_state(state: State | str) -> State:

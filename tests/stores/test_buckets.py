@@ -51,8 +51,12 @@ class Bench:
         """Start from disk, with counters as a store reads them back."""
         counts = Counts(*msgspec.structs.astuple(self.queue.counts))
         self.queue = Queue(self.queue.spec, self.queue.number, counts)
-        self.active = BucketActive(self.engine, lambda *row: self.aside.append(row))
+        self.active = BucketActive(self.engine, self.quarantine)
         self.active.load(self.queue)
+
+    def quarantine(self, table: str, key: bytes, value: bytes, why: str) -> bool:
+        self.aside.append((table, key, value, why))
+        return True
 
     def commit(self, batch: Any) -> None:
         for table, key, _, _ in self.aside:
@@ -368,7 +372,12 @@ def test_a_claim_reads_only_the_bucket_that_it_takes_from(
     bench.open()
     read: list[bytes] = []
     get = bench.table.get
-    monkeypatch.setattr(bench.table, "get", lambda key: read.append(key) or get(key))
+
+    def note(key: bytes) -> bytes | None:
+        read.append(key)
+        return get(key)
+
+    monkeypatch.setattr(bench.table, "get", note)
     assert bench.take_ids(10) == list(range(1, 11))
     assert read == [opendata.active_key(b"q", 1 << 60)]
 
@@ -750,7 +759,7 @@ class Walk:
 
 @pytest.mark.parametrize("fifo", [False, True])
 @pytest.mark.parametrize("open_bytes", [0, 1 << 30])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_walks_agree_with_the_model(
     seed: int, open_bytes: int, fifo: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ Records that Queueber wrote are read with pycapnp, by the importer.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from struct import Struct
 from struct import error as struct_error
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -58,10 +59,12 @@ _ID_SIZE: Final = 8 << 3 | _BYTES
 _LEASE_SIZE: Final = 16 << 3 | _BYTES
 _ITEM_ROOT: Final = 4 << 16 | 2
 _LEASE_ROOT: Final = 3 << 16 | 4
+_UNUSED: Final = bytes(4)
 _ZEROS: Final = tuple(b"\0" * n for n in range(8))
 
 # `x` packs zeros, and skips on unpacking: only what can't be computed again is unpacked.
-_pack_item: Final = Struct("<4xI4xIHH4xQIIIIIIII").pack
+_ITEM_FIELDS: Final = Struct("<HH4xQ")
+_pack_fields: Final = _ITEM_FIELDS.pack
 _unpack_item: Final = Struct("<16xHH4xQ4xI4xI16x").unpack_from
 _ITEM_HEAD: Final = 64
 _ITEM_TAIL: Final = 24
@@ -73,6 +76,45 @@ _pack_pointer: Final = Struct("<II").pack
 # One call for many ids is five times as fast as one slice each; chunks bound the table.
 _ID_CHUNK: Final = 64
 _unpack_ids: Final = tuple(Struct("8s" * n).unpack_from for n in range(_ID_CHUNK + 1))
+
+
+class _Layout(NamedTuple):
+    """What is the same for all items whose contents and key have the same sizes."""
+
+    start: bytes  # words -1 and 0
+    pointers: bytes  # words 3 to 6
+    contents_pad: bytes
+    key_pad: bytes
+    contents_end: int
+    key_start: int
+    key_end: int
+    id_start: int
+    total: int
+
+
+@lru_cache(maxsize=4096)
+def _layout(size: int, key_size: int) -> _Layout:
+    words = (size + 7) >> 3
+    both = words + ((key_size + 7) >> 3)
+    pointers = (
+        _pack_pointer(_FIRST_OF_FOUR, size << 3 | _BYTES)
+        + _pack_pointer((words << 2) + 9, key_size << 3 | _BYTES)
+        + _pack_pointer((both << 2) + 5, _ID_SIZE)
+        + _pack_pointer((both << 2) + 5, _LEASE_SIZE)
+    )
+    key_start = _ITEM_HEAD + (words << 3)
+    id_start = _ITEM_HEAD + (both << 3)
+    return _Layout(
+        _pack_pointer(0, both + 10) + _pack_pointer(0, _ITEM_ROOT),
+        pointers,
+        _ZEROS[-size & 7],
+        _ZEROS[-key_size & 7],
+        _ITEM_HEAD + size,
+        key_start,
+        key_start + key_size,
+        id_start,
+        id_start + _ITEM_TAIL,
+    )
 
 
 class LeaseRecord(NamedTuple):
@@ -98,31 +140,16 @@ def encode_stored_item(
     """Encode a StoredItem; ``id8`` is 8 bytes, ``lease`` 16."""
     assert len(id8) == 8, "an id is 8 bytes"
     assert len(lease) == LEASE_BYTES, "a lease is 16 bytes"
-    size = len(contents)
-    key_size = len(index_key)
-    words = (size + 7) >> 3
-    both = words + ((key_size + 7) >> 3)
+    layout = _layout(len(contents), len(index_key))
     return b"".join(
         (
-            _pack_item(
-                both + 10,
-                _ITEM_ROOT,
-                attempts,
-                forgiven,
-                visible_at_ms,
-                _FIRST_OF_FOUR,
-                size << 3 | _BYTES,
-                (words << 2) + 9,
-                key_size << 3 | _BYTES,
-                (both << 2) + 5,
-                _ID_SIZE,
-                (both << 2) + 5,
-                _LEASE_SIZE,
-            ),
+            layout[0],
+            _pack_fields(attempts, forgiven, visible_at_ms),
+            layout[1],
             contents,
-            _ZEROS[-size & 7],
+            layout[2],
             index_key,
-            _ZEROS[-key_size & 7],
+            layout[3],
             id8,
             lease,
         )
@@ -141,44 +168,29 @@ def decode_stored_item(buf: bytes) -> tuple[bytes, bytes, bytes, int, int, int, 
         attempts, forgiven, visible_at_ms, size, key_size = _unpack_item(buf)
     except struct_error:
         raise CorruptRecord(f"StoredItem: {len(buf)} bytes, shorter than its head") from None
-    size >>= 3
-    key_size >>= 3
-    words = (size + 7) >> 3
-    both = words + ((key_size + 7) >> 3)
-    start = _ITEM_HEAD + (words << 3)
-    end = _ITEM_HEAD + (both << 3)
-    # Packing the head again checks every word of it in one comparison.
-    if (
-        len(buf) != end + _ITEM_TAIL
-        or buf[:_ITEM_HEAD]
-        != _pack_item(
-            both + 10,
-            _ITEM_ROOT,
-            attempts,
-            forgiven,
-            visible_at_ms,
-            _FIRST_OF_FOUR,
-            size << 3 | _BYTES,
-            (words << 2) + 9,
-            key_size << 3 | _BYTES,
-            (both << 2) + 5,
-            _ID_SIZE,
-            (both << 2) + 5,
-            _LEASE_SIZE,
+    # The length bounds both sizes, and so what is asked of the layouts.
+    if (size >> 3) + (key_size >> 3) <= len(buf):
+        start, pointers, pad, key_pad, contents_end, key_start, key_end, id_start, total = _layout(
+            size >> 3, key_size >> 3
         )
-        or (size & 7 and buf[_ITEM_HEAD + size : start] != _ZEROS[-size & 7])
-        or (key_size & 7 and buf[start + key_size : end] != _ZEROS[-key_size & 7])
-    ):
-        raise CorruptRecord(f"StoredItem: {len(buf)} bytes that are not laid out as one")
-    return (
-        buf[_ITEM_HEAD : _ITEM_HEAD + size],
-        buf[start : start + key_size],
-        buf[end : end + 8],
-        attempts,
-        forgiven,
-        visible_at_ms,
-        buf[end + 8 :],
-    )
+        if (
+            len(buf) == total
+            and buf[:16] == start
+            and buf[32:_ITEM_HEAD] == pointers
+            and buf[contents_end:key_start] == pad
+            and buf[key_end:id_start] == key_pad
+            and buf[20:24] == _UNUSED
+        ):
+            return (
+                buf[_ITEM_HEAD:contents_end],
+                buf[key_start:key_end],
+                buf[id_start : id_start + 8],
+                attempts,
+                forgiven,
+                visible_at_ms,
+                buf[id_start + 8 :],
+            )
+    raise CorruptRecord(f"StoredItem: {len(buf)} bytes that are not laid out as one")
 
 
 def encode_lease(

@@ -51,6 +51,9 @@ class Store(Protocol):
     def drain_queue(self, queue_name: str, now_ms: int) -> None:
         """Let no more messages in; the sweep removes the queue once nothing waits in it."""
 
+    def draining(self, queue_name: str) -> bool:
+        """Whether a queue takes no more messages and is about to go."""
+
     def live_filters(self) -> dict[str, str]:
         """Return the filters that new messages are routed by."""
 

@@ -18,6 +18,7 @@ batch, and commits it whole; if a commit fails, memory is rebuilt from disk.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
@@ -114,6 +115,8 @@ class Core:
             engine.table("log"), f"{self.identity.store_id:08x}", self.quarantine
         )
         self.queue_numbers = SeqBlocks(self.system, b"\x02\x0cqueue", first=1)
+        # (version, from which offset on), of late: a page that was read before is judged by them.
+        self.filter_changes: deque[tuple[int, int]] = deque(maxlen=10_000)
         self.commits = 0
         self.stale_receipts = 0
         self.woken: set[str] = set()
@@ -223,9 +226,10 @@ class Core:
         self.coverage[queue.name] = coverage
         self._coverage_table.put(batch, queue, coverage)
 
-    def filters_changed(self, batch: Batch, now_ms: int) -> None:
-        """Note that the set of live filters has changed."""
+    def filters_changed(self, batch: Batch, from_offset: int, now_ms: int) -> None:
+        """Note that the live filters have changed from an offset on."""
         self.totals.filters_version += 1
+        self.filter_changes.append((self.totals.filters_version, from_offset))
         self.put_totals(batch, now_ms)
 
     def remove_queue(self, batch: Batch, queue: Queue) -> None:

@@ -357,19 +357,19 @@ class IndexedActive:
                 continue
             delete(main, available)
             try:
-                contents, _, _, attempts, forgiven, visible_at, _ = decode_stored_item(record)
+                contents, _, id8, attempts, forgiven, visible_at, _ = decode_stored_item(record)
             except CorruptRecord as error:
                 if self._quarantine("available", main, record, str(error)):
                     queue.counts.available -= 1
                 self._unhold(batch, queue, group_of(key[_LANE_AT:-_SLOT_BYTES]), 1)
                 continue
             put(main, with_lease(record, lease), in_progress)
-            message_id = int.from_bytes(main[4:], "big")
+            message_id = int.from_bytes(id8, "big")
             item = recent[number, message_id] = Item(
                 message_id,
                 message_id,
                 key[_LANE_AT:-_SLOT_BYTES],
-                min(attempts + 1, MAX_ATTEMPTS),
+                attempts + 1 if attempts < MAX_ATTEMPTS else attempts,
                 forgiven,
                 visible_at,
                 contents,

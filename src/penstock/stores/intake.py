@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.kv import Batch
     from penstock.model import Message
     from penstock.stores.core import Core
-    from penstock.stores.placing import Placed, Placing
+    from penstock.stores.placing import Placing
     from penstock.stores.queues import Queue
     from penstock.stores.upkeep import Upkeep
 
@@ -60,7 +60,8 @@ class Intake:
         first_id = next_id = core.log.ids.allocate(batch, len(messages))
         put, payloads = batch.put, core.payloads.family
         ids: list[int] = []
-        placed: list[Placed] = []
+        placed: list[Item] = []
+        rows: list[tuple[int, bytes]] = []
         taken: list[Sequence[str]] = []
         groups: list[str] = []
         routed = repeat((), len(messages)) if routes is None else routes
@@ -81,7 +82,9 @@ class Intake:
             )
             put(payload_key(next_id), payload, payloads)
             ids.append(next_id)
-            placed.append((next_id, lane_of(group, priority), now_ms + delay_ms, metadata))
+            rows.append((next_id, metadata))
+            lane = lane_of(group, priority)
+            placed.append(Item(next_id, next_id, lane, 0, 0, now_ms + delay_ms, metadata))
             taken.append(names)
             groups.append(group)
             next_id += 1
@@ -89,7 +92,7 @@ class Intake:
             core.dedup.remember(batch, fresh, now_ms + dedup_window_ms)
         touched: list[Queue] = []
         if placed:
-            core.log.append(batch, [(row[0], row[3]) for row in placed], groups, now_ms)
+            core.log.append(batch, rows, groups, now_ms)
             if routes is not None:
                 touched = self._placing.place(batch, placed, taken, now_ms)
         core.totals.published += next_id - first_id

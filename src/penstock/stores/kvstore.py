@@ -86,13 +86,17 @@ class KvStore:
         core.put_spec(batch, queue)
         live = [Stretch(core.log.end, None, spec.filter)]
         core.put_coverage(batch, queue, Coverage(live))
-        core.filters_changed(batch, now_ms)
+        core.filters_changed(batch, core.log.end, now_ms)
         core.commit(batch, (queue,), now_ms)
         core.adopt(queue)
 
     def update_queue(self, spec: QueueSpec, now_ms: int, *, from_offset: int | None = None) -> None:
         """Change a queue's settings; name and ordering stay."""
         self._upkeep.respec(self.core.queue(spec.name), spec, from_offset, now_ms)
+
+    def draining(self, queue_name: str) -> bool:
+        """Whether a queue takes no more messages and is about to go."""
+        return self.core.coverage[self.core.queue(queue_name).name].draining
 
     def live_filters(self) -> dict[str, str]:
         """Return the filters that new messages are routed by."""

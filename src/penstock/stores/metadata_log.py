@@ -26,6 +26,7 @@ from zlib import crc32
 import msgspec
 
 from penstock.codec import log as codec
+from penstock.codec.metadata import decode_metadata
 from penstock.errors import CorruptRecord
 from penstock.kv import rows_of
 from penstock.stores.sequences import Sequence as SeqBlocks
@@ -186,9 +187,24 @@ class MetadataLog:
         return self.segments[max(0, bisect_right(starts, offset) - 1)]
 
     def offset_at(self, time_ms: int) -> int:
-        """Return an offset at or before the first message of that time: a segment's start."""
-        candidates = [s.start_offset for s in self.segments if s.start_ms <= time_ms]
-        return candidates[-1] if candidates else self.earliest
+        """Return the first offset whose message was published at that time or later."""
+        # Time never goes back in a store, so offsets can be searched by halves.
+        low, high = self.earliest, self.end
+        while low < high:
+            middle = (low + high) // 2
+            published = self._published_from(middle)
+            if published is not None and published < time_ms:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _published_from(self, offset: int) -> int | None:
+        """Return when the first message at or after an offset was published."""
+        rows = [
+            page.rows[0] for log in range(self.all_logs) if (page := self.read(log, offset, 1)).rows
+        ]
+        return decode_metadata(min(rows)[1]).published_at_ms if rows else None
 
     def read(self, log: int, begin: int, limit: int, *, end: int | None = None) -> Page:
         """Read up to ``limit`` messages of a log from offset ``begin`` on, up to ``end``."""
@@ -229,12 +245,14 @@ class MetadataLog:
 
     # --- retention -----------------------------------------------------------------------
 
-    def next_due_ms(self) -> int | None:
+    def next_due_ms(self, routed_up_to: int) -> int | None:
         """Return when retention has something to do: a segment to drop, or to close."""
         if not self.segments or not self.settings.retention_ms:
             return None
         if len(self.segments) > 1:
-            return self.segments[1].start_ms + self.settings.retention_ms
+            following = self.segments[1]
+            routed = following.start_offset <= routed_up_to
+            return following.start_ms + self.settings.retention_ms if routed else None
         newest = self.segments[-1]
         return newest.start_ms + SEGMENT_MS if newest.start_offset < self.end else None
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-from penstock.stores.active import Item
+import msgspec
+
+from penstock.codec.metadata import decode_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.kv import Batch
+    from penstock.stores.active import Item
     from penstock.stores.core import Core
     from penstock.stores.queues import Queue
 
-__all__ = ["Placed", "Placing"]
-
-# Message id, lane, visible at, metadata.
-Placed: TypeAlias = tuple[int, bytes, int, bytes]
+__all__ = ["Placing"]
 
 
 class Placing:
@@ -28,28 +28,30 @@ class Placing:
     def place(
         self,
         batch: Batch,
-        messages: Sequence[Placed],
+        messages: Sequence[Item],
         routes: Sequence[Sequence[str]],
         now_ms: int,
+        *,
+        late: bool = False,
     ) -> list[Queue]:
         """Enqueue new messages and set their reference counts; return the queues touched."""
         core = self._core
         per_queue: dict[str, list[Item]] = {}
         unrouted: list[int] = []
-        for (message_id, lane, visible_at_ms, metadata), names in zip(
-            messages, routes, strict=True
-        ):
-            for name in names:
-                item = Item(message_id, message_id, lane, 0, 0, visible_at_ms, metadata)
-                items = per_queue.get(name)
+        for message, names in zip(messages, routes, strict=True):
+            if len(names) == 1:
+                items = per_queue.get(names[0])
                 if items is None:
-                    per_queue[name] = [item]
+                    per_queue[names[0]] = [message]
                 else:
-                    items.append(item)
-            if len(names) != 1:
-                core.payloads.refer(batch, message_id, len(names))
-                if not names:
-                    unrouted.append(message_id)
+                    items.append(message)
+                continue
+            core.payloads.refer(batch, message.message_id, len(names))
+            if not names:
+                unrouted.append(message.message_id)
+            for name in names:
+                # Each queue has an item of its own: key, state and times differ between them.
+                per_queue.setdefault(name, []).append(msgspec.structs.replace(message))
         if unrouted:
             core.log.note_unrouted(batch, unrouted)
             core.totals.unrouted += len(unrouted)
@@ -57,17 +59,29 @@ class Placing:
         for name, items in per_queue.items():
             queue = core.queue(name)
             touched.append(queue)
-            self.enqueue(batch, queue, items, now_ms)
+            self.enqueue(batch, queue, items, now_ms, late=late)
         return touched
 
-    def enqueue(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
-        """Put messages into one queue."""
+    def enqueue(
+        self,
+        batch: Batch,
+        queue: Queue,
+        items: Sequence[Item],
+        now_ms: int,
+        *,
+        late: bool = False,
+    ) -> None:
+        """Put messages into one queue; ``late`` if they may have been published before now."""
         core, delay_ms = self._core, queue.spec.delay_ms
         if delay_ms:
             for item in items:
+                metadata = decode_metadata(item.metadata)
                 # A message's own delay counts if it has one; the queue's is the default.
-                if item.visible_at_ms <= now_ms:
-                    item.visible_at_ms = now_ms + delay_ms
+                if not metadata.delay_ms:
+                    item.visible_at_ms = metadata.published_at_ms + delay_ms
+        if late:
+            for item in items:
+                item.visible_at_ms = max(item.visible_at_ms, now_ms)
         core.active.add(batch, queue, items, now_ms)
         if queue.spec.unclaimed_retention_ms:
             core.note_unclaimed(batch, queue, items, [item.visible_at_ms for item in items])

@@ -15,6 +15,7 @@ import re
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock.errors import InvalidReceipt
+from penstock.stores.leases import family_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,10 +28,11 @@ _RECEIPT_CHARS: Final = _TOKEN_CHARS + 1 + 16
 
 
 class LeaseToken(NamedTuple):
-    """A parsed token: the queue's number and the lease."""
+    """A parsed token: the queue's number, the lease, and what all splits of it share."""
 
     queue: int
     lease: bytes
+    family: bytes
 
 
 def lease_token(store_id: int, queue: int, lease: bytes) -> str:
@@ -47,7 +49,8 @@ def parse_lease_token(store_id: int, token: object) -> LeaseToken:
         raise InvalidReceipt(
             f"receipt {_shown(token)} is of another store ({match[1]}; this one is {store_id:08x})"
         )
-    return LeaseToken(int(match[2], 16), bytes.fromhex(match[3]))
+    lease = bytes.fromhex(match[3])
+    return LeaseToken(int(match[2], 16), lease, family_of(lease))
 
 
 def parse_receipts(store_id: int, receipts: Iterable[object]) -> list[tuple[LeaseToken, int]]:

@@ -16,7 +16,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from penstock.codec.metadata import Metadata, decode_metadata
-from penstock.errors import CorruptRecord, InvalidInput
+from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue
 from penstock.filters import parse
 from penstock.model import Assigned, AssignStatus, Backfilled, Cursor, LogPage, LogRecord, LogStats
 from penstock.stores.active import Item, lane_of
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from penstock.filters import Filter, RowTuple
     from penstock.stores.core import Core
-    from penstock.stores.placing import Placed, Placing
+    from penstock.stores.placing import Placing
     from penstock.stores.queues import Queue
 
 __all__ = ["Routing"]
@@ -90,6 +90,8 @@ class Routing:
         if until is not None:
             end = min(end, until)
         others = [self.cursor(other) for other in range(core.log.all_logs) if other != log]
+        if core.identity.routing == "inline":
+            others = []
         for change, _ in core.log.settings.changes:
             if begin < change < end and any(cursor < change for cursor in others):
                 end = change
@@ -106,11 +108,10 @@ class Routing:
         return LogPage(
             log=log,
             records=records,
-            cursor=Cursor(begin, max(begin, page.next_offset)),
+            cursor=Cursor(begin, max(begin, page.next_offset), core.totals.filters_version),
             earliest=core.log.earliest,
             end=core.log.end,
             filters=filters,
-            filters_version=core.totals.filters_version,
         )
 
     def assign(
@@ -128,44 +129,67 @@ class Routing:
             return Assigned(AssignStatus.STALE, at, 0)
         if cursor.begin > max(at, core.log.earliest):
             return Assigned(AssignStatus.AHEAD, at, 0)
+        if self._outdated(cursor):
+            return Assigned(AssignStatus.OUTDATED, at, 0)
+        for message_id in assignments:
+            if not cursor.begin <= message_id < cursor.end:
+                raise InvalidInput(
+                    f"message {message_id} is not in the page [{cursor.begin}, {cursor.end})"
+                )
         begin = max(at, cursor.begin)
         page = core.log.read(log, begin, cursor.end - begin, end=cursor.end)
         if page.next_offset < cursor.end:
             raise InvalidInput(
                 f"log {log} ends at offset {page.next_offset}; the cursor to assign is {cursor.end}"
             )
-        placed, routes = self._placed(page.rows, assignments, now_ms)
-        strangers = set(assignments) - {row[0] for row in page.rows}
-        if any(begin <= message_id < cursor.end for message_id in strangers):
+        strangers = {i for i in assignments if i >= begin} - {row[0] for row in page.rows}
+        if strangers:
             raise InvalidInput(f"message {min(strangers)} is not in this page of log {log}")
+        placed, routes = self._placed(page.rows, assignments)
         batch = core.engine.batch()
-        touched = self._placing.place(batch, placed, routes, now_ms)
+        touched = self._placing.place(batch, placed, routes, now_ms, late=True)
         batch.put(_cursor_key(log), cursor.end.to_bytes(8, "big"), core.system.family)
         core.put_totals(batch, now_ms)
         core.commit(batch, touched, now_ms)
         status = AssignStatus.APPLIED if begin == cursor.begin else AssignStatus.TRIMMED
         return Assigned(status, cursor.end, sum(map(len, routes)))
 
+    def _outdated(self, cursor: Cursor) -> bool:
+        """Whether filters have changed for offsets of a page since it was read."""
+        version, changes = cursor.filters_version, self._core.filter_changes
+        if version is None or version == self._core.totals.filters_version:
+            return False
+        # What happened before the oldest change on record is not known: read again, to be sure.
+        if not changes or changes[0][0] > version + 1:
+            return True
+        return any(at > version and offset < cursor.end for at, offset in changes)
+
     def _placed(
         self,
         rows: Sequence[tuple[int, bytes]],
         assignments: Mapping[int, Sequence[str]],
-        now_ms: int,
-    ) -> tuple[list[Placed], list[list[str]]]:
+    ) -> tuple[list[Item], list[list[str]]]:
         core = self._core
-        placed: list[Placed] = []
+        placed: list[Item] = []
         routes: list[list[str]] = []
         for message_id, encoded in rows:
             try:
                 metadata = decode_metadata(encoded)
             except CorruptRecord:
                 continue
-            visible_at_ms = max(now_ms, metadata.published_at_ms + metadata.delay_ms)
+            visible_at_ms = metadata.published_at_ms + metadata.delay_ms
             lane = lane_of(metadata.group, metadata.priority)
-            placed.append((message_id, lane, visible_at_ms, encoded))
-            # A queue may have been deleted since it was matched: it wants nothing any more.
+            placed.append(Item(message_id, message_id, lane, 0, 0, visible_at_ms, encoded))
+            # A queue may have been deleted (and made again) since it was matched: it wants
+            # nothing that came before it.
             names = dict.fromkeys(assignments.get(message_id, ()))
-            routes.append([name for name in names if name in core.queues])
+            routes.append(
+                [
+                    name
+                    for name in names
+                    if name in core.queues and core.coverage[name].filter_at(message_id) is not None
+                ]
+            )
         return placed, routes
 
     def _filters_at(self, offset: int) -> tuple[Mapping[str, str], int | None]:
@@ -218,6 +242,8 @@ class Routing:
         core = self._core
         queue = core.queue(queue_name)
         coverage = core.coverage[queue.name]
+        if coverage.draining:
+            raise InvalidQueue(f"queue {queue_name!r} is draining: it takes no more messages")
         filter_text = queue.spec.filter
         start = coverage.skip(max(begin, core.log.earliest), filter_text)
         stop = min(end, core.log.end, start + BACKFILL_WINDOW)
@@ -227,12 +253,12 @@ class Routing:
         for log in range(core.log.all_logs):
             rows += core.log.read(log, start, BACKFILL_WINDOW, end=stop).rows
         rows.sort()
-        items = self._wanted(queue, rows, now_ms)
+        items = self._wanted(queue, rows)
         batch = core.engine.batch()
         held = core.payloads.hold(batch, [item.message_id for item in items])
         kept = [item for item, alive in zip(items, held, strict=True) if alive]
         if kept:
-            self._placing.enqueue(batch, queue, kept, now_ms)
+            self._placing.enqueue(batch, queue, kept, now_ms, late=True)
         coverage.note(start, stop, filter_text)
         core.put_coverage(batch, queue, coverage)
         core.commit(batch, (queue,), now_ms)
@@ -240,7 +266,7 @@ class Routing:
             scanned=len(rows), added=len(kept), missing=len(items) - len(kept), next=stop
         )
 
-    def _wanted(self, queue: Queue, rows: Sequence[tuple[int, bytes]], now_ms: int) -> list[Item]:
+    def _wanted(self, queue: Queue, rows: Sequence[tuple[int, bytes]]) -> list[Item]:
         coverage = self._core.coverage[queue.name]
         wanted = parse(queue.spec.filter)
         compiled: dict[str, Filter] = {wanted.text: wanted}
@@ -253,7 +279,7 @@ class Routing:
             row = _row(metadata)
             if not wanted.matches(row) or coverage.had(row, message_id, compiled):
                 continue
-            visible_at_ms = max(now_ms, metadata.published_at_ms + metadata.delay_ms)
+            visible_at_ms = metadata.published_at_ms + metadata.delay_ms
             lane = lane_of(metadata.group, metadata.priority)
             items.append(Item(message_id, message_id, lane, 0, 0, visible_at_ms, encoded))
         return items

@@ -14,11 +14,10 @@ from penstock.backoff import backoff_ms
 from penstock.codec.stored import LeaseRecord
 from penstock.errors import CorruptRecord, InvalidReceipt
 from penstock.model import AttemptEnd, Outcome, OutcomeStatus, State
-from penstock.stores.leases import family_of
 from penstock.stores.receipts import parse_lease_token, parse_receipts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from penstock.kv import Batch
     from penstock.stores.active import Item
@@ -75,7 +74,7 @@ class Settling:
                 if queue.fifo:
                     core.wake(queue)
             core.commit(batch, judged.queues, now_ms)
-        return _outcomes(receipts, judged, lambda _: OutcomeStatus.DONE)
+        return _outcomes(receipts, judged, OutcomeStatus.DONE)
 
     def release(
         self,
@@ -104,11 +103,7 @@ class Settling:
                 failed.update(map(id, self._retry_or_fail(batch, holding, reason, now_ms)))
                 holding.queue.counts.released_total += len(holding.items)
             core.commit(batch, judged.queues, now_ms)
-        return _outcomes(
-            receipts,
-            judged,
-            lambda item: OutcomeStatus.FAILED if id(item) in failed else OutcomeStatus.RETRYING,
-        )
+        return _outcomes(receipts, judged, OutcomeStatus.RETRYING, failed=failed)
 
     def extend(
         self, receipts: Sequence[str], *, lease_ms: int, queue_name: str | None, now_ms: int
@@ -123,14 +118,14 @@ class Settling:
             for holding in judged.holdings:
                 self._move_deadline(batch, holding, deadline_ms, splits)
             core.commit(batch, judged.queues, now_ms)
-        return _outcomes(receipts, judged, lambda _: OutcomeStatus.EXTENDED, deadline_ms)
+        return _outcomes(receipts, judged, OutcomeStatus.EXTENDED, deadline_ms=deadline_ms)
 
     def extend_lease(
         self, token: str, *, lease_ms: int, queue_name: str | None, now_ms: int
     ) -> list[Outcome]:
         """Move the deadline of everything that is still held under a lease."""
         core = self._core
-        _, lease = parse_lease_token(core.identity.store_id, token)
+        lease = parse_lease_token(core.identity.store_id, token).lease
         receipts = [
             f"{token}-{key.hex()}"
             for _, record in core.leases.splits(lease)
@@ -279,7 +274,7 @@ class Settling:
         core = self._core
         by_queue: dict[int, list[tuple[int, bytes, int]]] = {}
         for index, (token, key) in enumerate(parse_receipts(core.identity.store_id, receipts)):
-            by_queue.setdefault(token.queue, []).append((index, family_of(token.lease), key))
+            by_queue.setdefault(token.queue, []).append((index, token.family, key))
         if queue_name is not None:
             own = core.queue(queue_name).number
             if any(number != own for number in by_queue):
@@ -334,13 +329,21 @@ class Settling:
 def _outcomes(
     receipts: Sequence[str],
     judged: Judged,
-    status: Callable[[Item], OutcomeStatus],
+    status: OutcomeStatus,
+    *,
     deadline_ms: int | None = None,
+    failed: Collection[int] = (),
 ) -> list[Outcome]:
-    return [
-        Outcome(receipt, judged.refused[index])
-        if item is None
-        else Outcome(receipt, status(item), deadline_ms)
-        for index, receipt in enumerate(receipts)
-        for item in (judged.accepted.get(index),)
-    ]
+    """Answer each receipt; ``failed`` holds the identities of items that are out of attempts."""
+    if not judged.refused and not failed:
+        return [Outcome(receipt, status, deadline_ms) for receipt in receipts]
+    outcomes = []
+    for index, receipt in enumerate(receipts):
+        item = judged.accepted.get(index)
+        if item is None:
+            outcomes.append(Outcome(receipt, judged.refused[index]))
+        elif id(item) in failed:
+            outcomes.append(Outcome(receipt, OutcomeStatus.FAILED))
+        else:
+            outcomes.append(Outcome(receipt, status, deadline_ms))
+    return outcomes

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from penstock.codec.metadata import decode_metadata
-from penstock.errors import CorruptRecord, InvalidInput
+from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue
 from penstock.model import State, SweepCounts
 from penstock.stores.active import Item, lane_of
 
@@ -93,7 +93,7 @@ class Upkeep:
             core.active.next_due_ms(),
             retention[0] if retention else None,
             core.dedup.next_due_ms(),
-            core.log.next_due_ms(),
+            core.log.next_due_ms(self._routing.routed_up_to()),
         )
         return min((time for time in times if time is not None), default=None)
 
@@ -126,14 +126,15 @@ class Upkeep:
     def _trim_log(self, now_ms: int) -> int:
         """Close a segment that is old enough, and drop the oldest that is past retention."""
         core, log = self._core, self._core.log
-        due_ms = log.next_due_ms()
+        routed_up_to = self._routing.routed_up_to()
+        due_ms = log.next_due_ms(routed_up_to)
         if due_ms is None or due_ms > now_ms:
             return 0
         batch = core.engine.batch()
         if len(log.segments) == 1:
             log.roll(batch, log.end, now_ms)
         dropped = 0
-        while (segment := log.droppable(now_ms, self._routing.routed_up_to())) is not None:
+        while (segment := log.droppable(now_ms, routed_up_to)) is not None:
             unheld = log.drop(batch, segment)
             dropped += core.payloads.drop_unheld(batch, unheld)
         core.commit(batch, (), now_ms)
@@ -206,7 +207,7 @@ class Upkeep:
         core.clear_unclaimed(batch, queue)
         core.history.clear(batch, queue)
         core.remove_queue(batch, queue)
-        core.filters_changed(batch, now_ms)
+        core.filters_changed(batch, core.log.end, now_ms)
         core.commit(batch, (), now_ms)
         core.drop(queue)
         return removed
@@ -220,7 +221,7 @@ class Upkeep:
         coverage.draining = True
         batch = core.engine.batch()
         core.put_coverage(batch, queue, coverage)
-        core.filters_changed(batch, now_ms)
+        core.filters_changed(batch, core.log.end, now_ms)
         core.commit(batch, (queue,), now_ms)
         self._remove_drained(now_ms)
 
@@ -335,15 +336,17 @@ class Upkeep:
                 f"{core.log.end} (the end of the log), not from {begin}"
             )
         retention_changed = spec.unclaimed_retention_ms != queue.spec.unclaimed_retention_ms
-        filter_changed = spec.filter != queue.spec.filter
+        coverage = core.coverage[queue.name]
+        filter_changed = spec.filter != queue.spec.filter or from_offset is not None
+        if filter_changed and coverage.draining:
+            raise InvalidQueue(f"queue {queue.name!r} is draining: its filter can't be changed")
         queue.respec(spec)
         batch = core.engine.batch()
         core.put_spec(batch, queue)
         if filter_changed:
-            coverage = core.coverage[queue.name]
             coverage.change(begin, spec.filter)
             core.put_coverage(batch, queue, coverage)
-            core.filters_changed(batch, now_ms)
+            core.filters_changed(batch, begin, now_ms)
         core.commit(batch, (queue,), now_ms)
         if retention_changed:
             self.reindex_unclaimed(queue, now_ms)

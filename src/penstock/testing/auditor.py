@@ -186,7 +186,7 @@ def _judge(story: _Story, begun: set[str]) -> Iterator[Finding]:
     for earlier, later in pairwise(by_attempt):
         if earlier.attempts == later.attempts or later.at_ms < earlier.began_at_ms:
             yield Finding("attempts", story.message_id, (earlier, later))
-        if later.at_ms < story.live_until_ms(earlier):
+        elif later.at_ms < story.live_until_ms(earlier):
             yield Finding("two leases", story.message_id, (earlier, later))
 
 

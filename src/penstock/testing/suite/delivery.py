@@ -243,6 +243,13 @@ class DeliverySuite(Suite):
             self.put(*[group.encode()] * 50, group=group)
         assert Counter(self.taken(25)) == Counter({g.encode(): 5 for g in "abcde"})
 
+    def test_every_group_has_a_share_of_a_batch_that_is_large_enough(self) -> None:
+        self.start()
+        self.put(*[b"a"] * 9, group="a")
+        self.put(*[b"b"] * 9, group="b")
+        self.put(b"c", group="c")
+        assert set(self.taken(4)) == {b"a", b"b", b"c"}
+
     def test_a_batch_is_filled_when_groups_run_out(self) -> None:
         self.start()
         self.put(*[b"a"] * 50, group="a")

@@ -1,0 +1,143 @@
+"""Programs that the crash tests run in a process of their own, and kill.
+
+``child.py work URL NOTES ROUND`` has threads use a store and note what they do;
+``child.py fill URL NOTES BYTES`` publishes until files can't grow; ``child.py hold URL`` opens a
+store and waits. A note is written straight to the file: what was noted outlives a kill.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import threading
+
+import msgspec
+
+import penstock
+from penstock import Broker, Message, SystemClock
+from penstock.testing.auditor import Kind, Note
+
+CLOCK = SystemClock()
+QUEUES = ("standard", "fifo")
+
+
+class Notebook:
+    def __init__(self, path: str, queue: str) -> None:
+        self._file = os.open(f"{path}.{queue}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+
+    def write(self, kind: Kind, began_at_ms: int = 0, **fields: object) -> int:
+        at_ms = CLOCK.now_ms()
+        note = Note(kind=kind, at_ms=at_ms, began_at_ms=began_at_ms, **fields)  # type: ignore[arg-type]
+        os.write(self._file, msgspec.json.encode(note) + b"\n")
+        return at_ms
+
+
+def draw(count: int) -> int:
+    return int(CLOCK.random() * count)
+
+
+def publisher(broker: Broker, book: Notebook, queue: str, name: str) -> None:
+    for number in range(1_000_000):
+        group = "abc"[draw(3)]
+        bodies = [f"{name}-{number}-{n}" for n in range(1 + draw(4))]
+        for body in bodies:
+            book.write(Kind.PUBLISHING, body=body, group=group)
+        began = CLOCK.now_ms()
+        ids = broker.publish(
+            [
+                Message(body.encode(), {"queue": queue}, group, draw(3), draw(2) * draw(30))
+                for body in bodies
+            ]
+        )
+        for body, message_id in zip(bodies, ids, strict=True):
+            book.write(Kind.PUBLISHED, began, body=body, message_id=message_id, group=group)
+        threading.Event().wait(0.002)
+
+
+def worker(broker: Broker, book: Notebook, queue: str) -> None:
+    while True:
+        began = CLOCK.now_ms()
+        deliveries = broker.claim(queue, limit=1 + draw(5), lease_ms=40 + draw(200), wait_ms=50)
+        for d in deliveries:
+            book.write(
+                Kind.DELIVERED,
+                began,
+                body=d.payload.decode(),
+                message_id=d.message_id,
+                receipt=d.receipt,
+                deadline_ms=d.lease_deadline_ms,
+                attempts=d.attempts,
+                group=d.group,
+            )
+        choice = draw(10)
+        if choice == 0:
+            continue
+        receipts = [d.receipt for d in deliveries]
+        if choice == 1:
+            for receipt in receipts:
+                book.write(Kind.EXTENDING, receipt=receipt)
+            for outcome in broker.extend(receipts, lease_ms=300):
+                if outcome:
+                    deadline_ms = outcome.lease_deadline_ms
+                    book.write(Kind.EXTENDED, receipt=outcome.receipt, deadline_ms=deadline_ms)
+        for receipt in receipts:
+            book.write(Kind.SETTLING, receipt=receipt)
+        began = CLOCK.now_ms()
+        if choice < 4:
+            outcomes = broker.release(receipts, delay_ms=draw(20))
+        else:
+            outcomes = broker.ack(receipts)
+        kinds = {"done": Kind.ACKED, "retrying": Kind.RELEASED, "failed": Kind.FAILED}
+        for outcome in outcomes:
+            book.write(
+                kinds.get(outcome.status.value, Kind.REFUSED), began, receipt=outcome.receipt
+            )
+
+
+def work(url: str, notes: str, round_: str) -> None:
+    broker = penstock.open(url)
+    for queue in QUEUES:
+        ordering = "fifo" if queue == "fifo" else "standard"
+        broker.create_queue(queue, ordering=ordering, max_attempts=1000, bucket_exponent=1)
+        book = Notebook(notes, queue)
+        for n in range(2):
+            name = f"{queue}-{round_}-{n}"
+            threading.Thread(target=publisher, args=(broker, book, queue, name)).start()
+            threading.Thread(target=worker, args=(broker, book, queue)).start()
+    print("working", flush=True)
+
+
+def fill(url: str, notes: str, size: str) -> None:
+    broker = penstock.open(url)
+    broker.create_queue("a", filter="x = 1")
+    broker.create_queue("b", filter="x = 1")
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit = int(size)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    confirmed = []
+    raised = "nothing"
+    try:
+        for number in range(10_000):
+            body = b"%06d" % number * 1000
+            confirmed.append(broker.publish([Message(body, {"x": 1})] * 3))
+    except Exception as error:
+        raised = type(error).__name__
+    again = "nothing"
+    try:
+        broker.publish([Message(b"x" * limit, {"x": 1})])
+    except Exception as error:
+        again = type(error).__name__
+    print(msgspec.json.encode([raised, again, confirmed]).decode(), flush=True)
+    os._exit(0)
+
+
+def hold(url: str) -> None:
+    with penstock.open(url):
+        print("holding", flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    {"work": work, "fill": fill, "hold": hold}[sys.argv[1]](*sys.argv[2:])

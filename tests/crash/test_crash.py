@@ -1,0 +1,139 @@
+"""Processes that die, disks that fill up, directories that are taken: on a real RocksDB."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+import penstock
+from penstock import State, StoreLocked, SystemClock
+from penstock.testing.auditor import Kind, Note, audit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock import Broker, Entry
+
+CHILD = Path(__file__).with_name("child.py")
+DESIGNS = ["indexed", "buckets"]
+ROUNDS = 4
+
+
+@contextmanager
+def child(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """Start a program of child.py, and see to it that it ends."""
+    process = subprocess.Popen(
+        [sys.executable, str(CHILD), *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def browse(broker: Broker, queue: str, *states: State) -> list[Entry]:
+    return [entry for state in states for entry in pages(broker, queue, state)]
+
+
+def pages(broker: Broker, queue: str, state: State) -> Iterator[Entry]:
+    cursor: str | None = None
+    while True:
+        page = broker.browse(queue, state=state, limit=1000, cursor=cursor)
+        yield from page
+        cursor = page.next_cursor
+        if cursor is None:
+            return
+
+
+def notes_of(path: Path) -> list[Note]:
+    """Read notes; a kill may have cut the last line of a process short."""
+    notes = []
+    for line in path.read_bytes().splitlines():
+        try:
+            notes.append(msgspec.json.decode(line, type=Note))
+        except msgspec.DecodeError:
+            continue
+    return notes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("design", DESIGNS)
+def test_killed_at_any_moment(design: str, tmp_path: Path) -> None:
+    url = f"rocksdb:{tmp_path}/store?design={design}"
+    clock = SystemClock()
+    for round_ in range(ROUNDS):
+        with child("work", url, tmp_path / "notes", round_) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "working\n"
+            threading.Event().wait(0.3 + clock.random())
+            assert process.poll() is None, "the child ended by itself"
+    with penstock.open(url, background=False) as broker:
+        for queue in ("standard", "fifo"):
+            notes = notes_of(tmp_path / f"notes.{queue}")
+            waiting = browse(broker, queue, State.AVAILABLE, State.DELAYED, State.IN_FLIGHT)
+            over = browse(broker, queue, State.DONE, State.FAILED)
+            bodies = [(e.message_id, (e.payload or b"").decode()) for e in waiting]
+            findings = audit(
+                notes,
+                in_queue=bodies,
+                settled=[entry.message_id for entry in over],
+                fifo=queue == "fifo",
+            )
+            assert not findings, f"{len(findings)} findings, the first:\n{findings[0]}"
+            stats = broker.stats(queue)
+            assert stats.available + stats.delayed + stats.in_flight == len(waiting)
+            assert stats.done + stats.failed == len(over)
+            seen = Counter(note.kind for note in notes)
+            assert seen[Kind.ACKED] > 20, seen
+            assert seen[Kind.RELEASED] > 5, seen
+        totals = broker.store_stats()
+        assert (totals.quarantined_total, totals.healed_total) == (0, 0)
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_full_disk(design: str, tmp_path: Path) -> None:
+    url = f"rocksdb:{tmp_path}/store?design={design}"
+    with child("fill", url, "-", 1_000_000) as process:
+        out, error = process.communicate(timeout=50)
+    assert process.returncode == 0, error
+    raised, again, confirmed = msgspec.json.decode(out)
+    assert raised in {"DiskFull", "StorageFailed"}
+    assert again in {"DiskFull", "StorageFailed"}
+    assert len(confirmed) > 5
+    with penstock.open(url, background=False) as broker:
+        for queue in ("a", "b"):
+            present = {entry.message_id: entry for entry in pages(broker, queue, State.AVAILABLE)}
+            for number, ids in enumerate(confirmed):
+                assert {present[i].payload for i in ids} == {b"%06d" % number * 1000}
+            # What was not confirmed is there whole or not at all.
+            more = [e for i, e in present.items() if i > max(map(max, confirmed))]
+            assert len(more) % 3 == 0
+            assert broker.stats(queue).available == len(present)
+        assert {e.message_id for e in pages(broker, "a", State.AVAILABLE)} == set(present)
+        broker.publish([penstock.Message(b"room again", {"x": 1})])
+
+
+def test_a_store_has_one_owner(tmp_path: Path) -> None:
+    url = f"rocksdb:{tmp_path}/store"
+    with child("hold", url) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "holding\n"
+        with pytest.raises(StoreLocked, match=rf"\b{process.pid}\b"):
+            penstock.open(url)
+    with penstock.open(url), pytest.raises(StoreLocked, match="this process"):
+        penstock.open(url)
+    with penstock.open(url) as broker:
+        assert broker.queues() == []

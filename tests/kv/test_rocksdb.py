@@ -1,0 +1,257 @@
+"""What only a directory can go through: other owners, other contents, no room, a killed process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+import rocksdict
+
+import penstock
+from penstock.errors import StorageFailed, StoreLocked, StoreMismatch
+from penstock.kv import Shape
+from penstock.kv.rocksdb import RocksEngine, tables_at
+from penstock.opening import DESIGNS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TABLES = {"default": Shape.SYSTEM, "things": Shape.VALUES}
+OWNER = "PENSTOCK-OWNER"
+
+OPEN_AND = """
+import os, resource, sys
+from pathlib import Path
+from penstock.errors import PenstockError
+from penstock.kv import Shape
+from penstock.kv.rocksdb import RocksEngine
+
+engine = RocksEngine(Path(sys.argv[1]), {"default": Shape.SYSTEM, "things": Shape.VALUES})
+
+def put(key, value):
+    batch = engine.batch()
+    batch.put(key, value, engine.table("things").family)
+    engine.commit(batch)
+"""
+
+
+@contextmanager
+def process(place: Path, then: str) -> Iterator[subprocess.Popen[str]]:
+    """Have another process open the directory and go on from there."""
+    command = [sys.executable, "-c", OPEN_AND + then, str(place)]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def said(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+# --- one owner ------------------------------------------------------------------------------------
+
+
+def test_the_owner_file_names_this_process_while_the_engine_is_open(tmp_path: Path) -> None:
+    engine = RocksEngine(tmp_path, TABLES)
+    owner = json.loads((tmp_path / OWNER).read_bytes())
+    assert owner == {"pid": os.getpid(), "host": socket.gethostname()}
+    engine.close()
+    assert not (tmp_path / OWNER).exists()
+
+
+def test_a_second_engine_in_this_process_is_told_to_share(tmp_path: Path) -> None:
+    engine = RocksEngine(tmp_path, TABLES)
+    with pytest.raises(StoreLocked, match=rf"pid {os.getpid()}\): share one broker"):
+        RocksEngine(tmp_path, TABLES)
+    # The one that was refused must not have taken the first one's file along.
+    assert (tmp_path / OWNER).exists()
+    engine.close()
+    RocksEngine(tmp_path, TABLES).close()
+
+
+def test_a_second_process_is_told_who_has_it(tmp_path: Path) -> None:
+    with process(tmp_path, "print('open', flush=True); sys.stdin.read()") as child:
+        assert said(child) == "open"
+        with pytest.raises(StoreLocked, match=f"open in process {child.pid} on "):
+            RocksEngine(tmp_path, TABLES)
+        with pytest.raises(StoreLocked, match="one process owns a store"):
+            RocksEngine(tmp_path, TABLES)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not json", b'{"pid": "x"}'])
+def test_a_lock_without_a_readable_owner_file_is_still_told(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    engine = RocksEngine(tmp_path, TABLES)
+    (tmp_path / OWNER).unlink()
+    if content is not None:
+        (tmp_path / OWNER).write_bytes(content)
+    with pytest.raises(StoreLocked, match="is open in another process"):
+        RocksEngine(tmp_path, TABLES)
+    engine.close()
+
+
+def test_a_killed_owner_holds_nothing_and_its_commits_are_kept(tmp_path: Path) -> None:
+    then = "put(b'k', b'not synced'); print('put', flush=True); sys.stdin.read()"
+    with process(tmp_path, then) as child:
+        assert said(child) == "put"
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    assert json.loads((tmp_path / OWNER).read_bytes())["pid"] == child.pid
+    engine = RocksEngine(tmp_path, TABLES)
+    assert engine.table("things").get(b"k") == b"not synced"
+    assert json.loads((tmp_path / OWNER).read_bytes())["pid"] == os.getpid()
+    engine.close()
+
+
+def test_a_closed_engine_lets_go_for_good(tmp_path: Path) -> None:
+    engine = RocksEngine(tmp_path, TABLES)
+    table = engine.table("things")
+    engine.close()
+    # A table that is still referred to must not keep the database open.
+    RocksEngine(tmp_path, TABLES).close()
+    assert table.family is None
+
+
+# --- what the engine refuses ----------------------------------------------------------------------
+
+
+def test_no_room_is_said_to_be_no_room(tmp_path: Path) -> None:
+    then = """
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+try:
+    for number in range(64):
+        put(b"%d" % number, os.urandom(1 << 17))
+    print("no error")
+except PenstockError as error:
+    print(type(error).__name__, flush=True)
+os._exit(0)
+"""
+    with process(tmp_path, then) as child:
+        assert said(child) == "DiskFull"
+
+
+def test_a_place_where_no_directory_can_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StorageFailed, match="can't make the directory"):
+        RocksEngine(tmp_path / "file" / "store", TABLES)
+
+
+def test_a_damaged_database_is_not_taken_for_one_that_is_locked(tmp_path: Path) -> None:
+    # The engine's words for it name the path, in which "lock" may be part of a word.
+    place = tmp_path / "blocks"
+    RocksEngine(place, TABLES).close()
+    (place / "CURRENT").write_bytes(b"MANIFEST-999999\n")
+    with pytest.raises(StorageFailed, match="RocksDB can't open"):
+        RocksEngine(place, TABLES)
+
+
+# --- what is in a directory -----------------------------------------------------------------------
+
+
+def test_a_place_with_nothing_has_no_tables(tmp_path: Path) -> None:
+    assert tables_at(tmp_path / "missing") is None
+    assert tables_at(tmp_path) is None
+
+
+def test_the_tables_of_a_database_are_named_without_opening_it(tmp_path: Path) -> None:
+    engine = RocksEngine(tmp_path, TABLES)
+    assert set(tables_at(tmp_path) or ()) == set(TABLES)
+    engine.close()
+    assert set(tables_at(tmp_path) or ()) == set(TABLES)
+
+
+def test_a_directory_of_other_files_is_no_database(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("keep me")
+    with pytest.raises(StoreMismatch, match="is not empty and holds no RocksDB database"):
+        tables_at(tmp_path)
+    with pytest.raises(StoreMismatch):
+        penstock.open(f"rocksdb:{tmp_path}")
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_a_file_is_no_database(tmp_path: Path) -> None:
+    place = tmp_path / "file"
+    place.write_text("keep me")
+    with pytest.raises(StoreMismatch):
+        penstock.open(f"rocksdb:{place}")
+    assert place.read_text() == "keep me"
+
+
+def test_a_database_that_can_not_be_read_is_a_mismatch(tmp_path: Path) -> None:
+    (tmp_path / "CURRENT").write_bytes(b"\xffgarbage")
+    with pytest.raises(StoreMismatch, match="not a RocksDB database that can be read"):
+        tables_at(tmp_path)
+
+
+def test_somebody_elses_database_is_refused_and_left_alone(tmp_path: Path) -> None:
+    other = rocksdict.Rdict(str(tmp_path), rocksdict.Options(raw_mode=True))
+    other.create_column_family("leases", rocksdict.Options(raw_mode=True))
+    other[b"theirs"] = b"kept"
+    other.close()
+    with pytest.raises(StoreMismatch, match=r"not a Penstock store.*default, leases"):
+        penstock.open(f"rocksdb:{tmp_path}")
+    assert set(tables_at(tmp_path) or ()) == {"default", "leases"}
+
+
+@pytest.mark.parametrize(("made", "asked"), [("indexed", "buckets"), ("buckets", "indexed")])
+def test_a_store_of_the_other_design_is_refused(tmp_path: Path, made: str, asked: str) -> None:
+    penstock.open(f"rocksdb:{tmp_path}?design={made}", background=False).close()
+    with pytest.raises(StoreMismatch, match=f"of the {made} design, not {asked}"):
+        penstock.open(f"rocksdb:{tmp_path}?design={asked}", background=False)
+    # Without being asked for a design, the store says which it has.
+    penstock.open(f"rocksdb:{tmp_path}", background=False).close()
+
+
+def test_a_store_keeps_how_it_routes(tmp_path: Path) -> None:
+    penstock.open(f"rocksdb:{tmp_path}", routing="pipeline", background=False).close()
+    with pytest.raises(StoreMismatch, match="routes pipeline"):
+        penstock.open(f"rocksdb:{tmp_path}", routing="inline", background=False)
+    with penstock.open(f"rocksdb:{tmp_path}", background=False) as broker:
+        assert broker.log_stats().routing == "pipeline"
+
+
+@pytest.mark.parametrize(
+    ("identity", "says"),
+    [
+        (
+            msgspec.msgpack.encode(
+                {
+                    "format": 2,
+                    "design": "indexed",
+                    "store_id": 1,
+                    "created_at_ms": 0,
+                    "routing": "inline",
+                }
+            ),
+            "format 2.*use a newer one",
+        ),
+        (b"\xc1", "identity record does not decode"),
+    ],
+)
+def test_an_identity_of_tomorrow_or_of_nobody_is_refused(
+    tmp_path: Path, identity: bytes, says: str
+) -> None:
+    penstock.open(f"rocksdb:{tmp_path}", background=False).close()
+    engine = RocksEngine(tmp_path, DESIGNS["indexed"].tables)
+    batch = engine.batch()
+    batch.put(b"meta", identity, engine.table("default").family)
+    engine.commit(batch)
+    engine.close()
+    with pytest.raises(StoreMismatch, match=says):
+        penstock.open(f"rocksdb:{tmp_path}", background=False)
+    # A store that was refused is let go of.
+    RocksEngine(tmp_path, DESIGNS["indexed"].tables).close()
