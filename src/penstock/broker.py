@@ -22,7 +22,6 @@ from penstock.errors import (
     InvalidInput,
     InvalidMessage,
     InvalidQueue,
-    PenstockError,
     QueueExists,
 )
 from penstock.filters import Matcher, Row, default_filter, parse
@@ -397,23 +396,36 @@ class Broker:
             return self._store.read_log(log, begin, limit)
 
     def assign(
-        self, log: int, cursor: Cursor, assignments: Mapping[int, Sequence[str]]
+        self,
+        log: int,
+        cursor: Cursor,
+        assignments: Mapping[int, Sequence[str]],
+        *,
+        epoch: int | None = None,
     ) -> Assigned:
         """Put the messages of a page into queues: message id to queue names.
 
         ``cursor`` is the page's. What has been assigned before is left alone, and the answer
-        says so.
+        says so. ``epoch`` is what :meth:`take_epoch` gave.
         """
         if self._inline:
             raise InvalidInput("this store routes inline: there is nothing to assign")
         check_count(log, "log", 0, limits.MAX_LOGS)
         check_assignments(cursor, assignments)
         with self._lock:
-            answer = self._store.assign(log, cursor, assignments, self._now_ms())
+            answer = self._store.assign(log, cursor, assignments, self._now_ms(), epoch=epoch)
             self._after_change()
             number = self._store.commits
         self._committer.wait(number)
         return answer
+
+    def take_epoch(self) -> int:
+        """Fence every pipeline that took an epoch before; name the new one in ``assign``."""
+        with self._lock:
+            epoch = self._store.take_epoch(self._now_ms())
+            number = self._store.commits
+        self._committer.wait(number)
+        return epoch
 
     def backfill(
         self,
@@ -570,6 +582,21 @@ class Broker:
         self._committer.wait(number)
         return removed
 
+    def trim(self, queue: str, *, state: State | str, before: int) -> int:
+        """Remove done or failed messages whose sequence number is below ``before``.
+
+        For who has copied them elsewhere: the sequence is that of the history tables.
+        """
+        checked = check_state(state)
+        if checked not in {State.DONE, State.FAILED}:
+            raise InvalidInput(f"only done and failed messages can be trimmed, not {checked}")
+        check_count(before, "before", 0, limits.MAX_OFFSET)
+        with self._lock:
+            removed = self._store.trim(queue, checked, before, self._now_ms())
+            number = self._store.commits
+        self._committer.wait(number)
+        return removed
+
     # --- time ------------------------------------------------------------------------------
 
     def sweep(self, *, budget: int = SWEEP_BUDGET) -> SweepCounts:
@@ -591,7 +618,8 @@ class Broker:
                     now_ms = self._now_ms()
                     counts = self._store.sweep(now_ms, SWEEP_BUDGET)
                     self._after_change()
-                except PenstockError:
+                except Exception:
+                    # Whatever it was, leases must go on expiring.
                     log.exception("the sweep failed; it will be tried again")
                     wait_ms = 1_000
                 else:

@@ -318,6 +318,7 @@ class AssignStatus(StrEnum):
     STALE = "stale"
     AHEAD = "ahead"
     OUTDATED = "outdated"
+    FENCED = "fenced"
 
 
 class Assigned(msgspec.Struct, frozen=True):
@@ -327,7 +328,8 @@ class Assigned(msgspec.Struct, frozen=True):
     all of it had been, nothing was changed. ``ahead``: the page begins after the log's cursor,
     so that messages would be left out; nothing was changed, read from ``cursor`` on.
     ``outdated``: a filter has changed for offsets of this page since it was read; nothing was
-    changed, read it again.
+    changed, read it again. ``fenced``: another pipeline has taken over since this one took its
+    epoch; nothing was changed, and nothing that this one does will be.
     """
 
     status: AssignStatus

@@ -12,12 +12,16 @@ import resource
 import signal
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 import msgspec
 
 import penstock
 from penstock import Broker, Message, SystemClock
 from penstock.testing.auditor import Kind, Note
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CLOCK = SystemClock()
 QUEUES = ("standard", "fifo")
@@ -32,6 +36,11 @@ class Notebook:
         note = Note(kind=kind, at_ms=at_ms, began_at_ms=began_at_ms, **fields)  # type: ignore[arg-type]
         os.write(self._file, msgspec.json.encode(note) + b"\n")
         return at_ms
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def draw(count: int) -> int:
@@ -106,7 +115,7 @@ def work(url: str, notes: str, round_: str) -> None:
             name = f"{queue}-{round_}-{n}"
             threading.Thread(target=publisher, args=(broker, book, queue, name)).start()
             threading.Thread(target=worker, args=(broker, book, queue)).start()
-    print("working", flush=True)
+    say("working")
 
 
 def fill(url: str, notes: str, size: str) -> None:
@@ -129,15 +138,17 @@ def fill(url: str, notes: str, size: str) -> None:
         broker.publish([Message(b"x" * limit, {"x": 1})])
     except Exception as error:
         again = type(error).__name__
-    print(msgspec.json.encode([raised, again, confirmed]).decode(), flush=True)
+    say(msgspec.json.encode([raised, again, confirmed]).decode())
     os._exit(0)
 
 
 def hold(url: str) -> None:
     with penstock.open(url):
-        print("holding", flush=True)
+        say("holding")
         sys.stdin.read()
 
 
+PROGRAMS: dict[str, Callable[..., None]] = {"work": work, "fill": fill, "hold": hold}
+
 if __name__ == "__main__":
-    {"work": work, "fill": fill, "hold": hold}[sys.argv[1]](*sys.argv[2:])
+    PROGRAMS[sys.argv[1]](*sys.argv[2:])

@@ -581,7 +581,7 @@ class Model:
         while self.turns and len(taken) < limit:
             want = limit - len(taken)
             visits = min(len(self.turns), want)
-            share = -(-want // visits)
+            share = want // visits
             for group in self.turns[:visits]:
                 if len(taken) >= limit:
                     break

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock import Broker, ManualClock, Message, PenstockError, State
-from penstock.opening import DESIGNS, make_store
 from penstock.kv.memory import MemoryEngine
 from penstock.kv.rocksdb import RocksEngine
+from penstock.opening import DESIGNS, make_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Batch", "Engine", "Family", "Shape", "Table", "rows_of"]
+__all__ = ["Batch", "Engine", "Family", "Shape", "Table", "View", "rows_of"]
 
 # What a batch needs to name a table. The RocksDB engine hands out the library's own handles and
 # batches, so that a put costs one call and no wrapper; hence an opaque type.
@@ -67,6 +67,19 @@ class Table(Protocol):
         """Read up to ``limit`` pairs of [begin, end), descending."""
 
 
+class View(Protocol):
+    """All tables as they were at one moment. Reading it blocks nobody; let go of it soon.
+
+    One thread at a time may use a view.
+    """
+
+    def table(self, name: str) -> Table:
+        """Return a table as it was."""
+
+    def close(self) -> None:
+        """Let go of what the view pins."""
+
+
 class Engine(Protocol):
     """An open database."""
 
@@ -78,6 +91,9 @@ class Engine(Protocol):
 
     def commit(self, batch: Batch) -> None:
         """Apply a batch whole, visible to reads at once, durable after the next ``sync``."""
+
+    def view(self) -> View:
+        """Pin the present state for reading. Call it while nobody commits."""
 
     def sync(self) -> None:
         """Make everything committed before this call durable. May be called from any thread."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sortedcontainers import SortedDict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from penstock.kv import Batch
 
@@ -18,9 +18,9 @@ __all__ = ["MemoryEngine"]
 class MemoryTable:
     """One sorted dictionary. It is its own family handle."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: Any = None) -> None:
         self.family: MemoryTable = self
-        self.rows: Any = SortedDict()
+        self.rows: Any = SortedDict() if rows is None else rows
 
     def get(self, key: bytes) -> bytes | None:
         """Read one value."""
@@ -64,6 +64,21 @@ class MemoryBatch:
         return len(self.changes)
 
 
+class MemoryView:
+    """Copies of all tables."""
+
+    def __init__(self, tables: Mapping[str, MemoryTable]) -> None:
+        self._tables = {name: MemoryTable(table.rows.copy()) for name, table in tables.items()}
+
+    def table(self, name: str) -> MemoryTable:
+        """Return a table as it was."""
+        return self._tables[name]
+
+    def close(self) -> None:
+        """Drop the copies."""
+        self._tables.clear()
+
+
 class MemoryEngine:
     """Tables that live as long as the object: reopening a store on it finds everything."""
 
@@ -89,6 +104,10 @@ class MemoryEngine:
             else:
                 for doomed in list(table.rows.irange(key, end, inclusive=(True, False))):
                     del table.rows[doomed]
+
+    def view(self) -> MemoryView:
+        """Copy the present state."""
+        return MemoryView(self._tables)
 
     def sync(self) -> None:
         """Do nothing: memory is as durable as it gets."""

@@ -112,13 +112,13 @@ class RocksTable:
     """One column family."""
 
     def __init__(self, column: rocks.Rdict, handle: rocks.ColumnFamily) -> None:
-        self._column = column
+        self.column = column
         self._get: Any = column.get
         self.family: rocks.ColumnFamily | None = handle
 
     def close(self) -> None:
         """Let go of the database: it stays open for as long as any handle to it is alive."""
-        self._column.close()
+        self.column.close()
         self.family = None
 
     def get(self, key: bytes) -> bytes | None:
@@ -142,7 +142,7 @@ class RocksTable:
         bound = rocks.ReadOptions()
         bound.set_iterate_upper_bound(end)
         try:
-            rows: Any = self._column.items(from_key=begin, read_opt=bound)
+            rows: Any = self.column.items(from_key=begin, read_opt=bound)
             return list(islice(rows, limit))
         except Exception as error:
             _translate(error)
@@ -153,10 +153,80 @@ class RocksTable:
         bound.set_iterate_lower_bound(begin)
         bound.set_iterate_upper_bound(end)
         try:
-            rows: Any = self._column.items(backwards=True, from_key=end, read_opt=bound)
+            rows: Any = self.column.items(backwards=True, from_key=end, read_opt=bound)
             return list(islice(rows, limit))
         except Exception as error:
             _translate(error)
+
+
+class RocksViewTable:
+    """A column family as it was: an iterator pins the moment it was made at.
+
+    rocksdict's own snapshots pin point reads only; what they iterate over is the present.
+    """
+
+    def __init__(self, column: rocks.Rdict) -> None:
+        self.family: rocks.ColumnFamily | None = None
+        self._rows: Any = column.iter()
+
+    def close(self) -> None:
+        """Let go of the pinned files."""
+        self._rows = None
+
+    def get(self, key: bytes) -> bytes | None:
+        """Read one value."""
+        found = self.scan(key, key + b"\0", 1)
+        return found[0][1] if found else None
+
+    def multi_get(self, keys: list[bytes]) -> list[bytes | None]:
+        """Read many values."""
+        return [self.get(key) for key in keys]
+
+    def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
+        """Read up to ``limit`` pairs of [begin, end), ascending."""
+        rows = self._rows
+        found: list[tuple[bytes, bytes]] = []
+        try:
+            rows.seek(begin)
+            while len(found) < limit and rows.valid() and (key := rows.key()) < end:
+                found.append((key, rows.value()))
+                rows.next()
+            rows.status()
+        except Exception as error:
+            _translate(error)
+        return found
+
+    def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
+        """Read up to ``limit`` pairs of [begin, end), descending."""
+        rows = self._rows
+        found: list[tuple[bytes, bytes]] = []
+        try:
+            rows.seek_for_prev(end)
+            if rows.valid() and rows.key() == end:
+                rows.prev()
+            while len(found) < limit and rows.valid() and (key := rows.key()) >= begin:
+                found.append((key, rows.value()))
+                rows.prev()
+            rows.status()
+        except Exception as error:
+            _translate(error)
+        return found
+
+
+class RocksView:
+    """All column families as they were at one moment."""
+
+    def __init__(self, columns: Mapping[str, rocks.Rdict]) -> None:
+        self._tables = {name: RocksViewTable(column) for name, column in columns.items()}
+
+    def table(self, name: str) -> RocksViewTable:
+        """Return a table as it was."""
+        return self._tables[name]
+
+    def close(self) -> None:
+        """Let go of the pinned files."""
+        for table in self._tables.values():
+            table.close()
 
 
 class RocksEngine:
@@ -202,6 +272,10 @@ class RocksEngine:
             self._db.write(rows)
         except Exception as error:
             _translate(error)
+
+    def view(self) -> RocksView:
+        """Pin the present state for reading."""
+        return RocksView({name: table.column for name, table in self._tables.items()})
 
     def sync(self) -> None:
         """Fsync the write-ahead log, letting other threads run meanwhile."""

@@ -196,7 +196,8 @@ class BucketActive:
         while ring and len(taken) < limit:
             want = limit - len(taken)
             visits = min(len(ring), want)
-            share = -(-want // visits)
+            # What a fair share leaves over goes out in a further round; a FIFO group has only one.
+            share = -(-want // visits) if queue.fifo else want // visits
             for _ in range(visits):
                 # A bucket that can't be read may have taken other groups with it.
                 if not ring or len(taken) >= limit:

@@ -135,9 +135,21 @@ class Store(Protocol):
         """Read a page of a log from an offset, or from its cursor, on."""
 
     def assign(
-        self, log: int, cursor: Cursor, assignments: Mapping[int, Sequence[str]], now_ms: int
+        self,
+        log: int,
+        cursor: Cursor,
+        assignments: Mapping[int, Sequence[str]],
+        now_ms: int,
+        *,
+        epoch: int | None = None,
     ) -> Assigned:
         """Put a page's messages into queues and move the log's cursor, together."""
+
+    def take_epoch(self, now_ms: int) -> int:
+        """Fence every pipeline that took an epoch before; return the new one."""
+
+    def trim(self, queue_name: str, state: State, before: int, now_ms: int) -> int:
+        """Remove done or failed messages whose sequence number is below ``before``."""
 
     def backfill(self, queue_name: str, begin: int, end: int, now_ms: int) -> Backfilled:
         """Do one bounded step of filling a queue from the log."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.stores.active import Item, Quarantine
     from penstock.stores.queues import Queue
 
-__all__ = ["Ended", "History"]
+__all__ = ["Ended", "History", "sequence_of"]
 
 _FAILED_INDEX: Final = b"\x02\x0a"
 _ENDS: Final = (AttemptEnd.ACKED, AttemptEnd.RELEASED, AttemptEnd.EXPIRED)
@@ -205,16 +205,33 @@ class History:
             entries = self._decode(queue, state, key, record)
             if not entries or entries[-1].ended_at_ms > ended_by_ms:
                 continue
-            batch.delete(key, self._table.family)
-            if state is State.FAILED:
-                for entry in entries:
-                    batch.delete(_failed_index(queue, entry.message_id), self._table.family)
+            self._remove_part(batch, queue, state, key, entries)
             removed += entries
-        if state is State.DONE:
-            queue.counts.done -= len(removed)
-        else:
-            queue.counts.failed -= len(removed)
         return removed
+
+    def trim_to(
+        self, batch: Batch, queue: Queue, state: State, before: int, limit: int
+    ) -> list[Ended]:
+        """Remove parts from the front whose messages are all numbered below ``before``."""
+        removed: list[Ended] = []
+        for key, record in self._front(queue, state):
+            entries = self._decode(queue, state, key, record)
+            if len(removed) >= limit or sequence_of(key) + len(entries) > before:
+                continue
+            self._remove_part(batch, queue, state, key, entries)
+            removed += entries
+        return removed
+
+    def _remove_part(
+        self, batch: Batch, queue: Queue, state: State, key: bytes, entries: Sequence[Ended]
+    ) -> None:
+        batch.delete(key, self._table.family)
+        if state is State.DONE:
+            queue.counts.done -= len(entries)
+            return
+        queue.counts.failed -= len(entries)
+        for entry in entries:
+            batch.delete(_failed_index(queue, entry.message_id), self._table.family)
 
     def forget_attempts(
         self, batch: Batch, queue: Queue, messages: Sequence[tuple[int, int]]
@@ -283,6 +300,11 @@ class History:
             if self._quarantine("history", key, record, f"queue {queue.name}: {error}"):
                 self._recount(queue, state)
             return []
+
+
+def sequence_of(key: bytes) -> int:
+    """Return the number of a part's first message, from the part's key."""
+    return int.from_bytes(key[-8:], "big")
 
 
 def _prefix(queue: Queue, state: State) -> bytes:

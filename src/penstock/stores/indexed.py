@@ -27,7 +27,7 @@ from struct import Struct
 from typing import TYPE_CHECKING, Final
 
 from penstock.codec.stored import decode_stored_item, encode_stored_item, with_lease
-from penstock.errors import CorruptRecord
+from penstock.errors import CorruptRecord, InvalidInput
 from penstock.kv import Shape, rows_of
 from penstock.limits import MAX_ATTEMPTS
 from penstock.model import State
@@ -270,7 +270,8 @@ class IndexedActive:
         while ring and len(taken) < limit:
             want = limit - len(taken)
             visits = min(len(ring), want)
-            share = -(-want // visits)
+            # What a fair share leaves over goes out in a further round; a FIFO group has only one.
+            share = -(-want // visits) if queue.fifo else want // visits
             keys: list[tuple[bytes, bytes]] = []
             for _ in range(visits):
                 group, lanes = next(iter(ring.items()))
@@ -510,13 +511,15 @@ class IndexedActive:
     ) -> tuple[list[Item], bytes | None]:
         """Read a page: available in claim order, delayed by due time, in flight by id."""
         number = queue.number.to_bytes(4, "big")
+        prefix = {State.IN_FLIGHT: b"", State.AVAILABLE: _READY, State.DELAYED: _DELAYED}[state]
+        if after and not after.startswith(prefix + number):
+            raise InvalidInput("not a cursor of this queue and state; pass a page's next_cursor")
         found: list[Item | None]
         if state is State.IN_FLIGHT:
             rows = self._in_progress.scan(after or number, _after(number), limit + 1)
             found = [self._item(queue, state, main, record) for main, record in rows[:limit]]
         else:
-            prefix = (_READY if state is State.AVAILABLE else _DELAYED) + number
-            rows = self._index.scan(after or prefix, _after(prefix), limit + 1)
+            rows = self._index.scan(after or prefix + number, _after(prefix + number), limit + 1)
             found = self._waiting(queue, state, [value[:12] for _, value in rows[:limit]])
         items = [item for item in found if item is not None]
         if state is State.AVAILABLE and queue.fifo:

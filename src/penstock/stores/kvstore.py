@@ -69,6 +69,8 @@ class KvStore:
         self.drain_queue = upkeep.drain_queue
         self.read_log = router.read_log
         self.assign = router.assign
+        self.take_epoch = router.take_epoch
+        self.trim = upkeep.trim
         self.backfill = router.backfill
         self.configure_log = router.configure_log
         self.log_stats = router.stats

@@ -4,6 +4,7 @@
 
     table default
     02 12 | log u32 BE       u64 BE: the log's cursor: everything below it has been assigned
+    02 14                    u64 BE: the epoch of the pipeline that may assign
 
 A tailing process reads a page of a log, matches it, and hands the assignments back with the
 page's cursor. Assignments and cursor commit together, so a page that comes again (a replay, a
@@ -34,6 +35,7 @@ __all__ = ["Routing"]
 log_ = logging.getLogger(__name__)
 
 _CURSOR: Final = b"\x02\x12"
+_EPOCH: Final = b"\x02\x14"
 # Offsets that one step of a backfill looks at.
 BACKFILL_WINDOW: Final = 2_000
 
@@ -120,11 +122,18 @@ class Routing:
         cursor: Cursor,
         assignments: Mapping[int, Sequence[str]],
         now_ms: int,
+        *,
+        epoch: int | None = None,
     ) -> Assigned:
-        """Put the messages of a page into the queues that they were matched to."""
+        """Put the messages of a page into the queues that they were matched to.
+
+        A tailer that took an epoch names it, and is refused once another has taken a later one.
+        """
         self._check_log(log)
         core = self._core
         at = self.cursor(log)
+        if epoch is not None and epoch != self.epoch():
+            return Assigned(AssignStatus.FENCED, at, 0)
         if cursor.end <= at:
             return Assigned(AssignStatus.STALE, at, 0)
         if cursor.begin > max(at, core.log.earliest):
@@ -153,6 +162,20 @@ class Routing:
         core.commit(batch, touched, now_ms)
         status = AssignStatus.APPLIED if begin == cursor.begin else AssignStatus.TRIMMED
         return Assigned(status, cursor.end, sum(map(len, routes)))
+
+    def epoch(self) -> int:
+        """Return the epoch of the pipeline that may assign."""
+        record = self._core.system.get(_EPOCH)
+        return 0 if record is None else int.from_bytes(record, "big")
+
+    def take_epoch(self, now_ms: int) -> int:
+        """Fence every pipeline that took an epoch before; return the new one."""
+        core = self._core
+        epoch = self.epoch() + 1
+        batch = core.engine.batch()
+        batch.put(_EPOCH, epoch.to_bytes(8, "big"), core.system.family)
+        core.commit(batch, (), now_ms)
+        return epoch
 
     def _outdated(self, cursor: Cursor) -> bool:
         """Whether filters have changed for offsets of a page since it was read."""

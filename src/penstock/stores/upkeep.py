@@ -170,6 +170,9 @@ class Upkeep:
         for state in states:
             while count := self._purge_chunk(queue, state, now_ms):
                 removed += count
+        # What memory knew of groups and lanes is void.
+        self._core.active.load(queue)
+        self._core.schedule_retention(queue)
         self._core.wake(queue)
         return removed
 
@@ -193,10 +196,22 @@ class Upkeep:
                 self._remove_waiting(batch, queue, items)
         if count:
             core.commit(batch, (queue,), now_ms)
-            # What memory knew of groups and lanes is void.
-            core.active.load(queue)
-            core.schedule_retention(queue)
         return count
+
+    def trim(self, queue_name: str, state: State, before: int, now_ms: int) -> int:
+        """Remove done or failed messages whose sequence number is below ``before``."""
+        core = self._core
+        queue = core.queue(queue_name)
+        removed = 0
+        while True:
+            batch = core.engine.batch()
+            entries = core.history.trim_to(batch, queue, state, before, CHUNK)
+            if not entries:
+                core.schedule_retention(queue)
+                return removed
+            self._let_go(batch, queue, entries)
+            core.commit(batch, (queue,), now_ms)
+            removed += len(entries)
 
     def delete_queue(self, queue_name: str, now_ms: int) -> int:
         """Remove a queue with everything in it; say how many messages went."""

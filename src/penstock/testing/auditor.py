@@ -20,7 +20,7 @@ witness: the fewest notes that show it.
 from __future__ import annotations
 
 from collections import defaultdict
-from enum import Enum
+from enum import StrEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "Kind", "Note", "audit"]
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What a client notes: ``...ING`` before the call, the other after it."""
 
     PUBLISHING = "publishing"

@@ -50,7 +50,7 @@ class Suite:
         """Close the broker that ``open`` gave and open the same store with the same options."""
         raise NotImplementedError
 
-    def payload_kept(self, message_id: int) -> bool | None:
+    def payload_kept(self, message_id: int) -> bool | None:  # noqa: ARG002 - for overriding
         """Whether the store still has a payload; None if there is no way to tell."""
         return None
 

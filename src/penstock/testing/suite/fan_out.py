@@ -79,7 +79,7 @@ class FanOutSuite(RoutedSuite):
         self.begin(mode)
         now_ms = self.clock.now_ms()
         for name, text in {
-            "by-group": '"group" = \'g\'',
+            "by-group": "\"group\" = 'g'",
             "by-priority": "priority >= 7",
             "by-size": "size BETWEEN 2 AND 3",
             "by-time": f"published_at > {now_ms}",

@@ -227,7 +227,8 @@ class KeepingSuite(Suite):
 
     @pytest.mark.parametrize("state", ["done", "failed", "unclaimed"])
     def test_retention_ends_exactly_at_its_time(self, state: str) -> None:
-        broker = self.start(max_attempts=1, **{f"{state}_retention_ms": 5000})
+        settings: dict[str, Any] = {f"{state}_retention_ms": 5000}
+        broker = self.start(max_attempts=1, **settings)
         since_ms = self.put_in(state)
         self.clock.advance(4999)
         counts = broker.sweep()
@@ -240,7 +241,8 @@ class KeepingSuite(Suite):
 
     @pytest.mark.parametrize("state", ["done", "failed", "unclaimed"])
     def test_retention_of_zero_is_for_ever(self, state: str) -> None:
-        broker = self.start(max_attempts=1, **{f"{state}_retention_ms": 0})
+        settings: dict[str, Any] = {f"{state}_retention_ms": 0}
+        broker = self.start(max_attempts=1, **settings)
         self.put_in(state)
         assert self.next_due_ms() is None
         self.clock.advance(100 * YEAR_MS)
@@ -250,7 +252,8 @@ class KeepingSuite(Suite):
     @pytest.mark.parametrize("state", ["done", "failed", "unclaimed"])
     def test_retention_can_be_changed(self, state: str) -> None:
         name = f"{state}_retention_ms"
-        broker = self.start(max_attempts=1, **{name: 0})
+        settings: dict[str, Any] = {name: 0}
+        broker = self.start(max_attempts=1, **settings)
         since_ms = self.put_in(state)
         broker.update_queue("q", **{name: 5000})
         assert broker.sweep().next_due_ms == since_ms + 5000

@@ -231,7 +231,7 @@ class QueuesSuite(Suite):
         broker = self.start(lease_ms=5)
         for other in ({"lease_ms": 6}, {"lease_ms": 5, "filter": "a = 1"}, {"ordering": "fifo"}):
             with self.refused(QueueExists):
-                broker.create_queue("q", **other)  # type: ignore[arg-type]
+                broker.create_queue("q", **other)
 
     def test_queues_are_listed_by_name(self) -> None:
         broker = self.start(queue=None)

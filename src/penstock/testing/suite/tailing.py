@@ -44,7 +44,7 @@ class TailingSuite(RoutedSuite):
         assert (record.group, record.priority, record.size, record.delay_ms) == ("g", 7, 4, 90)
         assert record.published_at_ms == self.clock.now_ms()
         assert page.log == 0
-        assert page.cursor == Cursor(message_id, page.end)
+        assert (page.cursor.begin, page.cursor.end) == (message_id, page.end)
         assert page.earliest == message_id
         assert page.end == self.broker.log_stats().end == message_id + 1
         assert page.filters == {"q": "n > 0", "r": "queue = 'r'"}
@@ -109,16 +109,19 @@ class TailingSuite(RoutedSuite):
 
     def test_filters_version_changes_with_the_filters(self) -> None:
         self.ready()
-        versions = [self.broker.read_log().filters_version]
+        versions: list[int | None] = [self._version()]
         self.broker.create_queue("r", filter="n = 1")
-        versions.append(self.broker.read_log().filters_version)
+        versions.append(self._version())
         self.broker.update_queue("r", filter="n = 2")
-        versions.append(self.broker.read_log().filters_version)
+        versions.append(self._version())
         self.broker.delete_queue("r")
-        versions.append(self.broker.read_log().filters_version)
-        assert sorted(set(versions)) == versions
+        versions.append(self._version())
+        assert len(set(versions)) == 4
         self.again()
-        assert self.broker.read_log().filters_version == versions[-1]
+        assert self._version() == versions[-1]
+
+    def _version(self) -> int | None:
+        return self.broker.read_log().cursor.filters_version
 
     def test_an_inline_store_can_be_read_as_well(self) -> None:
         self.begin("inline")
