@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock import limits
@@ -12,7 +12,7 @@ from penstock.errors import InvalidInput, InvalidMessage, InvalidQueue
 from penstock.model import Cursor, Message, Ordering, QueueSpec, State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 __all__ = [
     "check_assignments",
@@ -180,7 +180,11 @@ def check_assignments(cursor: object, assignments: object) -> None:
         raise InvalidInput("assignments must map message ids to lists of queue names")
     for message_id, names in assignments.items():
         check_count(message_id, "message id", 0, limits.MAX_OFFSET)
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        if (
+            isinstance(names, str)
+            or not isinstance(names, Iterable)
+            or not all(isinstance(name, str) for name in names)
+        ):
             raise InvalidInput(f"message {message_id}: a list of queue names is expected")
 
 

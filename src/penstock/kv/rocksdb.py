@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
@@ -150,11 +150,11 @@ class RocksTable:
     def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), descending."""
         bound = rocks.ReadOptions()
-        bound.set_iterate_lower_bound(begin)
         bound.set_iterate_upper_bound(end)
         try:
             rows: Any = self.column.items(backwards=True, from_key=end, read_opt=bound)
-            return list(islice(rows, limit))
+            # The binding does not heed a lower bound when it goes backwards.
+            return list(takewhile(lambda row: row[0] >= begin, islice(rows, limit)))
         except Exception as error:
             _translate(error)
 

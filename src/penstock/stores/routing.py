@@ -69,7 +69,8 @@ class Routing:
         """Return a log's cursor: where its tailer goes on."""
         self._check_log(log)
         record = self._core.system.get(_cursor_key(log))
-        return 0 if record is None else int.from_bytes(record, "big")
+        stored = 0 if record is None else int.from_bytes(record, "big")
+        return max(stored, self._core.log.earliest)
 
     def routed_up_to(self) -> int:
         """Return the offset below which every message has been routed."""
