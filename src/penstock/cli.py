@@ -34,6 +34,9 @@ COMMANDS: Final = {
     "redrive": ("moving", "Make failed messages available again."),
     "purge": ("moving", "Remove messages by state."),
     "sweep": ("moving", "Do what is due: expiry, delays, retention."),
+    "log": ("routing", "Look at the metadata log, or change how it is kept."),
+    "route": ("routing", "Route from the log, where no pipeline does."),
+    "backfill": ("routing", "Fill a queue from the log."),
     "import": ("importing", "Bring another queue's database in."),
     "filter": ("filtering", "Try filters out."),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -14,7 +15,7 @@ import msgspec
 import penstock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 __all__ = [
     "duration",
@@ -23,6 +24,7 @@ __all__ = [
     "open_store",
     "plain",
     "preview",
+    "progress_bar",
     "show_table",
     "store_option",
     "when",
@@ -131,6 +133,20 @@ def show_table(
         return
     width = None if sys.stdout.isatty() else _UNCUT_WIDTH
     Console(file=sys.stdout, width=width).print(table)
+
+
+@contextmanager
+def progress_bar(text: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Give a function to call with (done, in all), which draws a bar; None if nobody looks."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console  # noqa: PLC0415 - only on a terminal
+    from rich.progress import Progress  # noqa: PLC0415
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task(text, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def preview(payload: bytes | None) -> str:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import click
 
 from penstock.commands.common import emit_json, json_option, open_store, plain, show_table
 from penstock.importers.queueber import import_queueber
 from penstock.importers.queueber_source import Source
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 __all__ = ["commands"]
 
@@ -41,7 +36,7 @@ def queueber(
     """
     # A wrong path must not leave an empty store behind.
     Source(path).close()
-    with open_store(store, make=True) as broker, _progress_bar() as progress:
+    with open_store(store, make=True) as broker, progress_bar("importing") as progress:
         report = import_queueber(
             path, broker, queue, batch=batch, progress=progress, restart=restart
         )
@@ -55,19 +50,6 @@ def queueber(
     ]
     show_table((f"imported into {queue}", ":count"), [*rows, ("total", report.imported)], empty="")
     show_table(("problem at", "what"), [(p.key, p.reason) for p in report.problems], empty="")
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[int, int], None] | None]:
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console  # noqa: PLC0415 - only on a terminal
-    from rich.progress import Progress  # noqa: PLC0415
-
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task("importing", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 commands: Final = {"import": import_group}

@@ -100,15 +100,19 @@ def update(queue: str, store: str, *, as_json: bool, **settings: Any) -> None:
 @click.command("delete")
 @click.argument("queue")
 @click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--drain", is_flag=True, help="Take nothing more in; remove it once it is empty.")
 @store_option
-def delete(queue: str, store: str, *, yes: bool, as_json: bool) -> None:
+def delete(queue: str, store: str, *, yes: bool, drain: bool, as_json: bool) -> None:
     """Remove a queue with every message in it."""
     with open_store(store) as broker:
         broker.queue(queue)
-        if not yes:
+        if not yes and not drain:
             click.confirm(f"Remove queue {queue} and every message in it?", abort=True, err=True)
-        removed = broker.delete_queue(queue)
-    if as_json:
+        removed = broker.delete_queue(queue, drain=drain)
+        still_there = any(spec.name == queue for spec in broker.queues())
+    if drain and still_there and not as_json:
+        click.echo(f"queue {queue} takes nothing more in and goes once it is empty")
+    elif as_json:
         emit_json({"queue": queue, "removed": removed})
     else:
         click.echo(f"removed queue {queue} with {removed} messages")

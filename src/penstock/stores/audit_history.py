@@ -40,7 +40,7 @@ class HistoryAudit:
         """Check a queue's history; give the live copies of messages that are done."""
         losers = self._scan_done(census)
         indexed = self._scan_failed(census)
-        self._check_index_orphans(census.queue, indexed)
+        self._check_index_orphans(census, indexed)
         self._check_attempts(census)
         return losers
 
@@ -146,23 +146,15 @@ class HistoryAudit:
                 self._findings.put("history", key, part_key)
         return sum(value is not None for value in values)
 
-    def _check_index_orphans(self, queue: Queue, expected: int) -> None:
-        findings, prefix = self._findings, _FAILED_INDEX + terminated(queue.id)
+    def _check_index_orphans(self, census: Census, expected: int) -> None:
+        findings, prefix = self._findings, _FAILED_INDEX + terminated(census.queue.id)
         entries = sum(1 for _ in all_of(self._table, prefix))
         findings.count("failed index entries", entries)
         if entries == expected:
             return
-        for key, part_key in all_of(self._table, prefix):
-            value = self._table.get(part_key)
-            try:
-                ids = {e.message_id for e in records.decode_failed(value or b"\0\0")}
-            except CorruptRecord:
-                ids = set()
-            if int.from_bytes(key[-8:], "big") in ids:
-                continue
-            # What has an entry with the wrong part has been mended above.
-            text = f"queue {queue.name}: no failed message is where this index entry says"
-            if key[-8:] and not findings.was_put("history", key):
+        for key, _ in all_of(self._table, prefix):
+            if int.from_bytes(key[len(prefix) :], "big") not in census.failed:
+                text = f"queue {census.queue.name}: no failed message is where this entry says"
                 findings.violate(Kind.ORPHAN_ENTRY, "history", key, text)
                 findings.delete("history", key)
 

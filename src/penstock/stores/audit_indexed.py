@@ -146,9 +146,7 @@ class IndexedAudit:
             return None
         lane = lane_of(known.group, 0 if queue.fifo else known.priority)
         number, message_id = _number(queue), int.from_bytes(main[4:], "big")
-        ready_key = (
-            b"\x01" + number + lane + _slot(0 if queue.fifo else visible_at, message_id)
-        )
+        ready_key = b"\x01" + number + lane + _slot(0 if queue.fifo else visible_at, message_id)
         timer_key = b"\x00" + number + _slot(visible_at, message_id)
         record = _Record(
             main, message_id, lane, attempts, forgiven, visible_at, metadata, lease, ready_key,

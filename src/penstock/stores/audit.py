@@ -1,0 +1,177 @@
+"""The audit: reads a whole store, holds it to its invariants, and repairs what can be repaired.
+
+One reading goes through the stages below, each of which owns some tables::
+
+    audit_queues     default, queues, unclaimed   what the store says of itself; counters
+    audit_indexed    available, in_progress,      live messages and the indexes over them
+                     visibility_index, groups
+    audit_buckets    buckets                      the same, of the bucket design
+    audit_history    history                      done, failed, attempts
+    audit_leases     leases, lease_expiry         who holds what
+    audit_log        log                          segments and entries
+    audit_payloads   payloads                     payloads, references, cursors
+    audit_dedup      dedup                        dedup ids
+
+Everything is read by pages. In memory an audit holds a few integers for each message of the queue
+at hand, one integer for each copy of a message in any queue, and what is in flight.
+
+A repair writes what a reading has found wrong, in bounded commits, and reads the store again: what
+the first repair brought to light is repaired next. It ends with a reading that finds nothing, or
+nothing that can be mended. A store that is right is not written to.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from penstock.codec.log import SEQ_BLOCK_KEY
+from penstock.stores.audit_buckets import BucketsAudit
+from penstock.stores.audit_census import ActiveAudit, Census
+from penstock.stores.audit_dedup import check_dedup
+from penstock.stores.audit_history import HistoryAudit
+from penstock.stores.audit_indexed import IndexedAudit
+from penstock.stores.audit_leases import check_leases
+from penstock.stores.audit_log import LogAudit
+from penstock.stores.audit_payloads import check_payloads
+from penstock.stores.audit_queues import (
+    check_counters,
+    check_queues,
+    check_sequence,
+    check_system,
+    check_unclaimed,
+    counts_of,
+    unclaimed_strangers,
+)
+from penstock.stores.audit_report import AuditReport, Findings, Kind, Violation
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from penstock.stores.core import Core
+    from penstock.stores.kvstore import KvStore
+    from penstock.stores.queues import Queue
+
+__all__ = ["AuditReport", "Kind", "Violation", "audit"]
+
+# Readings of one repair: one that finds nothing ends it sooner.
+MAX_ROUNDS: Final = 8
+
+
+def audit(store: KvStore, *, repair: bool = False, now_ms: int) -> AuditReport:
+    """Check every invariant of a store; with ``repair``, mend what can be mended.
+
+    Called like a verb: by who has the store to himself. After a repair that changed anything the
+    store's memory is rebuilt from disk.
+    """
+    core = store.core
+    if repair:
+        _settle(core, now_ms)
+    first = latest = _read(core, repair=repair, now_ms=now_ms)
+    rounds = 1
+    while repair and latest.found and rounds < MAX_ROUNDS:
+        core.load()
+        before = latest
+        latest = _read(core, repair=True, now_ms=now_ms)
+        rounds += 1
+        if latest.found and latest.violations == before.violations:
+            break
+    if repair and first.found:
+        core.load()
+        for queue in core.queues.values():
+            core.wake(queue)
+    return _report(first, latest, rounds)
+
+
+def _settle(core: Core, now_ms: int) -> None:
+    """Write what memory has put off, so that disk and memory say the same."""
+    core.settle_quarantine(now_ms)
+    # The bucket design puts off mended summaries until something is changed.
+    batch = core.engine.batch()
+    if core.identity.design == "buckets":
+        core.active.come_due(batch, 0, 0)
+    if len(batch):
+        core.commit(batch, list(core.queues.values()), now_ms)
+
+
+def _report(first: Findings, latest: Findings, rounds: int) -> AuditReport:
+    left = {(each.kind, each.table, each.key) for each in latest.violations}
+    kept = [
+        msgspec.structs.replace(
+            each, repaired=rounds > 1 and (each.kind, each.table, each.key) not in left
+        )
+        for each in first.violations
+    ]
+    seen = {(each.kind, each.table, each.key) for each in kept}
+    kept += [each for each in latest.violations if (each.kind, each.table, each.key) not in seen]
+    return AuditReport(
+        checked=first.checked,
+        found=first.found,
+        violations=kept,
+        notes=latest.notes,
+        left=sum(latest.found.values()),
+        rounds=rounds,
+    )
+
+
+def _read(core: Core, *, repair: bool, now_ms: int) -> Findings:
+    findings = Findings(core, repair=repair, now_ms=now_ms)
+    reading = _Reading(findings)
+    reading.run()
+    findings.flush()
+    return findings
+
+
+class _Reading:
+    """One reading of the store."""
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+        is_indexed = findings.core.identity.design == "indexed"
+        self._active: ActiveAudit = IndexedAudit(findings) if is_indexed else BucketsAudit(findings)
+        self._history = HistoryAudit(findings)
+        # The ids of the messages of every queue.
+        self._held = array("Q")
+        self._flight: dict[int, dict[int, bytes]] = {}
+        self._floors_ms: dict[int, int] = {}
+
+    def run(self) -> None:
+        """Go through all stages."""
+        findings, core = self._findings, self._findings.core
+        cursors = check_system(findings)
+        check_queues(findings)
+        for queue in core.queues.values():
+            self._read_queue(queue)
+        self._active.strangers()
+        self._history.strangers()
+        unclaimed_strangers(findings, core.by_number)
+        check_leases(findings, self._active, self._flight, self._floors_ms)
+        log = LogAudit(findings, cursors)
+        log.scan()
+        highest = check_payloads(findings, self._held, log, cursors, self._expel)
+        check_sequence(findings, "log", SEQ_BLOCK_KEY, highest, "message ids")
+        check_dedup(findings)
+
+    def _read_queue(self, queue: Queue) -> None:
+        findings = self._findings
+        counts = counts_of(findings, queue)
+        census = Census(queue, counts.time_floor_ms)
+        self._active.scan(census)
+        losers = self._history.scan(census)
+        for message_id, loser in losers:
+            table, key = self._active.place(queue, loser.key, in_flight=loser.in_flight)
+            text = f"queue {queue.name}: message {message_id} is done, and live as well"
+            findings.violate(Kind.TWICE, table, key, text)
+        self._active.drop(census, [loser for _, loser in losers])
+        check_unclaimed(findings, census)
+        check_counters(findings, census, counts)
+        self._held.extend(census.attempts)
+        self._flight[queue.number] = census.leases
+        self._floors_ms[queue.number] = counts.time_floor_ms
+
+    def _expel(self, message_ids: Collection[int], why: str) -> None:
+        for queue in self._findings.core.queues.values():
+            self._active.expel(queue, message_ids, why)
+            self._history.expel(queue, message_ids, why)

@@ -1,0 +1,297 @@
+"""The audit of what a store says about itself and its queues: specs, counters, coverage."""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import TYPE_CHECKING, Final
+from zlib import crc32
+
+import msgspec
+
+from penstock.codec.encodings import decode_seq_block, encode_seq_block
+from penstock.errors import CorruptRecord, PenstockError
+from penstock.filters import parse
+from penstock.stores.audit_report import Kind, all_of, outside
+from penstock.stores.core import Identity, Totals
+from penstock.stores.coverage import Coverage, Stretch
+from penstock.stores.queues import Counts, QueueTable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from penstock.stores.audit_census import Census
+    from penstock.stores.audit_report import Findings
+    from penstock.stores.queues import Queue
+
+__all__ = [
+    "check_counters",
+    "check_queues",
+    "check_sequence",
+    "check_system",
+    "check_unclaimed",
+    "counts_of",
+    "unclaimed_strangers",
+]
+
+_SPECS: Final = b"\x02\x06"
+_COUNTS: Final = b"\x02\x0b"
+_COVERAGE: Final = b"\x02\x13"
+_META: Final = b"meta"
+_TOTALS: Final = b"\x02\x0e"
+_QUARANTINE: Final = b"\x02\x0f"
+_CURSOR: Final = b"\x02\x12"
+_NUMBERS: Final = b"\x02\x0cqueue"
+# A version byte, then every field of Counts.
+_packed: Final = Struct(f"<B{len(Counts.__struct_fields__)}Q")
+_UNCLAIMED_KEY_BYTES: Final = 24
+
+
+class _Recorder:
+    """A batch that keeps one value: what the store's own writers would put."""
+
+    def __init__(self) -> None:
+        self.value = b""
+
+    def put(self, key: bytes, value: bytes, family: object, /) -> None:  # noqa: ARG002
+        """Keep the value."""
+        self.value = value
+
+    def delete(self, key: bytes, family: object, /) -> None:
+        """Not needed."""
+
+    def delete_range(self, begin: bytes, end: bytes, family: object, /) -> None:
+        """Not needed."""
+
+    def __len__(self) -> int:
+        return 1
+
+
+# --- the store as a whole -------------------------------------------------------------------
+
+
+def check_system(findings: Findings) -> dict[int, int | None]:
+    """Check the table ``default``; give the logs' cursors, None for one that does not decode."""
+    core = findings.core
+    cursors: dict[int, int | None] = {}
+    for key, value in all_of(findings.table("default")):
+        findings.count("system records")
+        try:
+            if key == _META:
+                if msgspec.msgpack.decode(value, type=Identity) != core.identity:
+                    raise CorruptRecord("not the identity that the store was opened with")
+            elif key == _TOTALS:
+                msgspec.msgpack.decode(value, type=Totals)
+            elif key == _NUMBERS:
+                decode_seq_block(value)
+            elif key.startswith(_QUARANTINE):
+                msgspec.msgpack.decode(value, type=tuple[str, bytes])
+                table, _, aside = key[2:].partition(b"\0")
+                findings.note_aside(table.decode(), aside)
+                findings.count("quarantined records")
+            elif key.startswith(_CURSOR) and len(key) == 6:
+                log = int.from_bytes(key[2:], "big")
+                if log >= core.log.all_logs:
+                    raise CorruptRecord(f"cursor of log {log}, which is not there")
+                cursors[log] = int.from_bytes(value, "big") if len(value) == 8 else None
+            else:
+                findings.reject(Kind.STRANGER, "default", key, value, "a key that nothing uses")
+        except (CorruptRecord, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            findings.violate(Kind.UNDECODABLE, "default", key, str(error))
+            _mend_system(findings, key, value, str(error))
+    for key, record in ((_META, core.identity), (_TOTALS, core.totals)):
+        if findings.table("default").get(key) is None and (key == _META or core.totals.published):
+            findings.violate(Kind.MISSING_ENTRY, "default", key, "a record that every store has")
+            findings.put("default", key, msgspec.msgpack.encode(record))
+    return cursors
+
+
+def _mend_system(findings: Findings, key: bytes, value: bytes, why: str) -> None:
+    if key == _META:
+        findings.put("default", key, msgspec.msgpack.encode(findings.core.identity))
+    elif key == _TOTALS:
+        findings.put("default", key, msgspec.msgpack.encode(findings.core.totals))
+    elif key == _NUMBERS:
+        # The check of the sequence writes it anew.
+        findings.delete("default", key)
+    else:
+        findings.set_aside("default", key, value, why)
+
+
+def check_sequence(findings: Findings, table: str, key: bytes, highest: int, what: str) -> None:
+    """Check that a SeqBlock is above every number in use."""
+    value = findings.table(table).get(key)
+    end = 1
+    try:
+        if value is not None:
+            end = sum(decode_seq_block(value))
+    except CorruptRecord as error:
+        findings.violate(Kind.UNDECODABLE, table, key, str(error))
+        end = -1
+    if end <= highest:
+        if end >= 0:
+            text = f"{what} up to {highest} are in use, and the next would be {end}"
+            findings.violate(Kind.SEQUENCE, table, key, text)
+        findings.put(table, key, encode_seq_block(highest + 1, 0))
+
+
+# --- queues -----------------------------------------------------------------------------------
+
+
+def check_queues(findings: Findings) -> None:
+    """Check specs, coverage, and that numbers are unique."""
+    core, table = findings.core, findings.table("queues")
+    numbers: dict[int, str] = {}
+    for queue in core.queues.values():
+        findings.count("queues")
+        key = _SPECS + queue.id
+        recorder = _Recorder()
+        QueueTable(table).put_spec(recorder, queue)
+        if table.get(key) != recorder.value:
+            text = f"queue {queue.name}: its spec is not the one that the store was opened with"
+            findings.violate(Kind.SPEC, "queues", key, text)
+            findings.put("queues", key, recorder.value)
+        if queue.number in numbers:
+            text = f"queues {queue.name} and {numbers[queue.number]} have one number"
+            findings.violate(Kind.NUMBER, "queues", key, text)
+        numbers[queue.number] = queue.name
+        _check_coverage(findings, queue)
+    check_sequence(findings, "default", _NUMBERS, max(numbers, default=0), "numbers of queues")
+    known = {prefix + q.id for q in core.queues.values() for prefix in (_SPECS, _COUNTS, _COVERAGE)}
+    for key, value in all_of(table):
+        if key not in known:
+            text = "a record of a queue that is not there"
+            findings.reject(Kind.STRANGER, "queues", key, value, text)
+
+
+def _check_coverage(findings: Findings, queue: Queue) -> None:
+    core = findings.core
+    key = _COVERAGE + queue.id
+    value = findings.table("queues").get(key)
+    wrong = ""
+    if value is None:
+        wrong = "there is none"
+    else:
+        try:
+            wrong = _wrong_with(msgspec.msgpack.decode(value, type=Coverage), queue)
+        except (msgspec.MsgspecError, PenstockError) as error:
+            wrong = str(error)
+    if wrong:
+        text = f"queue {queue.name}: what it was filled from: {wrong}"
+        findings.violate(Kind.COVERAGE, "queues", key, text)
+        present = core.coverage[queue.name]
+        if _wrong_with(present, queue):
+            # Nothing is known of the past: it takes messages from here on.
+            present = Coverage([Stretch(core.log.end, None, queue.spec.filter)])
+        findings.put("queues", key, msgspec.msgpack.encode(present))
+
+
+def _wrong_with(coverage: Coverage, queue: Queue) -> str:
+    """Say what is wrong with a queue's coverage; nothing if it is right."""
+    at = 0
+    for stretch in coverage.live:
+        parse(stretch.filter)
+        if stretch.begin < at:
+            return "stretches that overlap"
+        at = 1 << 64 if stretch.end is None else stretch.end
+    if any(stretch.end is None for stretch in coverage.backfilled):
+        return "a backfilled stretch without an end"
+    last = coverage.live[-1] if coverage.live else None
+    if coverage.draining:
+        return "" if last is None or last.end is not None else "it drains and is live"
+    if last is None or last.end is not None:
+        return "no filter is live"
+    return "" if last.filter == queue.spec.filter else "another filter is live than its own"
+
+
+# --- counters ---------------------------------------------------------------------------------
+
+
+def counts_of(findings: Findings, queue: Queue) -> Counts:
+    """Read a queue's counters as they are on disk."""
+    key = _COUNTS + queue.id
+    value = findings.table("queues").get(key)
+    if value is None or len(value) != _packed.size or value[0] != 1:
+        text = f"queue {queue.name}: its counters are missing or do not decode"
+        findings.violate(Kind.UNDECODABLE, "queues", key, text)
+        # What memory has is the best that is known; the census puts the rest right.
+        return Counts(*msgspec.structs.astuple(queue.counts))
+    return Counts(*_packed.unpack(value)[1:])
+
+
+def check_counters(findings: Findings, census: Census, counts: Counts) -> None:
+    """Check a queue's counters against what is there."""
+    queue = census.queue
+    key = _COUNTS + queue.id
+    right = msgspec.structs.replace(
+        counts,
+        available=len(census.waiting) - len(census.delayed),
+        delayed=len(census.delayed),
+        in_flight=len(census.flight),
+        done=len(census.done),
+        failed=len(census.failed),
+        next_done=max(counts.next_done, census.next_done),
+        next_failed=max(counts.next_failed, census.next_failed),
+        next_claim=max(counts.next_claim, census.next_claim),
+    )
+    for name in Counts.__struct_fields__:
+        says, is_ = getattr(counts, name), getattr(right, name)
+        if says != is_:
+            kind = Kind.SEQUENCE if name.startswith("next_") else Kind.COUNTER
+            text = f"queue {queue.name}: {name} is {says} and should be {is_}"
+            findings.violate(kind, "queues", key, text)
+    present = len(census.attempts)
+    if right.enqueued_total != present + right.removed_total:
+        text = (
+            f"queue {queue.name}: {right.enqueued_total} messages came in, {present} are there "
+            f"and {right.removed_total} were removed"
+        )
+        findings.violate(Kind.COUNTER, "queues", key, text)
+        # What is not there has been removed, one way or another.
+        right.enqueued_total = max(right.enqueued_total, present)
+        right.removed_total = right.enqueued_total - present
+    value = _packed.pack(1, *msgspec.structs.astuple(right))
+    if findings.table("queues").get(key) != value:
+        findings.put("queues", key, value)
+
+
+# --- retention of what nobody claims ------------------------------------------------------------
+
+
+def check_unclaimed(findings: Findings, census: Census) -> None:
+    """Check that every waiting message of a queue with such a retention is listed to expire."""
+    queue, due = census.queue, census.due
+    prefix = queue.number.to_bytes(4, "big")
+    for key, packed in all_of(findings.table("unclaimed"), prefix):
+        findings.count("unclaimed rows")
+        well_made = (
+            len(key) == _UNCLAIMED_KEY_BYTES
+            and len(packed) % 8 == 0
+            and key[12:] == packed[:8] + crc32(packed).to_bytes(4, "big")
+        )
+        if not well_made:
+            text = f"queue {queue.name}: a row that is not what its key says"
+            findings.violate(Kind.UNDECODABLE, "unclaimed", key, text)
+            findings.delete("unclaimed", key)
+            continue
+        due_ms = int.from_bytes(key[4:12], "big")
+        for at in range(0, len(packed), 8):
+            listed = int.from_bytes(packed[at : at + 8], "big")
+            if due.get(listed) == due_ms:
+                del due[listed]
+    by_due: dict[int, list[int]] = {}
+    for missing, due_ms in due.items():
+        by_due.setdefault(due_ms, []).append(missing)
+    for due_ms, keys in by_due.items():
+        packed = b"".join(each.to_bytes(8, "big") for each in keys)
+        key = prefix + due_ms.to_bytes(8, "big") + packed[:8] + crc32(packed).to_bytes(4, "big")
+        text = f"queue {queue.name}: {len(keys)} messages are not listed to expire at {due_ms}"
+        findings.violate(Kind.UNCLAIMED, "unclaimed", key, text)
+        findings.put("unclaimed", key, packed)
+
+
+def unclaimed_strangers(findings: Findings, by_number: Mapping[int, Queue]) -> None:
+    """Check for rows of queues that are not there."""
+    prefixes = [number.to_bytes(4, "big") for number in by_number]
+    for key, _ in outside(findings.table("unclaimed"), prefixes):
+        findings.violate(Kind.STRANGER, "unclaimed", key, "a row of a queue that is not there")
+        findings.delete("unclaimed", key)
