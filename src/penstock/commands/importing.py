@@ -7,7 +7,14 @@ from typing import Final
 
 import click
 
-from penstock.commands.common import emit_json, json_option, open_store, plain, show_table
+from penstock.commands.common import (
+    emit_json,
+    json_option,
+    open_store,
+    plain,
+    progress_bar,
+    show_table,
+)
 from penstock.importers.queueber import import_queueber
 from penstock.importers.queueber_source import Source
 

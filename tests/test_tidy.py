@@ -1,0 +1,437 @@
+"""The repository checks itself: layers, clocks, public names, sizes, and docs against code."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import inspect
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import penstock
+from penstock import errors, limits
+from penstock.cli import COMMANDS, cli
+from penstock.model import TRANSITIONS, AssignStatus, AttemptEnd, OutcomeStatus, QueueSpec
+from penstock.opening import DESIGNS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import click
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "penstock"
+MODULES = sorted(SOURCE.rglob("*.py"))
+CODE = [
+    *MODULES,
+    *(p for d in ("tests", "benchmarks", "examples") for p in (ROOT / d).rglob("*.py")),
+]
+DOCS = [
+    path
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    if not path.name.startswith(".")
+]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+GROUND = {"errors", "limits", "model"}
+# Part of the package: the parts that it may import, type hints included.
+LAYERS = {
+    "errors": set(),
+    "limits": set(),
+    "model": set(),
+    "clock": set(),
+    "backoff": {"model"},
+    "validation": GROUND,
+    "kv": {"errors"},
+    "codec": GROUND,
+    "filters": GROUND,
+    "stores": {*GROUND, "backoff", "codec", "filters", "kv"},
+    "committer": {"errors"},
+    "broker": {*GROUND, "clock", "codec", "committer", "filters", "stores", "validation"},
+    "tailing": {*GROUND, "broker", "filters"},
+    "opening": {*GROUND, "broker", "clock", "kv", "stores"},
+    "__init__": {*GROUND, "broker", "clock", "opening", "tailing"},
+    "importers": {*GROUND, "__init__", "broker", "clock", "codec", "filters", "validation"},
+    "commands": {*GROUND, "__init__", "broker", "clock", "filters", "importers", "tailing"},
+    "cli": {*GROUND, "__init__"},
+    "testing": {
+        *GROUND,
+        *("__init__", "broker", "clock", "codec", "filters", "kv", "opening", "stores", "tailing"),
+    },
+}
+# Libraries that only some parts may import at all.
+CONFINED = {
+    "rocksdict": {"kv", "importers"},
+    "sqlglot": {"filters"},
+    "capnp": {"importers"},
+    "hypothesis": {"testing"},
+    "pytest": {"testing"},
+    "click": {"cli", "commands"},
+    "rich": {"cli", "commands"},
+}
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Name every module that a file imports, wherever in it."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{name_of(path)}: a relative import"
+            module = node.module or ""
+            parts = [alias.name for alias in node.names]
+            known = [part for part in parts if part in LAYERS]
+            yield from (f"penstock.{part}" for part in known) if module == "penstock" else (module,)
+            if module == "penstock" and len(known) < len(parts):
+                yield "penstock.__init__"
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_point_downward(path: Path) -> None:
+    part = part_of(path)
+    allowed = LAYERS[part] | {part}
+    for module in imports_of(path):
+        library, _, rest = module.partition(".")
+        if library == "penstock":
+            target = rest.partition(".")[0] or "__init__"
+            assert target in allowed, f"{part} must not import {target}"
+        else:
+            assert part in CONFINED.get(library, {part}), f"{part} must not import {library}"
+
+
+@pytest.mark.parametrize("then", ["", "penstock.open('memory:').close()"])
+def test_importing_penstock_loads_nothing_heavy(then: str) -> None:
+    heavy = [*CONFINED, "pyspark", "pyarrow", "slatedb"]
+    script = f"import sys, penstock; {then}\nprint(*(set({heavy!r}) & set(sys.modules)))"
+    command = [sys.executable, "-W", "error", "-c", script]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert loaded.split() == []
+
+
+# --- clocks and chance ----------------------------------------------------------------------------
+
+BANNED_MODULES = {"random", "secrets", "uuid"}
+BANNED_NAMES = {
+    "time": {"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "sleep"},
+    "datetime": {"now", "utcnow", "today"},
+    "date": {"today"},
+    "os": {"urandom", "getrandom"},
+}
+
+
+def clock_reads(tree: ast.Module) -> Iterator[str]:
+    """Name what reads a clock or a random source, imported or called."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in BANNED_MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            banned = BANNED_NAMES.get(node.module, set())
+            if node.module in BANNED_MODULES:
+                yield node.module
+            yield from (f"{node.module}.{a.name}" for a in node.names if a.name in banned)
+        elif isinstance(node, ast.Attribute):
+            owner = node.value
+            last = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+            if node.attr in BANNED_NAMES.get(last, set()):
+                yield f"{last}.{node.attr}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_only_the_clock_reads_time_and_chance(path: Path) -> None:
+    found = list(clock_reads(tree_of(path)))
+    if path == SOURCE / "clock.py":
+        assert "time.time_ns" in found
+        assert "random" in found
+    else:
+        assert found == []
+
+
+# --- public names ---------------------------------------------------------------------------------
+
+PUBLIC = """
+AssignStatus Assigned Attempt AttemptEnd Backfilled Broker BrokerClosed Clock CorruptRecord Cursor
+Delivery DiskFull Entry ImportFailed InvalidFilter InvalidInput InvalidMessage InvalidQueue
+InvalidReceipt InvalidUrl LogPage LogRecord LogStats ManualClock Message Ordering Outcome
+OutcomeStatus Page PenstockError QueueExists QueueNotFound QueueSpec QueueStats State StorageFailed
+StoreLocked StoreMismatch StoreStats SweepCounts SystemClock __version__ open route_once
+""".split()
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(penstock.__all__) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name != "__version__"])
+def test_public_names_are_documented(name: str) -> None:
+    thing = getattr(penstock, name)
+    assert (thing.__doc__ or "").strip()
+    if inspect.isclass(thing):
+        for member, function in vars(thing).items():
+            if inspect.isfunction(function) and not member.startswith("_"):
+                assert inspect.getdoc(function), f"{name}.{member} has no docstring"
+
+
+@pytest.mark.parametrize("path", CODE, ids=name_of)
+def test_modules_say_what_they_own(path: Path) -> None:
+    if path in MODULES or path.parent == ROOT / "tests":
+        assert ast.get_docstring(tree_of(path))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_modules_name_what_they_offer(path: Path) -> None:
+    names = {
+        target.id: ast.literal_eval(node.value)
+        for node in tree_of(path).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id == "__all__"
+    }
+    if "__all__" in names:
+        defined = {node.name for node in tree_of(path).body if hasattr(node, "name")}
+        public = {name for name in defined if not name.startswith("_")}
+        assert len(set(names["__all__"])) == len(names["__all__"])
+        assert path.name == "__init__.py" or set(names["__all__"]) & public
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+FILE_LINES, FUNCTION_LINES = 600, 80
+# One verb after the other over one lock: nothing in it is easier to read apart.
+LONG_FILES = {"src/penstock/broker.py": 720}
+
+
+def lengths() -> Iterator[tuple[str, int, int]]:
+    for path in CODE:
+        if path in MODULES:
+            lines = len(path.read_text().splitlines())
+            yield name_of(path), lines, LONG_FILES.get(name_of(path), FILE_LINES)
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                yield f"{name_of(path)}:{node.lineno} {node.name}", length, FUNCTION_LINES
+
+
+def test_files_and_functions_are_short() -> None:
+    asking = [
+        f"{name}: {lines}" for name, lines, most in lengths() if lines > (500 if most > 80 else 60)
+    ]
+    too_long = [
+        f"{name}: {lines}, at most {most}" for name, lines, most in lengths() if lines > most
+    ]
+    assert not too_long, f"too long: {too_long}; asking to be two: {asking}"
+
+
+def test_no_exception_outlives_its_need() -> None:
+    for name in LONG_FILES:
+        assert len(text_of(name).splitlines()) > FILE_LINES, f"{name} is short again"
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path", [*CODE, *DOCS, ROOT / "Makefile", ROOT / "pyproject.toml"], ids=name_of
+)
+def test_no_path_of_somebodys_machine(path: Path) -> None:
+    found = re.findall(r"""(?<![\w.])/(?:work|root|home|Users)/[^\s`'"]*""", path.read_text())
+    assert found == []
+
+
+@pytest.mark.parametrize("path", DOCS, ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        place, _, anchor = target.partition("#")
+        if "://" in place:
+            continue
+        file = (path.parent / place) if place else path
+        assert file.exists(), f"{target} leads nowhere"
+        if anchor:
+            assert anchor in anchors_of(file), f"no heading for #{anchor} in {name_of(file)}"
+
+
+def anchors_of(path: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+def test_every_decision_is_listed_and_has_its_parts() -> None:
+    pages = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    assert len(pages) >= 14
+    index = text_of("docs/decisions/README.md")
+    for number, page in enumerate(pages, 1):
+        assert page.name.startswith(f"{number:04}-")
+        assert f"({page.name})" in index
+        text = page.read_text()
+        assert text.startswith(f"# {number:04}: ")
+        assert "**Context.**" in text
+        assert "**Consequences.**" in text
+
+
+# --- docs against code ----------------------------------------------------------------------------
+
+
+def signature_of(name: str, function: Callable[..., Any]) -> str:
+    """Write a signature as the docs do: without types, with enumerations by their value."""
+    signature = inspect.signature(function)
+    parameters = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in signature.parameters.values()
+        if parameter.name != "self"
+    ]
+    plain = signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+    return name + re.sub(r"<\w+\.\w+: ('\w+')>", r"\1", str(plain))
+
+
+VERBS = [
+    *((name, verb) for name, verb in vars(penstock.Broker).items() if not name.startswith("_")),
+    ("penstock.open", penstock.open),
+    ("penstock.route_once", penstock.route_once),
+]
+
+
+@pytest.mark.parametrize(("name", "verb"), VERBS, ids=[name for name, _ in VERBS])
+def test_the_api_page_has_every_parameter_with_its_default(
+    name: str, verb: Callable[..., Any]
+) -> None:
+    page = text_of("docs/api.md")
+    heading = f"### `{signature_of(name, verb)}`\n"
+    assert heading in page
+    section = page.partition(heading)[2].partition("\n#")[0]
+    for parameter in inspect.signature(verb).parameters:
+        if parameter not in {"self", "settings", "changes", "name", "message_id", "broker"}:
+            assert parameter.rstrip("_") in section, f"{name}: nothing is said about {parameter}"
+
+
+def test_the_api_page_has_every_setting_of_a_queue_with_its_default() -> None:
+    spec = QueueSpec(name="NAME", filter="queue = 'NAME'")
+    page = text_of("docs/api.md")
+    for field in QueueSpec.__struct_fields__:
+        if field not in {"name", "created_at_ms", "version"}:
+            default = getattr(spec, field)
+            shown = f"`{default}`" if isinstance(default, str) else str(default)
+            assert f"| `{field}` | {shown if default != '' else 'empty'} |" in page
+
+
+def test_the_limits_page_has_every_bound_with_its_value() -> None:
+    page = text_of("docs/limits.md")
+    bounds = {name: value for name, value in vars(limits).items() if name.startswith("MAX_")}
+    assert len(bounds) > 20
+    for name, value in bounds.items():
+        assert f"| `{name}` | {value:,} |" in page
+    assert set(re.findall(r"MAX_\w+", page)) == set(bounds)
+
+
+def test_the_errors_page_has_every_error_and_outcome() -> None:
+    page = text_of("docs/errors.md")
+    for name in errors.__all__:
+        assert f"| `{name}` |" in page
+        assert name in (errors.__doc__ or "")
+        assert name in penstock.__all__
+    for status in (*OutcomeStatus, *AssignStatus):
+        assert f"| `{status.value}` |" in page
+    for end in AttemptEnd:
+        assert f"`{end.value}`" in page
+
+
+def test_the_concepts_page_has_the_table_of_moves_and_the_drawing() -> None:
+    page = text_of("docs/concepts.md")
+    rows = re.findall(r"^\| (–|`\w+`) \| `(\w+)` \| (–|`\w+`) \|", page, re.MULTILINE)
+    shown = {None: "–"} | {state: f"`{state.value}`" for state in penstock.State}
+    assert rows == [(shown[a], event.value, shown[b]) for (a, event), b in TRANSITIONS.items()]
+    model = sys.modules["penstock.model"].__doc__ or ""
+    drawing = model.partition("::\n\n")[2].partition("\n\nEach arrow")[0]
+    assert len(drawing) > 500
+    assert drawing in page
+
+
+def test_the_layout_page_has_every_table() -> None:
+    page = text_of("docs/data-layout.md")
+    for design, known in DESIGNS.items():
+        for table in known.tables:
+            assert re.search(rf"^\| `{table}` \| (both|{design}) \|", page, re.MULTILINE)
+
+
+def test_the_command_line_page_has_every_command_and_option() -> None:
+    page = text_of("docs/cli.md")
+    context = cli.make_context("penstock", ["--help"], resilient_parsing=True)
+    for name in COMMANDS:
+        command = cli.get_command(context, name)
+        assert command is not None
+        assert f"penstock {name}" in page
+        for option in options_of(command):
+            assert option in page, f"penstock {name} {option} is not on the page"
+
+
+def options_of(command: click.Command) -> Iterator[str]:
+    for parameter in command.params:
+        yield from (option for option in parameter.opts if option.startswith("--"))
+    for inner in getattr(command, "commands", {}).values():
+        yield from options_of(inner)
+
+
+# --- docs that run --------------------------------------------------------------------------------
+
+
+def blocks_of(path: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+# Pages whose Python is made of fragments around a foreign database.
+FRAGMENTS = {"docs/importing.md"}
+RUNNING = [path for path in DOCS if blocks_of(path) and name_of(path) not in FRAGMENTS]
+
+
+def test_the_pages_that_must_run_are_among_those_that_do() -> None:
+    must = {"README.md", "docs/start.md", "docs/data-layout.md"}
+    assert must <= {name_of(path) for path in RUNNING}
+
+
+@pytest.mark.parametrize("path", RUNNING, ids=name_of)
+def test_python_in_the_docs_runs(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "docs"}
+    for number, block in enumerate(blocks_of(path), 1):
+        where = f"{name_of(path)}, block {number}"
+        if ">>>" not in block:
+            exec(compile(block, where, "exec"), names)
+            continue
+        examples = doctest.DocTestParser().get_doctest(block, {}, where, where, 0)
+        examples.globs = names
+        said: list[str] = []
+        result = doctest.DocTestRunner(verbose=False).run(
+            examples, out=said.append, clear_globs=False
+        )
+        assert not result.failed, "".join(said)
+
+
+def test_the_first_example_is_short() -> None:
+    first = blocks_of(ROOT / "README.md")[0]
+    assert len(first.strip().splitlines()) <= 10
