@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import ChainMap
 from types import MappingProxyType
 from typing import Any
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 from penstock import limits
 from penstock.errors import InvalidInput, InvalidMessage, InvalidQueue
-from penstock.model import Message, Ordering, QueueSpec, State
+from penstock.model import Cursor, Message, Ordering, QueueSpec, State
 from penstock.validation import (
+    check_assignments,
     check_count,
     check_duration,
     check_ids,
@@ -309,3 +311,21 @@ def test_message_ids_are_unsigned_numbers_of_64_bits() -> None:
     for each in wrong:
         with pytest.raises(InvalidInput, match="message id"):
             check_ids([1, each])
+
+
+def test_what_a_tailer_hands_back() -> None:
+    page = Cursor(0, limits.MAX_OFFSET)
+    check_assignments(page, {7: ["q"], 8: ("a", "b"), 9: []})
+    wrong: list[tuple[Any, Any, str]] = [
+        ((0, 9), {}, "cursor must be a page's cursor, not tuple"),
+        (Cursor(-1, 9), {}, "cursor.begin is -1"),
+        (Cursor(0, limits.MAX_OFFSET + 1), {}, "cursor.end is"),
+        (page, [(7, ["q"])], "assignments must map"),
+        (page, {"7": ["q"]}, "message id must be a whole number, not str"),
+        (page, {7: "q"}, "message 7: a list of queue names is expected"),
+        (page, {7: [b"q"]}, "message 7: a list of queue names"),
+        (page, {7: None}, "message 7: a list of queue names"),
+    ]
+    for cursor, assignments, says in wrong:
+        with pytest.raises(InvalidInput, match=re.escape(says)):
+            check_assignments(cursor, assignments)

@@ -237,6 +237,45 @@ class EngineSuite:
             key for key in sorted(KEYS) if b"a" <= key < b"b"
         ]
 
+    # --- views -----------------------------------------------------------------------------
+
+    def test_a_view_shows_the_moment_it_was_made_at(self) -> None:
+        rows = {key: key[::-1] for key in KEYS}
+        self.put(rows)
+        self.put({b"k": b"before"}, "two")
+        view = self.engine.view()
+        batch = self.engine.batch()
+        batch.delete_range(b"a", b"b", self.table().family)
+        batch.put(b"\0", b"changed", self.table().family)
+        batch.put(b"new", b"", self.table().family)
+        batch.put(b"k", b"after", self.table("two").family)
+        self.engine.commit(batch)
+        table, ordered = view.table("one"), sorted(rows.items())
+        assert list(table.scan(b"", LAST, 100)) == ordered
+        assert list(table.scan_back(b"", LAST, 100)) == ordered[::-1]
+        assert list(table.scan(b"a", b"b", 2)) == [row for row in ordered if row[0] >= b"a"][:2]
+        assert list(table.scan_back(b"a", b"b", 1)) == [(b"a\xff", b"\xffa")]
+        assert table.multi_get([b"new", b"a", b"\0"]) == [None, b"a", b"\0"]
+        assert view.table("two").get(b"k") == b"before"
+        assert self.table("two").get(b"k") == b"after"
+        view.close()
+
+    @pytest.mark.parametrize("end", [b"b", b"a", b""])
+    def test_an_empty_range_of_a_view_is_empty(self, end: bytes) -> None:
+        self.put({b"a": b"", b"b": b"", b"c": b""})
+        view = self.engine.view()
+        assert list(view.table("one").scan(b"b", end, 10)) == []
+        assert list(view.table("one").scan_back(b"b", end, 10)) == []
+        view.close()
+
+    def test_a_view_that_was_closed_does_not_keep_the_engine(self) -> None:
+        self.put({b"a": b"1"})
+        view = self.engine.view()
+        assert view.table("one").get(b"a") == b"1"
+        view.close()
+        self.restart()
+        assert self.rows() == {b"a": b"1"}
+
     # --- keeping ---------------------------------------------------------------------------
 
     def test_what_was_committed_is_there_after_a_restart(self) -> None:

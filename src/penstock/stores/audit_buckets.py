@@ -87,7 +87,7 @@ class BucketsAudit:
             late = _late_of(bucket_id, summary)
             contents = _Contents({}, {}, set())
             is_right = True
-            for entry, _ in (*available, *in_flight):
+            for entry in _entries(available, in_flight):
                 is_right &= self._take_in(census, key, bucket_id, contents, entry, homeless)
             rushed = self._tell_late(census, bucket_id, contents, late)
             losers += self._meet(census, contents)
@@ -302,7 +302,7 @@ class BucketsAudit:
                 available, in_flight = records.decode_active(value)
             except CorruptRecord:
                 continue
-            entries = [entry for entry, _ in (*available, *in_flight)]
+            entries = _entries(available, in_flight)
             doomed = [entry for entry in entries if entry.message_id in wanted]
             if not doomed:
                 continue
@@ -320,26 +320,29 @@ class BucketsAudit:
 
     def _settle(self, census: Census, homeless: Iterable[_Entry]) -> None:
         """Move messages to the bucket of their claim, or to a new one if that claim is taken."""
-        queue = census.queue
         for entry in homeless:
-            taken: list[bool] = []
-
-            def move_in(contents: _Contents, entry: _Entry = entry) -> None:
-                known = (contents.waiting, contents.flight)
-                if any(entry.claim_id in entries for entries in known):
-                    taken.append(True)
-                elif isinstance(entry, records.Available):
-                    contents.waiting[entry.claim_id] = entry
-                else:
-                    contents.flight[entry.claim_id] = entry
-
-            try:
-                home = opendata.bucket_of(entry.claim_id)
-                self._rewrite(queue, census.floor_ms, home, move_in)
-            except CorruptRecord:
-                taken.append(True)
-            if taken:
+            if not self._move_in(census, entry):
                 self._rehome(census, entry)
+
+    def _move_in(self, census: Census, entry: _Entry) -> bool:
+        """Put a message into the bucket of its claim; False if that has it taken."""
+        is_free = True
+
+        def move_in(contents: _Contents) -> None:
+            nonlocal is_free
+            if entry.claim_id in contents.waiting or entry.claim_id in contents.flight:
+                is_free = False
+            elif isinstance(entry, records.Available):
+                contents.waiting[entry.claim_id] = entry
+            else:
+                contents.flight[entry.claim_id] = entry
+
+        try:
+            home = opendata.bucket_of(entry.claim_id)
+        except CorruptRecord:
+            return False
+        self._rewrite(census.queue, census.floor_ms, home, move_in)
+        return is_free
 
     def _rehome(self, census: Census, entry: _Entry) -> None:
         """Give a message a claim of its own: a lease can't list it, so it waits."""
@@ -398,6 +401,13 @@ class BucketsAudit:
         )
         message_id = entry.message_id.to_bytes(8, "big")
         self._findings.set_aside("buckets", key + message_id, encoded, why)
+
+
+def _entries(
+    available: list[tuple[records.Available, bytes]],
+    in_flight: list[tuple[records.InFlight, bytes]],
+) -> list[_Entry]:
+    return [*(entry for entry, _ in available), *(entry for entry, _ in in_flight)]
 
 
 def _meet_homeless(census: Census, entry: _Entry) -> bool:

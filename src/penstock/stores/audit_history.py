@@ -61,7 +61,7 @@ class HistoryAudit:
                 census.done.add(entry.message_id)
                 census.attempts[entry.message_id] = entry.attempts
                 kept.append(entry)
-            self._rewrite(census.queue, State.DONE, key, entries, kept)
+            self._rewrite(State.DONE, key, entries, kept)
         return losers
 
     def _scan_failed(self, census: Census) -> int:
@@ -80,7 +80,7 @@ class HistoryAudit:
                 census.failed.add(entry.message_id)
                 census.attempts[entry.message_id] = entry.attempts
                 kept.append(entry)
-            self._rewrite(queue, State.FAILED, key, entries, kept)
+            self._rewrite(State.FAILED, key, entries, kept)
             indexed += self._check_index(queue, key, kept)
         return indexed
 
@@ -118,7 +118,7 @@ class HistoryAudit:
         findings.count(f"{state.value} messages", len(entries))
         good = [entry for entry in entries if self._has_metadata(key, entry, what)]
         if len(good) < len(entries):
-            self._rewrite(queue, state, key, entries, good)
+            self._rewrite(state, key, entries, good)
         return good, part + len(entries)
 
     def _has_metadata(self, key: bytes, entry: _Entry, what: str) -> bool:
@@ -227,11 +227,9 @@ class HistoryAudit:
                 for entry in entries:
                     if entry.message_id in wanted:
                         self._set_aside(key, entry, why)
-                self._rewrite(queue, state, key, entries, kept)
+                self._rewrite(state, key, entries, kept)
 
-    def _rewrite(
-        self, queue: Queue, state: State, key: bytes, entries: list[_Entry], kept: list[_Entry]
-    ) -> None:
+    def _rewrite(self, state: State, key: bytes, entries: list[_Entry], kept: list[_Entry]) -> None:
         """Write a part without some of its messages."""
         findings = self._findings
         if len(kept) == len(entries):

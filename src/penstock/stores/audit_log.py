@@ -269,9 +269,9 @@ class LogAudit:
                 text = f"segment {number} begins before the one before it"
                 self._findings.violate(Kind.SEGMENT, "log", key, text)
                 # Its entries, if it has any, have had their say about where it starts.
-                start = start if number in met else max(start, at)
-                start_ms = max(start_ms, at_ms)
-                self._findings.put("log", key, codec.encode_segment_meta(start, start_ms))
+                right = start if number in met else max(start, at)
+                meta = codec.encode_segment_meta(right, max(start_ms, at_ms))
+                self._findings.put("log", key, meta)
             at, at_ms = max(at, start), max(at_ms, start_ms)
 
     # --- repairs -----------------------------------------------------------------------------

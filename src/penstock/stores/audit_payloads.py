@@ -7,7 +7,6 @@ audit needs no more memory for this than one integer for each copy of a message.
 
 from __future__ import annotations
 
-from array import array
 from heapq import merge
 from itertools import groupby
 from operator import itemgetter
@@ -17,6 +16,7 @@ from penstock.codec.opendata import payload_key, payload_prefix
 from penstock.stores.audit_report import Kind, all_of, outside
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Callable, Collection, Iterator, Mapping
 
     from penstock.stores.audit_log import LogAudit

@@ -76,33 +76,39 @@ def check_system(findings: Findings) -> dict[int, int | None]:
     for key, value in all_of(findings.table("default")):
         findings.count("system records")
         try:
-            if key == _META:
-                if msgspec.msgpack.decode(value, type=Identity) != core.identity:
-                    raise CorruptRecord("not the identity that the store was opened with")
-            elif key == _TOTALS:
-                msgspec.msgpack.decode(value, type=Totals)
-            elif key == _NUMBERS:
-                decode_seq_block(value)
-            elif key.startswith(_QUARANTINE):
-                msgspec.msgpack.decode(value, type=tuple[str, bytes])
-                table, _, aside = key[2:].partition(b"\0")
-                findings.note_aside(table.decode(), aside)
-                findings.count("quarantined records")
-            elif key.startswith(_CURSOR) and len(key) == 6:
-                log = int.from_bytes(key[2:], "big")
-                if log >= core.log.all_logs:
-                    raise CorruptRecord(f"cursor of log {log}, which is not there")
-                cursors[log] = int.from_bytes(value, "big") if len(value) == 8 else None
-            else:
-                findings.reject(Kind.STRANGER, "default", key, value, "a key that nothing uses")
+            _check_record(findings, cursors, key, value)
         except (CorruptRecord, msgspec.MsgspecError, UnicodeDecodeError) as error:
             findings.violate(Kind.UNDECODABLE, "default", key, str(error))
             _mend_system(findings, key, value, str(error))
     for key, record in ((_META, core.identity), (_TOTALS, core.totals)):
-        if findings.table("default").get(key) is None and (key == _META or core.totals.published):
+        is_due = key == _META or core.totals.published or core.totals.filters_version
+        if is_due and findings.table("default").get(key) is None:
             findings.violate(Kind.MISSING_ENTRY, "default", key, "a record that every store has")
             findings.put("default", key, msgspec.msgpack.encode(record))
     return cursors
+
+
+def _check_record(
+    findings: Findings, cursors: dict[int, int | None], key: bytes, value: bytes
+) -> None:
+    core = findings.core
+    if key == _META:
+        if msgspec.msgpack.decode(value, type=Identity) != core.identity:
+            raise CorruptRecord("not the identity that the store was opened with")
+    elif key == _TOTALS:
+        msgspec.msgpack.decode(value, type=Totals)
+    elif key.startswith(_QUARANTINE):
+        msgspec.msgpack.decode(value, type=tuple[str, bytes])
+        table, _, aside = key[2:].partition(b"\0")
+        findings.note_aside(table.decode(), aside)
+        findings.count("quarantined records")
+    elif key.startswith(_CURSOR) and len(key) == 6:
+        log = int.from_bytes(key[2:], "big")
+        if log >= core.log.all_logs:
+            raise CorruptRecord(f"cursor of log {log}, which is not there")
+        cursors[log] = int.from_bytes(value, "big") if len(value) == 8 else None
+    elif key != _NUMBERS:
+        findings.reject(Kind.STRANGER, "default", key, value, "a key that nothing uses")
 
 
 def _mend_system(findings: Findings, key: bytes, value: bytes, why: str) -> None:
@@ -110,9 +116,6 @@ def _mend_system(findings: Findings, key: bytes, value: bytes, why: str) -> None
         findings.put("default", key, msgspec.msgpack.encode(findings.core.identity))
     elif key == _TOTALS:
         findings.put("default", key, msgspec.msgpack.encode(findings.core.totals))
-    elif key == _NUMBERS:
-        # The check of the sequence writes it anew.
-        findings.delete("default", key)
     else:
         findings.set_aside("default", key, value, why)
 

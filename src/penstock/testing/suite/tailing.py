@@ -261,9 +261,36 @@ class TailingSuite(RoutedSuite):
         ids = self.broker.publish([made(n=1), made(n=2)] * 2)
         page = self.broker.read_log()
         self.broker.update_queue("q", filter="n = 2", from_offset=ids[2])
-        self.hand_back(page)
+        with self.unchanged():
+            assert self.hand_back(page).status is AssignStatus.OUTDATED
         self.route()
         assert self.held("q") == [ids[0], ids[3]]
+
+    def test_filters_that_change_after_a_page_do_not_spoil_it(self) -> None:
+        ids = self.ready()
+        page = self.broker.read_log()
+        self.broker.update_queue("q", filter="FALSE")
+        self.broker.create_queue("r", filter="TRUE")
+        self.broker.publish([made()])
+        assert self.hand_back(page).status is AssignStatus.APPLIED
+        assert self.held("q") == ids
+
+    def test_a_tailer_that_was_relieved_changes_nothing(self) -> None:
+        ids = self.ready()
+        first = self.broker.take_epoch()
+        page = self.broker.read_log(limit=2)
+        assert self.broker.assign(0, page.cursor, self.all_to_q(page), epoch=first)
+        second = self.broker.take_epoch()
+        assert second > first
+        page = self.broker.read_log(limit=2)
+        with self.unchanged():
+            answer = self.broker.assign(0, page.cursor, self.all_to_q(page), epoch=first)
+        assert answer == Assigned(AssignStatus.FENCED, ids[2], 0)
+        assert not answer
+        self.again()
+        assert not self.broker.assign(0, page.cursor, self.all_to_q(page), epoch=first)
+        assert self.broker.assign(0, page.cursor, self.all_to_q(page), epoch=second)
+        assert self.held("q") == ids[:4]
 
     def test_there_is_no_such_log(self) -> None:
         self.ready()

@@ -1,0 +1,45 @@
+"""Is the store right? ``penstock check``."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import click
+
+from penstock.checking import check
+from penstock.commands.common import emit_json, open_store, plain, show_table, store_option
+
+__all__ = ["commands"]
+
+
+@click.command("check")
+@click.option("--repair", is_flag=True, help="Mend what can be mended.")
+@store_option
+@click.pass_context
+def check_command(ctx: click.Context, store: str, *, repair: bool, as_json: bool) -> None:
+    """Read the whole store and hold it to its invariants.
+
+    Ends with 1 if anything is wrong, and not repaired.
+    """
+    with open_store(store) as broker:
+        report = check(broker, repair=repair)
+    if as_json:
+        emit_json({"ok": report.ok, **plain(report)})
+    else:
+        show_table(("checked", ":count"), sorted(report.checked.items()), empty="nothing is there")
+        rows = [
+            (each.kind, each.table, each.key, each.text, "yes" if each.repaired else "no")
+            for each in report.violations
+        ]
+        if rows:
+            show_table(("violation", "table", "key", "what", "repaired"), rows, empty="")
+        found = sum(report.found.values())
+        click.echo(
+            f"{found} violations, {report.left} left, {len(report.notes)} notes"
+            if found
+            else f"no violations, {len(report.notes)} notes"
+        )
+    ctx.exit(0 if report.ok else 1)
+
+
+commands: Final = {"check": check_command}
