@@ -41,6 +41,7 @@ def main() -> None:
         broker.create_queue("mail", max_attempts=4, backoff_base_ms=10_000)
         newsletter = Message(b"News!", {"queue": "mail"}, delay_ms=HOUR_MS)
         (message_id,) = broker.publish([newsletter])
+        published_at_ms = clock.now_ms()
 
         print("A newsletter, to be sent in an hour:")
         print(f"    now: {len(broker.claim('mail'))} to claim")
@@ -49,7 +50,7 @@ def main() -> None:
 
         while broker.stats("mail").failed == 0:
             if not deliver(broker, server_is_up=False):
-                # The sweep says when there is something to do next; a real sweeper sleeps till then.
+                # A sweep says when there is something to do next: a sweeper sleeps till then.
                 due_ms = broker.sweep().next_due_ms or 0
                 waited_ms = max(due_ms - clock.now_ms(), 1)
                 clock.advance(waited_ms)
@@ -57,10 +58,10 @@ def main() -> None:
 
         print("\nIt has failed, and can be looked into:")
         for attempt in broker.attempts("mail", message_id):
-            lasted_ms = (attempt.ended_at_ms or 0) - attempt.claimed_at_ms
+            after_s = (attempt.claimed_at_ms - published_at_ms) / 1000
             print(
-                f"    attempt {attempt.number} by {attempt.consumer}: {attempt.end} "
-                f"({attempt.reason}) after {lasted_ms} ms"
+                f"    attempt {attempt.number} by {attempt.consumer}, {after_s:.0f} seconds after "
+                f"it was published: {attempt.end} ({attempt.reason})"
             )
 
         print("\nThe server is back; failed mail is tried again, with a full set of attempts:")

@@ -10,11 +10,15 @@ named by the shop: each has a queue, and the queue's filter picks its orders.
 from __future__ import annotations
 
 import tempfile
+from typing import TYPE_CHECKING
 
 import penstock
 from penstock import Message
 
-ORDERS = [
+if TYPE_CHECKING:
+    from penstock.model import Value
+
+ORDERS: list[tuple[bytes, dict[str, Value]]] = [
     (b"a paperback", {"kind": "book", "price": 12, "customer": "old"}),
     (b"an e-book", {"kind": "download", "price": 9, "customer": "old"}),
     (b"a first edition", {"kind": "book", "price": 4_500, "customer": "old"}),

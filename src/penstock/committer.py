@@ -46,7 +46,11 @@ class Committer:
 
     def wait(self, number: int) -> None:
         """Return when commit ``number`` is durable (at once if durability is relaxed)."""
-        if self._relaxed or number <= self._durable:
+        if number <= self._durable:
+            return
+        if self._relaxed:
+            if self._failure is not None:
+                raise self._failure
             return
         with self._condition:
             if number > self._wanted:

@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl
 
 from penstock.broker import Broker
 from penstock.clock import Clock, SystemClock
-from penstock.errors import InvalidUrl, StoreMismatch
+from penstock.errors import InvalidUrl, StorageFailed, StoreMismatch
 from penstock.kv.memory import MemoryEngine
 from penstock.stores import buckets, indexed
 from penstock.stores.core import SHARED_TABLES
@@ -42,6 +42,7 @@ DESIGNS: Final[Mapping[str, Design]] = {
     "buckets": Design({**SHARED_TABLES, **buckets.TABLES}, buckets.BucketActive),
 }
 DEFAULT_DESIGN: Final = "indexed"
+_MARK: Final = "PENSTOCK"
 
 
 def open(  # noqa: A001 - penstock.open is the way in
@@ -101,22 +102,45 @@ def make_store(engine: Engine, design: str, clock: Clock, routing: str | None = 
 
 def _open_rocksdb(path: Path, design: str | None) -> tuple[Engine, str]:
     # Imported here: a process that only uses other engines need not load this one.
-    from penstock.kv.rocksdb import RocksEngine, tables_at  # noqa: PLC0415
+    from penstock.kv.rocksdb import RocksEngine  # noqa: PLC0415
 
-    present = tables_at(path)
-    if present is not None:
-        found = [name for name, known in DESIGNS.items() if set(known.tables) <= set(present)]
-        if not found:
-            raise StoreMismatch(
-                f"{path} holds a RocksDB database that is not a Penstock store (its column "
-                f"families: {', '.join(sorted(present))}); to bring a Queueber database in, use "
-                "'penstock import queueber'"
-            )
-        if design is not None and design not in found:
-            raise StoreMismatch(f"{path} holds a store of the {found[0]} design, not {design}")
-        design = found[0]
-    design = design or DEFAULT_DESIGN
+    found = _design_at(path)
+    if found is not None and design is not None and design != found:
+        raise StoreMismatch(f"{path} holds a store of the {found} design, not {design}")
+    design = found or design or DEFAULT_DESIGN
+    if found is None:
+        _mark(path, design)
     return RocksEngine(path, DESIGNS[design].tables), design
+
+
+def _design_at(path: Path) -> str | None:
+    """Return the design of the store at ``path``; None if there is nothing there yet."""
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return None
+    if (path / _MARK).is_file():
+        design = (path / _MARK).read_text().strip()
+        if design not in DESIGNS:
+            raise StoreMismatch(
+                f"{path} holds a store of the design {design!r:.100}, which this version of "
+                "Penstock does not know: use a newer one"
+            )
+        return design
+    from penstock.kv.rocksdb import tables_at  # noqa: PLC0415
+
+    families = ", ".join(sorted(tables_at(path)))
+    raise StoreMismatch(
+        f"{path} holds a RocksDB database that is not a Penstock store (its column families: "
+        f"{families}); to bring a Queueber database in, use 'penstock import queueber'"
+    )
+
+
+def _mark(path: Path, design: str) -> None:
+    """Name the design before anything else is written, so that a crash can't leave it in doubt."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / _MARK).write_text(design)
+    except OSError as error:
+        raise StorageFailed(f"can't write to the directory {path}: {error}") from error
 
 
 def _parse(url: object) -> tuple[str, str, str | None]:

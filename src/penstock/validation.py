@@ -37,6 +37,8 @@ _MAX_FLOAT: Final = sys.float_info.max
 
 def check_messages(messages: Iterable[Message]) -> list[Message]:
     """Check a batch of messages; the error names the first that is wrong."""
+    if isinstance(messages, Message) or not isinstance(messages, Iterable):
+        raise InvalidInput(f"messages must be a list of messages, not {type(messages).__name__}")
     batch = list(messages)
     if len(batch) > limits.MAX_PUBLISH_MESSAGES:
         raise InvalidInput(
@@ -162,8 +164,8 @@ def check_spec(spec: QueueSpec) -> QueueSpec:
 
 def check_receipts(receipts: Iterable[str]) -> list[str]:
     """Check the size of a batch of receipts; their text is checked by the store."""
-    if isinstance(receipts, str):
-        raise InvalidInput("receipts must be a list of receipts, not one string")
+    if isinstance(receipts, str) or not isinstance(receipts, Iterable):
+        raise InvalidInput(f"receipts must be a list of receipts, not {type(receipts).__name__}")
     batch = list(receipts)
     if len(batch) > limits.MAX_RECEIPTS:
         raise InvalidInput(f"{len(batch)} receipts in one call; at most {limits.MAX_RECEIPTS}")

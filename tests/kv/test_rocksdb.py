@@ -162,11 +162,6 @@ def test_a_damaged_database_is_not_taken_for_one_that_is_locked(tmp_path: Path) 
 # --- what is in a directory -----------------------------------------------------------------------
 
 
-def test_a_place_with_nothing_has_no_tables(tmp_path: Path) -> None:
-    assert tables_at(tmp_path / "missing") is None
-    assert tables_at(tmp_path) is None
-
-
 def test_the_tables_of_a_database_are_named_without_opening_it(tmp_path: Path) -> None:
     engine = RocksEngine(tmp_path, TABLES)
     assert set(tables_at(tmp_path) or ()) == set(TABLES)

@@ -312,7 +312,9 @@ def test_backfills_bring_everything_once(design: str, steps: list[Any]) -> None:
                 wanted = {
                     message_id
                     for message_id, row in published
-                    if live.matches(row) and begin <= message_id and (end is None or message_id < end)
+                    if live.matches(row)
+                    and begin <= message_id
+                    and (end is None or message_id < end)
                 }
                 assert broker.backfill("q", from_=begin, to=end).added == len(wanted - expected)
                 expected |= wanted

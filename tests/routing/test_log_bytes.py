@@ -59,8 +59,7 @@ def element(message_id: int, metadata: bytes) -> bytes:
 def metadata(group: bytes, priority: int, size: int, attributes: bytes, now_ms: int) -> bytes:
     """Lay out 01 and the MessagePack array; every text and number here is a short one."""
     return (
-        b"\x01\x96"
-        + b"\xcf"
+        b"\x01\x96\xcf"
         + pack(">Q", now_ms)
         + bytes([0xA0 | len(group)])
         + group
@@ -133,8 +132,8 @@ def test_each_log_has_a_key_of_its_own(opened: Opened) -> None:
 
 def test_entries_are_cut_by_count(opened: Opened) -> None:
     opened.broker.publish([Message(b"")] * 10_000)
-    # Of 4096 each: the sequence 4096 takes two more bytes after the length in the first half.
-    assert opened.entry_keys() == [b"\x00", b"\x20\x10\x00"[-3:], b"\x20\x20\x00"]
+    # Sequences 0, 4096 and 8192 as var_u64: the first four bits say how many bytes follow.
+    assert opened.entry_keys() == [b"\x00", b"\x20\x10\x00", b"\x20\x20\x00"]
     assert [len(page) for page in pages(opened.broker)] == [10_000]
 
 

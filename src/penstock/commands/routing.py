@@ -71,7 +71,7 @@ def read(store: str, number: int, begin: int, limit: int, *, as_json: bool) -> N
                 r.group,
                 r.priority,
                 r.size,
-                plain(r.attributes),
+                r.attributes,
             )
             for r in page.records
         ],

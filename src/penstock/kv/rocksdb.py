@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["RocksEngine", "tables_at"]
 
 _OWNER_FILE = "PENSTOCK-OWNER"
+# What RocksDB says of a directory that is open already, here or in another process.
+_LOCKED = ("lock hold by current process", "While lock file")
 # What the operating system says when there is no room, as RocksDB passes it on.
 _NO_SPACE = ("No space left", "File too large", "Disk quota exceeded")
 
@@ -94,10 +96,8 @@ def _database_options() -> rocks.Options:
     return options
 
 
-def tables_at(path: Path) -> list[str] | None:
-    """Name the tables of the database at ``path``; None if there is nothing there yet."""
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return None
+def tables_at(path: Path) -> list[str]:
+    """Name the tables of the database at ``path``."""
     if not (path / "CURRENT").exists():
         raise StoreMismatch(f"{path} is not empty and holds no RocksDB database")
     try:
@@ -244,7 +244,7 @@ class RocksEngine:
         try:
             self._db = rocks.Rdict(str(path), _database_options(), columns)
         except Exception as error:
-            if "lock" in str(error).lower():
+            if any(sign in str(error) for sign in _LOCKED):
                 raise StoreLocked(_describe_owner(path)) from error
             raise StorageFailed(f"RocksDB can't open {path}: {error}") from error
         self._tables = {
@@ -286,13 +286,19 @@ class RocksEngine:
 
     def close(self) -> None:
         """Sync and let go of the directory."""
-        with contextlib.suppress(FileNotFoundError):
-            (self.path / _OWNER_FILE).unlink()
         with contextlib.suppress(StorageFailed):
             self.sync()
         for table in self._tables.values():
             table.close()
-        self._db.close()
+        try:
+            self._db.close()
+        except Exception as error:
+            _translate(error)
+        finally:
+            # A database that failed is let go of when its last reference is.
+            del self._db
+            with contextlib.suppress(FileNotFoundError):
+                (self.path / _OWNER_FILE).unlink()
 
 
 def _describe_owner(path: Path) -> str:

@@ -115,11 +115,10 @@ class QueueTable:
 def _decode_counts(record: bytes | None) -> Counts:
     if record is None:
         return Counts()
-    if record[:1] != _COUNTS_VERSION or len(record) != 1 + _pack_counts.size:
-        raise CorruptRecord(
-            f"queue counters: {len(record)} bytes, {1 + _pack_counts.size} expected"
-        )
-    return Counts(*_pack_counts.unpack_from(record, 1))
+    whole = record[1:].ljust(_pack_counts.size, b"\0")
+    if record[:1] != _COUNTS_VERSION or len(whole) != _pack_counts.size or len(record) % 8 != 1:
+        raise CorruptRecord(f"queue counters: {len(record)} bytes, not {1 + _pack_counts.size}")
+    return Counts(*_pack_counts.unpack(whole))
 
 
 def _encode_spec(spec: QueueSpec, number: int) -> bytes:

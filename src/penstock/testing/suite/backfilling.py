@@ -101,7 +101,7 @@ class BackfillSuite(RoutedSuite):
         assert self.broker.backfill("q", from_=ids[0], to=ids[0]).scanned == 0
         assert self.broker.backfill("q", from_=5, to=1).scanned == 0
 
-    def test_what_is_not_a_place_is_refused(self, mode: Mode) -> None:
+    def test_what_is_no_place_to_begin_is_refused(self, mode: Mode) -> None:
         self.past(mode)
         self.broker.create_queue("q", filter="TRUE")
         wrong: list[Any] = ["latest", -1, 1.5, None, True, 1 << 80]

@@ -1,0 +1,139 @@
+"""Offsets of the metadata log: where a read begins and ends, and how it is cut for the tasks.
+
+Message ids are offsets, given out over all logs together: log 0 may hold 1, 4, 5 and log 1 the
+rest. A stretch is [begin, end) of one log. A stream's offset is one JSON object::
+
+    {"0": 905, "1": 900, "store": 77}               the table log
+    {"0": 905, "1": 900, "store": 77, "filters": 3} the tables of the route job
+
+Nothing here talks to a broker.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from penstock.errors import InvalidInput, StoreMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from penstock.model import LogStats
+    from penstock.spark.options import Place
+
+__all__ = [
+    "LEAST_PIECE",
+    "Stretch",
+    "between",
+    "check_kept",
+    "check_store",
+    "cut",
+    "limited",
+    "logs_of",
+    "resolve",
+]
+
+LEAST_PIECE: Final = 20_000
+"""Offsets below which a stretch is not worth a second task."""
+
+_EARLIEST: Final = -2
+_LATEST: Final = -1
+
+
+class Stretch(NamedTuple):
+    """[begin, end) of one log."""
+
+    log: int
+    begin: int
+    end: int
+
+
+def resolve(place: Place, stats: LogStats, name: str) -> dict[int, int]:
+    """Turn ``earliest``, ``latest`` or offsets by log into an offset for every log."""
+    if place == "earliest":
+        return dict.fromkeys(stats.cursors, stats.earliest)
+    if place == "latest":
+        return dict.fromkeys(stats.cursors, stats.end)
+    assert isinstance(place, dict)
+    strangers = sorted(set(place) - set(stats.cursors))
+    if strangers:
+        known = ", ".join(map(str, sorted(stats.cursors)))
+        raise InvalidInput(f"{name} names log {strangers[0]}; the store has {known}")
+    missing = sorted(set(stats.cursors) - set(place))
+    if missing:
+        raise InvalidInput(f"{name} must name every log; {missing[0]} is missing")
+    special = {_EARLIEST: stats.earliest, _LATEST: stats.end}
+    for log, offset in place.items():
+        if offset < _EARLIEST or offset > stats.end:
+            raise InvalidInput(
+                f"{name} of log {log} is {offset}; there are offsets up to {stats.end}"
+            )
+    return {log: special.get(offset, offset) for log, offset in place.items()}
+
+
+def logs_of(offset: Mapping[str, int]) -> dict[int, int]:
+    """Return the offsets by log of a stream's offset."""
+    return {int(name): value for name, value in offset.items() if name.isdigit()}
+
+
+def limited(
+    start: Mapping[int, int], ends: Mapping[int, int], most: int | None
+) -> dict[int, int]:
+    """Return where a micro-batch ends that takes at most ``most`` messages."""
+    begins = {log: _begin(start, log, ends[log]) for log in ends}
+    if most is None:
+        return {log: max(begins[log], end) for log, end in ends.items()}
+    # Ids are shared by the logs: one bound for all of them holds for their sum.
+    behind = [begins[log] for log, end in ends.items() if begins[log] < end]
+    bound = min(behind, default=0) + most
+    return {log: max(begins[log], min(end, bound)) for log, end in ends.items()}
+
+
+def between(start: Mapping[int, int], end: Mapping[int, int]) -> list[Stretch]:
+    """Return what lies between two offsets, log by log."""
+    found = [Stretch(log, _begin(start, log, until), until) for log, until in sorted(end.items())]
+    return [stretch for stretch in found if stretch.begin < stretch.end]
+
+
+def _begin(start: Mapping[int, int], log: int, end: int) -> int:
+    # A log that was added since holds nothing older than where the others stood.
+    return start.get(log, min(start.values(), default=end))
+
+
+def cut(stretches: Iterable[Stretch], pieces: int, least: int = LEAST_PIECE) -> list[Stretch]:
+    """Cut stretches into about ``pieces`` of like width, none of them very small."""
+    whole = list(stretches)
+    width = sum(stretch.end - stretch.begin for stretch in whole)
+    step = max(least, -(-width // max(1, pieces)))
+    parts: list[Stretch] = []
+    for log, begin, end in whole:
+        count = max(1, (end - begin) // step)
+        borders = [begin + (end - begin) * number // count for number in range(count + 1)]
+        parts += [Stretch(log, *pair) for pair in zip(borders, borders[1:], strict=False)]
+    return parts
+
+
+def check_kept(
+    stretches: Sequence[Stretch], earliest: int, *, fail: bool
+) -> list[Stretch]:
+    """Refuse (or, if not ``fail``, leave out) what the log's retention has removed."""
+    kept = []
+    for log, begin, end in stretches:
+        if begin < earliest and fail:
+            raise InvalidInput(
+                f"data loss: offsets {begin} to {min(end, earliest)} of log {log} are asked for, "
+                f"but the log begins at {earliest}: its retention has removed them. Set "
+                "failOnDataLoss to false to go on without them"
+            )
+        if max(begin, earliest) < end:
+            kept.append(Stretch(log, max(begin, earliest), end))
+    return kept
+
+
+def check_store(offset: Mapping[str, int], store_id: int) -> None:
+    """Refuse a checkpoint that was made over another store."""
+    if offset.get("store", store_id) != store_id:
+        raise StoreMismatch(
+            f"the checkpoint belongs to store {offset['store']}, the broker serves store "
+            f"{store_id}: use another checkpoint directory, or the broker that it was made with"
+        )

@@ -1,0 +1,335 @@
+"""A store at one moment, for reading in bulk: a view of its tables and what memory knew then.
+
+Everything is read from the view, so writers go on meanwhile. Several threads may read one
+:class:`Pinned`: a lock lets them take turns, a page at a time. A record that does not decode is
+left out and told of in the log; putting it aside is for the store's own readers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
+
+from penstock.codec import log as log_codec
+from penstock.codec import opendata, records
+from penstock.codec.stored import decode_lease, decode_stored_item
+from penstock.errors import CorruptRecord, InvalidInput
+from penstock.limits import MAX_ATTEMPTS
+from penstock.model import State
+from penstock.stores.active import NO_LEASE
+from penstock.stores.coverage import CoverageTable
+from penstock.stores.history import sequence_of
+from penstock.stores.metadata_log import MetadataLog
+from penstock.stores.queues import QueueTable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import TracebackType
+
+    from penstock.codec.stored import LeaseRecord
+    from penstock.kv import Table, View
+    from penstock.model import LogStats, QueueStats, StoreStats
+    from penstock.stores.core import Identity
+    from penstock.stores.queues import Queue
+
+__all__ = ["EndedRow", "LiveRow", "Pinned", "live_keys"]
+
+log_ = logging.getLogger(__name__)
+
+# What one read of a table aims at: pages are counted in rows, and rows differ in size.
+PAGE_BYTES: Final = 4 << 20
+PAGE_ROWS: Final = 4_096
+
+
+class LiveRow(NamedTuple):
+    """A message that waits or is in flight (then ``lease`` is not all zeros)."""
+
+    message_id: int
+    state: State
+    attempts: int
+    visible_at_ms: int
+    lease: bytes
+    metadata: bytes
+
+
+class EndedRow(NamedTuple):
+    """A done or failed message."""
+
+    message_id: int
+    sequence: int
+    ended_at_ms: int
+    attempts: int
+    metadata: bytes
+    reason: str
+
+
+class Pinned:
+    """A store as it was at ``at_ms``. Close it soon: it keeps deleted data on disk."""
+
+    def __init__(
+        self,
+        view: View,
+        identity: Identity,
+        *,
+        at_ms: int,
+        log: LogStats,
+        totals: StoreStats,
+        stats: Sequence[QueueStats],
+    ) -> None:
+        self._view = view
+        self._lock = threading.Lock()
+        self._closed = False
+        self.identity = identity
+        self.at_ms = at_ms
+        self.log_stats = log
+        self.totals = totals
+        self.stats = stats
+        self._payloads = self.table("payloads")
+        self._leases = self.table("leases")
+        # Reads segments and settings now, so that they are of this moment even if it is late.
+        self._log = MetadataLog(self.table("log"), f"{identity.store_id:08x}", _left_out)
+        queues = self.table("queues")
+        self.queues: dict[str, Queue] = {
+            queue.name: queue for queue in sorted(QueueTable(queues).load(), key=lambda q: q.name)
+        }
+        coverage = CoverageTable(queues)
+        self.draining = {
+            name for name, queue in self.queues.items() if coverage.get(queue).draining
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of what the view pins; who still reads is told so."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._view.close()
+
+    def table(self, name: str) -> _SharedTable:
+        """Return a table as it was, for any number of threads."""
+        return _SharedTable(self, name)
+
+    # --- the log -------------------------------------------------------------------------
+
+    def log_rows(self, log: int, begin: int, end: int) -> Iterator[list[tuple[int, bytes]]]:
+        """Read messages (id, metadata) of [begin, end) of a log, one stored entry at a time."""
+        table = self.table("log")
+        key = log_codec.metadata_log_key(f"{self.identity.store_id:08x}", str(log))
+        end = min(end, self.log_stats.end)
+        segments = self._log.segments
+        for at, segment in enumerate(segments):
+            following = segments[at + 1].start_offset if at + 1 < len(segments) else None
+            if segment.start_offset >= end or (following is not None and following <= begin):
+                continue
+            prefix = log_codec.entry_prefix(segment.number, key)
+            first = prefix
+            if begin > segment.start_offset:
+                exact = log_codec.entry_key(segment.number, key, begin - segment.start_offset)
+                before = table.scan_back(prefix, exact + b"\0", 1)
+                first = before[0][0] if before else prefix
+            last = log_codec.entry_key(segment.number, key, end - segment.start_offset)
+            for entry_key, entry in pages_of(table, first, last):
+                try:
+                    rows = log_codec.decode_metadata_batch(entry)
+                except CorruptRecord as error:
+                    _left_out("log", entry_key, entry, str(error))
+                    continue
+                if rows and (rows[0][0] < begin or rows[-1][0] >= end):
+                    rows = [row for row in rows if begin <= row[0] < end]
+                if rows:
+                    yield rows
+
+    # --- payloads ------------------------------------------------------------------------
+
+    def payloads(self, message_ids: Sequence[int]) -> list[bytes | None]:
+        """Read payloads; None for those that are gone."""
+        return self._payloads.multi_get([opendata.payload_key(each) for each in message_ids])
+
+    def payload_rows(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """Read every kept payload (message id, payload) of ids in [begin, end)."""
+        first, last = opendata.payload_key(begin), opendata.payload_key(end)
+        for key, payload in pages_of(self._payloads, first, last):
+            yield int.from_bytes(key[2:], "big"), payload
+
+    # --- messages of queues --------------------------------------------------------------
+
+    def live_rows(self, table: str, begin: bytes, end: bytes) -> Iterator[list[LiveRow]]:
+        """Read live messages of a range of keys of a table that :func:`live_keys` names."""
+        decode = self._bucket_rows if table == "buckets" else self._indexed_rows
+        in_flight = table == "in_progress"
+        for key, record in pages_of(self.table(table), begin, end):
+            try:
+                yield decode(record, in_flight=in_flight)
+            except CorruptRecord as error:
+                _left_out(table, key, record, str(error))
+
+    def _waiting(self, visible_at_ms: int) -> State:
+        # What had come due was moved over when this was pinned, so that time alone tells.
+        return State.DELAYED if visible_at_ms > self.at_ms else State.AVAILABLE
+
+    def _indexed_rows(self, record: bytes, *, in_flight: bool) -> list[LiveRow]:
+        metadata, _, id8, attempts, _, visible_at_ms, lease = decode_stored_item(record)
+        message_id = int.from_bytes(id8, "big")
+        if in_flight:
+            attempts = min(attempts + 1, MAX_ATTEMPTS)
+            return [
+                LiveRow(message_id, State.IN_FLIGHT, attempts, visible_at_ms, lease, metadata)
+            ]
+        state = self._waiting(visible_at_ms)
+        return [LiveRow(message_id, state, attempts, visible_at_ms, NO_LEASE, metadata)]
+
+    def _bucket_rows(self, record: bytes, *, in_flight: bool) -> list[LiveRow]:  # noqa: ARG002
+        available, flying = records.decode_active(record)
+        rows = [
+            LiveRow(
+                each.message_id,
+                self._waiting(each.visible_at),
+                each.attempts,
+                each.visible_at,
+                NO_LEASE,
+                each.metadata,
+            )
+            for each, _ in available
+        ]
+        rows += [
+            LiveRow(
+                each.message_id,
+                State.IN_FLIGHT,
+                each.attempts,
+                each.visible_at,
+                each.lease,
+                each.metadata,
+            )
+            for each, _ in flying
+        ]
+        return rows
+
+    def leases(self, names: Sequence[bytes]) -> dict[bytes, LeaseRecord]:
+        """Read leases by name; those that are gone or do not decode are left out."""
+        found = {}
+        for name, record in zip(names, self._leases.multi_get(list(names)), strict=True):
+            if record is not None:
+                try:
+                    found[name] = decode_lease(record)
+                except CorruptRecord as error:
+                    _left_out("leases", name, record, str(error))
+        return found
+
+    def ended_rows(self, state: State, begin: bytes, end: bytes) -> Iterator[list[EndedRow]]:
+        """Read done or failed messages of a range of keys of the history."""
+        for key, record in pages_of(self.table("history"), begin, end):
+            first = sequence_of(key)
+            try:
+                if state is State.DONE:
+                    yield [
+                        EndedRow(each[0], sequence, each[2], each[3], each[4], "")
+                        for sequence, each in enumerate(records.decode_done(record), first)
+                    ]
+                else:
+                    yield [
+                        EndedRow(each[0], sequence, each[2], each[3], each[4], each[5])
+                        for sequence, each in enumerate(records.decode_failed(record), first)
+                    ]
+            except CorruptRecord as error:
+                _left_out("history", key, record, str(error))
+
+    def attempt_rows(
+        self, begin: bytes, end: bytes
+    ) -> Iterator[tuple[int, int, records.AttemptRecord]]:
+        """Read ended attempts (message id, attempt, record) of a range of keys."""
+        for key, record in pages_of(self.table("history"), begin, end):
+            try:
+                stored = records.decode_attempt(record)
+            except CorruptRecord as error:
+                _left_out("history", key, record, str(error))
+                continue
+            number = int.from_bytes(key[-10:], "big")
+            yield number >> 16, number & 0xFFFF, stored
+
+    # --- references ----------------------------------------------------------------------
+
+    def referenced(self, message_ids: set[int]) -> set[int]:
+        """Return which of the messages any queue still holds, in whatever state."""
+        held: set[int] = set()
+        for queue in self.queues.values():
+            for table, begin, end in live_keys(self.identity.design, queue):
+                for live in self.live_rows(table, begin, end):
+                    held.update(message_ids.intersection(row.message_id for row in live))
+            for state, prefix in (
+                (State.DONE, opendata.done_prefix(queue.id)),
+                (State.FAILED, opendata.failed_prefix(queue.id)),
+            ):
+                for ended in self.ended_rows(state, prefix, prefix + b"\xff" * 17):
+                    held.update(message_ids.intersection(row.message_id for row in ended))
+        return held
+
+
+class _SharedTable:
+    """A table of a view that several threads may read."""
+
+    def __init__(self, pinned: Pinned, name: str) -> None:
+        self.family = None
+        self._pinned = pinned
+        self._name = name
+
+    def _table(self) -> Table:
+        if self._pinned._closed:  # noqa: SLF001 - one thing in two classes
+            raise InvalidInput("the snapshot was closed while it was being read")
+        return self._pinned._view.table(self._name)  # noqa: SLF001
+
+    def get(self, key: bytes) -> bytes | None:
+        """Read one value."""
+        with self._pinned._lock:  # noqa: SLF001
+            return self._table().get(key)
+
+    def multi_get(self, keys: list[bytes]) -> list[bytes | None]:
+        """Read many values."""
+        with self._pinned._lock:  # noqa: SLF001
+            return self._table().multi_get(keys)
+
+    def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
+        """Read up to ``limit`` pairs of [begin, end), ascending."""
+        with self._pinned._lock:  # noqa: SLF001
+            return self._table().scan(begin, end, limit)
+
+    def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
+        """Read up to ``limit`` pairs of [begin, end), descending."""
+        with self._pinned._lock:  # noqa: SLF001
+            return self._table().scan_back(begin, end, limit)
+
+
+def live_keys(design: str, queue: Queue) -> list[tuple[str, bytes, bytes]]:
+    """Return where a queue's live messages are: tables, each with a range of keys."""
+    if design == "buckets":
+        prefix = opendata.active_prefix(queue.id)
+        return [("buckets", prefix, prefix + b"\xff" * 9)]
+    number = queue.number.to_bytes(4, "big")
+    return [(table, number, number + b"\xff" * 9) for table in ("available", "in_progress")]
+
+
+def pages_of(table: Table, begin: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Read every pair of [begin, end) in pages of about the same number of bytes."""
+    page = 16
+    while rows := table.scan(begin, end, page):
+        yield from rows
+        if len(rows) < page:
+            return
+        begin = rows[-1][0] + b"\0"
+        size = sum(len(value) for _, value in rows) // len(rows)
+        page = max(1, min(PAGE_ROWS, PAGE_BYTES // (size + 64)))
+
+
+def _left_out(table: str, key: bytes, value: bytes, why: str) -> bool:  # noqa: ARG001
+    log_.warning("left out a record of %s, key %s: %s", table, key.hex(), why)
+    return False
