@@ -35,8 +35,8 @@ COMMANDS: Final = {
     "purge": ("moving", "Remove messages by state."),
     "sweep": ("moving", "Do what is due: expiry, delays, retention."),
     "log": ("routing", "Look at the metadata log, or change how it is kept."),
-    "route": ("routing", "Route from the log, where no pipeline does."),
-    "backfill": ("routing", "Fill a queue from the log."),
+    "route": ("routing", "Put what the logs hold into the queues."),
+    "backfill": ("routing", "Fill a queue from the log with what it wants and has not had."),
     "import": ("importing", "Bring another queue's database in."),
     "filter": ("filtering", "Try filters out."),
 }

@@ -164,7 +164,9 @@ def check_spec(spec: QueueSpec) -> QueueSpec:
 
 def check_receipts(receipts: Iterable[str]) -> list[str]:
     """Check the size of a batch of receipts; their text is checked by the store."""
-    if isinstance(receipts, str) or not isinstance(receipts, Iterable):
+    if isinstance(receipts, str):
+        raise InvalidInput("receipts must be a list of receipts, not one string")
+    if not isinstance(receipts, Iterable):
         raise InvalidInput(f"receipts must be a list of receipts, not {type(receipts).__name__}")
     batch = list(receipts)
     if len(batch) > limits.MAX_RECEIPTS:

@@ -91,7 +91,10 @@ def _show_stats(stats: LogStats, *, as_json: bool) -> None:
               help="Messages of each log at the most.")  # fmt: skip
 @store_option
 def route(store: str, limit: int, *, as_json: bool) -> None:
-    """Put what the logs hold into the queues (a store whose routing is pipeline)."""
+    """Put what the logs hold into the queues.
+
+    For a store whose routing is pipeline, where no pipeline does it.
+    """
     with open_store(store) as broker:
         read_count = route_once(broker, limit=limit)
         stats = broker.log_stats()

@@ -294,7 +294,7 @@ class StoreMachine(RuleBasedStateMachine):
                     if cursor is None:
                         break
                 self.model.check_entries(name, state, entries)
-            for message_id in queue.copies:
+            for message_id in [*queue.copies, *queue.removed[-20:]]:
                 tries = self.broker.attempts(name, message_id)
                 self.model.check_attempts(name, message_id, tries)
 

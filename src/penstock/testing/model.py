@@ -68,6 +68,8 @@ class ModelQueue:
     settings: dict[str, int]
     copies: dict[int, Copy] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))
+    # Ids that have left the queue, the latest last.
+    removed: list[int] = field(default_factory=list)
     # waiting group -> {other group: claims that served it meanwhile}
     passed_over: dict[str, dict[str, int]] = field(default_factory=dict)
 
@@ -223,13 +225,14 @@ class Model:
         ready = sum(map(len, orders.values()))
         assert total <= limit, f"{total} messages for a limit of {limit}"
         if queue.fifo:
-            # A group is visited once per claim, so that it may give less than it has.
+            # A group is visited once per claim, so that it may give less than it has, and the
+            # shares of the others are rounded up to fill the batch: the last may have to wait.
             if total < limit:
                 assert set(got) == set(orders), f"groups {set(orders) - set(got)} were left out"
             assert bool(total) == bool(ready)
         else:
             assert total == min(limit, ready), f"{total} of {ready} ready, limit {limit}"
-        if limit >= len(orders):
+        if limit >= len(orders) and not queue.fifo:
             assert set(got) == set(orders), f"groups {set(orders) - set(got)} got no share"
 
     def _check_turns(
@@ -361,6 +364,7 @@ class Model:
 
     def _remove(self, queue: ModelQueue, copy: Copy) -> None:
         del queue.copies[copy.message_id]
+        queue.removed.append(copy.message_id)
         queue.totals["removed_total"] += 1
         queue.passed_over = {}
 
