@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect_left
 from datetime import datetime
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import msgspec
@@ -26,6 +28,7 @@ from penstock.errors import (
 )
 from penstock.filters import Matcher, Row, default_filter, parse
 from penstock.model import Backfilled, Message, Ordering, QueueSpec, State
+from penstock.stores.plans import Collected, Filled
 from penstock.validation import (
     check_assignments,
     check_count,
@@ -61,6 +64,8 @@ if TYPE_CHECKING:
         Value,
     )
     from penstock.stores.contract import Store
+    from penstock.stores.pinned import Pinned
+    from penstock.stores.plans import BackfillPlan, LiveFilters, RoutePlan, StoreInfo
 
 __all__ = ["Broker"]
 
@@ -470,6 +475,128 @@ class Broker:
         if isinstance(place, str):
             raise InvalidInput(f"{name} is an offset, a datetime or 'earliest', not {place!r:.100}")
         return check_count(place, name, 0, limits.MAX_OFFSET)
+
+    # --- for a pipeline --------------------------------------------------------------------
+
+    def info(self) -> StoreInfo:
+        """Say which store this is: id, design, routing."""
+        with self._lock:
+            self._check_open()
+            return self._store.info()
+
+    def view(self, *, stats: bool = False) -> Pinned:
+        """Pin the present state, to be read in bulk while others go on; close it soon.
+
+        Only making it holds the broker up. ``stats`` adds the stats of every queue.
+        """
+        with self._lock:
+            pinned = self._store.pin(self._now_ms(), stats=stats)
+            self._after_change()
+        return pinned
+
+    def route_plan(self, *, max_offsets: int | None = None) -> RoutePlan:
+        """Say which stretches of the logs a router may match next, and by whose epoch."""
+        if self._inline:
+            raise InvalidInput("this store routes inline: there is nothing to route")
+        if max_offsets is not None:
+            check_count(max_offsets, "max_offsets", 1, limits.MAX_OFFSET)
+        with self._lock:
+            self._check_open()
+            return self._store.route_plan(max_offsets)
+
+    def filters_at(self, offset: int) -> LiveFilters:
+        """Return the filters that are live at an offset of the log, and until where."""
+        check_count(offset, "offset", 0, limits.MAX_OFFSET)
+        with self._lock:
+            self._check_open()
+            return self._store.filters_at(offset)
+
+    def backfill_plan(
+        self,
+        queue: str,
+        *,
+        from_: int | datetime | Literal["earliest"] = "earliest",
+        to: int | datetime | None = None,
+    ) -> BackfillPlan:
+        """Return the stretches of the log that a backfill of a queue has still to do."""
+        with self._lock:
+            self._now_ms()
+            begin = 0 if from_ == "earliest" else self._offset(from_, "from_")
+            end = limits.MAX_OFFSET if to is None else self._offset(to, "to")
+            return self._store.backfill_plan(queue, begin, end)
+
+    def fill(
+        self,
+        queue: str,
+        begin: int,
+        end: int,
+        offsets: Sequence[int],
+        *,
+        filter: str | None = None,  # noqa: A002 - the word that users know
+    ) -> Filled:
+        """Fill a queue from [begin, end) of the log with messages that were matched elsewhere.
+
+        ``offsets`` are all of them that the queue's filter wants, ascending. What the queue has
+        had is left alone, so that it may be called again. It goes in steps, each durable.
+        ``filter`` is what they were matched by: another one by now is an error.
+        """
+        check_count(begin, "begin", 0, limits.MAX_OFFSET)
+        check_count(end, "end", begin, limits.MAX_OFFSET)
+        if any(not begin <= each < end for each in offsets) or any(
+            first >= second for first, second in pairwise(offsets)
+        ):
+            raise InvalidInput(f"the offsets to fill must ascend and lie in [{begin}, {end})")
+        with self._lock:
+            self._now_ms()
+            text = self._store.spec(queue).filter if filter is None else filter
+            routed_up_to = self._store.log_stats().routed_up_to
+            if end > routed_up_to:
+                raise InvalidInput(
+                    f"the log is routed up to offset {routed_up_to}: a fill can't go to {end}"
+                )
+        total = Filled(0, 0, 0, begin)
+        while total.next < end:
+            rest = offsets[bisect_left(offsets, total.next) :]
+            with self._lock:
+                step = self._store.fill(queue, total.next, end, rest, text, self._now_ms())
+                self._after_change()
+                number = self._store.commits
+            self._committer.wait(number)
+            total = Filled(
+                total.added + step.added,
+                total.already + step.already,
+                total.missing + step.missing,
+                step.next,
+            )
+        return total
+
+    def collect(self, message_ids: Iterable[int], *, dry_run: bool = True) -> Collected:
+        """Delete payloads that the log has let go of and no queue holds; by default only count.
+
+        Every queue is read for it, from a view: others go on meanwhile.
+        """
+        ids = check_ids(list(message_ids))
+        with self._lock:
+            now_ms = self._now_ms()
+            candidates = self._store.collectable(ids)
+            pinned = self._store.pin(now_ms) if candidates else None
+            self._after_change()
+        if pinned is None:
+            return Collected(0, 0)
+        # Nothing can come to hold a candidate that nothing holds now, so that the view is enough.
+        with pinned:
+            free = sorted(candidates - pinned.referenced(candidates))
+        total = Collected(0, 0)
+        for start in range(0, len(free), limits.MAX_COLLECT_CHUNK):
+            chunk = free[start : start + limits.MAX_COLLECT_CHUNK]
+            with self._lock:
+                freed = self._store.drop_payloads(chunk, self._now_ms(), dry_run=dry_run)
+                number = self._store.commits
+            self._committer.wait(number)
+            total = Collected(
+                total.freed_messages + freed.freed_messages, total.freed_bytes + freed.freed_bytes
+            )
+        return total
 
     def configure_log(
         self, *, logs: int | None = None, retention_ms: int | None = None

@@ -49,3 +49,16 @@ MAX_FILTER_DEPTH: Final = 64
 MAX_FILTER_NODES: Final = 4_096
 MAX_FILTER_IN_ITEMS: Final = 1_000
 MAX_FILTER_LITERAL_CHARS: Final = 1_024
+
+# --- the Flight server ------------------------------------------------------------------------
+MAX_VIEWS: Final = 64
+MAX_VIEW_IDLE_MS: Final = 600_000
+MAX_PARTITIONS: Final = 1_024
+MAX_STAGES: Final = 10_000
+MAX_STAGED_BYTES: Final = 256 * 1024 * 1024
+MAX_STAGE_IDLE_MS: Final = 3_600_000
+MAX_STAGE_NAME_BYTES: Final = 256
+MAX_COLLECT_CHUNK: Final = 200
+# One publish of a Flight stream: what commits together.
+MAX_PUT_CHUNK_MESSAGES: Final = 10_000
+MAX_PUT_CHUNK_BYTES: Final = 64 * 1024 * 1024

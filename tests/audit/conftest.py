@@ -8,10 +8,10 @@ import pytest
 
 import penstock
 from penstock import Message
-from penstock.checking import check
 from penstock.clock import ManualClock
 from penstock.codec.stored import decode_lease
 from penstock.opening import DESIGNS
+from penstock.stores.audit import AuditReport, audit
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -69,6 +69,13 @@ class Hand:
 
     def contents(self) -> dict[str, list[tuple[bytes, bytes]]]:
         return {name: self.rows(name) for name in DESIGNS[self.design].tables}
+
+
+def check(hand: Hand, *, repair: bool = False) -> AuditReport:
+    """Audit the store as the broker does."""
+    report = audit(hand.store, repair=repair, now_ms=hand.clock.now_ms())
+    hand.broker._after_change()
+    return report
 
 
 def fill(hand: Hand) -> None:
@@ -155,7 +162,7 @@ def examine() -> Callable[[Hand, Callable[[Any], set[Any]]], None]:
             for kind, table, key in damage(hand)
         }
         broken = hand.contents()
-        report = check(hand.broker)
+        report = check(hand)
         found = {(each.kind, each.table, each.key) for each in report.violations}
         assert found == expected
         assert all(each.text and not each.repaired for each in report.violations)
@@ -163,13 +170,13 @@ def examine() -> Callable[[Hand, Callable[[Any], set[Any]]], None]:
         assert report.left == sum(report.found.values()) == len(report.violations)
         assert hand.contents() == broken, "a check without repair has written"
 
-        repaired = check(hand.broker, repair=True)
+        repaired = check(hand, repair=True)
         assert repaired.found == report.found
         assert repaired.ok, repaired.violations
         assert all(each.repaired for each in repaired.violations)
         after = hand.contents()
         assert_clean(hand.broker)
-        assert check(hand.broker, repair=True).clean
+        assert check(hand, repair=True).clean
         assert hand.contents() == after, "the repair of a clean store has written"
         use(hand)
 

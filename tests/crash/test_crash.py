@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 import penstock
-from penstock import State, StoreLocked, SystemClock
+from penstock import ManualClock, State, StoreLocked, SystemClock
 from penstock.testing.auditor import Kind, Note, audit
 
 if TYPE_CHECKING:
@@ -80,7 +80,9 @@ def test_killed_at_any_moment(design: str, tmp_path: Path) -> None:
             assert process.stdout.readline() == "working\n"
             threading.Event().wait(0.3 + clock.random())
             assert process.poll() is None, "the child ended by itself"
-    with penstock.open(url, background=False) as broker:
+    # Time stands still from here: nothing moves from one state to another between two looks.
+    still = ManualClock(clock.now_ms())
+    with penstock.open(url, background=False, clock=still) as broker:
         for queue in ("standard", "fifo"):
             notes = notes_of(tmp_path / f"notes.{queue}")
             waiting = browse(broker, queue, State.AVAILABLE, State.DELAYED, State.IN_FLIGHT)

@@ -581,11 +581,10 @@ class Model:
         while self.turns and len(taken) < limit:
             want = limit - len(taken)
             visits = min(len(self.turns), want)
-            share = want // visits
-            for group in self.turns[:visits]:
+            for visit, group in enumerate(self.turns[:visits]):
                 if len(taken) >= limit:
                     break
-                room = min(share, limit - len(taken))
+                room = (limit - len(taken)) // (visits - visit)
                 picked = self._of(group)[:room]
                 if self.fifo:
                     for index, message_id in enumerate(picked):

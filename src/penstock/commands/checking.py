@@ -6,7 +6,6 @@ from typing import Final
 
 import click
 
-from penstock.checking import check
 from penstock.commands.common import emit_json, open_store, plain, show_table, store_option
 
 __all__ = ["commands"]
@@ -16,13 +15,13 @@ __all__ = ["commands"]
 @click.option("--repair", is_flag=True, help="Mend what can be mended.")
 @store_option
 @click.pass_context
-def check_command(ctx: click.Context, store: str, *, repair: bool, as_json: bool) -> None:
+def check(ctx: click.Context, store: str, *, repair: bool, as_json: bool) -> None:
     """Read the whole store and hold it to its invariants.
 
     Ends with 1 if anything is wrong, and not repaired.
     """
     with open_store(store) as broker:
-        report = check(broker, repair=repair)
+        report = broker.check(repair=repair)
     if as_json:
         emit_json({"ok": report.ok, **plain(report)})
     else:
@@ -42,4 +41,4 @@ def check_command(ctx: click.Context, store: str, *, repair: bool, as_json: bool
     ctx.exit(0 if report.ok else 1)
 
 
-commands: Final = {"check": check_command}
+commands: Final = {"check": check}

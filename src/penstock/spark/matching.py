@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from penstock.filters import Matcher, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from penstock.filters import RowTuple, Value
 
@@ -48,11 +48,11 @@ def matcher_of(filters: Mapping[str, str]) -> Matcher[str]:
 def match_batch(
     matcher: Matcher[str],
     batch: pa.RecordBatch,
-    extra: Mapping[str, pa.Array] | None = None,
+    extra: Mapping[str, Sequence[Value]] | None = None,
 ) -> pa.RecordBatch:
     """Return the pairs (offset, queue) of a batch of the log.
 
-    ``extra`` are columns that count as attributes too, before those of the message.
+    ``extra`` are values by name that count as attributes too, before those of the message.
     """
     routes = matcher.match(_rows(batch, extra or {}))
     lengths = np.fromiter(map(len, routes), dtype=np.int64, count=len(routes))
@@ -61,13 +61,13 @@ def match_batch(
     return pa.record_batch([pa.array(offsets, pa.int64()), queues], schema=MATCHES)
 
 
-def _rows(batch: pa.RecordBatch, extra: Mapping[str, pa.Array]) -> list[RowTuple]:
+def _rows(batch: pa.RecordBatch, extra: Mapping[str, Sequence[Value]]) -> list[RowTuple]:
     attributes: list[dict[str, Value]] = [
         {} if text is None else _decode(text)
         for text in batch.column("attributes_json").to_pylist()
     ]
-    for name, column in extra.items():
-        for row, value in zip(attributes, column.to_pylist(), strict=True):
+    for name, values in extra.items():
+        for row, value in zip(attributes, values, strict=True):
             row[name] = value
     micros = pc.cast(batch.column("published_at"), pa.int64())
     times = pc.divide(micros, 1000)

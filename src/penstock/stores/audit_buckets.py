@@ -146,12 +146,15 @@ class BucketsAudit:
                 return False
             if isinstance(entry, records.InFlight):
                 contents.waiting.pop(entry.claim_id, None)
-        right_lane = (known.group, 0 if queue.fifo else known.priority)
-        is_right = (entry.group, entry.priority) == right_lane
+        group, priority = known.group, 0 if queue.fifo else known.priority
+        visible_at = entry.visible_at
+        if not 0 <= visible_at <= census.latest_ms:
+            visible_at = census.floor_ms
+        is_right = (entry.group, entry.priority, entry.visible_at) == (group, priority, visible_at)
         if not is_right:
-            text = f"{what}: group or priority is not that of its metadata"
+            text = f"{what}: its group or priority is not that of its metadata, or no time is this"
             findings.violate(Kind.WRONG_FIELD, "buckets", key, text)
-            entry = entry._replace(group=right_lane[0], priority=right_lane[1])
+            entry = entry._replace(group=group, priority=priority, visible_at=visible_at)
         if isinstance(entry, records.Available):
             contents.waiting[entry.claim_id] = entry
         else:
@@ -320,9 +323,11 @@ class BucketsAudit:
 
     def _settle(self, census: Census, homeless: Iterable[_Entry]) -> None:
         """Move messages to the bucket of their claim, or to a new one if that claim is taken."""
+        number = max(census.next_claim, census.queue.counts.next_claim)
         for entry in homeless:
             if not self._move_in(census, entry):
-                self._rehome(census, entry)
+                self._rehome(census, entry, number)
+                number += 1
 
     def _move_in(self, census: Census, entry: _Entry) -> bool:
         """Put a message into the bucket of its claim; False if that has it taken."""
@@ -344,10 +349,9 @@ class BucketsAudit:
         self._rewrite(census.queue, census.floor_ms, home, move_in)
         return is_free
 
-    def _rehome(self, census: Census, entry: _Entry) -> None:
+    def _rehome(self, census: Census, entry: _Entry, number: int) -> None:
         """Give a message a claim of its own: a lease can't list it, so it waits."""
         queue = census.queue
-        number = census.next_claim = max(census.next_claim, queue.counts.next_claim) + 1
         claim_id = opendata.make_id(queue.spec.bucket_exponent, number)
 
         def move_in(contents: _Contents) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from penstock.limits import MAX_DURATION_MS
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
@@ -43,6 +45,11 @@ class Census:
         self.next_done = 0
         self.next_failed = 0
         self.next_claim = 0
+
+    @property
+    def latest_ms(self) -> int:
+        """A time after every time at which a message of this queue can become visible."""
+        return self.floor_ms + 2 * MAX_DURATION_MS
 
     def meet_waiting(
         self, message_id: int, key: int, *, attempts: int, visible_at_ms: int, delayed: bool

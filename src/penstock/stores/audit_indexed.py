@@ -75,7 +75,7 @@ class IndexedAudit:
         self._scan_in_flight(census)
         losers: list[Loser] = []
         ready = timers = 0
-        for page in self._pages(census.queue, "available"):
+        for page in self._pages(census, "available"):
             present = self._index.multi_get([r.ready_key for r in page])
             timed = self._index.multi_get([r.timer_key for r in page])
             for record, at_ready, at_timer in zip(page, present, timed, strict=True):
@@ -99,7 +99,7 @@ class IndexedAudit:
     def _scan_in_flight(self, census: Census) -> None:
         queue = census.queue
         groups: dict[bytes, int] = {}
-        for page in self._pages(queue, "in_progress"):
+        for page in self._pages(census, "in_progress"):
             for record in page:
                 attempts = min(record.attempts + 1, MAX_ATTEMPTS)
                 census.meet_in_flight(
@@ -118,11 +118,12 @@ class IndexedAudit:
             f"queue {queue.name}: message {record.message_id} waits and is in flight",
         )
 
-    def _pages(self, queue: Queue, table: str) -> Iterator[list[_Record]]:
+    def _pages(self, census: Census, table: str) -> Iterator[list[_Record]]:
+        queue = census.queue
         page: list[_Record] = []
         for main, value in all_of(self._findings.table(table), _number(queue)):
             self._findings.count(f"{table} messages")
-            record = self._decode(queue, table, main, value)
+            record = self._decode(queue, table, main, value, census.latest_ms)
             if record is not None:
                 page.append(record)
             if len(page) == _PAGE:
@@ -130,7 +131,9 @@ class IndexedAudit:
                 page = []
         yield page
 
-    def _decode(self, queue: Queue, table: str, main: bytes, value: bytes) -> _Record | None:
+    def _decode(
+        self, queue: Queue, table: str, main: bytes, value: bytes, latest_ms: int
+    ) -> _Record | None:
         findings = self._findings
         try:
             metadata, index_key, id8, attempts, forgiven, visible_at, lease = decode_stored_item(
@@ -146,6 +149,7 @@ class IndexedAudit:
             return None
         lane = lane_of(known.group, 0 if queue.fifo else known.priority)
         number, message_id = _number(queue), int.from_bytes(main[4:], "big")
+        stored_at, visible_at = visible_at, min(visible_at, latest_ms)
         ready_key = b"\x01" + number + lane + _slot(0 if queue.fifo else visible_at, message_id)
         timer_key = b"\x00" + number + _slot(visible_at, message_id)
         record = _Record(
@@ -157,6 +161,7 @@ class IndexedAudit:
             for name, is_wrong in (
                 ("id", id8 != main[4:]),
                 ("index key", index_key != ready_key),
+                ("time", visible_at != stored_at),
                 ("lease", table == "available" and lease != NO_LEASE),
             )
             if is_wrong
@@ -301,7 +306,9 @@ class IndexedAudit:
         mains = [_number(queue) + key.to_bytes(8, "big") for key in keys]
         values = findings.table("in_progress").multi_get(mains)
         for main, value in zip(mains, values, strict=True):
-            record = None if value is None else self._decode(queue, "in_progress", main, value)
+            record = (
+                None if value is None else self._decode(queue, "in_progress", main, value, floor_ms)
+            )
             if record is None:
                 continue
             slot = _slot(0 if queue.fifo else floor_ms, record.message_id)

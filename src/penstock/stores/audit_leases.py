@@ -21,9 +21,14 @@ _LEASE_BYTES: Final = 16
 
 class _Leases:
     def __init__(
-        self, findings: Findings, active: ActiveAudit, flight: Mapping[int, dict[int, bytes]]
+        self,
+        findings: Findings,
+        active: ActiveAudit,
+        flight: Mapping[int, dict[int, bytes]],
+        floors_ms: Mapping[int, int],
     ) -> None:
         self._findings = findings
+        self._floors_ms = floors_ms
         self._active = active
         # queue number -> {key in flight: its lease}; what leases list is taken out
         self._flight = flight
@@ -59,11 +64,15 @@ class _Leases:
                 findings.violate(Kind.EMPTY, "leases", name, "a lease without messages")
             self._delete(name, index_key)
             return entry is not None
-        if lease.index_key != index_key:
-            text = "a lease that names another expiry entry than its own"
+        claimed_at_ms = min(lease.claimed_at_ms, self._floors_ms[lease.queue])
+        right = lease._replace(index_key=index_key, claimed_at_ms=claimed_at_ms)
+        if lease != right:
+            text = (
+                "a lease that names another expiry entry than its own, or that time has yet to see"
+            )
             findings.violate(Kind.WRONG_FIELD, "leases", name, text)
-        if lease.index_key != index_key or len(kept) < len(lease.ids):
-            self._put(name, lease._replace(ids=kept, index_key=index_key))
+        if lease != right._replace(ids=kept):
+            self._put(name, right._replace(ids=kept))
         if entry != name:
             kind = Kind.MISSING_ENTRY if entry is None else Kind.WRONG_FIELD
             what = "no expiry entry" if entry is None else "an expiry entry that names another"
@@ -111,7 +120,7 @@ class _Leases:
                 findings.violate(Kind.ORPHAN_ENTRY, "lease_expiry", key, text)
                 findings.delete("lease_expiry", key)
 
-    def check_strays(self, floors_ms: Mapping[int, int]) -> None:
+    def check_strays(self) -> None:
         """Put messages back that are in flight under no lease; list those that one forgot."""
         findings = self._findings
         for number, flight in self._flight.items():
@@ -128,7 +137,7 @@ class _Leases:
             for name, keys in by_lease.items():
                 lease = self._live(name, number)
                 if lease is None:
-                    self._active.put_back(queue, floors_ms[number], keys)
+                    self._active.put_back(queue, self._floors_ms[number], keys)
                 else:
                     ids = [*lease.ids, *(key.to_bytes(8, "big") for key in keys)]
                     self._put(name, lease._replace(ids=ids))
@@ -152,7 +161,7 @@ def check_leases(
 
     ``flight`` has, by queue number, the keys in flight with their leases; it is emptied.
     """
-    leases = _Leases(findings, active, flight)
+    leases = _Leases(findings, active, flight, floors_ms)
     expected = leases.scan()
     leases.check_orphans(expected)
-    leases.check_strays(floors_ms)
+    leases.check_strays()

@@ -65,6 +65,8 @@ class LogAudit:
         }
         self._last_ids: dict[bytes, int] = {}
         self._metas: dict[int, tuple[int, int]] = {}
+        # By segment, the offset after its last message.
+        self._ends: dict[int, int] = {}
         self.unrouted: set[int] = set()
         self.pending: dict[int, array[int]] = {log: array("Q") for log in self._logs.values()}
         self.highest = 0
@@ -79,7 +81,6 @@ class LogAudit:
         self._check_settings()
         self._read_metas()
         segment: _Segment | None = None
-        met = set()
         for key, value in all_of(self._table, b"\x03", page=_PAGE):
             if key < _USER_SEGMENTS:
                 continue
@@ -88,11 +89,10 @@ class LogAudit:
                 if segment is not None:
                     self._finish(segment)
                 segment = _Segment(number)
-                met.add(number)
             self._take_in(segment, key, value)
         if segment is not None:
             self._finish(segment)
-        self._check_order(met)
+        self._check_order()
         self._read_unrouted()
 
     # --- system records --------------------------------------------------------------------
@@ -104,7 +104,7 @@ class LogAudit:
             try:
                 settings = msgspec.msgpack.decode(value, type=LogSettings)
                 wrong = "" if settings == findings.core.log.settings else "not those in use"
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 wrong = str(error)
             if wrong:
                 text = f"the log's settings: {wrong}"
@@ -212,6 +212,7 @@ class LogAudit:
     def _finish(self, segment: _Segment) -> None:
         """Check a segment as a whole."""
         findings, number = self._findings, segment.number
+        self._ends[number] = max((entry.last_id + 1 for entry in segment.entries), default=0)
         self._check_listing(segment)
         meta = self._metas.get(number)
         starts = {entry.implied_start for entry in segment.entries}
@@ -260,7 +261,7 @@ class LogAudit:
             text = f"segment {segment.number} lists a log that it has no entries of"
             findings.note(Kind.ORPHAN_ENTRY, "log", key, text)
 
-    def _check_order(self, met: Collection[int]) -> None:
+    def _check_order(self) -> None:
         """Check that segments follow one another in offset and in time."""
         at, at_ms = 0, 0
         for number, (start, start_ms) in sorted(self._metas.items()):
@@ -269,10 +270,10 @@ class LogAudit:
                 text = f"segment {number} begins before the one before it"
                 self._findings.violate(Kind.SEGMENT, "log", key, text)
                 # Its entries, if it has any, have had their say about where it starts.
-                right = start if number in met else max(start, at)
+                right = start if self._ends.get(number) else max(start, at)
                 meta = codec.encode_segment_meta(right, max(start_ms, at_ms))
                 self._findings.put("log", key, meta)
-            at, at_ms = max(at, start), max(at_ms, start_ms)
+            at, at_ms = max(at, start, self._ends.get(number, 0)), max(at_ms, start_ms)
 
     # --- repairs -----------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ _TOTALS: Final = b"\x02\x0e"
 _QUARANTINE: Final = b"\x02\x0f"
 _CURSOR: Final = b"\x02\x12"
 _NUMBERS: Final = b"\x02\x0cqueue"
+_EPOCH: Final = b"\x02\x14"
 # A version byte, then every field of Counts.
 _packed: Final = Struct(f"<B{len(Counts.__struct_fields__)}Q")
 _UNCLAIMED_KEY_BYTES: Final = 24
@@ -107,6 +108,9 @@ def _check_record(
         if log >= core.log.all_logs:
             raise CorruptRecord(f"cursor of log {log}, which is not there")
         cursors[log] = int.from_bytes(value, "big") if len(value) == 8 else None
+    elif key == _EPOCH:
+        if len(value) != 8:
+            raise CorruptRecord(f"an epoch of {len(value)} bytes, not 8")
     elif key != _NUMBERS:
         findings.reject(Kind.STRANGER, "default", key, value, "a key that nothing uses")
 
@@ -176,7 +180,7 @@ def _check_coverage(findings: Findings, queue: Queue) -> None:
     else:
         try:
             wrong = _wrong_with(msgspec.msgpack.decode(value, type=Coverage), queue)
-        except (msgspec.MsgspecError, PenstockError) as error:
+        except (msgspec.MsgspecError, PenstockError, UnicodeDecodeError) as error:
             wrong = str(error)
     if wrong:
         text = f"queue {queue.name}: what it was filled from: {wrong}"

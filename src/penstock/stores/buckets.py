@@ -196,14 +196,13 @@ class BucketActive:
         while ring and len(taken) < limit:
             want = limit - len(taken)
             visits = min(len(ring), want)
-            # What a fair share leaves over goes out in a further round; a FIFO group has only one.
-            share = -(-want // visits) if queue.fifo else want // visits
-            for _ in range(visits):
+            for visit in range(visits):
                 # A bucket that can't be read may have taken other groups with it.
                 if not ring or len(taken) >= limit:
                     break
                 group = next(iter(ring))
-                room = min(share, limit - len(taken))
+                # What one group does not use is shared among those after it.
+                room = (limit - len(taken)) // (visits - visit)
                 found = self._visit(queue, group, changed, room, (lease, deadline_ms, now_ms))
                 taken += found
                 if group in ring:

@@ -31,6 +31,15 @@ if TYPE_CHECKING:
         StoreStats,
         SweepCounts,
     )
+    from penstock.stores.pinned import Pinned
+    from penstock.stores.plans import (
+        BackfillPlan,
+        Collected,
+        Filled,
+        LiveFilters,
+        RoutePlan,
+        StoreInfo,
+    )
 
 __all__ = ["Store"]
 
@@ -147,6 +156,38 @@ class Store(Protocol):
 
     def take_epoch(self, now_ms: int) -> int:
         """Fence every pipeline that took an epoch before; return the new one."""
+
+    def info(self) -> StoreInfo:
+        """Say which store this is."""
+
+    def route_plan(self, max_offsets: int | None) -> RoutePlan:
+        """Say which stretches of the logs may be matched next."""
+
+    def filters_at(self, offset: int) -> LiveFilters:
+        """Return the filters that are live at an offset."""
+
+    def backfill_plan(self, queue_name: str, begin: int, end: int) -> BackfillPlan:
+        """Return what of [begin, end) a queue has not been filled from by its filter."""
+
+    def fill(
+        self,
+        queue_name: str,
+        begin: int,
+        end: int,
+        offsets: Sequence[int],
+        filter_text: str,
+        now_ms: int,
+    ) -> Filled:
+        """Do one bounded step of filling a queue with messages that were matched elsewhere."""
+
+    def collectable(self, message_ids: Sequence[int]) -> set[int]:
+        """Return those messages that no queue can come to hold any more."""
+
+    def drop_payloads(self, message_ids: Sequence[int], now_ms: int, *, dry_run: bool) -> Collected:
+        """Delete payloads that nothing refers to."""
+
+    def pin(self, now_ms: int, *, stats: bool = False) -> Pinned:
+        """Pin the present state for reading in bulk."""
 
     def trim(self, queue_name: str, state: State, before: int, now_ms: int) -> int:
         """Remove done or failed messages whose sequence number is below ``before``."""

@@ -24,10 +24,10 @@ from zlib import crc32
 
 import msgspec
 
-from penstock.errors import PenstockError, QueueNotFound, StoreMismatch
+from penstock.errors import CorruptRecord, PenstockError, QueueNotFound, StoreMismatch
 from penstock.kv import Shape
 from penstock.model import State
-from penstock.stores.coverage import Coverage, CoverageTable
+from penstock.stores.coverage import Coverage, CoverageTable, Stretch
 from penstock.stores.dedup import Dedup
 from penstock.stores.due import DueHeap
 from penstock.stores.history import History
@@ -155,7 +155,12 @@ class Core:
     def load(self) -> None:
         """Rebuild everything that memory keeps from what is on disk."""
         record = self.system.get(_TOTALS)
-        self.totals = Totals() if record is None else msgspec.msgpack.decode(record, type=Totals)
+        try:
+            self.totals = Totals()
+            if record is not None:
+                self.totals = msgspec.msgpack.decode(record, type=Totals)
+        except msgspec.MsgspecError as error:
+            self.quarantine("default", _TOTALS, record or b"", str(error))
         self.log.reload()
         self.queue_numbers.reload()
         self.leases.reload()
@@ -169,7 +174,13 @@ class Core:
 
     def adopt(self, queue: Queue) -> None:
         """Take a queue into memory."""
-        self.coverage[queue.name] = self._coverage_table.get(queue)
+        try:
+            self.coverage[queue.name] = self._coverage_table.get(queue)
+        except CorruptRecord as error:
+            self.quarantine("queues", self._coverage_table.key(queue), b"", str(error))
+            # What it has had is forgotten; what it wants from here on is not.
+            live = Stretch(self.log.end, None, queue.spec.filter)
+            self.coverage[queue.name] = Coverage([live])
         self.queues[queue.name] = queue
         self.by_number[queue.number] = queue
         self.active.load(queue)
@@ -223,6 +234,7 @@ class Core:
 
     def put_coverage(self, batch: Batch, queue: Queue, coverage: Coverage) -> None:
         """Write what a queue has been filled from."""
+        coverage.prune(self.log.earliest)
         self.coverage[queue.name] = coverage
         self._coverage_table.put(batch, queue, coverage)
 

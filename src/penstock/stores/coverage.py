@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from penstock.errors import CorruptRecord
 from penstock.filters import parse
 
 if TYPE_CHECKING:
@@ -67,6 +68,11 @@ class Coverage(msgspec.Struct):
         if self.live and (self.live[-1].end is None or self.live[-1].end > offset):
             self.live[-1].end = offset
 
+    def prune(self, earliest: int) -> None:
+        """Forget stretches of which the log keeps nothing any more."""
+        self.live = [s for s in self.live if s.end is None or s.end > earliest]
+        self.backfilled = [s for s in self.backfilled if s.end is None or s.end > earliest]
+
     def borders(self) -> Iterable[int]:
         """Return the offsets at which the live filter changes."""
         for stretch in self.live:
@@ -116,7 +122,14 @@ class CoverageTable:
         record = self._table.get(_COVERAGE + queue.id)
         if record is None:
             return Coverage([])
-        return msgspec.msgpack.decode(record, type=Coverage)
+        try:
+            return msgspec.msgpack.decode(record, type=Coverage)
+        except msgspec.MsgspecError as error:
+            raise CorruptRecord(f"coverage of queue {queue.name}: {error}") from error
+
+    def key(self, queue: Queue) -> bytes:
+        """Return the key of a queue's coverage."""
+        return _COVERAGE + queue.id
 
     def put(self, batch: Batch, queue: Queue, coverage: Coverage) -> None:
         """Write a queue's coverage."""

@@ -12,6 +12,7 @@ queues can't collide; messages without it share one scope.
 
 from __future__ import annotations
 
+import logging
 from struct import Struct
 from typing import TYPE_CHECKING, Final
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from penstock.model import Message
 
 __all__ = ["Dedup"]
+
+log = logging.getLogger(__name__)
 
 _pair: Final = Struct(">QQ")
 
@@ -44,7 +47,8 @@ class Dedup:
         """Return the message ids of those keys that were published within the window."""
         known = {}
         for key, record in zip(keys, self._table.multi_get(list(keys)), strict=True):
-            if record is not None:
+            # A record that is no pair is as good as none: it is written over.
+            if record is not None and len(record) == _pair.size:
                 message_id, expires_at = _pair.unpack(record)
                 if expires_at > now_ms:
                     known[key] = message_id
@@ -63,10 +67,14 @@ class Dedup:
         end = b"\x01" + (now_ms + 1).to_bytes(8, "big")
         for index_key, record in self._table.scan(b"\x01", end, limit):
             batch.delete(index_key, self._table.family)
-            keys = msgspec.msgpack.decode(record, type=list[bytes])
+            try:
+                keys = msgspec.msgpack.decode(record, type=list[bytes])
+            except msgspec.MsgspecError:
+                log.exception("forgot a damaged list of dedup ids")
+                continue
             for key, present in zip(keys, self._table.multi_get(keys), strict=True):
                 # The id may have been published anew since, with a window of its own.
-                if present is not None and _pair.unpack(present)[1] <= now_ms:
+                if present is not None and present[8:] <= now_ms.to_bytes(8, "big"):
                     batch.delete(key, self._table.family)
                     forgotten += 1
         return forgotten

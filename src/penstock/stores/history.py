@@ -40,7 +40,7 @@ _INDEX_BYTES: Final = 2
 
 
 class Ended(NamedTuple):
-    """A message in history."""
+    """A message in history, and the key of the part that it is in."""
 
     message_id: int
     key: int
@@ -48,6 +48,7 @@ class Ended(NamedTuple):
     attempts: int
     metadata: bytes
     reason: str
+    part: bytes
 
 
 class History:
@@ -175,23 +176,16 @@ class History:
 
     def take_failed(self, batch: Batch, queue: Queue, entries: Sequence[Ended]) -> None:
         """Remove failed messages from their parts: they are redriven or purged."""
-        keys = [_failed_index(queue, entry.message_id) for entry in entries]
         gone = {entry.message_id for entry in entries}
-        parts = {part for part in self._table.multi_get(keys) if part is not None}
-        for part in parts:
+        for part in {entry.part for entry in entries}:
             rest = [entry for entry in self._part(queue, part) if entry.message_id not in gone]
             if rest:
-                kept = [
-                    records.Failed(
-                        e.message_id, e.key, e.ended_at_ms, e.attempts, e.metadata, e.reason
-                    )
-                    for e in rest
-                ]
+                kept = [records.Failed(*entry[:-1]) for entry in rest]
                 batch.put(part, records.encode_failed(kept), self._table.family)
             else:
                 batch.delete(part, self._table.family)
-        for key in keys:
-            batch.delete(key, self._table.family)
+        for entry in entries:
+            batch.delete(_failed_index(queue, entry.message_id), self._table.family)
         queue.counts.failed -= len(entries)
 
     def trim(
@@ -294,8 +288,8 @@ class History:
     def _decode(self, queue: Queue, state: State, key: bytes, record: bytes) -> list[Ended]:
         try:
             if state is State.DONE:
-                return [Ended(*entry, "") for entry in records.decode_done(record)]
-            return [Ended(*entry) for entry in records.decode_failed(record)]
+                return [Ended(*entry, "", key) for entry in records.decode_done(record)]
+            return [Ended(*entry, key) for entry in records.decode_failed(record)]
         except CorruptRecord as error:
             if self._quarantine("history", key, record, f"queue {queue.name}: {error}"):
                 self._recount(queue, state)

@@ -120,7 +120,12 @@ class IndexedActive:
         self._queues[queue.number] = queue
         number = queue.number.to_bytes(4, "big")
         for key, record in rows_of(self._groups, number, _after(number)):
-            directory.held[key[4:]] = _Held(int.from_bytes(record, "big"), {})
+            if len(record) == 4:
+                directory.held[key[4:]] = _Held(int.from_bytes(record, "big"), {})
+            else:
+                self._quarantine("groups", key, record, f"{len(record)} bytes, not 4")
+                directory.held[key[4:]] = _Held(1, {})
+                self._recount.add(queue.number)
         seek, end = directory.prefix, _after(directory.prefix)
         while rows := self._index.scan(seek, end, 1):
             key = rows[0][0]
@@ -270,12 +275,11 @@ class IndexedActive:
         while ring and len(taken) < limit:
             want = limit - len(taken)
             visits = min(len(ring), want)
-            # What a fair share leaves over goes out in a further round; a FIFO group has only one.
-            share = -(-want // visits) if queue.fifo else want // visits
             keys: list[tuple[bytes, bytes]] = []
-            for _ in range(visits):
+            for visit in range(visits):
                 group, lanes = next(iter(ring.items()))
-                room = min(share, want - len(keys))
+                # What one group does not use is shared among those after it.
+                room = (want - len(keys)) // (visits - visit)
                 if queue.fifo:
                     keys += self._visit_fifo(batch, queue, directory, group, room, now_ms)
                 else:
@@ -285,8 +289,6 @@ class IndexedActive:
                         ring.move_to_end(group)
                     else:
                         del ring[group]
-                if len(keys) >= want:
-                    break
             taken += self._move_to_in_progress(batch, queue, keys, lease)
         queue.counts.available -= len(taken)
         queue.counts.in_flight += len(taken)
@@ -360,8 +362,8 @@ class IndexedActive:
             try:
                 contents, _, id8, attempts, forgiven, visible_at, _ = decode_stored_item(record)
             except CorruptRecord as error:
-                if self._quarantine("available", main, record, str(error)):
-                    queue.counts.available -= 1
+                self._quarantine("available", main, record, str(error))
+                queue.counts.available -= 1
                 self._unhold(batch, queue, group_of(key[_LANE_AT:-_SLOT_BYTES]), 1)
                 continue
             put(main, with_lease(record, lease), in_progress)
@@ -548,14 +550,12 @@ class IndexedActive:
             table = "in_progress" if in_flight else "available"
             if not self._quarantine(table, main, record, str(error)):
                 return None
+            # A waiting message is counted for as long as its index entry is there, which a claim
+            # will find to lead nowhere.
             if in_flight:
                 queue.counts.in_flight -= 1
                 if queue.fifo:
                     self._recount.add(queue.number)
-            elif state is State.AVAILABLE:
-                queue.counts.available -= 1
-            else:
-                queue.counts.delayed -= 1
             return None
         key = int.from_bytes(id8, "big")
         lane = index_key[_LANE_AT:-_SLOT_BYTES]

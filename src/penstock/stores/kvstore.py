@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING
 from penstock.stores.core import Core
 from penstock.stores.coverage import Coverage, Stretch
 from penstock.stores.intake import Intake
+from penstock.stores.pinned import Pinned
 from penstock.stores.placing import Placing
+from penstock.stores.plans import Collected, StoreInfo
 from penstock.stores.queues import Counts, Queue
 from penstock.stores.routing import Routing
 from penstock.stores.settling import Settling
-from penstock.stores.upkeep import Upkeep
+from penstock.stores.upkeep import ALL, Upkeep
 from penstock.stores.views import Views
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from penstock.kv import Engine
     from penstock.model import QueueSpec
@@ -70,6 +72,10 @@ class KvStore:
         self.read_log = router.read_log
         self.assign = router.assign
         self.take_epoch = router.take_epoch
+        self.route_plan = router.route_plan
+        self.filters_at = router.filters_at
+        self.backfill_plan = router.backfill_plan
+        self.fill = router.fill
         self.trim = upkeep.trim
         self.backfill = router.backfill
         self.configure_log = router.configure_log
@@ -112,6 +118,46 @@ class KvStore:
     def routing(self) -> str:
         """Return how the store routes."""
         return self.core.identity.routing
+
+    def info(self) -> StoreInfo:
+        """Say which store this is."""
+        identity = self.core.identity
+        return StoreInfo(f"{identity.store_id:08x}", identity.design, identity.routing)
+
+    def pin(self, now_ms: int, *, stats: bool = False) -> Pinned:
+        """Pin the present state for reading; ``stats``: with the stats of every queue."""
+        core = self.core
+        # The rows do not say whether a delay is over: what is due must have been moved.
+        self._upkeep.catch_up(now_ms, ALL)
+        return Pinned(
+            core.engine.view(),
+            core.identity,
+            at_ms=now_ms,
+            log=self.log_stats(),
+            totals=self.store_stats(),
+            stats=[self.queue_stats(name, now_ms) for name in sorted(core.queues)] if stats else [],
+        )
+
+    def collectable(self, message_ids: Sequence[int]) -> set[int]:
+        """Return those messages that no queue can come to hold any more: the log has let go.
+
+        What holds none of them now never will: assignments and backfills come from the log.
+        """
+        log = self.log_stats()
+        gone = min(log.earliest, log.routed_up_to)
+        return {message_id for message_id in message_ids if message_id < gone}
+
+    def drop_payloads(self, message_ids: Sequence[int], now_ms: int, *, dry_run: bool) -> Collected:
+        """Delete payloads that nothing refers to.
+
+        The caller has made sure that they are collectable and that no queue holds them.
+        """
+        core = self.core
+        batch = core.engine.batch()
+        count, freed = core.payloads.discard(batch, message_ids)
+        if count and not dry_run:
+            core.commit(batch, (), now_ms)
+        return Collected(count, freed)
 
     def offset_at(self, time_ms: int) -> int:
         """Return an offset at or before the first message of that time."""

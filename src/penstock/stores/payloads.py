@@ -75,6 +75,16 @@ class Payloads:
                 dropped += 1
         return dropped
 
+    def discard(self, batch: Batch, message_ids: Sequence[int]) -> tuple[int, int]:
+        """Delete payloads whatever their count says; return how many were there, and bytes."""
+        count = freed = 0
+        for message_id, payload in zip(message_ids, self.get(message_ids), strict=True):
+            if payload is not None:
+                batch.delete(payload_key(message_id), self._table.family)
+                batch.delete(_references_key(message_id), self._table.family)
+                count, freed = count + 1, freed + len(payload)
+        return count, freed
+
     def let_go(self, batch: Batch, message_ids: Sequence[int]) -> None:
         """Let one queue go of messages; a payload that nobody holds any more is deleted."""
         keys = [_references_key(message_id) for message_id in message_ids]

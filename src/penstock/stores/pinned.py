@@ -15,7 +15,7 @@ from penstock.codec import log as log_codec
 from penstock.codec import opendata, records
 from penstock.codec.stored import decode_lease, decode_stored_item
 from penstock.errors import CorruptRecord, InvalidInput
-from penstock.limits import MAX_ATTEMPTS
+from penstock.limits import MAX_ATTEMPTS, MAX_OFFSET
 from penstock.model import State
 from penstock.stores.active import NO_LEASE
 from penstock.stores.coverage import CoverageTable
@@ -40,6 +40,8 @@ log_ = logging.getLogger(__name__)
 # What one read of a table aims at: pages are counted in rows, and rows differ in size.
 PAGE_BYTES: Final = 4 << 20
 PAGE_ROWS: Final = 4_096
+# Skips the argument checks of a NamedTuple's own constructor.
+_new: Final = tuple.__new__
 
 
 class LiveRow(NamedTuple):
@@ -60,8 +62,8 @@ class EndedRow(NamedTuple):
     sequence: int
     ended_at_ms: int
     attempts: int
-    metadata: bytes
     reason: str
+    metadata: bytes
 
 
 class Pinned:
@@ -80,6 +82,7 @@ class Pinned:
         self._view = view
         self._lock = threading.Lock()
         self._closed = False
+        self._left_out = 0
         self.identity = identity
         self.at_ms = at_ms
         self.log_stats = log
@@ -88,7 +91,7 @@ class Pinned:
         self._payloads = self.table("payloads")
         self._leases = self.table("leases")
         # Reads segments and settings now, so that they are of this moment even if it is late.
-        self._log = MetadataLog(self.table("log"), f"{identity.store_id:08x}", _left_out)
+        self._log = MetadataLog(self.table("log"), f"{identity.store_id:08x}", self._leave_out)
         queues = self.table("queues")
         self.queues: dict[str, Queue] = {
             queue.name: queue for queue in sorted(QueueTable(queues).load(), key=lambda q: q.name)
@@ -120,6 +123,11 @@ class Pinned:
         """Return a table as it was, for any number of threads."""
         return _SharedTable(self, name)
 
+    def _leave_out(self, table: str, key: bytes, value: bytes, why: str) -> bool:  # noqa: ARG002
+        log_.warning("left out a record of %s, key %s: %s", table, key.hex(), why)
+        self._left_out += 1
+        return False
+
     # --- the log -------------------------------------------------------------------------
 
     def log_rows(self, log: int, begin: int, end: int) -> Iterator[list[tuple[int, bytes]]]:
@@ -143,7 +151,7 @@ class Pinned:
                 try:
                     rows = log_codec.decode_metadata_batch(entry)
                 except CorruptRecord as error:
-                    _left_out("log", entry_key, entry, str(error))
+                    self._leave_out("log", entry_key, entry, str(error))
                     continue
                 if rows and (rows[0][0] < begin or rows[-1][0] >= end):
                     rows = [row for row in rows if begin <= row[0] < end]
@@ -172,7 +180,7 @@ class Pinned:
             try:
                 yield decode(record, in_flight=in_flight)
             except CorruptRecord as error:
-                _left_out(table, key, record, str(error))
+                self._leave_out(table, key, record, str(error))
 
     def _waiting(self, visible_at_ms: int) -> State:
         # What had come due was moved over when this was pinned, so that time alone tells.
@@ -183,9 +191,7 @@ class Pinned:
         message_id = int.from_bytes(id8, "big")
         if in_flight:
             attempts = min(attempts + 1, MAX_ATTEMPTS)
-            return [
-                LiveRow(message_id, State.IN_FLIGHT, attempts, visible_at_ms, lease, metadata)
-            ]
+            return [LiveRow(message_id, State.IN_FLIGHT, attempts, visible_at_ms, lease, metadata)]
         state = self._waiting(visible_at_ms)
         return [LiveRow(message_id, state, attempts, visible_at_ms, NO_LEASE, metadata)]
 
@@ -223,26 +229,36 @@ class Pinned:
                 try:
                     found[name] = decode_lease(record)
                 except CorruptRecord as error:
-                    _left_out("leases", name, record, str(error))
+                    self._leave_out("leases", name, record, str(error))
         return found
 
-    def ended_rows(self, state: State, begin: bytes, end: bytes) -> Iterator[list[EndedRow]]:
-        """Read done or failed messages of a range of keys of the history."""
+    def ended_rows(
+        self, state: State, begin: bytes, end: bytes, low: int = 0, high: int = MAX_OFFSET
+    ) -> Iterator[list[EndedRow]]:
+        """Read done or failed messages of keys [begin, end) whose sequence is in [low, high)."""
         for key, record in pages_of(self.table("history"), begin, end):
             first = sequence_of(key)
+            if first >= high:
+                continue
             try:
                 if state is State.DONE:
-                    yield [
-                        EndedRow(each[0], sequence, each[2], each[3], each[4], "")
-                        for sequence, each in enumerate(records.decode_done(record), first)
+                    rows = [
+                        _new(EndedRow, (message_id, sequence, ended_at_ms, attempts, "", metadata))
+                        for sequence, (message_id, _, ended_at_ms, attempts, metadata) in enumerate(
+                            records.decode_done(record), first
+                        )
                     ]
                 else:
-                    yield [
-                        EndedRow(each[0], sequence, each[2], each[3], each[4], each[5])
+                    rows = [
+                        EndedRow(each[0], sequence, each[2], each[3], each[5], each[4])
                         for sequence, each in enumerate(records.decode_failed(record), first)
                     ]
             except CorruptRecord as error:
-                _left_out("history", key, record, str(error))
+                self._leave_out("history", key, record, str(error))
+                continue
+            if first < low or first + len(rows) > high:
+                rows = [row for row in rows if low <= row.sequence < high]
+            yield rows
 
     def attempt_rows(
         self, begin: bytes, end: bytes
@@ -252,7 +268,7 @@ class Pinned:
             try:
                 stored = records.decode_attempt(record)
             except CorruptRecord as error:
-                _left_out("history", key, record, str(error))
+                self._leave_out("history", key, record, str(error))
                 continue
             number = int.from_bytes(key[-10:], "big")
             yield number >> 16, number & 0xFFFF, stored
@@ -260,8 +276,12 @@ class Pinned:
     # --- references ----------------------------------------------------------------------
 
     def referenced(self, message_ids: set[int]) -> set[int]:
-        """Return which of the messages any queue still holds, in whatever state."""
+        """Return which of the messages any queue still holds, in whatever state.
+
+        Raises CorruptRecord if a record does not decode: what it holds can't be known.
+        """
         held: set[int] = set()
+        before = self._left_out
         for queue in self.queues.values():
             for table, begin, end in live_keys(self.identity.design, queue):
                 for live in self.live_rows(table, begin, end):
@@ -272,6 +292,11 @@ class Pinned:
             ):
                 for ended in self.ended_rows(state, prefix, prefix + b"\xff" * 17):
                     held.update(message_ids.intersection(row.message_id for row in ended))
+        if self._left_out > before:
+            raise CorruptRecord(
+                f"{self._left_out - before} records can't be read (the log names them), so that "
+                "nobody knows which messages they hold"
+            )
         return held
 
 
@@ -328,8 +353,3 @@ def pages_of(table: Table, begin: bytes, end: bytes) -> Iterator[tuple[bytes, by
         begin = rows[-1][0] + b"\0"
         size = sum(len(value) for _, value in rows) // len(rows)
         page = max(1, min(PAGE_ROWS, PAGE_BYTES // (size + 64)))
-
-
-def _left_out(table: str, key: bytes, value: bytes, why: str) -> bool:  # noqa: ARG001
-    log_.warning("left out a record of %s, key %s: %s", table, key.hex(), why)
-    return False

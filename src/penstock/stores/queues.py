@@ -13,7 +13,9 @@ with zeros for what it lacks.
 
 from __future__ import annotations
 
+import logging
 from struct import Struct
+from struct import error as struct_error
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from penstock.kv import Batch, Table
 
 __all__ = ["Counts", "Queue", "QueueTable"]
+
+log = logging.getLogger(__name__)
 
 _SPECS: Final = b"\x02\x06"
 _COUNTS: Final = b"\x02\x0b"
@@ -103,7 +107,13 @@ class QueueTable:
 
     def put_counts(self, batch: Batch, queue: Queue) -> None:
         """Write a queue's counters."""
-        packed = _pack_counts.pack(*msgspec.structs.astuple(queue.counts))
+        values = msgspec.structs.astuple(queue.counts)
+        try:
+            packed = _pack_counts.pack(*values)
+        except struct_error:
+            # A wrong counter must not stop its queue; an audit sets it right.
+            log.exception("queue %s: a counter is below zero: %s", queue.name, queue.counts)
+            packed = _pack_counts.pack(*(max(0, value) for value in values))
         batch.put(_COUNTS + queue.id, _COUNTS_VERSION + packed, self._table.family)
 
     def remove(self, batch: Batch, queue: Queue) -> None:

@@ -14,6 +14,7 @@ second tailer) changes nothing and is told so; one that overlaps is trimmed to w
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
 from penstock.codec.metadata import Metadata, decode_metadata
@@ -21,6 +22,7 @@ from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue
 from penstock.filters import parse
 from penstock.model import Assigned, AssignStatus, Backfilled, Cursor, LogPage, LogRecord, LogStats
 from penstock.stores.active import Item, lane_of
+from penstock.stores.plans import BackfillPlan, Filled, LiveFilters, LogStretch, RoutePlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,6 +40,9 @@ _CURSOR: Final = b"\x02\x12"
 _EPOCH: Final = b"\x02\x14"
 # Offsets that one step of a backfill looks at.
 BACKFILL_WINDOW: Final = 2_000
+# Bounds of one step of a fill: offsets looked at, messages added.
+FILL_WINDOW: Final = 20_000
+FILL_MESSAGES: Final = 5_000
 
 
 class Routing:
@@ -178,6 +183,36 @@ class Routing:
         core.commit(batch, (), now_ms)
         return epoch
 
+    def route_plan(self, max_offsets: int | None) -> RoutePlan:
+        """Say what may be matched next, in all not further than ``max_offsets`` from the slowest.
+
+        The slowest log decides where the others stop, so that logs stay in step.
+        """
+        core = self._core
+        cursors = [self.cursor(log) for log in range(core.log.all_logs)]
+        limit = core.log.end if max_offsets is None else min(cursors) + max_offsets
+        stretches = []
+        for log, begin in enumerate(cursors):
+            until = self._filters_at(begin)[1]
+            end = min(limit, core.log.end, core.log.end if until is None else until)
+            for change, _ in core.log.settings.changes:
+                # A group that moves to another log must not overtake itself.
+                if begin <= change < end and any(other < change for other in cursors):
+                    end = max(begin, change)
+            if begin < end:
+                stretches.append(LogStretch(log, begin, end))
+        return RoutePlan(
+            epoch=self.epoch(),
+            filters_version=core.totals.filters_version,
+            stretches=stretches,
+            lag={log: core.log.end - begin for log, begin in enumerate(cursors)},
+        )
+
+    def filters_at(self, offset: int) -> LiveFilters:
+        """Return the filters that are live at an offset, and until where."""
+        filters, until = self._filters_at(offset)
+        return LiveFilters(dict(filters), self._core.totals.filters_version, until)
+
     def _outdated(self, cursor: Cursor) -> bool:
         """Whether filters have changed for offsets of a page since it was read."""
         version, changes = cursor.filters_version, self._core.filter_changes
@@ -307,6 +342,79 @@ class Routing:
             lane = lane_of(metadata.group, metadata.priority)
             items.append(Item(message_id, message_id, lane, 0, 0, visible_at_ms, encoded))
         return items
+
+    def backfill_plan(self, queue_name: str, begin: int, end: int) -> BackfillPlan:
+        """Return what of [begin, end) a queue has not been filled from by its present filter."""
+        core = self._core
+        queue = core.queue(queue_name)
+        coverage = core.coverage[queue.name]
+        text = queue.spec.filter
+        end = min(end, self.routed_up_to())
+        at = max(begin, core.log.earliest)
+        done = sorted(
+            (stretch.begin, end if stretch.end is None else stretch.end)
+            for stretch in (*coverage.live, *coverage.backfilled)
+            if stretch.filter == text
+        )
+        stretches = []
+        for first, last in done:
+            if at < min(first, end):
+                stretches.append((at, min(first, end)))
+            at = max(at, last)
+        if at < end:
+            stretches.append((at, end))
+        return BackfillPlan(stretches, text, end)
+
+    def fill(
+        self,
+        queue_name: str,
+        begin: int,
+        end: int,
+        offsets: Sequence[int],
+        filter_text: str,
+        now_ms: int,
+    ) -> Filled:
+        """Do one step of filling a queue with messages that were matched elsewhere.
+
+        ``offsets`` are all messages of [begin, end) that the queue's filter wants, ascending.
+        Coverage decides which of them it has had; go on from ``next``.
+        """
+        core = self._core
+        queue = core.queue(queue_name)
+        coverage = core.coverage[queue.name]
+        if coverage.draining:
+            raise InvalidQueue(f"queue {queue_name!r} is draining: it takes no more messages")
+        if queue.spec.filter != filter_text:
+            raise InvalidInput(
+                f"queue {queue_name!r} now takes messages where {queue.spec.filter}; these were "
+                f"matched by {filter_text}: plan the backfill again"
+            )
+        start = min(end, coverage.skip(begin, filter_text))
+        first = bisect_left(offsets, start)
+        stop = min(end, start + FILL_WINDOW)
+        last = bisect_left(offsets, stop, lo=first)
+        if last - first > FILL_MESSAGES:
+            last = first + FILL_MESSAGES
+            stop = offsets[last]
+        if start >= stop:
+            return Filled(0, first, 0, end)
+        chosen = set(offsets[first:last])
+        rows: list[tuple[int, bytes]] = []
+        for log in range(core.log.all_logs) if chosen else ():
+            page = core.log.read(log, start, FILL_WINDOW, end=stop)
+            rows += [row for row in page.rows if row[0] in chosen]
+        rows.sort()
+        items = self._wanted(queue, rows)
+        batch = core.engine.batch()
+        held = core.payloads.hold(batch, [item.message_id for item in items])
+        kept = [item for item, alive in zip(items, held, strict=True) if alive]
+        if kept:
+            self._placing.enqueue(batch, queue, kept, now_ms, late=True)
+        coverage.note(start, stop, filter_text)
+        core.put_coverage(batch, queue, coverage)
+        core.commit(batch, (queue,), now_ms)
+        missing = len(chosen) - len(rows) + len(items) - len(kept)
+        return Filled(len(kept), first + len(rows) - len(items), missing, stop)
 
     def _check_log(self, log: int) -> None:
         known = self._core.log.all_logs

@@ -142,7 +142,7 @@ class Settling:
         names = [name for _, name in due]
         for (index_key, name), record in zip(due, core.leases.get(names), strict=True):
             lease = self._decode(name, record)
-            holdings = self._held_by(name, lease) if record is not None else []
+            holdings = self._held_by(name, lease)
             core.leases.drop_expiry_entry(batch, index_key, name)
             for holding in holdings:
                 queue, items = holding.queue, holding.items

@@ -1,10 +1,10 @@
-"""One line for the end of a test: is the store that it leaves behind as it should be?"""
+"""One line for the end of a test: the store that it leaves behind is as it should be."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from penstock.checking import check
+from penstock.stores.audit import audit
 
 if TYPE_CHECKING:
     from penstock.broker import Broker
@@ -23,7 +23,9 @@ def assert_clean(broker: Broker) -> None:
             ...
             assert_clean(broker)
     """
-    report = check(broker)
+    with broker._lock:  # noqa: SLF001 - so that a broker that is being closed can be checked too
+        store: Any = broker._store  # noqa: SLF001
+        report = audit(store, now_ms=store.time_floor_ms())
     if not report.clean:
         total = sum(report.found.values())
         lines = [

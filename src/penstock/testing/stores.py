@@ -42,8 +42,13 @@ class Reopenable:
         if self._engine is None:
             self.broker = opening.open(self._url, clock=clock, **options)
         else:
-            store = opening.make_store(self._engine, self._design, clock)
-            own = {name: value for name, value in options.items() if name != "durability"}
+            routing = options.get("routing")
+            store = opening.make_store(self._engine, self._design, clock, routing)
+            own = {
+                name: value
+                for name, value in options.items()
+                if name not in {"durability", "routing"}
+            }
             self.broker = Broker(store, clock=clock, **own)
         return self.broker
 

@@ -1,0 +1,133 @@
+"""Snapshots that clients read from: how many there may be, and when they go.
+
+A snapshot keeps deleted data on disk, so it goes when nobody has read from it for a while. When
+there is no room for another, the one goes that was read to its end and has been idle longest.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from penstock import limits
+from penstock.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from penstock.clock import Clock
+    from penstock.stores.pinned import Pinned
+    from penstock.tables import Part, Selection
+
+__all__ = ["Snapshot", "Snapshots"]
+
+
+class Snapshot:
+    """A pinned store, cut into parts for one reader."""
+
+    def __init__(self, pinned: Pinned, parts: list[Part], selection: Selection) -> None:
+        self.pinned = pinned
+        self.parts = parts
+        self.selection = selection
+        self.used_at_ms = 0
+        self.readers = 0
+        self.unread = set(range(len(parts)))
+
+
+class Snapshots:
+    """The live snapshots of a server. Thread-safe."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._live: dict[str, Snapshot] = {}
+        self._making = 0
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._live)
+
+    def add(self, make: Callable[[], Snapshot]) -> str:
+        """Make a snapshot if there is room for it, and return its name."""
+        self.expire()
+        with self._lock:
+            self._make_room()
+            self._making += 1
+        try:
+            snapshot = make()
+        except BaseException:
+            with self._lock:
+                self._making -= 1
+            raise
+        name = self._clock.lease_id().hex()
+        with self._lock:
+            self._making -= 1
+            snapshot.used_at_ms = self._clock.now_ms()
+            self._live[name] = snapshot
+        return name
+
+    def _make_room(self) -> None:
+        if len(self._live) + self._making < limits.MAX_VIEWS:
+            return
+        finished = [
+            (snapshot.used_at_ms, name)
+            for name, snapshot in self._live.items()
+            if not snapshot.readers and not snapshot.unread
+        ]
+        if not finished:
+            raise InvalidInput(
+                f"{limits.MAX_VIEWS} snapshots are being read, which is all there may be: "
+                "try again when a reader has finished"
+            )
+        self._live.pop(min(finished)[1]).pinned.close()
+
+    @contextmanager
+    def reading(self, name: str, part: int) -> Iterator[Snapshot]:
+        """Use a part of a snapshot, which does not expire meanwhile."""
+        with self._lock:
+            snapshot = self._live.get(name)
+            if snapshot is None:
+                raise InvalidInput(
+                    f"the snapshot {name[:64]} has expired, or the server was restarted: ask for "
+                    "a new one"
+                )
+            if not 0 <= part < len(snapshot.parts):
+                raise InvalidInput(f"the snapshot has parts 0 to {len(snapshot.parts) - 1}")
+            snapshot.readers += 1
+        try:
+            yield snapshot
+            snapshot.unread.discard(part)
+        finally:
+            with self._lock:
+                snapshot.readers -= 1
+                snapshot.used_at_ms = self._clock.now_ms()
+
+    def drop(self, name: str) -> None:
+        """Let go of a snapshot."""
+        with self._lock:
+            snapshot = self._live.pop(name, None)
+        if snapshot is not None:
+            snapshot.pinned.close()
+
+    def expire(self) -> int:
+        """Let go of what nobody has used for a while; return how many."""
+        with self._lock:
+            before_ms = self._clock.now_ms() - limits.MAX_VIEW_IDLE_MS
+            idle = [
+                name
+                for name, snapshot in self._live.items()
+                if not snapshot.readers and snapshot.used_at_ms <= before_ms
+            ]
+            gone = [self._live.pop(name) for name in idle]
+        for snapshot in gone:
+            snapshot.pinned.close()
+        return len(gone)
+
+    def close(self) -> None:
+        """Let go of everything; who still reads gets an error."""
+        with self._lock:
+            gone = list(self._live.values())
+            self._live.clear()
+        for snapshot in gone:
+            snapshot.pinned.close()

@@ -1,0 +1,194 @@
+"""Stages: what executors have matched, waiting for the driver to commit it.
+
+A stage is all assignments of a stretch of one log, or all messages of a stretch that a backfill
+puts into one queue. It lives in memory: after a restart the caller is told that it is not here,
+and stages again. A committed stage gives its rows back and keeps its place for a while, so that
+committing it again is answered (stale), not refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+import pyarrow as pa
+
+from penstock import limits
+from penstock.errors import InvalidInput
+from penstock.model import AssignStatus, Cursor
+from penstock.server.wire import FillStage, StageCommand
+from penstock.validation import check_count, check_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.broker import Broker
+    from penstock.clock import Clock
+
+__all__ = ["Committed", "Stage", "Stages", "commit"]
+
+
+class Stage:
+    """A staged stretch: rows as Arrow arrays, which are small and need no unpacking until used."""
+
+    def __init__(
+        self, command: StageCommand | FillStage, batches: Sequence[pa.RecordBatch]
+    ) -> None:
+        check_text(command.stage, "stage", limits.MAX_STAGE_NAME_BYTES)
+        check_count(command.begin, "begin", 0, limits.MAX_OFFSET)
+        check_count(command.end, "end", command.begin, limits.MAX_OFFSET)
+        self.command = command
+        self.offsets = pa.chunked_array([b.column("offset") for b in batches], pa.int64())
+        self.queues: pa.ChunkedArray | None = None
+        if batches and "queue" in batches[0].schema.names:
+            named = pa.chunked_array([b.column("queue") for b in batches], pa.string())
+            self.queues = named.dictionary_encode()
+        self.bytes = self.offsets.nbytes + (self.queues.nbytes if self.queues is not None else 0)
+        self.used_at_ms = 0
+
+    def clear(self) -> None:
+        """Give the rows back."""
+        self.offsets, self.queues, self.bytes = pa.chunked_array([], pa.int64()), None, 0
+
+    def assignments(self, from_offset: int, into: dict[int, list[str]]) -> None:
+        """Add the assignments from an offset on."""
+        if self.queues is None:
+            return
+        for offsets, queues in zip(self.offsets.chunks, self.queues.chunks, strict=True):
+            names = queues.dictionary.to_pylist()
+            for offset, index in zip(offsets.to_pylist(), queues.indices.to_pylist(), strict=True):
+                if offset >= from_offset:
+                    into.setdefault(offset, []).append(names[index])
+
+
+class Stages:
+    """The stages of a server. Thread-safe."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._staged: dict[str, Stage] = {}
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._staged)
+
+    def add(self, stage: Stage) -> None:
+        """Keep a stage; one of the same name is replaced."""
+        name = stage.command.stage
+        with self._lock:
+            self._expire()
+            others = [each for key, each in self._staged.items() if key != name]
+            if len(others) >= limits.MAX_STAGES:
+                raise InvalidInput(f"{len(others)} stages wait to be committed, which is too many")
+            total = sum(each.bytes for each in others) + stage.bytes
+            if total > limits.MAX_STAGED_BYTES:
+                raise InvalidInput(
+                    f"{total} bytes would be staged; at most {limits.MAX_STAGED_BYTES}: commit or "
+                    "drop stages first, or route less at a time"
+                )
+            stage.used_at_ms = self._clock.now_ms()
+            self._staged[name] = stage
+
+    def room(self) -> int:
+        """Return how many bytes may still be staged."""
+        with self._lock:
+            return limits.MAX_STAGED_BYTES - sum(each.bytes for each in self._staged.values())
+
+    def get(self, names: Sequence[str]) -> list[Stage]:
+        """Return stages by name."""
+        with self._lock:
+            found = []
+            for name in names:
+                stage = self._staged.get(name)
+                if stage is None:
+                    raise InvalidInput(
+                        f"stage {name!r:.100} is not here (server restarted?): stage it again"
+                    )
+                stage.used_at_ms = self._clock.now_ms()
+                found.append(stage)
+            return found
+
+    def drop(self, names: Sequence[str]) -> int:
+        """Forget stages; return how many there were."""
+        with self._lock:
+            return sum(self._staged.pop(name, None) is not None for name in names)
+
+    def expire(self) -> None:
+        """Forget what nobody has used for a while."""
+        with self._lock:
+            self._expire()
+
+    def _expire(self) -> None:
+        before_ms = self._clock.now_ms() - limits.MAX_STAGE_IDLE_MS
+        for name in [n for n, stage in self._staged.items() if stage.used_at_ms <= before_ms]:
+            del self._staged[name]
+
+
+class Committed(NamedTuple):
+    """What became of the stages of one log."""
+
+    log: int
+    status: str
+    cursor: int
+    placed: int
+
+
+def commit(broker: Broker, stages: Sequence[Stage], epoch: int | None) -> list[Committed]:
+    """Assign stages, those of one log as one page."""
+    done = []
+    routed = [(stage, _routed(stage)) for stage in stages]
+    routed.sort(key=lambda each: (each[1].log, each[1].begin, each[1].end))
+    pages = {log: list(group) for log, group in groupby(routed, key=lambda each: each[1].log)}
+    # All are looked at before the first is assigned: a gap in one log leaves all as they were.
+    for log, page in pages.items():
+        _check_contiguous(log, [command for _, command in page])
+    for log, page in pages.items():
+        answer = broker.assign(
+            log, _cursor(page), _assignments(page), epoch=_lowest([epoch, *_epochs(page)])
+        )
+        if answer.status in {AssignStatus.APPLIED, AssignStatus.TRIMMED, AssignStatus.STALE}:
+            for stage, _ in page:
+                stage.clear()
+        done.append(Committed(log, answer.status.value, answer.cursor, answer.placed))
+    return done
+
+
+def _routed(stage: Stage) -> StageCommand:
+    command = stage.command
+    if not isinstance(command, StageCommand):
+        raise InvalidInput(f"stage {command.stage!r} is one of a backfill: use commit_fill")
+    return command
+
+
+def _check_contiguous(log: int, commands: Sequence[StageCommand]) -> None:
+    at = commands[0].begin
+    for command in commands:
+        if command.begin > at:
+            raise InvalidInput(f"the stages of log {log} leave a gap: [{at}, {command.begin})")
+        at = max(at, command.end)
+
+
+def _cursor(page: Sequence[tuple[Stage, StageCommand]]) -> Cursor:
+    # The oldest version decides: any change since then may concern one of the stages.
+    version = _lowest([command.filters_version for _, command in page])
+    return Cursor(page[0][1].begin, max(command.end for _, command in page), version)
+
+
+def _epochs(page: Sequence[tuple[Stage, StageCommand]]) -> list[int | None]:
+    return [command.epoch for _, command in page]
+
+
+def _lowest(values: Sequence[int | None]) -> int | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _assignments(page: Sequence[tuple[Stage, StageCommand]]) -> dict[int, list[str]]:
+    assignments: dict[int, list[str]] = {}
+    at = 0
+    for stage, command in page:
+        # What an earlier stage covers is its own: the same task may have run twice.
+        stage.assignments(at, assignments)
+        at = max(at, command.end)
+    return assignments

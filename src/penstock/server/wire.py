@@ -1,0 +1,210 @@
+"""Commands, tickets, actions and answers of the Flight protocol, as JSON; ``docs/flight.md``.
+
+Unknown fields and wrong types are refused, so that a misspelt option is an error and not a
+default. An error travels twice: as text that begins with the name of its class, for people and
+foreign clients, and as JSON beside it, from which :func:`revive` makes the exception again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from penstock import errors
+from penstock.errors import InvalidInput, PenstockError
+
+__all__ = [
+    "PROTOCOL",
+    "BackfillCommand",
+    "CollectCommand",
+    "CommitFill",
+    "CommitStages",
+    "DropStages",
+    "FillStage",
+    "FilterCommand",
+    "LogTicket",
+    "Nothing",
+    "PublishCommand",
+    "ReadCommand",
+    "RedriveCommand",
+    "RoutePlanCommand",
+    "SnapshotTicket",
+    "StageCommand",
+    "TrimCommand",
+    "decode",
+    "describe",
+    "encode",
+    "revive",
+]
+
+PROTOCOL: Final = 1
+# gRPC bounds headers to 8 KiB, and the text travels twice.
+MAX_ERROR_CHARS: Final = 1_000
+_T = TypeVar("_T")
+encode: Final = msgspec.json.Encoder().encode
+
+
+class _Command(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class ReadCommand(_Command):
+    """GetFlightInfo: which rows and columns of which table, in how many parts."""
+
+    table: str
+    queue: str | list[str] | None = None
+    payload: bool = False
+    columns: list[str] | None = None
+    filter: str | None = None
+    partitions: int = 1
+    begin: int | None = None
+    end: int | None = None
+    logs: list[int] | None = None
+
+
+class SnapshotTicket(_Command):
+    """DoGet: a part of a snapshot that GetFlightInfo has taken."""
+
+    snapshot: str
+    part: int
+
+
+class LogTicket(_Command):
+    """DoGet: a stretch of a log, from a client that knows the offsets."""
+
+    table: str
+    log: int
+    begin: int
+    end: int
+    payload: bool = False
+    columns: list[str] | None = None
+    filter: str | None = None
+
+
+class PublishCommand(_Command, tag_field="op", tag="publish"):
+    """DoPut: rows to publish."""
+
+
+class StageCommand(_Command, tag_field="op", tag="stage"):
+    """DoPut: all assignments of a stretch of a log."""
+
+    stage: str
+    log: int
+    begin: int
+    end: int
+    filters_version: int | None = None
+    epoch: int | None = None
+
+
+class FillStage(_Command, tag_field="op", tag="fill_stage"):
+    """DoPut: all messages of a stretch that a backfill puts into a queue."""
+
+    stage: str
+    queue: str
+    begin: int
+    end: int
+
+
+class Nothing(_Command):
+    """An action without options."""
+
+
+class RoutePlanCommand(_Command):
+    """Action route_plan."""
+
+    max_offsets: int | None = None
+
+
+class FilterCommand(_Command):
+    """Action filters."""
+
+    offset: int
+
+
+class CommitStages(_Command):
+    """Action commit_stages."""
+
+    stages: list[str]
+    epoch: int | None = None
+
+
+class DropStages(_Command):
+    """Action drop_stages."""
+
+    stages: list[str]
+
+
+class CommitFill(_Command):
+    """Action commit_fill. ``filter`` is what was matched by, as backfill_plan gave it."""
+
+    stages: list[str]
+    queue: str
+    begin: int
+    end: int
+    filter: str | None = None
+
+
+class BackfillCommand(_Command, rename={"from_": "from"}):
+    """Action backfill_plan."""
+
+    queue: str
+    from_: int | str | None = None
+    from_time_ms: int | None = None
+    to: int | None = None
+
+
+class RedriveCommand(_Command):
+    """Action redrive."""
+
+    queue: str
+    message_ids: list[int] | None = None
+    where: str | None = None
+
+
+class TrimCommand(_Command):
+    """Action trim."""
+
+    queue: str
+    state: str
+    before: int
+
+
+class CollectCommand(_Command):
+    """Action collect."""
+
+    message_ids: list[int]
+    dry_run: bool = True
+
+
+def decode(body: bytes, kind: type[_T], what: str) -> _T:
+    """Read JSON that a client has sent; an empty body is an empty object."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{what}: {error}") from None
+
+
+class _Error(msgspec.Struct):
+    error: str
+    message: str
+
+
+def describe(error: PenstockError) -> tuple[str, bytes]:
+    """Give an error as text and as JSON."""
+    name, text = type(error).__name__, str(error)
+    if len(text) > MAX_ERROR_CHARS:
+        text = text[:MAX_ERROR_CHARS] + "…"
+    return f"{name}: {text}", encode(_Error(name, text))
+
+
+def revive(extra: bytes | None) -> PenstockError | None:
+    """Make an exception again from its JSON; None if it is not one of ours."""
+    try:
+        found = msgspec.json.decode(extra or b"", type=_Error)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    kind: Any = getattr(errors, found.error, None)
+    if not isinstance(kind, type) or not issubclass(kind, PenstockError):
+        kind = PenstockError
+    return kind(found.message)

@@ -1,0 +1,213 @@
+"""DataFrames into messages: the batch and the stream that publish.
+
+===========  =====================================================  ==============================
+column       type                                                   without it
+===========  =====================================================  ==============================
+payload      binary or string                                       an error
+attributes   map<string, …>, struct or string (a JSON object)       no attributes
+group        string                                                 the default group
+priority     int                                                    0
+delay_ms     bigint                                                 no delay
+dedup_id     string                                                 derived, see below
+queue        string: sets the attribute ``queue``                   only the filters decide
+===========  =====================================================  ==============================
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import (
+    DataSourceArrowWriter,
+    DataSourceStreamArrowWriter,
+    WriterCommitMessage,
+)
+from pyspark.sql.types import (
+    BinaryType,
+    ByteType,
+    DataType,
+    IntegerType,
+    LongType,
+    MapType,
+    ShortType,
+    StringType,
+    StructType,
+)
+
+from penstock.clock import SystemClock
+from penstock.errors import InvalidInput
+from penstock.spark.stores import store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.spark.options import Options
+
+__all__ = ["BatchPublisher", "Published", "StreamPublisher"]
+
+_WHOLE: Final = (ByteType, ShortType, IntegerType, LongType)
+_TYPES: Final[dict[str, tuple[tuple[type[DataType], ...], str]]] = {
+    "payload": ((BinaryType, StringType), "binary or string"),
+    "attributes": ((MapType, StructType, StringType), "a map, a struct or a string of JSON"),
+    "attributes_json": ((StringType,), "a string"),
+    "group": ((StringType,), "a string"),
+    "priority": (_WHOLE, "an int"),
+    "delay_ms": (_WHOLE, "a bigint"),
+    "dedup_id": ((StringType,), "a string"),
+    "queue": ((StringType,), "a string"),
+}
+_ARROW: Final = {
+    "attributes_json": pa.string(),
+    "group": pa.string(),
+    "priority": pa.int32(),
+    "delay_ms": pa.int64(),
+    "dedup_id": pa.string(),
+    "queue": pa.string(),
+}
+
+
+class Published(WriterCommitMessage):
+    """How many messages one task has published, and how many had been published before."""
+
+    def __init__(self, published: int, duplicates: int) -> None:
+        self.published = published
+        self.duplicates = duplicates
+
+
+class BatchPublisher(DataSourceArrowWriter):
+    """Publishes a DataFrame: ``df.write.format("penstock").mode("append").save()``.
+
+    Tasks publish as they go; a job that fails has published a part of its rows. A task that is
+    tried again publishes nothing twice: messages without a ``dedup_id`` get one that is made of
+    this write, the partition and the row's content. To run a whole job again without publishing
+    twice, give ``dedup_id`` yourself, from what identifies a row.
+    """
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        _check(schema)
+        self._location = options.location
+        self._name = SystemClock().lease_id().hex()
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Publish the rows of one task."""
+        return _publish(self._location, iterator, self._name)
+
+
+class StreamPublisher(DataSourceStreamArrowWriter):
+    """Publishes a stream: ``writeStream.format("penstock").option("checkpointLocation", …)``.
+
+    Spark replays a micro-batch after a crash, so what its tasks published before the crash comes
+    again. What holds then:
+
+    - **With a column ``dedup_id``** a message is published once if its replay comes within the
+      broker's dedup window (``dedup_window_ms``, five minutes unless the broker was opened with
+      another; up to seven days), whatever the plan looks like.
+    - **Without it** the id is made of query, micro-batch, partition and the row's content (equal
+      rows of one partition are counted). A message is then published once if, besides the
+      window, the replay puts the same rows into the same partitions: so it is for sources that
+      replay (this one, Kafka, files) and for everything deterministic behind them. ``rand()``,
+      ``uuid()`` and a changed ``spark.sql.shuffle.partitions`` break it.
+    - **A replay after the window** publishes what its tasks had published before again. Restart
+      a failed query within the window, or open the broker with a longer one.
+
+    A message is never lost either way: Spark goes on only when all of a micro-batch is published.
+    """
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        _check(schema)
+        self._location = options.location
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Publish the rows of one task of a micro-batch."""
+        context = TaskContext.get()
+        assert context is not None
+        query = context.getLocalProperty("sql.streaming.queryId")
+        batch = context.getLocalProperty("streaming.sql.batchId")
+        return _publish(self._location, iterator, f"{query}-{batch}")
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """Do nothing: the tasks have published."""
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """Do nothing: what is published stays, and the replay knows it by its dedup ids."""
+
+
+def _check(schema: StructType) -> None:
+    wrong = []
+    for field in schema.fields:
+        types, words = _TYPES.get(field.name, ((), ""))
+        if not types:
+            wrong.append(f"{field.name} is not a column of messages")
+        elif not isinstance(field.dataType, types):
+            wrong.append(f"{field.name} is {words}, not {field.dataType.simpleString()}")
+    if {"attributes", "attributes_json"} <= set(schema.names):
+        wrong.append("attributes and attributes_json say the same: give one of them")
+    if "payload" not in schema.names:
+        wrong.append("payload is missing")
+    if wrong:
+        raise InvalidInput(
+            f"messages can't be made of these columns: {'; '.join(wrong)}. There are "
+            f"{', '.join(_TYPES)}; to make attributes of columns: struct(a, b) AS attributes"
+        )
+
+
+def _publish(location: str, batches: Iterator[pa.RecordBatch], name: str) -> Published:
+    context = TaskContext.get()
+    partition = 0 if context is None else context.partitionId()
+    ids = _Ids(f"{name}-{partition}")
+    client = store(location)
+    counted = client.publish(_message_columns(batch, ids) for batch in batches if batch.num_rows)
+    return Published(counted.published, counted.duplicates)
+
+
+class _Ids:
+    """Derives dedup ids: where a row was, what it holds, and the how-manieth such row it is."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._seen: dict[bytes, int] = {}
+
+    def of(self, content: list[Any]) -> str:
+        digest = hashlib.blake2b(
+            msgspec.msgpack.encode(content, order="deterministic"), digest_size=12
+        ).digest()
+        count = self._seen.get(digest, 0)
+        self._seen[digest] = count + 1
+        return f"{self._prefix}-{digest.hex()}-{count}"
+
+
+def _message_columns(batch: pa.RecordBatch, ids: _Ids) -> pa.RecordBatch:
+    """Return a batch as the broker wants it: JSON attributes, exact types, a dedup id each."""
+    columns: dict[str, pa.Array] = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if name == "attributes":
+            columns["attributes_json"] = _json(column)
+        elif name == "payload":
+            columns[name] = column.cast(pa.binary())
+        else:
+            columns[name] = column.cast(_ARROW[name])
+    given = columns.get("dedup_id")
+    if given is None or given.null_count:
+        rows = zip(
+            *(column.to_pylist() for name, column in columns.items() if name != "dedup_id"),
+            strict=True,
+        )
+        known = [None] * batch.num_rows if given is None else given.to_pylist()
+        derived = [own or ids.of(list(row)) for own, row in zip(known, rows, strict=True)]
+        columns["dedup_id"] = pa.array(derived, pa.string())
+    return pa.record_batch(list(columns.values()), names=list(columns))
+
+
+def _json(column: pa.Array) -> pa.Array:
+    """Return attributes as JSON objects; a map's or struct's values keep their types."""
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        return column.cast(pa.string())
+    encode = msgspec.json.Encoder(order="sorted", decimal_format="number").encode
+    texts = [
+        None if value is None else encode(dict(value)).decode() for value in column.to_pylist()
+    ]
+    return pa.array(texts, pa.string())

@@ -1,0 +1,93 @@
+"""Batch reads: a snapshot of a table, or stretches of the log."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+
+from penstock.spark.columns import Shape, check_columns, spark_schema
+from penstock.spark.offsets import Stretch, between, check_kept, cut, resolve
+from penstock.spark.stores import offset_at, store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pyarrow as pa
+    from pyspark.sql.types import StructType
+
+    from penstock.spark.options import Options
+
+__all__ = ["LogPartition", "TableReader", "TicketPartition", "read_stretch"]
+
+
+class TicketPartition(InputPartition):
+    """A part of a snapshot that the broker holds for a while."""
+
+    def __init__(self, ticket: bytes) -> None:
+        self.ticket = ticket
+
+
+class LogPartition(InputPartition):
+    """A stretch of a log; needs no snapshot, as a log only grows."""
+
+    def __init__(self, stretch: Stretch) -> None:
+        self.stretch = stretch
+
+
+class TableReader(DataSourceReader):
+    """Reads one table, in as many tasks as there are partitions."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        check_columns(schema, spark_schema(options), options.table)
+        self._options = options
+        self._shape = Shape(schema)
+
+    def partitions(self) -> list[InputPartition]:
+        """Plan the read: ask the broker for a snapshot, or cut up the log."""
+        options = self._options
+        if options.table == "log":
+            return [LogPartition(stretch) for stretch in self._stretches()]
+        tickets = store(options.location).plan(
+            options.table,
+            queue=options.queues,
+            payload=options.payload,
+            columns=tuple(self._shape.names),
+            filter=options.filter,
+            partitions=options.partitions,
+        )
+        return [TicketPartition(ticket) for ticket in tickets]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Read one part."""
+        if isinstance(partition, TicketPartition):
+            for batch in store(self._options.location).read(partition.ticket):
+                yield self._shape.fit(batch)
+        elif isinstance(partition, LogPartition):
+            yield from read_stretch(self._options, self._shape, partition.stretch)
+
+    def _stretches(self) -> list[Stretch]:
+        options = self._options
+        client = store(options.location)
+        stats = client.log_stats()
+        if options.stretches is not None:
+            wanted = [Stretch(*bounds) for bounds in options.stretches]
+        else:
+            start = resolve(options.starting or "earliest", stats, "startingOffsets")
+            if options.starting_ms is not None:
+                start = dict.fromkeys(start, offset_at(client, options.starting_ms))
+            wanted = between(start, resolve(options.ending, stats, "endingOffsets"))
+        kept = check_kept(wanted, stats.earliest, fail=options.fail_on_data_loss)
+        return cut(kept, options.partitions)
+
+
+def read_stretch(options: Options, shape: Shape, stretch: Stretch) -> Iterator[pa.RecordBatch]:
+    """Read a stretch of a log; afterwards make sure that retention did not pass it meanwhile."""
+    client = store(options.location)
+    batches = client.read_log(
+        *stretch, payload=options.payload, columns=tuple(shape.names), filter=options.filter
+    )
+    for batch in batches:
+        yield shape.fit(batch)
+    if options.fail_on_data_loss:
+        check_kept([stretch], client.log_stats().earliest, fail=True)

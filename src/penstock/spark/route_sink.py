@@ -1,0 +1,149 @@
+"""The sink of the route job, in two phases: executors stage, the driver commits.
+
+::
+
+    executor   matches ──stage──▶ held by the broker, seen by nobody
+    driver     commit_stages ──▶ into the queues, and the cursor past them: one change of the store
+
+A stage that is never committed is dropped by the broker after a while. Nothing here deletes what
+a commit may have published: an abort only drops what is still staged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMessage
+
+from penstock.clock import SystemClock
+from penstock.errors import InvalidInput, PenstockError
+from penstock.model import AssignStatus
+from penstock.spark.columns import ROUTING, check_columns
+from penstock.spark.matching import MATCHES
+from penstock.spark.route_source import Bounds
+from penstock.spark.stores import fenced, store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pyspark.sql.types import StructType
+
+    from penstock.spark.options import Options
+
+__all__ = ["AssignmentWriter", "Staged", "commit", "new_stage"]
+
+logger = logging.getLogger(__name__)
+
+
+class Staged(WriterCommitMessage):
+    """The stages that one task has put."""
+
+    def __init__(self, stages: list[str]) -> None:
+        self.stages = stages
+
+
+def new_stage() -> str:
+    """Return a name that no other stage has."""
+    return SystemClock().lease_id().hex()
+
+
+def commit(location: str, stages: Sequence[str], epoch: int | None) -> int:
+    """Commit stages; return how many assignments were placed.
+
+    Stages that did not take are left to the next micro-batch, which begins at the cursor; that
+    another pipeline has taken over is an error.
+    """
+    if not stages:
+        return 0
+    client = store(location)
+    try:
+        results = client.commit_stages(list(stages), epoch=epoch)
+    except InvalidInput as error:
+        if "is not here" not in str(error):
+            raise
+        logger.warning("routed again in the next micro-batch: %s", error)
+        return 0
+    for result in results:
+        if result.status is AssignStatus.FENCED:
+            raise fenced(epoch, client.route_plan(max_offsets=1).epoch)
+        if result.status in {AssignStatus.OUTDATED, AssignStatus.AHEAD}:
+            logger.warning(
+                "log %d is routed again from offset %d: the micro-batch was %s",
+                result.log,
+                result.cursor,
+                result.status.value,
+            )
+    with contextlib.suppress(PenstockError):
+        client.drop_stages(list(stages))
+    return sum(result.placed for result in results)
+
+
+class AssignmentWriter(DataSourceStreamArrowWriter):
+    """Stages the matches of each task, and commits them all at once."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        check_columns(schema, ROUTING["matches"], "assignments")
+        self._location = options.location
+        self._epoch = options.epoch
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Stage what one task has matched."""
+        return Staged([self._stage(log, bounds, rows) for log, bounds, rows in _stretches(iterator)])
+
+    def _stage(self, log: int, bounds: Bounds, rows: Iterator[pa.RecordBatch]) -> str:
+        stage = new_stage()
+        store(self._location).stage(
+            stage,
+            log,
+            bounds.begin,
+            bounds.end,
+            rows,
+            filters_version=bounds.filters_version,
+            epoch=self._epoch,
+        )
+        return stage
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803
+        """Hand the whole micro-batch over; Spark may call this again for the same one."""
+        commit(self._location, _stages(messages), self._epoch)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803
+        """Drop what is still staged. What a commit may have published stays."""
+        with contextlib.suppress(PenstockError):
+            store(self._location).drop_stages(_stages(messages))
+
+
+def _stages(messages: list[WriterCommitMessage | None]) -> list[str]:
+    return [stage for one in messages if isinstance(one, Staged) for stage in one.stages]
+
+
+def _stretches(
+    batches: Iterator[pa.RecordBatch],
+) -> Iterator[tuple[int, Bounds, Iterator[pa.RecordBatch]]]:
+    """Split what a task gets at the rows that open a stretch."""
+    opened: tuple[int, Bounds] | None = None
+    rows: list[pa.RecordBatch] = []
+    for batch in batches:
+        if not batch.num_rows:
+            continue
+        logs, offsets, queues = (batch.column(name) for name in ("log", "offset", "queue"))
+        begin = 0
+        opening = offsets.is_null().to_numpy(zero_copy_only=False).nonzero()[0].tolist()
+        for at in [*opening, batch.num_rows]:
+            part = slice(begin, at)
+            if at > begin:
+                assert opened is not None, "matches without their stretch"
+                rows.append(pa.record_batch([offsets[part], queues[part]], schema=MATCHES))
+            if at < batch.num_rows:
+                if opened is not None:
+                    yield (*opened, iter(rows))
+                rows = []
+                bounds = msgspec.json.decode(queues[at].as_py(), type=Bounds)
+                opened = (logs[at].as_py(), bounds)
+            begin = at + 1
+    if opened is not None:
+        yield (*opened, iter(rows))

@@ -1,0 +1,14 @@
+"""A store as tables of Arrow record batches.
+
+``schemas`` says what the tables look like, ``partitions`` cuts them into parts that can be read
+side by side, ``reading`` turns a part of a pinned store into record batches, ``columns`` makes
+the columns. Needs pyarrow: nothing below the server imports this package.
+"""
+
+from __future__ import annotations
+
+from penstock.tables.partitions import Part, partition
+from penstock.tables.reading import read
+from penstock.tables.schemas import TABLES, Selection, schema_of, select
+
+__all__ = ["TABLES", "Part", "Selection", "partition", "read", "schema_of", "select"]

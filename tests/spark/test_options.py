@@ -1,0 +1,91 @@
+"""Options are checked before anything is asked of a broker."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("pyspark", reason="pyspark is not installed")
+
+from penstock.errors import InvalidInput
+from penstock.spark.options import Options, read_options, write_options
+
+PLACE = {"location": "grpc://127.0.0.1:1"}
+
+
+def test_names_are_case_insensitive_and_values_typed() -> None:
+    options = read_options(
+        {
+            **PLACE,
+            "TABLE": "log",
+            "startingOffsets": '{"0": 5, "1": -2}',
+            "failondataloss": "FALSE",
+            "maxOffsetsPerTrigger": "100",
+            "columns": "log, offset",
+            "minPartitions": "7",
+        },
+        streaming=True,
+    )
+    assert options == Options(
+        location="grpc://127.0.0.1:1",
+        table="log",
+        starting={0: 5, 1: -2},
+        fail_on_data_loss=False,
+        max_offsets=100,
+        columns=("log", "offset"),
+        partitions=7,
+    )
+
+
+def test_location_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_FLIGHT", "grpc://broker:8815")
+    assert read_options({"table": "log"}).location == "grpc://broker:8815"
+    monkeypatch.delenv("PENSTOCK_FLIGHT")
+    with pytest.raises(InvalidInput, match="where is the broker"):
+        read_options({"table": "log"})
+
+
+@pytest.mark.parametrize(
+    ("given", "streaming", "says"),
+    [
+        ({}, False, "'table' is missing"),
+        ({"table": "logs"}, False, "no table 'logs'; there are log, messages"),
+        ({"table": "matches"}, False, "no table 'matches'"),
+        ({"table": "done"}, True, "can't be read as a stream"),
+        ({"table": "log", "startingOffset": "earliest"}, False, "unknown option 'startingoffset'"),
+        ({"table": "done", "startingOffsets": "earliest"}, False, "are for the table 'log'"),
+        ({"table": "log", "endingOffsets": "latest"}, True, "are for batch reads"),
+        ({"table": "log", "maxOffsetsPerTrigger": "5"}, False, "are for streams"),
+        ({"table": "log", "maxOffsetsPerTrigger": "0"}, True, "from 1 to"),
+        ({"table": "log", "partitions": "many"}, False, "partitions is a number from 1 to 64"),
+        ({"table": "log", "startingOffsets": "first"}, False, "earliest', 'latest' or JSON"),
+        ({"table": "log", "endingOffsets": "earliest"}, False, "endingOffsets is 'latest'"),
+        ({"table": "log", "payload": "yes"}, False, "payload is true or false"),
+        ({"table": "log", "columns": " , "}, False, "a list of names"),
+        ({"table": "log", "startingTimestamp": "2026-01-31T12:00:00"}, False, "with its zone"),
+        (
+            {"table": "log", "startingTimestamp": "5", "startingOffsets": "latest"},
+            False,
+            "exclude each other",
+        ),
+        ({"table": "log", "stretches": "[[1]]"}, False, "stretches is JSON"),
+    ],
+)
+def test_wrong_options_say_what_is_right(
+    given: dict[str, str], streaming: bool, says: str
+) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        read_options({**PLACE, **given}, streaming=streaming)
+
+
+def test_times_are_milliseconds() -> None:
+    for text in ("1769860800000", "2026-01-31T12:00:00Z", "2026-01-31T13:00:00+01:00"):
+        options = read_options({**PLACE, "table": "log", "startingTimestamp": text})
+        assert options.starting_ms == 1_769_860_800_000
+
+
+def test_only_messages_can_be_written() -> None:
+    assert write_options(PLACE).table == "messages"
+    with pytest.raises(InvalidInput, match="can't be written"):
+        write_options({**PLACE, "table": "queues"})
+    with pytest.raises(InvalidInput, match="unknown option 'mode'"):
+        write_options({**PLACE, "mode": "x"})
