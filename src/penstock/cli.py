@@ -37,6 +37,7 @@ COMMANDS: Final = {
     "log": ("routing", "Look at the metadata log, or change how it is kept."),
     "route": ("routing", "Put what the logs hold into the queues."),
     "backfill": ("routing", "Fill a queue from the log with what it wants and has not had."),
+    "serve": ("serve", "Serve a store over Arrow Flight."),
     "import": ("importing", "Bring another queue's database in."),
     "filter": ("filtering", "Try filters out."),
 }

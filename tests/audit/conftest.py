@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.broker import Broker
+    from penstock.stores.kvstore import KvStore
     from penstock.stores.queues import Queue
 
 LAST = b"\xff" * 32
@@ -30,8 +31,8 @@ class Hand:
     def __init__(self, broker: Broker, clock: ManualClock) -> None:
         self.broker = broker
         self.clock = clock
-        self.store: Any = broker._store
-        self.core = self.store.core
+        self.store = cast("KvStore", broker._store)
+        self.core: Any = self.store.core
         self.engine = self.core.engine
         self.design = self.core.identity.design
         self.routing = self.core.identity.routing
@@ -47,8 +48,8 @@ class Hand:
         return self.queue(name).number.to_bytes(4, "big")
 
     def get(self, table: str, key: bytes) -> bytes:
-        value: bytes = self.engine.table(table).get(key)
-        return value
+        value: Any = self.engine.table(table).get(key)
+        return value  # type: ignore[no-any-return]
 
     def rows(self, table: str, prefix: bytes = b"") -> list[tuple[bytes, bytes]]:
         return list(self.engine.table(table).scan(prefix, prefix + LAST, 10_000))
@@ -81,7 +82,7 @@ def check(hand: Hand, *, repair: bool = False) -> AuditReport:
 def fill(hand: Hand) -> None:
     """Bring messages into every state."""
     broker, clock = hand.broker, hand.clock
-    settings = {"bucket_exponent": 1, "max_attempts": 2}
+    settings: dict[str, Any] = {"bucket_exponent": 1, "max_attempts": 2}
     broker.create_queue("plain", unclaimed_retention_ms=86_400_000, **settings)
     broker.create_queue("fifo", ordering="fifo", **settings)
     broker.create_queue("shared", filter="shared = 1", bucket_exponent=1, max_attempts=1)

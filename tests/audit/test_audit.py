@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 import penstock
@@ -11,7 +12,12 @@ from penstock import Message
 from penstock.clock import ManualClock
 from penstock.codec import opendata, records
 from penstock.codec.opendata import payload_key
-from penstock.codec.stored import decode_lease, encode_lease
+from penstock.codec.stored import (
+    decode_lease,
+    decode_stored_item,
+    encode_lease,
+    encode_stored_item,
+)
 from penstock.model import State
 from penstock.stores import audit_report
 from penstock.stores.audit import Kind, audit
@@ -183,3 +189,45 @@ def test_a_queue_that_took_nothing_takes_messages_again() -> None:
         assert report.found == {Kind.COVERAGE: 1}
         assert report.ok
         assert store.live_filters() == {"a": "queue = 'a'"}
+
+
+def test_a_filter_that_was_garbled_is_told_from_what_the_queue_was_filled_by() -> None:
+    clock = ManualClock()
+    with penstock.open("memory:", clock=clock, background=False) as broker:
+        broker.create_queue("a")
+        store: Any = broker._store
+        core = store.core
+        core.queues["a"].respec(msgspec.structs.replace(core.queues["a"].spec, filter="queue = 'a"))
+        batch = core.engine.batch()
+        core.put_spec(batch, core.queues["a"])
+        core.engine.commit(batch)
+        report = audit(store, repair=True, now_ms=clock.now_ms())
+        assert report.found == {Kind.SPEC: 1}
+        assert report.ok
+        assert core.queues["a"].spec.filter == "queue = 'a'"
+
+
+@DESIGNS
+def test_a_lease_from_the_future_is_mended(make_hand: Any, design: str) -> None:
+    hand = make_hand("memory", design, "inline")
+    (lease,) = hand.leases_of("fifo")
+    record = decode_lease(hand.get("leases", lease))
+    hand.put("leases", lease, encode_lease(*record._replace(claimed_at_ms=(1 << 64) - 1)))
+    report = check(hand, repair=True)
+    assert report.found == {Kind.WRONG_FIELD: 1}
+    assert decode_lease(hand.get("leases", lease)) == record
+    hand.clock.advance(86_400_000)
+    assert hand.broker.sweep().leases_expired
+
+
+def test_a_message_that_would_never_come_is_mended(make_hand: Any) -> None:
+    hand = make_hand("memory", "indexed", "inline")
+    message_id = hand.ids["delayed"][0]
+    main = hand.number("plain") + message_id.to_bytes(8, "big")
+    fields: list[Any] = list(decode_stored_item(hand.get("available", main)))
+    fields[5] = (1 << 64) - 1
+    hand.put("available", main, encode_stored_item(*fields))
+    report = check(hand, repair=True)
+    assert report.ok
+    assert (Kind.WRONG_FIELD, main.hex()) in {(each.kind, each.key) for each in report.violations}
+    assert_clean(hand.broker)

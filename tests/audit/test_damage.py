@@ -36,7 +36,7 @@ def alter_counts(hand: Any, name: str, **changes: int) -> bytes:
     batch = hand.engine.batch()
     QueueTable(hand.engine.table("queues")).put_counts(batch, type(queue)(queue.spec, 1, counts))
     hand.engine.commit(batch)
-    return b"\x02\x0b" + queue.id
+    return b"\x02\x0b" + name.encode()
 
 
 def attempts_of(hand: Any, name: str, message_ids: list[int]) -> set[Any]:

@@ -48,7 +48,7 @@ def summary_of(key: bytes) -> bytes:
 def bucket_of(hand: Any, name: str, message_id: int) -> bytes:
     for key, value in buckets(hand, name):
         available, in_flight = read(value)
-        if message_id in [entry.message_id for entry in (*available, *in_flight)]:
+        if message_id in [*(e.message_id for e in available), *(e.message_id for e in in_flight)]:
             return key
     raise AssertionError(message_id)
 
@@ -155,8 +155,8 @@ def waits_twice(hand: Any) -> set[Any]:
 
 
 def priority_is_wrong(hand: Any) -> set[Any]:
-    key, value = buckets(hand, "plain")[0]
-    available, in_flight = read(value)
+    key = bucket_of(hand, "plain", hand.ids["plain in flight"][0])
+    available, in_flight = read(hand.get("buckets", key))
     in_flight[0] = in_flight[0]._replace(priority=200, group="elsewhere")
     write(hand, key, available, in_flight)
     return {(Kind.WRONG_FIELD, "buckets", key)}

@@ -49,7 +49,8 @@ def timer_entry(hand: Any, name: str, message_id: int) -> bytes:
 def waiting(hand: Any) -> int:
     """Give a message that waits in one queue only and was never claimed."""
     claimed = [*hand.ids["done"], *hand.ids["retried"], *hand.ids["plain in flight"]]
-    return next(each for each in hand.ids["plain"] if each not in claimed)
+    found: int = next(each for each in hand.ids["plain"] if each not in claimed)
+    return found
 
 
 def lease_of(hand: Any, name: str, message_id: int) -> bytes:
@@ -79,8 +80,9 @@ def record_is_junk(hand: Any) -> set[Any]:
 def metadata_is_junk(hand: Any) -> set[Any]:
     message_id = waiting(hand)
     main = main_of(hand, "plain", message_id)
-    _, *rest = decode_stored_item(hand.get("available", main))
-    hand.put("available", main, encode_stored_item(JUNK, *rest))
+    fields: list[Any] = list(decode_stored_item(hand.get("available", main)))
+    fields[0] = JUNK
+    hand.put("available", main, encode_stored_item(*fields))
     return {
         (Kind.UNDECODABLE, "available", main),
         (Kind.ORPHAN_ENTRY, "visibility_index", ready_entry(hand, "plain", message_id)),
@@ -125,7 +127,7 @@ def record_in_flight_is_junk(hand: Any) -> set[Any]:
 
 def record_names_another_key(hand: Any) -> set[Any]:
     main = main_of(hand, "plain", waiting(hand))
-    fields = list(decode_stored_item(hand.get("available", main)))
+    fields: list[Any] = list(decode_stored_item(hand.get("available", main)))
     fields[1], fields[2], fields[6] = b"?", bytes(8), b"L" * 16
     hand.put("available", main, encode_stored_item(*fields))
     return {(Kind.WRONG_FIELD, "available", main)}
@@ -134,8 +136,9 @@ def record_names_another_key(hand: Any) -> set[Any]:
 def waits_and_is_in_flight(hand: Any) -> set[Any]:
     message_id = hand.ids["plain in flight"][0]
     main = main_of(hand, "plain", message_id)
-    fields = list(decode_stored_item(hand.get("in_progress", main)))
-    hand.put("available", main, encode_stored_item(*fields[:6], bytes(16)))
+    fields: list[Any] = list(decode_stored_item(hand.get("in_progress", main)))
+    fields[6] = bytes(16)
+    hand.put("available", main, encode_stored_item(*fields))
     hand.put("visibility_index", fields[1], main)
     return {(Kind.TWICE, "available", main)}
 

@@ -53,5 +53,5 @@ def decode_metadata(record: bytes) -> Metadata:
         raise CorruptRecord(f"metadata: version {record[:1].hex() or 'missing'}, 01 is known")
     try:
         return _decode(record[1:])
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise CorruptRecord(f"metadata: {error}") from error

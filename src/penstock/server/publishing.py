@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -139,7 +140,7 @@ def _maps(column: pa.Array) -> list[dict[str, Value]]:
     keys, values = column.keys.to_pylist(), column.items.to_pylist()
     made = [
         dict(zip(keys[begin:end], values[begin:end], strict=True))
-        for begin, end in zip(offsets, offsets[1:], strict=False)
+        for begin, end in pairwise(offsets)
     ]
     if column.null_count:
         made = [

@@ -82,18 +82,28 @@ class Snapshots:
             )
         self._live.pop(min(finished)[1]).pinned.close()
 
+    def find(self, name: str, part: int) -> Snapshot:
+        """Return the snapshot that has this part."""
+        with self._lock:
+            return self._find(name, part)
+
+    def _find(self, name: str, part: int) -> Snapshot:
+        snapshot = self._live.get(name)
+        if snapshot is None:
+            raise InvalidInput(
+                f"the snapshot {name[:64]} has expired, or the server was restarted: ask for a "
+                "new one"
+            )
+        if not 0 <= part < len(snapshot.parts):
+            raise InvalidInput(f"the snapshot has parts 0 to {len(snapshot.parts) - 1}")
+        snapshot.used_at_ms = self._clock.now_ms()
+        return snapshot
+
     @contextmanager
     def reading(self, name: str, part: int) -> Iterator[Snapshot]:
         """Use a part of a snapshot, which does not expire meanwhile."""
         with self._lock:
-            snapshot = self._live.get(name)
-            if snapshot is None:
-                raise InvalidInput(
-                    f"the snapshot {name[:64]} has expired, or the server was restarted: ask for "
-                    "a new one"
-                )
-            if not 0 <= part < len(snapshot.parts):
-                raise InvalidInput(f"the snapshot has parts 0 to {len(snapshot.parts) - 1}")
+            snapshot = self._find(name, part)
             snapshot.readers += 1
         try:
             yield snapshot

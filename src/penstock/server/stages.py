@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from penstock import limits
 from penstock.errors import InvalidInput
@@ -23,10 +24,13 @@ from penstock.validation import check_count, check_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import pyarrow.flight as fl
+
     from penstock.broker import Broker
     from penstock.clock import Clock
+    from penstock.server.wire import CommitFill
 
-__all__ = ["Committed", "Stage", "Stages", "commit"]
+__all__ = ["Committed", "Stage", "Stages", "commit", "fill_offsets", "receive"]
 
 
 class Stage:
@@ -192,3 +196,57 @@ def _assignments(page: Sequence[tuple[Stage, StageCommand]]) -> dict[int, list[s
         stage.assignments(at, assignments)
         at = max(at, command.end)
     return assignments
+
+
+def fill_offsets(stages: Sequence[Stage], command: CommitFill) -> list[int]:
+    """Return the messages that stages of a backfill hold, which must cover its whole stretch."""
+    offsets: set[int] = set()
+    at = command.begin
+    for stage in sorted(stages, key=lambda each: each.command.begin):
+        if not isinstance(stage.command, FillStage) or stage.command.queue != command.queue:
+            raise InvalidInput(
+                f"stage {stage.command.stage!r} is not one of a backfill of {command.queue!r:.100}"
+            )
+        if stage.command.begin > at:
+            break
+        at = max(at, stage.command.end)
+        offsets.update(stage.offsets.to_pylist())
+    if at < command.end:
+        raise InvalidInput(
+            f"the stages leave a gap at offset {at} of [{command.begin}, {command.end})"
+        )
+    return sorted(each for each in offsets if command.begin <= each < command.end)
+
+
+def receive(
+    command: StageCommand | FillStage, reader: fl.MetadataRecordBatchReader, room: int
+) -> Stage:
+    """Read a stage's rows, not more than there is room for."""
+    wanted = {"offset": pa.int64()}
+    if isinstance(command, StageCommand):
+        wanted["queue"] = pa.string()
+    if set(reader.schema.names) != set(wanted) or len(reader.schema.names) != len(wanted):
+        raise InvalidInput(
+            f"a stage has the columns {', '.join(wanted)}, not {', '.join(reader.schema.names)}"
+        )
+    batches = []
+    total = 0
+    for chunk in reader:
+        try:
+            batch = chunk.data.select(list(wanted)).cast(pa.schema(list(wanted.items())))
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
+            raise InvalidInput(f"stage {command.stage!r:.100}: {error}") from None
+        if any(column.null_count for column in batch.columns):
+            raise InvalidInput(f"stage {command.stage!r:.100}: a row has a null")
+        if batch.num_rows:
+            bounds = pc.min_max(batch.column("offset")).as_py()
+            if bounds["min"] < command.begin or bounds["max"] >= command.end:
+                raise InvalidInput(
+                    f"stage {command.stage!r:.100}: an offset is not in [{command.begin}, "
+                    f"{command.end})"
+                )
+        total += batch.nbytes
+        if total > max(room, 0) + limits.MAX_STAGED_BYTES:
+            raise InvalidInput(f"a stage of more than {limits.MAX_STAGED_BYTES} bytes")
+        batches.append(batch)
+    return Stage(command, batches)

@@ -63,17 +63,16 @@ class ReadCommand(_Command):
     logs: list[int] | None = None
 
 
-class SnapshotTicket(_Command):
+class SnapshotTicket(_Command, tag_field="table", tag="snapshot"):
     """DoGet: a part of a snapshot that GetFlightInfo has taken."""
 
     snapshot: str
     part: int
 
 
-class LogTicket(_Command):
+class LogTicket(_Command, tag_field="table", tag="log"):
     """DoGet: a stretch of a log, from a client that knows the offsets."""
 
-    table: str
     log: int
     begin: int
     end: int

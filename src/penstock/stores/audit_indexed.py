@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["IndexedAudit"]
 
 _PAGE: Final = 1_000
+_NEVER_MS: Final = 1 << 63
 _slot: Final = Struct(">QQ").pack
 _TABLES: Final = ("available", "in_progress")
 
@@ -307,7 +308,9 @@ class IndexedAudit:
         values = findings.table("in_progress").multi_get(mains)
         for main, value in zip(mains, values, strict=True):
             record = (
-                None if value is None else self._decode(queue, "in_progress", main, value, floor_ms)
+                None
+                if value is None
+                else self._decode(queue, "in_progress", main, value, _NEVER_MS)
             )
             if record is None:
                 continue

@@ -10,6 +10,7 @@ import msgspec
 from penstock.codec import log as codec
 from penstock.codec.metadata import decode_metadata
 from penstock.errors import CorruptRecord
+from penstock.limits import MAX_DURATION_MS
 from penstock.stores.audit_report import Kind, all_of
 from penstock.stores.metadata_log import LogSettings
 
@@ -185,6 +186,10 @@ class LogAudit:
         for row in rows:
             try:
                 metadata = decode_metadata(row[1])
+                if not 0 <= metadata.published_at_ms <= self._findings.now_ms:
+                    raise CorruptRecord("published at a time that has yet to come")  # noqa: TRY301
+                if not 0 <= metadata.delay_ms <= MAX_DURATION_MS:
+                    raise CorruptRecord("a delay that is longer than any")  # noqa: TRY301
             except CorruptRecord as error:
                 text = f"message {row[0]}: {error}"
                 self._findings.violate(Kind.UNDECODABLE, "log", key, text)

@@ -9,19 +9,18 @@ from zlib import crc32
 import msgspec
 
 from penstock.codec.encodings import decode_seq_block, encode_seq_block
-from penstock.errors import CorruptRecord, PenstockError
+from penstock.errors import CorruptRecord, InvalidFilter
 from penstock.filters import parse
 from penstock.stores.audit_report import Kind, all_of, outside
 from penstock.stores.core import Identity, Totals
 from penstock.stores.coverage import Coverage, Stretch
-from penstock.stores.queues import Counts, QueueTable
+from penstock.stores.queues import Counts, Queue, QueueTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from penstock.stores.audit_census import Census
     from penstock.stores.audit_report import Findings
-    from penstock.stores.queues import Queue
 
 __all__ = [
     "check_counters",
@@ -45,6 +44,7 @@ _EPOCH: Final = b"\x02\x14"
 # A version byte, then every field of Counts.
 _packed: Final = Struct(f"<B{len(Counts.__struct_fields__)}Q")
 _UNCLAIMED_KEY_BYTES: Final = 24
+_FOR_EVER: Final = 1 << 64
 
 
 class _Recorder:
@@ -151,17 +151,18 @@ def check_queues(findings: Findings) -> None:
     for queue in core.queues.values():
         findings.count("queues")
         key = _SPECS + queue.id
-        recorder = _Recorder()
-        QueueTable(table).put_spec(recorder, queue)
-        if table.get(key) != recorder.value:
+        if not _parses(queue.spec.filter):
+            _mend_filter(findings, queue)
+        elif table.get(key) != _encoded(findings, queue):
             text = f"queue {queue.name}: its spec is not the one that the store was opened with"
             findings.violate(Kind.SPEC, "queues", key, text)
-            findings.put("queues", key, recorder.value)
+            findings.put("queues", key, _encoded(findings, queue))
         if queue.number in numbers:
             text = f"queues {queue.name} and {numbers[queue.number]} have one number"
             findings.violate(Kind.NUMBER, "queues", key, text)
         numbers[queue.number] = queue.name
-        _check_coverage(findings, queue)
+        if _parses(queue.spec.filter):
+            _check_coverage(findings, queue)
     check_sequence(findings, "default", _NUMBERS, max(numbers, default=0), "numbers of queues")
     known = {prefix + q.id for q in core.queues.values() for prefix in (_SPECS, _COUNTS, _COVERAGE)}
     for key, value in all_of(table):
@@ -170,36 +171,68 @@ def check_queues(findings: Findings) -> None:
             findings.reject(Kind.STRANGER, "queues", key, value, text)
 
 
+def _encoded(findings: Findings, queue: Queue) -> bytes:
+    recorder = _Recorder()
+    QueueTable(findings.table("queues")).put_spec(recorder, queue)
+    return recorder.value
+
+
+def _parses(text: str) -> bool:
+    try:
+        parse(text)
+    except InvalidFilter:
+        return False
+    return True
+
+
+def _mend_filter(findings: Findings, queue: Queue) -> None:
+    """Give a queue the filter that it was last filled by, if its own can't be read."""
+    text = f"queue {queue.name}: its filter can't be read"
+    findings.violate(Kind.SPEC, "queues", _SPECS + queue.id, text)
+    live = findings.core.coverage[queue.name].live
+    if live and _parses(live[-1].filter):
+        spec = msgspec.structs.replace(queue.spec, filter=live[-1].filter)
+        mended = Queue(spec, queue.number, queue.counts)
+        findings.put("queues", _SPECS + queue.id, _encoded(findings, mended))
+
+
 def _check_coverage(findings: Findings, queue: Queue) -> None:
     core = findings.core
     key = _COVERAGE + queue.id
     value = findings.table("queues").get(key)
-    wrong = ""
-    if value is None:
-        wrong = "there is none"
-    else:
+    wrong = "there is none"
+    if value is not None:
         try:
             wrong = _wrong_with(msgspec.msgpack.decode(value, type=Coverage), queue)
-        except (msgspec.MsgspecError, PenstockError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             wrong = str(error)
     if wrong:
         text = f"queue {queue.name}: what it was filled from: {wrong}"
         findings.violate(Kind.COVERAGE, "queues", key, text)
-        present = core.coverage[queue.name]
-        if _wrong_with(present, queue):
-            # Nothing is known of the past: it takes messages from here on.
-            present = Coverage([Stretch(core.log.end, None, queue.spec.filter)])
-        findings.put("queues", key, msgspec.msgpack.encode(present))
+        known, now_on = core.coverage[queue.name], Stretch(core.log.end, None, queue.spec.filter)
+        refiltered = Coverage(
+            [*known.live[:-1], *(_reopened(each, queue) for each in known.live[-1:])],
+            known.backfilled,
+        )
+        # If nothing is known of the past, it takes messages from here on.
+        candidates = [known, refiltered, Coverage([now_on])]
+        right = next((each for each in candidates if not _wrong_with(each, queue)), candidates[-1])
+        findings.put("queues", key, msgspec.msgpack.encode(right))
+
+
+def _reopened(stretch: Stretch, queue: Queue) -> Stretch:
+    return Stretch(stretch.begin, None, queue.spec.filter)
 
 
 def _wrong_with(coverage: Coverage, queue: Queue) -> str:
     """Say what is wrong with a queue's coverage; nothing if it is right."""
     at = 0
+    if not all(_parses(each.filter) for each in (*coverage.live, *coverage.backfilled)):
+        return "a filter that can't be read"
     for stretch in coverage.live:
-        parse(stretch.filter)
         if stretch.begin < at:
             return "stretches that overlap"
-        at = 1 << 64 if stretch.end is None else stretch.end
+        at = _FOR_EVER if stretch.end is None else stretch.end
     if any(stretch.end is None for stretch in coverage.backfilled):
         return "a backfilled stretch without an end"
     last = coverage.live[-1] if coverage.live else None

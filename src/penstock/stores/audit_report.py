@@ -117,7 +117,7 @@ class Findings:
         # there that may have held any messages.
         self.aside_ids: set[int] = set()
         self.aside_unknown = False
-        self._now_ms = now_ms
+        self.now_ms = now_ms
         self._batch = core.engine.batch()
         self._bytes = 0
 
@@ -187,7 +187,7 @@ class Findings:
     def flush(self) -> None:
         """Commit the repairs so far, before something is read that they may have changed."""
         if len(self._batch) or self._bytes:
-            self.core.commit(self._batch, (), self._now_ms)
+            self.core.commit(self._batch, (), self.now_ms)
             self._batch = self.core.engine.batch()
             self._bytes = 0
 

@@ -101,7 +101,7 @@ class Core:
     ) -> None:
         self.engine = engine
         self.system = engine.table("default")
-        self._aside: dict[tuple[str, bytes], tuple[bytes, str]] = {}
+        self._aside: dict[tuple[str, bytes], tuple[bytes, str, bool]] = {}
         self.identity = self._identify(design, store_id, routing, now_ms)
         self.payloads = Payloads(engine.table("payloads"))
         self.dedup = Dedup(engine.table("dedup"))
@@ -255,15 +255,18 @@ class Core:
 
     # --- quarantine ----------------------------------------------------------------------
 
-    def quarantine(self, table: str, key: bytes, value: bytes, why: str) -> bool:
+    def quarantine(
+        self, table: str, key: bytes, value: bytes, why: str, *, remove: bool = True
+    ) -> bool:
         """Have a record that does not decode put aside with the next commit.
 
         False if it was met before since the last commit: then its counters are right already.
+        Without ``remove`` a copy is kept under the name ``table``, and nothing is removed.
         """
         if (table, key) in self._aside:
             return False
         log.error("quarantined a record of %s, key %s: %s", table, key.hex(), why)
-        self._aside[table, key] = (value, why)
+        self._aside[table, key] = (value, why, remove)
         self.totals.quarantined += 1
         return True
 
@@ -278,8 +281,9 @@ class Core:
             self.commit(self.engine.batch(), list(self.queues.values()), now_ms)
 
     def _put_aside(self, batch: Batch) -> None:
-        for (table, key), (value, why) in self._aside.items():
-            batch.delete(key, self.engine.table(table).family)
+        for (table, key), (value, why, remove) in self._aside.items():
+            if remove:
+                batch.delete(key, self.engine.table(table).family)
             batch.put(
                 _QUARANTINE + table.encode() + b"\0" + key,
                 msgspec.msgpack.encode((why, value)),

@@ -162,9 +162,9 @@ class Intake:
                     raise CorruptRecord("the payload is missing")  # noqa: TRY301
                 metadata = decode_metadata(item.metadata)
             except CorruptRecord as error:
-                self._core.quarantine(
-                    "payloads", payload_key(item.message_id), payload or b"", str(error)
-                )
+                # A copy of what this queue had; other queues may hold a good one.
+                key = queue.id + b"\0" + item.message_id.to_bytes(8, "big")
+                self._core.quarantine("messages", key, item.metadata, str(error), remove=False)
                 broken.append(item)
                 continue
             deliveries.append(
@@ -183,6 +183,6 @@ class Intake:
             )
         if broken:
             self._core.active.settle(batch, queue, broken)
-            queue.counts.removed_total += len(broken)
+            self._upkeep.forget(batch, queue, broken)
             items[:] = [item for item in items if item not in broken]
         return deliveries

@@ -191,7 +191,7 @@ class Upkeep:
             if state is State.IN_FLIGHT:
                 self._settling.abandon(batch, items)
                 core.active.settle(batch, queue, items)
-                self._forget(batch, queue, items)
+                self.forget(batch, queue, items)
             else:
                 self._remove_waiting(batch, queue, items)
         if count:
@@ -253,9 +253,9 @@ class Upkeep:
 
     def _remove_waiting(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
         self._core.active.remove(batch, queue, items)
-        self._forget(batch, queue, items)
+        self.forget(batch, queue, items)
 
-    def _forget(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
+    def forget(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
         """Let go of the payloads and attempts of live messages that were removed."""
         core = self._core
         core.payloads.let_go(batch, [item.message_id for item in items])

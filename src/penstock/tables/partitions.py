@@ -6,6 +6,7 @@ table is in exactly one piece of exactly one part.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from penstock.codec import opendata
@@ -116,7 +117,7 @@ def _cut(low: int, high: int, count: int) -> Iterator[tuple[int, int]]:
     """Cut [low, high) into at most ``count`` ranges of about the same width."""
     count = max(1, min(count, high - low))
     borders = [low + (high - low) * at // count for at in range(count + 1)]
-    yield from zip(borders, borders[1:], strict=False)
+    yield from pairwise(borders)
 
 
 def _log_pieces(

@@ -9,13 +9,12 @@ import pyarrow as pa
 from penstock.model import AttemptEnd, QueueSpec, State
 from penstock.stores.pinned import live_keys
 from penstock.tables.columns import about, decode_all, needs, repeated, times
-from penstock.tables.partitions import Numbers, QueueKeys, WholeQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from penstock.stores.pinned import LiveRow, Pinned
-    from penstock.tables.partitions import Part
+    from penstock.tables.partitions import Numbers, Part, QueueKeys, WholeQueue
     from penstock.tables.schemas import Selection
 
 __all__ = ["read"]

@@ -66,7 +66,7 @@ TABLES: Final[dict[str, pa.Schema]] = {
         [
             _MESSAGE,
             # The log may have let go of a message before its last queue does.
-            *(field if field is _SIZE else field.with_nullable(True) for field in _ABOUT),
+            *(field if field is _SIZE else pa.field(field.name, field.type) for field in _ABOUT),
         ]
     ),
     "active": pa.schema(

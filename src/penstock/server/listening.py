@@ -1,0 +1,105 @@
+"""Starting and stopping the Flight service."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Final, Self
+
+import pyarrow as pa
+
+from penstock.clock import SystemClock
+from penstock.errors import InvalidInput
+from penstock.server.flight import FlightService
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from penstock.broker import Broker
+    from penstock.clock import Clock
+
+__all__ = ["FlightListener", "in_process_server"]
+
+log = logging.getLogger(__name__)
+
+JANITOR_MS: Final = 15_000
+GRACE_MS: Final = 30_000
+
+
+class FlightListener:
+    """A running Flight service; ``location`` is what clients connect to."""
+
+    def __init__(self, broker: Broker, host: str, port: int, clock: Clock) -> None:
+        try:
+            self.service = FlightService(broker, f"grpc://{_bracketed(host)}:{port}", clock)
+        except pa.ArrowException as error:
+            raise InvalidInput(f"can't listen on {host}:{port}: {error}") from error
+        self._clock = clock
+        self.port: int = self.service.port
+        self.location = f"grpc://{_bracketed(_reachable(host))}:{self.port}"
+        self._closing = threading.Condition()
+        self._closed = False
+        self._janitor = threading.Thread(
+            target=self._tidy, name="penstock-flight-janitor", daemon=True
+        )
+        self._janitor.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self, *, grace_ms: int = GRACE_MS) -> None:
+        """Take no more calls, wait for those that run, and let go of every snapshot.
+
+        After ``grace_ms`` a read that still goes on gets an error. The broker stays open.
+        """
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            self._closing.notify_all()
+        self._janitor.join()
+        stopping = threading.Thread(target=self.service.shutdown, daemon=True)
+        stopping.start()
+        stopping.join(grace_ms / 1000)
+        if stopping.is_alive():
+            log.warning("reads go on after %d ms: they are ended", grace_ms)
+        self.service.snapshots.close()
+        stopping.join(grace_ms / 1000)
+
+    def _tidy(self) -> None:
+        """Let go of what is idle, also when nobody calls."""
+        with self._closing:
+            while not self._closed:
+                self.service.snapshots.expire()
+                self.service.stages.expire()
+                self._clock.wait(self._closing, JANITOR_MS)
+
+
+def in_process_server(
+    broker: Broker, *, host: str = "127.0.0.1", port: int = 0, clock: Clock | None = None
+) -> FlightListener:
+    """Serve an open broker from this process, by default on a free port of this machine.
+
+    ::
+
+        with penstock.open("memory:") as broker, in_process_server(broker) as server:
+            FlightStore(server.location).info()
+    """
+    return FlightListener(broker, host, port, clock or SystemClock())
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def _reachable(host: str) -> str:
+    """Give an address that can be connected to, for one that listens everywhere."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104

@@ -1,0 +1,185 @@
+"""One Spark session for all tests here, and a broker with a Flight server for each of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import penstock
+from penstock.filters import Row, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from pyspark.sql import DataFrame, SparkSession
+
+    from penstock.model import Value
+
+
+@pytest.fixture(scope="session")
+def java() -> None:
+    """Skip without Java; but not where the tests must be complete."""
+    home = os.environ.get("JAVA_HOME")
+    if shutil.which("java") or (home and shutil.which("java", path=f"{home}/bin")):
+        return
+    if os.environ.get("CI") == "true":
+        pytest.fail("Java is missing: Spark needs version 17 or 21")
+    pytest.skip("Java is missing: Spark needs version 17 or 21")
+
+
+@pytest.fixture(scope="session")
+def spark(java: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """Give the session; a task is tried up to four times, as on a cluster."""
+    from penstock.spark import session
+
+    place = tmp_path_factory.mktemp("spark")
+    running = session(
+        "local[2,4]",
+        conf={
+            "spark.local.dir": str(place / "local"),
+            "spark.sql.warehouse.dir": str(place / "warehouse"),
+            "spark.sql.shuffle.partitions": "2",
+            "spark.log.level": "OFF",
+            "spark.sql.adaptive.enabled": "false",
+        },
+    )
+    yield running
+    running.stop()
+
+
+class World:
+    """A broker behind a Flight server, and what every queue of it ought to hold."""
+
+    def __init__(
+        self, path: Path, routing: str = "pipeline", clock: penstock.Clock | None = None
+    ) -> None:
+        self.path = path
+        self.clock = clock
+        self.routing = routing
+        self.port = 0
+        self.published: dict[int, tuple[dict[str, Value], str, int, int]] = {}
+        self._serving: AbstractContextManager[str] | None = None
+        self.location = ""
+        self.open()
+
+    def open(self) -> None:
+        """Open the store and serve it, at the port of the last time if there was one."""
+        from penstock.server import in_process_server
+
+        self.broker = penstock.open(
+            f"rocksdb:{self.path}",
+            durability="relaxed",
+            routing=self.routing,  # type: ignore[arg-type]
+            clock=self.clock,
+        )
+        self._serving = in_process_server(self.broker, port=self.port)
+        self.location = self._serving.__enter__()
+        self.port = int(self.location.rpartition(":")[2])
+
+    def close(self) -> None:
+        """Stop the server and close the store."""
+        if self._serving is not None:
+            self._serving.__exit__(None, None, None)
+            self._serving = None
+            self.broker.close()
+
+    def publish(self, count: int) -> list[int]:
+        """Publish messages of a few kinds; the sequence goes on over calls."""
+        base = len(self.published)
+        messages = [
+            penstock.Message(
+                b"m" * (number % 5),
+                {"kind": f"k{number % 7}", "price": number % 50, "n": number},
+                group=f"g{number % 3}",
+                priority=number % 2,
+            )
+            for number in range(base, base + count)
+        ]
+        ids = []
+        for begin in range(0, count, 10_000):
+            part = messages[begin : begin + 10_000]
+            ids += self.broker.publish(part)
+        for message_id, message in zip(ids, messages, strict=True):
+            self.published[message_id] = (
+                message.attributes,
+                message.group,
+                message.priority,
+                len(message.payload),
+            )
+        return ids
+
+    def content(self) -> dict[str, list[int]]:
+        """Return the ids in every queue, whatever their state; one that is there twice, twice."""
+        found: dict[str, list[int]] = {}
+        for queue in self.broker.queues():
+            found[queue.name] = []
+            for state in penstock.State:
+                cursor = None
+                while True:
+                    page = self.broker.browse(
+                        queue.name, state=state, limit=10_000, cursor=cursor, payloads=False
+                    )
+                    found[queue.name] += [entry.message_id for entry in page]
+                    cursor = page.next_cursor
+                    if cursor is None:
+                        break
+            found[queue.name].sort()
+        return found
+
+    def naive(self, filters: dict[str, str] | None = None) -> dict[str, list[int]]:
+        """Evaluate every filter on every message that was published."""
+        if filters is None:
+            filters = {queue.name: queue.filter for queue in self.broker.queues()}
+        parsed = {name: parse(text) for name, text in filters.items()}
+        return {
+            name: [
+                message_id
+                for message_id, (attributes, group, priority, size) in sorted(self.published.items())
+                if one.matches(Row(attributes, group, priority, 0, size))
+            ]
+            for name, one in parsed.items()
+        }
+
+    def make_queues(self) -> None:
+        """Make queues whose filters overlap, take everything, or take nothing."""
+        for name, text in {
+            "k1": "kind = 'k1'",
+            "dear": "price > 40 AND kind IN ('k1', 'k2', 'k3')",
+            "grouped": "\"group\" = 'g1' OR priority = 1 AND n < 100",
+            "everything": "n >= 0",
+            "nothing": "n < 0",
+        }.items():
+            self.broker.create_queue(name, filter=text)
+
+    def reader(self, spark: SparkSession, table: str, **options: str) -> DataFrame:
+        """Read a table in a batch."""
+        return (
+            spark.read.format("penstock")
+            .options(location=self.location, table=table, **options)
+            .load()
+        )
+
+
+@pytest.fixture
+def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    """Give a way to make brokers; they are closed afterwards."""
+    made: list[World] = []
+
+    def make(**settings: Any) -> World:
+        made.append(World(tmp_path / f"store{len(made)}", **settings))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+@pytest.fixture
+def world(make_world: Callable[..., World]) -> World:
+    """Give a broker whose store is routed by a pipeline."""
+    return make_world()
