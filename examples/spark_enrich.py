@@ -37,8 +37,9 @@ def main(spark: SparkSession | None = None) -> dict[str, list[str]]:
     with (
         tempfile.TemporaryDirectory() as directory,
         penstock.open(f"rocksdb:{directory}/store", routing="pipeline") as broker,
-        in_process_server(broker) as location,
+        in_process_server(broker) as server,
     ):
+        location = server.location
         broker.create_queue("vip", filter="tier = 'gold'")
         broker.create_queue("unknown", filter="tier IS NULL")
         broker.create_queue("all", filter="customer IS NOT NULL")

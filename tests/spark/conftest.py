@@ -13,12 +13,12 @@ from penstock.filters import Row, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
 
     from penstock.model import Value
+    from penstock.server import FlightListener
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +63,7 @@ class World:
         self.routing = routing
         self.port = 0
         self.published: dict[int, tuple[dict[str, Value], str, int, int]] = {}
-        self._serving: AbstractContextManager[str] | None = None
+        self._serving: FlightListener | None = None
         self.location = ""
         self.open()
 
@@ -78,13 +78,12 @@ class World:
             clock=self.clock,
         )
         self._serving = in_process_server(self.broker, port=self.port)
-        self.location = self._serving.__enter__()
-        self.port = int(self.location.rpartition(":")[2])
+        self.location, self.port = self._serving.location, self._serving.port
 
     def close(self) -> None:
         """Stop the server and close the store."""
         if self._serving is not None:
-            self._serving.__exit__(None, None, None)
+            self._serving.close()
             self._serving = None
             self.broker.close()
 
@@ -139,7 +138,9 @@ class World:
         return {
             name: [
                 message_id
-                for message_id, (attributes, group, priority, size) in sorted(self.published.items())
+                for message_id, (attributes, group, priority, size) in sorted(
+                    self.published.items()
+                )
                 if one.matches(Row(attributes, group, priority, 0, size))
             ]
             for name, one in parsed.items()

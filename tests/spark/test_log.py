@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.streaming import StreamingQuery
+    from pyspark.sql.streaming.query import StreamingQuery
 
 pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("spark")]
 
@@ -74,7 +74,9 @@ def test_a_stream_is_limited_and_ends_where_the_log_ended(
     frame = stream(spark, world, startingOffsets="earliest", maxOffsetsPerTrigger="10")
     query = to_parquet(frame, tmp_path)
     query.awaitTermination()
-    assert [progress.numInputRows for progress in query.recentProgress if progress.numInputRows] == [
+    assert [
+        progress.numInputRows for progress in query.recentProgress if progress.numInputRows
+    ] == [
         10,
         10,
         5,

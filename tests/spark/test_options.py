@@ -70,9 +70,7 @@ def test_location_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
         ({"table": "log", "stretches": "[[1]]"}, False, "stretches is JSON"),
     ],
 )
-def test_wrong_options_say_what_is_right(
-    given: dict[str, str], streaming: bool, says: str
-) -> None:
+def test_wrong_options_say_what_is_right(given: dict[str, str], streaming: bool, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         read_options({**PLACE, **given}, streaming=streaming)
 

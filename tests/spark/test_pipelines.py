@@ -36,7 +36,9 @@ def with_tier(spark: SparkSession) -> Any:
     def enrich(log: DataFrame) -> DataFrame:
         # A join with a shuffle, so that rows come in no order.
         named = log.withColumn("kind", F.col("attributes")["kind"])
-        return named.join(tiers.hint("merge"), "kind", "left").withColumn("half", F.expr("size / 2"))
+        return named.join(tiers.hint("merge"), "kind", "left").withColumn(
+            "half", F.expr("size / 2")
+        )
 
     return enrich
 
@@ -58,9 +60,7 @@ def test_routing_by_what_was_joined(spark: SparkSession, world: Any, tmp_path: P
     assert status(world.location).behind == 0
 
 
-def test_rows_that_are_dropped_or_doubled(
-    spark: SparkSession, world: Any, tmp_path: Path
-) -> None:
+def test_rows_that_are_dropped_or_doubled(spark: SparkSession, world: Any, tmp_path: Path) -> None:
     world.make_queues()
     ids = world.publish(100)
 
@@ -91,7 +91,9 @@ def test_a_worker_that_is_killed(spark: SparkSession, world: Any, tmp_path: Path
                 os.kill(os.getpid(), signal.SIGKILL)
             yield batch
 
-    made = pipeline(spark, world.location).transform(lambda log: log.mapInArrow(kill_once, log.schema))
+    made = pipeline(spark, world.location).transform(
+        lambda log: log.mapInArrow(kill_once, log.schema)
+    )
     run(made, tmp_path / "ckpt")
     assert (tmp_path / "killed-once").exists()
     assert world.content() == world.naive()

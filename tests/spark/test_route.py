@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pyspark.sql import SparkSession
-    from pyspark.sql.streaming import StreamingQuery
+    from pyspark.sql.streaming.query import StreamingQuery
 
 pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("spark")]
 
@@ -188,9 +188,7 @@ def test_filters_that_change_on_the_way(
     assert routed(world)
 
 
-def test_queues_come_and_go_while_it_runs(
-    spark: SparkSession, world: Any, tmp_path: Path
-) -> None:
+def test_queues_come_and_go_while_it_runs(spark: SparkSession, world: Any, tmp_path: Path) -> None:
     world.make_queues()
     query = start(spark, world, tmp_path / "ckpt")
     live: dict[str, list[int]] = {}

@@ -110,7 +110,7 @@ def test_queues_filters_and_columns(spark: SparkSession, full: Any) -> None:
         spark,
         "active",
         queue="books,later",
-        filter="price > 95 AND \"new\"",
+        filter='price > 95 AND "new"',
         columns="message_id,queue",
         partitions="2",
     )

@@ -274,6 +274,7 @@ def decode_lease(buf: bytes) -> LeaseRecord:
         or (n and buf[_LEASE_HEAD:first_id] != _pack_pointer((n << 2) - 3, _ID_SIZE) * n)
         or (key_size & 7 and buf[key_start + key_size : name_start] != _ZEROS[-key_size & 7])
         or buf[name_end:].strip(b"\0")
+        or max(expiry_ms, claimed_at_ms) >> 63
     ):
         raise CorruptRecord(f"LeaseEntry: {len(buf)} bytes that are not laid out as one")
     try:

@@ -3,15 +3,16 @@
 Message ids are offsets, given out over all logs together: log 0 may hold 1, 4, 5 and log 1 the
 rest. A stretch is [begin, end) of one log. A stream's offset is one JSON object::
 
-    {"0": 905, "1": 900, "store": 77}               the table log
-    {"0": 905, "1": 900, "store": 77, "filters": 3} the tables of the route job
+    {"0": 905, "1": 900, "store": "0c2f9a11"}                the table log
+    {"0": 905, "1": 900, "store": "0c2f9a11", "filters": 3}  the tables of the route job
 
 Nothing here talks to a broker.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from penstock.errors import InvalidInput, StoreMismatch
 
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from penstock.spark.options import Place
 
 __all__ = [
+    "FIRST",
     "LEAST_PIECE",
+    "Offset",
     "Stretch",
     "between",
     "check_kept",
@@ -36,8 +39,15 @@ __all__ = [
 LEAST_PIECE: Final = 20_000
 """Offsets below which a stretch is not worth a second task."""
 
+FIRST: Final = 1
+"""The offset that the first message of a store gets."""
+
 _EARLIEST: Final = -2
 _LATEST: Final = -1
+
+
+Offset: TypeAlias = dict[str, int | str]
+"""A stream's offset, as Spark writes it into the checkpoint."""
 
 
 class Stretch(NamedTuple):
@@ -71,14 +81,12 @@ def resolve(place: Place, stats: LogStats, name: str) -> dict[int, int]:
     return {log: special.get(offset, offset) for log, offset in place.items()}
 
 
-def logs_of(offset: Mapping[str, int]) -> dict[int, int]:
+def logs_of(offset: Mapping[str, int | str]) -> dict[int, int]:
     """Return the offsets by log of a stream's offset."""
-    return {int(name): value for name, value in offset.items() if name.isdigit()}
+    return {int(name): int(value) for name, value in offset.items() if name.isdigit()}
 
 
-def limited(
-    start: Mapping[int, int], ends: Mapping[int, int], most: int | None
-) -> dict[int, int]:
+def limited(start: Mapping[int, int], ends: Mapping[int, int], most: int | None) -> dict[int, int]:
     """Return where a micro-batch ends that takes at most ``most`` messages."""
     begins = {log: _begin(start, log, ends[log]) for log in ends}
     if most is None:
@@ -109,17 +117,15 @@ def cut(stretches: Iterable[Stretch], pieces: int, least: int = LEAST_PIECE) -> 
     for log, begin, end in whole:
         count = max(1, (end - begin) // step)
         borders = [begin + (end - begin) * number // count for number in range(count + 1)]
-        parts += [Stretch(log, *pair) for pair in zip(borders, borders[1:], strict=False)]
+        parts += [Stretch(log, *pair) for pair in pairwise(borders)]
     return parts
 
 
-def check_kept(
-    stretches: Sequence[Stretch], earliest: int, *, fail: bool
-) -> list[Stretch]:
+def check_kept(stretches: Sequence[Stretch], earliest: int, *, fail: bool) -> list[Stretch]:
     """Refuse (or, if not ``fail``, leave out) what the log's retention has removed."""
     kept = []
     for log, begin, end in stretches:
-        if begin < earliest and fail:
+        if max(begin, FIRST) < earliest and fail:
             raise InvalidInput(
                 f"data loss: offsets {begin} to {min(end, earliest)} of log {log} are asked for, "
                 f"but the log begins at {earliest}: its retention has removed them. Set "
@@ -130,7 +136,7 @@ def check_kept(
     return kept
 
 
-def check_store(offset: Mapping[str, int], store_id: int) -> None:
+def check_store(offset: Mapping[str, int | str], store_id: str) -> None:
     """Refuse a checkpoint that was made over another store."""
     if offset.get("store", store_id) != store_id:
         raise StoreMismatch(

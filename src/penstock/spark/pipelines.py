@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.streaming import StreamingQuery
+    from pyspark.sql.streaming.query import StreamingQuery
 
 __all__ = ["Pipeline", "pipeline"]
 
@@ -123,8 +123,12 @@ class Pipeline:
                 mine = matches.filter(pc.equal(matches["log"], stretch.log))
                 rows = mine.select(MATCHES.names).cast(MATCHES).to_batches()
                 stage = new_stage()
-                client.stage(
-                    stage, *stretch, iter(rows), filters_version=versions[stretch.log], epoch=epoch
+                client.put_stage(
+                    stage,
+                    rows,
+                    **stretch._asdict(),
+                    filters_version=versions[stretch.log],
+                    epoch=epoch,
                 )
                 stages.append(stage)
             commit(self._location, stages, epoch)
@@ -133,9 +137,7 @@ class Pipeline:
                 client.drop_stages(stages)
             raise
 
-    def _matches(
-        self, bounds: list[Stretch], filters: Mapping[int, Mapping[str, str]]
-    ) -> pa.Table:
+    def _matches(self, bounds: list[Stretch], filters: Mapping[int, Mapping[str, str]]) -> pa.Table:
         log = (
             self._spark.read.format("penstock")
             .options(

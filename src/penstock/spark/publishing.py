@@ -16,6 +16,7 @@ queue        string: sets the attribute ``queue``                   only the fil
 from __future__ import annotations
 
 import hashlib
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -160,7 +161,11 @@ def _publish(location: str, batches: Iterator[pa.RecordBatch], name: str) -> Pub
     partition = 0 if context is None else context.partitionId()
     ids = _Ids(f"{name}-{partition}")
     client = store(location)
-    counted = client.publish(_message_columns(batch, ids) for batch in batches if batch.num_rows)
+    made = (_message_columns(batch, ids) for batch in batches if batch.num_rows)
+    first = next(made, None)
+    if first is None:
+        return Published(0, 0)
+    counted = client.publish(chain([first], made), first.schema)
     return Published(counted.published, counted.duplicates)
 
 

@@ -48,7 +48,7 @@ class TableReader(DataSourceReader):
         options = self._options
         if options.table == "log":
             return [LogPartition(stretch) for stretch in self._stretches()]
-        tickets = store(options.location).plan(
+        plan = store(options.location).plan_read(
             options.table,
             queue=options.queues,
             payload=options.payload,
@@ -56,7 +56,7 @@ class TableReader(DataSourceReader):
             filter=options.filter,
             partitions=options.partitions,
         )
-        return [TicketPartition(ticket) for ticket in tickets]
+        return [TicketPartition(ticket) for ticket in plan.tickets]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one part."""
@@ -82,12 +82,9 @@ class TableReader(DataSourceReader):
 
 
 def read_stretch(options: Options, shape: Shape, stretch: Stretch) -> Iterator[pa.RecordBatch]:
-    """Read a stretch of a log; afterwards make sure that retention did not pass it meanwhile."""
-    client = store(options.location)
-    batches = client.read_log(
+    """Read a stretch of a log; the broker refuses one that is no longer there whole."""
+    batches = store(options.location).read_log(
         *stretch, payload=options.payload, columns=tuple(shape.names), filter=options.filter
     )
     for batch in batches:
         yield shape.fit(batch)
-    if options.fail_on_data_loss:
-        check_kept([stretch], client.log_stats().earliest, fail=True)

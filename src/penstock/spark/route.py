@@ -16,7 +16,6 @@ backup: it holds nothing that the store does not know better.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -27,9 +26,11 @@ from penstock.spark.stores import store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.streaming import DataStreamWriter, StreamingQuery
+    from pyspark.sql.streaming.query import StreamingQuery
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 __all__ = ["AVAILABLE_NOW", "DEFAULT_MAX_OFFSETS", "RouteStatus", "route", "status"]
 
@@ -38,7 +39,7 @@ AVAILABLE_NOW: Final = "available now"
 
 
 class RouteStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the log is routed. ``lag`` counts offsets by log, and ``behind`` the worst of them."""
+    """How far the log is routed; ``lag`` is what is left to do, in offsets, by log."""
 
     routing: str
     epoch: int
@@ -126,9 +127,7 @@ def route_stream(
     return spark.readStream.format("penstock").options(**options).load()
 
 
-def triggered(
-    writer: DataStreamWriter, checkpoint: str | Path, trigger: str
-) -> DataStreamWriter:
+def triggered(writer: DataStreamWriter, checkpoint: str | Path, trigger: str) -> DataStreamWriter:
     """Set checkpoint and trigger."""
     writer = writer.option("checkpointLocation", str(checkpoint))
     if trigger == AVAILABLE_NOW:

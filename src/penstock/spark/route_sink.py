@@ -68,14 +68,14 @@ def commit(location: str, stages: Sequence[str], epoch: int | None) -> int:
         logger.warning("routed again in the next micro-batch: %s", error)
         return 0
     for result in results:
-        if result.status is AssignStatus.FENCED:
+        if result.status == AssignStatus.FENCED:
             raise fenced(epoch, client.route_plan(max_offsets=1).epoch)
         if result.status in {AssignStatus.OUTDATED, AssignStatus.AHEAD}:
             logger.warning(
                 "log %d is routed again from offset %d: the micro-batch was %s",
                 result.log,
                 result.cursor,
-                result.status.value,
+                result.status,
             )
     with contextlib.suppress(PenstockError):
         client.drop_stages(list(stages))
@@ -92,20 +92,19 @@ class AssignmentWriter(DataSourceStreamArrowWriter):
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Stage what one task has matched."""
-        return Staged([self._stage(log, bounds, rows) for log, bounds, rows in _stretches(iterator)])
-
-    def _stage(self, log: int, bounds: Bounds, rows: Iterator[pa.RecordBatch]) -> str:
-        stage = new_stage()
-        store(self._location).stage(
-            stage,
-            log,
-            bounds.begin,
-            bounds.end,
-            rows,
-            filters_version=bounds.filters_version,
-            epoch=self._epoch,
-        )
-        return stage
+        stages = []
+        for log, bounds, rows in _stretches(iterator):
+            stages.append(new_stage())
+            store(self._location).put_stage(
+                stages[-1],
+                rows,
+                log=log,
+                begin=bounds.begin,
+                end=bounds.end,
+                filters_version=bounds.filters_version,
+                epoch=self._epoch,
+            )
+        return Staged(stages)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803
         """Hand the whole micro-batch over; Spark may call this again for the same one."""
@@ -123,7 +122,7 @@ def _stages(messages: list[WriterCommitMessage | None]) -> list[str]:
 
 def _stretches(
     batches: Iterator[pa.RecordBatch],
-) -> Iterator[tuple[int, Bounds, Iterator[pa.RecordBatch]]]:
+) -> Iterator[tuple[int, Bounds, list[pa.RecordBatch]]]:
     """Split what a task gets at the rows that open a stretch."""
     opened: tuple[int, Bounds] | None = None
     rows: list[pa.RecordBatch] = []
@@ -134,16 +133,16 @@ def _stretches(
         begin = 0
         opening = offsets.is_null().to_numpy(zero_copy_only=False).nonzero()[0].tolist()
         for at in [*opening, batch.num_rows]:
-            part = slice(begin, at)
             if at > begin:
                 assert opened is not None, "matches without their stretch"
-                rows.append(pa.record_batch([offsets[part], queues[part]], schema=MATCHES))
+                part = [column.slice(begin, at - begin) for column in (offsets, queues)]
+                rows.append(pa.record_batch(part, schema=MATCHES))
             if at < batch.num_rows:
                 if opened is not None:
-                    yield (*opened, iter(rows))
+                    yield (*opened, rows)
                 rows = []
                 bounds = msgspec.json.decode(queues[at].as_py(), type=Bounds)
                 opened = (logs[at].as_py(), bounds)
             begin = at + 1
     if opened is not None:
-        yield (*opened, iter(rows))
+        yield (*opened, rows)

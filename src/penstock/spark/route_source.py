@@ -23,7 +23,7 @@ from pyspark.sql.streaming.datasource import (
 from penstock.errors import InvalidInput
 from penstock.spark.columns import Shape, check_columns, spark_schema
 from penstock.spark.matching import COLUMNS, match_batch, matcher_of
-from penstock.spark.offsets import Stretch, check_store, cut, logs_of
+from penstock.spark.offsets import Offset, Stretch, check_store, cut, logs_of
 from penstock.spark.reading import LogPartition
 from penstock.spark.stores import fenced, store
 from penstock.spark.streaming import most_rows
@@ -63,7 +63,7 @@ class RouteStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._shape = Shape(schema)
         self._until: int | None = None
 
-    def initialOffset(self) -> dict[str, int]:  # noqa: N802 - Spark's name, as all below
+    def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name, as all below
         """Return the store's cursors."""
         client = store(self._options.location)
         cursors = client.watermarks().cursors
@@ -74,7 +74,7 @@ class RouteStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         most = self._options.max_offsets
         return ReadAllAvailable() if most is None else ReadMaxRows(most)
 
-    def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:  # noqa: N802
+    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """Return how far the next micro-batch routes; ``start`` if there is nothing to do."""
         client = store(self._options.location)
         check_store(start, client.store_id)
@@ -88,9 +88,9 @@ class RouteStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         }
         if not todo:
             return start
-        end = {name: value for name, value in start.items() if name.isdigit()}
+        end = _logs(start)
         end.update({str(log): offset for log, offset in todo.items()})
-        again = start.get("again", 0) + 1 if end == _logs(start) else 0
+        again = int(start.get("again", 0)) + 1 if end == _logs(start) else 0
         if again > MOST_AGAIN:
             raise InvalidInput(
                 f"routing stands still: the stretch up to {todo} was matched {again} times, and "
@@ -99,7 +99,7 @@ class RouteStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         end |= {"store": client.store_id, "filters": plan.filters_version}
         return end | {"again": again} if again else end
 
-    def reportLatestOffset(self) -> dict[str, int]:  # noqa: N802
+    def reportLatestOffset(self) -> Offset:  # noqa: N802
         """Return how far the log goes, for the query's progress."""
         client = store(self._options.location)
         marks = client.watermarks()
@@ -109,7 +109,7 @@ class RouteStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Note how far the log goes: what comes later is for the next run."""
         self._until = store(self._options.location).watermarks().end
 
-    def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[InputPartition]:
+    def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """Cut what lies between the cursors and ``end`` into tasks."""
         client = store(self._options.location)
         check_store(start, client.store_id)
@@ -155,5 +155,5 @@ class RouteStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return end if self._until is None else min(end, self._until)
 
 
-def _logs(offset: dict[str, int]) -> dict[str, int]:
+def _logs(offset: Offset) -> Offset:
     return {name: value for name, value in offset.items() if name.isdigit()}

@@ -14,6 +14,7 @@ from pyspark.sql.streaming.datasource import (
 
 from penstock.spark.columns import Shape, check_columns, spark_schema
 from penstock.spark.offsets import (
+    Offset,
     between,
     check_kept,
     check_store,
@@ -41,7 +42,7 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     The offset of a stream is where each log is read next, and the store that it was read from::
 
-        {"0": 905, "store": 77}
+        {"0": 905, "store": "0c2f9a11"}
     """
 
     def __init__(self, options: Options, schema: StructType) -> None:
@@ -50,7 +51,7 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._shape = Shape(schema)
         self._until: dict[int, int] | None = None
 
-    def initialOffset(self) -> dict[str, int]:  # noqa: N802 - Spark's name, as all below
+    def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name, as all below
         """Return where a stream without a checkpoint begins."""
         client = store(self._options.location)
         stats = client.log_stats()
@@ -64,14 +65,14 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         most = self._options.max_offsets
         return ReadAllAvailable() if most is None else ReadMaxRows(most)
 
-    def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:  # noqa: N802
+    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """Return where the next micro-batch ends; ``start`` if there is nothing."""
         client = store(self._options.location)
         check_store(start, client.store_id)
         ends = self._ends()
         return _offset(limited(logs_of(start), ends, most_rows(limit)), client.store_id)
 
-    def reportLatestOffset(self) -> dict[str, int]:  # noqa: N802
+    def reportLatestOffset(self) -> Offset:  # noqa: N802
         """Return how far the log goes, for the query's progress."""
         client = store(self._options.location)
         return _offset(resolve("latest", client.log_stats(), ""), client.store_id)
@@ -80,7 +81,7 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Note how far the log goes: what comes later is for the next run."""
         self._until = resolve("latest", store(self._options.location).log_stats(), "")
 
-    def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[InputPartition]:
+    def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """Cut a micro-batch into tasks."""
         client = store(self._options.location)
         check_store(start, client.store_id)
@@ -107,5 +108,5 @@ def most_rows(limit: ReadLimit) -> int | None:
     return limit.max_rows if isinstance(limit, ReadMaxRows) else None
 
 
-def _offset(by_log: dict[int, int], store_id: int) -> dict[str, int]:
+def _offset(by_log: dict[int, int], store_id: str) -> Offset:
     return {**{str(log): offset for log, offset in sorted(by_log.items())}, "store": store_id}

@@ -133,7 +133,7 @@ class Core:
             return identity
         try:
             identity = msgspec.msgpack.decode(record, type=Identity)
-        except msgspec.DecodeError as error:
+        except (msgspec.MsgspecError, ValueError) as error:
             raise StoreMismatch(f"the store's identity record does not decode: {error}") from error
         if identity.format > FORMAT:
             raise StoreMismatch(
@@ -144,6 +144,8 @@ class Core:
             raise StoreMismatch(
                 f"the store has the {identity.design} design, it was opened as {design}"
             )
+        if identity.routing not in {"inline", "pipeline"}:
+            raise StoreMismatch(f"the store routes {identity.routing!r:.100}, which is not known")
         if routing is not None and identity.routing != routing:
             raise StoreMismatch(
                 f"the store routes {identity.routing}, it was opened with routing={routing!r}"
@@ -159,7 +161,7 @@ class Core:
             self.totals = Totals()
             if record is not None:
                 self.totals = msgspec.msgpack.decode(record, type=Totals)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError) as error:
             self.quarantine("default", _TOTALS, record or b"", str(error))
         self.log.reload()
         self.queue_numbers.reload()

@@ -124,7 +124,7 @@ class CoverageTable:
             return Coverage([])
         try:
             return msgspec.msgpack.decode(record, type=Coverage)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError) as error:
             raise CorruptRecord(f"coverage of queue {queue.name}: {error}") from error
 
     def key(self, queue: Queue) -> bytes:

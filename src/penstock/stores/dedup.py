@@ -69,7 +69,7 @@ class Dedup:
             batch.delete(index_key, self._table.family)
             try:
                 keys = msgspec.msgpack.decode(record, type=list[bytes])
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, ValueError):
                 log.exception("forgot a damaged list of dedup ids")
                 continue
             for key, present in zip(keys, self._table.multi_get(keys), strict=True):

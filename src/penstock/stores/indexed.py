@@ -234,7 +234,14 @@ class IndexedActive:
         self, batch: Batch, queue: Queue, directory: _Directory, key: bytes, value: bytes
     ) -> None:
         batch.delete(key, self._index.family)
-        main, lane = value[:12], value[12:]
+        main, lane = key[1:5] + key[-8:], value[12:]
+        if value[:12] != main or not lane:
+            # The entry's value is damaged; the message knows its lane.
+            item = self._waiting(queue, [main])[0]
+            if item is None:
+                self._heal(batch, queue, key)
+                return
+            lane = item.lane
         if queue.fifo:
             ready = directory.prefix + lane + bytes(8) + main[4:]
         else:
@@ -325,7 +332,7 @@ class IndexedActive:
         """Read the visible head of a FIFO group and hold the group while it is in flight."""
         lanes = directory.ring.pop(group)
         rows = self._visit(directory, lanes, limit)
-        mains = [main for _, main in rows]
+        mains = [_main_of(key) for key, _ in rows]
         until_ms = now_ms if self._due_up_to_ms is None else self._due_up_to_ms
         visible = 0
         for record in self._available.multi_get(mains):
@@ -349,11 +356,15 @@ class IndexedActive:
         available, index = self._available.family, self._index.family
         in_progress = self._in_progress.family
         number, recent = queue.number, self._recent
+        prefix = number.to_bytes(4, "big")
         if len(recent) > RECENT_ITEMS:
             recent.clear()
         items = []
-        records = self._available.multi_get([main for _, main in rows])
-        for (key, main), record in zip(rows, records, strict=True):
+        # The entry's key names its message; what its value says is for other readers.
+        mains = [prefix + key[-8:] for key, _ in rows]
+        for (key, _), main, record in zip(
+            rows, mains, self._available.multi_get(mains), strict=True
+        ):
             delete(key, index)
             if record is None:
                 self._heal(batch, queue, key)
@@ -387,6 +398,29 @@ class IndexedActive:
         queue.counts.available = max(0, queue.counts.available - 1)
         log.warning("queue %s: removed an index entry without a message: %s", queue.name, key.hex())
         self._unhold(batch, queue, group_of(key[_LANE_AT:-_SLOT_BYTES]), 1)
+
+    def _lose_entries(self, queue: Queue, main: bytes) -> None:
+        """Put the index entries of a lost message aside: nothing else knows which they are."""
+        number = queue.number.to_bytes(4, "big")
+        for region in (_DELAYED + number, _READY + number):
+            for key, value in rows_of(self._index, region, _after(region)):
+                if key[-8:] == main[4:]:
+                    self._lose(queue, key, value)
+
+    def _lose(self, queue: Queue, key: bytes, value: bytes) -> None:
+        """Put an index entry aside that leads to no message, and count its message off."""
+        if not self._quarantine("visibility_index", key, value, "leads to no message"):
+            return
+        self.healed += 1
+        counts = queue.counts
+        if key[:1] == _DELAYED:
+            counts.delayed = max(0, counts.delayed - 1)
+        elif not (queue.fifo and self._has_timer(queue, key[-8:])):
+            counts.available = max(0, counts.available - 1)
+
+    def _has_timer(self, queue: Queue, id8: bytes) -> bool:
+        region = _DELAYED + queue.number.to_bytes(4, "big")
+        return any(key[-8:] == id8 for key, _ in rows_of(self._index, region, _after(region)))
 
     # --- in flight -----------------------------------------------------------------------
 
@@ -481,12 +515,11 @@ class IndexedActive:
 
     def waiting(self, queue: Queue, keys: Sequence[int]) -> list[Item | None]:
         """Look messages up among available and delayed."""
-        mains = [_pack_main(queue.number, key) for key in keys]
-        return self._waiting(queue, State.AVAILABLE, mains)
+        return self._waiting(queue, [_pack_main(queue.number, key) for key in keys])
 
-    def _waiting(self, queue: Queue, state: State, mains: list[bytes]) -> list[Item | None]:
+    def _waiting(self, queue: Queue, mains: list[bytes]) -> list[Item | None]:
         return [
-            None if record is None else self._item(queue, state, main, record)
+            None if record is None else self._item(queue, State.AVAILABLE, main, record)
             for main, record in zip(mains, self._available.multi_get(mains), strict=True)
         ]
 
@@ -522,7 +555,11 @@ class IndexedActive:
             found = [self._item(queue, state, main, record) for main, record in rows[:limit]]
         else:
             rows = self._index.scan(after or prefix + number, _after(prefix + number), limit + 1)
-            found = self._waiting(queue, state, [value[:12] for _, value in rows[:limit]])
+            mains = [_main_of(key) for key, _ in rows[:limit]]
+            found = self._waiting(queue, mains)
+            for (key, value), item in zip(rows, found, strict=False):
+                if item is None:
+                    self._lose(queue, key, value)
         items = [item for item in found if item is not None]
         if state is State.AVAILABLE and queue.fifo:
             # A delayed FIFO message stands in the order too; it is shown as delayed only.
@@ -550,17 +587,22 @@ class IndexedActive:
             table = "in_progress" if in_flight else "available"
             if not self._quarantine(table, main, record, str(error)):
                 return None
-            # A waiting message is counted for as long as its index entry is there, which a claim
-            # will find to lead nowhere.
             if in_flight:
                 queue.counts.in_flight -= 1
                 if queue.fifo:
                     self._recount.add(queue.number)
+            else:
+                self._lose_entries(queue, main)
             return None
         key = int.from_bytes(id8, "big")
         lane = index_key[_LANE_AT:-_SLOT_BYTES]
         attempts = min(attempts + in_flight, MAX_ATTEMPTS)
         return Item(key, key, lane, attempts, forgiven, visible_at, contents, lease)
+
+
+def _main_of(index_key: bytes) -> bytes:
+    """Return the key of the message that an index entry is for."""
+    return index_key[1:5] + index_key[-8:]
 
 
 def _visible_at(delayed_key: bytes) -> int:

@@ -79,9 +79,14 @@ class MetadataLog:
         """Read settings and segments from disk."""
         self.ids.reload()
         record = self._table.get(_SETTINGS)
-        self.settings = (
-            LogSettings() if record is None else msgspec.msgpack.decode(record, type=LogSettings)
-        )
+        try:
+            self.settings = LogSettings()
+            if record is not None:
+                self.settings = msgspec.msgpack.decode(record, type=LogSettings)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise CorruptRecord(
+                f"the settings of the metadata log do not decode: {error}"
+            ) from None
         prefix = codec.SEGMENT_META_PREFIX
         self.segments = [
             Segment(codec.parse_segment_meta_key(key), *codec.decode_segment_meta(value))

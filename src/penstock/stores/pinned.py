@@ -24,24 +24,23 @@ from penstock.stores.metadata_log import MetadataLog
 from penstock.stores.queues import QueueTable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
+    from penstock.codec.records import Done, Failed
     from penstock.codec.stored import LeaseRecord
     from penstock.kv import Table, View
     from penstock.model import LogStats, QueueStats, StoreStats
     from penstock.stores.core import Identity
     from penstock.stores.queues import Queue
 
-__all__ = ["EndedRow", "LiveRow", "Pinned", "live_keys"]
+__all__ = ["LiveRow", "Pinned", "live_keys"]
 
 log_ = logging.getLogger(__name__)
 
 # What one read of a table aims at: pages are counted in rows, and rows differ in size.
 PAGE_BYTES: Final = 4 << 20
 PAGE_ROWS: Final = 4_096
-# Skips the argument checks of a NamedTuple's own constructor.
-_new: Final = tuple.__new__
 
 
 class LiveRow(NamedTuple):
@@ -52,17 +51,6 @@ class LiveRow(NamedTuple):
     attempts: int
     visible_at_ms: int
     lease: bytes
-    metadata: bytes
-
-
-class EndedRow(NamedTuple):
-    """A done or failed message."""
-
-    message_id: int
-    sequence: int
-    ended_at_ms: int
-    attempts: int
-    reason: str
     metadata: bytes
 
 
@@ -234,31 +222,28 @@ class Pinned:
 
     def ended_rows(
         self, state: State, begin: bytes, end: bytes, low: int = 0, high: int = MAX_OFFSET
-    ) -> Iterator[list[EndedRow]]:
-        """Read done or failed messages of keys [begin, end) whose sequence is in [low, high)."""
+    ) -> Iterator[tuple[int, Sequence[Done | Failed]]]:
+        """Read done or failed messages of keys [begin, end) whose sequence is in [low, high).
+
+        They come a part at a time, with the sequence number of the first.
+        """
+        decode: Callable[[bytes], Sequence[Done | Failed]] = (
+            records.decode_done if state is State.DONE else records.decode_failed
+        )
         for key, record in pages_of(self.table("history"), begin, end):
             first = sequence_of(key)
             if first >= high:
                 continue
             try:
-                if state is State.DONE:
-                    rows = [
-                        _new(EndedRow, (message_id, sequence, ended_at_ms, attempts, "", metadata))
-                        for sequence, (message_id, _, ended_at_ms, attempts, metadata) in enumerate(
-                            records.decode_done(record), first
-                        )
-                    ]
-                else:
-                    rows = [
-                        EndedRow(each[0], sequence, each[2], each[3], each[5], each[4])
-                        for sequence, each in enumerate(records.decode_failed(record), first)
-                    ]
+                rows = decode(record)
             except CorruptRecord as error:
                 self._leave_out("history", key, record, str(error))
                 continue
             if first < low or first + len(rows) > high:
-                rows = [row for row in rows if low <= row.sequence < high]
-            yield rows
+                rows = rows[max(0, low - first) : high - first]
+                first = max(first, low)
+            if rows:
+                yield first, rows
 
     def attempt_rows(
         self, begin: bytes, end: bytes
@@ -290,7 +275,7 @@ class Pinned:
                 (State.DONE, opendata.done_prefix(queue.id)),
                 (State.FAILED, opendata.failed_prefix(queue.id)),
             ):
-                for ended in self.ended_rows(state, prefix, prefix + b"\xff" * 17):
+                for _, ended in self.ended_rows(state, prefix, prefix + b"\xff" * 17):
                     held.update(message_ids.intersection(row.message_id for row in ended))
         if self._left_out > before:
             raise CorruptRecord(

@@ -96,7 +96,7 @@ class QueueTable:
         while rows := self._table.scan(begin, end, 1000):
             counts = self._table.multi_get([_COUNTS + key[2:] for key, _ in rows])
             for (key, record), count_record in zip(rows, counts, strict=True):
-                spec, number = _decode_spec(key[2:].decode(), record)
+                spec, number = _decode_spec(_name(key[2:]), record)
                 queues.append(Queue(spec, number, _decode_counts(count_record)))
             begin = rows[-1][0] + b"\0"
         return queues
@@ -120,6 +120,13 @@ class QueueTable:
         """Delete a queue's records."""
         batch.delete(_SPECS + queue.id, self._table.family)
         batch.delete(_COUNTS + queue.id, self._table.family)
+
+
+def _name(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise CorruptRecord(f"a queue's name does not decode: {raw.hex()}") from error
 
 
 def _decode_counts(record: bytes | None) -> Counts:

@@ -194,7 +194,7 @@ class Upkeep:
                 self.forget(batch, queue, items)
             else:
                 self._remove_waiting(batch, queue, items)
-        if count:
+        if count or core.has_aside:
             core.commit(batch, (queue,), now_ms)
         return count
 

@@ -18,7 +18,7 @@ from penstock.errors import CorruptRecord
 from penstock.tables.schemas import ATTRIBUTES, TIME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from penstock.model import Value
     from penstock.tables.schemas import Selection
@@ -42,11 +42,17 @@ class Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 Decoded = Metadata | Packed
-_decode_whole: Final = msgspec.msgpack.Decoder(list[Metadata]).decode
-_decode_packed: Final = msgspec.msgpack.Decoder(list[Packed]).decode
+_decode_whole: Final = msgspec.msgpack.Decoder(list[int | Metadata]).decode
+_decode_packed: Final = msgspec.msgpack.Decoder(list[int | Packed]).decode
 _encode_lines: Final = msgspec.json.Encoder().encode_lines
 _encode: Final = msgspec.json.Encoder().encode
-_VERSION: Final = bytes([VERSION])
+_TEXT: Final[dict[type, Callable[[Any], str | None]]] = {
+    str: str,
+    int: str,
+    bool: lambda value: "true" if value else "false",
+    float: lambda value: _encode(value).decode(),
+    type(None): lambda _: None,
+}
 
 
 def needs(selection: Selection) -> tuple[bool, bool]:
@@ -58,15 +64,17 @@ def needs(selection: Selection) -> tuple[bool, bool]:
 
 def decode_all(encoded: Sequence[bytes], *, attributes: bool) -> Sequence[Decoded | None]:
     """Decode metadata records; None for those that do not decode."""
-    if {record[:1] for record in encoded} <= {_VERSION}:
-        # One MessagePack array of them all: one call instead of one for each.
-        head = b"\xdd" + len(encoded).to_bytes(4, "big")
-        whole = head + b"".join([record[1:] for record in encoded])
-        try:
-            return _decode_whole(whole) if attributes else _decode_packed(whole)
-        except msgspec.MsgspecError:
-            pass
-    return [_decode_one(record) for record in encoded]
+    # A record is its version, which reads as a MessagePack number, and an array. So all of them
+    # end to end are one array of twice their number: one call instead of one for each.
+    whole = b"\xdd" + (2 * len(encoded)).to_bytes(4, "big") + b"".join(encoded)
+    try:
+        found: list[Any] = _decode_whole(whole) if attributes else _decode_packed(whole)
+    except msgspec.MsgspecError:
+        return [_decode_one(record) for record in encoded]
+    decoded = found[1::2]
+    if set(found[::2]) - {VERSION} or int in set(map(type, decoded)):
+        return [_decode_one(record) for record in encoded]
+    return decoded
 
 
 def _decode_one(record: bytes) -> Metadata | None:
@@ -85,14 +93,10 @@ def attributes_map(rows: Sequence[dict[str, Value]]) -> pa.Array:
     """Make the column that has every attribute as text."""
     offsets = pa.array(accumulate(map(len, rows), initial=0), pa.int32())
     keys = pa.array(chain.from_iterable(rows), pa.string())
-    values: list[Any] = list(chain.from_iterable([row.values() for row in rows]))
+    values: list[Any] = list(chain.from_iterable(map(dict.values, rows)))
     if set(map(type, values)) - {str, type(None)}:
-        values = [each if type(each) is str else _text(each) for each in values]
+        values = [each if type(each) is str else _TEXT[type(each)](each) for each in values]
     return pa.MapArray.from_arrays(offsets, keys, pa.array(values, pa.string()), ATTRIBUTES)
-
-
-def _text(value: Value) -> str | None:
-    return None if value is None else _encode(value).decode()
 
 
 def attributes_json(rows: Sequence[dict[str, Value]]) -> pa.Array:

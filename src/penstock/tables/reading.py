@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow as pa
 
 from penstock.model import AttemptEnd, QueueSpec, State
 from penstock.stores.pinned import live_keys
 from penstock.tables.columns import about, decode_all, needs, repeated, times
+from penstock.tables.schemas import TIME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from penstock.codec.stored import LeaseRecord
+    from penstock.filters import Filter
     from penstock.stores.pinned import LiveRow, Pinned
     from penstock.tables.partitions import Numbers, Part, QueueKeys, WholeQueue
     from penstock.tables.schemas import Selection
@@ -26,7 +29,7 @@ BATCH_BYTES: Final = 16 << 20
 BATCH_PACKED_BYTES: Final = 32 << 20
 _ENDS: Final = (AttemptEnd.ACKED.value, AttemptEnd.RELEASED.value, AttemptEnd.EXPIRED.value)
 
-# A row on its way to a batch: its metadata is the last field.
+# Rows on their way to a batch.
 _Rows = list[tuple[Any, ...]]
 
 
@@ -40,114 +43,137 @@ def read(pinned: Pinned, part: Part, selection: Selection) -> Iterator[pa.Record
 # --- what carries metadata --------------------------------------------------------------------
 
 
-def _log(pinned: Pinned, piece: Numbers, selection: Selection) -> Iterator[pa.RecordBatch]:
-    def columns(rows: _Rows) -> dict[str, Any]:
-        return {
-            "log": lambda: pa.repeat(pa.scalar(piece.log, pa.int32()), len(rows)),
-            "offset": lambda: pa.array([row[0] for row in rows], pa.int64()),
-        }
+class _Source(NamedTuple):
+    """Rows that carry metadata, and how to make the columns that are not told from it.
 
+    ``rows`` come a few at a time, each time with the number of the first. ``metadata`` is where in
+    a row the packed metadata is. A column is made from rows and their numbers, if it is wanted.
+    """
+
+    rows: Iterable[tuple[int, Sequence[tuple[Any, ...]]]]
+    metadata: int
+    columns: dict[str, Callable[[_Rows, Sequence[int]], pa.Array]]
+
+
+def _log(pinned: Pinned, piece: Numbers, selection: Selection) -> Iterator[pa.RecordBatch]:
     entries = pinned.log_rows(piece.log, piece.begin, piece.end)
-    for rows in _gathered(entries):
-        yield from _batches(pinned, rows, selection, columns)
+    source = _Source(
+        ((0, rows) for rows in entries),
+        1,
+        {
+            "log": lambda rows, _: pa.repeat(pa.scalar(piece.log, pa.int32()), len(rows)),
+            "offset": lambda rows, _: pa.array([row[0] for row in rows], pa.int64()),
+        },
+    )
+    return _batches(pinned, source, selection)
 
 
 def _live(pinned: Pinned, piece: QueueKeys, selection: Selection) -> Iterator[pa.RecordBatch]:
-    def columns(rows: _Rows) -> dict[str, Any]:
-        leases = {}
-        if selection.wants("lease_deadline", "consumer"):
-            names = {row[4] for row in rows if row[1] is State.IN_FLIGHT}
-            leases = pinned.leases(sorted(names))
-        found = [leases.get(row[4]) for row in rows] if leases else [None] * len(rows)
-        return {
-            "queue": lambda: repeated(piece.queue, len(rows)),
-            "message_id": lambda: pa.array([row[0] for row in rows], pa.int64()),
-            "state": lambda: pa.array([row[1].value for row in rows], pa.string()),
-            "attempts": lambda: pa.array([row[2] for row in rows], pa.int32()),
-            "visible_at": lambda: times([row[3] for row in rows]),
-            "lease_deadline": lambda: times([None if f is None else f.expiry_ms for f in found]),
-            "consumer": lambda: pa.array(
-                [None if f is None else f.consumer for f in found], pa.string()
-            ),
-        }
+    def leases(rows: _Rows) -> list[LeaseRecord | None]:
+        names = {row[4] for row in rows if row[1] is State.IN_FLIGHT}
+        known = pinned.leases(sorted(names))
+        return [known.get(row[4]) for row in rows]
 
-    source = pinned.live_rows(piece.table, piece.begin, piece.end)
-    for rows in _gathered(source):
-        yield from _batches(pinned, rows, selection, columns)
+    found = pinned.live_rows(piece.table, piece.begin, piece.end)
+    source = _Source(
+        ((0, rows) for rows in found),
+        5,
+        {
+            "queue": lambda rows, _: repeated(piece.queue, len(rows)),
+            "message_id": lambda rows, _: pa.array([row[0] for row in rows], pa.int64()),
+            "state": lambda rows, _: pa.array([row[1].value for row in rows], pa.string()),
+            "attempts": lambda rows, _: pa.array([row[2] for row in rows], pa.int32()),
+            "visible_at": lambda rows, _: times([row[3] for row in rows]),
+            "lease_deadline": lambda rows, _: times(
+                [None if lease is None else lease.expiry_ms for lease in leases(rows)]
+            ),
+            "consumer": lambda rows, _: pa.array(
+                [None if lease is None else lease.consumer for lease in leases(rows)], pa.string()
+            ),
+        },
+    )
+    return _batches(pinned, source, selection)
 
 
 def _ended(pinned: Pinned, piece: QueueKeys, selection: Selection) -> Iterator[pa.RecordBatch]:
     state = State.DONE if selection.table == "done" else State.FAILED
+    source = _Source(
+        pinned.ended_rows(state, piece.begin, piece.end, piece.low, piece.high),
+        4,
+        {
+            "queue": lambda rows, _: repeated(piece.queue, len(rows)),
+            "message_id": lambda rows, _: pa.array([row[0] for row in rows], pa.int64()),
+            "sequence": lambda _, numbers: pa.array(numbers, pa.int64()),
+            f"{state.value}_at": lambda rows, _: times([row[2] for row in rows]),
+            "attempts": lambda rows, _: pa.array([row[3] for row in rows], pa.int32()),
+            "reason": lambda rows, _: pa.array([row[5] for row in rows], pa.string()),
+        },
+    )
+    return _batches(pinned, source, selection)
 
-    def columns(rows: _Rows) -> dict[str, Any]:
-        return {
-            "queue": lambda: repeated(piece.queue, len(rows)),
-            "message_id": lambda: pa.array([row[0] for row in rows], pa.int64()),
-            "sequence": lambda: pa.array([row[1] for row in rows], pa.int64()),
-            f"{state.value}_at": lambda: times([row[2] for row in rows]),
-            "attempts": lambda: pa.array([row[3] for row in rows], pa.int32()),
-            "reason": lambda: pa.array([row[4] for row in rows], pa.string()),
-        }
 
-    source = pinned.ended_rows(state, piece.begin, piece.end, piece.low, piece.high)
-    for rows in _gathered(source):
-        yield from _batches(pinned, rows, selection, columns)
-
-
-def _gathered(source: Iterable[Sequence[tuple[Any, ...]]]) -> Iterator[_Rows]:
-    """Gather rows until they make a batch."""
+def _gathered(source: _Source) -> Iterator[tuple[_Rows, list[int]]]:
+    """Gather rows, and their numbers, until they make a batch."""
     rows: _Rows = []
+    numbers: list[int] = []
     packed = 0
-    for some in source:
+    for first, some in source.rows:
         rows += some
-        packed += len(some) * len(some[-1][-1]) if some else 0
-        while len(rows) >= BATCH_ROWS:
-            yield rows[:BATCH_ROWS]
-            rows = rows[BATCH_ROWS:]
-            packed = 0
-        if packed >= BATCH_PACKED_BYTES:
-            yield rows
-            rows, packed = [], 0
+        numbers += range(first, first + len(some))
+        # Those that come together were published together, and are much alike.
+        packed += len(some) * len(some[-1][source.metadata])
+        if len(rows) >= BATCH_ROWS or packed >= BATCH_PACKED_BYTES:
+            for at in range(0, len(rows), BATCH_ROWS):
+                yield rows[at : at + BATCH_ROWS], numbers[at : at + BATCH_ROWS]
+            rows, numbers, packed = [], [], 0
     if rows:
-        yield rows
+        yield rows, numbers
 
 
-def _batches(
-    pinned: Pinned,
-    rows: _Rows,
-    selection: Selection,
-    columns: Callable[[_Rows], dict[str, Any]],
-) -> Iterator[pa.RecordBatch]:
-    """Turn rows into batches: one, or several if they carry payloads."""
+def _batches(pinned: Pinned, source: _Source, selection: Selection) -> Iterator[pa.RecordBatch]:
+    """Turn rows into batches of bounded size."""
     metadata, attributes = needs(selection)
-    decoded: Sequence[Any] = ()
-    if metadata:
-        decoded = decode_all([row[-1] for row in rows], attributes=attributes)
-        if None in decoded:
-            kept = [at for at, each in enumerate(decoded) if each is not None]
-            rows, decoded = [rows[at] for at in kept], [decoded[at] for at in kept]
-        if selection.filter is not None:
-            matches = selection.filter.matches
-            kept = [
-                at
-                for at, m in enumerate(decoded)
-                if matches((m.attributes, m.group, m.priority, m.published_at_ms, m.size))
-            ]
-            if len(kept) < len(rows):
-                rows, decoded = [rows[at] for at in kept], [decoded[at] for at in kept]
-    sizes = [each.size for each in decoded] if selection.wants("payload") else None
-    for begin, end in _cuts(len(rows), sizes):
-        some, known = rows[begin:end], decoded[begin:end]
-        made = about(selection, known)
-        own = columns(some)
-        if selection.wants("payload"):
-            payloads = pinned.payloads([row[0] for row in some])
-            made["payload"] = pa.array(payloads, pa.binary())
-        yield _batch(selection, made, own)
+    for gathered, all_numbers in _gathered(source):
+        rows, numbers = gathered, all_numbers
+        decoded: Sequence[Any] = ()
+        if metadata:
+            packed = [row[source.metadata] for row in rows]
+            decoded = decode_all(packed, attributes=attributes)
+            kept = _kept_rows(decoded, selection.filter)
+            if kept is not None:
+                rows = [rows[at] for at in kept]
+                numbers = [numbers[at] for at in kept]
+                decoded = [decoded[at] for at in kept]
+        sizes = [each.size for each in decoded] if selection.wants("payload") else None
+        for begin, end in _cuts(len(rows), sizes):
+            some = rows[begin:end]
+            made = about(selection, decoded[begin:end])
+            if selection.wants("payload"):
+                payloads = pinned.payloads([row[0] for row in some])
+                made["payload"] = pa.array(payloads, pa.binary())
+            for name, make in source.columns.items():
+                if selection.wants(name):
+                    made[name] = make(some, numbers[begin:end])
+            yield _batch(selection, made)
 
 
-def _batch(selection: Selection, made: dict[str, Any], own: dict[str, Any]) -> pa.RecordBatch:
-    arrays = [made[name] if name in made else own[name]() for name in selection.schema.names]
+def _kept_rows(decoded: Sequence[Any], filter_: Filter | None) -> list[int] | None:
+    """Return which rows stay; None: all of them."""
+    if filter_ is not None:
+        matches = filter_.matches
+        return [
+            at
+            for at, m in enumerate(decoded)
+            if m is not None
+            and matches((m.attributes, m.group, m.priority, m.published_at_ms, m.size))
+        ]
+    if None in decoded:
+        return [at for at, each in enumerate(decoded) if each is not None]
+    return None
+
+
+def _batch(selection: Selection, made: dict[str, pa.Array]) -> pa.RecordBatch:
+    arrays = [made[name] for name in selection.schema.names]
     return pa.RecordBatch.from_arrays(arrays, schema=selection.schema)
 
 
@@ -196,13 +222,7 @@ def _kept(
         known = {row[0]: each for row, each in zip(logged, decoded, strict=True)}
     found = [known.get(message_id) for message_id, _ in rows]
     if selection.filter is not None:
-        matches = selection.filter.matches
-        kept = [
-            at
-            for at, m in enumerate(found)
-            if m is not None
-            and matches((m.attributes, m.group, m.priority, m.published_at_ms, m.size))
-        ]
+        kept = _kept_rows(found, selection.filter) or []
         rows, found = [rows[at] for at in kept], [found[at] for at in kept]
     if not rows:
         return
@@ -221,7 +241,7 @@ def _kept(
         made["size"] = pa.array(sizes, pa.int64())
     if has_payload:
         made["payload"] = pa.array([row[1] for row in rows], pa.binary())
-    yield _batch(selection, made, {})
+    yield _batch(selection, made)
 
 
 # --- attempts ---------------------------------------------------------------------------------
@@ -282,17 +302,14 @@ def _pages(source: Iterable[list[LiveRow]]) -> Iterator[list[LiveRow]]:
 
 
 def _attempts_batch(piece: QueueKeys, rows: _Rows, selection: Selection) -> pa.RecordBatch:
-    own = {
-        "queue": lambda: repeated(piece.queue, len(rows)),
-        "message_id": lambda: pa.array([row[0] for row in rows], pa.int64()),
-        "attempt": lambda: pa.array([row[1] for row in rows], pa.int32()),
-        "consumer": lambda: pa.array([row[2] for row in rows], pa.string()),
-        "claimed_at": lambda: times([row[3] for row in rows]),
-        "ended_at": lambda: times([row[4] for row in rows]),
-        "outcome": lambda: pa.array([row[5] for row in rows], pa.string()),
-        "reason": lambda: pa.array([row[6] for row in rows], pa.string()),
-    }
-    return _batch(selection, {}, own)
+    made = {"queue": repeated(piece.queue, len(rows))}
+    names = ("message_id", "attempt", "consumer", "claimed_at", "ended_at", "outcome", "reason")
+    for at, name in enumerate(names):
+        if selection.wants(name):
+            values = [row[at] for row in rows]
+            kind = selection.schema.field(name).type
+            made[name] = times(values) if kind == TIME else pa.array(values, kind)
+    return _batch(selection, made)
 
 
 # --- queues as a whole ------------------------------------------------------------------------
@@ -311,14 +328,15 @@ def _queues(pinned: Pinned, piece: WholeQueue, selection: Selection) -> Iterator
 def _groups(pinned: Pinned, piece: WholeQueue, selection: Selection) -> Iterator[pa.RecordBatch]:
     found: dict[str, dict[str, Any]] = {}
     for table, begin, end in live_keys(pinned.identity.design, pinned.queues[piece.queue]):
-        for rows in _gathered(pinned.live_rows(table, begin, end)):
-            decoded = decode_all([row[-1] for row in rows], attributes=False)
+        source = _Source(((0, rows) for rows in pinned.live_rows(table, begin, end)), 5, {})
+        for rows, _ in _gathered(source):
+            decoded = decode_all([row[5] for row in rows], attributes=False)
             for row, metadata in zip(rows, decoded, strict=True):
                 if metadata is not None:
                     _count(found, piece.queue, row[1], metadata)
-    rows_ = list(found.values())
-    for at in range(0, len(rows_), BATCH_ROWS):
-        yield _rows_batch(selection, rows_[at : at + BATCH_ROWS])
+    groups = list(found.values())
+    for at in range(0, len(groups), BATCH_ROWS):
+        yield _rows_batch(selection, groups[at : at + BATCH_ROWS])
 
 
 def _count(found: dict[str, dict[str, Any]], queue: str, state: State, metadata: Any) -> None:
@@ -359,13 +377,11 @@ def _stats(pinned: Pinned, piece: WholeQueue, selection: Selection) -> Iterator[
 
 
 def _rows_batch(selection: Selection, rows: list[dict[str, Any]]) -> pa.RecordBatch:
-    own = {
-        field.name: times([row[field.name] for row in rows])
-        if pa.types.is_timestamp(field.type)
-        else pa.array([row[field.name] for row in rows], field.type)
-        for field in selection.schema
-    }
-    return _batch(selection, own, {})
+    made = {}
+    for field in selection.schema:
+        values = [row[field.name] for row in rows]
+        made[field.name] = times(values) if field.type == TIME else pa.array(values, field.type)
+    return _batch(selection, made)
 
 
 _READERS: Final[dict[str, Callable[[Pinned, Any, Selection], Iterator[pa.RecordBatch]]]] = {

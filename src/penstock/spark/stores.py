@@ -1,0 +1,150 @@
+"""The broker as the data source sees it: a Flight client with patience.
+
+A broker that restarts must not fail a streaming query: reads of the log go on after the last
+offset that came, and stages are put again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import pyarrow.flight as fl
+
+from penstock.errors import InvalidInput, StorageFailed
+from penstock.flight_client import FlightStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import pyarrow as pa
+
+__all__ = ["Store", "fenced", "offset_at", "store"]
+
+_T = TypeVar("_T")
+_GONE: Final = (fl.FlightUnavailableError, fl.FlightCancelledError)
+_TRIES: Final = 4
+_PROBE: Final = 256
+
+
+class Store(FlightStore):
+    """A broker, named by its location; picklable."""
+
+    def _again(self, call: Callable[[fl.FlightClient], _T]) -> _T:
+        try:
+            return super()._again(call)
+        except fl.FlightUnavailableError as error:
+            raise StorageFailed(
+                f"no broker answers at {self.location}: is it serving Flight there? ({error})"
+            ) from None
+
+    @property
+    def store_id(self) -> str:
+        """Which store the broker has open now."""
+        return self.info().store_id
+
+    def read_log(
+        self,
+        log: int,
+        begin: int,
+        end: int,
+        *,
+        columns: Sequence[str],
+        payload: bool = False,
+        filter: str | None = None,  # noqa: A002 - the word that users know
+    ) -> Iterator[pa.RecordBatch]:
+        """Read [begin, end) of a log, over restarts of the broker if ``offset`` is read too."""
+        tries = 0
+        while True:
+            ticket = self.log_ticket(
+                log, begin, end, payload=payload, columns=columns, filter=filter
+            )
+            try:
+                for batch in self.read(ticket):
+                    if batch.num_rows:
+                        yield batch
+                        if "offset" in columns:
+                            begin, tries = batch.column("offset")[-1].as_py() + 1, 0
+            except _GONE:
+                tries += 1
+                if "offset" not in columns or tries > _TRIES:
+                    raise
+                self.info()
+            else:
+                return
+
+    def put_stage(
+        self,
+        stage: str,
+        batches: Sequence[pa.RecordBatch],
+        *,
+        log: int,
+        begin: int,
+        end: int,
+        filters_version: int,
+        epoch: int | None,
+    ) -> None:
+        """Stage a stretch, again if the broker went away meanwhile: a stage replaces its like."""
+        for left in reversed(range(_TRIES)):
+            try:
+                self.stage(
+                    stage,
+                    batches,
+                    log=log,
+                    begin=begin,
+                    end=end,
+                    filters_version=filters_version,
+                    epoch=epoch,
+                )
+            except _GONE:
+                if not left:
+                    raise
+                self.info()
+            else:
+                return
+
+
+def store(location: str) -> Store:
+    """Return the broker at a location."""
+    return Store(location)
+
+
+def fenced(mine: int | None, now: int) -> InvalidInput:
+    """Return the error of a pipeline that another one has taken the place of."""
+    return InvalidInput(
+        f"another pipeline has taken over: it took epoch {now}, this one has {mine}. Only the one "
+        "that was started last routes; everything that this one had routed stays as it is"
+    )
+
+
+def offset_at(client: Store, at_ms: int) -> int:
+    """Return the first offset that was published at a time or later."""
+    stats = client.log_stats()
+    low, high = stats.earliest, stats.end
+    # Time in a store never goes back, so neither does it along the offsets.
+    while low < high:
+        middle = (low + high) // 2
+        found = _first(client, list(stats.cursors), middle, high)
+        if found is None:
+            high = middle
+        elif found[1] < at_ms:
+            low = found[0] + 1
+        else:
+            high = middle
+    return low
+
+
+def _first(client: Store, logs: list[int], begin: int, end: int) -> tuple[int, int] | None:
+    """Return offset and time of the first message at an offset or after it."""
+    width = _PROBE
+    while begin < end:
+        until = min(end, begin + width)
+        found = []
+        for log in logs:
+            for batch in client.read_log(log, begin, until, columns=("offset", "published_at")):
+                row = batch.slice(0, 1).to_pylist()[0]
+                found.append((row["offset"], int(row["published_at"].timestamp() * 1000)))
+                break
+        if found:
+            return min(found)
+        begin, width = until, width * 2
+    return None
