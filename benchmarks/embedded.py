@@ -61,6 +61,7 @@ def floor_round(path: Path, batch: int, messages: int, durability: str) -> Times
     payloads, available, index = table("payloads"), table("available"), table("visibility_index")
     running, leases, expiry = table("in_progress"), table("leases"), table("lease_expiry")
     history, queues = table("history"), table("queues")
+    log, system = table("log"), table("default")
 
     def commit(rows: object) -> None:
         engine.commit(rows)  # type: ignore[arg-type]
@@ -82,6 +83,8 @@ def floor_round(path: Path, batch: int, messages: int, durability: str) -> Times
             rows.put(key, PAYLOAD, payloads.family)
             rows.put(key, RECORD, available.family)
             rows.put(index_key, key, index.family)
+        rows.put(b"entry" + lease, b"l" * 85 * batch, log.family)
+        rows.put(b"totals", ATTEMPT, system.family)
         rows.put(b"counts", ATTEMPT, queues.family)
         commit(rows)
         published = perf_counter()

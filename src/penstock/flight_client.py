@@ -125,7 +125,7 @@ class FlightStore:
     """
 
     def __init__(self, location: str) -> None:
-        if not isinstance(location, str) or not location.startswith(("grpc://", "grpc+tcp://")):
+        if not str(location).startswith(("grpc://", "grpc+tcp://")):
             raise InvalidUrl(f"no Flight server is named by {location!r:.200}: grpc://HOST:PORT")
         self.location = location
 
@@ -217,7 +217,8 @@ class FlightStore:
     def publish(self, batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> Published:
         """Publish rows; without dedup ids a call that failed may have published some of them."""
         last: list[bytes] = [b'{"published":0,"duplicates":0}']
-        self._put(wire.PublishCommand(), batches, schema, last.append)
+        with _translated():
+            _put(_client(self.location), wire.PublishCommand(), batches, schema, last.append)
         return msgspec.json.decode(last[-1], type=Published)
 
     def stage(
@@ -236,37 +237,21 @@ class FlightStore:
             stage=stage, log=log, begin=begin, end=end, filters_version=filters_version, epoch=epoch
         )
         schema = pa.schema([("offset", pa.int64()), ("queue", pa.string())])
-        self._put(command, batches, schema, None)
+        self._stage(command, batches, schema)
 
     def fill_stage(
         self, stage: str, batches: Iterable[pa.RecordBatch], *, queue: str, begin: int, end: int
     ) -> None:
         """Stage all messages (offset) of [begin, end) that a backfill puts into a queue."""
         command = wire.FillStage(stage=stage, queue=queue, begin=begin, end=end)
-        self._put(command, batches, pa.schema([("offset", pa.int64())]), None)
+        self._stage(command, batches, pa.schema([("offset", pa.int64())]))
 
-    def _put(
-        self,
-        command: msgspec.Struct,
-        batches: Iterable[pa.RecordBatch],
-        schema: pa.Schema,
-        answer: Callable[[bytes], None] | None,
+    def _stage(
+        self, command: msgspec.Struct, batches: Iterable[pa.RecordBatch], schema: pa.Schema
     ) -> None:
-        client = _client(self.location)
-        with _translated():
-            writer, reader = client.do_put(_descriptor(command), schema)
-            try:
-                for batch in batches:
-                    writer.write_batch(batch)
-                    if answer is not None and (said := reader.read()) is not None:
-                        answer(said.to_pybytes())
-                writer.done_writing()
-                while (said := reader.read()) is not None:
-                    if answer is not None:
-                        answer(said.to_pybytes())
-            finally:
-                # An error of the server shows itself here, whatever went wrong before.
-                writer.close()
+        # All at hand before the first is sent: a stage that ends early would be taken for whole.
+        rows = list(batches)
+        self._again(lambda client: _put(client, command, rows, schema, None))
 
     # --- actions -------------------------------------------------------------------------
 
@@ -392,6 +377,29 @@ class FlightStore:
                     _clock.wait(_waiting, int(wait_ms * (0.75 + _clock.random() / 2)))
         with _translated():
             return call(_client(self.location))
+
+
+def _put(
+    client: fl.FlightClient,
+    command: msgspec.Struct,
+    batches: Iterable[pa.RecordBatch],
+    schema: pa.Schema,
+    answer: Callable[[bytes], None] | None,
+) -> None:
+    """Send batches; ``answer`` is called with what the server says after each."""
+    writer, reader = client.do_put(_descriptor(command), schema)
+    try:
+        for batch in batches:
+            writer.write_batch(batch)
+            if answer is not None and (said := reader.read()) is not None:
+                answer(said.to_pybytes())
+        writer.done_writing()
+        while (said := reader.read()) is not None:
+            if answer is not None:
+                answer(said.to_pybytes())
+    finally:
+        # An error of the server shows itself here, whatever went wrong before.
+        writer.close()
 
 
 def _descriptor(command: msgspec.Struct) -> fl.FlightDescriptor:

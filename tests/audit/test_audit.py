@@ -212,7 +212,7 @@ def test_a_lease_from_the_future_is_mended(make_hand: Any, design: str) -> None:
     hand = make_hand("memory", design, "inline")
     (lease,) = hand.leases_of("fifo")
     record = decode_lease(hand.get("leases", lease))
-    hand.put("leases", lease, encode_lease(*record._replace(claimed_at_ms=(1 << 64) - 1)))
+    hand.put("leases", lease, encode_lease(*record._replace(claimed_at_ms=(1 << 63) - 1)))
     report = check(hand, repair=True)
     assert report.found == {Kind.WRONG_FIELD: 1}
     assert decode_lease(hand.get("leases", lease)) == record

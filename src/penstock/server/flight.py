@@ -36,7 +36,7 @@ __all__ = ["FlightService"]
 log = logging.getLogger(__name__)
 
 
-class FlightService(fl.FlightServerBase):
+class FlightService(fl.FlightServerBase):  # type: ignore[misc]
     """Serves a broker. It listens as soon as it is made."""
 
     def __init__(self, broker: Broker, location: str, clock: Clock) -> None:
@@ -72,7 +72,9 @@ class FlightService(fl.FlightServerBase):
     ) -> fl.FlightInfo:
         """Take a snapshot for a command and say how to read it."""
         with _translated():
-            command = wire.decode(descriptor.command or b"", wire.ReadCommand, "command")
+            command: wire.ReadCommand = wire.decode(
+                descriptor.command or b"", wire.ReadCommand, "command"
+            )
             check_count(command.partitions, "partitions", 1, limits.MAX_PARTITIONS)
             for name, value in (("begin", command.begin), ("end", command.end)):
                 if value is not None:
@@ -168,7 +170,12 @@ class FlightService(fl.FlightServerBase):
             except BaseException:
                 pinned.close()
                 raise
-            return Snapshot(pinned, [[Numbers(ticket.log, ticket.begin, ticket.end)]], selection)
+            snapshot = Snapshot(
+                pinned, [[Numbers(ticket.log, ticket.begin, ticket.end)]], selection
+            )
+            # Read once, and of no use to anybody if its reader never came.
+            snapshot.unread.clear()
+            return snapshot
 
         return self.snapshots.add(make)
 
@@ -197,7 +204,7 @@ class FlightService(fl.FlightServerBase):
             else:
                 stage = staging.receive(command, reader, self.stages.room())
                 self.stages.add(stage)
-                writer.write(wire.encode({"staged": len(stage.offsets)}))
+                writer.write(wire.encode({"staged": stage.rows}))
 
     # --- actions -------------------------------------------------------------------------
 
@@ -249,6 +256,8 @@ class FlightService(fl.FlightServerBase):
 
     def _commit_fill(self, command: wire.CommitFill) -> dict[str, int]:
         stages = self.stages.get(list(dict.fromkeys(command.stages)))
+        if stages and all(stage.committed for stage in stages):
+            return {"added": 0, "already": 0, "missing": 0}
         offsets = staging.fill_offsets(stages, command)
         filled = self._broker.fill(
             command.queue, command.begin, command.end, offsets, filter=command.filter

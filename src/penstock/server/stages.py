@@ -43,25 +43,34 @@ class Stage:
         check_count(command.begin, "begin", 0, limits.MAX_OFFSET)
         check_count(command.end, "end", command.begin, limits.MAX_OFFSET)
         self.command = command
-        self.offsets = pa.chunked_array([b.column("offset") for b in batches], pa.int64())
-        self.queues: pa.ChunkedArray | None = None
-        if batches and "queue" in batches[0].schema.names:
-            named = pa.chunked_array([b.column("queue") for b in batches], pa.string())
-            self.queues = named.dictionary_encode()
-        self.bytes = self.offsets.nbytes + (self.queues.nbytes if self.queues is not None else 0)
+        self.committed = False
+        # Names repeat: once each, they take next to nothing.
+        self._batches = [
+            batch.set_column(1, "queue", batch.column("queue").dictionary_encode())
+            if isinstance(command, StageCommand)
+            else batch
+            for batch in batches
+        ]
+        self.rows = sum(batch.num_rows for batch in batches)
+        self.bytes: int = sum(batch.nbytes for batch in self._batches)
         self.used_at_ms = 0
 
     def clear(self) -> None:
-        """Give the rows back."""
-        self.offsets, self.queues, self.bytes = pa.chunked_array([], pa.int64()), None, 0
+        """Note that it was committed, and give the rows back."""
+        self.committed = True
+        self._batches, self.bytes = [], 0
+
+    def offsets(self) -> list[int]:
+        """Return the offset of every row."""
+        return [each for batch in self._batches for each in batch.column("offset").to_pylist()]
 
     def assignments(self, from_offset: int, into: dict[int, list[str]]) -> None:
         """Add the assignments from an offset on."""
-        if self.queues is None:
-            return
-        for offsets, queues in zip(self.offsets.chunks, self.queues.chunks, strict=True):
+        for batch in self._batches:
+            queues = batch.column("queue")
             names = queues.dictionary.to_pylist()
-            for offset, index in zip(offsets.to_pylist(), queues.indices.to_pylist(), strict=True):
+            offsets = batch.column("offset").to_pylist()
+            for offset, index in zip(offsets, queues.indices.to_pylist(), strict=True):
                 if offset >= from_offset:
                     into.setdefault(offset, []).append(names[index])
 
@@ -207,10 +216,14 @@ def fill_offsets(stages: Sequence[Stage], command: CommitFill) -> list[int]:
             raise InvalidInput(
                 f"stage {stage.command.stage!r} is not one of a backfill of {command.queue!r:.100}"
             )
+        if stage.committed:
+            raise InvalidInput(
+                f"stage {stage.command.stage!r} was committed before, its rows are gone"
+            )
         if stage.command.begin > at:
             break
         at = max(at, stage.command.end)
-        offsets.update(stage.offsets.to_pylist())
+        offsets.update(stage.offsets())
     if at < command.end:
         raise InvalidInput(
             f"the stages leave a gap at offset {at} of [{command.begin}, {command.end})"

@@ -7,7 +7,7 @@ foreign clients, and as JSON beside it, from which :func:`revive` makes the exce
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
@@ -41,7 +41,6 @@ __all__ = [
 PROTOCOL: Final = 1
 # gRPC bounds headers to 8 KiB, and the text travels twice.
 MAX_ERROR_CHARS: Final = 1_000
-_T = TypeVar("_T")
 encode: Final = msgspec.json.Encoder().encode
 
 
@@ -176,7 +175,7 @@ class CollectCommand(_Command):
     dry_run: bool = True
 
 
-def decode(body: bytes, kind: type[_T], what: str) -> _T:
+def decode(body: bytes, kind: Any, what: str) -> Any:
     """Read JSON that a client has sent; an empty body is an empty object."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
@@ -206,4 +205,5 @@ def revive(extra: bytes | None) -> PenstockError | None:
     kind: Any = getattr(errors, found.error, None)
     if not isinstance(kind, type) or not issubclass(kind, PenstockError):
         kind = PenstockError
-    return kind(found.message)
+    error: PenstockError = kind(found.message)
+    return error

@@ -186,7 +186,8 @@ class LogAudit:
         for row in rows:
             try:
                 metadata = decode_metadata(row[1])
-                if not 0 <= metadata.published_at_ms <= self._findings.now_ms:
+                # The clock may have been set back, but not by centuries.
+                if not 0 <= metadata.published_at_ms <= self._findings.now_ms + MAX_DURATION_MS:
                     raise CorruptRecord("published at a time that has yet to come")  # noqa: TRY301
                 if not 0 <= metadata.delay_ms <= MAX_DURATION_MS:
                     raise CorruptRecord("a delay that is longer than any")  # noqa: TRY301

@@ -59,7 +59,9 @@ _unpack_main: Final = Struct(">IQ").unpack
 _pack_slot: Final = Struct(">QQ").pack
 _pack_u64: Final = Struct(">Q").pack
 _pack_delayed: Final = Struct(">BIQQ").pack
+# Bounds of what is kept in memory of late: some 20 MB each at the very most.
 RECENT_ITEMS: Final = 20_000
+RECENT_BYTES: Final = 1_024
 _NO_PRIORITY: Final = b"\xff"
 _LANE_AT: Final = 5
 _SLOT_BYTES: Final = 16
@@ -105,7 +107,9 @@ class IndexedActive:
         # While more has come due than one call's budget moved, FIFO heads are judged by how far
         # that got.
         self._due_up_to_ms: int | None = None
-        # Recently claimed messages, so that settling them soon needs no read: (queue, id) -> item
+        # Messages that came in or were claimed just now, so that a claim or an ack that follows
+        # soon needs no read: key -> record and item, (queue, id) -> item.
+        self._fresh: dict[bytes, tuple[bytes, Item]] = {}
         self._recent: dict[tuple[int, int], Item] = {}
         # FIFO queues that lost a message in flight to corruption: which group is unknown.
         self._recount: set[int] = set()
@@ -116,6 +120,7 @@ class IndexedActive:
     def load(self, queue: Queue) -> None:
         """Find the lanes in use by skipping from lane to lane: one seek each, at any depth."""
         self._recent.clear()
+        self._fresh.clear()
         directory = self._directories[queue.number] = _Directory(queue.number)
         self._queues[queue.number] = queue
         number = queue.number.to_bytes(4, "big")
@@ -166,7 +171,9 @@ class IndexedActive:
         put = batch.put
         available, index = self._available.family, self._index.family
         prefix, number, fifo = directory.prefix, queue.number, queue.fifo
-        ring = directory.ring
+        ring, fresh = directory.ring, self._fresh
+        if len(fresh) > RECENT_ITEMS:
+            fresh.clear()
         delayed = 0
         for item in items:
             message_id = item.key = item.message_id
@@ -192,6 +199,8 @@ class IndexedActive:
                 self._due.lower(number, visible_at)
                 if not fifo:
                     continue
+            if len(record) <= RECENT_BYTES:
+                fresh[main] = (record, item)
             put(key, main, index)
             # The usual case (the lane is known and its lowest key is lower) costs two look-ups.
             lanes = ring.get(lane[:-1])
@@ -356,41 +365,51 @@ class IndexedActive:
         available, index = self._available.family, self._index.family
         in_progress = self._in_progress.family
         number, recent = queue.number, self._recent
-        prefix = number.to_bytes(4, "big")
         if len(recent) > RECENT_ITEMS:
             recent.clear()
         items = []
-        # The entry's key names its message; what its value says is for other readers.
-        mains = [prefix + key[-8:] for key, _ in rows]
-        for (key, _), main, record in zip(
-            rows, mains, self._available.multi_get(mains), strict=True
-        ):
+        for key, main, record, item in self._entries(queue, rows):
             delete(key, index)
-            if record is None:
-                self._heal(batch, queue, key)
+            if record is not None:
+                delete(main, available)
+            if item is None:
+                if record is None:
+                    self._heal(batch, queue, key)
+                else:
+                    queue.counts.available -= 1
+                    self._unhold(batch, queue, group_of(key[_LANE_AT:-_SLOT_BYTES]), 1)
                 continue
-            delete(main, available)
-            try:
-                contents, _, id8, attempts, forgiven, visible_at, _ = decode_stored_item(record)
-            except CorruptRecord as error:
-                self._quarantine("available", main, record, str(error))
-                queue.counts.available -= 1
-                self._unhold(batch, queue, group_of(key[_LANE_AT:-_SLOT_BYTES]), 1)
-                continue
+            assert record is not None
             put(main, with_lease(record, lease), in_progress)
-            message_id = int.from_bytes(id8, "big")
-            item = recent[number, message_id] = Item(
-                message_id,
-                message_id,
-                key[_LANE_AT:-_SLOT_BYTES],
-                attempts + 1 if attempts < MAX_ATTEMPTS else attempts,
-                forgiven,
-                visible_at,
-                contents,
-                lease,
-            )
+            item.lease = lease
+            if item.attempts < MAX_ATTEMPTS:
+                item.attempts += 1
+            if len(record) <= RECENT_BYTES:
+                recent[number, item.key] = item
             items.append(item)
         return items
+
+    def _entries(
+        self, queue: Queue, rows: list[tuple[bytes, bytes]]
+    ) -> Iterable[tuple[bytes, bytes, bytes | None, Item | None]]:
+        """Find the records of index entries, from memory where they are fresh."""
+        # The entry's key names its message; what its value says is for other readers.
+        prefix = queue.number.to_bytes(4, "big")
+        mains = [prefix + key[-8:] for key, _ in rows]
+        known = [self._fresh.pop(main, None) for main in mains]
+        if None not in known:
+            for (key, _), main, (record, item) in zip(rows, mains, known, strict=True):  # type: ignore[misc]
+                yield key, main, record, item
+            return
+        stored = self._available.multi_get(mains)
+        for (key, _), main, found in zip(rows, mains, stored, strict=True):
+            item = None
+            if found is not None:
+                try:
+                    item = _decode(found)
+                except CorruptRecord as error:
+                    self._quarantine("available", main, found, str(error))
+            yield key, main, found, item
 
     def _heal(self, batch: Batch, queue: Queue, key: bytes) -> None:
         """Count and tell of an index entry without its message; the caller has deleted it."""
@@ -529,6 +548,8 @@ class IndexedActive:
         timers = [
             _pack_delayed(0, queue.number, item.visible_at_ms, item.message_id) for item in items
         ]
+        for item in items:
+            self._fresh.pop(_pack_main(queue.number, item.key), None)
         for item, timer, delayed in zip(items, timers, self._index.multi_get(timers), strict=True):
             slot = _pack_slot(0 if queue.fifo else item.visible_at_ms, item.message_id)
             batch.delete(_pack_main(queue.number, item.key), self._available.family)
@@ -580,9 +601,7 @@ class IndexedActive:
         """Decode a record, or have it put aside."""
         in_flight = state is State.IN_FLIGHT
         try:
-            contents, index_key, id8, attempts, forgiven, visible_at, lease = decode_stored_item(
-                record
-            )
+            item = _decode(record)
         except CorruptRecord as error:
             table = "in_progress" if in_flight else "available"
             if not self._quarantine(table, main, record, str(error)):
@@ -594,10 +613,16 @@ class IndexedActive:
             else:
                 self._lose_entries(queue, main)
             return None
-        key = int.from_bytes(id8, "big")
-        lane = index_key[_LANE_AT:-_SLOT_BYTES]
-        attempts = min(attempts + in_flight, MAX_ATTEMPTS)
-        return Item(key, key, lane, attempts, forgiven, visible_at, contents, lease)
+        if in_flight and item.attempts < MAX_ATTEMPTS:
+            item.attempts += 1
+        return item
+
+
+def _decode(record: bytes) -> Item:
+    contents, index_key, id8, attempts, forgiven, visible_at, lease = decode_stored_item(record)
+    key = int.from_bytes(id8, "big")
+    lane = index_key[_LANE_AT:-_SLOT_BYTES]
+    return Item(key, key, lane, attempts, forgiven, visible_at, contents, lease)
 
 
 def _main_of(index_key: bytes) -> bytes:

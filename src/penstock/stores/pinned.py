@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from penstock.codec import log as log_codec
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from penstock.kv import Table, View
     from penstock.model import LogStats, QueueStats, StoreStats
     from penstock.stores.core import Identity
+    from penstock.stores.metadata_log import Segment
     from penstock.stores.queues import Queue
 
 __all__ = ["LiveRow", "Pinned", "live_keys"]
@@ -78,16 +80,25 @@ class Pinned:
         self.stats = stats
         self._payloads = self.table("payloads")
         self._leases = self.table("leases")
-        # Reads segments and settings now, so that they are of this moment even if it is late.
-        self._log = MetadataLog(self.table("log"), f"{identity.store_id:08x}", self._leave_out)
-        queues = self.table("queues")
-        self.queues: dict[str, Queue] = {
-            queue.name: queue for queue in sorted(QueueTable(queues).load(), key=lambda q: q.name)
-        }
-        coverage = CoverageTable(queues)
-        self.draining = {
-            name for name, queue in self.queues.items() if coverage.get(queue).draining
-        }
+
+    # Read when they are first asked for: whoever pins a store holds up everybody else.
+
+    @cached_property
+    def queues(self) -> dict[str, Queue]:
+        """Every queue, by name, with its counters."""
+        found = QueueTable(self.table("queues")).load()
+        return {queue.name: queue for queue in sorted(found, key=lambda queue: queue.name)}
+
+    @cached_property
+    def draining(self) -> set[str]:
+        """The names of queues that take no more messages."""
+        coverage = CoverageTable(self.table("queues"))
+        return {name for name, queue in self.queues.items() if coverage.get(queue).draining}
+
+    @cached_property
+    def _segments(self) -> list[Segment]:
+        table, identity = self.table("log"), f"{self.identity.store_id:08x}"
+        return MetadataLog(table, identity, self._leave_out).segments
 
     def __enter__(self) -> Self:
         return self
@@ -123,7 +134,7 @@ class Pinned:
         table = self.table("log")
         key = log_codec.metadata_log_key(f"{self.identity.store_id:08x}", str(log))
         end = min(end, self.log_stats.end)
-        segments = self._log.segments
+        segments = self._segments
         for at, segment in enumerate(segments):
             following = segments[at + 1].start_offset if at + 1 < len(segments) else None
             if segment.start_offset >= end or (following is not None and following <= begin):

@@ -161,7 +161,7 @@ def _queue_pieces(
     for queue, depth in zip(queues, depths, strict=True):
         share = max(1, -(-depth * count // total))
         for name, prefix, width in _ranges(pinned, table, queue):
-            for begin, end in _key_ranges(pinned, name, prefix, width, share):
+            for begin, end in _key_ranges(pinned, name, prefix, width, share, low):
                 yield QueueKeys(queue.name, name, begin, end, low, high)
 
 
@@ -191,15 +191,18 @@ def _ranges(pinned: Pinned, table: str, queue: Queue) -> list[tuple[str, bytes, 
 
 
 def _key_ranges(
-    pinned: Pinned, table: str, prefix: bytes, width: int, count: int
+    pinned: Pinned, table: str, prefix: bytes, width: int, count: int, least: int
 ) -> Iterator[tuple[bytes, bytes]]:
-    """Cut the keys under a prefix by the u64 after it.
+    """Cut the keys under a prefix by the u64 after it, from the one on that may hold ``least``.
 
     In a bucket's number the highest bits are its size, so that numbers lie in a few dense runs.
     """
     source = pinned.table(table)
     for run in range(MAX_BUCKET_EXPONENT + 1):
-        low = prefix + (run << _NUMBER_BITS).to_bytes(8, "big")
+        start = least - least % opendata.capacity(run)
+        if start >> _NUMBER_BITS:
+            return
+        low = prefix + (run << _NUMBER_BITS | start).to_bytes(8, "big")
         # One byte longer than any key of the run.
         high = prefix + ((run + 1 << _NUMBER_BITS) - 1).to_bytes(8, "big") + b"\xff" * (width + 1)
         bounds = _ends(source, low, high)

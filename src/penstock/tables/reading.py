@@ -36,8 +36,21 @@ _Rows = list[tuple[Any, ...]]
 def read(pinned: Pinned, part: Part, selection: Selection) -> Iterator[pa.RecordBatch]:
     """Read a part of a table, a batch of bounded size at a time."""
     reader: Callable[[Pinned, Any, Selection], Iterator[pa.RecordBatch]] = _READERS[selection.table]
-    for piece in part:
-        yield from reader(pinned, piece, selection)
+    yield from _joined(batch for piece in part for batch in reader(pinned, piece, selection))
+
+
+def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Join small batches: a store may have thousands of queues with a few rows each."""
+    small: list[pa.RecordBatch] = []
+    rows = size = 0
+    for batch in batches:
+        small.append(batch)
+        rows, size = rows + batch.num_rows, size + batch.nbytes
+        if rows >= BATCH_ROWS // 2 or size >= BATCH_BYTES:
+            yield pa.concat_batches(small) if len(small) > 1 else batch
+            small, rows, size = [], 0, 0
+    if small:
+        yield pa.concat_batches(small)
 
 
 # --- what carries metadata --------------------------------------------------------------------

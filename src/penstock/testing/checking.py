@@ -23,7 +23,7 @@ def assert_clean(broker: Broker) -> None:
             ...
             assert_clean(broker)
     """
-    with broker._lock:  # noqa: SLF001 - so that a broker that is being closed can be checked too
+    with broker._lock:  # noqa: SLF001 - a look at the store that no verb gives
         store: Any = broker._store  # noqa: SLF001
         report = audit(store, now_ms=store.time_floor_ms())
     if not report.clean:
