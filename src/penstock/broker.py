@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         SweepCounts,
         Value,
     )
+    from penstock.stores.audit import AuditReport
     from penstock.stores.contract import Store
     from penstock.stores.pinned import Pinned
     from penstock.stores.plans import BackfillPlan, LiveFilters, RoutePlan, StoreInfo
@@ -101,9 +102,7 @@ class Broker:
         self._alarm_at_ms: int | None = None
         self._closed = False
         self._inline = store.routing() == "inline"
-        self._matcher = Matcher(
-            {name: parse(text) for name, text in sorted(store.live_filters().items())}
-        )
+        self._matcher = _matcher(store)
         self._committer = Committer(store.sync, lambda: store.commits, relaxed=relaxed)
         self._sweeper: threading.Thread | None = None
         if background:
@@ -724,6 +723,20 @@ class Broker:
         self._committer.wait(number)
         return removed
 
+    def check(self, *, repair: bool = False) -> AuditReport:
+        """Hold the store to its invariants; with ``repair``, mend what can be mended.
+
+        Nobody else is let in meanwhile. A store that is sound is not written to.
+        """
+        with self._lock:
+            report = self._store.audit(repair=repair, now_ms=self._now_ms())
+            if repair and report.found:
+                self._matcher = _matcher(self._store)
+            self._after_change()
+            number = self._store.commits
+        self._committer.wait(number)
+        return report
+
     # --- time ------------------------------------------------------------------------------
 
     def sweep(self, *, budget: int = SWEEP_BUDGET) -> SweepCounts:
@@ -795,6 +808,10 @@ class Broker:
     def _check_open(self) -> None:
         if self._closed:
             raise BrokerClosed("the broker is closed")
+
+
+def _matcher(store: Store) -> Matcher[str]:
+    return Matcher({name: parse(text) for name, text in sorted(store.live_filters().items())})
 
 
 def _ordering(ordering: Ordering | str) -> Ordering:

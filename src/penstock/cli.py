@@ -38,6 +38,7 @@ COMMANDS: Final = {
     "route": ("routing", "Put what the logs hold into the queues."),
     "backfill": ("routing", "Fill a queue from the log with what it wants and has not had."),
     "serve": ("serve", "Serve a store over Arrow Flight."),
+    "check": ("checking", "Hold the store to its invariants."),
     "import": ("importing", "Bring another queue's database in."),
     "filter": ("filtering", "Try filters out."),
 }

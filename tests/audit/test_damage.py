@@ -14,7 +14,7 @@ from penstock.codec.encodings import encode_seq_block, terminated
 from penstock.codec.opendata import payload_key
 from penstock.codec.stored import decode_lease, encode_lease
 from penstock.stores.audit import Kind
-from penstock.stores.audit_report import AuditReport
+from penstock.stores.audit.report import AuditReport
 from penstock.stores.queues import Counts, QueueTable
 
 if TYPE_CHECKING:

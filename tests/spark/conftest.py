@@ -10,6 +10,7 @@ import pytest
 
 import penstock
 from penstock.filters import Row, parse
+from penstock.server import in_process_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ def java() -> None:
 @pytest.fixture(scope="session")
 def spark(java: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     """Give the session; a task is tried up to four times, as on a cluster."""
-    from penstock.spark import session
+    from penstock.spark import session  # noqa: PLC0415 - pyspark may be missing
 
     place = tmp_path_factory.mktemp("spark")
     running = session(
@@ -69,8 +70,6 @@ class World:
 
     def open(self) -> None:
         """Open the store and serve it, at the port of the last time if there was one."""
-        from penstock.server import in_process_server
-
         self.broker = penstock.open(
             f"rocksdb:{self.path}",
             durability="relaxed",
@@ -134,13 +133,12 @@ class World:
         """Evaluate every filter on every message that was published."""
         if filters is None:
             filters = {queue.name: queue.filter for queue in self.broker.queues()}
+        messages = sorted(self.published.items())
         parsed = {name: parse(text) for name, text in filters.items()}
         return {
             name: [
                 message_id
-                for message_id, (attributes, group, priority, size) in sorted(
-                    self.published.items()
-                )
+                for message_id, (attributes, group, priority, size) in messages
                 if one.matches(Row(attributes, group, priority, 0, size))
             ]
             for name, one in parsed.items()

@@ -93,7 +93,7 @@ def test_pieces_cover_their_stretches(
 
 
 def test_data_loss_is_told_or_left_out() -> None:
-    with pytest.raises(InvalidInput, match="data loss: offsets 5 to 10 of log 0.*failOnDataLoss"):
+    with pytest.raises(InvalidInput, match=r"data loss: offsets 5 to 10 of log 0.*failOnDataLoss"):
         check_kept([Stretch(0, 5, 50)], 10, fail=True)
     assert check_kept([Stretch(0, 5, 50), Stretch(1, 2, 9)], 10, fail=False) == [Stretch(0, 10, 50)]
 

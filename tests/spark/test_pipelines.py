@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,10 +83,6 @@ def test_a_worker_that_is_killed(spark: SparkSession, world: Any, tmp_path: Path
     flag = str(tmp_path / "killed-once")
 
     def kill_once(batches: Any) -> Any:
-        import os
-        import signal
-        from pathlib import Path
-
         for batch in batches:
             if not Path(flag).exists():
                 Path(flag).touch()

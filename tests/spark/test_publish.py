@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,8 +13,6 @@ pytest.importorskip("pyspark", reason="pyspark is not installed")
 from penstock.model import State
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("spark")]
@@ -84,8 +83,6 @@ def test_a_task_that_fails_publishes_nothing_twice(
     flag = str(tmp_path / "failed-once")
 
     def fail_once(batches: Any) -> Any:
-        from pathlib import Path
-
         for number, batch in enumerate(batches):
             if number == 2 and not Path(flag).exists():
                 Path(flag).touch()

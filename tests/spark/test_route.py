@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,11 +16,14 @@ pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 from pyspark.errors import StreamingQueryException
 
+from penstock.clock import SystemClock
 from penstock.errors import InvalidInput
+from penstock.server.stages import Stages
 from penstock.spark.route import AVAILABLE_NOW, route, status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from pyspark.sql import SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("spark")]
 
 SECONDS = 60
+clock = SystemClock()
 
 
 def run(spark: SparkSession, world: Any, checkpoint: Path, *, max_offsets: int = 1000) -> Any:
@@ -56,10 +58,14 @@ def start(
 
 
 def wait_for(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
+    deadline_ms = clock.now_ms() + SECONDS * 1000
     while not what():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
+        assert clock.now_ms() < deadline_ms, "it did not happen in time"
+        pause(50)
+
+
+def pause(ms: int) -> None:
+    threading.Event().wait(ms / 1000)
 
 
 def routed(world: Any) -> bool:
@@ -210,8 +216,6 @@ def test_queues_come_and_go_while_it_runs(spark: SparkSession, world: Any, tmp_p
 def test_a_task_that_fails_is_tried_again(
     spark: SparkSession, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.server.stages import Stages
-
     world.make_queues()
     world.publish(1_500)
     add = Stages.add
@@ -232,8 +236,6 @@ def test_a_task_that_fails_is_tried_again(
 def test_stages_that_were_lost_are_matched_again(
     spark: SparkSession, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.server.stages import Stages
-
     world.make_queues()
     world.publish(1_500)
     get = Stages.get
@@ -258,7 +260,7 @@ def test_a_server_that_restarts_under_the_running_query(
     query = start(spark, world, tmp_path / "ckpt", max_offsets=200)
     for _ in range(3):
         world.publish(1_000)
-        time.sleep(0.3)
+        pause(300)
         world.close()
         world.open()
     world.publish(1_000)
@@ -299,27 +301,19 @@ def test_a_driver_that_is_killed(spark: SparkSession, world: Any, tmp_path: Path
     assert world.content() == world.naive()
 
 
-def test_two_threads_start_it_at_once(spark: SparkSession, world: Any, tmp_path: Path) -> None:
+def test_two_that_run_at_once(spark: SparkSession, world: Any, tmp_path: Path) -> None:
     world.make_queues()
     world.publish(2_000)
-    queries: list[StreamingQuery] = []
-
-    def one(number: int) -> None:
-        queries.append(
-            route(
-                world.location,
-                spark=spark,
-                checkpoint=tmp_path / f"ckpt{number}",
-                max_offsets=100,
-                name=f"route{number}",
-            )
+    queries = [
+        route(
+            world.location,
+            spark=spark,
+            checkpoint=tmp_path / f"ckpt{number}",
+            max_offsets=100,
+            name=f"route{number}",
         )
-
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        for number in range(2)
+    ]
     wait_for(lambda: routed(world) and sum(query.isActive for query in queries) == 1)
     errors = [str(query.exception()) for query in queries if not query.isActive]
     assert len(errors) == 1

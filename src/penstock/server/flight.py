@@ -203,6 +203,8 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
                     writer.write(wire.encode(counts))
             else:
                 stage = staging.receive(command, reader, self.stages.room())
+                if isinstance(command, wire.FillStage):
+                    stage.filter = self._broker.queue(command.queue).filter
                 self.stages.add(stage)
                 writer.write(wire.encode({"staged": stage.rows}))
 
@@ -259,9 +261,9 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         if stages and all(stage.committed for stage in stages):
             return {"added": 0, "already": 0, "missing": 0}
         offsets = staging.fill_offsets(stages, command)
-        filled = self._broker.fill(
-            command.queue, command.begin, command.end, offsets, filter=command.filter
-        )
+        # Who does not say what was matched by is taken to mean the filter of the time of staging.
+        text = command.filter or next((stage.filter for stage in stages), None)
+        filled = self._broker.fill(command.queue, command.begin, command.end, offsets, filter=text)
         for stage in stages:
             stage.clear()
         return {"added": filled.added, "already": filled.already, "missing": filled.missing}

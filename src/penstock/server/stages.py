@@ -44,6 +44,7 @@ class Stage:
         check_count(command.end, "end", command.begin, limits.MAX_OFFSET)
         self.command = command
         self.committed = False
+        self.filter: str | None = None
         # Names repeat: once each, they take next to nothing.
         self._batches = [
             batch.set_column(1, "queue", batch.column("queue").dictionary_encode())

@@ -109,13 +109,13 @@ def _begin(start: Mapping[int, int], log: int, end: int) -> int:
 
 
 def cut(stretches: Iterable[Stretch], pieces: int, least: int = LEAST_PIECE) -> list[Stretch]:
-    """Cut stretches into about ``pieces`` of like width, none of them very small."""
+    """Cut stretches into about ``pieces`` of like width, but none for the sake of a few offsets."""
     whole = list(stretches)
     width = sum(stretch.end - stretch.begin for stretch in whole)
     step = max(least, -(-width // max(1, pieces)))
     parts: list[Stretch] = []
     for log, begin, end in whole:
-        count = max(1, (end - begin) // step)
+        count = -(-(end - begin) // step)
         borders = [begin + (end - begin) * number // count for number in range(count + 1)]
         parts += [Stretch(log, *pair) for pair in pairwise(borders)]
     return parts

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         StoreStats,
         SweepCounts,
     )
+    from penstock.stores.audit import AuditReport
     from penstock.stores.pinned import Pinned
     from penstock.stores.plans import (
         BackfillPlan,
@@ -228,6 +229,9 @@ class Store(Protocol):
 
     def available(self, queue_name: str) -> int | None:
         """Return how many messages of a queue are available, as last counted; None: it is gone."""
+
+    def audit(self, *, repair: bool, now_ms: int) -> AuditReport:
+        """Hold the store to its invariants; mend what can be mended if asked to."""
 
     # --- time and durability
     def sweep(self, now_ms: int, budget: int) -> SweepCounts:

@@ -22,8 +22,6 @@ starts there.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from struct import Struct
 from typing import TYPE_CHECKING, Final
 
 from penstock.codec.stored import decode_stored_item, encode_stored_item, with_lease
@@ -33,6 +31,19 @@ from penstock.limits import MAX_ATTEMPTS
 from penstock.model import State
 from penstock.stores.active import NO_LEASE, Item, group_of
 from penstock.stores.due import DueHeap
+from penstock.stores.indexed_directory import (
+    DELAYED,
+    READY,
+    Directory,
+    Held,
+    lane_of_key,
+    main_of,
+    pack_main,
+    pack_slot,
+    past,
+    timer_key,
+    visible_at_of_timer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -52,44 +63,10 @@ TABLES: Final[Mapping[str, Shape]] = {
     "groups": Shape.SHORT_LIVED,
 }
 
-_DELAYED: Final = b"\x00"
-_READY: Final = b"\x01"
-_pack_main: Final = Struct(">IQ").pack
-_unpack_main: Final = Struct(">IQ").unpack
-_pack_slot: Final = Struct(">QQ").pack
-_pack_u64: Final = Struct(">Q").pack
-_pack_delayed: Final = Struct(">BIQQ").pack
 # Bounds of what is kept in memory of late: some 20 MB each at the very most.
 RECENT_ITEMS: Final = 20_000
 RECENT_BYTES: Final = 1_024
 _NO_PRIORITY: Final = b"\xff"
-_LANE_AT: Final = 5
-_SLOT_BYTES: Final = 16
-
-
-class _Held:
-    """A FIFO group that can't be claimed from, and where its lane goes on.
-
-    It has ``count`` messages in flight, or (0) a head that is not visible yet.
-    """
-
-    __slots__ = ("count", "lanes")
-
-    def __init__(self, count: int, lanes: dict[bytes, bytes]) -> None:
-        self.count = count
-        self.lanes = lanes
-
-
-class _Directory:
-    """What memory keeps about a queue: its groups in turn, and the lowest live key per lane."""
-
-    __slots__ = ("held", "prefix", "ring")
-
-    def __init__(self, number: int) -> None:
-        self.prefix = _READY + number.to_bytes(4, "big")
-        # group -> {lane: lowest key that may be alive}; the first group is next in turn
-        self.ring: OrderedDict[bytes, dict[bytes, bytes]] = OrderedDict()
-        self.held: dict[bytes, _Held] = {}
 
 
 class IndexedActive:
@@ -101,7 +78,7 @@ class IndexedActive:
         self._index = engine.table("visibility_index")
         self._groups = engine.table("groups")
         self._quarantine = quarantine
-        self._directories: dict[int, _Directory] = {}
+        self._directories: dict[int, Directory] = {}
         self._queues: dict[int, Queue] = {}
         self._due: DueHeap[int] = DueHeap()
         # While more has come due than one call's budget moved, FIFO heads are judged by how far
@@ -121,25 +98,25 @@ class IndexedActive:
         """Find the lanes in use by skipping from lane to lane: one seek each, at any depth."""
         self._recent.clear()
         self._fresh.clear()
-        directory = self._directories[queue.number] = _Directory(queue.number)
+        directory = self._directories[queue.number] = Directory(queue.number)
         self._queues[queue.number] = queue
         number = queue.number.to_bytes(4, "big")
-        for key, record in rows_of(self._groups, number, _after(number)):
+        for key, record in rows_of(self._groups, number, past(number)):
             if len(record) == 4:
-                directory.held[key[4:]] = _Held(int.from_bytes(record, "big"), {})
+                directory.held[key[4:]] = Held(int.from_bytes(record, "big"), {})
             else:
                 self._quarantine("groups", key, record, f"{len(record)} bytes, not 4")
-                directory.held[key[4:]] = _Held(1, {})
+                directory.held[key[4:]] = Held(1, {})
                 self._recount.add(queue.number)
-        seek, end = directory.prefix, _after(directory.prefix)
+        seek, end = directory.prefix, past(directory.prefix)
         while rows := self._index.scan(seek, end, 1):
             key = rows[0][0]
-            lane = key[_LANE_AT:-_SLOT_BYTES]
-            self._offer(directory, lane, key)
-            seek = directory.prefix + lane + b"\xff" * (_SLOT_BYTES + 1)
-        delayed = _DELAYED + number
-        first = self._index.scan(delayed, _after(delayed), 1)
-        self._due.set(queue.number, _visible_at(first[0][0]) if first else None)
+            lane = lane_of_key(key)
+            directory.offer(lane, key)
+            seek = past(directory.prefix + lane)
+        delayed = DELAYED + number
+        first = self._index.scan(delayed, past(delayed), 1)
+        self._due.set(queue.number, visible_at_of_timer(first[0][0]) if first else None)
 
     def forget(self, queue: Queue) -> None:
         """Drop a queue's directory."""
@@ -150,18 +127,6 @@ class IndexedActive:
     def ready_groups(self, queue: Queue) -> int:
         """Return how many groups have something to claim, as far as memory knows."""
         return len(self._directories[queue.number].ring) or len(self._recount)
-
-    def _offer(self, directory: _Directory, lane: bytes, key: bytes) -> None:
-        """Note that a key can be claimed."""
-        group = group_of(lane)
-        held = directory.held.get(group)
-        lanes = directory.ring.get(group) if held is None else held.lanes
-        if lanes is None:
-            directory.ring[group] = {lane: key}
-        else:
-            lowest = lanes.get(lane)
-            if lowest is None or key < lowest:
-                lanes[lane] = key
 
     # --- in ------------------------------------------------------------------------------
 
@@ -181,8 +146,8 @@ class IndexedActive:
             if fifo:
                 item.lane = item.lane[:-1] + _NO_PRIORITY
             lane = item.lane
-            key = prefix + lane + _pack_slot(0 if fifo else visible_at, message_id)
-            main = _pack_main(number, message_id)
+            key = prefix + lane + pack_slot(0 if fifo else visible_at, message_id)
+            main = pack_main(number, message_id)
             record = encode_stored_item(
                 item.metadata,
                 key,
@@ -195,7 +160,7 @@ class IndexedActive:
             put(main, record, available)
             if visible_at > now_ms:
                 delayed += 1
-                put(_pack_delayed(0, number, visible_at, message_id), main + lane, index)
+                put(timer_key(number, visible_at, message_id), main + lane, index)
                 self._due.lower(number, visible_at)
                 if not fifo:
                     continue
@@ -205,10 +170,10 @@ class IndexedActive:
             # The usual case (the lane is known and its lowest key is lower) costs two look-ups.
             lanes = ring.get(lane[:-1])
             if lanes is None or lanes.get(lane, b"\xff") > key:
-                self._offer(directory, lane, key)
+                directory.offer(lane, key)
                 if fifo and visible_at <= now_ms:
                     # It may stand before the head that the group waits for.
-                    self._release_blocked(directory, lane[:-1])
+                    directory.unblock(lane[:-1])
         queue.counts.delayed += delayed
         queue.counts.available += len(items) - delayed
 
@@ -222,17 +187,17 @@ class IndexedActive:
                 break
             number = first[1]
             queue, directory = self._queues[number], self._directories[number]
-            prefix = _DELAYED + number.to_bytes(4, "big")
+            prefix = DELAYED + number.to_bytes(4, "big")
             # One more than the budget tells when the next is due.
-            rows = self._index.scan(prefix, _after(prefix), budget + 1)
+            rows = self._index.scan(prefix, past(prefix), budget + 1)
             count = 0
             for key, value in rows[:budget]:
-                if _visible_at(key) > now_ms:
+                if visible_at_of_timer(key) > now_ms:
                     break
                 count += 1
                 self._move_due(batch, queue, directory, key, value)
             rest = rows[count:]
-            self._due.set(number, _visible_at(rest[0][0]) if rest else None)
+            self._due.set(number, visible_at_of_timer(rest[0][0]) if rest else None)
             budget -= count
             queue.counts.delayed -= count
             queue.counts.available += count
@@ -240,7 +205,7 @@ class IndexedActive:
         return moved
 
     def _move_due(
-        self, batch: Batch, queue: Queue, directory: _Directory, key: bytes, value: bytes
+        self, batch: Batch, queue: Queue, directory: Directory, key: bytes, value: bytes
     ) -> None:
         batch.delete(key, self._index.family)
         main, lane = key[1:5] + key[-8:], value[12:]
@@ -254,17 +219,10 @@ class IndexedActive:
         if queue.fifo:
             ready = directory.prefix + lane + bytes(8) + main[4:]
         else:
-            ready = directory.prefix + lane + key[_LANE_AT:]
+            ready = directory.prefix + lane + key[-16:]
             batch.put(ready, main, self._index.family)
-        self._offer(directory, lane, ready)
-        self._release_blocked(directory, group_of(lane))
-
-    def _release_blocked(self, directory: _Directory, group: bytes) -> None:
-        """Let a claim look again at a FIFO group whose head was not visible."""
-        held = directory.held.get(group)
-        if held is not None and not held.count:
-            del directory.held[group]
-            directory.ring[group] = held.lanes
+        directory.offer(lane, ready)
+        directory.unblock(group_of(lane))
 
     def next_due_ms(self) -> int | None:
         """Return when the next delayed message comes due."""
@@ -311,7 +269,7 @@ class IndexedActive:
         return taken
 
     def _visit(
-        self, directory: _Directory, lanes: dict[bytes, bytes], limit: int
+        self, directory: Directory, lanes: dict[bytes, bytes], limit: int
     ) -> list[tuple[bytes, bytes]]:
         """Read up to ``limit`` index entries of a group and move its lanes' lowest keys on."""
         picked: list[tuple[bytes, bytes]] = []
@@ -319,7 +277,7 @@ class IndexedActive:
             room = limit - len(picked)
             if not room:
                 break
-            end = directory.prefix + lane + b"\xff" * (_SLOT_BYTES + 1)
+            end = past(directory.prefix + lane)
             rows = self._index.scan(lanes[lane], end, room + 1)
             if len(rows) > room:
                 lanes[lane] = rows[room][0]
@@ -333,7 +291,7 @@ class IndexedActive:
         self,
         batch: Batch,
         queue: Queue,
-        directory: _Directory,
+        directory: Directory,
         group: bytes,
         limit: int,
         now_ms: int,
@@ -341,7 +299,7 @@ class IndexedActive:
         """Read the visible head of a FIFO group and hold the group while it is in flight."""
         lanes = directory.ring.pop(group)
         rows = self._visit(directory, lanes, limit)
-        mains = [_main_of(key) for key, _ in rows]
+        mains = [main_of(key) for key, _ in rows]
         until_ms = now_ms if self._due_up_to_ms is None else self._due_up_to_ms
         visible = 0
         for record in self._available.multi_get(mains):
@@ -350,10 +308,10 @@ class IndexedActive:
                 break
             visible += 1
         if visible < len(rows):
-            lane = rows[visible][0][_LANE_AT:-_SLOT_BYTES]
+            lane = lane_of_key(rows[visible][0])
             lanes[lane] = min(rows[visible][0], lanes.get(lane, b"\xff"))
         if rows:
-            directory.held[group] = _Held(visible, lanes)
+            directory.held[group] = Held(visible, lanes)
         if visible:
             self._put_held(batch, queue, group, visible)
         return rows[:visible]
@@ -377,7 +335,7 @@ class IndexedActive:
                     self._heal(batch, queue, key)
                 else:
                     queue.counts.available -= 1
-                    self._unhold(batch, queue, group_of(key[_LANE_AT:-_SLOT_BYTES]), 1)
+                    self._unhold(batch, queue, group_of(lane_of_key(key)), 1)
                 continue
             assert record is not None
             put(main, with_lease(record, lease), in_progress)
@@ -416,13 +374,13 @@ class IndexedActive:
         self.healed += 1
         queue.counts.available = max(0, queue.counts.available - 1)
         log.warning("queue %s: removed an index entry without a message: %s", queue.name, key.hex())
-        self._unhold(batch, queue, group_of(key[_LANE_AT:-_SLOT_BYTES]), 1)
+        self._unhold(batch, queue, group_of(lane_of_key(key)), 1)
 
     def _lose_entries(self, queue: Queue, main: bytes) -> None:
         """Put the index entries of a lost message aside: nothing else knows which they are."""
         number = queue.number.to_bytes(4, "big")
-        for region in (_DELAYED + number, _READY + number):
-            for key, value in rows_of(self._index, region, _after(region)):
+        for region in (DELAYED + number, READY + number):
+            for key, value in rows_of(self._index, region, past(region)):
                 if key[-8:] == main[4:]:
                     self._lose(queue, key, value)
 
@@ -432,14 +390,14 @@ class IndexedActive:
             return
         self.healed += 1
         counts = queue.counts
-        if key[:1] == _DELAYED:
+        if key[:1] == DELAYED:
             counts.delayed = max(0, counts.delayed - 1)
         elif not (queue.fifo and self._has_timer(queue, key[-8:])):
             counts.available = max(0, counts.available - 1)
 
     def _has_timer(self, queue: Queue, id8: bytes) -> bool:
-        region = _DELAYED + queue.number.to_bytes(4, "big")
-        return any(key[-8:] == id8 for key, _ in rows_of(self._index, region, _after(region)))
+        region = DELAYED + queue.number.to_bytes(4, "big")
+        return any(key[-8:] == id8 for key, _ in rows_of(self._index, region, past(region)))
 
     # --- in flight -----------------------------------------------------------------------
 
@@ -450,7 +408,7 @@ class IndexedActive:
         if None not in found:
             return found
         missing = [at for at, item in enumerate(found) if item is None]
-        mains = [_pack_main(number, keys[at]) for at in missing]
+        mains = [pack_main(number, keys[at]) for at in missing]
         for at, main, record in zip(
             missing, mains, self._in_progress.multi_get(mains), strict=True
         ):
@@ -469,7 +427,7 @@ class IndexedActive:
         for item in items:
             key = item.key
             forget((number, key), None)
-            delete(_pack_main(number, key), family)
+            delete(pack_main(number, key), family)
         queue.counts.in_flight -= len(items)
         if queue.fifo:
             self._unhold_all(batch, queue, items)
@@ -482,7 +440,7 @@ class IndexedActive:
 
     def relabel(self, batch: Batch, queue: Queue, items: Sequence[Item], lease: bytes) -> None:
         """Write another split of the lease into in-progress records."""
-        mains = [_pack_main(queue.number, item.key) for item in items]
+        mains = [pack_main(queue.number, item.key) for item in items]
         for main, record in zip(mains, self._in_progress.multi_get(mains), strict=True):
             assert record is not None
             batch.put(main, with_lease(record, lease), self._in_progress.family)
@@ -498,23 +456,16 @@ class IndexedActive:
             self._unhold(batch, queue, group, count)
 
     def _unhold(self, batch: Batch, queue: Queue, group: bytes, count: int) -> None:
-        directory = self._directories[queue.number]
-        held = directory.held.get(group)
-        if held is None:
-            return
-        held.count -= count
-        self._put_held(batch, queue, group, held.count)
-        if held.count <= 0:
-            del directory.held[group]
-            if held.lanes:
-                directory.ring[group] = held.lanes
+        left = self._directories[queue.number].let_go(group, count)
+        if left is not None:
+            self._put_held(batch, queue, group, left)
 
-    def _recount_held(self, batch: Batch, queue: Queue, directory: _Directory) -> None:
+    def _recount_held(self, batch: Batch, queue: Queue, directory: Directory) -> None:
         """Count anew what each FIFO group has in flight."""
         self._recount.discard(queue.number)
         number = queue.number.to_bytes(4, "big")
         counts: dict[bytes, int] = {}
-        for main, record in rows_of(self._in_progress, number, _after(number)):
+        for main, record in rows_of(self._in_progress, number, past(number)):
             item = self._item(queue, State.IN_FLIGHT, main, record)
             if item is not None:
                 counts[group_of(item.lane)] = counts.get(group_of(item.lane), 0) + 1
@@ -534,7 +485,7 @@ class IndexedActive:
 
     def waiting(self, queue: Queue, keys: Sequence[int]) -> list[Item | None]:
         """Look messages up among available and delayed."""
-        return self._waiting(queue, [_pack_main(queue.number, key) for key in keys])
+        return self._waiting(queue, [pack_main(queue.number, key) for key in keys])
 
     def _waiting(self, queue: Queue, mains: list[bytes]) -> list[Item | None]:
         return [
@@ -545,14 +496,12 @@ class IndexedActive:
     def remove(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
         """Delete records with whichever index entries they have."""
         directory = self._directories[queue.number]
-        timers = [
-            _pack_delayed(0, queue.number, item.visible_at_ms, item.message_id) for item in items
-        ]
+        timers = [timer_key(queue.number, item.visible_at_ms, item.message_id) for item in items]
         for item in items:
-            self._fresh.pop(_pack_main(queue.number, item.key), None)
+            self._fresh.pop(pack_main(queue.number, item.key), None)
         for item, timer, delayed in zip(items, timers, self._index.multi_get(timers), strict=True):
-            slot = _pack_slot(0 if queue.fifo else item.visible_at_ms, item.message_id)
-            batch.delete(_pack_main(queue.number, item.key), self._available.family)
+            slot = pack_slot(0 if queue.fifo else item.visible_at_ms, item.message_id)
+            batch.delete(pack_main(queue.number, item.key), self._available.family)
             batch.delete(directory.prefix + item.lane + slot, self._index.family)
             if delayed is None:
                 queue.counts.available -= 1
@@ -560,23 +509,23 @@ class IndexedActive:
                 batch.delete(timer, self._index.family)
                 queue.counts.delayed -= 1
             if queue.fifo:
-                self._release_blocked(directory, group_of(item.lane))
+                directory.unblock(group_of(item.lane))
 
     def page(
         self, queue: Queue, state: State, after: bytes, limit: int
     ) -> tuple[list[Item], bytes | None]:
         """Read a page: available in claim order, delayed by due time, in flight by id."""
         number = queue.number.to_bytes(4, "big")
-        prefix = {State.IN_FLIGHT: b"", State.AVAILABLE: _READY, State.DELAYED: _DELAYED}[state]
+        prefix = {State.IN_FLIGHT: b"", State.AVAILABLE: READY, State.DELAYED: DELAYED}[state]
         if after and not after.startswith(prefix + number):
             raise InvalidInput("not a cursor of this queue and state; pass a page's next_cursor")
         found: list[Item | None]
         if state is State.IN_FLIGHT:
-            rows = self._in_progress.scan(after or number, _after(number), limit + 1)
+            rows = self._in_progress.scan(after or number, past(number), limit + 1)
             found = [self._item(queue, state, main, record) for main, record in rows[:limit]]
         else:
-            rows = self._index.scan(after or prefix + number, _after(prefix + number), limit + 1)
-            mains = [_main_of(key) for key, _ in rows[:limit]]
+            rows = self._index.scan(after or prefix + number, past(prefix + number), limit + 1)
+            mains = [main_of(key) for key, _ in rows[:limit]]
             found = self._waiting(queue, mains)
             for (key, value), item in zip(rows, found, strict=False):
                 if item is None:
@@ -584,9 +533,7 @@ class IndexedActive:
         items = [item for item in found if item is not None]
         if state is State.AVAILABLE and queue.fifo:
             # A delayed FIFO message stands in the order too; it is shown as delayed only.
-            timers = [
-                _pack_delayed(0, queue.number, item.visible_at_ms, item.key) for item in items
-            ]
+            timers = [timer_key(queue.number, item.visible_at_ms, item.key) for item in items]
             delayed = self._index.multi_get(timers)
             items = [item for item, timer in zip(items, delayed, strict=True) if timer is None]
         return items, rows[limit][0] if len(rows) > limit else None
@@ -594,7 +541,7 @@ class IndexedActive:
     def oldest(self, queue: Queue) -> Item | None:
         """Return the waiting message with the lowest id."""
         number = queue.number.to_bytes(4, "big")
-        rows = self._available.scan(number, _after(number), 1)
+        rows = self._available.scan(number, past(number), 1)
         return self._item(queue, State.AVAILABLE, *rows[0]) if rows else None
 
     def _item(self, queue: Queue, state: State, main: bytes, record: bytes) -> Item | None:
@@ -621,17 +568,8 @@ class IndexedActive:
 def _decode(record: bytes) -> Item:
     contents, index_key, id8, attempts, forgiven, visible_at, lease = decode_stored_item(record)
     key = int.from_bytes(id8, "big")
-    lane = index_key[_LANE_AT:-_SLOT_BYTES]
+    lane = lane_of_key(index_key)
     return Item(key, key, lane, attempts, forgiven, visible_at, contents, lease)
-
-
-def _main_of(index_key: bytes) -> bytes:
-    """Return the key of the message that an index entry is for."""
-    return index_key[1:5] + index_key[-8:]
-
-
-def _visible_at(delayed_key: bytes) -> int:
-    return int.from_bytes(delayed_key[_LANE_AT : _LANE_AT + 8], "big")
 
 
 def _visible_at_of(record: bytes) -> int:
@@ -639,8 +577,3 @@ def _visible_at_of(record: bytes) -> int:
         return decode_stored_item(record)[5]
     except CorruptRecord:
         return 0
-
-
-def _after(prefix: bytes) -> bytes:
-    """Return the first key after every key with this prefix (whose last byte is never ff)."""
-    return prefix + b"\xff" * 9

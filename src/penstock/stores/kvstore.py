@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from penstock.kv import Engine
     from penstock.model import QueueSpec
     from penstock.stores.active import ActiveSet, Quarantine
+    from penstock.stores.audit import AuditReport
 
 __all__ = ["KvStore"]
 
@@ -180,6 +181,13 @@ class KvStore:
     def commits(self) -> int:
         """How many commits were made: a change is durable once its commit is."""
         return self.core.commits
+
+    def audit(self, *, repair: bool, now_ms: int) -> AuditReport:
+        """Hold the store to its invariants."""
+        # Loaded when it is wanted: it is as large as the rest of the store.
+        from penstock.stores.audit import audit  # noqa: PLC0415
+
+        return audit(self, repair=repair, now_ms=now_ms)
 
     def take_woken(self) -> set[str]:
         """Return the queues that may have something to claim since the last call."""

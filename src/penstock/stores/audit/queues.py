@@ -11,7 +11,7 @@ import msgspec
 from penstock.codec.encodings import decode_seq_block, encode_seq_block
 from penstock.errors import CorruptRecord, InvalidFilter
 from penstock.filters import parse
-from penstock.stores.audit_report import Kind, all_of, outside
+from penstock.stores.audit.report import Kind, all_of, outside
 from penstock.stores.core import Identity, Totals
 from penstock.stores.coverage import Coverage, Stretch
 from penstock.stores.queues import Counts, Queue, QueueTable
@@ -19,8 +19,8 @@ from penstock.stores.queues import Counts, Queue, QueueTable
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.stores.audit_census import Census
-    from penstock.stores.audit_report import Findings
+    from penstock.stores.audit.census import Census
+    from penstock.stores.audit.report import Findings
 
 __all__ = [
     "check_counters",

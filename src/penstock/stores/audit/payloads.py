@@ -13,14 +13,14 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 from penstock.codec.opendata import payload_key, payload_prefix
-from penstock.stores.audit_report import Kind, all_of, outside
+from penstock.stores.audit.report import Kind, all_of, outside
 
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-    from penstock.stores.audit_log import LogAudit
-    from penstock.stores.audit_report import Findings
+    from penstock.stores.audit.log import LogAudit
+    from penstock.stores.audit.report import Findings
 
 __all__ = ["check_payloads"]
 

@@ -1,6 +1,6 @@
 """What an audit finds, and how it writes its repairs.
 
-The stages of an audit (``audit_queues``, ``audit_indexed`` and so on) each check some tables and
+The stages of an audit (``queues``, ``indexed`` and so on) each check some tables and
 tell a :class:`Findings` what is wrong; when it repairs, they hand it the changes as well.
 """
 

@@ -12,14 +12,14 @@ from penstock.codec import opendata, records
 from penstock.codec.metadata import decode_metadata
 from penstock.codec.summaries import Summary, decode_summary
 from penstock.errors import CorruptRecord
-from penstock.stores.audit_report import Kind, all_of, outside
+from penstock.stores.audit.report import Kind, all_of, outside
 from penstock.stores.open_bucket import OpenBucket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
-    from penstock.stores.audit_census import Census, Loser
-    from penstock.stores.audit_report import Findings
+    from penstock.stores.audit.census import Census, Loser
+    from penstock.stores.audit.report import Findings
     from penstock.stores.queues import Queue
 
 __all__ = ["BucketsAudit"]

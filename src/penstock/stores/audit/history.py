@@ -9,13 +9,13 @@ from penstock.codec.encodings import terminated
 from penstock.codec.metadata import decode_metadata
 from penstock.errors import CorruptRecord
 from penstock.model import State
-from penstock.stores.audit_report import Kind, all_of, outside
+from penstock.stores.audit.report import Kind, all_of, outside
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from penstock.stores.audit_census import Census, Loser
-    from penstock.stores.audit_report import Findings
+    from penstock.stores.audit.census import Census, Loser
+    from penstock.stores.audit.report import Findings
     from penstock.stores.queues import Queue
 
 __all__ = ["HistoryAudit"]

@@ -14,13 +14,13 @@ from penstock.codec.stored import decode_stored_item, encode_stored_item
 from penstock.errors import CorruptRecord
 from penstock.limits import MAX_ATTEMPTS
 from penstock.stores.active import NO_LEASE, group_of, lane_of
-from penstock.stores.audit_report import Kind, all_of, outside
+from penstock.stores.audit.report import Kind, all_of, outside
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from penstock.stores.audit_census import Census, Loser
-    from penstock.stores.audit_report import Findings
+    from penstock.stores.audit.census import Census, Loser
+    from penstock.stores.audit.report import Findings
     from penstock.stores.queues import Queue
 
 __all__ = ["IndexedAudit"]

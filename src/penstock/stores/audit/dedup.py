@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from penstock.stores.audit_report import Kind, all_of, outside
+from penstock.stores.audit.report import Kind, all_of, outside
 
 if TYPE_CHECKING:
-    from penstock.stores.audit_report import Findings
+    from penstock.stores.audit.report import Findings
 
 __all__ = ["check_dedup"]
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.codec.stored import LeaseRecord, decode_lease, encode_lease
 from penstock.errors import CorruptRecord
-from penstock.stores.audit_report import Kind, all_of
+from penstock.stores.audit.report import Kind, all_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.stores.audit_census import ActiveAudit
-    from penstock.stores.audit_report import Findings
+    from penstock.stores.audit.census import ActiveAudit
+    from penstock.stores.audit.report import Findings
 
 __all__ = ["check_leases"]
 

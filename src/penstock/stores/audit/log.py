@@ -11,13 +11,13 @@ from penstock.codec import log as codec
 from penstock.codec.metadata import decode_metadata
 from penstock.errors import CorruptRecord
 from penstock.limits import MAX_DURATION_MS
-from penstock.stores.audit_report import Kind, all_of
+from penstock.stores.audit.report import Kind, all_of
 from penstock.stores.metadata_log import LogSettings
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from penstock.stores.audit_report import Findings
+    from penstock.stores.audit.report import Findings
 
 __all__ = ["LogAudit"]
 

@@ -2,15 +2,15 @@
 
 One reading goes through the stages below, each of which owns some tables::
 
-    audit_queues     default, queues, unclaimed   what the store says of itself; counters
-    audit_indexed    available, in_progress,      live messages and the indexes over them
+    queues           default, queues, unclaimed   what the store says of itself; counters
+    indexed          available, in_progress,      live messages and the indexes over them
                      visibility_index, groups
-    audit_buckets    buckets                      the same, of the bucket design
-    audit_history    history                      done, failed, attempts
-    audit_leases     leases, lease_expiry         who holds what
-    audit_log        log                          segments and entries
-    audit_payloads   payloads                     payloads, references, cursors
-    audit_dedup      dedup                        dedup ids
+    buckets          buckets                      the same, of the bucket design
+    history          history                      done, failed, attempts
+    leases           leases, lease_expiry         who holds what
+    log              log                          segments and entries
+    payloads         payloads                     payloads, references, cursors
+    dedup            dedup                        dedup ids
 
 Everything is read by pages. In memory an audit holds a few integers for each message of the queue
 at hand, one integer for each copy of a message in any queue, and what is in flight.
@@ -28,15 +28,15 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from penstock.codec.log import SEQ_BLOCK_KEY
-from penstock.stores.audit_buckets import BucketsAudit
-from penstock.stores.audit_census import ActiveAudit, Census
-from penstock.stores.audit_dedup import check_dedup
-from penstock.stores.audit_history import HistoryAudit
-from penstock.stores.audit_indexed import IndexedAudit
-from penstock.stores.audit_leases import check_leases
-from penstock.stores.audit_log import LogAudit
-from penstock.stores.audit_payloads import check_payloads
-from penstock.stores.audit_queues import (
+from penstock.stores.audit.buckets import BucketsAudit
+from penstock.stores.audit.census import ActiveAudit, Census
+from penstock.stores.audit.dedup import check_dedup
+from penstock.stores.audit.history import HistoryAudit
+from penstock.stores.audit.indexed import IndexedAudit
+from penstock.stores.audit.leases import check_leases
+from penstock.stores.audit.log import LogAudit
+from penstock.stores.audit.payloads import check_payloads
+from penstock.stores.audit.queues import (
     check_counters,
     check_queues,
     check_sequence,
@@ -45,7 +45,7 @@ from penstock.stores.audit_queues import (
     counts_of,
     unclaimed_strangers,
 )
-from penstock.stores.audit_report import AuditReport, Findings, Kind, Violation
+from penstock.stores.audit.report import AuditReport, Findings, Kind, Violation
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -1,0 +1,30 @@
+"""Jobs over a broker's tables: archive, report, redrive, publish, backfill and collect.
+
+Each is a function that takes a Spark session and the broker's Flight location, and returns what it
+did. What removes or changes something says beforehand what it would do, with ``dry_run``.
+"""
+
+from __future__ import annotations
+
+from penstock.spark.jobs.archive import Archived, archive, read_history
+from penstock.spark.jobs.backfill import Backfill, backfill
+from penstock.spark.jobs.collect import CollectReport, collect
+from penstock.spark.jobs.publish import PublishReport, publish
+from penstock.spark.jobs.redrive import RedriveReport, redrive
+from penstock.spark.jobs.report import report, save_report
+
+__all__ = [
+    "Archived",
+    "Backfill",
+    "CollectReport",
+    "PublishReport",
+    "RedriveReport",
+    "archive",
+    "backfill",
+    "collect",
+    "publish",
+    "read_history",
+    "redrive",
+    "report",
+    "save_report",
+]

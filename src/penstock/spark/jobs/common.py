@@ -1,0 +1,85 @@
+"""What the jobs share: reading a table, and watching how far Spark has come."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock.clock import SystemClock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pyspark.sql import DataFrame, SparkSession
+
+__all__ = ["pinned", "read", "watched"]
+
+
+_LOOK_MS: Final = 250
+
+
+def read(
+    spark: SparkSession,
+    location: str,
+    table: str,
+    *,
+    queues: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    **options: Any,
+) -> DataFrame:
+    """Read a table of the broker; the snapshot is taken when a query is planned."""
+    reader = spark.read.format("penstock").options(location=location, table=table, **options)
+    if queues is not None:
+        reader = reader.option("queue", ",".join(queues))
+    if columns is not None:
+        reader = reader.option("columns", ",".join(columns))
+    return reader.load()
+
+
+def pinned(frame: DataFrame) -> DataFrame:
+    """Take the snapshot now and keep its rows: every later use sees the same ones.
+
+    A lost executor then fails the job, where a recomputation would read another moment.
+    """
+    return frame.localCheckpoint(eager=True)
+
+
+@contextmanager
+def watched(spark: SparkSession, progress: Callable[[int, int], None] | None) -> Iterator[None]:
+    """Tell ``progress`` how many tasks of the Spark jobs within are done, of how many known."""
+    if progress is None:
+        yield
+        return
+    clock = SystemClock()
+    context = spark.sparkContext
+    group = f"penstock-{clock.lease_id().hex()}"
+    context.setJobGroup(group, "penstock")
+    ended = threading.Condition()
+    stopped = False
+
+    def look() -> None:
+        tracker = context.statusTracker()
+        with ended:
+            while not stopped:
+                clock.wait(ended, _LOOK_MS)
+                done = total = 0
+                for job in tracker.getJobIdsForGroup(group):
+                    info = tracker.getJobInfo(job)
+                    for stage in info.stageIds if info else ():
+                        known = tracker.getStageInfo(stage)
+                        if known:
+                            done += known.numCompletedTasks
+                            total += known.numTasks
+                progress(done, total)
+
+    watcher = threading.Thread(target=look, name="penstock-progress", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        with ended:
+            stopped = True
+            ended.notify()
+        watcher.join()
+        context.setLocalProperty("spark.jobGroup.id", None)  # type: ignore[arg-type]

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+import penstock
+from penstock import Message
+from penstock.clock import ManualClock
+from penstock.flight_client import FlightStore
+from penstock.server import in_process_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from penstock.server import FlightListener
+
+PLACES = ["memory", "rocksdb"]
+DESIGNS = ["indexed", "buckets"]
+
+
+@pytest.fixture(params=[f"{place}-{design}" for place in PLACES for design in DESIGNS])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    place, design = request.param.split("-")
+    where = "memory:" if place == "memory" else f"rocksdb:{tmp_path / 'store'}"
+    return f"{where}?design={design}"
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def broker(url: str, clock: ManualClock) -> Iterator[penstock.Broker]:
+    with penstock.open(url, clock=clock, background=False) as opened:
+        yield opened
+
+
+@pytest.fixture
+def piped(url: str, clock: ManualClock) -> Iterator[penstock.Broker]:
+    """A broker whose routing is left to a pipeline."""
+    with penstock.open(url, clock=clock, background=False, routing="pipeline") as opened:
+        yield opened
+
+
+@pytest.fixture
+def server(broker: penstock.Broker, clock: ManualClock) -> Iterator[FlightListener]:
+    with in_process_server(broker, clock=clock) as listener:
+        yield listener
+
+
+@pytest.fixture
+def store(server: FlightListener) -> FlightStore:
+    return FlightStore(server.location)
+
+
+@pytest.fixture
+def piped_store(piped: penstock.Broker, clock: ManualClock) -> Iterator[FlightStore]:
+    with in_process_server(piped, clock=clock) as listener:
+        yield FlightStore(listener.location)
+
+
+@pytest.fixture
+def life(broker: penstock.Broker, clock: ManualClock) -> penstock.Broker:
+    """A store in which everything has happened: all states, groups, priorities, attempts."""
+    broker.create_queue("q", max_attempts=2, backoff_base_ms=0, bucket_exponent=1)
+    broker.create_queue("big", filter="n >= 20", ordering="fifo")
+    broker.create_queue("empty")
+    for start in (0, 30):
+        broker.publish(
+            Message(
+                b"p%d" % n,
+                {"queue": "q", "n": n, "f": n / 4, "even": n % 2 == 0, "none": None, "é": "ü"},
+                group=f"g{n % 3}",
+                priority=n % 4,
+                delay_ms=5_000 if n % 10 == 9 else 0,
+            )
+            for n in range(start, start + 30)
+        )
+        clock.advance(1_000)
+    taken = broker.claim("q", limit=25, consumer="w1")
+    clock.advance(10)
+    broker.ack([each.receipt for each in taken[:10]])
+    broker.release([each.receipt for each in taken[10:15]], reason="no good")
+    broker.release([each.receipt for each in taken[15:18]], delay_ms=9_000)
+    for _ in range(2):
+        again = broker.claim("q", limit=4, consumer="w2", lease_ms=50)
+        clock.advance(100)
+        broker.release([each.receipt for each in again], reason="expired anyway")
+    broker.claim("big", limit=4, consumer="w3")
+    return broker
