@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
-from pyspark.errors import PythonException, StreamingQueryException
+from pyspark.errors import AnalysisException, StreamingQueryException
 
 from penstock import ManualClock
 
@@ -154,7 +154,7 @@ def test_what_retention_took_is_told(
     frame = stream(spark, world, startingOffsets="earliest")
     to_parquet(frame, tmp_path).awaitTermination()
     earliest = lose_the_beginning(world, clock)
-    with pytest.raises(PythonException, match=f"data loss: offsets 1 to {earliest} of log 0"):
+    with pytest.raises(AnalysisException, match=f"data loss: offsets 1 to {earliest} of log 0"):
         world.reader(spark, "log", startingOffsets='{"0": 1}').collect()
     end = world.broker.log_stats().end
     kept = world.reader(spark, "log", startingOffsets='{"0": 1}', failOnDataLoss="false")

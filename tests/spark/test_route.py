@@ -204,8 +204,9 @@ def test_queues_come_and_go_while_it_runs(spark: SparkSession, world: Any, tmp_p
         world.broker.create_queue(name, filter=f"kind = 'k{number}'")
         live[name] = world.publish(300)
     world.broker.delete_queue("from0")
-    wait_for(lambda: routed(world))
+    wait_for(lambda: not query.isActive or routed(world))
     query.stop()
+    assert query.exception() is None
     expected = world.naive()
     for name, ids in live.items():
         if name in expected:

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
-from pyspark.errors import PythonException
+from pyspark.errors import AnalysisException
 from pyspark.sql.types import StructType
 
 import penstock
@@ -140,7 +140,7 @@ def test_a_schema_of_ones_own(spark: SparkSession, full: Any) -> None:
     chosen = reader.schema("queue STRING NOT NULL, message_id BIGINT NOT NULL").load()
     assert len(chosen.collect()) == 5
     wrong = StructType.fromDDL("queue INT, message_id BIGINT, sender STRING")
-    with pytest.raises(PythonException) as error:
+    with pytest.raises(AnalysisException) as error:
         reader.schema(wrong).load().collect()
     assert "queue is string, not int; sender is not there" in str(error.value)
 

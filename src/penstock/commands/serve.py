@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -16,6 +15,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = ["commands"]
+
+_SIGNALS: Final = {signal.SIGTERM, signal.SIGINT}
 
 
 @click.command("serve")
@@ -47,9 +48,8 @@ def serve(store: str, flight: str, port_file: Path | None) -> None:
     """
     host, port = _address(flight)
     listening = _listening()
-    stop = threading.Event()
-    for signal_ in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signal_, lambda *_: stop.set())
+    # Blocked in every thread from here on, so that they wait for this one to take them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     with (
         penstock.open(store) as broker,
         listening.in_process_server(broker, host=host, port=port) as server,
@@ -60,7 +60,7 @@ def serve(store: str, flight: str, port_file: Path | None) -> None:
             partial = port_file.with_name(port_file.name + ".part")
             partial.write_text(f"{server.port}\n")
             partial.replace(port_file)
-        stop.wait()
+        signal.sigwait(_SIGNALS)
         click.echo("stopping: no more calls are taken")
     if port_file is not None:
         port_file.unlink(missing_ok=True)

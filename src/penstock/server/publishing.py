@@ -115,6 +115,11 @@ class Publisher:
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
     column = batch.column(name)
     wanted = COLUMNS[name]
+    try:
+        # Arrow trusts what comes over the wire; what reads it here must not crash over it.
+        column.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise InvalidInput(f"column {name!r} is not valid: {error}") from None
     if column.type == wanted:
         return column
     try:

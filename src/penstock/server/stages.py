@@ -247,6 +247,7 @@ def receive(
     total = 0
     for chunk in reader:
         try:
+            chunk.data.validate(full=True)
             batch = chunk.data.select(list(wanted)).cast(pa.schema(list(wanted.items())))
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
             raise InvalidInput(f"stage {command.stage!r:.100}: {error}") from None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from penstock.stores.audit import audit
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.broker import Broker
@@ -23,9 +21,7 @@ def assert_clean(broker: Broker) -> None:
             ...
             assert_clean(broker)
     """
-    with broker._lock:  # noqa: SLF001 - a look at the store that no verb gives
-        store: Any = broker._store  # noqa: SLF001
-        report = audit(store, now_ms=store.time_floor_ms())
+    report = broker.check()
     if not report.clean:
         total = sum(report.found.values())
         lines = [

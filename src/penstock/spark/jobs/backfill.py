@@ -11,6 +11,7 @@ a backfill that is stopped goes on where it was, and nothing comes in twice.
 from __future__ import annotations
 
 import contextlib
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -113,9 +114,7 @@ def _fill(
         stages = [stage for stage, _, _ in staged]
         client = store(location)
         try:
-            filled = client.commit_fill(
-                stages, queue=queue, begin=begin, end=end, filter=filter_
-            )
+            filled = client.commit_fill(stages, queue=queue, begin=begin, end=end, filter=filter_)
         except InvalidInput as error:
             if "is not here" not in str(error) or not left:
                 raise
@@ -139,9 +138,9 @@ def _stage(
 ) -> list[tuple[str, int, int]]:
     tasks = max(1, min(spark.sparkContext.defaultParallelism, end - begin))
     borders = [begin + (end - begin) * number // tasks for number in range(tasks + 1)]
-    parts = spark.createDataFrame(
-        list(zip(borders[:-1], borders[1:], strict=True)), "begin bigint, end bigint"
-    ).repartition(tasks)
+    parts = spark.createDataFrame(list(pairwise(borders)), "begin bigint, end bigint").repartition(
+        tasks
+    )
 
     def match(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:

@@ -140,7 +140,7 @@ def _check(messages: DataFrame) -> int:
     bad = [row for row in found if row["error"] is not None]
     if bad:
         told = [
-            f"{row['place']}, row {row['rows']} of its part: {row['error']}; the row is {row['row']}"
+            f"{row['place']}, row {row['rows']} of its part: {row['error']}; it is {row['row']}"
             for row in bad[:_SHOWN]
         ]
         raise InvalidMessage(f"nothing was published: {' | '.join(told)}")

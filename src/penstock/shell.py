@@ -1,0 +1,158 @@
+"""The thin shell around a store: one caller at a time, time, durability, waiting, the sweeper.
+
+The store below knows nothing of threads or clocks; the verbs above say what to do and nothing of
+when. A change is applied under the lock, and its caller waits outside of it until the change is
+durable, so that others go on meanwhile and share the next sync.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from penstock.clock import TimeGuard
+from penstock.committer import Committer
+from penstock.errors import BrokerClosed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.clock import Clock
+    from penstock.stores.contract import Store
+
+__all__ = ["SWEEP_BUDGET", "Shell"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SWEEP_BUDGET: Final = 1_000
+# How long the sweeper sleeps at most: what has no exact alarm (dedup windows) is seen to by then.
+IDLE_SWEEP_MS: Final = 60_000
+
+
+class Shell:
+    """Runs changes and looks against a store, and whatever the clock asks for."""
+
+    def __init__(self, store: Store, clock: Clock, *, relaxed: bool, background: bool) -> None:
+        self._store = store
+        self._clock = clock
+        self._guard = TimeGuard(store.time_floor_ms())
+        self._lock = threading.Lock()
+        self._waiters: dict[str, threading.Condition] = {}
+        self._alarm = threading.Condition(self._lock)
+        self._alarm_at_ms: int | None = None
+        self._closed = False
+        self._committer = Committer(store.sync, lambda: store.commits, relaxed=relaxed)
+        self._sweeper: threading.Thread | None = None
+        if background:
+            self._sweeper = threading.Thread(
+                target=self._sweep_loop, name="penstock-sweeper", daemon=True
+            )
+            self._sweeper.start()
+
+    def apply(self, change: Callable[[int], T]) -> T:
+        """Make a change, told the time, and return when it is durable."""
+        with self._lock:
+            result = change(self._now_ms())
+            self._after_change()
+            number = self._store.commits
+        self._committer.wait(number)
+        return result
+
+    def look(self, read: Callable[[int], T]) -> T:
+        """Read, told the time; what comes due on the way need not be durable."""
+        with self._lock:
+            result = read(self._now_ms())
+            self._after_change()
+        return result
+
+    def apply_when_ready(
+        self, queue: str, wait_ms: int, change: Callable[[int], list[T]]
+    ) -> list[T]:
+        """Make a change until it gives something, waiting for messages of a queue in between."""
+        with self._lock:
+            now_ms = self._now_ms()
+            until_ms = now_ms + wait_ms
+            while True:
+                result = change(now_ms)
+                self._after_change()
+                if result or now_ms >= until_ms:
+                    break
+                self._wait_for(queue, until_ms - now_ms, now_ms)
+                now_ms = self._now_ms()
+            number = self._store.commits
+        self._committer.wait(number)
+        return result
+
+    def close(self) -> None:
+        """Make everything durable and let go of the store. Whoever waits raises."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._alarm.notify_all()
+            for waiting in self._waiters.values():
+                waiting.notify_all()
+        if self._sweeper is not None:
+            self._sweeper.join()
+        self._committer.close()
+        with self._lock:
+            self._store.close()
+
+    def _now_ms(self) -> int:
+        """Return the store's time; called with the lock held, at the start of every verb."""
+        if self._closed:
+            raise BrokerClosed("the broker is closed")
+        return self._guard.now_ms(self._clock.now_ms())
+
+    def _after_change(self) -> None:
+        """Wake who waits for what has just happened; called with the lock held."""
+        for name in self._store.take_woken():
+            waiting = self._waiters.get(name)
+            if waiting is None:
+                continue
+            available = self._store.available(name)
+            if available is None:
+                # The queue is gone: they are to find that out.
+                waiting.notify_all()
+                del self._waiters[name]
+            else:
+                waiting.notify(max(1, available))
+        if self._alarm_at_ms is not None:
+            soonest_ms = self._store.soonest_ms()
+            if soonest_ms is not None and soonest_ms < self._alarm_at_ms:
+                self._alarm.notify()
+
+    def _wait_for(self, queue: str, wait_ms: int, now_ms: int) -> None:
+        waiting = self._waiters.get(queue)
+        if waiting is None:
+            waiting = self._waiters[queue] = threading.Condition(self._lock)
+        if self._sweeper is None:
+            # Nobody else watches the time for us.
+            soonest_ms = self._store.soonest_ms()
+            if soonest_ms is not None:
+                wait_ms = min(wait_ms, max(1, soonest_ms - now_ms))
+        self._clock.wait(waiting, wait_ms)
+
+    def _sweep_loop(self) -> None:
+        while True:
+            with self._lock:
+                if self._closed:
+                    return
+                wait_ms = 1_000
+                now_ms = self._now_ms()
+                try:
+                    counts = self._store.sweep(now_ms, SWEEP_BUDGET)
+                    self._after_change()
+                    due_ms = counts.next_due_ms
+                    wait_ms = IDLE_SWEEP_MS if due_ms is None else due_ms - now_ms
+                except Exception:
+                    # Whatever it was, leases must go on expiring.
+                    log.exception("the sweep failed; it will be tried again")
+                if wait_ms > 0:
+                    wait_ms = min(wait_ms, IDLE_SWEEP_MS)
+                    self._alarm_at_ms = now_ms + wait_ms
+                    self._clock.wait(self._alarm, wait_ms)
+                self._alarm_at_ms = None

@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.flight as fl
+import pytest
+
+import penstock
+from penstock import InvalidInput, InvalidUrl, Message, QueueNotFound
+from penstock.clock import SystemClock
+from penstock.flight_client import FlightStore
+from penstock.server import in_process_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.server import FlightListener
+
+ROOT = Path(__file__).parents[2]
+PAYLOADS = pa.schema([("payload", pa.binary()), ("dedup_id", pa.string())])
+
+
+def wait_until(condition: object, seconds: float = 20) -> None:
+    clock, waiting = SystemClock(), threading.Condition()
+    end = clock.now_ms() + seconds * 1000
+    while not condition():  # type: ignore[operator]
+        assert clock.now_ms() < end, "waited too long"
+        with waiting:
+            clock.wait(waiting, 20)
+
+
+class Served:
+    """`penstock serve` as a process of its own."""
+
+    def __init__(self, place: Path, port: int = 0) -> None:
+        self.port_file = place / "port"
+        self.port_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "penstock.cli", "serve", "--store", f"rocksdb:{place}/db"]
+        command += ["--flight", f"127.0.0.1:{port}", "--port-file", str(self.port_file)]
+        self.process = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        wait_until(lambda: self.port_file.exists() or self.process.poll() is not None)
+        assert self.port_file.exists(), self.finish()
+        self.port = int(self.port_file.read_text())
+        self.store = FlightStore(f"grpc://127.0.0.1:{self.port}")
+
+    def finish(self) -> str:
+        return self.process.communicate(timeout=30)[0]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.finish()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    server = Served(tmp_path)
+    yield server
+    if server.process.poll() is None:
+        server.kill()
+
+
+def publish(store: FlightStore, *ids: str) -> int:
+    batch = pa.record_batch(
+        {"payload": [each.encode() for each in ids], "dedup_id": list(ids)}, schema=PAYLOADS
+    )
+    return store.publish([batch], PAYLOADS).published
+
+
+# --- a process ----------------------------------------------------------------------------------
+
+
+def test_sigterm_ends_it_in_order(served: Served, tmp_path: Path) -> None:
+    assert publish(served.store, "a", "b") == 2
+    served.process.send_signal(signal.SIGTERM)
+    said = served.finish()
+    assert served.process.returncode == 0, said
+    assert "stopping" in said
+    assert said.endswith("stopped\n")
+    assert not served.port_file.exists()
+    with penstock.open(f"rocksdb:{tmp_path}/db") as broker:
+        assert broker.store_stats().published_total == 2
+
+
+def test_what_was_published_outlives_a_kill(served: Served, tmp_path: Path) -> None:
+    assert publish(served.store, "a", "b", "c") == 3
+    plan = served.store.plan_read("log")
+    served.kill()
+    again = Served(tmp_path, served.port)
+    try:
+        # The same client, on the same port: it connects anew by itself.
+        assert served.store.read_table("log").num_rows == 3
+        assert served.store.info() == again.store.info()
+        with pytest.raises(InvalidInput, match="has expired, or the server was restarted"):
+            list(served.store.read(plan.tickets[0]))
+        with pytest.raises(InvalidInput, match=r"is not here \(server restarted\?\)"):
+            served.store.commit_stages(["s"])
+        assert publish(served.store, "c", "d") == 2
+        assert served.store.read_table("log").num_rows == 4
+    finally:
+        again.kill()
+
+
+def test_a_store_that_is_open_elsewhere(served: Served, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=f"is open in process {served.process.pid}"):
+        Served(tmp_path)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:", ":80", "127.0.0.1:99999"])
+def test_wrong_addresses(address: str) -> None:
+    command = [sys.executable, "-m", "penstock.cli", "serve", "--store", "memory:"]
+    ended = subprocess.run(
+        [*command, "--flight", address],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "is not an address such as" in ended.stderr
+
+
+def test_a_port_that_is_taken(broker: penstock.Broker, server: FlightListener) -> None:
+    with pytest.raises(InvalidInput, match="can't listen on"):
+        in_process_server(broker, port=server.port)
+
+
+# --- stopping and coming back -------------------------------------------------------------------
+
+
+def test_closing_waits_for_a_read(broker: penstock.Broker) -> None:
+    payload = b"x" * 500_000
+    for _ in range(3):
+        broker.publish(Message(payload) for _ in range(100))
+    server = in_process_server(broker)
+    store = FlightStore(server.location)
+    reader = store.read(store.plan_read("log", payload=True).tickets[0])
+    count = next(reader).num_rows
+    assert count < 300
+    closing = threading.Thread(target=server.close)
+    closing.start()
+    closing.join(0.3)
+    assert closing.is_alive()
+    count += sum(batch.num_rows for batch in reader)
+    assert count == 300
+    closing.join(20)
+    assert not closing.is_alive()
+    assert broker.log_stats().end == 301
+
+
+def test_a_read_that_never_ends_is_ended(broker: penstock.Broker) -> None:
+    payload = b"x" * 500_000
+    for _ in range(3):
+        broker.publish(Message(payload) for _ in range(100))
+    server = in_process_server(broker)
+    store = FlightStore(server.location)
+    reader = store.read(store.plan_read("log", payload=True).tickets[0])
+    next(reader)
+    closing = threading.Thread(target=server.close, kwargs={"grace_ms": 300})
+    closing.start()
+    closing.join(1)
+    with pytest.raises(InvalidInput, match="closed while it was being read"):
+        list(reader)
+    closing.join(20)
+    assert not closing.is_alive()
+
+
+def test_a_client_waits_for_a_server_to_come_back(broker: penstock.Broker) -> None:
+    server = in_process_server(broker)
+    store = FlightStore(server.location)
+    before = store.info()
+    port = server.port
+    server.close()
+    server.close()
+    found: list[object] = []
+    asking = threading.Thread(target=lambda: found.append(store.info()))
+    asking.start()
+    asking.join(0.3)
+    assert not found
+    with in_process_server(broker, port=port):
+        asking.join(20)
+        assert found == [before]
+
+
+def test_a_server_that_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.flight_client.BACKOFF_MS", (1, 1))
+    store = FlightStore("grpc://127.0.0.1:9")
+    with pytest.raises(fl.FlightUnavailableError):
+        store.info()
+    with pytest.raises(fl.FlightUnavailableError):
+        publish(store, "a")
+
+
+# --- the client ---------------------------------------------------------------------------------
+
+
+def test_a_store_travels_by_pickle(broker: penstock.Broker, store: FlightStore) -> None:
+    store.info()
+    copy = pickle.loads(pickle.dumps(store))
+    assert copy == store
+    assert hash(copy) == hash(store)
+    assert copy.info() == store.info()
+    assert repr(copy) == f"FlightStore({store.location!r})"
+    assert len(pickle.dumps(store)) < 200
+
+
+def test_info_says_which_store(broker: penstock.Broker, store: FlightStore) -> None:
+    info = store.info()
+    assert info.version == penstock.__version__
+    assert (info.design, info.routing, info.protocol) == (broker.info().design, "inline", 1)
+    assert info.store_id == store.plan_read("log").facts.store_id
+    assert store.log_stats() == broker.log_stats()
+    assert store.sweep().total == 0
+
+
+def test_locations_are_checked() -> None:
+    with pytest.raises(InvalidUrl, match="grpc://HOST:PORT"):
+        FlightStore("rocksdb:./data")
+
+
+# --- what a foreign client sees -----------------------------------------------------------------
+
+
+@pytest.fixture
+def client(server: FlightListener) -> Iterator[fl.FlightClient]:
+    with fl.FlightClient(server.location) as opened:
+        yield opened
+
+
+def test_errors_begin_with_their_name(client: fl.FlightClient) -> None:
+    action = fl.Action("trim", b'{"queue": "q", "state": "done", "before": 1}')
+    with pytest.raises(fl.FlightServerError, match=r"^QueueNotFound: no queue named 'q'"):
+        list(client.do_action(action))
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "match"),
+    [
+        ("nope", b"", "no action 'nope'; there are info"),
+        ("trim", b"", "missing required field `queue`"),
+        ("trim", b"{", "trim: "),
+        ("trim", b"\xff", "trim: "),
+        ("info", b'{"verbose": true}', "unknown field `verbose`"),
+        ("filters", b'{"offset": "1"}', r"Expected `int`, got `str`"),
+        ("filters", b'{"offset": -1}', "offset is -1"),
+        ("route_plan", b'{"max_offsets": 0}', "route"),
+    ],
+)
+def test_wrong_actions(client: fl.FlightClient, name: str, body: bytes, match: str) -> None:
+    with pytest.raises(fl.FlightServerError, match=rf"^InvalidInput: .*{match}"):
+        list(client.do_action(fl.Action(name, body)))
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"table": "done"}', b"\x00", b'{"table": "log"}'])
+def test_wrong_tickets(client: fl.FlightClient, body: bytes) -> None:
+    with pytest.raises(fl.FlightServerError, match=r"^InvalidInput: ticket: "):
+        client.do_get(fl.Ticket(body)).read_all()
+    for part in (1, -1):
+        info = client.get_flight_info(fl.FlightDescriptor.for_command(b'{"table": "queues"}'))
+        other = info.endpoints[0].ticket.ticket.replace(b'"part":0', b'"part":%d' % part)
+        with pytest.raises(fl.FlightServerError, match="has parts 0 to 0"):
+            client.do_get(fl.Ticket(other)).read_all()
+
+
+def test_wrong_commands(client: fl.FlightClient) -> None:
+    for body in (b"", b"{}", b'{"table": 1}', b'{"table": "log", "what": 1}'):
+        with pytest.raises(fl.FlightServerError, match=r"^InvalidInput: "):
+            client.get_flight_info(fl.FlightDescriptor.for_command(body))
+    with pytest.raises(fl.FlightServerError, match=r"^InvalidInput: "):
+        client.get_flight_info(fl.FlightDescriptor.for_path("log"))
+    for body in (b"{}", b'{"op": "nope"}', b'{"op": "stage", "stage": "s"}'):
+        writer, _ = client.do_put(fl.FlightDescriptor.for_command(body), PAYLOADS)
+        with pytest.raises(fl.FlightServerError, match=r"^InvalidInput: command: "):
+            writer.close()
+    body = b'{"op": "stage", "stage": "s", "log": 0, "begin": 1, "end": 2}'
+    writer, _ = client.do_put(fl.FlightDescriptor.for_command(body), PAYLOADS)
+    with pytest.raises(fl.FlightServerError, match="a stage has the columns offset, queue"):
+        writer.close()
+
+
+def test_actions_are_listed(client: fl.FlightClient, store: FlightStore) -> None:
+    names = [each.type for each in client.list_actions()]
+    page = (ROOT / "docs" / "flight.md").read_text()
+    for name in names:
+        assert f"`{name}`" in page, f"docs/flight.md does not tell of {name}"
+    with pytest.raises(QueueNotFound):
+        store.redrive("nope")
+
+
+def test_a_fault_of_ours_is_not_told_to_clients(
+    broker: penstock.Broker,
+    store: FlightStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(broker, "log_stats", fail)
+    with pytest.raises(fl.FlightInternalError, match="ZeroDivisionError: oops"):
+        store.watermarks()
+    assert "a Flight call failed" in caplog.text
+
+
+def test_importing_penstock_loads_no_arrow() -> None:
+    code = "import penstock, penstock.cli, sys; sys.exit('pyarrow' in sys.modules)"
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        check=False,
+        timeout=60,
+    )
+    assert ended.returncode == 0
