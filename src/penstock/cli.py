@@ -37,8 +37,9 @@ COMMANDS: Final = {
     "log": ("routing", "Look at the metadata log, or change how it is kept."),
     "route": ("routing", "Put what the logs hold into the queues."),
     "backfill": ("routing", "Fill a queue from the log with what it wants and has not had."),
-    "serve": ("serve", "Serve a store over Arrow Flight."),
-    "check": ("checking", "Hold the store to its invariants."),
+    "serve": ("serve", "Serve a store over Arrow Flight until SIGTERM or SIGINT."),
+    "check": ("checking", "Read the whole store and hold it to its invariants."),
+    "pipeline": ("pipeline", "Route, report, archive and more with Spark."),
     "import": ("importing", "Bring another queue's database in."),
     "filter": ("filtering", "Try filters out."),
 }

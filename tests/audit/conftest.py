@@ -11,7 +11,6 @@ from penstock import Message
 from penstock.clock import ManualClock
 from penstock.codec.stored import decode_lease
 from penstock.opening import DESIGNS
-from penstock.stores.audit import AuditReport, audit
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.broker import Broker
+    from penstock.stores.audit import AuditReport
     from penstock.stores.kvstore import KvStore
     from penstock.stores.queues import Queue
 
@@ -74,9 +74,7 @@ class Hand:
 
 def check(hand: Hand, *, repair: bool = False) -> AuditReport:
     """Audit the store as the broker does."""
-    report = audit(hand.store, repair=repair, now_ms=hand.clock.now_ms())
-    hand.broker._after_change()
-    return report
+    return hand.broker.check(repair=repair)
 
 
 def fill(hand: Hand) -> None:

@@ -19,8 +19,8 @@ from penstock.codec.stored import (
     encode_stored_item,
 )
 from penstock.model import State
-from penstock.stores.audit import report as audit_report
 from penstock.stores.audit import Kind, audit
+from penstock.stores.audit import report as audit_report
 from penstock.stores.queues import Counts, Queue, QueueTable
 from penstock.testing.checking import assert_clean
 

@@ -16,6 +16,7 @@ import pytest
 import penstock
 from penstock import ManualClock, State, StoreLocked, SystemClock
 from penstock.testing.auditor import Kind, Note, audit
+from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,6 +84,7 @@ def test_killed_at_any_moment(design: str, tmp_path: Path) -> None:
     # Time stands still from here: nothing moves from one state to another between two looks.
     still = ManualClock(clock.now_ms())
     with penstock.open(url, background=False, clock=still) as broker:
+        assert_clean(broker)
         for queue in ("standard", "fifo"):
             notes = notes_of(tmp_path / f"notes.{queue}")
             waiting = browse(broker, queue, State.AVAILABLE, State.DELAYED, State.IN_FLIGHT)

@@ -11,6 +11,7 @@ import pytest
 
 import penstock
 from penstock import Broker, route_once
+from penstock.testing.checking import assert_clean
 
 CHILD = Path(__file__).with_name("tailing_child.py")
 ROUNDS = 3
@@ -57,6 +58,7 @@ def test_a_killed_tailer_leaves_queues_and_cursors_in_step(tmp_path: Path, desig
             threading.Event().wait(0.05 + 0.1 * round_)
             child.kill()
         with penstock.open(url, background=False) as broker:
+            assert_clean(broker)
             routed = check(broker)
             assert routed > before
             before = routed

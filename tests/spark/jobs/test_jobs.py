@@ -154,6 +154,7 @@ def test_a_bad_row_names_itself_and_nothing_is_published(
     (tmp_path / "rows.json").write_text('{"payload": "x"}\n{"payload": \n')
     with pytest.raises(InvalidInput, match="can't be read"):
         publish(spark, world.location, str(tmp_path / "rows.json"))
+    wrong: dict[str, Any]
     for wrong in ({}, {"paths": "a.xml"}, {"paths": "a", "query": "b"}):
         with pytest.raises(InvalidInput):
             publish(spark, world.location, **wrong)

@@ -51,7 +51,7 @@ def collect(
     """
     client = store(location)
     marks = client.watermarks()
-    below = min([marks.earliest, marks.routed_up_to, *marks.cursors.values()])
+    below = min(marks.earliest, marks.routed_up_to)
     kept = read(spark, location, "messages", columns=("message_id", "size"))
     # Payloads first: one whose reference goes meanwhile is at worst left to the next run, and one
     # whose reference is made later than this is above the watermark.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import pyarrow as pa
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
@@ -71,7 +72,7 @@ def publish(
                 messages.drop("_place", "_row").write.format("penstock").mode("append").options(
                     location=location
                 ).save()
-    except PySparkException as error:
+    except (PySparkException, Py4JJavaError) as error:
         raise InvalidInput(f"the rows can't be read or published: {_said(error)}") from None
     return PublishReport(rows=count, dry_run=dry_run)
 
@@ -102,7 +103,7 @@ def _rows(
             .load(many)
             .withColumn("_place", F.col("_metadata.file_name"))
         )
-    except PySparkException as error:
+    except (PySparkException, Py4JJavaError) as error:
         raise InvalidInput(f"can't be read: {_said(error)}") from None
 
 
@@ -195,7 +196,7 @@ def _wrong(row: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _said(error: PySparkException) -> str:
+def _said(error: Exception) -> str:
     """Return the line of an error of Spark that says what was wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = (line for line in lines if line.startswith(("penstock.errors.", "Caused by:")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import pyarrow.parquet as pq
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock.spark.jobs.common import pinned, read
@@ -79,8 +80,9 @@ def save_report(frames: Mapping[str, DataFrame], directory: str | Path) -> Path:
     place.mkdir(parents=True, exist_ok=True)
     rows = {}
     for name, frame in frames.items():
-        frame.coalesce(1).write.mode("overwrite").parquet(str(place / f"{name}.parquet"))
-        rows[name] = [row.asDict() for row in frame.collect()]
+        table = frame.toArrow()
+        pq.write_table(table, place / f"{name}.parquet")
+        rows[name] = table.to_pylist()
     written = place / "report.html"
     written.write_text(page(rows), encoding="utf-8")
     return written
@@ -207,6 +209,12 @@ def _timeline(ended: DataFrame) -> DataFrame:
 
 
 def _routing(spark: SparkSession, location: str) -> DataFrame:
-    marks = store(location).watermarks()
-    rows = [(log, at, marks.end, max(0, marks.end - at)) for log, at in marks.cursors.items()]
+    client = store(location)
+    marks = client.watermarks()
+    # A store that routes inline has no use for cursors.
+    piped = client.info().routing == "pipeline"
+    rows = [
+        (log, at, marks.end, max(0, marks.end - at) if piped else 0)
+        for log, at in marks.cursors.items()
+    ]
     return spark.createDataFrame(rows, "log int, cursor bigint, end bigint, lag bigint")

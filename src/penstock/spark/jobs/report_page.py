@@ -161,6 +161,5 @@ def _cell(value: object) -> str:
 
 def _shown(value: object) -> str:
     if isinstance(value, datetime):
-        # Spark gives times without a zone, in that of this machine.
         return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
     return "" if value is None else str(value)
