@@ -80,9 +80,9 @@ LAYERS = {
     "__init__": {*GROUND, "broker", "clock", "opening", "tailing"},
     "importers": {*GROUND, "__init__", "broker", "clock", "codec", "filters", "validation"},
     "tables": {*GROUND, "codec", "filters", "kv", "stores"},
-    "server": {*GROUND, "__init__", "broker", "clock", "filters", "stores", "tables"},
-    "flight_client": {*GROUND, "stores", "tables"},
-    "spark": {*GROUND, "__init__", "clock", "filters", "flight_client", "tables"},
+    "server": {*GROUND, "__init__", "broker", "clock", "filters", "stores", "tables", "validation"},
+    "flight_client": {*GROUND, "clock", "stores", "tables"},
+    "spark": {*GROUND, "__init__", "clock", "filters", "flight_client", "server", "tables"},
     "commands": {
         *GROUND,
         *("__init__", "broker", "clock", "filters", "flight_client", "importers", "server"),
@@ -102,7 +102,7 @@ CONFINED = {
     "hypothesis": {"testing"},
     "pytest": {"testing"},
     "pyarrow": {"tables", "server", "flight_client", "spark"},
-    "pyspark": {"spark"},
+    "pyspark": {"spark", "commands"},
     "click": {"cli", "commands"},
     "rich": {"cli", "commands"},
 }
@@ -262,14 +262,13 @@ def test_modules_say_what_they_own(path: Path) -> None:
 
 FILE_LINES, FUNCTION_LINES = 600, 80
 # One verb after the other over one lock: nothing in it is easier to read apart.
-LONG_FILES = {"src/penstock/broker.py": 720}
 
 
 def lengths() -> Iterator[tuple[str, int, int]]:
     for path in CODE:
         if path in MODULES:
             lines = len(path.read_text().splitlines())
-            yield name_of(path), lines, LONG_FILES.get(name_of(path), FILE_LINES)
+            yield name_of(path), lines, FILE_LINES
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -284,11 +283,6 @@ def test_files_and_functions_are_short() -> None:
         f"{name}: {lines}, at most {most}" for name, lines, most in lengths() if lines > most
     ]
     assert not too_long, f"too long: {too_long}; asking to be two: {asking}"
-
-
-def test_no_exception_outlives_its_need() -> None:
-    for name in LONG_FILES:
-        assert len(text_of(name).splitlines()) > FILE_LINES, f"{name} is short again"
 
 
 # --- text -----------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ def publish(store: FlightStore, **columns: Any) -> Published:
 
 
 def logged(store: FlightStore, *columns: str) -> list[dict[str, Any]]:
-    return store.read_table("log", columns=columns).to_pylist()
+    rows: list[dict[str, Any]] = store.read_table("log", columns=columns).to_pylist()
+    return rows
 
 
 def test_every_column(broker: penstock.Broker, store: FlightStore) -> None:

@@ -274,11 +274,12 @@ def test_filters_choose_rows(
 ) -> None:
     def wanted(row: dict[str, Any]) -> bool:
         attributes = msgspec.json.decode(row["attributes_json"])
-        return {
+        answers: dict[str, bool] = {
             "n > 20 AND even": attributes["n"] > 20 and attributes["even"],
             "size = 2": row["size"] == 2,
             "n > 1000": False,
-        }.get(text, row["group"] == "g1" or row["priority"] == 3)
+        }
+        return answers.get(text, row["group"] == "g1" or row["priority"] == 3)
 
     whole = store.read_table(table, payload=True).to_pylist()
     found = store.read_table(table, payload=True, filter=text, partitions=2)
@@ -288,7 +289,7 @@ def test_filters_choose_rows(
 
 
 def test_attributes_of_every_kind(broker: penstock.Broker, store: FlightStore) -> None:
-    values = {
+    values: dict[str, penstock.Value] = {
         "text": 'a "quoted" \n line',
         "digits": "12",
         "int": -(2**63),
