@@ -261,7 +261,6 @@ def test_modules_say_what_they_own(path: Path) -> None:
 # --- sizes ----------------------------------------------------------------------------------------
 
 FILE_LINES, FUNCTION_LINES = 600, 80
-# One verb after the other over one lock: nothing in it is easier to read apart.
 
 
 def lengths() -> Iterator[tuple[str, int, int]]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     import penstock
     from penstock.clock import ManualClock
+    from penstock.model import Value
     from penstock.server import FlightListener
 
 LIVE = (State.AVAILABLE, State.DELAYED, State.IN_FLIGHT)
@@ -279,7 +280,7 @@ def test_filters_choose_rows(
             "size = 2": row["size"] == 2,
             "n > 1000": False,
         }
-        return answers.get(text, row["group"] == "g1" or row["priority"] == 3)
+        return answers.get(text, bool(row["group"] == "g1" or row["priority"] == 3))
 
     whole = store.read_table(table, payload=True).to_pylist()
     found = store.read_table(table, payload=True, filter=text, partitions=2)
@@ -289,7 +290,7 @@ def test_filters_choose_rows(
 
 
 def test_attributes_of_every_kind(broker: penstock.Broker, store: FlightStore) -> None:
-    values: dict[str, penstock.Value] = {
+    values: dict[str, Value] = {
         "text": 'a "quoted" \n line',
         "digits": "12",
         "int": -(2**63),

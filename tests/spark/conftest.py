@@ -104,7 +104,7 @@ class World:
             ids += self.broker.publish(part)
         for message_id, message in zip(ids, messages, strict=True):
             self.published[message_id] = (
-                message.attributes,
+                dict(message.attributes),
                 message.group,
                 message.priority,
                 len(message.payload),

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pyspark = pytest.importorskip("pyspark", reason="pyspark is not installed")
+pytest.importorskip("pyspark", reason="pyspark is not installed")
 
+import pyspark
+
+import penstock
 from penstock.spark.route import status
 
 if TYPE_CHECKING:
@@ -22,12 +25,14 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.xdist_group("spark")]
 
+SOURCE = str(Path(penstock.__file__).parents[1])
 ROUTE = """
 import sys
 from penstock.spark import session
 from penstock.spark.route import route
 spark = session(sys.argv[3], conf={"spark.log.level": "OFF", "spark.executor.memory": "600m",
-                                   "spark.driver.host": "127.0.0.1"})
+                                   "spark.driver.host": "127.0.0.1",
+                                   "spark.executorEnv.PYTHONPATH": sys.argv[4]})
 assert spark.sparkContext.master == sys.argv[3]
 query = route(sys.argv[1], spark=spark, checkpoint=sys.argv[2], trigger="available now",
               max_offsets=20_000)
@@ -93,7 +98,7 @@ def test_routing_on_a_cluster(master: str, world: Any, tmp_path: Path) -> None:
     world.make_queues()
     world.publish(50_000)
     run = subprocess.run(
-        [sys.executable, "-c", ROUTE, world.location, str(tmp_path / "ckpt"), master],
+        [sys.executable, "-c", ROUTE, world.location, str(tmp_path / "ckpt"), master, SOURCE],
         timeout=180,
         capture_output=True,
         text=True,

@@ -103,7 +103,7 @@ def test_filters_that_change_on_the_way(
     world.make_queues()
     ids = world.publish(1_000)
     assign = world.broker.assign
-    statuses = []
+    statuses: list[str] = []
 
     def changing(*given: Any, **settings: Any) -> Any:
         if not statuses:

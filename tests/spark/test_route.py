@@ -173,7 +173,7 @@ def test_filters_that_change_on_the_way(
     world.make_queues()
     ids = world.publish(2_000)
     assign = world.broker.assign
-    statuses = []
+    statuses: list[str] = []
 
     def changing(*given: Any, **settings: Any) -> Any:
         if not statuses:
@@ -240,7 +240,7 @@ def test_stages_that_were_lost_are_matched_again(
     world.make_queues()
     world.publish(1_500)
     get = Stages.get
-    lost = []
+    lost: list[str] = []
 
     def forgetful(self: Any, names: Any) -> Any:
         if not lost:

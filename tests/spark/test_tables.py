@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 from pyspark.errors import AnalysisException
-from pyspark.sql.types import StructType
 
 import penstock
 from penstock.spark.options import TABLES
@@ -79,14 +78,14 @@ def test_every_table(spark: SparkSession, full: Any, table: str) -> None:
         assert ends == ["acked"] * 5 + ["released"] * 3 + ["running"] * 2
         assert {row["consumer"] for row in rows} == {"ada"}
     elif table == "queues":
-        books = next(row for row in rows if row["name"] == "books")
-        assert (books["available"], books["in_flight"], books["done"], books["failed"]) == (
+        (row,) = [row for row in rows if row["name"] == "books"]
+        assert (row["available"], row["in_flight"], row["done"], row["failed"]) == (
             stats.available,
             2,
             5,
             3,
         )
-        assert books["filter"] == broker.queue("books").filter
+        assert row["filter"] == broker.queue("books").filter
     elif table == "groups":
         waiting = {row["group"]: row["available"] for row in rows if row["queue"] == "books"}
         assert sum(waiting.values()) == stats.available
@@ -139,9 +138,8 @@ def test_a_schema_of_ones_own(spark: SparkSession, full: Any) -> None:
     reader = spark.read.format("penstock").options(location=full.location, table="done")
     chosen = reader.schema("queue STRING NOT NULL, message_id BIGINT NOT NULL").load()
     assert len(chosen.collect()) == 5
-    wrong = StructType.fromDDL("queue INT, message_id BIGINT, sender STRING")
     with pytest.raises(AnalysisException) as error:
-        reader.schema(wrong).load().collect()
+        reader.schema("queue INT, message_id BIGINT, sender STRING").load().collect()
     assert "queue is string, not int; sender is not there" in str(error.value)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 from penstock.codec import log as log_codec
 from penstock.codec import opendata, records
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
-    from penstock.codec.records import Done, Failed
     from penstock.codec.stored import LeaseRecord
     from penstock.kv import Table, View
     from penstock.model import LogStats, QueueStats, StoreStats
@@ -43,17 +42,16 @@ log_ = logging.getLogger(__name__)
 # What one read of a table aims at: pages are counted in rows, and rows differ in size.
 PAGE_BYTES: Final = 4 << 20
 PAGE_ROWS: Final = 4_096
+LIVE_ROWS: Final = 1_024
+_AVAILABLE: Final = State.AVAILABLE.value
+_DELAYED: Final = State.DELAYED.value
+_IN_FLIGHT: Final = State.IN_FLIGHT.value
 
 
-class LiveRow(NamedTuple):
-    """A message that waits or is in flight (then ``lease`` is not all zeros)."""
-
-    message_id: int
-    state: State
-    attempts: int
-    visible_at_ms: int
-    lease: bytes
-    metadata: bytes
+# A message that waits or is in flight: message id, the state's name, attempts, when it is visible,
+# lease (zeros while it waits), metadata. A plain tuple: the garbage collector lets go of those, and
+# they come by the ten thousand.
+LiveRow: TypeAlias = tuple[int, str, int, int, bytes, bytes]
 
 
 class Pinned:
@@ -173,44 +171,43 @@ class Pinned:
 
     def live_rows(self, table: str, begin: bytes, end: bytes) -> Iterator[list[LiveRow]]:
         """Read live messages of a range of keys of a table that :func:`live_keys` names."""
-        decode = self._bucket_rows if table == "buckets" else self._indexed_rows
-        in_flight = table == "in_progress"
+        decode = {
+            "available": self._waiting_row,
+            "in_progress": _flying_row,
+            "buckets": self._bucket_rows,
+        }[table]
+        rows: list[LiveRow] = []
         for key, record in pages_of(self.table(table), begin, end):
             try:
-                yield decode(record, in_flight=in_flight)
+                rows += decode(record)
             except CorruptRecord as error:
                 self._leave_out(table, key, record, str(error))
+            if len(rows) >= LIVE_ROWS:
+                yield rows
+                rows = []
+        if rows:
+            yield rows
 
-    def _waiting(self, visible_at_ms: int) -> State:
+    def _waiting(self, visible_at_ms: int) -> str:
         # What had come due was moved over when this was pinned, so that time alone tells.
-        return State.DELAYED if visible_at_ms > self.at_ms else State.AVAILABLE
+        return _DELAYED if visible_at_ms > self.at_ms else _AVAILABLE
 
-    def _indexed_rows(self, record: bytes, *, in_flight: bool) -> list[LiveRow]:
-        metadata, _, id8, attempts, _, visible_at_ms, lease = decode_stored_item(record)
-        message_id = int.from_bytes(id8, "big")
-        if in_flight:
-            attempts = min(attempts + 1, MAX_ATTEMPTS)
-            return [LiveRow(message_id, State.IN_FLIGHT, attempts, visible_at_ms, lease, metadata)]
+    def _waiting_row(self, record: bytes) -> tuple[LiveRow]:
+        metadata, _, id8, attempts, _, visible_at_ms, _ = decode_stored_item(record)
         state = self._waiting(visible_at_ms)
-        return [LiveRow(message_id, state, attempts, visible_at_ms, NO_LEASE, metadata)]
+        message_id = int.from_bytes(id8, "big")
+        return ((message_id, state, attempts, visible_at_ms, NO_LEASE, metadata),)
 
-    def _bucket_rows(self, record: bytes, *, in_flight: bool) -> list[LiveRow]:  # noqa: ARG002
+    def _bucket_rows(self, record: bytes) -> list[LiveRow]:
         available, flying = records.decode_active(record)
-        rows = [
-            LiveRow(
-                each.message_id,
-                self._waiting(each.visible_at),
-                each.attempts,
-                each.visible_at,
-                NO_LEASE,
-                each.metadata,
-            )
+        rows: list[LiveRow] = [
+            (each[0], self._waiting(each[4]), each[2], each[4], NO_LEASE, each[3])
             for each, _ in available
         ]
         rows += [
-            LiveRow(
+            (
                 each.message_id,
-                State.IN_FLIGHT,
+                _IN_FLIGHT,
                 each.attempts,
                 each.visible_at,
                 each.lease,
@@ -233,12 +230,13 @@ class Pinned:
 
     def ended_rows(
         self, state: State, begin: bytes, end: bytes, low: int = 0, high: int = MAX_OFFSET
-    ) -> Iterator[tuple[int, Sequence[Done | Failed]]]:
+    ) -> Iterator[tuple[int, Sequence[tuple[Any, ...]]]]:
         """Read done or failed messages of keys [begin, end) whose sequence is in [low, high).
 
-        They come a part at a time, with the sequence number of the first.
+        They come a part at a time, with the sequence number of the first: message id, key, when
+        it ended, attempts, metadata, and of failed ones the reason.
         """
-        decode: Callable[[bytes], Sequence[Done | Failed]] = (
+        decode: Callable[[bytes], Sequence[tuple[Any, ...]]] = (
             records.decode_done if state is State.DONE else records.decode_failed
         )
         for key, record in pages_of(self.table("history"), begin, end):
@@ -246,7 +244,9 @@ class Pinned:
             if first >= high:
                 continue
             try:
-                rows = decode(record)
+                # As plain tuples: the garbage collector lets go of those, and they come by the
+                # ten thousand.
+                rows = list(map(tuple, decode(record)))
             except CorruptRecord as error:
                 self._leave_out("history", key, record, str(error))
                 continue
@@ -281,13 +281,13 @@ class Pinned:
         for queue in self.queues.values():
             for table, begin, end in live_keys(self.identity.design, queue):
                 for live in self.live_rows(table, begin, end):
-                    held.update(message_ids.intersection(row.message_id for row in live))
+                    held.update(message_ids.intersection(row[0] for row in live))
             for state, prefix in (
                 (State.DONE, opendata.done_prefix(queue.id)),
                 (State.FAILED, opendata.failed_prefix(queue.id)),
             ):
                 for _, ended in self.ended_rows(state, prefix, prefix + b"\xff" * 17):
-                    held.update(message_ids.intersection(row.message_id for row in ended))
+                    held.update(message_ids.intersection(row[0] for row in ended))
         if self._left_out > before:
             raise CorruptRecord(
                 f"{self._left_out - before} records can't be read (the log names them), so that "
@@ -328,6 +328,14 @@ class _SharedTable:
         """Read up to ``limit`` pairs of [begin, end), descending."""
         with self._pinned._lock:  # noqa: SLF001
             return self._table().scan_back(begin, end, limit)
+
+
+def _flying_row(record: bytes) -> tuple[LiveRow]:
+    metadata, _, id8, attempts, _, visible_at_ms, lease = decode_stored_item(record)
+    message_id = int.from_bytes(id8, "big")
+    # The record counts the claims that have ended.
+    attempts = min(attempts + 1, MAX_ATTEMPTS)
+    return ((message_id, _IN_FLIGHT, attempts, visible_at_ms, lease, metadata),)
 
 
 def live_keys(design: str, queue: Queue) -> list[tuple[str, bytes, bytes]]:

@@ -83,7 +83,7 @@ def _log(pinned: Pinned, piece: Numbers, selection: Selection) -> Iterator[pa.Re
 
 def _live(pinned: Pinned, piece: QueueKeys, selection: Selection) -> Iterator[pa.RecordBatch]:
     def leases(rows: _Rows) -> list[LeaseRecord | None]:
-        names = {row[4] for row in rows if row[1] is State.IN_FLIGHT}
+        names = {row[4] for row in rows if row[1] == State.IN_FLIGHT}
         known = pinned.leases(sorted(names))
         return [known.get(row[4]) for row in rows]
 
@@ -94,7 +94,7 @@ def _live(pinned: Pinned, piece: QueueKeys, selection: Selection) -> Iterator[pa
         {
             "queue": lambda rows, _: repeated(piece.queue, len(rows)),
             "message_id": lambda rows, _: pa.array([row[0] for row in rows], pa.int64()),
-            "state": lambda rows, _: pa.array([row[1].value for row in rows], pa.string()),
+            "state": lambda rows, _: pa.array([row[1] for row in rows], pa.string()),
             "attempts": lambda rows, _: pa.array([row[2] for row in rows], pa.int32()),
             "visible_at": lambda rows, _: times([row[3] for row in rows]),
             "lease_deadline": lambda rows, _: times(
@@ -288,13 +288,13 @@ def _ended_attempts(pinned: Pinned, piece: QueueKeys) -> Iterator[tuple[Any, ...
 
 def _running_attempts(pinned: Pinned, piece: QueueKeys) -> Iterator[tuple[Any, ...]]:
     for some in _pages(pinned.live_rows(piece.table, piece.begin, piece.end)):
-        leases = pinned.leases(sorted({row.lease for row in some}))
+        leases = pinned.leases(sorted({row[4] for row in some}))
         for row in some:
-            lease = leases.get(row.lease)
+            lease = leases.get(row[4])
             if lease is not None:
                 yield (
-                    row.message_id,
-                    row.attempts,
+                    row[0],
+                    row[2],
                     lease.consumer,
                     lease.claimed_at_ms,
                     None,
@@ -306,7 +306,7 @@ def _running_attempts(pinned: Pinned, piece: QueueKeys) -> Iterator[tuple[Any, .
 def _pages(source: Iterable[list[LiveRow]]) -> Iterator[list[LiveRow]]:
     rows: list[LiveRow] = []
     for some in source:
-        rows += [row for row in some if row.state is State.IN_FLIGHT]
+        rows += [row for row in some if row[1] == State.IN_FLIGHT]
         if len(rows) >= BATCH_ROWS:
             yield rows
             rows = []
@@ -352,7 +352,7 @@ def _groups(pinned: Pinned, piece: WholeQueue, selection: Selection) -> Iterator
         yield _rows_batch(selection, groups[at : at + BATCH_ROWS])
 
 
-def _count(found: dict[str, dict[str, Any]], queue: str, state: State, metadata: Any) -> None:
+def _count(found: dict[str, dict[str, Any]], queue: str, state: str, metadata: Any) -> None:
     row = found.get(metadata.group)
     if row is None:
         row = found[metadata.group] = {
@@ -363,8 +363,8 @@ def _count(found: dict[str, dict[str, Any]], queue: str, state: State, metadata:
             "in_flight": 0,
             "oldest_published_at": None,
         }
-    row[state.value] += 1
-    if state is not State.IN_FLIGHT:
+    row[state] += 1
+    if state != State.IN_FLIGHT:
         oldest = row["oldest_published_at"]
         published = metadata.published_at_ms
         row["oldest_published_at"] = published if oldest is None else min(oldest, published)

@@ -20,7 +20,7 @@ from pyspark.sql.types import DateType, StringType, StructField, StructType
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, StorageFailed
 from penstock.spark.jobs.archive_runs import TABLES, Part, Reach, Run, Runs
-from penstock.spark.jobs.common import pinned, read
+from penstock.spark.jobs.common import known, pinned, read
 from penstock.spark.stores import store
 
 if TYPE_CHECKING:
@@ -120,8 +120,11 @@ def read_history(
     options = {"payload": "true"} if payload else {}
     live = None
     if location is not None:
-        born = _born(location)
-        live = pinned(read(spark, location, table, queues=queues, **options))
+        born = known(location).created_at_ms
+        # A queue that is no longer there may still have an archive.
+        there = None if queues is None else [queue for queue in queues if queue in born]
+        rows = read(spark, location, table, queues=there or None, **options)
+        live = pinned(rows if there is None or there else rows.where("false"))
     # Only now: what a run has recorded meanwhile may be trimmed, but the live rows are at hand.
     runs = Runs(archive_path)
     if live is not None and location is not None:
@@ -170,13 +173,6 @@ def _load(spark: SparkSession, runs: Runs, table: str, folders: Sequence[str]) -
 # --- choosing -------------------------------------------------------------------------------------
 
 
-def _born(location: str) -> dict[str, int]:
-    """Return when each queue was made, which tells it from an older one of its name."""
-    queues = store(location).read_table("queues", columns=["name", "created_at_ms"])
-    columns = queues.to_pydict()
-    return dict(zip(columns["name"], columns["created_at_ms"], strict=True))
-
-
 def _ends(runs: Runs, born: Mapping[str, int], state: str) -> dict[str, int]:
     return {
         queue: end
@@ -189,8 +185,8 @@ def _fresh(spark: SparkSession, frame: DataFrame, ends: Mapping[str, int]) -> Da
     """Leave out what is archived."""
     if not ends:
         return frame
-    known = spark.createDataFrame(list(ends.items()), "queue string, _end bigint")
-    joined = frame.join(F.broadcast(known), "queue", "left")
+    reached = spark.createDataFrame(list(ends.items()), "queue string, _end bigint")
+    joined = frame.join(F.broadcast(reached), "queue", "left")
     kept = joined.where(F.col("_end").isNull() | (F.col("sequence") >= F.col("_end")))
     return kept.select(*frame.columns)
 
@@ -206,8 +202,8 @@ def _choose(
     payload: bool,
 ) -> tuple[dict[str, DataFrame], dict[str, int]]:
     """Pin what is to be archived: ended messages first, then the attempts at them."""
-    born = _born(location)
-    until_ms = store(location).plan_read("queues").facts.at_ms - keep_ms
+    at_ms, born = known(location, queues)
+    until_ms = at_ms - keep_ms
     options = {"payload": "true"} if payload else {}
     tables = {}
     for state in states:
@@ -215,12 +211,12 @@ def _choose(
         if keep_ms:
             rows = rows.where(F.col(_ENDED[state]) <= F.timestamp_millis(F.lit(until_ms)))
         tables[state] = pinned(_fresh(spark, rows, _ends(runs, born, state)))
-    now = _born(location)
+    now = known(location).created_at_ms
     # A queue that was made anew meanwhile has rows here that nobody can tell apart.
     unsure = [queue for queue, made in born.items() if now.get(queue) != made]
     for state, rows in tables.items():
-        known = rows.where(F.col("queue").isin([q for q in born if q not in unsure]))
-        tables[state] = known if unsure or set(now) - set(born) else rows
+        sure = rows.where(F.col("queue").isin([q for q in born if q not in unsure]))
+        tables[state] = sure if unsure or set(now) - set(born) else rows
     ended = [rows.select("queue", "message_id") for rows in tables.values()]
     chosen = (ended[0] if len(ended) == 1 else ended[0].union(ended[1])).distinct()
     attempts = read(spark, location, "attempts", queues=queues).where("ended_at IS NOT NULL")
@@ -347,6 +343,6 @@ def _trim(location: str, runs: Runs, queues: Sequence[str] | None, states: Seque
     for (queue, created_at_ms, state), end in sorted(runs.reached().items()):
         if state not in states or (queues is not None and queue not in queues):
             continue
-        if _born(location).get(queue) == created_at_ms:
+        if known(location).created_at_ms.get(queue) == created_at_ms:
             removed += client.trim(queue, state=state, before=end)
     return removed

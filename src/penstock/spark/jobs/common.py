@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock.clock import SystemClock
+from penstock.spark.stores import store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["pinned", "read", "watched"]
+__all__ = ["Known", "known", "pinned", "read", "watched"]
 
 
 _LOOK_MS: Final = 250
+
+
+class Known(NamedTuple):
+    """The time of the broker, and its queues with the time that each was made at."""
+
+    at_ms: int
+    created_at_ms: dict[str, int]
+
+
+def known(location: str, queues: Sequence[str] | None = None) -> Known:
+    """Ask which queues there are; one of ``queues`` that is not there is an error."""
+    client = store(location)
+    plan = client.plan_read("queues", queue=queues, columns=["name", "created_at_ms"])
+    # Read to its end, so that the broker need not keep the snapshot.
+    rows = [
+        row for part in plan.tickets for batch in client.read(part) for row in batch.to_pylist()
+    ]
+    return Known(plan.facts.at_ms, {row["name"]: row["created_at_ms"] for row in rows})
 
 
 def read(

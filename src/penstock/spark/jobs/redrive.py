@@ -9,7 +9,7 @@ import msgspec
 from pyspark.errors import AnalysisException, ParseException
 
 from penstock.errors import InvalidInput
-from penstock.spark.jobs.common import pinned, read
+from penstock.spark.jobs.common import known, pinned, read
 from penstock.spark.stores import store
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def redrive(
     17
     """
     client = store(location)
+    known(location, [queue])
     columns = ("message_id", "failed_at", "attempts", "reason", "group", "attributes_json")
     rows = pinned(
         _selected(read(spark, location, "failed", queues=[queue]), where).select(*columns)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import pyarrow.parquet as pq
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
-from penstock.spark.jobs.common import pinned, read
+from penstock.spark.jobs.common import known, pinned, read
 from penstock.spark.jobs.report_page import page
 from penstock.spark.stores import store
 
@@ -39,7 +39,7 @@ def report(
 
     >>> report(spark, "grpc://127.0.0.1:8815")["slowest"].show()          # doctest: +SKIP
     """
-    at_ms = store(location).plan_read("queues").facts.at_ms
+    at_ms = known(location, queues).at_ms
     ended = pinned(_ended(spark, location, queues))
     tried = pinned(
         read(spark, location, "attempts", queues=queues)
