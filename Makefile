@@ -4,12 +4,13 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check lint types format bench bench-embedded bench-depth bench-fairness bench-routing soak clean
+.PHONY: demo test check lint types format bench bench-embedded bench-depth bench-fairness \
+  bench-routing bench-pipeline soak java clean
 
 demo: $(STAMP)          ## publish, work, fail, redrive, report: on the embedded broker
 	$(BIN)/python examples/demo.py
 
-test: $(STAMP)          ## the whole test suite, with lint and types
+test: $(STAMP) java     ## the whole test suite, with lint and types
 	$(MAKE) lint types
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 
@@ -29,11 +30,11 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 soak: $(STAMP)          ## many more examples of the state machine and of the crash tests
-	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/simulation tests/crash -q
+	PENSTOCK_HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest tests/simulation tests/crash -q
 
-bench: bench-embedded bench-depth bench-fairness bench-routing
+bench: bench-embedded bench-depth bench-fairness bench-routing bench-pipeline
 
-bench-embedded bench-depth bench-fairness bench-routing: bench-%: $(STAMP)
+bench-embedded bench-depth bench-fairness bench-routing bench-pipeline: bench-%: $(STAMP)
 	$(BIN)/python benchmarks/$*.py
 
 $(STAMP): pyproject.toml
@@ -44,6 +45,15 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable . --group dev
 	@touch $@
+
+# Spark runs on Java 17 or 21. Root on Debian gets it installed; others are told.
+java:
+	@command -v java >/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -q && apt-get install -q -y --no-install-recommends openjdk-17-jre-headless; \
+	  else \
+	    echo "Spark needs a Java runtime; on Debian: apt-get install openjdk-17-jre-headless"; exit 1; \
+	  fi; }
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

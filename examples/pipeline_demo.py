@@ -223,7 +223,17 @@ def story(scratch: Path, kept: Path, orders: int, tenants: int, master: str) -> 
         ]
         columns = ("queue", "done", "attempts_mean", "done_per_second", *times)
         rows = [tuple(row) for row in frames["queues"].select(*columns).collect()]
-        show(console, "Queues, times from publish in ms", columns, rows)
+        heads = (
+            "queue",
+            "done",
+            "attempts",
+            "per s",
+            "claim p50",
+            "claim p99",
+            "done p50",
+            "done p99",
+        )
+        show(console, "Queues, times from publish in ms", heads, rows)
         columns = ("queue", "group", "done", "done_p50_ms", "done_p99_ms")
         rows = [tuple(row) for row in frames["slowest"].select(*columns).limit(5).collect()]
         show(console, "Slowest tenants", columns, rows)

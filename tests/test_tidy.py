@@ -82,7 +82,10 @@ LAYERS = {
     "tables": {*GROUND, "codec", "filters", "kv", "stores"},
     "server": {*GROUND, "__init__", "broker", "clock", "filters", "stores", "tables", "validation"},
     "flight_client": {*GROUND, "clock", "stores", "tables"},
-    "spark": {*GROUND, "__init__", "clock", "filters", "flight_client", "server", "tables"},
+    "spark": {
+        *GROUND,
+        *("__init__", "clock", "filters", "flight_client", "server", "tables", "validation"),
+    },
     "commands": {
         *GROUND,
         *("__init__", "broker", "clock", "filters", "flight_client", "importers", "server"),

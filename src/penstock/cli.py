@@ -39,7 +39,7 @@ COMMANDS: Final = {
     "backfill": ("routing", "Fill a queue from the log with what it wants and has not had."),
     "serve": ("serve", "Serve a store over Arrow Flight until SIGTERM or SIGINT."),
     "check": ("checking", "Read the whole store and hold it to its invariants."),
-    "pipeline": ("pipeline", "Route, report, archive and more with Spark."),
+    "pipeline": ("pipeline", "Work on a broker with Spark; needs penstock[spark] and Java."),
     "import": ("importing", "Bring another queue's database in."),
     "filter": ("filtering", "Try filters out."),
 }

@@ -18,8 +18,8 @@ import pyarrow.flight as fl
 from penstock.clock import SystemClock
 from penstock.errors import InvalidUrl
 from penstock.model import LogStats, QueueStats, StoreStats, SweepCounts
-from penstock.server import wire
 from penstock.stores.plans import BackfillPlan, Collected, LiveFilters, RoutePlan
+from penstock.tables import wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

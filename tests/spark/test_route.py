@@ -57,8 +57,8 @@ def start(
     )
 
 
-def wait_for(what: Callable[[], bool]) -> None:
-    deadline_ms = clock.now_ms() + SECONDS * 1000
+def wait_for(what: Callable[[], bool], seconds: int = SECONDS) -> None:
+    deadline_ms = clock.now_ms() + seconds * 1000
     while not what():
         assert clock.now_ms() < deadline_ms, "it did not happen in time"
         pause(50)
@@ -258,7 +258,7 @@ def test_a_server_that_restarts_under_the_running_query(
     spark: SparkSession, world: Any, tmp_path: Path
 ) -> None:
     world.make_queues()
-    query = start(spark, world, tmp_path / "ckpt", max_offsets=200)
+    query = start(spark, world, tmp_path / "ckpt", max_offsets=500)
     for _ in range(3):
         world.publish(1_000)
         pause(300)
@@ -290,7 +290,11 @@ def test_a_driver_that_is_killed(spark: SparkSession, world: Any, tmp_path: Path
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_for(lambda: status(world.location).routed_up_to > 600 or child.poll() is not None)
+        # Another JVM has to start first.
+        wait_for(
+            lambda: status(world.location).routed_up_to > 150 or child.poll() is not None,
+            seconds=3 * SECONDS,
+        )
         assert child.poll() is None
     finally:
         # The JVM and the Python workers are of its group: all of them die at once.
@@ -304,7 +308,7 @@ def test_a_driver_that_is_killed(spark: SparkSession, world: Any, tmp_path: Path
 
 def test_two_that_run_at_once(spark: SparkSession, world: Any, tmp_path: Path) -> None:
     world.make_queues()
-    world.publish(2_000)
+    world.publish(800)
     queries = [
         route(
             world.location,

@@ -1,8 +1,8 @@
 """The edge: what others reach a broker by over the network. So far, Arrow Flight.
 
-``wire`` has the commands and answers, ``flight`` the service, ``snapshots`` and ``stages`` what
-it keeps between calls, ``publishing`` turns record batches into messages, ``listening`` starts
-and stops it. Needs pyarrow (``pip install penstock[flight]``).
+``flight`` is the service, ``snapshots`` and ``stages`` what it keeps between calls,
+``publishing`` turns record batches into messages, ``listening`` starts and stops it. Needs
+pyarrow (``pip install penstock[flight]``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["FlightListener", "in_process_server"]
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when used: the client needs only `wire` of this package.
+    # Loaded when used: who imports one module of this package need not load them all.
     if name in __all__:
         from penstock.server import listening  # noqa: PLC0415
 

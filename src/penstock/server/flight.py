@@ -17,10 +17,9 @@ import pyarrow.flight as fl
 from penstock import limits
 from penstock.errors import InvalidInput, PenstockError
 from penstock.server import stages as staging
-from penstock.server import wire
 from penstock.server.publishing import Publisher
 from penstock.server.snapshots import Snapshot, Snapshots
-from penstock.tables import partition, read, schema_of, select
+from penstock.tables import partition, read, schema_of, select, wire
 from penstock.tables.partitions import Numbers
 from penstock.validation import check_count
 

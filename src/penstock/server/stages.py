@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from penstock import limits
 from penstock.errors import InvalidInput
 from penstock.model import AssignStatus, Cursor
-from penstock.server.wire import FillStage, StageCommand
+from penstock.tables.wire import FillStage, StageCommand
 from penstock.validation import check_count, check_text
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from penstock.broker import Broker
     from penstock.clock import Clock
-    from penstock.server.wire import CommitFill
+    from penstock.tables.wire import CommitFill
 
 __all__ = ["Committed", "Stage", "Stages", "commit", "fill_offsets", "receive"]
 

@@ -67,7 +67,6 @@ _WRITE: Final = {"location", "table", "epoch", "checkpointlocation"}
 # Spark itself puts these beside the user's.
 _OF_SPARK: Final = {"path", "checkpointlocation", "queryname"}
 
-MAX_PARTITIONS: Final = 64
 DEFAULT_PARTITIONS: Final = 4
 
 Place = str | dict[int, int]
@@ -202,8 +201,8 @@ def _count(options: Mapping[str, str], name: str, low: int, high: int) -> int | 
 
 
 def _partitions(options: Mapping[str, str]) -> int:
-    count = _count(options, "minPartitions", 1, MAX_PARTITIONS)
-    return count or _count(options, "partitions", 1, MAX_PARTITIONS) or DEFAULT_PARTITIONS
+    count = _count(options, "minPartitions", 1, limits.MAX_PARTITIONS)
+    return count or _count(options, "partitions", 1, limits.MAX_PARTITIONS) or DEFAULT_PARTITIONS
 
 
 def _place(options: Mapping[str, str], name: str) -> Place | None:

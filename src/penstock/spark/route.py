@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from penstock import limits
 from penstock.errors import InvalidInput
 from penstock.spark.sessions import session
 from penstock.spark.stores import store
@@ -122,7 +123,7 @@ def route_stream(
         "table": table,
         "epoch": str(epoch),
         "maxOffsetsPerTrigger": str(max_offsets),
-        "minPartitions": str(min(64, spark.sparkContext.defaultParallelism)),
+        "minPartitions": str(min(limits.MAX_PARTITIONS, spark.sparkContext.defaultParallelism)),
     }
     return spark.readStream.format("penstock").options(**options).load()
 

@@ -2,7 +2,8 @@
 
 ``schemas`` says what the tables look like, ``partitions`` cuts them into parts that can be read
 side by side, ``reading`` turns a part of a pinned store into record batches, ``columns`` makes
-the columns. Needs pyarrow: nothing below the server imports this package.
+the columns. ``wire`` has the commands by which servers and clients speak of them. Needs pyarrow:
+nothing below the server imports this package.
 """
 
 from __future__ import annotations
