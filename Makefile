@@ -4,10 +4,13 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check lint types format bench bench-embedded bench-depth bench-fairness \
+.PHONY: demo demo-embedded test check lint types format bench bench-embedded bench-depth bench-fairness \
   bench-routing bench-pipeline soak java clean
 
-demo: $(STAMP)          ## publish, work, fail, redrive, report: on the embedded broker
+demo: $(STAMP) java     ## publish, Spark pipeline, workers, report
+	$(BIN)/python examples/pipeline_demo.py
+
+demo-embedded: $(STAMP) ## the same without Spark: the broker inside one process
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP) java     ## the whole test suite, with lint and types

@@ -56,7 +56,7 @@ def test_location_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
         ({"table": "log", "endingOffsets": "latest"}, True, "are for batch reads"),
         ({"table": "log", "maxOffsetsPerTrigger": "5"}, False, "are for streams"),
         ({"table": "log", "maxOffsetsPerTrigger": "0"}, True, "from 1 to"),
-        ({"table": "log", "partitions": "many"}, False, "partitions is a number from 1 to 64"),
+        ({"table": "log", "partitions": "many"}, False, "partitions is a number from 1 to 1024"),
         ({"table": "log", "startingOffsets": "first"}, False, "earliest', 'latest' or JSON"),
         ({"table": "log", "endingOffsets": "earliest"}, False, "endingOffsets is 'latest'"),
         ({"table": "log", "payload": "yes"}, False, "payload is true or false"),

@@ -62,9 +62,10 @@ class Pipeline:
         ...          .transform(enrich).start(checkpoint="ckpt"))
 
     What it may do: anything that keeps ``log`` and ``offset`` of a row. Columns of the log that
-    it changes are matched as changed (not ``attributes``, which is a view of ``attributes_json``). A message whose rows are all dropped goes to no queue; one
-    that a join has multiplied goes to every queue that one of its rows matches, once. Payload and
-    attributes of the message itself are never changed: the enrichment is for routing.
+    it changes are matched as changed (not ``attributes``, which is a view of ``attributes_json``).
+    A message whose rows are all dropped goes to no queue; one that a join has multiplied goes to
+    every queue that one of its rows matches, once. Payload and attributes of the message itself
+    are never changed: the enrichment is for routing.
 
     What it may not do: put rows off to a later micro-batch (state, watermarks).
     """
