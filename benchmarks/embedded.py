@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from common import describe, directory, show
 
@@ -24,13 +24,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PAYLOAD = b"x" * 1000
-ATTRIBUTES = {"queue": "orders", "kind": "book", "price": 12.5}
+ATTRIBUTES: dict[str, str | float] = {"queue": "orders", "kind": "book", "price": 12.5}
 RECORD = b"r" * 200
 ATTEMPT = b"a" * 40
 Times = dict[str, float]
+Durability = Literal["fsync", "relaxed"]
+DURABILITIES: tuple[Durability, ...] = ("relaxed", "fsync")
 
 
-def broker_round(path: Path, design: str, batch: int, messages: int, durability: str) -> Times:
+def broker_round(
+    path: Path, design: str, batch: int, messages: int, durability: Durability
+) -> Times:
     """Time the verbs of a broker."""
     times = {"publish": 0.0, "claim": 0.0, "ack": 0.0}
     url = f"rocksdb:{path}?design={design}"
@@ -53,7 +57,7 @@ def broker_round(path: Path, design: str, batch: int, messages: int, durability:
     return times
 
 
-def floor_round(path: Path, batch: int, messages: int, durability: str) -> Times:
+def floor_round(path: Path, batch: int, messages: int, durability: Durability) -> Times:
     """Time the engine alone, doing what the indexed design does to it."""
     times = {"publish": 0.0, "claim": 0.0, "ack": 0.0}
     engine = RocksEngine(path, DESIGNS["indexed"].tables)
@@ -136,7 +140,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 10, 100, 1000])
     options = parser.parse_args()
     describe()
-    for durability in ("relaxed", "fsync"):
+    for durability in DURABILITIES:
         rows = []
         for batch in options.batches:
             # Small batches with fsync are slow; fewer messages measure them as well.
