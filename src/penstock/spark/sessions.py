@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Final
 
 from pyspark.sql import SparkSession
@@ -55,7 +57,11 @@ def session(
     settings = dict(DEFAULTS)
     if quick:
         settings["spark.driver.extraJavaOptions"] = _QUICK_JVM
-    if not master.startswith("local"):
+    if master.startswith("local"):
+        # Spark would take the first python3 of the path for its workers, which need not be the
+        # one that this package is installed for.
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    else:
         del settings["spark.driver.bindAddress"], settings["spark.driver.host"]
     settings.update(conf or {})
     builder = SparkSession.builder.master(master).appName(name)
