@@ -15,11 +15,12 @@ demo-embedded: $(STAMP) ## the same without Spark: the broker inside one process
 
 test: $(STAMP) java     ## the whole test suite, with lint and types
 	$(MAKE) lint types
-	$(BIN)/python -m pytest -n auto --dist loadgroup
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not spark"
+	$(BIN)/python -m pytest -m spark
 
 check: $(STAMP)         ## lint, types and the quick tests: under two minutes
 	$(MAKE) lint types
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow"
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow and not spark"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
