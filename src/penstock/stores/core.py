@@ -169,6 +169,8 @@ class Core:
         self.queues: dict[str, Queue] = {}
         self.by_number: dict[int, Queue] = {}
         self.coverage: dict[str, Coverage] = {}
+        # Named apart, so that a sweep need not look at every queue.
+        self.draining: set[str] = set()
         # (queue number, what) -> when its retention next has something to do
         self.retention: DueHeap[tuple[int, str]] = DueHeap()
         for queue in self._queue_table.load():
@@ -183,6 +185,8 @@ class Core:
             # What it has had is forgotten; what it wants from here on is not.
             live = Stretch(self.log.end, None, queue.spec.filter)
             self.coverage[queue.name] = Coverage([live])
+        if self.coverage[queue.name].draining:
+            self.draining.add(queue.name)
         self.queues[queue.name] = queue
         self.by_number[queue.number] = queue
         self.active.load(queue)
@@ -192,6 +196,7 @@ class Core:
         """Let go of a deleted queue."""
         self.wake(queue)
         del self.queues[queue.name], self.by_number[queue.number], self.coverage[queue.name]
+        self.draining.discard(queue.name)
         self.active.forget(queue)
         for what in (State.DONE.value, State.FAILED.value, "unclaimed"):
             self.retention.set((queue.number, what), None)
@@ -238,6 +243,8 @@ class Core:
         """Write what a queue has been filled from."""
         coverage.prune(self.log.earliest)
         self.coverage[queue.name] = coverage
+        if coverage.draining:
+            self.draining.add(queue.name)
         self._coverage_table.put(batch, queue, coverage)
 
     def filters_changed(self, batch: Batch, from_offset: int, now_ms: int) -> None:

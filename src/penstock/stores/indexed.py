@@ -208,7 +208,7 @@ class IndexedActive:
         self, batch: Batch, queue: Queue, directory: Directory, key: bytes, value: bytes
     ) -> None:
         batch.delete(key, self._index.family)
-        main, lane = key[1:5] + key[-8:], value[12:]
+        main, lane = main_of(key), value[12:]
         if value[:12] != main or not lane:
             # The entry's value is damaged; the message knows its lane.
             item = self._waiting(queue, [main])[0]

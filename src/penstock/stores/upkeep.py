@@ -243,8 +243,10 @@ class Upkeep:
     def _remove_drained(self, now_ms: int) -> int:
         core = self._core
         removed = 0
+        if not core.draining:
+            return 0
         routed_up_to = self._routing.routed_up_to()
-        for name in [name for name, covered in core.coverage.items() if covered.draining]:
+        for name in sorted(core.draining):
             counts, live = core.queues[name].counts, core.coverage[name].live
             waits = counts.available or counts.delayed or counts.in_flight
             if not waits and (not live or (live[-1].end or 0) <= routed_up_to):
