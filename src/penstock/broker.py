@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import msgspec
 
 from penstock import limits
+from penstock.broker_joint import Claim, JointVerbs
 from penstock.broker_log import LogVerbs
-from penstock.errors import InvalidInput, InvalidMessage, InvalidQueue, QueueExists
+from penstock.errors import InvalidInput, InvalidQueue, QueueExists, QueueNotFound
 from penstock.filters import Matcher, Row, default_filter, parse
 from penstock.model import Message, Ordering, QueueSpec, State
 from penstock.shell import SWEEP_BUDGET, Shell
@@ -27,11 +28,11 @@ from penstock.validation import (
     check_spec,
     check_state,
     check_text,
-    cut_text,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
     from types import TracebackType
 
     from penstock.clock import Clock
@@ -51,8 +52,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Broker"]
 
+# Messages that a move takes before it lets others in.
+MOVE_STEP: Final = 2_000
 
-class Broker(LogVerbs):
+
+class Broker(LogVerbs, JointVerbs):
     """An open store. Thread-safe; close it, or use it as a context manager."""
 
     def __init__(
@@ -71,6 +75,7 @@ class Broker(LogVerbs):
         self._store = store
         self._clock = clock
         self._inline = store.routing() == "inline"
+        self._restored = []
         self._matcher = _matcher(store)
         self._shell = Shell(store, clock, relaxed=relaxed, background=background)
 
@@ -118,6 +123,7 @@ class Broker(LogVerbs):
                         f"queue {name!r} exists with other settings: use update_queue()"
                     )
                 return present
+            _check_dead_letter(self._store, spec)
             fresh = msgspec.structs.replace(spec, created_at_ms=now_ms)
             self._store.create_queue(fresh, now_ms)
             self._matcher = self._matcher.with_filter(name, compiled)
@@ -149,6 +155,9 @@ class Broker(LogVerbs):
             spec = msgspec.structs.replace(
                 spec, created_at_ms=present.created_at_ms, version=present.version + 1
             )
+            # One that was deleted since does not stand in the way of other changes.
+            if spec.dead_letter != present.dead_letter:
+                _check_dead_letter(self._store, spec)
             self._store.update_queue(spec, now_ms, from_offset=from_offset)
             if compiled is not None:
                 self._matcher = self._matcher.with_filter(name, compiled)
@@ -196,30 +205,9 @@ class Broker(LogVerbs):
         return self._publish(batch, queue)[0]
 
     def _publish(self, batch: list[Message], target: str | None) -> list[int]:
-
-        def publish(now_ms: int) -> list[int]:
-            if not batch:
-                return []
-            routes: list[list[str]] = []
-            if self._inline or target is not None:
-                routes = self._matcher.match(
-                    [(m.attributes, m.group, m.priority, now_ms, len(m.payload)) for m in batch]
-                )
-            if target is not None:
-                spec = self._store.spec(target)
-                if target not in routes[0]:
-                    raise InvalidMessage(
-                        f"queue {target!r} takes messages where {spec.filter}; this one does not "
-                        "match"
-                    )
-            return self._store.publish(
-                batch,
-                routes if self._inline else None,
-                dedup_window_ms=self._dedup_window_ms,
-                now_ms=now_ms,
-            )
-
-        return self._shell.apply(publish)
+        return self._shell.apply(
+            lambda now_ms: self._put(batch, self._routes(batch, target, now_ms), now_ms)
+        )
 
     # --- messages out --------------------------------------------------------------------
 
@@ -244,15 +232,11 @@ class Broker(LogVerbs):
             check_duration(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
 
         def take(now_ms: int) -> list[Delivery]:
-            spec = self._store.spec(queue)
-            return self._store.claim(
-                queue,
-                limit=limit,
-                lease_ms=spec.lease_ms if lease_ms is None else lease_ms,
-                consumer=consumer,
-                lease=self._clock.lease_id(),
-                now_ms=now_ms,
-            )
+            claim = Claim(queue, limit, lease_ms, consumer)
+            self._claim_together(queue, [claim], now_ms)
+            if claim.error is not None:
+                raise claim.error
+            return claim.answer
 
         return self._shell.apply_when_ready(queue, wait_ms, take)
 
@@ -276,20 +260,7 @@ class Broker(LogVerbs):
         Without ``delay_ms`` they wait for the queue's back-off. A ``reason`` that is too long is
         cut.
         """
-        batch = check_receipts(receipts)
-        if delay_ms is not None:
-            check_duration(delay_ms, "delay_ms")
-        reason = cut_text(reason, limits.MAX_REASON_BYTES)
-        return self._shell.apply(
-            lambda now_ms: self._store.release(
-                batch,
-                delay_ms=delay_ms,
-                reason=reason,
-                random=self._clock.random,
-                queue_name=queue,
-                now_ms=now_ms,
-            )
-        )
+        return self._shell.apply(self.releasing(receipts, delay_ms, reason, queue))
 
     def extend(
         self, receipts: Iterable[str] | str, *, lease_ms: int, queue: str | None = None
@@ -299,14 +270,7 @@ class Broker(LogVerbs):
         Takes receipts, or the token of a whole lease (:attr:`Delivery.lease`) for everything
         that is still held under it.
         """
-        check_duration(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
-        batch = receipts if isinstance(receipts, str) else check_receipts(receipts)
-        verb: Callable[..., list[Outcome]] = (
-            self._store.extend_lease if isinstance(batch, str) else self._store.extend
-        )
-        return self._shell.apply(
-            lambda now_ms: verb(batch, lease_ms=lease_ms, queue_name=queue, now_ms=now_ms)
-        )
+        return self._shell.apply(self.extending(receipts, lease_ms, queue))
 
     # --- looking and mass moves ------------------------------------------------------------
 
@@ -366,6 +330,47 @@ class Broker(LogVerbs):
             lambda now_ms: self._store.redrive(queue, message_ids=ids, where=chosen, now_ms=now_ms)
         )
 
+    def move(
+        self,
+        queue: str,
+        to: str,
+        *,
+        state: State | str = State.FAILED,
+        message_ids: Iterable[int] | None = None,
+        limit: int | None = None,
+    ) -> int:
+        """Move messages of a queue that are failed, available or delayed into another queue.
+
+        All of them, or those of ``message_ids``, up to ``limit``; return how many. They keep what
+        they are and what was tried, and have a full set of attempts there. A message that the
+        other queue has waiting or in flight is merged with it; one in its history is live again.
+        In steps, each of which is stored whole: a move that is interrupted can be called again.
+        """
+        checked = check_state(state)
+        if checked not in {State.FAILED, State.AVAILABLE, State.DELAYED}:
+            raise InvalidInput(
+                f"only failed, available and delayed messages can be moved, not {checked}"
+            )
+        ids = None if message_ids is None else sorted(set(check_ids(list(message_ids))))
+        if limit is not None:
+            check_count(limit, "limit", 1, limits.MAX_OFFSET)
+
+        def step(now_ms: int) -> int:
+            chosen = None if ids is None else ids[at : at + MOVE_STEP]
+            count = MOVE_STEP if limit is None else min(MOVE_STEP, limit - moved)
+            return self._store.move(
+                queue, to, state=checked, message_ids=chosen, limit=count, now_ms=now_ms
+            )
+
+        # What comes into the queue meanwhile must not keep this going for ever.
+        depth = getattr(self.stats(queue), checked.value) if ids is None else len(ids)
+        moved = at = 0
+        while True:
+            one = self._shell.apply(step)
+            moved, at = moved + one, at + MOVE_STEP
+            if moved == limit or at >= depth or (ids is None and one < MOVE_STEP):
+                return moved
+
     def purge(
         self,
         queue: str,
@@ -379,16 +384,25 @@ class Broker(LogVerbs):
         checked = [check_state(state) for state in states]
         return self._shell.apply(lambda now_ms: self._store.purge(queue, checked, now_ms))
 
-    def trim(self, queue: str, *, state: State | str, before: int) -> int:
+    def trim(
+        self, queue: str, *, state: State | str, before: int, created_at_ms: int | None = None
+    ) -> int:
         """Remove done or failed messages whose sequence number is below ``before``.
 
-        For who has copied them elsewhere: the sequence is that of the history tables.
+        For who has copied them elsewhere: the sequence is that of the history tables. With
+        ``created_at_ms`` nothing is removed if the queue has been deleted and made anew since.
         """
         checked = check_state(state)
         if checked not in {State.DONE, State.FAILED}:
             raise InvalidInput(f"only done and failed messages can be trimmed, not {checked}")
         check_count(before, "before", 0, limits.MAX_OFFSET)
-        return self._shell.apply(lambda now_ms: self._store.trim(queue, checked, before, now_ms))
+        if created_at_ms is not None:
+            check_count(created_at_ms, "created_at_ms", 0, limits.MAX_OFFSET)
+        return self._shell.apply(
+            lambda now_ms: self._store.trim(
+                queue, checked, before, now_ms, created_at_ms=created_at_ms
+            )
+        )
 
     def check(self, *, repair: bool = False) -> AuditReport:
         """Hold the store to its invariants; with ``repair``, mend what can be mended.
@@ -403,6 +417,13 @@ class Broker(LogVerbs):
             return report
 
         return self._shell.apply(check)
+
+    def checkpoint(self, path: Path) -> None:
+        """Copy the store as it is into a directory that is not there yet; see ``penstock backup``.
+
+        Nobody else is let in meanwhile, which is short: most files are shared, not copied.
+        """
+        self._shell.look(lambda _: self._store.checkpoint(path))
 
     # --- time ------------------------------------------------------------------------------
 
@@ -437,7 +458,28 @@ def _make_spec(
     if unknown:
         known = ", ".join(sorted(_SETTINGS - {"name"}))
         raise InvalidQueue(f"unknown setting {unknown[0]!r}; there are {known}")
-    return check_spec(QueueSpec(name=name, filter=filter_text, ordering=ordering, **settings))
+    spec = check_spec(QueueSpec(name=name, filter=filter_text, ordering=ordering, **settings))
+    # What the caller does to his labels from here on is his own affair.
+    return msgspec.structs.replace(spec, labels=dict(spec.labels))
+
+
+def _check_dead_letter(store: Store, spec: QueueSpec) -> None:
+    """Refuse a dead letter queue that could not take what fails."""
+    if not spec.dead_letter:
+        return
+    try:
+        target = store.spec(spec.dead_letter)
+    except QueueNotFound:
+        raise InvalidQueue(
+            f"no queue named {spec.dead_letter!r}: a dead letter queue must be made first"
+        ) from None
+    if store.draining(target.name):
+        raise InvalidQueue(f"queue {target.name!r} is draining: it takes no dead letters")
+    if target.ordering is not spec.ordering:
+        raise InvalidQueue(
+            f"the dead letter queue of a {spec.ordering.value} queue must be one as well; "
+            f"{target.name!r} is {target.ordering.value}"
+        )
 
 
 def _predicate(

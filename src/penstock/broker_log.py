@@ -12,12 +12,18 @@ from penstock import limits
 from penstock.errors import InvalidInput
 from penstock.model import Backfilled
 from penstock.stores.plans import Collected, Filled
-from penstock.validation import check_assignments, check_count, check_duration, check_ids
+from penstock.validation import (
+    check_archived,
+    check_assignments,
+    check_count,
+    check_duration,
+    check_ids,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from penstock.model import Assigned, Cursor, LogPage, LogStats, QueueSpec
+    from penstock.model import Assigned, Cursor, LogPage, LogRecord, LogStats, QueueSpec
     from penstock.shell import Shell
     from penstock.stores.contract import Store
     from penstock.stores.pinned import Pinned
@@ -32,6 +38,8 @@ class LogVerbs:
     _shell: Shell
     _store: Store
     _inline: bool
+    # Messages restored since each collection that is under way has looked.
+    _restored: list[set[int]]
 
     def queue(self, name: str) -> QueueSpec:
         """Return the spec of a queue."""
@@ -141,11 +149,17 @@ class LogVerbs:
         *,
         from_: int | datetime | Literal["earliest"] = "earliest",
         to: int | datetime | None = None,
+        archived: bool = False,
     ) -> BackfillPlan:
-        """Return the stretches of the log that a backfill of a queue has still to do."""
+        """Return the stretches of the log that a backfill of a queue has still to do.
+
+        With ``archived`` also those below the log, which an archive may hold.
+        """
         begin = 0 if from_ == "earliest" else self._offset(from_, "from_")
         end = limits.MAX_OFFSET if to is None else self._offset(to, "to")
-        return self._shell.look(lambda _: self._store.backfill_plan(queue, begin, end))
+        return self._shell.look(
+            lambda _: self._store.backfill_plan(queue, begin, end, archived=archived)
+        )
 
     def fill(
         self,
@@ -187,6 +201,46 @@ class LogVerbs:
             )
         return total
 
+    def restore(
+        self,
+        queue: str,
+        begin: int,
+        end: int,
+        records: Sequence[tuple[LogRecord, bytes | None]],
+        *,
+        filter: str | None = None,  # noqa: A002
+    ) -> Filled:
+        """Fill a queue from [begin, end), below the log, with messages that were archived.
+
+        ``records`` are all of them that the queue's filter wants, ascending, each with its
+        payload, or None: then it must be in the store still. What the queue has had is left
+        alone, so that it may be called again. It goes in steps, each durable. ``filter`` is what
+        they were matched by: another one by now is an error.
+        """
+        check_count(begin, "begin", 0, limits.MAX_OFFSET)
+        check_count(end, "end", begin, limits.MAX_OFFSET)
+        check_archived(begin, end, records)
+        spec = self.queue(queue)
+        text = spec.filter if filter is None else filter
+        total = Filled(0, 0, 0, begin)
+
+        def step(now_ms: int) -> Filled:
+            done = self._store.restore(queue, total.next, end, rest, text, now_ms)
+            for restored in self._restored:
+                restored.update(each.message_id for each, _ in rest if each.message_id < done.next)
+            return done
+
+        while total.next < end:
+            rest = [each for each in records if each[0].message_id >= total.next]
+            one = self._shell.apply(step)
+            total = Filled(
+                total.added + one.added,
+                total.already + one.already,
+                total.missing + one.missing,
+                one.next,
+            )
+        return total
+
     def collect(self, message_ids: Iterable[int], *, dry_run: bool = True) -> Collected:
         """Delete payloads that the log has let go of and no queue holds; by default only count.
 
@@ -196,22 +250,38 @@ class LogVerbs:
 
         def pin(now_ms: int) -> tuple[set[int], Pinned | None]:
             candidates = self._store.collectable(ids)
+            if candidates:
+                self._restored.append(restored)
             return candidates, self._store.pin(now_ms) if candidates else None
 
+        def drop(now_ms: int) -> Collected:
+            unheld = [each for each in chunk if each not in restored]
+            return self._store.drop_payloads(unheld, now_ms, dry_run=dry_run)
+
+        # Only a restore can make a queue hold a candidate that nothing holds now: with what was
+        # restored since, the view is enough.
+        restored: set[int] = set()
         candidates, pinned = self._shell.look(pin)
         if pinned is None:
             return Collected(0, 0)
-        # Nothing can come to hold a candidate that nothing holds now, so that the view is enough.
-        with pinned:
-            free = sorted(candidates - pinned.referenced(candidates))
         total = Collected(0, 0)
-        for start in range(0, len(free), limits.MAX_COLLECT_CHUNK):
-            chunk = free[start : start + limits.MAX_COLLECT_CHUNK]
-            freed = self._shell.apply(partial(self._store.drop_payloads, chunk, dry_run=dry_run))
-            total = Collected(
-                total.freed_messages + freed.freed_messages, total.freed_bytes + freed.freed_bytes
-            )
+        try:
+            with pinned:
+                free = sorted(candidates - pinned.referenced(candidates))
+            for start in range(0, len(free), limits.MAX_COLLECT_CHUNK):
+                chunk = free[start : start + limits.MAX_COLLECT_CHUNK]
+                freed = self._shell.apply(drop)
+                total = Collected(
+                    total.freed_messages + freed.freed_messages,
+                    total.freed_bytes + freed.freed_bytes,
+                )
+        finally:
+            self._shell.look(lambda _: self._forget(restored))
         return total
+
+    def _forget(self, restored: set[int]) -> None:
+        # Sets that are equal are not the same.
+        self._restored = [each for each in self._restored if each is not restored]
 
     def configure_log(
         self, *, logs: int | None = None, retention_ms: int | None = None

@@ -22,6 +22,9 @@ class Clock(Protocol):
     def now_ms(self) -> int:
         """Milliseconds since the epoch."""
 
+    def seconds(self) -> float:
+        """Return a reading to measure with: only the difference of two means something."""
+
     def wait(self, condition: threading.Condition, timeout_ms: int | None) -> None:
         """Wait on a held condition until notified or until ``timeout_ms`` of this clock passed."""
 
@@ -51,6 +54,10 @@ class SystemClock:
         """Milliseconds since the epoch."""
         return time.time_ns() // 1_000_000
 
+    def seconds(self) -> float:
+        """Return the performance counter."""
+        return time.perf_counter()
+
     def wait(self, condition: threading.Condition, timeout_ms: int | None) -> None:
         """Wait until notified or until the timeout; both may come early, callers look again."""
         condition.wait(None if timeout_ms is None else timeout_ms / 1000)
@@ -74,6 +81,10 @@ class ManualClock:
     def now_ms(self) -> int:
         """Return the time that the test has set."""
         return self._now_ms
+
+    def seconds(self) -> float:
+        """Return the same time in seconds."""
+        return self._now_ms / 1000
 
     def advance(self, ms: int) -> int:
         """Move the clock (back as well, if negative) and return the new time."""

@@ -12,11 +12,14 @@
     ├── QueueNotFound         no queue of that name
     ├── QueueExists           create of a queue that is there with other settings
     ├── BrokerClosed          a verb after close()
+    ├── NotAllowed            a server that wants a key, or a key that may not do this
     ├── StoreLocked           another process owns the directory (the message names it)
     ├── StoreMismatch         the directory holds something else, or a newer format
     ├── CorruptRecord         a record that does not decode (quarantined where it was met)
     ├── StorageFailed         the engine refused a read or write
-    │   └── DiskFull              ... for want of space
+    │   ├── DiskFull              ... for want of space
+    │   ├── StoreFenced           ... because another broker has opened the store and owns it now
+    │   └── ServerUnreachable     no broker answers at the other end of the network
     └── ImportFailed          a foreign database that can't be read
 
 A stale receipt is not an error: ``ack``, ``release`` and ``extend`` answer with an
@@ -36,10 +39,13 @@ __all__ = [
     "InvalidQueue",
     "InvalidReceipt",
     "InvalidUrl",
+    "NotAllowed",
     "PenstockError",
     "QueueExists",
     "QueueNotFound",
+    "ServerUnreachable",
     "StorageFailed",
+    "StoreFenced",
     "StoreLocked",
     "StoreMismatch",
 ]
@@ -99,6 +105,10 @@ class BrokerClosed(PenstockError):
     """A verb was called after ``close()``."""
 
 
+class NotAllowed(PenstockError):
+    """Who asked may not do this: no key, a wrong one, or one without the permission."""
+
+
 class StoreLocked(PenstockError):
     """Another process, or another broker of this one, owns the store."""
 
@@ -117,6 +127,20 @@ class StorageFailed(PenstockError):
 
 class DiskFull(StorageFailed):
     """The storage engine has no space left."""
+
+
+class StoreFenced(StorageFailed):
+    """Another broker has opened the store and owns it: nothing that this one does counts any more.
+
+    A change that was being made is not there, unless it was durable before the other one came.
+    """
+
+
+class ServerUnreachable(StorageFailed, ConnectionError):
+    """No broker answers: none is there, or it has been silent for longer than a call may last.
+
+    A change that was asked for may or may not have been made.
+    """
 
 
 class ImportFailed(PenstockError):

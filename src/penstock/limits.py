@@ -19,6 +19,9 @@ MAX_DESCRIPTION_BYTES: Final = 4096
 MAX_ATTEMPTS: Final = 65_535
 # Array counts in the bucket records are u16, so 10^4 is the largest bucket that can be encoded.
 MAX_BUCKET_EXPONENT: Final = 4
+MAX_LABELS: Final = 64
+MAX_LABEL_NAME_BYTES: Final = 256
+MAX_LABELS_BYTES: Final = 64 * 1024
 
 # --- verbs ----------------------------------------------------------------------------------
 MAX_PUBLISH_MESSAGES: Final = 10_000
@@ -35,6 +38,8 @@ MAX_REASON_BYTES: Final = 4096
 MAX_LOGS: Final = 256
 MAX_LOG_LIMIT: Final = 100_000
 MAX_OFFSET: Final = (1 << 63) - 1
+# What a queue was filled from, by which filter: kept with the queue, and written with every change.
+MAX_COVERAGE_STRETCHES: Final = 256
 
 # --- time -----------------------------------------------------------------------------------
 MAX_LEASE_MS: Final = 365 * 86_400_000
@@ -62,3 +67,87 @@ MAX_COLLECT_CHUNK: Final = 200
 # One publish of a Flight stream: what commits together.
 MAX_PUT_CHUNK_MESSAGES: Final = 10_000
 MAX_PUT_CHUNK_BYTES: Final = 64 * 1024 * 1024
+# One restore: what a client sends before any of it is stored, and how many may do so at a time.
+MAX_RESTORE_MESSAGES: Final = 10_000
+MAX_RESTORE_BYTES: Final = 64 * 1024 * 1024
+MAX_RESTORES: Final = 4
+
+# --- waiting for a Flight server ----------------------------------------------------------------
+# How long calls that may be repeated are repeated while nobody answers.
+MAX_UNREACHABLE_MS: Final = 10_000
+MAX_CALL_MS: Final = 10_000
+MAX_WORK_CALL_MS: Final = 60_000
+MAX_BULK_CALL_MS: Final = 600_000
+MAX_READ_IDLE_MS: Final = 20_000
+
+# --- keys and operations ----------------------------------------------------------------------
+MAX_TOKEN_CHARS: Final = 512
+MAX_VERIFIED_TOKENS: Final = 10_000
+# Queues that have series of their own at /metrics; the rest are summed.
+MAX_METRIC_QUEUES: Final = 200
+
+# --- HTTP -------------------------------------------------------------------------------------
+HTTP_MAX_CONNECTIONS: Final = 20_000
+HTTP_MAX_REQUEST_LINE_BYTES: Final = 16 * 1024
+HTTP_MAX_HEADERS_BYTES: Final = 32 * 1024
+HTTP_MAX_HEADERS: Final = 100
+# A message of 1 MiB takes up to three times as much in a form or with escapes in JSON.
+HTTP_MAX_BODY_BYTES: Final = 8 * 1024 * 1024
+HTTP_MAX_PIPELINED: Final = 16
+HTTP_WRITE_HIGH_WATER_BYTES: Final = 256 * 1024
+HTTP_FIRST_BYTE_MS: Final = 30_000
+HTTP_REQUEST_MS: Final = 60_000
+HTTP_IDLE_MS: Final = 120_000
+# How long a client may take to make room for the rest of its answer.
+HTTP_STALLED_WRITE_MS: Final = 60_000
+# What is in hand when a client has closed its side is answered if it takes no longer than this.
+HTTP_HALF_CLOSED_MS: Final = 500
+
+# --- SQS ----------------------------------------------------------------------------------------
+SQS_MAX_FORM_FIELDS: Final = 1_000
+SQS_MAX_MESSAGE_BYTES: Final = 1024 * 1024
+SQS_MIN_MESSAGE_SIZE_BYTES: Final = 1_024
+SQS_MAX_BATCH: Final = 10
+SQS_MAX_MESSAGE_ATTRIBUTES: Final = 10
+SQS_MAX_TAGS: Final = 50
+SQS_MAX_DELAY_S: Final = 900
+SQS_MAX_VISIBILITY_S: Final = 43_200
+SQS_MAX_WAIT_S: Final = 20
+SQS_MAX_RETENTION_S: Final = 1_209_600
+SQS_MAX_RECEIVE_COUNT: Final = 1_000
+SQS_MAX_LISTED: Final = 1_000
+SQS_PURGE_PAUSE_MS: Final = 60_000
+SQS_RECEIVE_ATTEMPT_MS: Final = 300_000
+SQS_MAX_RECEIVE_ATTEMPTS: Final = 10_000
+SQS_MAX_MOVE_TASKS: Final = 1_000
+SQS_MAX_MOVES_PER_SECOND: Final = 500
+
+# --- the native protocol ------------------------------------------------------------------------
+# A frame holds one whole request; answers that are longer come in parts.
+MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
+MAX_HELLO_BYTES: Final = 8 * 1024
+MAX_ANSWER_PART_BYTES: Final = 1024 * 1024
+# One connection: requests and bytes at work before it is read no further, and claims that wait.
+MAX_REQUESTS_AT_WORK: Final = 1_024
+MAX_BYTES_AT_WORK: Final = 8 * 1024 * 1024
+MAX_WAITING_CLAIMS: Final = 10_000
+MAX_UNSENT_BYTES: Final = 1024 * 1024
+MAX_NATIVE_CONNECTIONS: Final = 20_000
+# All connections: bytes of requests that are not whole yet, or not begun.
+MAX_BUFFERED_BYTES: Final = 512 * 1024 * 1024
+# Silence: before the greeting, inside a frame, of a reader that takes nothing, of a connection.
+MAX_GREETING_MS: Final = 10_000
+MAX_STALL_MS: Final = 30_000
+MAX_IDLE_MS: Final = 300_000
+
+# --- Queueber's clients -----------------------------------------------------------------------
+MAX_QUEUEBER_CONNECTIONS: Final = 1_000
+
+# --- object storage ---------------------------------------------------------------------------
+# How long the object store may give no answer before the verb that waits for it fails.
+MAX_OBJECT_STORE_SILENCE_MS: Final = 60_000
+MAX_FLUSH_MS: Final = 10_000
+# Rows written or read of late, kept so that they need not be read from the engine.
+READ_CACHE_BYTES: Final = 64 * 1024 * 1024
+# How long a reader that is not the writer keeps to one moment.
+MAX_READER_SNAPSHOT_MS: Final = 30 * 60_000

@@ -79,10 +79,13 @@ class Event(StrEnum):
     EXPIRE = "expire"
     EXHAUST = "exhaust"
     REDRIVE = "redrive"
+    MOVE_IN = "move_in"
+    MOVE_IN_LATER = "move_in_later"
+    MOVE_OUT = "move_out"
     REMOVE = "remove"
 
 
-# None is "not in the queue": before it came, and after retention, purge or delete took it.
+# None is "not in the queue": before it came, and after retention, a move, purge or delete took it.
 TRANSITIONS: Final[Mapping[tuple[State | None, Event], State | None]] = {
     (None, Event.ENQUEUE): State.AVAILABLE,
     (None, Event.ENQUEUE_LATER): State.DELAYED,
@@ -94,6 +97,15 @@ TRANSITIONS: Final[Mapping[tuple[State | None, Event], State | None]] = {
     (State.IN_FLIGHT, Event.EXPIRE): State.AVAILABLE,
     (State.IN_FLIGHT, Event.EXHAUST): State.FAILED,
     (State.FAILED, Event.REDRIVE): State.AVAILABLE,
+    (State.AVAILABLE, Event.MOVE_OUT): None,
+    (State.DELAYED, Event.MOVE_OUT): None,
+    (State.FAILED, Event.MOVE_OUT): None,
+    (None, Event.MOVE_IN): State.AVAILABLE,
+    (None, Event.MOVE_IN_LATER): State.DELAYED,
+    (State.DONE, Event.MOVE_IN): State.AVAILABLE,
+    (State.DONE, Event.MOVE_IN_LATER): State.DELAYED,
+    (State.FAILED, Event.MOVE_IN): State.AVAILABLE,
+    (State.FAILED, Event.MOVE_IN_LATER): State.DELAYED,
     (State.AVAILABLE, Event.REMOVE): None,
     (State.DELAYED, Event.REMOVE): None,
     (State.IN_FLIGHT, Event.REMOVE): None,
@@ -190,7 +202,11 @@ class Ordering(StrEnum):
 
 
 class QueueSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a queue. A retention of 0 keeps for ever."""
+    """The settings of a queue. A retention of 0 keeps for ever.
+
+    What fails is moved into the queue ``dead_letter``, if one is named. ``labels`` are kept for
+    whoever set them; they mean nothing here.
+    """
 
     name: str
     filter: str
@@ -205,6 +221,8 @@ class QueueSpec(msgspec.Struct, frozen=True, kw_only=True):
     unclaimed_retention_ms: int = 0
     bucket_exponent: int = 2
     description: str = ""
+    dead_letter: str = ""
+    labels: dict[str, str] = {}
     created_at_ms: int = 0
     version: int = 1
 
@@ -385,6 +403,8 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     failed_total: int
     redriven_total: int
     removed_total: int
+    moved_in_total: int
+    moved_out_total: int
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -404,6 +424,7 @@ class SweepCounts(msgspec.Struct, frozen=True, kw_only=True):
     leases_expired: int = 0
     came_due: int = 0
     failed: int = 0
+    moved: int = 0
     removed: int = 0
     dedup_forgotten: int = 0
     next_due_ms: int | None = None
@@ -412,5 +433,10 @@ class SweepCounts(msgspec.Struct, frozen=True, kw_only=True):
     def total(self) -> int:
         """How many things were done."""
         return (
-            self.leases_expired + self.came_due + self.failed + self.removed + self.dedup_forgotten
+            self.leases_expired
+            + self.came_due
+            + self.failed
+            + self.moved
+            + self.removed
+            + self.dedup_forgotten
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from penstock.clock import TimeGuard
 from penstock.committer import Committer
@@ -19,13 +19,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.clock import Clock
+    from penstock.committer import Durability, Told
+    from penstock.errors import PenstockError
     from penstock.stores.contract import Store
 
-__all__ = ["SWEEP_BUDGET", "Shell"]
+__all__ = ["SWEEP_BUDGET", "Shell", "Woken"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+Woken: TypeAlias = "Callable[[str | None, int | None], None]"
+"""Told a queue and how much there is to claim; (name, None): it is gone; (None, None): all are."""
 
 SWEEP_BUDGET: Final = 1_000
 # How long the sweeper sleeps at most: what has no exact alarm (dedup windows) is seen to by then.
@@ -41,10 +46,16 @@ class Shell:
         self._guard = TimeGuard(store.time_floor_ms())
         self._lock = threading.Lock()
         self._waiters: dict[str, threading.Condition] = {}
+        self._listener: Woken | None = None
         self._alarm = threading.Condition(self._lock)
         self._alarm_at_ms: int | None = None
         self._closed = False
-        self._committer = Committer(store.sync, lambda: store.commits, relaxed=relaxed)
+        # Why the store is lost to this process, if it is.
+        self.lost: PenstockError | None = None
+        store.on_lost(self._lose)
+        self._committer = Committer(
+            store.sync, lambda: store.commits, relaxed=relaxed, seconds=clock.seconds
+        )
         self._sweeper: threading.Thread | None = None
         if background:
             self._sweeper = threading.Thread(
@@ -60,6 +71,27 @@ class Shell:
             number = self._store.commits
         self._committer.wait(number)
         return result
+
+    def begin(self, change: Callable[[int], T]) -> tuple[T, int]:
+        """Make a change and return at once; its number is what :meth:`tell` wants."""
+        with self._lock:
+            result = change(self._now_ms())
+            self._after_change()
+            return result, self._store.commits
+
+    def tell(self, number: int, told: Told) -> None:
+        """Call back when a change is durable, from here or from another thread."""
+        self._committer.tell(number, told)
+
+    def listen(self, woken: Woken | None) -> None:
+        """Call back, under the lock, when a queue has something to claim."""
+        with self._lock:
+            self._listener = woken
+
+    @property
+    def durability(self) -> Durability:
+        """What syncing has cost so far."""
+        return self._committer.durability
 
     def look(self, read: Callable[[int], T]) -> T:
         """Read, told the time; what comes due on the way need not be durable."""
@@ -105,15 +137,32 @@ class Shell:
         """Return the store's time; called with the lock held, at the start of every verb."""
         if self._closed:
             raise BrokerClosed("the broker is closed")
+        if self.lost is not None:
+            raise self.lost.with_traceback(None)
         return self._guard.now_ms(self._clock.now_ms())
+
+    def _lose(self, why: PenstockError) -> None:
+        """Have every verb fail from here on, also those that wait for messages."""
+        with self._lock:
+            self.lost = why
+            if self._listener is not None:
+                self._listener(None, None)
+            self._alarm.notify_all()
+            for waiting in self._waiters.values():
+                waiting.notify_all()
 
     def _after_change(self) -> None:
         """Wake who waits for what has just happened; called with the lock held."""
+        listener = self._listener
         for name in self._store.take_woken():
             waiting = self._waiters.get(name)
-            if waiting is None:
+            if waiting is None and listener is None:
                 continue
             available = self._store.available(name)
+            if listener is not None:
+                listener(name, available)
+            if waiting is None:
+                continue
             if available is None:
                 # The queue is gone: they are to find that out.
                 waiting.notify_all()
@@ -139,7 +188,7 @@ class Shell:
     def _sweep_loop(self) -> None:
         while True:
             with self._lock:
-                if self._closed:
+                if self._closed or self.lost is not None:
                     return
                 wait_ms = 1_000
                 now_ms = self._now_ms()

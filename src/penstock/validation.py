@@ -14,7 +14,10 @@ from penstock.model import Cursor, Message, Ordering, QueueSpec, State
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from penstock.model import LogRecord
+
 __all__ = [
+    "check_archived",
     "check_assignments",
     "check_count",
     "check_duration",
@@ -159,7 +162,28 @@ def check_spec(spec: QueueSpec) -> QueueSpec:
         spec.bucket_exponent, "bucket_exponent", 0, limits.MAX_BUCKET_EXPONENT, InvalidQueue
     )
     check_text(spec.description, "description", limits.MAX_DESCRIPTION_BYTES, InvalidQueue)
+    if spec.dead_letter != "":
+        check_queue_name(spec.dead_letter)
+        if spec.dead_letter == spec.name:
+            raise InvalidQueue(f"queue {spec.name!r} can't be its own dead letter queue")
+    _check_labels(spec.labels)
     return spec
+
+
+def _check_labels(labels: object) -> None:
+    if type(labels) is not dict:
+        raise InvalidQueue(f"labels must be a dict of text, not {type(labels).__name__}")
+    if len(labels) > limits.MAX_LABELS:
+        raise InvalidQueue(f"{len(labels)} labels; at most {limits.MAX_LABELS}")
+    size = 0
+    for name, value in labels.items():
+        check_text(name, "the name of a label", limits.MAX_LABEL_NAME_BYTES, InvalidQueue)
+        if not name:
+            raise InvalidQueue("the name of a label is empty")
+        check_text(value, f"label {name!r}", limits.MAX_LABELS_BYTES, InvalidQueue)
+        size += len(name.encode()) + len(value.encode())
+    if size > limits.MAX_LABELS_BYTES:
+        raise InvalidQueue(f"labels take {size} bytes; at most {limits.MAX_LABELS_BYTES}")
 
 
 def check_receipts(receipts: Iterable[str]) -> list[str]:
@@ -190,6 +214,35 @@ def check_assignments(cursor: object, assignments: object) -> None:
             or not all(isinstance(name, str) for name in names)
         ):
             raise InvalidInput(f"message {message_id}: a list of queue names is expected")
+
+
+def check_archived(begin: int, end: int, records: Sequence[tuple[LogRecord, bytes | None]]) -> None:
+    """Check messages that are to be restored into [begin, end), each with its payload or None."""
+    if len(records) > limits.MAX_RESTORE_MESSAGES:
+        raise InvalidInput(
+            f"{len(records)} messages in one restore; at most {limits.MAX_RESTORE_MESSAGES}"
+        )
+    at = begin
+    for record, payload in records:
+        if not at <= record.message_id < end:
+            raise InvalidInput(f"the messages to restore must ascend and lie in [{begin}, {end})")
+        at = record.message_id + 1
+        check_count(record.published_at_ms, "published_at_ms", 0, limits.MAX_DURATION_MS)
+        check_count(record.size, "size", 0, limits.MAX_PAYLOAD_BYTES)
+        if payload is not None and len(payload) != record.size:
+            raise InvalidMessage(
+                f"message {record.message_id} has a payload of {len(payload)} bytes, not of "
+                f"{record.size}"
+            )
+        _check_message(
+            Message(
+                payload or b"",
+                record.attributes,
+                record.group,
+                record.priority,
+                record.delay_ms,
+            )
+        )
 
 
 def check_state(state: State | str) -> State:

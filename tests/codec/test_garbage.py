@@ -93,6 +93,12 @@ VALUES = {
         rec.encode_queue_spec,
         rec.encode_queue_spec(SPEC),
     ),
+    "queue spec with a tail": Case(
+        lambda buf: rec.decode_queue_spec(2, buf),
+        rec.encode_queue_spec,
+        rec.encode_queue_spec(SPEC._replace(dead_letter="dëad", labels=(("a", "ü"), ("b", "")))),
+        open_ended=True,
+    ),
     "queue spec v1": Case(
         rec.decode_queue_spec_v1,
         rec.encode_queue_spec_v1,

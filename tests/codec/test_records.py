@@ -61,6 +61,8 @@ SPEC = st.builds(
     U64,
     U64,
     U32,
+    TEXT,
+    st.dictionaries(TEXT, TEXT, max_size=3).map(lambda labels: tuple(sorted(labels.items()))),
 )
 
 CLAIM = make_id(1, 23)
@@ -204,6 +206,36 @@ def test_retentions_that_disagree_are_corrupt() -> None:
     value[5] = 3
     with pytest.raises(CorruptRecord, match="3 s and 1001 ms"):
         rec.decode_queue_spec(2, bytes(value))
+
+
+SPEC_V2_TAIL_HEX = (
+    "04 00 64 65 61 64"  # dead letter queue "dead"
+    "02 00"  # two labels
+    "01 00 61 02 00 00 00 c3 bc"  # a: ü
+    "01 00 62 00 00 00 00"  # b: nothing
+)
+
+
+def test_a_spec_with_a_dead_letter_queue_and_labels() -> None:
+    spec = SPEC_V2._replace(dead_letter="dead", labels=(("a", "ü"), ("b", "")))
+    value = bytes.fromhex(SPEC_V2_HEX + SPEC_V2_TAIL_HEX)
+    assert rec.encode_queue_spec(spec) == value
+    assert rec.decode_queue_spec(2, value) == spec
+
+
+@pytest.mark.parametrize(
+    ("tail", "why"),
+    [
+        ("00 00 00 00", "say nothing"),
+        ("00 00 02 00 01 00 62 00 00 00 00 01 00 61 00 00 00 00", "not in order"),
+        ("00 00 02 00 01 00 61 00 00 00 00 01 00 61 00 00 00 00", "not in order"),
+        ("00 00 01 00 01 00 61 01 00 00 00 ff", "label 'a'"),
+        ("04 00 64 65 61 64 00 00 00", "bytes"),
+    ],
+)
+def test_tails_of_a_spec_that_are_corrupt(tail: str, why: str) -> None:
+    with pytest.raises(CorruptRecord, match=why):
+        rec.decode_queue_spec(2, bytes.fromhex(SPEC_V2_HEX + tail))
 
 
 @pytest.mark.parametrize("version", [0, 3])

@@ -174,19 +174,6 @@ def test_fields_of_queueber_keep_their_places(schema: Any, tmp_path: Any) -> Non
         assert (item.contents, item.id, item.attempts, item.visibleAtMs) == (b"c", b"i" * 16, 0, 0)
 
 
-def test_the_interface_is_queuebers(schema: Any) -> None:
-    methods = schema.Queue.schema.methods
-    assert {
-        name: (list(method.param_type.fields), list(method.result_type.fields))
-        for name, method in methods.items()
-    } == {
-        "add": (["items"], ["ids"]),
-        "remove": (["id", "lease"], ["removed"]),
-        "poll": (["leaseValiditySecs", "numItems", "timeoutSecs"], ["items", "lease"]),
-        "extend": (["lease", "leaseValiditySecs"], ["extended"]),
-    }
-
-
 def test_a_record_of_another_layout_is_refused(schema: Any) -> None:
     # Written in another order, the fields lie elsewhere: valid Cap'n Proto, but never ours.
     message = schema.StoredItem.new_message()

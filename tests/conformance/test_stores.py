@@ -1,6 +1,15 @@
-"""Every store of the product passes the one suite."""
+"""Every store of the product passes the one suite.
+
+Opening a store on SlateDB takes a tenth of a second: what is not run here is run by ``make soak``.
+"""
+
+import os
+
+import pytest
 
 from penstock.testing.conformance import UrlConformance
+
+SOAK = os.environ.get("PENSTOCK_HYPOTHESIS_PROFILE") == "soak"
 
 
 class TestMemoryIndexed(UrlConformance):
@@ -17,3 +26,14 @@ class TestRocksIndexed(UrlConformance):
 
 class TestRocksBuckets(UrlConformance):
     url = "rocksdb:{place}/store?design=buckets"
+
+
+@pytest.mark.slow
+class TestSlateBuckets(UrlConformance):
+    url = "slatedb+file://{place}/store?design=buckets"
+
+
+if SOAK:
+
+    class TestSlateIndexed(UrlConformance):
+        url = "slatedb+file://{place}/store?design=indexed"

@@ -2,7 +2,8 @@
 
 ``child.py work URL NOTES ROUND`` has threads use a store and note what they do;
 ``child.py fill URL NOTES BYTES`` publishes until files can't grow; ``child.py hold URL`` opens a
-store and waits. A note is written straight to the file: what was noted outlives a kill.
+store and waits; ``child.py move URL`` moves messages to and fro. A note is written straight to
+the file: what was noted outlives a kill.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import msgspec
 
 import penstock
 from penstock import Broker, Message, SystemClock
+from penstock.stores import moving
 from penstock.testing.auditor import Kind, Note
 
 if TYPE_CHECKING:
@@ -148,7 +150,25 @@ def hold(url: str) -> None:
         sys.stdin.read()
 
 
-PROGRAMS: dict[str, Callable[..., None]] = {"work": work, "fill": fill, "hold": hold}
+def move(url: str) -> None:
+    # Many commits for each move, so that a kill comes between two of them.
+    moving.STEP_MESSAGES = 7  # type: ignore[misc]
+    broker = penstock.open(url)
+    say("moving")
+    while True:
+        for queue, to in (("a", "b"), ("b", "c"), ("c", "a")):
+            for state in ("available", "failed"):
+                broker.move(queue, to, state=state)
+            held = [delivery.receipt for delivery in broker.claim(to, limit=50)]
+            broker.release(held, delay_ms=0, reason="again")
+
+
+PROGRAMS: dict[str, Callable[..., None]] = {
+    "work": work,
+    "fill": fill,
+    "hold": hold,
+    "move": move,
+}
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]](*sys.argv[2:])

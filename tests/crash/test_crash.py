@@ -107,6 +107,39 @@ def test_killed_at_any_moment(design: str, tmp_path: Path) -> None:
         assert (totals.quarantined_total, totals.healed_total) == (0, 0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("design", DESIGNS)
+def test_killed_in_a_move(design: str, tmp_path: Path) -> None:
+    url = f"rocksdb:{tmp_path}/store?design={design}"
+    clock = SystemClock()
+    with penstock.open(url, background=False) as broker:
+        for queue in "abc":
+            broker.create_queue(queue, max_attempts=1, bucket_exponent=1)
+        sent = [penstock.Message(b"%d" % n, {"queue": "a"}) for n in range(500)]
+        ids = broker.publish(sent)
+    moved = tried = 0
+    for _ in range(ROUNDS):
+        with child("move", url) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "moving\n"
+            threading.Event().wait(0.2 + clock.random() / 2)
+            assert process.poll() is None, "the child ended by itself"
+        with penstock.open(url, background=False, clock=ManualClock(clock.now_ms())) as broker:
+            assert_clean(broker)
+            found = [entry for queue in "abc" for entry in browse(broker, queue, *State)]
+            assert sorted(entry.message_id for entry in found) == ids
+            by_id = {entry.message_id: entry.payload for entry in found}
+            assert [by_id[id_] for id_ in ids] == [message.payload for message in sent]
+            for entry in found[::50]:
+                tries = [each.number for each in broker.attempts(entry.queue, entry.message_id)]
+                assert tries == list(range(1, entry.attempts + 1))
+            totals = sum(broker.stats(queue).moved_in_total for queue in "abc")
+            assert totals >= moved
+            moved, tried = totals, tried + sum(entry.attempts for entry in found)
+    assert moved > 500
+    assert tried > 0
+
+
 @pytest.mark.parametrize("design", DESIGNS)
 def test_a_full_disk(design: str, tmp_path: Path) -> None:
     url = f"rocksdb:{tmp_path}/store?design={design}"

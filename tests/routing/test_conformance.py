@@ -1,6 +1,13 @@
-"""Every store of the product routes alike."""
+"""Every store of the product routes alike.
+
+Opening a store on SlateDB takes a tenth of a second: what is not run here is run by ``make soak``.
+"""
+
+import os
 
 from penstock.testing.routing import UrlRoutingConformance
+
+SOAK = os.environ.get("PENSTOCK_HYPOTHESIS_PROFILE") == "soak"
 
 
 class TestMemoryIndexed(UrlRoutingConformance):
@@ -17,3 +24,12 @@ class TestRocksIndexed(UrlRoutingConformance):
 
 class TestRocksBuckets(UrlRoutingConformance):
     url = "rocksdb:{place}/store?design=buckets"
+
+
+if SOAK:
+
+    class TestSlateIndexed(UrlRoutingConformance):
+        url = "slatedb+file://{place}/store?design=indexed"
+
+    class TestSlateBuckets(UrlRoutingConformance):
+        url = "slatedb+file://{place}/store?design=buckets"

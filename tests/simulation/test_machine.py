@@ -36,3 +36,9 @@ def test_memory(design: str) -> None:
 @pytest.mark.parametrize("design", ["indexed", "buckets"])
 def test_rocksdb(design: str) -> None:
     run("rocksdb:{place}/store?design=" + design, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("design", ["indexed", "buckets"])
+def test_slatedb(design: str) -> None:
+    run("slatedb+file://{place}/store?design=" + design, 5)

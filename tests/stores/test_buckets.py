@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from itertools import repeat
 from typing import Any
 
 import msgspec
@@ -90,8 +91,8 @@ class Bench:
 
     def take(self, limit: int, lease: bytes = LEASE) -> list[Item]:
         batch = self.engine.batch()
-        deadline_ms = self.now_ms + 30_000
-        taken = self.active.take(batch, self.queue, limit, lease, deadline_ms, self.now_ms)
+        grants = repeat((lease, self.now_ms + 30_000))
+        taken = self.active.take(batch, self.queue, limit, grants, self.now_ms)
         self.commit(batch)
         return taken
 
@@ -388,7 +389,7 @@ def test_failed_commit_is_forgotten_on_load() -> None:
     counts = msgspec.structs.astuple(bench.queue.counts)
     batch = bench.engine.batch()
     bench.active.add(batch, bench.queue, bench.items(PLAIN), NOW)
-    bench.active.take(batch, bench.queue, 3, LEASE, NOW + 1, NOW)
+    bench.active.take(batch, bench.queue, 3, repeat((LEASE, NOW + 1)), NOW)
     bench.queue.counts = Counts(*counts)
     bench.active.load(bench.queue)
     assert bench.page_ids(State.IN_FLIGHT) == []

@@ -1,14 +1,9 @@
 @0xb7d29f6c1e5a4083;
-# Queueber's records and its one interface, with Penstock's fields added at the end.
+# Queueber's records, with Penstock's fields added at the end.
 #
 # Cap'n Proto's rule of evolution is the upgrade recipe here: a field is only ever added, with
 # the next free number. A record that Queueber wrote has a smaller data section and fewer
 # pointers; the missing fields read as 0 or empty. Nothing is renumbered or removed.
-
-struct Item {
-  contents @0 :Data;
-  visibilityTimeoutSecs @1 :UInt64;  # a delay: the item is hidden for so long after `add`
-}
 
 struct StoredItem {
   contents @0 :Data;
@@ -22,11 +17,6 @@ struct StoredItem {
   lease @6 :Data;                    # 16 bytes: the lease it is in flight under, or zeros
 }
 
-struct PolledItem {
-  contents @0 :Data;
-  id @1 :Data;
-}
-
 struct LeaseEntry {
   ids @0 :List(Data);                # sorted
   expiryTsSecs @1 :UInt64;           # expiryTsMs, rounded up
@@ -37,12 +27,4 @@ struct LeaseEntry {
   claimedAtMs @4 :UInt64;
   queue @5 :UInt32;                  # number of the queue, as its spec has it
   consumer @6 :Text;
-}
-
-interface Queue {
-  add @0 (items :List(Item)) -> (ids :List(Data));
-  remove @1 (id :Data, lease :Data) -> (removed :Bool);
-  poll @2 (leaseValiditySecs :UInt64, numItems :UInt32, timeoutSecs :UInt64)
-      -> (items :List(PolledItem), lease :Data);
-  extend @3 (lease :Data, leaseValiditySecs :UInt64) -> (extended :Bool);
 }

@@ -15,10 +15,7 @@ order (``records_v1``), then its own::
                     | reason Utf8>
     attempt   claimed at i64, consumer Utf8
               | ended at i64, outcome u8, reason Utf8
-    spec      filter Utf8, max attempts u16, retention of done in s u32, bucket exponent u8,
-              description Utf8
-              | ordering u8, lease, back-off base, back-off cap, delay, retention of done, of
-              failed, of unclaimed, created at: u64 each, in ms; spec version u64, number u32
+    spec      in ``specs``
 
 Upgrade recipe, 1 to 2: one ``upgrade_`` function for each record says which values the new
 fields get. To make a version 3: add its fields behind those of version 2, keep the decoder of
@@ -34,7 +31,7 @@ from struct import Struct
 from struct import error as struct_error
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from penstock.codec.encodings import MAX_U32, read_utf8, utf8
+from penstock.codec.encodings import read_utf8, utf8
 from penstock.codec.records_v1 import (
     AttemptV1,
     AvailableV1,
@@ -55,7 +52,12 @@ from penstock.codec.records_v1 import (
     encode_queue_spec_v1,
     pack_count,
     read_count,
-    read_queue_spec_v1,
+)
+from penstock.codec.specs import (
+    QueueSpecV2,
+    decode_queue_spec,
+    encode_queue_spec,
+    upgrade_queue_spec_v1,
 )
 from penstock.errors import CorruptRecord
 
@@ -162,26 +164,6 @@ class AttemptRecord(NamedTuple):
     reason: str
 
 
-class QueueSpecV2(NamedTuple):
-    """A queue's settings. Every duration is in milliseconds; 0 keeps for ever."""
-
-    filter: str
-    max_attempts: int
-    bucket_exponent: int
-    description: str
-    ordering: int
-    lease_ms: int
-    backoff_base_ms: int
-    backoff_cap_ms: int
-    delay_ms: int
-    done_retention_ms: int
-    failed_retention_ms: int
-    unclaimed_retention_ms: int
-    created_at_ms: int
-    spec_version: int
-    number: int
-
-
 _AVAILABLE: Final = Struct("<QQHI")
 _IN_FLIGHT: Final = Struct("<QQqqHI")
 _ADDED: Final = Struct("<qHBH")
@@ -189,7 +171,6 @@ _FAILED: Final = Struct("<QQqHI")
 _LENGTH: Final = Struct("<H")
 _TIME: Final = Struct("<q")
 _ENDED: Final = Struct("<qB")
-_SPEC: Final = Struct("<B9QI")
 
 _pack_available: Final = _AVAILABLE.pack
 _pack_in_flight: Final = _IN_FLIGHT.pack
@@ -397,68 +378,6 @@ def decode_attempt(buf: bytes) -> AttemptRecord:
     return AttemptRecord(claimed_at, consumer, ended_at, outcome, reason)
 
 
-# --- queue spec -----------------------------------------------------------------------------
-
-
-def _whole_seconds(ms: int) -> int:
-    """Give version 1's retention: rounded up, so that a short one does not become 0, for ever."""
-    return min(-(-ms // 1000), MAX_U32)
-
-
-def encode_queue_spec(spec: QueueSpecV2) -> bytes:
-    """Encode a queue's settings."""
-    first = QueueSpecV1(
-        spec.filter,
-        spec.max_attempts,
-        _whole_seconds(spec.done_retention_ms),
-        spec.bucket_exponent,
-        spec.description,
-    )
-    return encode_queue_spec_v1(first) + _SPEC.pack(*spec[4:])
-
-
-def decode_queue_spec(version: int, buf: bytes) -> QueueSpecV2:
-    """Decode a queue's settings; those of version 1 get the defaults of the fields it lacks."""
-    if version == 1:
-        old = decode_queue_spec_v1(buf)
-        return QueueSpecV2(
-            filter=old.filter,
-            max_attempts=old.max_attempts,
-            bucket_exponent=old.bucket_exponent,
-            description=old.description,
-            ordering=0,
-            lease_ms=30_000,
-            backoff_base_ms=1_000,
-            backoff_cap_ms=300_000,
-            delay_ms=0,
-            done_retention_ms=old.done_retention_secs * 1000,
-            failed_retention_ms=0,
-            unclaimed_retention_ms=0,
-            created_at_ms=0,
-            spec_version=1,
-            number=0,
-        )
-    if version != 2:
-        raise CorruptRecord(f"queue spec: version {version} is unknown, 1 and 2 are known")
-    first, pos = read_queue_spec_v1(buf, "queue spec v2")
-    try:
-        added = _SPEC.unpack(buf[pos:])
-    except struct_error:
-        rest = len(buf) - pos
-        raise CorruptRecord(
-            f"queue spec v2: {rest} bytes after the description, not {_SPEC.size}"
-        ) from None
-    spec = QueueSpecV2(
-        first.filter, first.max_attempts, first.bucket_exponent, first.description, *added
-    )
-    if first.done_retention_secs != _whole_seconds(spec.done_retention_ms):
-        raise CorruptRecord(
-            f"queue spec v2: retention of done is {first.done_retention_secs} s "
-            f"and {spec.done_retention_ms} ms"
-        )
-    return spec
-
-
 # --- from version 1 to 2 --------------------------------------------------------------------
 
 
@@ -491,8 +410,3 @@ def upgrade_failed_v1(buf: bytes) -> bytes:
 def upgrade_attempts_v1(buf: bytes) -> list[bytes]:
     """Give one value for each attempt, from attempt 1 on; how they ended is not known: zeros."""
     return [encode_attempt(AttemptRecord(*old, 0, 0, "")) for old in decode_attempts_v1(buf)]
-
-
-def upgrade_queue_spec_v1(buf: bytes) -> bytes:
-    """Write out the defaults that ``decode_queue_spec`` gives to version 1."""
-    return encode_queue_spec(decode_queue_spec(1, buf))

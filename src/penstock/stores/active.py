@@ -18,13 +18,22 @@ import msgspec
 from penstock.codec.encodings import read_terminated, terminated
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from penstock.kv import Batch
     from penstock.model import State
     from penstock.stores.queues import Queue
 
-__all__ = ["NO_LEASE", "ActiveSet", "Item", "Quarantine", "group_of", "lane_of", "split_lane"]
+__all__ = [
+    "NO_LEASE",
+    "ActiveSet",
+    "Grant",
+    "Item",
+    "Quarantine",
+    "group_of",
+    "lane_of",
+    "split_lane",
+]
 
 NO_LEASE = bytes(16)
 
@@ -62,6 +71,9 @@ def split_lane(lane: bytes) -> tuple[str, int]:
     return read_terminated(lane, 0)[0].decode(), 255 - lane[-1]
 
 
+Grant: TypeAlias = tuple[bytes, int]
+"""A lease's name and its deadline: what a message goes in flight under."""
+
 # quarantine(table name, key, value, why): have a record that does not decode put aside with the
 # next commit. If it answers True, the caller corrects its queue's counters.
 Quarantine: TypeAlias = Callable[[str, bytes, bytes, str], bool]
@@ -92,19 +104,22 @@ class ActiveSet(Protocol):
         batch: Batch,
         queue: Queue,
         limit: int,
-        lease: bytes,
-        deadline_ms: int,
+        grants: Iterator[Grant],
         now_ms: int,
     ) -> list[Item]:
-        """Move up to ``limit`` available messages to in flight under ``lease``.
+        """Move up to ``limit`` available messages to in flight, each under the next of the grants.
 
         Groups take turns; within a group the highest priority goes first, then the longest
         visible. On a FIFO queue a group that has anything in flight, or whose head is not
-        visible, is passed over. ``attempts`` of what is returned counts this claim.
+        visible, is passed over; all that is taken of it must go under one lease, so the grants
+        must be of one. ``attempts`` of what is returned counts this claim.
         """
 
     def find(self, queue: Queue, keys: Sequence[int]) -> list[Item | None]:
         """Look messages up in flight."""
+
+    def live(self, queue: Queue, message_ids: Sequence[int]) -> list[Item]:
+        """Look messages up by their ids, waiting or in flight; may have to read all there are."""
 
     def in_flight_by_message(self, queue: Queue, message_id: int) -> Item | None:
         """Look a message up in flight by its id."""

@@ -77,6 +77,10 @@ class Ranking:
                 self._heap = [(rank, bucket_id) for bucket_id, rank in ranks.items()]
                 heapify(self._heap)
 
+    def get(self, bucket_id: int) -> int | None:
+        """Give the rank of a bucket."""
+        return self._ranks.get(bucket_id)
+
     def first(self) -> tuple[int, int] | None:
         """Give the lowest rank and its bucket."""
         heap, ranks = self._heap, self._ranks

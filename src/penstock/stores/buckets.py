@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from penstock.kv import Batch, Engine
-    from penstock.stores.active import Quarantine
+    from penstock.stores.active import Grant, Quarantine
     from penstock.stores.bucket_directory import Directory
     from penstock.stores.open_bucket import OpenBucket
     from penstock.stores.queues import Queue
@@ -183,8 +183,7 @@ class BucketActive:
         batch: Batch,
         queue: Queue,
         limit: int,
-        lease: bytes,
-        deadline_ms: int,
+        grants: Iterator[Grant],
         now_ms: int,
     ) -> list[Item]:
         """Visit groups in turn until the limit is reached or no group has more."""
@@ -203,7 +202,7 @@ class BucketActive:
                 group = next(iter(ring))
                 # What one group does not use is shared among those after it.
                 room = (limit - len(taken)) // (visits - visit)
-                found = self._visit(queue, group, changed, room, (lease, deadline_ms, now_ms))
+                found = self._visit(queue, group, changed, room, grants, now_ms)
                 taken += found
                 if group in ring:
                     if queue.fifo and not found:
@@ -221,7 +220,8 @@ class BucketActive:
         group: bytes,
         changed: dict[int, OpenBucket],
         limit: int,
-        claim: tuple[bytes, int, int],
+        grants: Iterator[Grant],
+        now_ms: int,
     ) -> list[Item]:
         """Take up to ``limit`` messages of a group: lane after lane, each in order of rank."""
         directory = self._directory(queue)
@@ -240,7 +240,7 @@ class BucketActive:
                 count = bucket.takeable(lane, limit - len(taken), below)
                 if count:
                     changed[bucket_id] = bucket
-                    taken += bucket.take(lane, count, *claim)
+                    taken += bucket.take(lane, count, grants, now_ms)
                 directory.set_head(lane, bucket_id, bucket.head(lane))
                 if not count:
                     # The head of a FIFO group is not visible.
@@ -270,6 +270,24 @@ class BucketActive:
                 last_id = bucket_id
                 bucket = None if bucket_id is None else self._shelf.bucket(queue, bucket_id)
             yield key, bucket
+
+    def live(self, queue: Queue, message_ids: Sequence[int]) -> list[Item]:
+        """Look messages up by their ids, in every bucket that may have one of them."""
+        wanted, highest = set(message_ids), max(message_ids, default=0)
+        directory = self._directory(queue)
+        found = []
+        for bucket_id in list(directory.buckets):
+            # Opening a bucket may remove it, or another.
+            known = directory.buckets.get(bucket_id)
+            oldest = directory.oldest.get(bucket_id)
+            is_late = oldest is None or oldest > highest
+            if known is None or (is_late and not known.in_flight):
+                continue
+            bucket = self._shelf.bucket(queue, bucket_id)
+            if bucket is not None:
+                items = (*bucket.waiting.values(), *bucket.flight.values())
+                found += [replace(item) for item in items if item.message_id in wanted]
+        return found
 
     def in_flight_by_message(self, queue: Queue, message_id: int) -> Item | None:
         """Look a message up in flight, in every bucket that has something in flight."""

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from penstock.codec.metadata import Metadata
+    from penstock.errors import PenstockError
     from penstock.model import (
         Assigned,
         Attempt,
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
         Cursor,
         Delivery,
         LogPage,
+        LogRecord,
         LogStats,
         Message,
         Outcome,
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
         LiveFilters,
         RoutePlan,
         StoreInfo,
+        Want,
     )
 
 __all__ = ["Store"]
@@ -87,17 +91,8 @@ class Store(Protocol):
         Without routes (a store whose routing is ``pipeline``) they go into the log alone.
         """
 
-    def claim(
-        self,
-        queue_name: str,
-        *,
-        limit: int,
-        lease_ms: int,
-        consumer: str,
-        lease: bytes,
-        now_ms: int,
-    ) -> list[Delivery]:
-        """Take messages under a new lease; ``lease`` is sixteen fresh bytes."""
+    def claim(self, queue_name: str, wants: Sequence[Want], now_ms: int) -> list[list[Delivery]]:
+        """Take messages for several claims at once, each under a new lease of its own."""
 
     def ack(self, receipts: Sequence[str], *, queue_name: str | None, now_ms: int) -> list[Outcome]:
         """Settle messages as done."""
@@ -124,6 +119,9 @@ class Store(Protocol):
     ) -> list[Outcome]:
         """Move the deadline of everything held under a lease."""
 
+    def held(self, token: str) -> dict[int, str]:
+        """Return the receipts of what is held under a lease, by message id."""
+
     def redrive(
         self,
         queue_name: str,
@@ -133,6 +131,18 @@ class Store(Protocol):
         now_ms: int,
     ) -> int:
         """Make failed messages available again."""
+
+    def move(
+        self,
+        queue_name: str,
+        to_name: str,
+        *,
+        state: State,
+        message_ids: Sequence[int] | None,
+        limit: int | None,
+        now_ms: int,
+    ) -> int:
+        """Move failed, available or delayed messages into another queue."""
 
     def purge(self, queue_name: str, states: Iterable[State], now_ms: int) -> int:
         """Remove messages by state."""
@@ -167,8 +177,13 @@ class Store(Protocol):
     def filters_at(self, offset: int) -> LiveFilters:
         """Return the filters that are live at an offset."""
 
-    def backfill_plan(self, queue_name: str, begin: int, end: int) -> BackfillPlan:
-        """Return what of [begin, end) a queue has not been filled from by its filter."""
+    def backfill_plan(
+        self, queue_name: str, begin: int, end: int, *, archived: bool = False
+    ) -> BackfillPlan:
+        """Return what of [begin, end) a queue has not been filled from by its filter.
+
+        With ``archived`` also what the log has let go of, as far as coverage is known.
+        """
 
     def fill(
         self,
@@ -181,6 +196,17 @@ class Store(Protocol):
     ) -> Filled:
         """Do one bounded step of filling a queue with messages that were matched elsewhere."""
 
+    def restore(
+        self,
+        queue_name: str,
+        begin: int,
+        end: int,
+        records: Sequence[tuple[LogRecord, bytes | None]],
+        filter_text: str,
+        now_ms: int,
+    ) -> Filled:
+        """Do one bounded step of filling a queue with archived messages, below the log."""
+
     def collectable(self, message_ids: Sequence[int]) -> set[int]:
         """Return those messages that no queue can come to hold any more."""
 
@@ -190,8 +216,19 @@ class Store(Protocol):
     def pin(self, now_ms: int, *, stats: bool = False) -> Pinned:
         """Pin the present state for reading in bulk."""
 
-    def trim(self, queue_name: str, state: State, before: int, now_ms: int) -> int:
-        """Remove done or failed messages whose sequence number is below ``before``."""
+    def trim(
+        self,
+        queue_name: str,
+        state: State,
+        before: int,
+        now_ms: int,
+        *,
+        created_at_ms: int | None = None,
+    ) -> int:
+        """Remove done or failed messages whose sequence number is below ``before``.
+
+        None if the queue was not made at ``created_at_ms``.
+        """
 
     def backfill(self, queue_name: str, begin: int, end: int, now_ms: int) -> Backfilled:
         """Do one bounded step of filling a queue from the log."""
@@ -252,6 +289,12 @@ class Store(Protocol):
 
     def sync(self) -> None:
         """Make every commit so far durable; from any thread."""
+
+    def checkpoint(self, path: Path) -> None:
+        """Copy the present state into a directory that is not there yet."""
+
+    def on_lost(self, told: Callable[[PenstockError], None]) -> None:
+        """Call back, from a thread of its own, if the store is lost to this process."""
 
     def close(self) -> None:
         """Sync and let go."""

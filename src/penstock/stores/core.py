@@ -28,6 +28,7 @@ from penstock.errors import CorruptRecord, PenstockError, QueueNotFound, StoreMi
 from penstock.kv import Shape
 from penstock.model import State
 from penstock.stores.coverage import Coverage, CoverageTable, Stretch
+from penstock.stores.dead_letters import DeadLetters
 from penstock.stores.dedup import Dedup
 from penstock.stores.due import DueHeap
 from penstock.stores.history import History
@@ -173,6 +174,7 @@ class Core:
         self.draining: set[str] = set()
         # (queue number, what) -> when its retention next has something to do
         self.retention: DueHeap[tuple[int, str]] = DueHeap()
+        self.dead_letters = DeadLetters()
         for queue in self._queue_table.load():
             self.adopt(queue)
 
@@ -184,13 +186,19 @@ class Core:
             self.quarantine("queues", self._coverage_table.key(queue), b"", str(error))
             # What it has had is forgotten; what it wants from here on is not.
             live = Stretch(self.log.end, None, queue.spec.filter)
-            self.coverage[queue.name] = Coverage([live])
+            self.coverage[queue.name] = Coverage([live], known_from=self.log.end)
+        known = self.coverage[queue.name]
+        if known.known_from is None:
+            told = known.live or known.backfilled
+            known.known_from = self.log.earliest if told else self.log.end
         if self.coverage[queue.name].draining:
             self.draining.add(queue.name)
         self.queues[queue.name] = queue
         self.by_number[queue.number] = queue
         self.active.load(queue)
+        self.history.load(queue)
         self.schedule_retention(queue)
+        self.dead_letters.adopt(queue)
 
     def drop(self, queue: Queue) -> None:
         """Let go of a deleted queue."""
@@ -198,6 +206,7 @@ class Core:
         del self.queues[queue.name], self.by_number[queue.number], self.coverage[queue.name]
         self.draining.discard(queue.name)
         self.active.forget(queue)
+        self.dead_letters.forget(queue)
         for what in (State.DONE.value, State.FAILED.value, "unclaimed"):
             self.retention.set((queue.number, what), None)
 
@@ -241,7 +250,7 @@ class Core:
 
     def put_coverage(self, batch: Batch, queue: Queue, coverage: Coverage) -> None:
         """Write what a queue has been filled from."""
-        coverage.prune(self.log.earliest)
+        coverage.bound(self.log.earliest)
         self.coverage[queue.name] = coverage
         if coverage.draining:
             self.draining.add(queue.name)

@@ -7,7 +7,11 @@
 
 A queue takes messages live from the offset of its creation on; a changed filter counts from the
 offset of the change on; a backfill adds a stretch of the past. Together these stretches say of
-any message whether the queue has had it, so that no backfill brings it in twice.
+any message whether the queue has had it, so that no backfill brings it in twice: neither from the
+log nor, when the log has let go of it, from an archive.
+
+They are kept for as long as the queue is, up to a bound. Beyond it the oldest ones go that the log
+needs no longer, and the queue knows what it has had from ``known_from`` on alone.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import msgspec
 
 from penstock.errors import CorruptRecord
 from penstock.filters import parse
+from penstock.limits import MAX_COVERAGE_STRETCHES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,11 +49,16 @@ class Stretch(msgspec.Struct):
 
 
 class Coverage(msgspec.Struct):
-    """What a queue has been filled from: live, and by backfills. ``draining``: no longer live."""
+    """What a queue has been filled from: live, and by backfills. ``draining``: no longer live.
+
+    ``known_from`` is the offset that it is complete from. A record without it was written when
+    stretches went with the log: whoever reads one can be sure of what the log keeps, and no more.
+    """
 
     live: list[Stretch]
     backfilled: list[Stretch] = []
     draining: bool = False
+    known_from: int | None = None
 
     def filter_at(self, offset: int) -> str | None:
         """Return the filter that is live at an offset."""
@@ -68,10 +78,21 @@ class Coverage(msgspec.Struct):
         if self.live and (self.live[-1].end is None or self.live[-1].end > offset):
             self.live[-1].end = offset
 
-    def prune(self, earliest: int) -> None:
-        """Forget stretches of which the log keeps nothing any more."""
-        self.live = [s for s in self.live if s.end is None or s.end > earliest]
-        self.backfilled = [s for s in self.backfilled if s.end is None or s.end > earliest]
+    def bound(self, earliest: int) -> None:
+        """Forget the oldest stretches if there are too many, but none that the log still needs."""
+        over = len(self.live) + len(self.backfilled) - MAX_COVERAGE_STRETCHES
+        if over <= 0:
+            return
+        ends = sorted(
+            stretch.end
+            for stretch in (*self.live, *self.backfilled)
+            if stretch.end is not None and stretch.end <= earliest
+        )[:over]
+        if ends:
+            # Those that end below the last one to go would be of no use without it.
+            self.known_from = max(self.known_from or 0, ends[-1])
+            self.live = [s for s in self.live if s.end is None or s.end > ends[-1]]
+            self.backfilled = [s for s in self.backfilled if s.end is None or s.end > ends[-1]]
 
     def borders(self) -> Iterable[int]:
         """Return the offsets at which the live filter changes."""
@@ -92,12 +113,15 @@ class Coverage(msgspec.Struct):
         return offset
 
     def note(self, begin: int, end: int, filter_text: str) -> None:
-        """Note a backfilled stretch, joined to the one that it continues."""
+        """Note a backfilled stretch, joined to those of the same filter that it meets."""
+        rest = []
         for stretch in self.backfilled:
-            if stretch.filter == filter_text and stretch.end == begin:
-                stretch.end = end
-                return
-        self.backfilled.append(Stretch(begin, end, filter_text))
+            assert stretch.end is not None
+            if stretch.filter == filter_text and stretch.begin <= end and begin <= stretch.end:
+                begin, end = min(begin, stretch.begin), max(end, stretch.end)
+            else:
+                rest.append(stretch)
+        self.backfilled = [*rest, Stretch(begin, end, filter_text)]
 
     def had(self, row: RowTuple, offset: int, compiled: dict[str, Filter]) -> bool:
         """Whether a message has come into the queue before."""

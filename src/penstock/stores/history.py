@@ -7,6 +7,8 @@
     02 04 | queue | bucket u64 | part u64       failed messages of one commit
     02 05 | queue | message u64 | attempt u16   one attempt that has ended
     02 0a | queue | message u64                 key of the failed part that holds the message
+    02 15 | queue | message u64                 u64 BE: the key that a message came in with that was
+                                                moved here from another queue; while it is here
 
 Parts are numbered by a sequence per queue and state, so they lie in the order of time and
 retention takes them from the front. The bucket is the RFC's: exponent and number, the number
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Ended", "History", "sequence_of"]
 
 _FAILED_INDEX: Final = b"\x02\x0a"
+_MARKS: Final = b"\x02\x15"
 _ENDS: Final = (AttemptEnd.ACKED, AttemptEnd.RELEASED, AttemptEnd.EXPIRED)
 _CODES: Final = {end: code for code, end in enumerate(_ENDS)}
 _INDEX_BYTES: Final = 2
@@ -57,6 +60,16 @@ class History:
     def __init__(self, table: Table, quarantine: Quarantine) -> None:
         self._table = table
         self._quarantine = quarantine
+        # Numbers of the queues that have marks, or have had some.
+        self._marked: set[int] = set()
+
+    def load(self, queue: Queue) -> None:
+        """Find out whether a queue has messages that were moved here."""
+        prefix = _marks_prefix(queue)
+        if self._table.scan(prefix, prefix + b"\xff" * 9, 1):
+            self._marked.add(queue.number)
+        else:
+            self._marked.discard(queue.number)
 
     # --- in ------------------------------------------------------------------------------
 
@@ -174,16 +187,33 @@ class History:
             if entry.message_id in wanted
         ]
 
-    def take_failed(self, batch: Batch, queue: Queue, entries: Sequence[Ended]) -> None:
-        """Remove failed messages from their parts: they are redriven or purged."""
+    def find_done(self, queue: Queue, message_ids: Sequence[int]) -> list[Ended]:
+        """Look done messages up by id, in all there are: nothing leads to them."""
+        wanted = set(message_ids)
+        found: list[Ended] = []
+        after: bytes | None = b"" if wanted and queue.counts.done else None
+        while after is not None and len(found) < len(wanted):
+            page, after = self.page(queue, State.DONE, after, 1_000)
+            found += [entry for entry in page if entry.message_id in wanted]
+        return found
+
+    def take(self, batch: Batch, queue: Queue, state: State, entries: Sequence[Ended]) -> None:
+        """Remove messages from their parts: they are live again, here or in another queue."""
         gone = {entry.message_id for entry in entries}
         for part in {entry.part for entry in entries}:
-            rest = [entry for entry in self._part(queue, part) if entry.message_id not in gone]
-            if rest:
-                kept = [records.Failed(*entry[:-1]) for entry in rest]
-                batch.put(part, records.encode_failed(kept), self._table.family)
-            else:
+            held = self._part(queue, part, state)
+            rest = [entry for entry in held if entry.message_id not in gone]
+            if not rest:
                 batch.delete(part, self._table.family)
+            elif state is State.DONE:
+                done = [records.Done(*entry[:-2]) for entry in rest]
+                batch.put(part, records.encode_done(done), self._table.family)
+            else:
+                failed = [records.Failed(*entry[:-1]) for entry in rest]
+                batch.put(part, records.encode_failed(failed), self._table.family)
+        if state is State.DONE:
+            queue.counts.done -= len(entries)
+            return
         for entry in entries:
             batch.delete(_failed_index(queue, entry.message_id), self._table.family)
         queue.counts.failed -= len(entries)
@@ -236,6 +266,50 @@ class History:
         for message_id, attempts in messages:
             for attempt in range(1, attempts + 1):
                 delete(prefix + (message_id << 16 | attempt).to_bytes(10, "big"), family)
+        if queue.number in self._marked:
+            marks = _marks_prefix(queue)
+            for message_id, _ in messages:
+                delete(marks + message_id.to_bytes(8, "big"), family)
+
+    # --- from one queue to another ---------------------------------------------------------
+
+    def move_attempts(
+        self, batch: Batch, queue: Queue, to: Queue, messages: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Have attempts be of another queue: (message id, attempts, those there before them)."""
+        old, new = opendata.attempts_prefix(queue.id), opendata.attempts_prefix(to.id)
+        numbers = [
+            (message_id, number, before + number)
+            for message_id, attempts, before in messages
+            for number in range(1, attempts + 1)
+        ]
+        keys = [old + (id_ << 16 | number).to_bytes(10, "big") for id_, number, _ in numbers]
+        for (id_, _, number), record in zip(numbers, self._table.multi_get(keys), strict=True):
+            if record is not None and number <= limits.MAX_ATTEMPTS:
+                batch.put(
+                    new + (id_ << 16 | number).to_bytes(10, "big"), record, self._table.family
+                )
+        self.forget_attempts(batch, queue, [(id_, attempts) for id_, attempts, _ in messages])
+
+    def mark(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
+        """Note that messages have come in by a move, and their keys."""
+        prefix = _marks_prefix(queue)
+        for item in items:
+            key = prefix + item.message_id.to_bytes(8, "big")
+            batch.put(key, item.key.to_bytes(8, "big"), self._table.family)
+        self._marked.add(queue.number)
+
+    def marks(self, queue: Queue, message_ids: Sequence[int]) -> dict[int, int]:
+        """Return those messages that a move has brought into a queue, and the keys they got."""
+        if queue.number not in self._marked or not message_ids:
+            return {}
+        prefix = _marks_prefix(queue)
+        keys = [prefix + message_id.to_bytes(8, "big") for message_id in message_ids]
+        return {
+            message_id: int.from_bytes(record, "big")
+            for message_id, record in zip(message_ids, self._table.multi_get(keys), strict=True)
+            if record is not None
+        }
 
     def clear(self, batch: Batch, queue: Queue) -> None:
         """Delete whatever a queue that is deleted may still have here."""
@@ -244,6 +318,7 @@ class History:
             opendata.failed_prefix(queue.id),
             opendata.attempts_prefix(queue.id),
             _FAILED_INDEX + terminated(queue.id),
+            _marks_prefix(queue),
         ):
             batch.delete_range(prefix, prefix + b"\xff" * 17, self._table.family)
 
@@ -269,9 +344,9 @@ class History:
             end = prefix + opendata.make_id(exponent, (1 << 60) - 1).to_bytes(8, "big")
             yield from self._table.scan(begin, end, per_exponent)
 
-    def _part(self, queue: Queue, key: bytes) -> list[Ended]:
+    def _part(self, queue: Queue, key: bytes, state: State = State.FAILED) -> list[Ended]:
         record = self._table.get(key)
-        return [] if record is None else self._decode(queue, State.FAILED, key, record)
+        return [] if record is None else self._decode(queue, state, key, record)
 
     def _recount(self, queue: Queue, state: State) -> None:
         """Count a state's messages anew: nobody knows how many a part held that is lost."""
@@ -304,6 +379,10 @@ def sequence_of(key: bytes) -> int:
 def _prefix(queue: Queue, state: State) -> bytes:
     make = opendata.done_prefix if state is State.DONE else opendata.failed_prefix
     return make(queue.id)
+
+
+def _marks_prefix(queue: Queue) -> bytes:
+    return _MARKS + terminated(queue.id)
 
 
 def _failed_index(queue: Queue, message_id: int) -> bytes:

@@ -46,10 +46,10 @@ from penstock.stores.indexed_directory import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from penstock.kv import Batch, Engine
-    from penstock.stores.active import Quarantine
+    from penstock.stores.active import Grant, Quarantine
     from penstock.stores.queues import Queue
 
 __all__ = ["TABLES", "IndexedActive"]
@@ -236,8 +236,7 @@ class IndexedActive:
         batch: Batch,
         queue: Queue,
         limit: int,
-        lease: bytes,
-        deadline_ms: int,  # noqa: ARG002 - the lease record has it
+        grants: Iterator[Grant],
         now_ms: int,
     ) -> list[Item]:
         """Visit groups in turn until the limit is reached or no group has more."""
@@ -263,7 +262,7 @@ class IndexedActive:
                         ring.move_to_end(group)
                     else:
                         del ring[group]
-            taken += self._move_to_in_progress(batch, queue, keys, lease)
+            taken += self._move_to_in_progress(batch, queue, keys, grants)
         queue.counts.available -= len(taken)
         queue.counts.in_flight += len(taken)
         return taken
@@ -317,7 +316,11 @@ class IndexedActive:
         return rows[:visible]
 
     def _move_to_in_progress(
-        self, batch: Batch, queue: Queue, rows: list[tuple[bytes, bytes]], lease: bytes
+        self,
+        batch: Batch,
+        queue: Queue,
+        rows: list[tuple[bytes, bytes]],
+        grants: Iterator[Grant],
     ) -> list[Item]:
         put, delete = batch.put, batch.delete
         available, index = self._available.family, self._index.family
@@ -338,8 +341,8 @@ class IndexedActive:
                     self._unhold(batch, queue, group_of(lane_of_key(key)), 1)
                 continue
             assert record is not None
+            item.lease = lease = next(grants)[0]
             put(main, with_lease(record, lease), in_progress)
-            item.lease = lease
             if item.attempts < MAX_ATTEMPTS:
                 item.attempts += 1
             if len(record) <= RECENT_BYTES:
@@ -415,6 +418,11 @@ class IndexedActive:
             if record is not None:
                 found[at] = self._item(queue, State.IN_FLIGHT, main, record)
         return found
+
+    def live(self, queue: Queue, message_ids: Sequence[int]) -> list[Item]:
+        """Look messages up by their ids, which are their keys here."""
+        found = [*self.waiting(queue, message_ids), *self.find(queue, message_ids)]
+        return [item for item in found if item is not None]
 
     def in_flight_by_message(self, queue: Queue, message_id: int) -> Item | None:
         """Look a message up in flight: here its id is its key."""
@@ -499,17 +507,22 @@ class IndexedActive:
         timers = [timer_key(queue.number, item.visible_at_ms, item.message_id) for item in items]
         for item in items:
             self._fresh.pop(pack_main(queue.number, item.key), None)
+        gone: dict[bytes, set[bytes]] = {}
         for item, timer, delayed in zip(items, timers, self._index.multi_get(timers), strict=True):
             slot = pack_slot(0 if queue.fifo else item.visible_at_ms, item.message_id)
+            key = directory.prefix + item.lane + slot
             batch.delete(pack_main(queue.number, item.key), self._available.family)
-            batch.delete(directory.prefix + item.lane + slot, self._index.family)
+            batch.delete(key, self._index.family)
+            gone.setdefault(item.lane, set()).add(key)
             if delayed is None:
                 queue.counts.available -= 1
             else:
                 batch.delete(timer, self._index.family)
                 queue.counts.delayed -= 1
+        for lane, keys in gone.items():
+            directory.move_on(lane, keys, self._index)
             if queue.fifo:
-                directory.unblock(group_of(item.lane))
+                directory.unblock(group_of(lane))
 
     def page(
         self, queue: Queue, state: State, after: bytes, limit: int

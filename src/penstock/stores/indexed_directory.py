@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from struct import Struct
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from penstock.stores.active import group_of
+
+if TYPE_CHECKING:
+    from penstock.kv import Table
 
 __all__ = [
     "DELAYED",
@@ -96,12 +99,32 @@ class Directory:
             if lowest is None or key < lowest:
                 lanes[lane] = key
 
+    def move_on(self, lane: bytes, gone: set[bytes], index: Table) -> None:
+        """Note what a lane begins with now that keys of it are gone.
+
+        A group without any lane must not take a turn: others would go without their share.
+        """
+        group = group_of(lane)
+        held = self.held.get(group)
+        lanes = self.ring.get(group, {}) if held is None else held.lanes
+        if lane not in lanes:
+            return
+        rows = index.scan(lanes[lane], past(self.prefix + lane), len(gone) + 1)
+        left = next((key for key, _ in rows if key not in gone), None)
+        if left is not None:
+            lanes[lane] = left
+            return
+        del lanes[lane]
+        if not lanes:
+            self.ring.pop(group, None)
+
     def unblock(self, group: bytes) -> None:
         """Let a claim look again at a FIFO group whose head was not visible."""
         held = self.held.get(group)
         if held is not None and not held.count:
             del self.held[group]
-            self.ring[group] = held.lanes
+            if held.lanes:
+                self.ring[group] = held.lanes
 
     def let_go(self, group: bytes, count: int) -> int | None:
         """Count messages of a FIFO group out of flight; None if it has none, else what is left."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import repeat
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Final
 
 from penstock.codec.metadata import Metadata, decode_metadata, encode_metadata
@@ -14,12 +14,14 @@ from penstock.stores.leases import family_of
 from penstock.stores.receipts import lease_token
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from penstock.kv import Batch
     from penstock.model import Message
+    from penstock.stores.active import Grant
     from penstock.stores.core import Core
     from penstock.stores.placing import Placing
+    from penstock.stores.plans import Want
     from penstock.stores.queues import Queue
     from penstock.stores.upkeep import Upkeep
 
@@ -102,61 +104,63 @@ class Intake:
 
     # --- claim ---------------------------------------------------------------------------
 
-    def claim(
-        self,
-        queue_name: str,
-        *,
-        limit: int,
-        lease_ms: int,
-        consumer: str,
-        lease: bytes,
-        now_ms: int,
-    ) -> list[Delivery]:
-        """Take up to ``limit`` messages under a new lease."""
+    def claim(self, queue_name: str, wants: Sequence[Want], now_ms: int) -> list[list[Delivery]]:
+        """Take messages for several claims in one scan and one commit, each under its own lease.
+
+        They are served in order: those at the end may get nothing.
+        """
         queue = self._core.queue(queue_name)
         self._upkeep.catch_up(now_ms, CATCH_UP_BUDGET)
         if not self._core.active.ready_groups(queue):
-            return []
+            return [[] for _ in wants]
         batch = self._core.engine.batch()
-        lease = family_of(lease) + b"\0\0"
-        deadline_ms = now_ms + lease_ms
-        items: list[Item] = []
-        deliveries: list[Delivery] = []
-        while len(items) < limit:
-            taken = self._core.active.take(
-                batch, queue, limit - len(items), lease, deadline_ms, now_ms
-            )
-            if not taken:
-                break
-            deliveries += self._deliver(batch, queue, taken, lease, deadline_ms)
-            items += taken
-            if not self._core.active.ready_groups(queue):
-                break
-        if deliveries:
-            self._core.leases.put(
-                batch,
-                lease,
-                keys=[item.key.to_bytes(8, "big") for item in items],
-                deadline_ms=deadline_ms,
-                claimed_at_ms=now_ms,
-                queue=queue.number,
-                consumer=consumer,
-            )
-            queue.counts.claimed_total += len(deliveries)
+        claims = [_Claim(want, now_ms) for want in wants]
+        # A group of a FIFO queue is in one lease at a time, so that claims can't share a scan.
+        for together in [[claim] for claim in claims] if queue.fifo else [claims]:
+            self._take(batch, queue, together, now_ms)
+        for claim in claims:
+            if claim.deliveries:
+                self._core.leases.put(
+                    batch,
+                    claim.lease,
+                    keys=claim.keys,
+                    deadline_ms=claim.deadline_ms,
+                    claimed_at_ms=now_ms,
+                    queue=queue.number,
+                    consumer=claim.want.consumer,
+                )
+                queue.counts.claimed_total += len(claim.deliveries)
         if len(batch) or self._core.has_aside:
             self._core.commit(batch, (queue,), now_ms)
-        return deliveries
+        return [claim.deliveries for claim in claims]
+
+    def _take(self, batch: Batch, queue: Queue, claims: Sequence[_Claim], now_ms: int) -> None:
+        """Take until the claims have what they want or there is no more."""
+        active = self._core.active
+        while room := sum(claim.room for claim in claims):
+            grants = chain.from_iterable(claim.grants for claim in claims)
+            taken = active.take(batch, queue, room, grants, now_ms)
+            if not taken:
+                return
+            self._deliver(batch, queue, taken, claims)
+            if not active.ready_groups(queue):
+                return
 
     def _deliver(
-        self, batch: Batch, queue: Queue, items: list[Item], lease: bytes, deadline_ms: int
-    ) -> list[Delivery]:
-        """Read payloads and make deliveries; what can't be delivered is removed from ``items``."""
-        name = queue.name
-        token = lease_token(self._core.identity.store_id, queue.number, lease)
-        payloads = self._core.payloads.get([item.message_id for item in items]) if items else []
-        deliveries: list[Delivery] = []
+        self, batch: Batch, queue: Queue, items: Sequence[Item], claims: Sequence[_Claim]
+    ) -> None:
+        """Read payloads and make deliveries; what can't be delivered is removed."""
+        name, store_id = queue.name, self._core.identity.store_id
+        payloads = self._core.payloads.get([item.message_id for item in items])
+        turns = iter(claims)
+        claim: _Claim | None = None
+        token = ""
         broken: list[Item] = []
         for item, payload in zip(items, payloads, strict=True):
+            # Items come in the order of the grants.
+            while claim is None or claim.lease != item.lease:
+                claim = next(turns)
+                token = lease_token(store_id, queue.number, claim.lease)
             try:
                 if payload is None:
                     raise CorruptRecord("the payload is missing")  # noqa: TRY301
@@ -167,7 +171,8 @@ class Intake:
                 self._core.quarantine("messages", key, item.metadata, str(error), remove=False)
                 broken.append(item)
                 continue
-            deliveries.append(
+            claim.keys.append(item.key.to_bytes(8, "big"))
+            claim.deliveries.append(
                 Delivery(
                     item.message_id,
                     name,
@@ -178,11 +183,30 @@ class Intake:
                     item.attempts,
                     metadata.published_at_ms,
                     f"{token}-{item.key:016x}",
-                    deadline_ms,
+                    claim.deadline_ms,
                 )
             )
         if broken:
             self._core.active.settle(batch, queue, broken)
             self._upkeep.forget(batch, queue, broken)
-            items[:] = [item for item in items if item not in broken]
-        return deliveries
+
+
+class _Claim:
+    """One of the claims that are served together."""
+
+    def __init__(self, want: Want, now_ms: int) -> None:
+        self.want = want
+        self.lease = family_of(want.lease) + b"\0\0"
+        self.deadline_ms = now_ms + want.lease_ms
+        self.keys: list[bytes] = []
+        self.deliveries: list[Delivery] = []
+
+    @property
+    def room(self) -> int:
+        """How many more messages it wants."""
+        return self.want.limit - len(self.deliveries)
+
+    @property
+    def grants(self) -> Iterator[Grant]:
+        """One grant for each of them."""
+        return repeat((self.lease, self.deadline_ms), self.room)

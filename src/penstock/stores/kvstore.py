@@ -6,7 +6,9 @@ its kind, over one :class:`~penstock.stores.core.Core`::
     intake     publish, claim (placing: into queues by their routes)
     settling   ack, release, extend; leases that expire
     upkeep     sweep, retention, purge, redrive, changed and deleted queues
+    moving     from one queue to another; dead letters
     routing    the metadata log: read, assign, backfill
+    restoring  backfill from an archive, below the log
     views      browse, attempts, stats
 """
 
@@ -17,10 +19,12 @@ from typing import TYPE_CHECKING
 from penstock.stores.core import Core
 from penstock.stores.coverage import Coverage, Stretch
 from penstock.stores.intake import Intake
+from penstock.stores.moving import Moving
 from penstock.stores.pinned import Pinned
 from penstock.stores.placing import Placing
 from penstock.stores.plans import Collected, StoreInfo
 from penstock.stores.queues import Counts, Queue
+from penstock.stores.restoring import Restoring
 from penstock.stores.routing import Routing
 from penstock.stores.settling import Settling
 from penstock.stores.upkeep import ALL, Upkeep
@@ -28,7 +32,9 @@ from penstock.stores.views import Views
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
+    from penstock.errors import PenstockError
     from penstock.kv import Engine
     from penstock.model import QueueSpec
     from penstock.stores.active import ActiveSet, Quarantine
@@ -55,7 +61,7 @@ class KvStore:
         settling = Settling(core)
         placing = Placing(core)
         router = Routing(core, placing)
-        upkeep = Upkeep(core, settling, router)
+        upkeep = Upkeep(core, settling, router, Moving(core))
         intake = Intake(core, upkeep, placing)
         views = Views(core, upkeep)
         self.publish = intake.publish
@@ -64,10 +70,12 @@ class KvStore:
         self.release = settling.release
         self.extend = settling.extend
         self.extend_lease = settling.extend_lease
+        self.held = settling.held
         self.sweep = upkeep.sweep
         self.soonest_ms = upkeep.soonest_ms
         self.purge = upkeep.purge
         self.redrive = upkeep.redrive
+        self.move = upkeep.move
         self.delete_queue = upkeep.delete_queue
         self.drain_queue = upkeep.drain_queue
         self.read_log = router.read_log
@@ -77,6 +85,7 @@ class KvStore:
         self.filters_at = router.filters_at
         self.backfill_plan = router.backfill_plan
         self.fill = router.fill
+        self.restore = Restoring(core, placing).restore
         self.trim = upkeep.trim
         self.backfill = router.backfill
         self.configure_log = router.configure_log
@@ -94,7 +103,7 @@ class KvStore:
         queue = Queue(spec, core.queue_numbers.allocate(batch, 1), Counts())
         core.put_spec(batch, queue)
         live = [Stretch(core.log.end, None, spec.filter)]
-        core.put_coverage(batch, queue, Coverage(live))
+        core.put_coverage(batch, queue, Coverage(live, known_from=0))
         core.filters_changed(batch, core.log.end, now_ms)
         core.commit(batch, (queue,), now_ms)
         core.adopt(queue)
@@ -201,6 +210,14 @@ class KvStore:
     def sync(self) -> None:
         """Make every commit so far durable."""
         self.core.engine.sync()
+
+    def checkpoint(self, path: Path) -> None:
+        """Copy the present state into a new directory."""
+        self.core.engine.checkpoint(path)
+
+    def on_lost(self, told: Callable[[PenstockError], None]) -> None:
+        """Call back if the engine is lost to this process."""
+        self.core.engine.on_lost(told)
 
     def close(self) -> None:
         """Close the engine."""

@@ -17,8 +17,9 @@ from penstock.stores.active import NO_LEASE, Item, group_of, lane_of, split_lane
 from penstock.stores.bucket_directory import RANK_BITS, Tally, rank_of, tally
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
 
+    from penstock.stores.active import Grant
     from penstock.stores.queues import Queue
 
 __all__ = ["OpenBucket"]
@@ -257,9 +258,7 @@ class OpenBucket:
                     return index
         return count
 
-    def take(
-        self, lane: bytes, count: int, lease: bytes, deadline_ms: int, now_ms: int
-    ) -> list[Item]:
+    def take(self, lane: bytes, count: int, grants: Iterator[Grant], now_ms: int) -> list[Item]:
         """Move the first ``count`` messages of a lane to in flight."""
         places = self.lanes[lane]
         group, priority = _split(lane)
@@ -270,6 +269,7 @@ class OpenBucket:
             item = waiting.pop(claim_id)
             del waiting_bytes[claim_id]
             item.attempts += 1
+            lease, deadline_ms = next(grants)
             item.lease = lease
             self._oldest_is_gone |= item.message_id == self._oldest
             flight[claim_id] = item

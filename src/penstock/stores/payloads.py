@@ -46,6 +46,11 @@ class Payloads:
         """Note that a new message is held by none or by more than one queue."""
         batch.put(_references_key(message_id), queues.to_bytes(4, "big"), self._table.family)
 
+    def shared(self, message_ids: Sequence[int]) -> set[int]:
+        """Return those messages that more than one queue holds."""
+        counts = self._table.multi_get([_references_key(id_) for id_ in message_ids])
+        return {id_ for id_, count in zip(message_ids, counts, strict=True) if count is not None}
+
     def hold(self, batch: Batch, message_ids: Sequence[int]) -> list[bool]:
         """Have one more queue hold messages; False for those whose payload is gone."""
         keys = [_references_key(message_id) for message_id in message_ids]
@@ -61,6 +66,11 @@ class Payloads:
             else:
                 batch.put(key, holders.to_bytes(4, "big"), self._table.family)
         return held
+
+    def put_again(self, batch: Batch, message_id: int, payload: bytes) -> None:
+        """Store a payload that was gone, for one queue to hold."""
+        batch.put(payload_key(message_id), payload, self._table.family)
+        batch.delete(_references_key(message_id), self._table.family)
 
     def drop_unheld(self, batch: Batch, message_ids: Sequence[int]) -> int:
         """Delete those payloads that no queue holds; say how many."""

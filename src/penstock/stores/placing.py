@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.codec.metadata import decode_metadata
+from penstock.codec.metadata import decode_heads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,14 +74,14 @@ class Placing:
         """Put messages into one queue; ``late`` if they may have been published before now."""
         core, delay_ms = self._core, queue.spec.delay_ms
         if delay_ms:
-            for item in items:
-                metadata = decode_metadata(item.metadata)
+            heads = decode_heads([item.metadata for item in items])
+            for item, head in zip(items, heads, strict=True):
                 # A message's own delay counts if it has one; the queue's is the default.
-                if not metadata.delay_ms:
-                    item.visible_at_ms = metadata.published_at_ms + delay_ms
+                if head is not None and not head.delay_ms:
+                    item.visible_at_ms = head.published_at_ms + delay_ms
         if late:
-            for item in items:
-                item.visible_at_ms = max(item.visible_at_ms, now_ms)
+            for item in [each for each in items if each.visible_at_ms < now_ms]:
+                item.visible_at_ms = now_ms
         core.active.add(batch, queue, items, now_ms)
         if queue.spec.unclaimed_retention_ms:
             core.note_unclaimed(batch, queue, items, [item.visible_at_ms for item in items])

@@ -1,6 +1,8 @@
-"""What the pipeline asks a store before it works, and what it is told after."""
+"""What workers want of a store; what the pipeline asks before it works, and is told after."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,7 +14,17 @@ __all__ = [
     "LogStretch",
     "RoutePlan",
     "StoreInfo",
+    "Want",
 ]
+
+
+class Want(NamedTuple):
+    """One claim: how many messages, for how long, for whom; ``lease`` is sixteen fresh bytes."""
+
+    limit: int
+    lease_ms: int
+    consumer: str
+    lease: bytes
 
 
 class StoreInfo(msgspec.Struct, frozen=True):
@@ -52,11 +64,15 @@ class LiveFilters(msgspec.Struct, frozen=True):
 
 
 class BackfillPlan(msgspec.Struct, frozen=True):
-    """The stretches that a queue has not been filled from by its present filter."""
+    """The stretches that a queue has not been filled from by its present filter.
+
+    ``earliest`` is where the log begins; what lies below comes from an archive.
+    """
 
     stretches: list[tuple[int, int]]
     filter: str
     end: int
+    earliest: int
 
 
 class Filled(msgspec.Struct, frozen=True):

@@ -4,11 +4,11 @@
 
     table queues
     02 06 | name                 queue spec, version 2 (codec/records.py)
-    02 0b | name                 counters, little-endian: 01 version, then u64 each in the order
+    02 0b | name                 counters, little-endian: 02 version, then u64 each in the order
                                  of Counts' fields
 
 Upgrade recipe for the counters: append fields, raise the version byte; a shorter record reads
-with zeros for what it lacks.
+with zeros for what it lacks. Version 1 had neither ``moved_in_total`` nor ``moved_out_total``.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from penstock.model import Ordering, QueueSpec
 if TYPE_CHECKING:
     from penstock.kv import Batch, Table
 
-__all__ = ["Counts", "Queue", "QueueTable"]
+__all__ = ["Counts", "Queue", "QueueTable", "decode_counts", "encode_counts"]
 
 log = logging.getLogger(__name__)
 
 _SPECS: Final = b"\x02\x06"
 _COUNTS: Final = b"\x02\x0b"
-_COUNTS_VERSION: Final = b"\x01"
+_COUNTS_VERSION: Final = b"\x02"
+_COUNTS_VERSIONS: Final = {b"\x01": 17, b"\x02": 19}
 
 
 class Counts(msgspec.Struct):
@@ -58,6 +59,8 @@ class Counts(msgspec.Struct):
     next_claim: int = 0
     # The latest time at which anything happened here: the store's time never goes below it.
     time_floor_ms: int = 0
+    moved_in_total: int = 0
+    moved_out_total: int = 0
 
 
 _pack_counts: Final = Struct(f"<{len(Counts.__struct_fields__)}Q")
@@ -94,10 +97,11 @@ class QueueTable:
         queues = []
         begin, end = _SPECS, b"\x02\x07"
         while rows := self._table.scan(begin, end, 1000):
-            counts = self._table.multi_get([_COUNTS + key[2:] for key, _ in rows])
-            for (key, record), count_record in zip(rows, counts, strict=True):
+            counted = self._table.multi_get([_COUNTS + key[2:] for key, _ in rows])
+            for (key, record), count_record in zip(rows, counted, strict=True):
                 spec, number = _decode_spec(_name(key[2:]), record)
-                queues.append(Queue(spec, number, _decode_counts(count_record)))
+                counts = Counts() if count_record is None else decode_counts(count_record)
+                queues.append(Queue(spec, number, counts))
             begin = rows[-1][0] + b"\0"
         return queues
 
@@ -107,14 +111,14 @@ class QueueTable:
 
     def put_counts(self, batch: Batch, queue: Queue) -> None:
         """Write a queue's counters."""
-        values = msgspec.structs.astuple(queue.counts)
         try:
-            packed = _pack_counts.pack(*values)
+            record = encode_counts(queue.counts)
         except struct_error:
             # A wrong counter must not stop its queue; an audit sets it right.
             log.exception("queue %s: a counter is below zero: %s", queue.name, queue.counts)
-            packed = _pack_counts.pack(*(max(0, value) for value in values))
-        batch.put(_COUNTS + queue.id, _COUNTS_VERSION + packed, self._table.family)
+            values = msgspec.structs.astuple(queue.counts)
+            record = encode_counts(Counts(*(max(0, value) for value in values)))
+        batch.put(_COUNTS + queue.id, record, self._table.family)
 
     def remove(self, batch: Batch, queue: Queue) -> None:
         """Delete a queue's records."""
@@ -129,13 +133,19 @@ def _name(raw: bytes) -> str:
         raise CorruptRecord(f"a queue's name does not decode: {raw.hex()}") from error
 
 
-def _decode_counts(record: bytes | None) -> Counts:
-    if record is None:
-        return Counts()
-    whole = record[1:].ljust(_pack_counts.size, b"\0")
-    if record[:1] != _COUNTS_VERSION or len(whole) != _pack_counts.size or len(record) % 8 != 1:
-        raise CorruptRecord(f"queue counters: {len(record)} bytes, not {1 + _pack_counts.size}")
-    return Counts(*_pack_counts.unpack(whole))
+def encode_counts(counts: Counts) -> bytes:
+    """Encode a queue's counters; ``struct.error`` if one is below zero."""
+    return _COUNTS_VERSION + _pack_counts.pack(*msgspec.structs.astuple(counts))
+
+
+def decode_counts(record: bytes) -> Counts:
+    """Decode a queue's counters, of this version or an earlier one."""
+    fields = _COUNTS_VERSIONS.get(record[:1])
+    if fields is None:
+        raise CorruptRecord(f"queue counters: version {record[:1].hex()} is unknown")
+    if len(record) != 1 + 8 * fields:
+        raise CorruptRecord(f"queue counters: {len(record)} bytes, not {1 + 8 * fields}")
+    return Counts(*_pack_counts.unpack(record[1:].ljust(_pack_counts.size, b"\0")))
 
 
 def _encode_spec(spec: QueueSpec, number: int) -> bytes:
@@ -156,6 +166,8 @@ def _encode_spec(spec: QueueSpec, number: int) -> bytes:
             created_at_ms=spec.created_at_ms,
             spec_version=spec.version,
             number=number,
+            dead_letter=spec.dead_letter,
+            labels=tuple(sorted(spec.labels.items())),
         )
     )
 
@@ -176,6 +188,8 @@ def _decode_spec(name: str, record: bytes) -> tuple[QueueSpec, int]:
         unclaimed_retention_ms=stored.unclaimed_retention_ms,
         bucket_exponent=stored.bucket_exponent,
         description=stored.description,
+        dead_letter=stored.dead_letter,
+        labels=dict(stored.labels),
         created_at_ms=stored.created_at_ms,
         version=stored.spec_version,
     )

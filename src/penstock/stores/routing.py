@@ -17,12 +17,13 @@ import logging
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
-from penstock.codec.metadata import Metadata, decode_metadata
+from penstock.codec.metadata import Metadata, decode_heads, decode_metadata
 from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue
 from penstock.filters import parse
 from penstock.model import Assigned, AssignStatus, Backfilled, Cursor, LogPage, LogRecord, LogStats
 from penstock.stores.active import Item, lane_of
 from penstock.stores.plans import BackfillPlan, Filled, LiveFilters, LogStretch, RoutePlan
+from penstock.stores.restoring import check_known
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -146,7 +147,7 @@ class Routing:
             return Assigned(AssignStatus.AHEAD, at, 0)
         if self._outdated(cursor):
             return Assigned(AssignStatus.OUTDATED, at, 0)
-        for message_id in assignments:
+        for message_id in (min(assignments), max(assignments)) if assignments else ():
             if not cursor.begin <= message_id < cursor.end:
                 raise InvalidInput(
                     f"message {message_id} is not in the page [{cursor.begin}, {cursor.end})"
@@ -157,10 +158,12 @@ class Routing:
             raise InvalidInput(
                 f"log {log} ends at offset {page.next_offset}; the cursor to assign is {cursor.end}"
             )
-        strangers = {i for i in assignments if i >= begin} - {row[0] for row in page.rows}
-        if strangers:
-            raise InvalidInput(f"message {min(strangers)} is not in this page of log {log}")
-        placed, routes = self._placed(page.rows, assignments)
+        ids = [row[0] for row in page.rows]
+        if not assignments.keys() <= set(ids):
+            strangers = {i for i in assignments if i >= begin}.difference(ids)
+            if strangers:
+                raise InvalidInput(f"message {min(strangers)} is not in this page of log {log}")
+        placed, routes = self._placed(page.rows, assignments, cursor.end, now_ms)
         batch = core.engine.batch()
         touched = self._placing.place(batch, placed, routes, now_ms, late=True)
         batch.put(_cursor_key(log), cursor.end.to_bytes(8, "big"), core.system.family)
@@ -227,28 +230,27 @@ class Routing:
         self,
         rows: Sequence[tuple[int, bytes]],
         assignments: Mapping[int, Sequence[str]],
-    ) -> tuple[list[Item], list[list[str]]]:
-        core = self._core
+        end: int,
+        now_ms: int,
+    ) -> tuple[list[Item], list[Sequence[str]]]:
+        """Make items of a page's messages, and tell the queues of each that still want it."""
+        live = _Throughout(self._core, rows[0][0] if rows else end, end)
         placed: list[Item] = []
-        routes: list[list[str]] = []
-        for message_id, encoded in rows:
-            try:
-                metadata = decode_metadata(encoded)
-            except CorruptRecord:
+        routes: list[Sequence[str]] = []
+        find = assignments.get
+        heads = decode_heads([encoded for _, encoded in rows])
+        for (message_id, encoded), head in zip(rows, heads, strict=True):
+            names = find(message_id, ())
+            if head is None or not (names or _decodes(encoded)):
                 continue
-            visible_at_ms = metadata.published_at_ms + metadata.delay_ms
-            lane = lane_of(metadata.group, metadata.priority)
+            lane = lane_of(head.group, head.priority)
+            # What was due before it was routed is due now.
+            visible_at_ms = max(head.published_at_ms + head.delay_ms, now_ms)
             placed.append(Item(message_id, message_id, lane, 0, 0, visible_at_ms, encoded))
-            # A queue may have been deleted (and made again) since it was matched: it wants
-            # nothing that came before it.
-            names = dict.fromkeys(assignments.get(message_id, ()))
-            routes.append(
-                [
-                    name
-                    for name in names
-                    if name in core.queues and core.coverage[name].filter_at(message_id) is not None
-                ]
-            )
+            if type(names) in (tuple, list) and len(names) == 1 and live[names[0]]:
+                routes.append(names)
+            else:
+                routes.append([name for name in dict.fromkeys(names) if live.at(name, message_id)])
         return placed, routes
 
     def _filters_at(self, offset: int) -> tuple[Mapping[str, str], int | None]:
@@ -341,16 +343,26 @@ class Routing:
             visible_at_ms = metadata.published_at_ms + metadata.delay_ms
             lane = lane_of(metadata.group, metadata.priority)
             items.append(Item(message_id, message_id, lane, 0, 0, visible_at_ms, encoded))
-        return items
+        # Coverage does not know of what a move has brought in.
+        moved = self._core.history.marks(queue, [item.message_id for item in items])
+        return [item for item in items if item.message_id not in moved]
 
-    def backfill_plan(self, queue_name: str, begin: int, end: int) -> BackfillPlan:
-        """Return what of [begin, end) a queue has not been filled from by its present filter."""
+    def backfill_plan(
+        self, queue_name: str, begin: int, end: int, *, archived: bool = False
+    ) -> BackfillPlan:
+        """Return what of [begin, end) a queue has not been filled from by its present filter.
+
+        With ``archived`` that begins with what the log has let go of.
+        """
         core = self._core
         queue = core.queue(queue_name)
         coverage = core.coverage[queue.name]
         text = queue.spec.filter
         end = min(end, self.routed_up_to())
-        at = max(begin, core.log.earliest)
+        # Offsets begin at 1.
+        at = max(begin, 1 if archived else core.log.earliest)
+        if archived and at < core.log.earliest:
+            check_known(coverage, queue_name, at)
         done = sorted(
             (stretch.begin, end if stretch.end is None else stretch.end)
             for stretch in (*coverage.live, *coverage.backfilled)
@@ -363,7 +375,7 @@ class Routing:
             at = max(at, last)
         if at < end:
             stretches.append((at, end))
-        return BackfillPlan(stretches, text, end)
+        return BackfillPlan(stretches, text, end, core.log.earliest)
 
     def fill(
         self,
@@ -420,6 +432,41 @@ class Routing:
         known = self._core.log.all_logs
         if not 0 <= log < known:
             raise InvalidInput(f"no log {log}; there are logs 0 to {known - 1}")
+
+
+class _Throughout(dict[str, bool]):
+    """Whether a queue wants all of a page that is matched to it, looked up once for each.
+
+    A queue may have been deleted (and made again) since it was matched: it wants nothing that
+    came before it.
+    """
+
+    def __init__(self, core: Core, begin: int, end: int) -> None:
+        super().__init__()
+        self._core, self._begin, self._end = core, begin, end
+
+    def __missing__(self, name: str) -> bool:
+        coverage = self._core.coverage.get(name)
+        self[name] = coverage is not None and any(
+            stretch.begin <= self._begin and (stretch.end is None or self._end <= stretch.end)
+            for stretch in coverage.live
+        )
+        return self[name]
+
+    def at(self, name: str, offset: int) -> bool:
+        """Whether a queue wants what is matched to it at one offset."""
+        if self[name]:
+            return True
+        coverage = self._core.coverage.get(name)
+        return coverage is not None and coverage.filter_at(offset) is not None
+
+
+def _decodes(encoded: bytes) -> bool:
+    try:
+        decode_metadata(encoded)
+    except CorruptRecord:
+        return False
+    return True
 
 
 def _record(message_id: int, metadata: Metadata) -> LogRecord:

@@ -133,6 +133,17 @@ class Settling:
         ]
         return self.extend(receipts, lease_ms=lease_ms, queue_name=queue_name, now_ms=now_ms)
 
+    def held(self, token: str) -> dict[int, str]:
+        """Return the receipts of what is held under a lease, by message id."""
+        core = self._core
+        lease = parse_lease_token(core.identity.store_id, token).lease
+        return {
+            item.message_id: f"{token}-{item.key:016x}"
+            for name, record in core.leases.splits(lease)
+            for holding in self._held_by(name, self._decode(name, record))
+            for item in holding.items
+        }
+
     def expire(self, batch: Batch, now_ms: int, limit: int) -> tuple[list[Queue], int, int]:
         """End leases whose deadline has come; give queues touched, leases ended, failures."""
         core = self._core
@@ -243,6 +254,7 @@ class Settling:
             if queue.spec.failed_retention_ms:
                 due_ms = now_ms + queue.spec.failed_retention_ms
                 core.retention.lower((queue.number, State.FAILED.value), due_ms)
+            core.dead_letters.note(queue)
         core.wake(queue)
         return failed
 

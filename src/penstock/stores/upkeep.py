@@ -1,4 +1,4 @@
-"""Timed work and mass moves: sweep, retention, purge, redrive, deletion of queues.
+"""Timed work and mass moves: sweep, retention, purge, redrive, move, deletion of queues.
 
 ``sweep`` does what is due within a budget and says when the next thing is due; nothing here
 loops on its own. What touches many messages goes in commits of bounded size, so that neither
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.model import QueueSpec
     from penstock.stores.core import Core
     from penstock.stores.history import Ended
+    from penstock.stores.moving import Moving
     from penstock.stores.queues import Queue
     from penstock.stores.routing import Routing
     from penstock.stores.settling import Settling
@@ -37,15 +38,19 @@ ALL: Final = 1_000_000
 class Upkeep:
     """Sweeping, purging, redriving."""
 
-    def __init__(self, core: Core, settling: Settling, routing: Routing) -> None:
+    def __init__(self, core: Core, settling: Settling, routing: Routing, moving: Moving) -> None:
         self._core = core
         self._settling = settling
         self._routing = routing
+        self._moving = moving
 
     # --- what is due -----------------------------------------------------------------------
 
-    def catch_up(self, now_ms: int, budget: int) -> tuple[int, int, int]:
-        """End leases and delays that are over; give how many leases, delays and failures."""
+    def catch_up(self, now_ms: int, budget: int) -> tuple[int, int, int, int]:
+        """End leases and delays that are over, and move what has failed to where it belongs.
+
+        Gives how many leases, delays, failures and moves.
+        """
         core = self._core
         leases = failures = 0
         if core.leases.may_be_due(now_ms):
@@ -62,12 +67,13 @@ class Upkeep:
             core.commit(batch, [queue for queue, _ in moved], now_ms)
             for queue, _ in moved:
                 core.wake(queue)
-        return leases, came_due, failures
+        dead = self._moving.dead_letters(now_ms, budget) if core.dead_letters else 0
+        return leases, came_due, failures, dead
 
     def sweep(self, now_ms: int, budget: int) -> SweepCounts:
         """Do what is due, up to about ``budget`` things; say what was done and what is next."""
         core = self._core
-        leases, came_due, failures = self.catch_up(now_ms, budget)
+        leases, came_due, failures, moved = self.catch_up(now_ms, budget)
         removed = self._retention(now_ms, budget)
         removed += self._trim_log(now_ms) + self._remove_drained(now_ms)
         batch = core.engine.batch()
@@ -79,9 +85,10 @@ class Upkeep:
             leases_expired=leases,
             came_due=came_due,
             failed=failures,
+            moved=moved,
             removed=removed,
             dedup_forgotten=forgotten,
-            next_due_ms=self.next_due_ms(),
+            next_due_ms=now_ms if core.dead_letters else self.next_due_ms(),
         )
 
     def next_due_ms(self) -> int | None:
@@ -100,6 +107,8 @@ class Upkeep:
     def soonest_ms(self) -> int | None:
         """Return a time before which no lease, delay or retention is over, from memory alone."""
         core = self._core
+        if core.dead_letters:
+            return 0
         retention = core.retention.first()
         times = (
             core.leases.none_before_ms,
@@ -198,10 +207,24 @@ class Upkeep:
             core.commit(batch, (queue,), now_ms)
         return count
 
-    def trim(self, queue_name: str, state: State, before: int, now_ms: int) -> int:
-        """Remove done or failed messages whose sequence number is below ``before``."""
+    def trim(
+        self,
+        queue_name: str,
+        state: State,
+        before: int,
+        now_ms: int,
+        *,
+        created_at_ms: int | None = None,
+    ) -> int:
+        """Remove done or failed messages whose sequence number is below ``before``.
+
+        Sequences of a queue that was deleted and made anew begin anew: nothing is removed if it
+        was not made at ``created_at_ms``.
+        """
         core = self._core
         queue = core.queue(queue_name)
+        if created_at_ms is not None and queue.spec.created_at_ms != created_at_ms:
+            return 0
         removed = 0
         while True:
             batch = core.engine.batch()
@@ -247,8 +270,10 @@ class Upkeep:
             return 0
         routed_up_to = self._routing.routed_up_to()
         for name in sorted(core.draining):
-            counts, live = core.queues[name].counts, core.coverage[name].live
+            queue, live = core.queues[name], core.coverage[name].live
+            counts = queue.counts
             waits = counts.available or counts.delayed or counts.in_flight
+            waits = waits or queue in core.dead_letters
             if not waits and (not live or (live[-1].end or 0) <= routed_up_to):
                 removed += self.delete_queue(name, now_ms)
         return removed
@@ -313,7 +338,7 @@ class Upkeep:
             return 0
         core = self._core
         batch = core.engine.batch()
-        core.history.take_failed(batch, queue, [entry for entry, _ in chosen])
+        core.history.take(batch, queue, State.FAILED, [entry for entry, _ in chosen])
         items = [
             Item(e.key, e.message_id, lane, e.attempts, e.attempts, now_ms, e.metadata)
             for e, lane in chosen
@@ -324,6 +349,24 @@ class Upkeep:
         core.commit(batch, (queue,), now_ms)
         core.wake(queue)
         return len(items)
+
+    # --- move ------------------------------------------------------------------------------
+
+    def move(
+        self,
+        queue_name: str,
+        to_name: str,
+        *,
+        state: State,
+        message_ids: Sequence[int] | None,
+        limit: int | None,
+        now_ms: int,
+    ) -> int:
+        """Move messages in a state into another queue: all, by ids, so many; say how many."""
+        self._moving.check(queue_name, to_name)
+        self.catch_up(now_ms, ALL)
+        queue, to = self._core.queue(queue_name), self._core.queue(to_name)
+        return self._moving.move(queue, to, state, message_ids, limit, now_ms)
 
     # --- changed settings ------------------------------------------------------------------
 
@@ -358,6 +401,7 @@ class Upkeep:
         if filter_changed and coverage.draining:
             raise InvalidQueue(f"queue {queue.name!r} is draining: its filter can't be changed")
         queue.respec(spec)
+        core.dead_letters.adopt(queue)
         batch = core.engine.batch()
         core.put_spec(batch, queue)
         if filter_changed:

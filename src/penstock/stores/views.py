@@ -114,6 +114,8 @@ class Views:
             failed_total=counts.failed_total,
             redriven_total=counts.redriven_total,
             removed_total=counts.removed_total,
+            moved_in_total=counts.moved_in_total,
+            moved_out_total=counts.moved_out_total,
         )
 
     def store_stats(self) -> StoreStats:

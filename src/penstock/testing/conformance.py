@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from penstock.stores.kvstore import KvStore
 from penstock.testing.stores import Reopenable
+from penstock.testing.suite.dead_letters import DeadLetterSuite
 from penstock.testing.suite.delivery import DeliverySuite
 from penstock.testing.suite.fifo import FifoSuite
 from penstock.testing.suite.keeping import KeepingSuite
+from penstock.testing.suite.moving import MovingSuite
 from penstock.testing.suite.queues import QueuesSuite
 from penstock.testing.suite.restarting import RestartingSuite, WaitingSuite
 from penstock.testing.suite.settling import SettlingSuite
@@ -42,6 +44,8 @@ class BrokerConformance(
     SettlingSuite,
     FifoSuite,
     KeepingSuite,
+    MovingSuite,
+    DeadLetterSuite,
     QueuesSuite,
     RestartingSuite,
     WaitingSuite,

@@ -38,7 +38,7 @@ SETTINGS: Final[dict[str, int]] = {
     "unclaimed_retention_ms": 0,
     "bucket_exponent": 0,
 }
-QUEUES: Final = ("plain", "fifo", "shared")
+QUEUES: Final = ("plain", "fifo", "shared", "dead")
 
 # Few values, close together: what is rare in the world should be common here.
 queue_names = st.sampled_from(QUEUES)
@@ -77,6 +77,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.guard = TimeGuard()
         self.model = Model(DEDUP_WINDOW_MS)
         self.receipts: list[str] = []
+        self.settings: dict[str, Any] = {}
 
     def teardown(self) -> None:
         """Close the store and remove it."""
@@ -98,6 +99,27 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.queue("plain", lambda m: m.attributes["queue"] == "plain", **settings)
         self.model.queue("fifo", lambda m: m.attributes["queue"] == "fifo", fifo=True, **settings)
         self.model.queue("shared", lambda m: m.attributes["shared"] == 1, **settings)
+        self.settings = settings
+        self.make_dead()
+
+    @rule()
+    def make_dead(self) -> None:
+        """Make the queue that only moves lead to, or find it there."""
+        if "dead" not in self.model.queues:
+            self.tell_time()
+            self.broker.create_queue("dead", **self.settings)
+            self.model.queue("dead", lambda _: False, **self.settings)
+
+    @rule()
+    def delete_dead(self) -> None:
+        """Delete it: what fails for it stays where it is."""
+        if "dead" in self.model.queues:
+            self.tell_time()
+            self.broker.delete_queue("dead")
+            # The store saw to what was due first.
+            self.model.catch_up()
+            del self.model.queues["dead"]
+            self.model.forget_turns()
 
     def tell_time(self, pause_ms: int = 0) -> None:
         """Give the model the time that the store will see in the verb that follows."""
@@ -128,6 +150,8 @@ class StoreMachine(RuleBasedStateMachine):
         self, name: str, limit: int, lease_ms: int | None, consumer: str, pause_ms: int
     ) -> None:
         """Claim without waiting."""
+        if name not in self.model.queues:
+            return
         self.tell_time(pause_ms)
         deliveries = self.broker.claim(name, limit=limit, lease_ms=lease_ms, consumer=consumer)
         default_ms = self.model.queues[name].settings["lease_ms"]
@@ -192,6 +216,8 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def redrive(self, name: str, how: str, pause_ms: int) -> None:
         """Redrive all, the even ids, or by attribute."""
+        if name not in self.model.queues:
+            return
         self.tell_time(pause_ms)
         arguments: dict[str, Any] = {}
         if how == "ids":
@@ -211,12 +237,49 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.redrive(name, is_chosen, count)
 
     @rule(
+        pair=st.sampled_from([(a, b) for a in QUEUES for b in QUEUES if a != b]),
+        state=st.sampled_from([State.FAILED, State.FAILED, State.AVAILABLE, State.DELAYED]),
+        how=st.sampled_from(["all", "ids", "limit"]),
+        pause_ms=pauses,
+    )
+    def move(self, pair: tuple[str, str], state: State, how: str, pause_ms: int) -> None:
+        """Move all, the even ids, or three."""
+        name, to = pair
+        if not {name, to} <= set(self.model.queues):
+            return
+        self.tell_time(pause_ms)
+        self.model.catch_up()
+        arguments: dict[str, Any] = {}
+        if how == "ids":
+            known = self.model.queues[name].copies
+            arguments = {"message_ids": [0, *(each for each in known if each % 2 == 0)]}
+        elif how == "limit":
+            arguments = {"limit": 3}
+        count = self.broker.move(name, to, state=state, **arguments)
+        there = {copy.message_id for copy in self.model.queues[name].in_state(state)}
+        wanted = {each for each in there if how != "ids" or each % 2 == 0}
+        moved = there - {e.message_id for e in self.broker.browse(name, state=state, limit=10_000)}
+        assert moved <= wanted
+        assert count == len(moved) == min(len(wanted), arguments.get("limit", len(wanted)))
+        self.model.move(name, to, state, sorted(moved))
+
+    @rule(name=queue_names, dead_letter=st.sampled_from(["", "dead", "dead", "plain", "shared"]))
+    def choose_dead_letter(self, name: str, dead_letter: str) -> None:
+        """Say where what fails is to go."""
+        if name not in {"fifo", dead_letter} and {name, dead_letter} <= {"", *self.model.queues}:
+            self.tell_time()
+            self.broker.update_queue(name, dead_letter=dead_letter)
+            self.model.queues[name].settings["dead_letter"] = dead_letter
+
+    @rule(
         name=queue_names,
         states=st.lists(st.sampled_from(State), max_size=2, unique=True),
         pause_ms=pauses,
     )
     def purge(self, name: str, states: list[State], pause_ms: int) -> None:
         """Purge some states."""
+        if name not in self.model.queues:
+            return
         self.tell_time(pause_ms)
         self.model.purge(name, states, self.broker.purge(name, states=states))
         self.model.forget_turns()
@@ -241,6 +304,8 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def update(self, name: str, change: dict[str, int]) -> None:
         """Change a setting."""
+        if name not in self.model.queues:
+            return
         self.tell_time()
         self.broker.update_queue(name, **change)
         self.model.queues[name].settings.update(change)
@@ -308,7 +373,8 @@ class StoreMachine(RuleBasedStateMachine):
             stats = self.broker.stats(name)
             self.model.check_stats(stats)
             present = stats.available + stats.delayed + stats.in_flight + stats.done + stats.failed
-            assert stats.enqueued_total == present + stats.removed_total
+            came = stats.enqueued_total + stats.moved_in_total
+            assert came == present + stats.removed_total + stats.moved_out_total
             assert present == len(queue.copies)
         totals = self.broker.store_stats()
         assert totals.published_total == self.model.published

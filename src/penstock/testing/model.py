@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from penstock.model import Attempt, AttemptEnd, OutcomeStatus, QueueStats, State
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ TOTALS = (
     "failed_total",
     "redriven_total",
     "removed_total",
+    "moved_in_total",
+    "moved_out_total",
 )
 
 
@@ -65,7 +69,7 @@ class ModelQueue:
     name: str
     takes: Callable[[Message], bool]
     fifo: bool
-    settings: dict[str, int]
+    settings: dict[str, Any]
     copies: dict[int, Copy] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))
     # Ids that have left the queue, the latest last.
@@ -111,7 +115,7 @@ class Model:
         takes: Callable[[Message], bool],
         *,
         fifo: bool = False,
-        **settings: int,
+        **settings: Any,
     ) -> None:
         """Add a queue."""
         self.queues[name] = ModelQueue(name, takes, fifo, settings)
@@ -119,7 +123,7 @@ class Model:
     # --- time ----------------------------------------------------------------------------
 
     def catch_up(self) -> None:
-        """End leases and delays that are over."""
+        """End leases and delays that are over, and move dead letters."""
         for queue in self.queues.values():
             for copy in queue.in_state(State.IN_FLIGHT):
                 if copy.deadline_ms <= self.now_ms:
@@ -130,6 +134,11 @@ class Model:
             for copy in queue.in_state(State.DELAYED):
                 if copy.visible_at_ms <= self.now_ms:
                     copy.state = State.AVAILABLE
+        for queue in self.queues.values():
+            to = self.queues.get(queue.settings.get("dead_letter", ""))
+            if to is not None:
+                for copy in queue.in_state(State.FAILED):
+                    self._move(queue, to, copy)
 
     def sweep(self) -> None:
         """Catch up, then remove what is past its retention."""
@@ -352,6 +361,40 @@ class Model:
             copy.visible_at_ms = self.now_ms
             copy.reason = ""
         queue.totals["redriven_total"] += count
+
+    def move(self, name: str, to: str, state: State, moved: Iterable[int]) -> None:
+        """Follow a move of messages in a state: these are gone from the first queue."""
+        queue = self.queues[name]
+        for message_id in moved:
+            copy = queue.copies[message_id]
+            assert copy.state is state, f"{message_id} was moved and is {copy.state.value}"
+            self._move(queue, self.queues[to], copy)
+
+    def _move(self, queue: ModelQueue, to: ModelQueue, copy: Copy) -> None:
+        message_id = copy.message_id
+        del queue.copies[message_id]
+        queue.removed.append(message_id)
+        queue.totals["moved_out_total"] += 1
+        queue.passed_over, to.passed_over = {}, {}
+        there = to.copies.get(message_id)
+        if there is not None and there.state not in {State.DONE, State.FAILED}:
+            return
+        before = 0 if there is None else there.attempts
+        to.totals["moved_in_total" if there is None else "redriven_total"] += 1
+        later = copy.state is State.DELAYED
+        to.copies[message_id] = Copy(
+            message_id,
+            copy.message,
+            copy.published_at_ms,
+            copy.visible_at_ms if later else self.now_ms,
+            State.DELAYED if later else State.AVAILABLE,
+            attempts=before + copy.attempts,
+            forgiven=before + copy.attempts,
+            history=[
+                *(() if there is None else there.history),
+                *(replace(each, number=before + each.number) for each in copy.history),
+            ],
+        )
 
     def purge(self, name: str, states: Iterable[State], count: int) -> None:
         """Follow a purge."""

@@ -17,6 +17,7 @@ from penstock.testing.stores import Reopenable
 from penstock.testing.suite.backfilling import BackfillSuite
 from penstock.testing.suite.fan_out import FanOutSuite
 from penstock.testing.suite.logs import LogsSuite
+from penstock.testing.suite.moved import MovedSuite
 from penstock.testing.suite.tailing import TailingSuite
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["RoutingConformance", "UrlRoutingConformance"]
 
 
-class RoutingConformance(FanOutSuite, TailingSuite, LogsSuite, BackfillSuite):
+class RoutingConformance(FanOutSuite, TailingSuite, LogsSuite, BackfillSuite, MovedSuite):
     """All of routing."""
 
 

@@ -1,4 +1,4 @@
-"""The audit of history: done and failed parts, the index of what failed, and attempts."""
+"""The audit of history: done and failed parts, the index of what failed, attempts, marks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["HistoryAudit"]
 
 _FAILED_INDEX: Final = b"\x02\x0a"
+_MARKS: Final = b"\x02\x15"
 # Acked, released, expired.
 _OUTCOMES: Final = 3
+_KEY_BYTES: Final = 8
 # Parts may be large, so few are read at a time.
 _PAGE: Final = 64
 
@@ -42,6 +44,7 @@ class HistoryAudit:
         indexed = self._scan_failed(census)
         self._check_index_orphans(census, indexed)
         self._check_attempts(census)
+        self._check_marks(census)
         return losers
 
     def _scan_done(self, census: Census) -> list[tuple[int, Loser]]:
@@ -182,6 +185,22 @@ class HistoryAudit:
             findings.violate(Kind.ORPHAN_ATTEMPT, "history", key, text)
             findings.delete("history", key)
 
+    def _check_marks(self, census: Census) -> None:
+        """Check the marks of what a move has brought in; the keys in them are hints alone."""
+        findings, queue = self._findings, census.queue
+        prefix = _MARKS + terminated(queue.id)
+        for key, value in all_of(self._table, prefix):
+            findings.count("marks of moved messages")
+            message_id = int.from_bytes(key[len(prefix) :], "big")
+            if message_id not in census.attempts:
+                text = f"queue {queue.name}: the mark of message {message_id}, which is not there"
+                findings.violate(Kind.ORPHAN_ENTRY, "history", key, text)
+                findings.delete("history", key)
+            elif len(value) != _KEY_BYTES:
+                text = f"queue {queue.name}: the mark of message {message_id} has no key"
+                findings.violate(Kind.WRONG_FIELD, "history", key, text)
+                findings.put("history", key, message_id.to_bytes(_KEY_BYTES, "big"))
+
     def strangers(self) -> None:
         """Check for records of queues that are not there."""
         findings = self._findings
@@ -193,11 +212,12 @@ class HistoryAudit:
                 opendata.failed_prefix(queue.id),
                 opendata.attempts_prefix(queue.id),
                 _FAILED_INDEX + terminated(queue.id),
+                _MARKS + terminated(queue.id),
             )
         ]
         text = "a record of a queue that is not there"
         for key, value in outside(self._table, prefixes):
-            if key[:2] in {_FAILED_INDEX, b"\x02\x05"}:
+            if key[:2] in {_FAILED_INDEX, _MARKS, b"\x02\x05"}:
                 findings.violate(Kind.STRANGER, "history", key, text)
                 findings.delete("history", key)
             else:

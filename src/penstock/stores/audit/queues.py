@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from struct import Struct
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
@@ -14,7 +13,7 @@ from penstock.filters import parse
 from penstock.stores.audit.report import Kind, all_of, outside
 from penstock.stores.core import Identity, Totals
 from penstock.stores.coverage import Coverage, Stretch
-from penstock.stores.queues import Counts, Queue, QueueTable
+from penstock.stores.queues import Counts, Queue, QueueTable, decode_counts, encode_counts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,8 +40,6 @@ _QUARANTINE: Final = b"\x02\x0f"
 _CURSOR: Final = b"\x02\x12"
 _NUMBERS: Final = b"\x02\x0cqueue"
 _EPOCH: Final = b"\x02\x14"
-# A version byte, then every field of Counts.
-_packed: Final = Struct(f"<B{len(Counts.__struct_fields__)}Q")
 _UNCLAIMED_KEY_BYTES: Final = 24
 _FOR_EVER: Final = 1 << 64
 
@@ -213,9 +210,10 @@ def _check_coverage(findings: Findings, queue: Queue) -> None:
         refiltered = Coverage(
             [*known.live[:-1], *(_reopened(each, queue) for each in known.live[-1:])],
             known.backfilled,
+            known_from=known.known_from,
         )
         # If nothing is known of the past, it takes messages from here on.
-        candidates = [known, refiltered, Coverage([now_on])]
+        candidates = [known, refiltered, Coverage([now_on], known_from=core.log.end)]
         right = next((each for each in candidates if not _wrong_with(each, queue)), candidates[-1])
         findings.put("queues", key, msgspec.msgpack.encode(right))
 
@@ -250,12 +248,15 @@ def counts_of(findings: Findings, queue: Queue) -> Counts:
     """Read a queue's counters as they are on disk."""
     key = _COUNTS + queue.id
     value = findings.table("queues").get(key)
-    if value is None or len(value) != _packed.size or value[0] != 1:
+    try:
+        return decode_counts(value or b"")
+    except CorruptRecord:
         text = f"queue {queue.name}: its counters are missing or do not decode"
         findings.violate(Kind.UNDECODABLE, "queues", key, text)
         # What memory has is the best that is known; the census puts the rest right.
-        return Counts(*msgspec.structs.astuple(queue.counts))
-    return Counts(*_packed.unpack(value)[1:])
+        known = Counts(*msgspec.structs.astuple(queue.counts))
+        findings.put("queues", key, encode_counts(known))
+        return known
 
 
 def check_counters(findings: Findings, census: Census, counts: Counts) -> None:
@@ -280,18 +281,20 @@ def check_counters(findings: Findings, census: Census, counts: Counts) -> None:
             text = f"queue {queue.name}: {name} is {says} and should be {is_}"
             findings.violate(kind, "queues", key, text)
     present = len(census.attempts)
-    if right.enqueued_total != present + right.removed_total:
+    came = right.enqueued_total + right.moved_in_total
+    went = right.removed_total + right.moved_out_total
+    if came != present + went:
         text = (
-            f"queue {queue.name}: {right.enqueued_total} messages came in, {present} are there "
-            f"and {right.removed_total} were removed"
+            f"queue {queue.name}: {came} messages came in, {present} are there and {went} were "
+            "removed or moved"
         )
         findings.violate(Kind.COUNTER, "queues", key, text)
         # What is not there has been removed, one way or another.
-        right.enqueued_total = max(right.enqueued_total, present)
-        right.removed_total = right.enqueued_total - present
-    value = _packed.pack(1, *msgspec.structs.astuple(right))
-    if findings.table("queues").get(key) != value:
-        findings.put("queues", key, value)
+        right.enqueued_total += max(0, present + right.moved_out_total - came)
+        came = right.enqueued_total + right.moved_in_total
+        right.removed_total = came - present - right.moved_out_total
+    if right != counts:
+        findings.put("queues", key, encode_counts(right))
 
 
 # --- retention of what nobody claims ------------------------------------------------------------

@@ -114,6 +114,8 @@ class KeepingSuite(Suite):
             "failed_total": 3,
             "redriven_total": 0,
             "removed_total": 0,
+            "moved_in_total": 0,
+            "moved_out_total": 0,
         }
 
     def test_age_of_the_oldest_waiting_message(self) -> None:

@@ -1,0 +1,271 @@
+"""Many callers' requests as one change: for a server, which gathers them while the disk is busy.
+
+Requests of the same kind share a scan and a commit; each keeps its own lease, its own answer and
+its own errors. Answers count once the number that :meth:`JointVerbs.begin` returns is durable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+
+from penstock import limits
+from penstock.errors import InvalidMessage, PenstockError
+from penstock.model import Delivery, Message, Outcome
+from penstock.stores.plans import Want
+from penstock.validation import check_duration, check_receipts, cut_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from penstock.clock import Clock
+    from penstock.committer import Durability, Told
+    from penstock.filters import Matcher
+    from penstock.shell import Shell, Woken
+    from penstock.stores.contract import Store
+
+__all__ = ["Ack", "Change", "Claim", "Joint", "JointVerbs", "Publish", "Request"]
+
+
+class Publish(msgspec.Struct, eq=False):
+    """Messages that were checked; if ``queue`` is given, all of them must go there."""
+
+    messages: list[Message]
+    queue: str | None
+    error: PenstockError | None = None
+    answer: list[int] = []
+
+
+class Claim(msgspec.Struct, eq=False):
+    """A claim whose bounds were checked; ``lease_ms`` None: as the queue has it."""
+
+    queue: str
+    limit: int
+    lease_ms: int | None
+    consumer: str
+    error: PenstockError | None = None
+    answer: list[Delivery] = []
+
+
+class Ack(msgspec.Struct, eq=False):
+    """Receipts to settle as done."""
+
+    receipts: list[str]
+    queue: str | None
+    error: PenstockError | None = None
+    answer: list[Outcome] = []
+
+
+class Change(msgspec.Struct, eq=False):
+    """Any other change; it is told the time."""
+
+    work: Callable[[int], Any]
+    error: PenstockError | None = None
+    answer: Any = None
+
+
+Request: TypeAlias = Publish | Claim | Ack | Change
+
+
+class Joint(msgspec.Struct):
+    """What is done together: what ends leases first, what can be claimed by it last."""
+
+    acks: list[Ack] = []
+    changes: list[Change] = []
+    publishes: list[Publish] = []
+    claims: list[Claim] = []
+
+    def requests(self) -> list[Request]:
+        """Return all of them."""
+        return [*self.acks, *self.changes, *self.publishes, *self.claims]
+
+
+class JointVerbs:
+    """A third of :class:`~penstock.broker.Broker`."""
+
+    _shell: Shell
+    _store: Store
+    _clock: Clock
+    _inline: bool
+    _matcher: Matcher[str]
+    _dedup_window_ms: int
+
+    def begin(self, joint: Joint) -> int:
+        """Do what is asked for, fill in the answers, and return the number to be told of."""
+        return self._shell.begin(lambda now_ms: self._do(joint, now_ms))[1]
+
+    def tell(self, number: int, told: Told) -> None:
+        """Call ``told`` when everything up to this number is durable, or never will be.
+
+        It is called at once, or from a thread that others wait for: it must only pass it on.
+        """
+        self._shell.tell(number, told)
+
+    def listen(self, woken: Woken | None) -> None:
+        """Call ``woken`` with a queue that may have got something to claim; None: no more.
+
+        It is called with the broker's lock held: it must only pass it on.
+        """
+        self._shell.listen(woken)
+
+    def durability(self) -> Durability:
+        """Say how often, for how many commits and how long the store was synced."""
+        return self._shell.durability
+
+    def _do(self, joint: Joint, now_ms: int) -> None:
+        self._ack_together(joint.acks, now_ms)
+        for change in joint.changes:
+            try:
+                change.answer = change.work(now_ms)
+            except PenstockError as error:
+                change.error = error
+        self._publish_together(joint.publishes, now_ms)
+        by_queue: dict[str, list[Claim]] = {}
+        for claim in joint.claims:
+            by_queue.setdefault(claim.queue, []).append(claim)
+        for queue, claims in by_queue.items():
+            self._claim_together(queue, claims, now_ms)
+
+    def releasing(
+        self, receipts: Iterable[str], delay_ms: int | None, reason: str, queue: str | None
+    ) -> Callable[[int], list[Outcome]]:
+        """Check a release, and return the change that does it."""
+        batch = check_receipts(receipts)
+        if delay_ms is not None:
+            check_duration(delay_ms, "delay_ms")
+        reason = cut_text(reason, limits.MAX_REASON_BYTES)
+        return lambda now_ms: self._store.release(
+            batch,
+            delay_ms=delay_ms,
+            reason=reason,
+            random=self._clock.random,
+            queue_name=queue,
+            now_ms=now_ms,
+        )
+
+    def extending(
+        self, receipts: Iterable[str] | str, lease_ms: int, queue: str | None
+    ) -> Callable[[int], list[Outcome]]:
+        """Check an extension, and return the change that makes it."""
+        check_duration(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
+        batch = receipts if isinstance(receipts, str) else check_receipts(receipts)
+        verb: Callable[..., list[Outcome]] = (
+            self._store.extend_lease if isinstance(batch, str) else self._store.extend
+        )
+        return lambda now_ms: verb(batch, lease_ms=lease_ms, queue_name=queue, now_ms=now_ms)
+
+    def acking_held(self, lease: str, message_id: int, queue: str) -> Callable[[int], bool]:
+        """Return the change that acks a message by its id, if it is held under the lease."""
+
+        def work(now_ms: int) -> bool:
+            receipt = self._store.held(lease).get(message_id)
+            if receipt is None:
+                return False
+            return self._store.ack([receipt], queue_name=queue, now_ms=now_ms)[0].ok
+
+        return work
+
+    # --- acks ------------------------------------------------------------------------------
+
+    def _ack_together(self, acks: Sequence[Ack], now_ms: int) -> None:
+        by_queue: dict[str | None, list[Ack]] = {}
+        for ack in acks:
+            by_queue.setdefault(ack.queue, []).append(ack)
+        for queue, group in by_queue.items():
+            try:
+                self._ack(queue, group, now_ms)
+            except PenstockError:
+                # A receipt that is none refuses its own request alone.
+                for ack in group:
+                    try:
+                        self._ack(queue, [ack], now_ms)
+                    except PenstockError as error:
+                        ack.error = error
+
+    def _ack(self, queue: str | None, acks: Sequence[Ack], now_ms: int) -> None:
+        receipts = [receipt for ack in acks for receipt in ack.receipts]
+        outcomes = self._store.ack(receipts, queue_name=queue, now_ms=now_ms)
+        begin = 0
+        for ack in acks:
+            end = begin + len(ack.receipts)
+            ack.answer = outcomes[begin:end]
+            begin = end
+
+    # --- publishes -------------------------------------------------------------------------
+
+    def _publish_together(self, publishes: Sequence[Publish], now_ms: int) -> None:
+        good: list[Publish] = []
+        messages: list[Message] = []
+        routes: list[list[str]] = []
+        for publish in publishes:
+            try:
+                routes += self._routes(publish.messages, publish.queue, now_ms)
+            except PenstockError as error:
+                publish.error = error
+                continue
+            good.append(publish)
+            messages += publish.messages
+        if not messages:
+            return
+        try:
+            ids = self._put(messages, routes, now_ms)
+        except PenstockError as error:
+            for publish in good:
+                publish.error = error
+            return
+        begin = 0
+        for publish in good:
+            end = begin + len(publish.messages)
+            publish.answer = ids[begin:end]
+            begin = end
+
+    def _routes(
+        self, messages: Sequence[Message], target: str | None, now_ms: int
+    ) -> list[list[str]]:
+        """Return the queues of each message; all must go to ``target`` if there is one."""
+        if not self._inline and target is None:
+            return []
+        routes = self._matcher.match(
+            [(m.attributes, m.group, m.priority, now_ms, len(m.payload)) for m in messages]
+        )
+        if target is not None:
+            spec = self._store.spec(target)
+            if any(target not in names for names in routes):
+                raise InvalidMessage(
+                    f"queue {target!r} takes messages where {spec.filter}; this one does not match"
+                )
+        return routes if self._inline else []
+
+    def _put(self, messages: Sequence[Message], routes: list[list[str]], now_ms: int) -> list[int]:
+        if not messages:
+            return []
+        return self._store.publish(
+            messages,
+            routes if self._inline else None,
+            dedup_window_ms=self._dedup_window_ms,
+            now_ms=now_ms,
+        )
+
+    # --- claims ----------------------------------------------------------------------------
+
+    def _claim_together(self, queue: str, claims: Sequence[Claim], now_ms: int) -> None:
+        try:
+            lease_ms = self._store.spec(queue).lease_ms
+            wants = [
+                Want(
+                    claim.limit,
+                    lease_ms if claim.lease_ms is None else claim.lease_ms,
+                    claim.consumer,
+                    self._clock.lease_id(),
+                )
+                for claim in claims
+            ]
+            answers = self._store.claim(queue, wants, now_ms)
+        except PenstockError as error:
+            for claim in claims:
+                claim.error = error
+            return
+        for claim, answer in zip(claims, answers, strict=True):
+            claim.answer = answer
