@@ -12,6 +12,8 @@ b'one book' book
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from penstock.broker import Broker
 from penstock.clock import Clock, ManualClock, SystemClock
 from penstock.errors import (
@@ -25,10 +27,13 @@ from penstock.errors import (
     InvalidQueue,
     InvalidReceipt,
     InvalidUrl,
+    NotAllowed,
     PenstockError,
     QueueExists,
     QueueNotFound,
+    ServerUnreachable,
     StorageFailed,
+    StoreFenced,
     StoreLocked,
     StoreMismatch,
 )
@@ -55,8 +60,24 @@ from penstock.model import (
     StoreStats,
     SweepCounts,
 )
-from penstock.opening import open  # noqa: A004 - penstock.open is the way in
+from penstock.opening import (
+    open,  # noqa: A004 - penstock.open is the way in
+    open_reader,
+)
 from penstock.tailing import route_once
+
+if TYPE_CHECKING:
+    from penstock.client import connect, connect_async
+else:
+
+    def __getattr__(name: str) -> Any:
+        # Loaded when used: who opens a store of its own needs no client.
+        if name in {"connect", "connect_async"}:
+            from penstock import client  # noqa: PLC0415
+
+            return getattr(client, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __version__ = "0.1.0"
 
@@ -86,6 +107,7 @@ __all__ = [
     "LogStats",
     "ManualClock",
     "Message",
+    "NotAllowed",
     "Ordering",
     "Outcome",
     "OutcomeStatus",
@@ -95,14 +117,19 @@ __all__ = [
     "QueueNotFound",
     "QueueSpec",
     "QueueStats",
+    "ServerUnreachable",
     "State",
     "StorageFailed",
+    "StoreFenced",
     "StoreLocked",
     "StoreMismatch",
     "StoreStats",
     "SweepCounts",
     "SystemClock",
     "__version__",
+    "connect",
+    "connect_async",
     "open",
+    "open_reader",
     "route_once",
 ]

@@ -4,30 +4,40 @@
 
     memory:                       in memory, gone with the broker
     rocksdb:PATH                  a RocksDB directory, made if it is not there
+    slatedb+file:///DIR           a SlateDB database in a directory
+    slatedb+s3://BUCKET/PREFIX    a SlateDB database in an S3 bucket
     ...?design=indexed|buckets    which of the two storage designs a new store gets
+    ...?flush_ms=N                SlateDB: the least time from one write of its log to the next
+    penstock://HOST:PORT          a server, by way of :func:`penstock.connect`
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 from urllib.parse import parse_qsl
+
+import msgspec
 
 from penstock.broker import Broker
 from penstock.clock import Clock, SystemClock
 from penstock.errors import InvalidUrl, StorageFailed, StoreMismatch
 from penstock.kv.memory import MemoryEngine
+from penstock.limits import MAX_FLUSH_MS
 from penstock.stores import buckets, indexed
-from penstock.stores.core import SHARED_TABLES
+from penstock.stores.core import FORMAT, SHARED_TABLES, Identity
 from penstock.stores.kvstore import KvStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from penstock.kv import Engine, Shape
+    from penstock.kv.slatedb_place import Place
+    from penstock.reader import Reader
     from penstock.stores.active import ActiveSet, Quarantine
 
-__all__ = ["DESIGNS", "Design", "make_store", "open"]
+__all__ = ["DESIGNS", "Design", "make_store", "open", "open_reader"]
 
 
 class Design(NamedTuple):
@@ -42,7 +52,10 @@ DESIGNS: Final[Mapping[str, Design]] = {
     "buckets": Design({**SHARED_TABLES, **buckets.TABLES}, buckets.BucketActive),
 }
 DEFAULT_DESIGN: Final = "indexed"
+# Where every operation is dear.
+DEFAULT_SLATEDB_DESIGN: Final = "buckets"
 _MARK: Final = "PENSTOCK"
+_IDENTITY_KEY: Final = b"meta"
 
 
 def open(  # noqa: A001 - penstock.open is the way in
@@ -67,13 +80,23 @@ def open(  # noqa: A001 - penstock.open is the way in
         raise InvalidUrl(f"durability {durability!r:.100}: 'fsync' or 'relaxed'")
     if routing not in {None, "inline", "pipeline"}:
         raise InvalidUrl(f"routing {routing!r:.100}: 'inline' or 'pipeline'")
-    scheme, place, design = _parse(url)
+    if str(url).startswith(("penstock:", "penstocks:")):
+        if (durability, dedup_window_ms, background, routing) != ("fsync", 300_000, True, None):
+            raise InvalidUrl(f"{url!r:.200} is a server: what its store does is its own setting")
+        # Imported here: who opens a store of its own need not load what a client needs.
+        from penstock.client import connect  # noqa: PLC0415
+
+        # It has the verbs of a broker, so that who is given either need not know which.
+        return cast(Broker, connect(url, clock=clock))
+    named = _parse(url)
     clock = clock or SystemClock()
-    if scheme == "memory":
-        design = design or DEFAULT_DESIGN
+    if named.scheme == "memory":
+        design = named.design or DEFAULT_DESIGN
         engine: Engine = MemoryEngine(DESIGNS[design].tables)
+    elif named.scheme == "rocksdb":
+        engine, design = _open_rocksdb(Path(named.place), named.design)
     else:
-        engine, design = _open_rocksdb(Path(place), design)
+        engine, design = _open_slatedb(named, routing)
     try:
         store = make_store(engine, design, clock, routing)
         return Broker(
@@ -85,6 +108,39 @@ def open(  # noqa: A001 - penstock.open is the way in
         )
     except BaseException:
         engine.close()
+        raise
+
+
+def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
+    """Open a store on object storage for reading, as it is now, whoever owns it.
+
+    The owner is not asked and not disturbed. Needs the same credentials as a broker: a mark in the
+    database keeps the files of this moment for as long as the reader is open.
+    """
+    named = _parse(url)
+    if not named.scheme.startswith("slatedb"):
+        raise InvalidUrl(f"{url!r:.200} can't be read beside its owner: slatedb+file, slatedb+s3")
+    place = _slatedb_place(named)
+    from penstock.kv.overlay import Overlay  # noqa: PLC0415 - an extra
+    from penstock.kv.slatedb_reader import ReaderMoved, SlateReader  # noqa: PLC0415
+    from penstock.reader import Reader  # noqa: PLC0415
+
+    clock = clock or SystemClock()
+    if place.holds_something_else():
+        raise StoreMismatch(f"{place.root} is not empty and holds no SlateDB database")
+    below = SlateReader(place)
+    try:
+        while True:
+            try:
+                record = below.table("default").get(_IDENTITY_KEY) or b""
+                design = _check_identity(str(place), record, named.design, None)
+                engine = Overlay(below, DESIGNS[design].tables)
+                return Reader(make_store(engine, design, clock), clock)
+            except ReaderMoved:
+                # Once at most before its first interval is over.
+                below.settle()
+    except BaseException:
+        below.close()
         raise
 
 
@@ -143,19 +199,77 @@ def _mark(path: Path, design: str) -> None:
         raise StorageFailed(f"can't write to the directory {path}: {error}") from error
 
 
-def _parse(url: object) -> tuple[str, str, str | None]:
+def _slatedb_place(named: _Named) -> Place:
+    try:
+        from penstock.kv.slatedb_place import place_of  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise InvalidUrl(
+            f"{named.scheme}: needs SlateDB: pip install 'penstock[slatedb]'"
+        ) from error
+    return place_of(named.scheme, named.place, os.environ)
+
+
+def _open_slatedb(named: _Named, routing: str | None) -> tuple[Engine, str]:
+    place = _slatedb_place(named)
+    from penstock.kv.slatedb import SlateEngine  # noqa: PLC0415 - an extra
+    from penstock.kv.slatedb_reader import peek  # noqa: PLC0415
+
+    # Opening takes the store from whoever has it, so what speaks against it is looked for before.
+    found = peek(place, "default", _IDENTITY_KEY)
+    design = named.design or DEFAULT_SLATEDB_DESIGN
+    if found is not None and found.record is not None:
+        design = _check_identity(str(place), found.record, named.design, routing)
+    return SlateEngine(place, DESIGNS[design].tables, flush_ms=named.flush_ms), design
+
+
+def _check_identity(place: str, record: bytes, design: str | None, routing: str | None) -> str:
+    """Hold what was asked for against what is there; return the design."""
+    try:
+        found = msgspec.msgpack.decode(record, type=Identity)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise StoreMismatch(f"{place}: its identity record does not decode: {error}") from error
+    if found.format > FORMAT or found.design not in DESIGNS:
+        raise StoreMismatch(
+            f"{place} holds a store of format {found.format} and design {found.design!r:.100}; "
+            f"this version of Penstock reads up to {FORMAT}: use a newer one"
+        )
+    if design is not None and design != found.design:
+        raise StoreMismatch(f"{place} holds a store of the {found.design} design, not {design}")
+    if routing is not None and routing != found.routing:
+        raise StoreMismatch(
+            f"{place} routes {found.routing}, it was opened with routing={routing!r}"
+        )
+    return found.design
+
+
+class _Named(NamedTuple):
+    """What a URL names."""
+
+    scheme: str
+    place: str
+    design: str | None
+    flush_ms: int | None
+
+
+def _parse(url: object) -> _Named:
     scheme, colon, rest = url.partition(":") if isinstance(url, str) else ("", "", "")
     place, _, query = rest.partition("?")
-    if not colon or scheme not in {"memory", "rocksdb"}:
-        raise InvalidUrl(f"no store is named by {url!r:.200}; known are memory: and rocksdb:PATH")
+    if not colon or scheme not in {"memory", "rocksdb", "slatedb+file", "slatedb+s3"}:
+        raise InvalidUrl(
+            f"no store is named by {url!r:.200}; known are memory:, rocksdb:PATH, "
+            "slatedb+file:///DIR, slatedb+s3://BUCKET/PREFIX and penstock://HOST:PORT"
+        )
     if scheme == "rocksdb" and not place:
         raise InvalidUrl("rocksdb: needs a directory: rocksdb:./data")
     if scheme == "memory" and place:
         raise InvalidUrl(f"memory: takes no place, got {place!r:.100}")
     options = dict(parse_qsl(query, keep_blank_values=True))
     design = options.pop("design", None)
+    flush_ms = options.pop("flush_ms", None) if scheme.startswith("slatedb") else None
     if options:
         raise InvalidUrl(f"unknown option {next(iter(options))!r:.100} in {url!r:.200}: design")
     if design is not None and design not in DESIGNS:
         raise InvalidUrl(f"no design {design!r:.100}; there are {', '.join(DESIGNS)}")
-    return scheme, place, design
+    if flush_ms is not None and not (flush_ms.isdecimal() and int(flush_ms) <= MAX_FLUSH_MS):
+        raise InvalidUrl(f"flush_ms {flush_ms!r:.100}: milliseconds, up to {MAX_FLUSH_MS}")
+    return _Named(scheme, place, design, None if flush_ms is None else int(flush_ms))

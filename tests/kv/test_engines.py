@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from penstock.kv import Shape, rows_of
 from penstock.kv.memory import MemoryEngine
 from penstock.kv.rocksdb import RocksEngine
+from penstock.kv.slatedb import SlateEngine
+from penstock.kv.slatedb_place import Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -329,7 +331,15 @@ class TestRocks(EngineSuite):
         return self.open(place)
 
 
-# --- both against a plain dictionary --------------------------------------------------------------
+class TestSlate(EngineSuite):
+    def open(self, place: Path) -> Engine:
+        return SlateEngine(Place("file", str(place), ""), TABLES)
+
+    def reopen(self, place: Path) -> Engine:
+        return self.open(place)
+
+
+# --- all against a plain dictionary ---------------------------------------------------------------
 
 keys = st.one_of(st.sampled_from(KEYS), st.binary(min_size=1, max_size=3))
 tables = st.sampled_from(["one", "three"])
@@ -388,5 +398,18 @@ def test_rocksdb_agrees_with_a_dictionary(history: Sequence[Sequence[Change]]) -
         agrees(engine, model)
         engine.close()
         engine = RocksEngine(Path(place), TABLES)
+        agrees(engine, model)
+        engine.close()
+
+
+@settings(max_examples=15)
+@given(history=histories)
+def test_slatedb_agrees_with_a_dictionary(history: Sequence[Sequence[Change]]) -> None:
+    with TemporaryDirectory() as place:
+        engine = SlateEngine(Place("file", place, ""), TABLES)
+        model = replay(engine, history)
+        agrees(engine, model)
+        engine.close()
+        engine = SlateEngine(Place("file", place, ""), TABLES)
         agrees(engine, model)
         engine.close()

@@ -11,7 +11,10 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from penstock.errors import PenstockError
 
 __all__ = ["Batch", "Engine", "Family", "Shape", "Table", "View", "rows_of"]
 
@@ -97,6 +100,18 @@ class Engine(Protocol):
 
     def sync(self) -> None:
         """Make everything committed before this call durable. May be called from any thread."""
+
+    def checkpoint(self, path: Path) -> None:
+        """Copy the present state into a directory that is not there yet, to be opened as it is.
+
+        Files that do not change are shared with it where the file system can.
+        """
+
+    def on_lost(self, told: Callable[[PenstockError], None]) -> None:
+        """Call back, once and from a thread of its own, if the database is lost to this process.
+
+        Another process may have taken it over, or it can't be written any more.
+        """
 
     def close(self) -> None:
         """Sync and let go of the database."""

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from sortedcontainers import SortedDict
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+from penstock.errors import InvalidInput
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from penstock.errors import PenstockError
     from penstock.kv import Batch
 
 __all__ = ["MemoryEngine"]
@@ -111,6 +115,13 @@ class MemoryEngine:
 
     def sync(self) -> None:
         """Do nothing: memory is as durable as it gets."""
+
+    def checkpoint(self, path: Path) -> None:
+        """Refuse: what is in memory alone has no files."""
+        raise InvalidInput(f"a store in memory can't be copied to {path}")
+
+    def on_lost(self, told: Callable[[PenstockError], None]) -> None:
+        """Do nothing: nobody else can take it over."""
 
     def close(self) -> None:
         """Do nothing: the tables stay for a reopening."""

@@ -1,0 +1,315 @@
+"""The SlateDB engine: an LSM tree whose files are objects in a bucket, or files of a directory.
+
+::
+
+    00 | "layout"      MessagePack [version, names of the tables]: a table's byte is its place + 1
+    nn | key           a row of table nn
+
+Commits go to the library's memory, where reads find them; :meth:`SlateEngine.sync` writes the
+write-ahead log to the store, one object for everything since the last. The library never does so
+by itself, so that each write of the log is paid for by a verb that waits for it.
+
+One writer owns a database. A second that opens it fences the first: whatever that one then writes
+is refused by the store, by a conditional PUT, and it finds out at its next sync or poll.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import msgspec
+from slatedb.uniffi import (
+    CloseOptions,
+    CloseReason,
+    DbBuilder,
+    DbCache,
+    DefaultMetricsRecorder,
+    Error,
+    FlushOptions,
+    FlushType,
+    MokaCacheOptions,
+    Settings,
+)
+
+from penstock.clock import SystemClock
+from penstock.errors import InvalidInput, PenstockError, StorageFailed, StoreMismatch
+from penstock.kv.slatedb_cache import ReadCache
+from penstock.kv.slatedb_calls import CallTimeout, call, filled
+from penstock.kv.slatedb_place import WalFiles, fenced, translate, translate_open
+from penstock.kv.slatedb_rows import SILENCE_S, Rows, SlateBatch, SlateTable, SlateView
+from penstock.limits import READ_CACHE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterable, Mapping
+    from pathlib import Path
+
+    from slatedb.uniffi import Db
+
+    from penstock.kv import Batch
+    from penstock.kv.slatedb_place import Place
+
+__all__ = ["FLUSH_MS", "SlateEngine", "families_of"]
+
+T = TypeVar("T")
+
+# The least time from one write of the log to the next: under load, what one object costs is shared
+# by all that gathers meanwhile. A directory has no price for each file.
+FLUSH_MS: Final[Mapping[str, int]] = {"file": 0, "s3": 20}
+_LAYOUT_KEY: Final = b"\0layout"
+_LAYOUT: Final = 1
+_WATCH_S: Final = 0.25
+_BLOCK_CACHE_BYTES: Final = 64 << 20
+_RANGE_PAGE: Final = 256
+# A restart reads every object of the log that is not in a file of rows yet: so many may be left by
+# a broker that is killed, and so many by one that is closed.
+_LONG_LOG: Final = 256
+_LEFT_AT_CLOSE: Final = 32
+_TO_LOG: Final = FlushOptions(flush_type=FlushType.WAL)
+_TO_ROWS: Final = FlushOptions(flush_type=FlushType.MEM_TABLE)
+
+
+def _settings() -> Settings:
+    settings = Settings.default()
+    # The committer says when.
+    settings.set("flush_interval", "null")
+    # What may wait in memory while the object store is slow; commits wait from there on.
+    settings.set("max_unflushed_bytes", str(256 << 20))
+    settings.set("l0_sst_size_bytes", str(32 << 20))
+    return settings
+
+
+def families_of(rows: Rows, place: Place) -> dict[str, bytes]:
+    """Read which tables a database has, and their bytes; none if it is empty."""
+    record = rows.get(_LAYOUT_KEY)
+    if record is None:
+        if rows.scan(b"\0", b"\xff" * 8, 1):
+            raise StoreMismatch(f"{place} holds a SlateDB database that is not a Penstock store")
+        return {}
+    try:
+        version, names = msgspec.msgpack.decode(record, type=tuple[int, list[str]])
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise StoreMismatch(f"{place}: the list of its tables does not decode: {error}") from error
+    if version > _LAYOUT:
+        raise StoreMismatch(
+            f"{place} has layout {version}; this version of Penstock reads up to {_LAYOUT}: "
+            "use a newer one"
+        )
+    return {name: bytes([at]) for at, name in enumerate(names, 1)}
+
+
+class SlateEngine:
+    """A SlateDB database, owned by this process until it is closed or somebody else opens it."""
+
+    def __init__(self, place: Place, tables: Iterable[str], *, flush_ms: int | None = None) -> None:
+        self.place = place
+        self._failure: PenstockError | None = None
+        self._stop = threading.Event()
+        self._syncing = threading.Lock()
+        self._seconds = SystemClock().seconds
+        self._flush_s = (FLUSH_MS[place.kind] if flush_ms is None else flush_ms) / 1000
+        self._flushed_at = 0.0
+        # Objects of the log since the last file of rows.
+        self._log_objects = 0
+        self._lost: Callable[[PenstockError], None] | None = None
+        self._look = threading.Event()
+        self._metrics = DefaultMetricsRecorder()
+        self._db = self._build()
+        self._log_objects = self.requests().get("get", 0) // 2
+        self._cache = ReadCache(READ_CACHE_BYTES)
+        self._rows = Rows(self._db, place, self.check)
+        self._wal = WalFiles(place.root) if place.kind == "file" else None
+        try:
+            self._families = self._lay_out(tables)
+        except BaseException:
+            self._shut_down(FlushType.WAL)
+            raise
+        self._tables = {
+            name: SlateTable(self._rows, family, self._cache)
+            for name, family in self._families.items()
+            if name in set(tables)
+        }
+        self._watcher = threading.Thread(target=self._watch, name="penstock-slatedb", daemon=True)
+        self._watcher.start()
+
+    def _build(self) -> Db:
+        builder = DbBuilder(self.place.path, self.place.store())
+        builder.with_settings(_settings())
+        builder.with_metrics_recorder(self._metrics)
+        cache = MokaCacheOptions(
+            max_capacity=_BLOCK_CACHE_BYTES, time_to_live=None, time_to_idle=None
+        )
+        builder.with_db_cache(DbCache.new_moka_cache(cache), 0)
+        try:
+            return call(builder.build(), SILENCE_S)
+        except (Error, CallTimeout) as error:
+            translate_open(error, self.place)
+
+    def _lay_out(self, tables: Iterable[str]) -> dict[str, bytes]:
+        """Give every table its byte, for good."""
+        families = families_of(self._rows, self.place)
+        new = [name for name in tables if name not in families]
+        if new:
+            names = [*families, *new]
+            record = msgspec.msgpack.encode((_LAYOUT, names))
+            self._run(self._db.write(filled([(_LAYOUT_KEY, record)])))
+            self.sync()
+            families = {name: bytes([at]) for at, name in enumerate(names, 1)}
+        return families
+
+    # --- what the interface asks for -------------------------------------------------------
+
+    def table(self, name: str) -> SlateTable:
+        """Return a table named at open."""
+        return self._tables[name]
+
+    def batch(self) -> SlateBatch:
+        """Begin a batch."""
+        return SlateBatch()
+
+    def commit(self, batch: Batch) -> None:
+        """Apply a batch: to the library's memory, until the next sync."""
+        assert isinstance(batch, SlateBatch)
+        self.check()
+        for begin, end in batch.ranges:
+            self._fill_range(batch, begin, end)
+        rows = batch.rows
+        if rows:
+            self._cache.begin()
+            self._run(self._db.write(filled(rows.items())))
+            self._cache.put_committed(rows.items())
+
+    def view(self) -> SlateView:
+        """Pin the present state for reading."""
+        self.check()
+        snapshot = self._run(self._db.snapshot())
+        return SlateView(snapshot, self.place, self._families, self.check)
+
+    def sync(self) -> None:
+        """Write the log, unless the last write of it was a moment ago: then after that moment."""
+        with self._syncing:
+            self.check()
+            pause_s = self._flushed_at + self._flush_s - self._seconds()
+            if pause_s > 0:
+                self._stop.wait(pause_s)
+            self._flushed_at = self._seconds()
+            self._run(self._db.flush_with_options(_TO_LOG))
+            self._log_objects += 1
+            if self._wal is not None:
+                try:
+                    self._wal.sync()
+                except OSError as error:
+                    self._lose(StorageFailed(f"{self.place}: fsync failed: {error}"))
+                    self.check()
+
+    def checkpoint(self, path: Path) -> None:
+        """Refuse: a copy of an object store is made by the object store."""
+        raise InvalidInput(
+            f"{self.place} can't be copied to {path}: copy the objects while no broker has it open"
+        )
+
+    def close(self) -> None:
+        """Sync and let go of the database."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._look.set()
+        try:
+            if self._failure is None:
+                self.sync()
+        finally:
+            long_log = self._log_objects > _LEFT_AT_CLOSE
+            self._shut_down(FlushType.MEM_TABLE if long_log else FlushType.WAL)
+            self._rows.close()
+
+    # --- what only this engine has ---------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise if this engine is known to be of no more use: fenced, or not able to write."""
+        if self._failure is not None:
+            # The same error for every caller, without the way that it has come up before.
+            raise self._failure.with_traceback(None)
+
+    def on_lost(self, told: Callable[[PenstockError], None]) -> None:
+        """Call back, from the thread that watches, when :meth:`check` begins to raise."""
+        self._lost = told
+
+    def requests(self) -> dict[str, int]:
+        """Count the requests to the object store so far: get, list, put, delete."""
+        counts: dict[str, int] = {}
+        for metric in self._metrics.metrics_by_name("slatedb.object_store.request_count"):
+            labels = {label.key: label.value for label in metric.labels}
+            value: Any = metric.value
+            name = labels.get("api", "other")
+            counts[name] = counts.get(name, 0) + value[0]
+        return counts
+
+    def bytes_written(self) -> int:
+        """Count the bytes of log, flushed tables and compactions so far."""
+        total = 0
+        for name in (
+            "slatedb.wal.wal_flush_bytes",
+            "slatedb.db.l0_flush_bytes",
+            "slatedb.compactor.bytes_compacted",
+        ):
+            for metric in self._metrics.metrics_by_name(name):
+                value: Any = metric.value
+                total += value[0]
+        return total
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def _fill_range(self, batch: SlateBatch, begin: bytes, end: bytes) -> None:
+        while rows := self._rows.scan(begin, end, _RANGE_PAGE):
+            for key, _ in rows:
+                batch.rows.setdefault(key, None)
+            if len(rows) < _RANGE_PAGE:
+                return
+            begin = rows[-1][0] + b"\0"
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a write. If it fails, what the store has is not known: nothing more is done."""
+        try:
+            return call(work, SILENCE_S)
+        except (Error, CallTimeout) as error:
+            try:
+                translate(error, self.place)
+            except PenstockError as ours:
+                self._lose(ours)
+                raise
+
+    def _lose(self, failure: PenstockError) -> None:
+        if self._failure is None:
+            self._failure = failure
+            # Whoever is told takes a lock that this thread may have.
+            self._look.set()
+
+    def _watch(self) -> None:
+        """Look whether another writer has been noticed; the library polls for one."""
+        while self._failure is None:
+            self._look.wait(_WATCH_S)
+            if self._stop.is_set():
+                return
+            reason = self._db.status().close_reason
+            if reason is CloseReason.FENCED:
+                self._lose(fenced(self.place))
+            elif reason is not None:
+                self._lose(StorageFailed(f"{self.place}: SlateDB has stopped: {reason.name}"))
+            elif self._log_objects >= _LONG_LOG:
+                self._shorten_log()
+        if self._lost is not None:
+            self._lost(self._failure)
+
+    def _shorten_log(self) -> None:
+        """Have what is in memory written to a file of rows, while commits go on."""
+        objects = self._log_objects
+        # If it fails, the next sync has the same trouble and tells of it.
+        with contextlib.suppress(Error, CallTimeout):
+            call(self._db.flush_with_options(_TO_ROWS), SILENCE_S)
+        self._log_objects -= objects
+
+    def _shut_down(self, flush: FlushType) -> None:
+        options = CloseOptions(flush_type=None if self._failure is not None else flush)
+        with contextlib.suppress(Error, CallTimeout):
+            call(self._db.shutdown_with_options(options), SILENCE_S)

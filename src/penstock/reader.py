@@ -1,0 +1,125 @@
+"""Reading a store that another process owns, straight from where it is kept.
+
+A :class:`Reader` shows one moment of the store and has the looking verbs of a broker only. It asks
+nothing of the owner and disturbs nobody. What comes due after that moment is worked out in memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import msgspec
+
+from penstock import limits
+from penstock.clock import TimeGuard
+from penstock.limits import MAX_OFFSET
+from penstock.model import State
+from penstock.validation import check_count, check_ids, check_state, check_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from penstock.clock import Clock
+    from penstock.model import Attempt, LogStats, Page, QueueSpec, QueueStats, StoreStats
+    from penstock.stores.kvstore import KvStore
+    from penstock.stores.pinned import Pinned
+
+__all__ = ["Reader"]
+
+T = TypeVar("T")
+
+
+class Reader:
+    """A store as it was when the reader was opened. Threads may share it."""
+
+    def __init__(self, store: KvStore, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._guard = TimeGuard(store.time_floor_ms())
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def browse(
+        self,
+        queue: str,
+        *,
+        state: State | str = State.AVAILABLE,
+        limit: int = 100,
+        cursor: str | None = None,
+        payloads: bool = True,
+    ) -> Page:
+        """Look at messages; go on with ``cursor=page.next_cursor``."""
+        check_count(limit, "limit", 1, limits.MAX_BROWSE_LIMIT)
+        checked = check_state(state)
+        if cursor is not None:
+            check_text(cursor, "cursor", limits.MAX_CURSOR_BYTES)
+        return self._look(
+            lambda now_ms: self._store.browse(
+                queue,
+                checked,
+                limit=limit,
+                cursor=cursor,
+                payloads=payloads,
+                now_ms=now_ms,
+            )
+        )
+
+    def attempts(self, queue: str, message_id: int) -> list[Attempt]:
+        """Return every attempt at a message of a queue, the running one last."""
+        check_ids([message_id])
+        return self._look(lambda now_ms: self._store.attempts(queue, message_id, now_ms))
+
+    def stats(self, queue: str) -> QueueStats:
+        """Return a queue's depth by state, oldest age and totals."""
+        return self._look(lambda now_ms: self._store.queue_stats(queue, now_ms))
+
+    def store_stats(self) -> StoreStats:
+        """Return the totals of the whole store."""
+        return self._look(lambda _: self._store.store_stats())
+
+    def log_stats(self) -> LogStats:
+        """Return what the metadata log holds; its end is behind the last message."""
+        return self._look(lambda _: self._log_stats())
+
+    def queues(self) -> list[QueueSpec]:
+        """Return the specs of all queues, by name."""
+        return self._look(lambda _: self._store.specs())
+
+    def pin(self, *, stats: bool = False) -> Pinned:
+        """Give the rows of all tables, for reading in bulk; close it before the reader."""
+
+        def pin(now_ms: int) -> Pinned:
+            pinned = self._store.pin(now_ms, stats=stats)
+            pinned.log_stats = self._log_stats()
+            return pinned
+
+        return self._look(pin)
+
+    def close(self) -> None:
+        """Let go of the store."""
+        with self._lock:
+            self._store.close()
+
+    def _log_stats(self) -> LogStats:
+        stats = self._store.log_stats()
+        # A store that is opened begins a new block of ids. The owner goes on in its own: whoever
+        # took that block's end for the end of the log would pass over what comes.
+        end = min(stats.end, self._store.offset_at(MAX_OFFSET))
+        routed = min(stats.routed_up_to, end)
+        return msgspec.structs.replace(stats, end=end, routed_up_to=routed)
+
+    def _look(self, read: Callable[[int], T]) -> T:
+        with self._lock:
+            return read(self._guard.now_ms(self._clock.now_ms()))

@@ -1,0 +1,409 @@
+"""What only SlateDB has: its places, other owners, its memory of late, the way it is called."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from slatedb.uniffi import Db, DbBuilder
+
+import penstock
+from penstock.errors import InvalidInput, InvalidUrl, StorageFailed, StoreFenced, StoreMismatch
+from penstock.kv import Shape
+from penstock.kv.overlay import Overlay
+from penstock.kv.slatedb import SlateEngine
+from penstock.kv.slatedb_cache import UNKNOWN, ReadCache
+from penstock.kv.slatedb_calls import FILLER, CallTimeout, call, call_all, filled
+from penstock.kv.slatedb_place import Place, place_of
+from penstock.kv.slatedb_reader import NoDatabase, SlateReader, peek
+from penstock.opening import DESIGNS, open_reader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from penstock.kv import Table
+
+TABLES = {"default": Shape.SYSTEM, "things": Shape.VALUES}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place("file", str(tmp_path / "db"), "")
+
+
+@pytest.fixture
+def engine(place: Place) -> Iterator[SlateEngine]:
+    engine = SlateEngine(place, TABLES)
+    yield engine
+    engine.close()
+
+
+def put(engine: Any, name: str = "things", **rows: str | None) -> None:
+    batch = engine.batch()
+    for key, value in rows.items():
+        if value is None:
+            batch.delete(key.encode(), engine.table(name).family)
+        else:
+            batch.put(key.encode(), value.encode(), engine.table(name).family)
+    engine.commit(batch)
+
+
+# --- places ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("slatedb+file:///a/b", Place("file", "/a/b", "")),
+        ("slatedb+file:///a%20b/", Place("file", "/a b", "")),
+        ("slatedb+s3://some-bucket", Place("s3", "some-bucket", "")),
+        ("slatedb+s3://some.bucket/", Place("s3", "some.bucket", "")),
+        ("slatedb+s3://bucket1/a/b/", Place("s3", "bucket1", "a/b")),
+    ],
+)
+def test_a_url_names_a_place(url: str, expected: Place) -> None:
+    scheme, _, rest = url.partition(":")
+    assert place_of(scheme, rest, {}) == expected
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "slatedb+file:",
+        "slatedb+file:relative",
+        "slatedb+file://host/dir",
+        "slatedb+file:///",
+        "slatedb+s3:",
+        "slatedb+s3:///prefix",
+        "slatedb+s3://b",
+        "slatedb+s3://Bucket/x",
+        "slatedb+s3://bucket/a//b",
+        "slatedb+s3://bucket/../b",
+        "slatedb+ftp://bucket/x",
+        "slatedb+file:///tmp/x?flush_ms=fast",
+        "slatedb+file:///tmp/x?flush_ms=99999",
+        "slatedb+file:///tmp/x?other=1",
+        "rocksdb:x?flush_ms=1",
+    ],
+)
+def test_a_url_that_names_no_place(url: str) -> None:
+    with pytest.raises(InvalidUrl):
+        penstock.open(url)
+
+
+def test_importing_penstock_does_not_load_slatedb() -> None:
+    code = "import sys, penstock; sys.exit('slatedb' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- what is there --------------------------------------------------------------------------------
+
+
+def test_nothing_is_found_where_nothing_is(place: Place) -> None:
+    assert peek(place, "default", b"k") is None
+    with pytest.raises(NoDatabase):
+        SlateReader(place)
+
+
+def test_a_directory_of_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("keep me")
+    with pytest.raises(StoreMismatch, match="holds no SlateDB database"):
+        penstock.open(f"slatedb+file://{tmp_path}")
+    with pytest.raises(StoreMismatch, match="holds no SlateDB database"):
+        penstock.open(f"slatedb+file://{tmp_path}/letter.txt")
+    with pytest.raises(StoreMismatch):
+        open_reader(f"slatedb+file://{tmp_path}")
+    assert [each.name for each in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_somebody_elses_database_is_refused_and_not_taken_over(place: Place) -> None:
+    theirs: Db = call(DbBuilder("", place.store()).build(), 10)
+    call(theirs.put(b"theirs", b"kept"), 10)
+    call(theirs.flush(), 10)
+    with pytest.raises(StoreMismatch, match="not a Penstock store"):
+        penstock.open(str(place))
+    # They are still the owner.
+    call(theirs.put(b"more", b"kept"), 10)
+    call(theirs.flush(), 10)
+    call(theirs.shutdown(), 10)
+
+
+def test_a_damaged_database_is_a_mismatch(place: Place, tmp_path: Path) -> None:
+    SlateEngine(place, TABLES).close()
+    for manifest in (tmp_path / "db" / "manifest").iterdir():
+        manifest.write_bytes(b"garbage")
+    with pytest.raises(StoreMismatch):
+        penstock.open(str(place))
+
+
+@pytest.mark.parametrize("changes", [{"format": 2}, {"design": "shoebox"}])
+def test_a_store_of_tomorrow_is_refused_and_not_taken_over(
+    place: Place, changes: dict[str, object]
+) -> None:
+    penstock.open(str(place), background=False).close()
+    owner = SlateEngine(place, DESIGNS["buckets"].tables)
+    record = owner.table("default").get(b"meta")
+    assert record is not None
+    identity = {**msgspec.msgpack.decode(record), **changes}
+    batch = owner.batch()
+    batch.put(b"meta", msgspec.msgpack.encode(identity), owner.table("default").family)
+    owner.commit(batch)
+    owner.sync()
+    with pytest.raises(StoreMismatch, match="use a newer one"):
+        penstock.open(str(place))
+    put(owner, "default", still="the owner")
+    owner.sync()
+    owner.close()
+
+
+def test_a_layout_of_tomorrow_is_refused(place: Place) -> None:
+    owner = SlateEngine(place, TABLES)
+    layout = msgspec.msgpack.encode((2, ["default"]))
+    call(owner._db.write(filled([(b"\0layout", layout)])), 10)
+    owner.sync()
+    with pytest.raises(StoreMismatch, match=r"layout 2.*use a newer one"):
+        peek(place, "default", b"meta")
+    owner.close()
+
+
+def test_buckets_are_the_default_and_a_design_is_kept(place: Place) -> None:
+    with penstock.open(str(place), background=False) as broker:
+        assert broker.info().design == "buckets"
+    with pytest.raises(StoreMismatch, match="of the buckets design, not indexed"):
+        penstock.open(f"{place}?design=indexed")
+    with pytest.raises(StoreMismatch, match="routes inline"):
+        penstock.open(str(place), routing="pipeline")
+
+
+def test_tables_keep_their_bytes_when_more_come(place: Place) -> None:
+    engine = SlateEngine(place, ["a", "b"])
+    put(engine, "a", k="of a")
+    put(engine, "b", k="of b")
+    engine.close()
+    engine = SlateEngine(place, ["b", "c", "a"])
+    put(engine, "c", k="of c")
+    assert [engine.table(name).get(b"k") for name in "abc"] == [b"of a", b"of b", b"of c"]
+    engine.close()
+
+
+# --- owners ---------------------------------------------------------------------------------------
+
+
+def test_a_second_engine_fences_the_first(place: Place) -> None:
+    first = SlateEngine(place, TABLES)
+    told = threading.Event()
+    first.on_lost(lambda _: told.set())
+    put(first, k="durable")
+    first.sync()
+    put(first, k="not durable")
+    second = SlateEngine(place, TABLES)
+    with pytest.raises(StoreFenced, match="another broker has opened"):
+        first.sync()
+    for verb in (
+        lambda: first.table("things").get(b"k"),
+        lambda: first.table("things").scan(b"", b"z", 1),
+        lambda: put(first, k="late"),
+        first.view,
+        first.sync,
+    ):
+        with pytest.raises(StoreFenced):
+            verb()
+    assert told.wait(5)
+    first.close()
+    assert second.table("things").get(b"k") == b"durable"
+    second.close()
+
+
+def test_an_engine_that_does_nothing_finds_out_by_itself(place: Place) -> None:
+    first = SlateEngine(place, TABLES)
+    told = threading.Event()
+    first.on_lost(lambda _: told.set())
+    second = SlateEngine(place, TABLES)
+    assert told.wait(10)
+    with pytest.raises(StoreFenced):
+        first.check()
+    first.close()
+    second.close()
+
+
+def test_a_copy_is_refused(engine: SlateEngine, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="can't be copied"):
+        engine.checkpoint(tmp_path / "copy")
+
+
+def test_a_long_log_is_made_short(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.kv.slatedb._LONG_LOG", 5)
+    engine = SlateEngine(place, TABLES)
+    for number in range(6):
+        put(engine, **{f"k{number}": "v"})
+        engine.sync()
+    for _ in range(100):
+        if engine._log_objects < 5:
+            break
+        threading.Event().wait(0.05)
+    assert engine._log_objects < 5
+    engine.close()
+    engine = SlateEngine(place, TABLES)
+    assert len(engine.table("things").scan(b"", b"z", 100)) == 6
+    engine.close()
+
+
+# --- readers --------------------------------------------------------------------------------------
+
+
+def test_a_reader_keeps_to_one_moment(engine: SlateEngine, place: Place) -> None:
+    put(engine, a="1", b="2")
+    put(engine, c="not durable")
+    engine.sync()
+    reader = SlateReader(place)
+    put(engine, a="changed", b=None, d="new")
+    engine.sync()
+    rows = reader.table("things").scan(b"", b"z", 10)
+    assert list(rows) == [(b"a", b"1"), (b"b", b"2"), (b"c", b"not durable")]
+    reader.close()
+    again = SlateReader(place)
+    assert again.table("things").multi_get([b"a", b"b"]) == [b"changed", None]
+    again.close()
+    with pytest.raises(StorageFailed):
+        again.table("things").get(b"a")
+
+
+def test_a_reader_refuses_when_its_moment_is_long_ago(engine: SlateEngine, place: Place) -> None:
+    reader = SlateReader(place)
+    reader._until_s = 0
+    with pytest.raises(StorageFailed, match="minutes ago: open it again"):
+        reader.table("things").get(b"a")
+    reader.close()
+
+
+def test_what_is_done_to_an_overlay_stays_in_it(engine: SlateEngine, place: Place) -> None:
+    put(engine, a="1", b="2", c="3", d="4")
+    engine.sync()
+    overlay = Overlay(SlateReader(place), TABLES)
+    before = overlay.view()
+    put(overlay, a="changed", b=None, e="new")
+    batch = overlay.batch()
+    batch.delete_range(b"c", b"d", overlay.table("things").family)
+    overlay.commit(batch)
+    table: Table = overlay.table("things")
+    changed = [(b"a", b"changed"), (b"d", b"4"), (b"e", b"new")]
+    assert list(table.scan(b"", b"z", 10)) == changed
+    assert list(table.scan_back(b"", b"z", 2)) == changed[:0:-1]
+    assert list(table.scan(b"", b"z", 1)) == changed[:1]
+    assert table.multi_get([b"b", b"c", b"d"]) == [None, None, b"4"]
+    assert [key for key, _ in before.table("things").scan(b"", b"z", 9)] == [b"a", b"b", b"c", b"d"]
+    before.close()
+    overlay.close()
+    assert engine.table("things").get(b"a") == b"1"
+
+
+# --- what is remembered of late -------------------------------------------------------------------
+
+
+def test_what_was_written_of_late_is_read_without_the_library(
+    engine: SlateEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(engine, a="1", b="2")
+    put(engine, b=None)
+    monkeypatch.setattr(engine._rows, "get_all", lambda keys: pytest.fail(f"read {keys}"))
+    assert engine.table("things").multi_get([b"a", b"b", b"a"]) == [b"1", None, b"1"]
+
+
+def test_the_cache_keeps_to_its_bytes_and_forgets_the_oldest() -> None:
+    cache = ReadCache(2_000)
+    cache.put_committed([(b"%02d" % n, b"x" * 78) for n in range(20)])
+    assert cache.get_all([b"00", b"09"]) == [UNKNOWN, UNKNOWN]
+    assert cache.get_all([b"10", b"19"]) == [b"x" * 78] * 2
+    cache.put_committed([(b"10", b"again")])
+    cache.put_committed([(b"new", b"x" * 78)])
+    assert cache.get_all([b"10", b"11"]) == [b"again", UNKNOWN]
+    cache.put_committed([(b"10", b"x" * 1_000)])
+    assert cache.get(b"10") is UNKNOWN
+
+
+def test_what_was_read_before_a_commit_is_not_remembered_after_it() -> None:
+    cache = ReadCache(2_000)
+    commits = cache.commits
+    cache.begin()
+    cache.put_read([(b"k", b"old")], commits)
+    assert cache.get(b"k") is UNKNOWN
+    during = cache.commits
+    cache.put_committed([(b"k", b"new")])
+    cache.put_read([(b"k", b"old")], during)
+    assert cache.get(b"k") == b"new"
+    cache.put_read([(b"other", None)], cache.commits)
+    assert cache.get(b"other") is None
+
+
+@pytest.mark.parametrize("step", [1, 2, 1_000])
+def test_keys_that_lie_close_are_read_as_those_that_do_not(place: Place, step: int) -> None:
+    engine = SlateEngine(place, TABLES)
+    keys = [b"k" + (n * step).to_bytes(8, "big") for n in range(50)]
+    batch = engine.batch()
+    for key in keys[::2]:
+        batch.put(key, key, engine.table("things").family)
+    engine.commit(batch)
+    view = engine.view()
+    asked = [*reversed(keys), keys[0], b"short"]
+    expected = {key: key for key in keys[::2]}
+    assert view.table("things").multi_get(asked) == [expected.get(key) for key in asked]
+    view.close()
+    engine.close()
+
+
+# --- how the library is called --------------------------------------------------------------------
+
+
+def test_both_ways_of_filling_a_batch_write_the_same(place: Place) -> None:
+    assert FILLER is not None, "the binding has changed: its own methods would be used"
+    rows = [(b"a", b"1"), (b"\0nul", b"x\0y"), (b"empty", b""), (b"a", b"2"), (b"gone", b"x")]
+    rows_and_deletes = [*rows, (b"gone", None)]
+    found = []
+    for name, filler in (("one", FILLER), ("two", None)):
+        db: Db = call(DbBuilder(name, place.store()).build(), 10)
+        call(db.write(filled(rows_and_deletes, filler)), 10)
+        keys = [b"a", b"\0nul", b"empty", b"gone"]
+        found.append(call_all([db.get(key) for key in keys], 10))
+        call(db.shutdown(), 10)
+    assert found == [[b"2", b"x\0y", b"", None]] * 2
+
+
+def test_an_engine_may_be_used_by_who_runs_an_event_loop(engine: SlateEngine) -> None:
+    async def use() -> bytes | None:
+        put(engine, k="v")
+        await asyncio.sleep(0)
+        assert asyncio.get_running_loop() is not None
+        return engine.view().table("things").get(b"k")
+
+    assert asyncio.run(use()) == b"v"
+
+
+def test_an_error_of_one_call_ends_them_all() -> None:
+    ended = []
+
+    async def fine() -> int:
+        try:
+            return int(await asyncio.get_running_loop().create_future())
+        finally:
+            ended.append("fine")
+
+    async def bad() -> int:
+        raise ValueError("bad")
+
+    with pytest.raises(ValueError, match="bad"):
+        call_all([fine(), bad()], 1)
+    assert ended == ["fine"]
+
+
+def test_silence_has_an_end() -> None:
+    async def silent() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(CallTimeout):
+        call(silent(), 0.05)

@@ -1,0 +1,186 @@
+"""One owner at a time: processes that are killed, paused and taken over from, on S3 and on disk."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+import penstock
+from penstock import ManualClock, State, StoreFenced, SystemClock
+from penstock.testing.auditor import Kind, Note, audit
+from penstock.testing.checking import assert_clean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock import Broker, Entry
+
+CHILD = Path(__file__).parent.parent / "crash" / "child.py"
+QUEUES = ("standard", "fifo")
+PLACES = ["file", "s3"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("seaweed")]
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "file":
+        return f"slatedb+file://{tmp_path}/store"
+    found: str = request.getfixturevalue("url")
+    return found
+
+
+@contextmanager
+def worker(url: str, notes: Path, name: object) -> Iterator[subprocess.Popen[str]]:
+    """Have a process publish, claim and settle, and note what it does."""
+    process = subprocess.Popen(
+        [sys.executable, str(CHILD), "work", url, str(notes), str(name)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "working\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def entries(broker: Broker, queue: str, *states: State) -> Iterator[Entry]:
+    for state in states:
+        cursor: str | None = None
+        while True:
+            page = broker.browse(queue, state=state, limit=1_000, cursor=cursor)
+            yield from page
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+
+
+def notes_of(path: Path) -> list[Note]:
+    notes = []
+    for line in path.read_bytes().splitlines():
+        try:
+            notes.append(msgspec.json.decode(line, type=Note))
+        except msgspec.DecodeError:
+            # A kill may have cut the last line short.
+            continue
+    return notes
+
+
+def judge(url: str, notes: Path) -> int:
+    """Hold what all processes have noted against what is there; return how many were acked."""
+    acked = 0
+    still = ManualClock(SystemClock().now_ms())
+    with penstock.open(url, background=False, clock=still) as broker:
+        assert_clean(broker)
+        for queue in QUEUES:
+            written = notes_of(notes.with_name(f"{notes.name}.{queue}"))
+            waiting = entries(broker, queue, State.AVAILABLE, State.DELAYED, State.IN_FLIGHT)
+            over = entries(broker, queue, State.DONE, State.FAILED)
+            findings = audit(
+                written,
+                in_queue=[(each.message_id, (each.payload or b"").decode()) for each in waiting],
+                settled=[each.message_id for each in over],
+                fifo=queue == "fifo",
+            )
+            assert not findings, f"{len(findings)} findings, the first:\n{findings[0]}"
+            acked += sum(note.kind is Kind.ACKED for note in written)
+    return acked
+
+
+def test_killed_at_any_moment(place: str, tmp_path: Path) -> None:
+    notes, clock = tmp_path / "notes", SystemClock()
+    for round_ in range(3):
+        with worker(place, notes, round_) as process:
+            threading.Event().wait(0.7 + clock.random())
+            assert process.poll() is None, "the worker ended by itself"
+    assert judge(place, notes) > 10
+
+
+def test_taken_over_while_at_work(place: str, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    with worker(place, notes, 0) as first:
+        threading.Event().wait(0.7)
+        with worker(place, notes, 1) as second:
+            # Its threads die of the error; a verb of each has failed by now.
+            _, said = first.communicate(timeout=30)
+            assert said.count("penstock.errors.StoreFenced") >= 4
+            threading.Event().wait(0.7)
+            assert second.poll() is None
+    assert judge(place, notes) > 10
+
+
+def test_taken_over_while_paused(place: str, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    with worker(place, notes, 0) as first:
+        threading.Event().wait(0.7)
+        first.send_signal(signal.SIGSTOP)
+        with worker(place, notes, 1) as second:
+            threading.Event().wait(0.7)
+            # What it had begun goes on now, and must not be seen by anybody.
+            first.send_signal(signal.SIGCONT)
+            _, said = first.communicate(timeout=30)
+            assert said.count("penstock.errors.StoreFenced") >= 4
+            threading.Event().wait(0.5)
+            assert second.poll() is None
+    assert judge(place, notes) > 10
+
+
+def test_every_verb_of_a_fenced_broker_fails(place: str) -> None:
+    first = penstock.open(place)
+    first.create_queue("q")
+    first.send("q", b"one")
+    (held,) = first.claim("q")
+    second = penstock.open(place)
+    with pytest.raises(StoreFenced, match="another broker has opened"):
+        first.send("q", b"two")
+    for verb in (
+        lambda: first.ack([held.receipt]),
+        lambda: first.extend([held.receipt], lease_ms=1_000),
+        lambda: first.claim("q"),
+        lambda: first.stats("q"),
+        lambda: first.browse("q"),
+        lambda: first.create_queue("other"),
+        first.queues,
+    ):
+        with pytest.raises(StoreFenced):
+            verb()
+    first.close()
+    assert [spec.name for spec in second.queues()] == ["q"]
+    assert all(second.ack([held.receipt]))
+    assert second.stats("q").enqueued_total == 1
+    assert_clean(second)
+    second.close()
+
+
+def test_a_fenced_broker_that_only_waits_finds_out(place: str) -> None:
+    first = penstock.open(place)
+    first.create_queue("q")
+    failures: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            first.claim("q", wait_ms=60_000)
+        except StoreFenced as error:
+            failures.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    with penstock.open(place):
+        waiting.join(20)
+        assert len(failures) == 1
+        with pytest.raises(StoreFenced):
+            first.stats("q")
+    first.close()

@@ -1,0 +1,231 @@
+"""A store in a bucket: the life of messages, bad input, trouble on the way, readers beside it."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+import penstock
+from penstock import InvalidUrl, Message, StorageFailed, StoreMismatch
+from penstock.kv import Shape
+from penstock.kv import slatedb as engine_module
+from penstock.kv.slatedb import SlateEngine
+from penstock.kv.slatedb_place import Place
+from penstock.opening import open_reader
+from penstock.testing.checking import assert_clean
+
+if TYPE_CHECKING:
+    from tests.objectstore.conftest import Proxy, SeaweedFS
+
+    from penstock import Broker
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("seaweed")]
+
+
+def bodies(broker: Broker, queue: str = "q") -> list[bytes]:
+    return sorted(entry.payload or b"" for entry in broker.browse(queue, limit=1_000))
+
+
+# --- life -----------------------------------------------------------------------------------------
+
+
+def test_messages_live_and_are_there_after_a_restart(url: str) -> None:
+    with penstock.open(url) as broker:
+        broker.create_queue("q")
+        ids = broker.publish([Message(b"%d" % n, {"queue": "q"}) for n in range(50)])
+        taken = broker.claim("q", limit=20)
+        assert all(broker.ack([each.receipt for each in taken[:10]]))
+        held = taken[10:]
+    with penstock.open(url) as broker:
+        assert all(broker.ack([each.receipt for each in held]))
+        rest = broker.claim("q", limit=100)
+        assert sorted(each.message_id for each in rest) == ids[20:]
+        assert [each.payload for each in rest] == [b"%d" % n for n in range(20, 50)]
+        assert broker.stats("q").done == 20
+        assert_clean(broker)
+
+
+def test_two_prefixes_of_a_bucket_are_two_stores(bucket: str) -> None:
+    with (
+        penstock.open(f"slatedb+s3://{bucket}/one") as one,
+        penstock.open(f"slatedb+s3://{bucket}/two") as two,
+        penstock.open(f"slatedb+s3://{bucket}/one/below") as root,
+    ):
+        for name, broker in (("one", one), ("two", two), ("root", root)):
+            broker.create_queue("q")
+            broker.send("q", name.encode())
+        assert [bodies(broker) for broker in (one, two, root)] == [[b"one"], [b"two"], [b"root"]]
+
+
+def test_verbs_that_wait_together_share_a_write_of_the_log(bucket: str) -> None:
+    engine = SlateEngine(Place("s3", bucket, "engine"), {"t": Shape.SYSTEM}, flush_ms=50)
+    before = engine.requests()
+    for number in range(200):
+        batch = engine.batch()
+        batch.put(b"%d" % number, b"v", engine.table("t").family)
+        engine.commit(batch)
+    engine.sync()
+    after = engine.requests()
+    puts = sum(after[name] - before.get(name, 0) for name in after if name.startswith("put"))
+    assert 1 <= puts <= 3, after
+    engine.close()
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def test_a_missing_bucket_is_said_to_be_missing(bucket: str) -> None:
+    with pytest.raises(InvalidUrl, match="there is no bucket nowhere-at-all"):
+        penstock.open("slatedb+s3://nowhere-at-all/x")
+
+
+@pytest.mark.parametrize(
+    ("variable", "reason"),
+    [("AWS_SECRET_ACCESS_KEY", "SignatureDoesNotMatch"), ("AWS_ACCESS_KEY_ID", "InvalidAccessKey")],
+)
+def test_wrong_credentials_are_said_to_be_wrong(
+    url: str, variable: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "wrong")
+    with pytest.raises(StorageFailed, match=f"refuses these credentials.*{reason}"):
+        penstock.open(url)
+    with pytest.raises(StorageFailed, match="refuses these credentials"):
+        open_reader(url)
+
+
+def test_plain_http_has_to_be_allowed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ALLOW_HTTP")
+    with pytest.raises(InvalidUrl, match="AWS_ALLOW_HTTP=true"):
+        penstock.open(url)
+
+
+def test_an_endpoint_where_nobody_is(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    with pytest.raises(StorageFailed, match="does not answer"):
+        penstock.open(url)
+
+
+def test_reading_where_there_is_no_store(url: str) -> None:
+    with pytest.raises(StoreMismatch, match="holds no store"):
+        open_reader(url)
+
+
+# --- trouble --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_what_fails_for_a_while_is_tried_again(url: str, proxy: Proxy, status: int) -> None:
+    with penstock.open(url) as broker:
+        broker.create_queue("q")
+        proxy.status = status
+        mended = threading.Timer(1.0, lambda: setattr(proxy, "status", None))
+        mended.start()
+        ids = broker.publish([Message(b"through", {"queue": "q"})])
+        assert not proxy.broken(), "confirmed before the store had taken it"
+        assert proxy.failed > 0
+        mended.join()
+    with penstock.open(url) as broker:
+        assert [entry.message_id for entry in broker.browse("q")] == ids
+
+
+def test_a_slow_store_is_waited_for(url: str, proxy: Proxy) -> None:
+    with penstock.open(url) as broker:
+        broker.create_queue("q")
+        proxy.delay_s = 0.4
+        puts = proxy.counts["PUT"]
+        threads = [threading.Thread(target=broker.send, args=("q", b"%d" % n)) for n in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # The first goes alone, and the others share what comes after it.
+        assert proxy.counts["PUT"] - puts <= 5
+        proxy.delay_s = 0
+        assert len(bodies(broker)) == 20
+
+
+def test_what_can_not_be_written_is_not_confirmed(
+    url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = penstock.open(url)
+    broker.create_queue("q")
+    broker.send("q", b"before")
+    monkeypatch.setattr(engine_module, "SILENCE_S", 1.5)
+    proxy.status = 503
+    with pytest.raises(StorageFailed, match=r"no answer for 1\.5 s"):
+        broker.send("q", b"lost?")
+    # What the store has is not known any more: nothing goes on as if it were.
+    with pytest.raises(StorageFailed):
+        broker.claim("q")
+    with pytest.raises(StorageFailed):
+        broker.send("q", b"after")
+    broker.close()
+    proxy.status = None
+    monkeypatch.undo()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+
+
+def test_the_server_is_killed_and_comes_back(url: str, seaweed: SeaweedFS) -> None:
+    with penstock.open(url) as broker:
+        broker.create_queue("q")
+        confirmed: list[int] = []
+        stop = threading.Event()
+
+        def publish(name: int) -> None:
+            number = 0
+            while not stop.is_set():
+                body = b"%d-%d" % (name, number)
+                confirmed.extend(broker.publish([Message(body, {"queue": "q"})]))
+                number += 1
+
+        threads = [threading.Thread(target=publish, args=(name,)) for name in range(4)]
+        for thread in threads:
+            thread.start()
+        stop.wait(0.5)
+        before = len(confirmed)
+        seaweed.kill()
+        stop.wait(0.5)
+        at_rest = len(confirmed)
+        stop.wait(0.5)
+        assert len(confirmed) == at_rest, "confirmed while there was no store"
+        seaweed.start()
+        stop.wait(2.0)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert before > 0
+        assert len(confirmed) > at_rest
+    with penstock.open(url) as broker:
+        found = [entry.message_id for entry in broker.browse("q", limit=10_000, payloads=False)]
+        assert set(confirmed) <= set(found)
+        assert_clean(broker)
+
+
+# --- readers --------------------------------------------------------------------------------------
+
+
+def test_a_reader_shows_one_moment_and_disturbs_nobody(url: str) -> None:
+    with penstock.open(url) as broker:
+        broker.create_queue("q")
+        broker.publish([Message(b"%d" % n, {"queue": "q"}) for n in range(30)])
+        taken = broker.claim("q", limit=5)
+        broker.ack([each.receipt for each in taken[:2]])
+        with open_reader(url) as reader:
+            seen = reader.stats("q")
+            assert (seen.available, seen.in_flight, seen.done) == (25, 3, 2)
+            broker.send("q", b"later")
+            broker.ack([each.receipt for each in taken[2:]])
+            assert reader.stats("q").available == 25
+            entries = reader.browse("q", limit=100)
+            assert [entry.payload for entry in entries] == [b"%d" % n for n in range(5, 30)]
+            ended = reader.browse("q", state="done")
+            assert [entry.message_id for entry in ended] == [each.message_id for each in taken[:2]]
+            with reader.pin(stats=True) as pinned:
+                rows = [row for rows in pinned.log_rows(0, 0, 1_000) for row in rows]
+                assert len(rows) == 30
+                assert len(list(pinned.payload_rows(0, 1_000))) == 30
+        assert broker.stats("q").done == 5
+        with open_reader(url) as reader:
+            assert reader.stats("q").available == 26
