@@ -296,3 +296,33 @@ def test_demo(tmp_path: Path) -> None:
     with penstock.open(f"rocksdb:{tmp_path / 'demo'}", background=False) as broker:
         assert broker.store_stats().published_total == 600
         assert broker.stats("ledger").acked_total == 600
+
+
+def test_labels_and_a_dead_letter_queue(shell: Shell) -> None:
+    made = shell.json("create", "dead", "--label", "team=books", "--label", "empty=")
+    assert made["labels"] == {"team": "books", "empty": ""}
+    changed = shell.json("update", "dead", "--label", "team=films", "--no-label", "empty")
+    assert changed["labels"] == {"team": "films"}
+    assert "give NAME=VALUE" in shell.refused("update", "dead", "--label", "team", code=2)
+    assert shell.json("update", "orders", "--dead-letter", "dead")["dead_letter"] == "dead"
+    assert "no queue named" in shell.refused("update", "orders", "--dead-letter", "nowhere")
+    shell.ok("send", "orders", "one")
+    (delivery,) = shell.json("claim", "orders")
+    shell.ok("release", delivery["receipt"])
+    assert shell.json("sweep")["moved"] == 1
+    assert [entry["payload"] for entry in shell.json("browse", "dead")["entries"]] == ["one"]
+    assert shell.json("update", "orders", "--dead-letter", "")["dead_letter"] == ""
+
+
+def test_move(shell: Shell) -> None:
+    shell.ok("create", "other")
+    first, _, third = (
+        shell.json("send", "orders", payload)["ids"][0] for payload in ("1", "2", "3")
+    )
+    assert shell.json("move", "orders", "other") == {"queue": "orders", "to": "other", "moved": 0}
+    words = ("move", "orders", "other", "--state", "available")
+    assert shell.json(*words, "--id", str(first), "--id", str(third))["moved"] == 2
+    assert shell.ok(*words, "--limit", "5") == "moved 1 messages to other\n"
+    assert len(shell.json("browse", "other")["entries"]) == 3
+    assert "to itself" in shell.refused("move", "orders", "orders")
+    assert "no queue named 'nowhere'" in shell.refused("move", "orders", "nowhere")

@@ -17,14 +17,18 @@ import penstock
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from penstock.reader import Reader
+
 __all__ = [
     "duration",
     "emit_json",
     "json_option",
     "open_store",
+    "open_to_look",
     "plain",
     "preview",
     "progress_bar",
+    "read_only_option",
     "show_table",
     "store_option",
     "when",
@@ -83,6 +87,20 @@ def open_store(url: str, *, make: bool = False) -> penstock.Broker:
     if not make and scheme == "rocksdb" and place and not Path(place).exists():
         raise click.ClickException(f"there is no store at {place}; 'penstock create' makes one")
     return penstock.open(url, background=False)
+
+
+def read_only_option(command: _Command) -> _Command:
+    """Add ``--read-only``."""
+    return click.option(
+        "--read-only", is_flag=True, help="Read a store on object storage beside its owner."
+    )(command)
+
+
+def open_to_look(url: str, *, read_only: bool) -> penstock.Broker | Reader:
+    """Open a store for looking: where opening it would take it over, by a reader."""
+    if read_only or url.startswith("slatedb+"):
+        return penstock.open_reader(url)
+    return open_store(url)
 
 
 def plain(value: Any) -> Any:

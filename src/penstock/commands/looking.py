@@ -7,7 +7,15 @@ from typing import Final
 import click
 import msgspec
 
-from penstock.commands.common import emit_json, open_store, preview, show_table, store_option, when
+from penstock.commands.common import (
+    emit_json,
+    open_to_look,
+    preview,
+    read_only_option,
+    show_table,
+    store_option,
+    when,
+)
 from penstock.model import State
 
 __all__ = ["commands"]
@@ -24,12 +32,20 @@ __all__ = ["commands"]
 )
 @click.option("--limit", type=int, default=20, show_default=True, help="How many at most.")
 @click.option("--cursor", help="Go on after a page: what the page gave as its next cursor.")
+@read_only_option
 @store_option
 def browse(
-    queue: str, state: str, limit: int, cursor: str | None, store: str, *, as_json: bool
+    queue: str,
+    state: str,
+    limit: int,
+    cursor: str | None,
+    store: str,
+    *,
+    read_only: bool,
+    as_json: bool,
 ) -> None:
     """Look at messages without claiming them."""
-    with open_store(store) as broker:
+    with open_to_look(store, read_only=read_only) as broker:
         page = broker.browse(queue, state=state, limit=limit, cursor=cursor)
     if as_json:
         emit_json({"entries": list(page), "next_cursor": page.next_cursor})
@@ -68,10 +84,11 @@ def browse(
 @click.command("attempts")
 @click.argument("queue")
 @click.argument("message_id", type=int)
+@read_only_option
 @store_option
-def attempts(queue: str, message_id: int, store: str, *, as_json: bool) -> None:
+def attempts(queue: str, message_id: int, store: str, *, read_only: bool, as_json: bool) -> None:
     """Show every attempt at a message."""
-    with open_store(store) as broker:
+    with open_to_look(store, read_only=read_only) as broker:
         found = broker.attempts(queue, message_id)
     if as_json:
         emit_json(found)

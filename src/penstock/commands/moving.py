@@ -1,4 +1,4 @@
-"""Many messages at once: redrive, purge, sweep."""
+"""Many messages at once: redrive, move, purge, sweep."""
 
 from __future__ import annotations
 
@@ -27,6 +27,38 @@ def redrive(
         emit_json({"queue": queue, "redriven": count})
     else:
         click.echo(f"{count} messages are available again")
+
+
+@click.command("move")
+@click.argument("queue")
+@click.argument("to")
+@click.option(
+    "--state",
+    type=click.Choice([State.FAILED.value, State.AVAILABLE.value, State.DELAYED.value]),
+    default=State.FAILED.value,
+    show_default=True,
+    help="Which messages.",
+)
+@click.option("--id", "ids", type=int, multiple=True, help="Only this message; can be repeated.")
+@click.option("--limit", type=click.IntRange(1), help="At most so many.")
+@store_option
+def move(
+    queue: str,
+    to: str,
+    state: str,
+    ids: tuple[int, ...],
+    limit: int | None,
+    store: str,
+    *,
+    as_json: bool,
+) -> None:
+    """Move messages into another queue."""
+    with open_store(store) as broker:
+        count = broker.move(queue, to, state=state, message_ids=ids or None, limit=limit)
+    if as_json:
+        emit_json({"queue": queue, "to": to, "moved": count})
+    else:
+        click.echo(f"moved {count} messages to {to}")
 
 
 @click.command("purge")
@@ -68,6 +100,7 @@ def sweep(store: str, *, as_json: bool) -> None:
                 leases_expired=summed.leases_expired + counts.leases_expired,
                 came_due=summed.came_due + counts.came_due,
                 failed=summed.failed + counts.failed,
+                moved=summed.moved + counts.moved,
                 removed=summed.removed + counts.removed,
                 dedup_forgotten=summed.dedup_forgotten + counts.dedup_forgotten,
                 next_due_ms=counts.next_due_ms,
@@ -80,4 +113,4 @@ def sweep(store: str, *, as_json: bool) -> None:
     show_table(("swept", ":count"), list(plain(summed).items())[:-1], empty="")
 
 
-commands: Final = {"redrive": redrive, "purge": purge, "sweep": sweep}
+commands: Final = {"redrive": redrive, "move": move, "purge": purge, "sweep": sweep}

@@ -14,6 +14,7 @@ from penstock.commands.common import (
     progress_bar,
     show_table,
 )
+from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +28,28 @@ _Command = TypeVar("_Command", bound="Callable[..., Any]")
 _LOCATION: Final = "PENSTOCK_FLIGHT"
 
 
-@click.group("pipeline")
+class _Pipeline(click.Group):
+    """Tells an error that went through Spark as what it was."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; what Penstock has refused is then one line, as everywhere."""
+        try:
+            return super().invoke(ctx)
+        except (click.exceptions.Exit, click.ClickException, click.Abort, PenstockError):
+            raise
+        except Exception as error:
+            # Only Spark's errors are asked, and only where Spark was loaded.
+            if not type(error).__module__.startswith(("pyspark.", "py4j.")):
+                raise
+            from penstock.spark.jobs.common import revived  # noqa: PLC0415
+
+            ours = revived(error)
+            if ours is None:
+                raise
+            raise ours from error
+
+
+@click.group("pipeline", cls=_Pipeline)
 def pipeline() -> None:
     """Work on a broker with Spark; needs penstock[spark] and Java."""
 
@@ -142,13 +164,15 @@ def status(location: str, *, as_json: bool) -> None:
 @click.option("--from", "begin", type=int, metavar="OFFSET", help="By default all that is kept.")
 @click.option("--from-time-ms", type=int, help="Instead: what was published from this time on.")
 @click.option("--to", "end", type=int, metavar="OFFSET", help="By default all that is routed.")
+@click.option("--archive", "place", type=click.Path(path_type=Path),
+              help="Where the log has let go of messages, take them from here.")  # fmt: skip
 @click.option("--window", type=click.IntRange(min=1), default=200_000, show_default=True,
               help="Offsets between two commits.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only count what matches.")
 @_spark_options
 def backfill(
     location: str, master: str, queue: str, begin: int | None, from_time_ms: int | None,
-    end: int | None, window: int, *, dry_run: bool, as_json: bool,
+    end: int | None, place: Path | None, window: int, *, dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Fill a queue from the log with what it wants and has not had."""
     spark = _session(master)
@@ -162,6 +186,7 @@ def backfill(
             from_=begin,
             from_time_ms=from_time_ms,
             to=end,
+            archive=place,
             window=window,
             dry_run=dry_run,
             progress=bar,
@@ -306,8 +331,10 @@ def publish(
             dry_run=dry_run,
             progress=bar,
         )
-    verb = "checked" if dry_run else "published"
-    _show(done, f"{verb} {done.rows} rows", as_json=as_json)
+    text = f"checked {done.rows} rows" if dry_run else f"published {done.published} rows"
+    if done.duplicates:
+        text += f"; {done.duplicates} had been published before"
+    _show(done, text, as_json=as_json)
 
 
 commands: Final = {"pipeline": pipeline}

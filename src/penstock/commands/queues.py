@@ -11,7 +11,9 @@ from penstock.commands.common import (
     duration,
     emit_json,
     open_store,
+    open_to_look,
     plain,
+    read_only_option,
     show_table,
     store_option,
 )
@@ -37,6 +39,7 @@ _SETTINGS: Final = (
     ("--unclaimed-retention", "unclaimed_retention_ms", duration, "Keep unclaimed ones."),
     ("--bucket-exponent", "bucket_exponent", int, "Bucket size 10^n, in the buckets design."),
     ("--description", "description", str, "Words for people."),
+    ("--dead-letter", "dead_letter", str, "The queue that what fails is moved to; '': none."),
 )
 
 
@@ -44,6 +47,27 @@ def _settings(command: _Command) -> _Command:
     for flag, name, kind, text in reversed(_SETTINGS):
         command = click.option(flag, name, type=kind, help=text)(command)
     return command
+
+
+def _label(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    """Take NAME=VALUE apart."""
+    labels = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{each!r}: give NAME=VALUE")
+        labels[name] = value
+    return labels
+
+
+_labels = click.option(
+    "--label",
+    "labels",
+    metavar="NAME=VALUE",
+    multiple=True,
+    callback=_label,
+    help="Text to keep with the queue; can be repeated.",
+)
 
 
 def _given(settings: dict[str, Any]) -> dict[str, Any]:
@@ -74,6 +98,7 @@ def list_queues(store: str, *, as_json: bool) -> None:
 @click.argument("queue")
 @click.option("--fifo", is_flag=True, help="Deliver each group in order, one lease at a time.")
 @_settings
+@_labels
 @store_option
 def create(queue: str, store: str, *, fifo: bool, as_json: bool, **settings: Any) -> None:
     """Make a queue."""
@@ -86,13 +111,26 @@ def create(queue: str, store: str, *, fifo: bool, as_json: bool, **settings: Any
 @click.command("update")
 @click.argument("queue")
 @_settings
+@_labels
+@click.option("--no-label", "dropped", metavar="NAME", multiple=True, help="Remove a label.")
 @store_option
-def update(queue: str, store: str, *, as_json: bool, **settings: Any) -> None:
+def update(
+    queue: str,
+    store: str,
+    *,
+    labels: dict[str, str],
+    dropped: tuple[str, ...],
+    as_json: bool,
+    **settings: Any,
+) -> None:
     """Change settings of a queue."""
     changes = _given(settings)
-    if not changes:
+    if not changes and not labels and not dropped:
         raise click.UsageError("nothing to change: give at least one setting")
     with open_store(store) as broker:
+        if labels or dropped:
+            kept = {**broker.queue(queue).labels, **labels}
+            changes["labels"] = {n: value for n, value in kept.items() if n not in dropped}
         spec = broker.update_queue(queue, **changes)
     _show_spec(spec, as_json=as_json)
 
@@ -120,10 +158,11 @@ def delete(queue: str, store: str, *, yes: bool, drain: bool, as_json: bool) -> 
 
 @click.command("stats")
 @click.argument("queue", required=False)
+@read_only_option
 @store_option
-def stats(queue: str | None, store: str, *, as_json: bool) -> None:
+def stats(queue: str | None, store: str, *, read_only: bool, as_json: bool) -> None:
     """Show depths and totals."""
-    with open_store(store) as broker:
+    with open_to_look(store, read_only=read_only) as broker:
         names = [spec.name for spec in broker.queues()] if queue is None else [queue]
         counted = [broker.stats(name) for name in names]
         whole = broker.store_stats()

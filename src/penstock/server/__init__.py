@@ -1,24 +1,32 @@
-"""The edge: what others reach a broker by over the network. So far, Arrow Flight.
+"""The edge: what others reach a broker by over the network.
 
-``flight`` is the service, ``snapshots`` and ``stages`` what it keeps between calls,
-``publishing`` turns record batches into messages, ``listening`` starts and stops it. Needs
-pyarrow (``pip install penstock[flight]``).
+``serving`` is the process; ``desk`` is where the requests of all connections meet; ``native``,
+``http`` with ``sqs``, ``flight`` and ``queueber`` are the protocols; ``config``, ``security``,
+``metrics``, ``logs``, ``tracing``, ``operations`` and ``backup`` are for who runs it. Needs the
+extra ``penstock[server]``, and for Flight ``penstock[flight]``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import importlib
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from penstock.server.listening import FlightListener, in_process_server
+    from penstock.server.serving import Server, running
 
-__all__ = ["FlightListener", "in_process_server"]
+__all__ = ["FlightListener", "Server", "in_process_server", "running"]
+
+_MODULES: Final = {
+    "FlightListener": "listening",
+    "in_process_server": "listening",
+    "Server": "serving",
+    "running": "serving",
+}
 
 
 def __getattr__(name: str) -> Any:
     # Loaded when used: who imports one module of this package need not load them all.
-    if name in __all__:
-        from penstock.server import listening  # noqa: PLC0415
-
-        return getattr(listening, name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

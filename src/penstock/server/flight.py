@@ -18,9 +18,10 @@ from penstock import limits
 from penstock.errors import InvalidInput, PenstockError
 from penstock.server import stages as staging
 from penstock.server.publishing import Publisher
+from penstock.server.restoring import Restorer
 from penstock.server.snapshots import Snapshot, Snapshots
 from penstock.tables import partition, read, schema_of, select, wire
-from penstock.tables.partitions import Numbers
+from penstock.tables.partitions import Numbers, of_queues
 from penstock.validation import check_count
 
 if TYPE_CHECKING:
@@ -29,20 +30,24 @@ if TYPE_CHECKING:
     from penstock.broker import Broker
     from penstock.clock import Clock
     from penstock.stores.pinned import Pinned
+    from penstock.stores.plans import Filled
 
-__all__ = ["FlightService"]
+__all__ = ["PUTS", "FlightService", "translated"]
 
 log = logging.getLogger(__name__)
+
+PUTS: Final = wire.PublishCommand | wire.StageCommand | wire.FillStage | wire.RestoreCommand
 
 
 class FlightService(fl.FlightServerBase):  # type: ignore[misc]
     """Serves a broker. It listens as soon as it is made."""
 
-    def __init__(self, broker: Broker, location: str, clock: Clock) -> None:
+    def __init__(self, broker: Broker, location: str, clock: Clock, **options: Any) -> None:
         self._broker = broker
         self._clock = clock
         self.snapshots = Snapshots(clock)
         self.stages = staging.Stages(clock)
+        self._restorer = Restorer(broker)
         self._actions: Final[dict[str, tuple[type[Any], Callable[[Any], Any], str]]] = {
             "info": (wire.Nothing, self._info, "Which store this is."),
             "log_stats": (wire.Nothing, lambda _: broker.log_stats(), "The metadata log."),
@@ -60,7 +65,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             "sweep": (wire.Nothing, lambda _: broker.sweep(), "Do what is due."),
             "stats": (wire.Nothing, self._stats, "Stats of every queue and the store."),
         }
-        super().__init__(location)
+        super().__init__(location, **options)
 
     # --- reading -------------------------------------------------------------------------
 
@@ -70,7 +75,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         descriptor: fl.FlightDescriptor,
     ) -> fl.FlightInfo:
         """Take a snapshot for a command and say how to read it."""
-        with _translated():
+        with translated():
             command: wire.ReadCommand = wire.decode(
                 descriptor.command or b"", wire.ReadCommand, "command"
             )
@@ -124,7 +129,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         descriptor: fl.FlightDescriptor,
     ) -> fl.SchemaResult:
         """Return the schema that a command would have, without a snapshot."""
-        with _translated():
+        with translated():
             command = wire.decode(descriptor.command or b"", wire.ReadCommand, "command")
             return fl.SchemaResult(
                 schema_of(command.table, payload=command.payload, columns=command.columns)
@@ -136,21 +141,25 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         ticket: fl.Ticket,
     ) -> fl.FlightDataStream:
         """Read a part of a snapshot, or a stretch of a log."""
-        with _translated():
+        with translated():
             kind = wire.decode(ticket.ticket, wire.SnapshotTicket | wire.LogTicket, "ticket")
             if isinstance(kind, wire.LogTicket):
-                name, part = self._log_snapshot(kind), 0
+                name, part, queues = self._log_snapshot(kind), 0, None
             else:
-                name, part = kind.snapshot, kind.part
+                name, part, queues = kind.snapshot, kind.part, kind.queues
             schema = self.snapshots.find(name, part).selection.schema
             temporary = isinstance(kind, wire.LogTicket)
-            return fl.GeneratorStream(schema, self._batches(name, part, temporary=temporary))
+            batches = self._batches(name, part, queues, temporary=temporary)
+            return fl.GeneratorStream(schema, batches)
 
-    def _batches(self, name: str, part: int, *, temporary: bool) -> Iterator[pa.RecordBatch]:
-        with _translated():
+    def _batches(
+        self, name: str, part: int, queues: list[str] | None, *, temporary: bool
+    ) -> Iterator[pa.RecordBatch]:
+        with translated():
             try:
-                with self.snapshots.reading(name, part) as snapshot:
-                    yield from read(snapshot.pinned, snapshot.parts[part], snapshot.selection)
+                with self.snapshots.reading(name, part, queues) as snapshot:
+                    pieces = of_queues(snapshot.parts[part], queues)
+                    yield from read(snapshot.pinned, pieces, snapshot.selection)
             finally:
                 if temporary:
                     self.snapshots.drop(name)
@@ -180,19 +189,22 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
 
     # --- writing -------------------------------------------------------------------------
 
+    def publishing(self, context: fl.ServerCallContext) -> Any:  # noqa: ARG002
+        """Give what a stream of messages is published through: the broker."""
+        return self._broker
+
     def do_put(
         self,
-        context: fl.ServerCallContext,  # noqa: ARG002
+        context: fl.ServerCallContext,
         descriptor: fl.FlightDescriptor,
         reader: fl.MetadataRecordBatchReader,
         writer: fl.FlightMetadataWriter,
     ) -> None:
         """Publish, or stage, a stream of batches."""
-        with _translated():
-            kinds = wire.PublishCommand | wire.StageCommand | wire.FillStage
-            command = wire.decode(descriptor.command or b"", kinds, "command")
+        with translated():
+            command = wire.decode(descriptor.command or b"", PUTS, "command")
             if isinstance(command, wire.PublishCommand):
-                publisher = Publisher(self._broker, reader.schema)
+                publisher = Publisher(self.publishing(context), reader.schema)
                 for chunk in reader:
                     publisher.publish(chunk.data)
                     counts = {
@@ -200,6 +212,9 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
                         "duplicates": publisher.duplicates,
                     }
                     writer.write(wire.encode(counts))
+            elif isinstance(command, wire.RestoreCommand):
+                done = self._restorer.restore(command, reader, writer.write)
+                writer.write(wire.encode(_counts(done)))
             else:
                 stage = staging.receive(command, reader, self.stages.room())
                 if isinstance(command, wire.FillStage):
@@ -222,7 +237,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         action: fl.Action,
     ) -> list[fl.Result]:
         """Do an action and answer with one JSON value."""
-        with _translated():
+        with translated():
             known = self._actions.get(action.type)
             if known is None:
                 raise InvalidInput(
@@ -265,7 +280,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         filled = self._broker.fill(command.queue, command.begin, command.end, offsets, filter=text)
         for stage in stages:
             stage.clear()
-        return {"added": filled.added, "already": filled.already, "missing": filled.missing}
+        return _counts(filled)
 
     def _backfill_plan(self, command: wire.BackfillCommand) -> Any:
         from_: Any = "earliest" if command.from_ is None else command.from_
@@ -274,7 +289,9 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
                 raise InvalidInput("give 'from' or 'from_time_ms', not both")
             check_count(command.from_time_ms, "from_time_ms", 0, limits.MAX_DURATION_MS)
             from_ = datetime.fromtimestamp(command.from_time_ms / 1000, UTC)
-        return self._broker.backfill_plan(command.queue, from_=from_, to=command.to)
+        return self._broker.backfill_plan(
+            command.queue, from_=from_, to=command.to, archived=command.archived
+        )
 
     def _redrive(self, command: wire.RedriveCommand) -> dict[str, int]:
         redriven = self._broker.redrive(
@@ -283,7 +300,12 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         return {"redriven": redriven}
 
     def _trim(self, command: wire.TrimCommand) -> dict[str, int]:
-        removed = self._broker.trim(command.queue, state=command.state, before=command.before)
+        removed = self._broker.trim(
+            command.queue,
+            state=command.state,
+            before=command.before,
+            created_at_ms=command.created_at_ms,
+        )
         return {"removed": removed}
 
     def _collect(self, command: wire.CollectCommand) -> Any:
@@ -305,6 +327,10 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
                 "store": pinned.totals,
                 "log": pinned.log_stats,
             }
+
+
+def _counts(filled: Filled) -> dict[str, int]:
+    return {"added": filled.added, "already": filled.already, "missing": filled.missing}
 
 
 def _facts(pinned: Pinned) -> dict[str, Any]:
@@ -333,7 +359,7 @@ def _check_stretch(pinned: Pinned, ticket: wire.LogTicket) -> None:
         )
 
 
-class _translated:  # noqa: N801 - reads as a clause
+class translated:  # noqa: N801 - reads as a clause
     """Turn Penstock's errors into Flight's; others are told of in the log, not to clients."""
 
     def __enter__(self) -> None:

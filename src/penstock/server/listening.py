@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import pyarrow as pa
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput
 from penstock.server.flight import FlightService
+from penstock.server.flight_guard import GuardedFlightService
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import TracebackType
 
     from penstock.broker import Broker
     from penstock.clock import Clock
+    from penstock.server.metrics import Metrics
+    from penstock.server.security import Keys
 
-__all__ = ["FlightListener", "in_process_server"]
+__all__ = ["FlightListener", "TlsFiles", "in_process_server"]
 
 log = logging.getLogger(__name__)
 
@@ -26,17 +30,56 @@ JANITOR_MS: Final = 15_000
 GRACE_MS: Final = 30_000
 
 
+class TlsFiles(NamedTuple):
+    """Where certificate and key are, and who signs the clients' certificates (None: nobody)."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Give them as Flight wants them."""
+        try:
+            pair = self.certificate.read_bytes(), self.key.read_bytes()
+            roots = None if self.client_ca is None else self.client_ca.read_bytes()
+        except OSError as error:
+            raise InvalidInput(f"TLS: {error.filename} can't be read: {error.strerror}") from None
+        return {
+            "tls_certificates": [pair],
+            "verify_client": roots is not None,
+            "root_certificates": roots,
+        }
+
+
 class FlightListener:
     """A running Flight service; ``location`` is what clients connect to."""
 
-    def __init__(self, broker: Broker, host: str, port: int, clock: Clock) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        host: str,
+        port: int,
+        clock: Clock,
+        *,
+        keys: Keys | None = None,
+        metrics: Metrics | None = None,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        scheme = "grpc" if tls is None else "grpc+tls"
+        place = f"{scheme}://{_bracketed(host)}:{port}"
         try:
-            self.service = FlightService(broker, f"grpc://{_bracketed(host)}:{port}", clock)
+            if keys is None and metrics is None and tls is None:
+                self.service = FlightService(broker, place, clock)
+            else:
+                options = {} if tls is None else tls.options()
+                self.service = GuardedFlightService(
+                    broker, place, clock, keys=keys, metrics=metrics, **options
+                )
         except pa.ArrowException as error:
             raise InvalidInput(f"can't listen on {host}:{port}: {error}") from error
         self._clock = clock
         self.port: int = self.service.port
-        self.location = f"grpc://{_bracketed(_reachable(host))}:{self.port}"
+        self.location = f"{scheme}://{_bracketed(_reachable(host))}:{self.port}"
         self._closing = threading.Condition()
         self._closed = False
         self._janitor = threading.Thread(

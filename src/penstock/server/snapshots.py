@@ -14,7 +14,7 @@ from penstock import limits
 from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from penstock.clock import Clock
     from penstock.stores.pinned import Pinned
@@ -30,9 +30,22 @@ class Snapshot:
         self.pinned = pinned
         self.parts = parts
         self.selection = selection
+        # The key that it was made for; empty if there are no keys.
+        self.owner = ""
         self.used_at_ms = 0
         self.readers = 0
         self.unread = set(range(len(parts)))
+        # Of parts that are read a queue at a time: the queues that were.
+        self._seen: dict[int, set[str]] = {}
+
+    def seen(self, part: int, queues: Sequence[str] | None) -> None:
+        """Note that a part was read to its end, or that of some of its queues."""
+        if queues is not None:
+            known = self._seen.setdefault(part, set())
+            known.update(queues)
+            if any(getattr(piece, "queue", None) not in known for piece in self.parts[part]):
+                return
+        self.unread.discard(part)
 
 
 class Snapshots:
@@ -100,14 +113,16 @@ class Snapshots:
         return snapshot
 
     @contextmanager
-    def reading(self, name: str, part: int) -> Iterator[Snapshot]:
-        """Use a part of a snapshot, which does not expire meanwhile."""
+    def reading(
+        self, name: str, part: int, queues: Sequence[str] | None = None
+    ) -> Iterator[Snapshot]:
+        """Use a part of a snapshot (of some queues), which does not expire meanwhile."""
         with self._lock:
             snapshot = self._find(name, part)
             snapshot.readers += 1
         try:
             yield snapshot
-            snapshot.unread.discard(part)
+            snapshot.seen(part, queues)
         finally:
             with self._lock:
                 snapshot.readers -= 1

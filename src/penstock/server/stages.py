@@ -2,15 +2,15 @@
 
 A stage is all assignments of a stretch of one log, or all messages of a stretch that a backfill
 puts into one queue. It lives in memory: after a restart the caller is told that it is not here,
-and stages again. A committed stage gives its rows back and keeps its place for a while, so that
-committing it again is answered (stale), not refused.
+and stages again. A committed stage gives its rows back and keeps its place until others have
+followed, so that committing it again is answered (stale), not refused.
 """
 
 from __future__ import annotations
 
 import threading
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from penstock.tables.wire import CommitFill
 
 __all__ = ["Committed", "Stage", "Stages", "commit", "fill_offsets", "receive"]
+
+KEPT_COMMITTED: Final = 200
+"""How many committed stages keep their places: as many as may be committed again."""
 
 
 class Stage:
@@ -63,17 +66,37 @@ class Stage:
 
     def offsets(self) -> list[int]:
         """Return the offset of every row."""
-        return [each for batch in self._batches for each in batch.column("offset").to_pylist()]
+        return [each for batch in self._batches for each in _ints(batch.column("offset"))]
 
-    def assignments(self, from_offset: int, into: dict[int, list[str]]) -> None:
+    def assignments(self, from_offset: int, into: dict[int, Sequence[str]]) -> None:
         """Add the assignments from an offset on."""
         for batch in self._batches:
             queues = batch.column("queue")
             names = queues.dictionary.to_pylist()
-            offsets = batch.column("offset").to_pylist()
-            for offset, index in zip(offsets, queues.indices.to_pylist(), strict=True):
+            offsets, indices = _ints(batch.column("offset")), _ints(queues.indices)
+            # Most messages go to one queue, and share its name with all others that do.
+            alone = [(name,) for name in names]
+            found = dict(zip(offsets, map(alone.__getitem__, indices), strict=True))
+            once = len(found) == len(offsets) and min(found, default=0) >= from_offset
+            if once and into.keys().isdisjoint(found):
+                into.update(found)
+                continue
+            for offset, index in zip(offsets, indices, strict=True):
                 if offset >= from_offset:
-                    into.setdefault(offset, []).append(names[index])
+                    known = into.get(offset, ())
+                    if isinstance(known, list):
+                        known.append(names[index])
+                    else:
+                        into[offset] = [*known, names[index]]
+
+
+def _ints(column: pa.Array) -> list[int]:
+    """Return whole numbers without nulls, many times as fast as pyarrow does."""
+    values = column.buffers()[1]
+    if not len(column):
+        return []
+    view = memoryview(values).cast("q" if column.type == pa.int64() else "i")
+    return view[column.offset : column.offset + len(column)].tolist()
 
 
 class Stages:
@@ -93,6 +116,9 @@ class Stages:
         name = stage.command.stage
         with self._lock:
             self._expire()
+            done = [key for key, each in self._staged.items() if each.committed]
+            for key in done[: max(0, len(done) - KEPT_COMMITTED)]:
+                del self._staged[key]
             others = [each for key, each in self._staged.items() if key != name]
             if len(others) >= limits.MAX_STAGES:
                 raise InvalidInput(f"{len(others)} stages wait to be committed, which is too many")
@@ -198,8 +224,8 @@ def _lowest(values: Sequence[int | None]) -> int | None:
     return min((value for value in values if value is not None), default=None)
 
 
-def _assignments(page: Sequence[tuple[Stage, StageCommand]]) -> dict[int, list[str]]:
-    assignments: dict[int, list[str]] = {}
+def _assignments(page: Sequence[tuple[Stage, StageCommand]]) -> dict[int, Sequence[str]]:
+    assignments: dict[int, Sequence[str]] = {}
     at = 0
     for stage, command in page:
         # What an earlier stage covers is its own: the same task may have run twice.

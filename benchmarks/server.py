@@ -1,0 +1,199 @@
+"""Speed of the server: every verb durable, client and server in processes of their own.
+
+python benchmarks/server.py [--seconds 3] [--connections 1,16,64] [--batch 1,10,100] [--depth 8]
+
+Each connection has ``depth`` requests under way at a time. A run publishes 1 KB messages for some
+seconds, then claims and acks them; latencies are those of one request (publish; claim and ack
+together). CPU is that of the client and of the server, in cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import uvloop
+from common import describe, directory, show
+
+import penstock
+from penstock.clock import SystemClock
+from penstock.server.desk import Desk
+from penstock.server.native import NativeListener
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+    from penstock.client import AsyncClient
+
+BODY = b"x" * 1024
+
+
+class Phase(NamedTuple):
+    """What one phase of a run gave."""
+
+    rate: float
+    p50_ms: float
+    p99_ms: float
+    client_cpu: float
+    server_cpu: float
+
+    def cells(self) -> list[str]:
+        """Write it for a table."""
+        return [
+            f"{self.rate:,.0f}",
+            f"{self.p50_ms:.1f}",
+            f"{self.p99_ms:.1f}",
+            f"{self.client_cpu:.2f}",
+            f"{self.server_cpu:.2f}",
+        ]
+
+
+# --- the server's process -------------------------------------------------------------------------
+
+
+async def serve(store: str) -> None:
+    """Serve a store until standard input ends; print the port first."""
+    loop = asyncio.get_running_loop()
+    with penstock.open(store) as broker:
+        broker.create_queue("q")
+        desk = Desk(broker, loop)
+        listener = NativeListener(desk, "127.0.0.1", 0, clock=SystemClock())
+        await listener.start()
+        print(listener.address[1], flush=True)
+        await loop.run_in_executor(None, sys.stdin.read)
+        await listener.stop(1_000)
+        await desk.close()
+
+
+@contextlib.contextmanager
+def server(store: str) -> Iterator[tuple[int, int]]:
+    """Run a server; give its port and process id."""
+    command = [sys.executable, __file__, "--serve", store]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        yield int(process.stdout.readline()), process.pid
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(30)
+
+
+def cpu_of(pid: int) -> float:
+    """Return the CPU seconds that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# --- the client's process -------------------------------------------------------------------------
+
+
+async def measure(
+    work: list[Callable[[], Awaitable[int]]], seconds: float, depth: int, pid: int
+) -> Phase:
+    """Run ``depth`` workers for each of ``work`` until the time is up or one finds nothing."""
+    latencies: list[float] = []
+    done = 0
+    begin = time.perf_counter()
+    client_cpu, server_cpu = time.process_time(), cpu_of(pid)
+
+    async def worker(step: Callable[[], Awaitable[int]]) -> None:
+        nonlocal done
+        while (at := time.perf_counter()) < begin + seconds:
+            count = await step()
+            if not count:
+                return
+            done += count
+            latencies.append(time.perf_counter() - at)
+
+    await asyncio.gather(*(worker(step) for step in work for _ in range(depth)))
+    took = time.perf_counter() - begin
+    latencies.sort()
+    return Phase(
+        done / took,
+        latencies[len(latencies) // 2] * 1000,
+        latencies[len(latencies) * 99 // 100] * 1000,
+        (time.process_time() - client_cpu) / took,
+        (cpu_of(pid) - server_cpu) / took,
+    )
+
+
+def publishing(client: AsyncClient, batch: int) -> Callable[[], Awaitable[int]]:
+    messages = [penstock.Message(BODY, {"queue": "q"})] * batch
+
+    async def step() -> int:
+        return len(await client.publish(messages))
+
+    return step
+
+
+def working(client: AsyncClient, batch: int) -> Callable[[], Awaitable[int]]:
+    async def step() -> int:
+        deliveries = await client.claim("q", limit=batch)
+        if deliveries:
+            await client.ack([delivery.receipt for delivery in deliveries])
+        return len(deliveries)
+
+    return step
+
+
+async def native(
+    port: int, pid: int, connections: int, batch: int, seconds: float, depth: int, *, dedup: bool
+) -> tuple[Phase, Phase]:
+    """Measure the native client."""
+    url = f"penstock://127.0.0.1:{port}"
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(await penstock.connect_async(url, dedup=dedup))
+            for _ in range(connections)
+        ]
+        published = await measure([publishing(c, batch) for c in clients], seconds, depth, pid)
+        worked = await measure([working(c, batch) for c in clients], seconds, depth, pid)
+    return published, worked
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--serve", metavar="STORE")
+    parser.add_argument("--store", default="rocksdb:{place}/store")
+    parser.add_argument("--seconds", type=float, default=3)
+    parser.add_argument("--connections", default="1,16,64")
+    parser.add_argument("--batch", default="1,10,100")
+    parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--dedup", action="store_true", help="let the client add dedup ids")
+    options = parser.parse_args()
+    if options.serve:
+        uvloop.run(serve(options.serve))
+        return
+    describe()
+    rows = []
+    counts = [[int(n) for n in text.split(",")] for text in (options.connections, options.batch)]
+    for connections, batch in itertools.product(*counts):
+        with directory() as place, server(options.store.format(place=place)) as (port, pid):
+            published, worked = uvloop.run(
+                native(
+                    port,
+                    pid,
+                    connections,
+                    batch,
+                    options.seconds,
+                    options.depth,
+                    dedup=options.dedup,
+                )
+            )
+        for verb, phase in (("publish", published), ("claim+ack", worked)):
+            rows.append([f"{verb} × {batch}", connections, *phase.cells()])
+    header = ["native", "connections", "messages/s", "p50 ms", "p99 ms", "client CPU", "server CPU"]
+    show(f"Server, 1 KB, {options.depth} requests under way per connection", header, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,412 @@
+"""Every verb of the client, once: what it sends, what comes back, and whether it may be repeated.
+
+A verb is a function with the signature of the broker's method. It returns a :class:`Call`, or is
+a generator of calls if it takes several. The shells run them; see :mod:`penstock.client.verbs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from datetime import datetime
+from enum import Enum
+from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from penstock import limits
+from penstock.errors import InvalidInput, InvalidMessage, InvalidQueue, InvalidReceipt
+from penstock.gateways.native import wire
+from penstock.model import (
+    Assigned,
+    Attempt,
+    Backfilled,
+    Cursor,
+    Delivery,
+    LogPage,
+    LogStats,
+    Message,
+    Ordering,
+    Outcome,
+    OutcomeStatus,
+    Page,
+    QueueSpec,
+    QueueStats,
+    State,
+    StoreStats,
+    Value,
+)
+from penstock.stores.plans import StoreInfo
+from penstock.validation import (
+    check_assignments,
+    check_count,
+    check_ids,
+    check_messages,
+    check_queue_name,
+    check_receipts,
+    check_state,
+    cut_text,
+)
+
+__all__ = ["Answer", "Call", "Plan", "Repeat", "Uncertain", "may_repeat"]
+
+R = TypeVar("R")
+
+
+class Repeat(Enum):
+    """Whether a call may be sent again when its connection was lost before the answer."""
+
+    ALWAYS = "always"
+    """It changes nothing, or nothing more the second time."""
+    SETTLES = "settles"
+    """The second time is refused if the first took effect: the answer must say so."""
+    DEDUPED = "deduped"
+    """If every message has a dedup id."""
+    NEVER = "never"
+    """It might take effect twice, or its answer be lost for good: the caller must decide."""
+
+
+class Uncertain(Outcome, frozen=True):
+    """A receipt that was stale when ``ack`` or ``release`` had to be sent a second time.
+
+    The answer to the first time was lost with its connection. If the first took effect, that is
+    why the second was refused; if the lease had ended before, it is not. ``attempts()`` tells.
+    """
+
+
+class Answer(Generic[R]):
+    """How to read what comes back."""
+
+    def __init__(self, kind: Any, *, finish: Callable[[Any], R] | None = None) -> None:
+        self._decode: Callable[[Any], Any] = msgspec.msgpack.Decoder(kind).decode
+        self._finish = finish
+
+    def read(self, data: msgspec.Raw | bytes) -> R:
+        """Turn the bytes of a value into the value."""
+        value: R = self._decode(data)
+        return value if self._finish is None else self._finish(value)
+
+
+class Call(Generic[R]):
+    """A request to be sent, and how to read its answer."""
+
+    __slots__ = ("answer", "repeat", "request")
+
+    def __init__(
+        self, request: wire.Request, answer: Answer[R], repeat: Repeat = Repeat.ALWAYS
+    ) -> None:
+        self.request = request
+        self.answer = answer
+        self.repeat = repeat
+
+
+Plan: TypeAlias = Generator[Call[Any], Any, R]
+"""A verb of several calls: yields them, is sent their results, returns its own."""
+
+
+def may_repeat(call: Call[Any]) -> bool:
+    """Whether a call whose answer was lost may be sent again."""
+    if call.repeat is Repeat.DEDUPED:
+        assert isinstance(call.request, wire.Publish)
+        return all(message.dedup_id is not None for message in call.request.messages)
+    return call.repeat is not Repeat.NEVER
+
+
+def doubtful(outcomes: list[Outcome]) -> list[Outcome]:
+    """Mark what was refused for a reason that may be the first, unanswered try."""
+    return [
+        Uncertain(each.receipt, each.status, each.lease_deadline_ms)
+        if each.status is OutcomeStatus.STALE
+        else each
+        for each in outcomes
+    ]
+
+
+_COUNT: Final[Answer[int]] = Answer(int)
+_IDS: Final[Answer[list[int]]] = Answer(list[int])
+_ONE_ID: Final[Answer[int]] = Answer(list[int], finish=lambda ids: ids[0])
+_DELIVERIES: Final[Answer[list[Delivery]]] = Answer(list[Delivery])
+_OUTCOMES: Final[Answer[list[Outcome]]] = Answer(list[Outcome])
+_PAGE: Final[Answer[Page]] = Answer(
+    wire.Entries, finish=lambda page: Page(page.entries, page.next_cursor)
+)
+_ATTEMPTS: Final[Answer[list[Attempt]]] = Answer(list[Attempt])
+_QUEUE_STATS: Final[Answer[QueueStats]] = Answer(QueueStats)
+_STORE_STATS: Final[Answer[StoreStats]] = Answer(StoreStats)
+_SPEC: Final[Answer[QueueSpec]] = Answer(QueueSpec)
+_SPECS: Final[Answer[list[QueueSpec]]] = Answer(list[QueueSpec])
+_LOG_PAGE: Final[Answer[LogPage]] = Answer(LogPage)
+_LOG_STATS: Final[Answer[LogStats]] = Answer(LogStats)
+_ASSIGNED: Final[Answer[Assigned]] = Answer(Assigned)
+_STEP: Final[Answer[wire.Step]] = Answer(wire.Step)
+_INFO: Final[Answer[StoreInfo]] = Answer(StoreInfo)
+_YES: Final[Answer[bool]] = Answer(bool)
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+def publish(messages: Iterable[Message]) -> Call[list[int]]:
+    """Store messages, each into every queue whose filter it satisfies; return their ids."""
+    return Call(wire.Publish(0, check_messages(messages)), _IDS, Repeat.DEDUPED)
+
+
+def send(queue: str, payload: bytes, /, **attributes: Value) -> Call[int]:
+    """Publish one message straight to a queue; keyword arguments are its attributes."""
+    batch = check_messages([Message(payload, {**attributes, "queue": queue})])
+    return Call(wire.Publish(0, batch, queue), _ONE_ID, Repeat.DEDUPED)
+
+
+def claim(
+    queue: str,
+    *,
+    limit: int = 1,
+    lease_ms: int | None = None,
+    wait_ms: int = 0,
+    consumer: str = "",
+) -> Call[list[Delivery]]:
+    """Take up to ``limit`` messages under one lease, waiting up to ``wait_ms`` for the first."""
+    request = wire.Claim(0, queue, limit, lease_ms, wait_ms, consumer)
+    return Call(request, _DELIVERIES, Repeat.NEVER)
+
+
+def ack(receipts: Iterable[str], *, queue: str | None = None) -> Call[list[Outcome]]:
+    """Settle messages as done. ``queue`` makes receipts of another queue an error."""
+    return Call(wire.Ack(0, _receipts(receipts), queue), _OUTCOMES, Repeat.SETTLES)
+
+
+def release(
+    receipts: Iterable[str],
+    *,
+    delay_ms: int | None = None,
+    reason: str = "",
+    queue: str | None = None,
+) -> Call[list[Outcome]]:
+    """Give messages back: they are tried again, or fail if they are out of attempts."""
+    batch = _receipts(receipts)
+    request = wire.Release(0, batch, delay_ms, cut_text(reason, limits.MAX_REASON_BYTES), queue)
+    return Call(request, _OUTCOMES, Repeat.SETTLES)
+
+
+def extend(
+    receipts: Iterable[str] | str, *, lease_ms: int, queue: str | None = None
+) -> Call[list[Outcome]]:
+    """Move the deadline of receipts, or of a whole lease, to now + ``lease_ms``."""
+    batch = receipts if isinstance(receipts, str) else _receipts(receipts)
+    return Call(wire.Extend(0, batch, lease_ms, queue), _OUTCOMES)
+
+
+# --- looking and mass moves -----------------------------------------------------------------------
+
+
+def browse(
+    queue: str,
+    *,
+    state: State | str = State.AVAILABLE,
+    limit: int = 100,
+    cursor: str | None = None,
+    payloads: bool = True,
+) -> Call[Page]:
+    """Look at messages without leasing them; go on with ``cursor=page.next_cursor``."""
+    request = wire.Browse(0, queue, check_state(state).value, limit, cursor, bool(payloads))
+    return Call(request, _PAGE)
+
+
+def attempts(queue: str, message_id: int) -> Call[list[Attempt]]:
+    """Return every attempt at a message of a queue, the running one last."""
+    check_ids([message_id])
+    return Call(wire.Attempts(0, queue, message_id), _ATTEMPTS)
+
+
+def stats(queue: str) -> Call[QueueStats]:
+    """Return a queue's depth by state, oldest age and totals."""
+    return Call(wire.Stats(0, queue), _QUEUE_STATS)
+
+
+def store_stats() -> Call[StoreStats]:
+    """Return the totals of the whole store."""
+    return Call(wire.StoreStats(0), _STORE_STATS)
+
+
+def redrive(
+    queue: str,
+    *,
+    message_ids: Iterable[int] | None = None,
+    where: str | Callable[[Mapping[str, Value]], bool] | None = None,
+) -> Call[int]:
+    """Make failed messages available again: all, or those of ``message_ids`` or of a filter."""
+    if where is not None and not isinstance(where, str):
+        raise InvalidInput("a server can't be sent a function: give where as the text of a filter")
+    ids = None if message_ids is None else check_ids(list(message_ids))
+    return Call(wire.Redrive(0, queue, ids, where), _COUNT, Repeat.NEVER)
+
+
+def purge(
+    queue: str, *, states: Sequence[State | str] = (State.AVAILABLE, State.DELAYED)
+) -> Call[int]:
+    """Remove the messages of a queue that are in one of the states; return how many."""
+    checked = [check_state(state).value for state in states]
+    return Call(wire.Purge(0, queue, checked), _COUNT, Repeat.NEVER)
+
+
+def move(
+    queue: str,
+    to: str,
+    *,
+    state: State | str = State.FAILED,
+    message_ids: Iterable[int] | None = None,
+    limit: int | None = None,
+) -> Call[int]:
+    """Move messages from one queue to another, with their ids and attempts; return how many."""
+    ids = None if message_ids is None else check_ids(list(message_ids))
+    request = wire.Move(0, queue, to, check_state(state).value, ids, limit)
+    return Call(request, _COUNT, Repeat.NEVER)
+
+
+# --- queues ---------------------------------------------------------------------------------------
+
+
+def create_queue(
+    name: str,
+    *,
+    filter: str | None = None,  # noqa: A002 - the word that users know
+    ordering: Ordering | str = Ordering.STANDARD,
+    **settings: Any,
+) -> Call[QueueSpec]:
+    """Make a queue and return its spec; the settings are the fields of :class:`QueueSpec`."""
+    check_queue_name(name)
+    everything = {"filter": filter, "ordering": ordering, **settings}
+    return Call(wire.CreateQueue(0, name, everything), _SPEC)
+
+
+def update_queue(name: str, *, from_offset: int | None = None, **changes: Any) -> Call[QueueSpec]:
+    """Change settings of a queue; messages that are in it stay. Ordering can't change."""
+    return Call(wire.UpdateQueue(0, name, changes, from_offset), _SPEC, Repeat.NEVER)
+
+
+def delete_queue(name: str, *, drain: bool = False) -> Call[int]:
+    """Remove a queue with every message in it, at once or when it has drained."""
+    return Call(wire.DeleteQueue(0, name, bool(drain)), _COUNT, Repeat.NEVER)
+
+
+def queues() -> Call[list[QueueSpec]]:
+    """Return the specs of all queues, by name."""
+    return Call(wire.Queues(0), _SPECS)
+
+
+def queue(name: str) -> Call[QueueSpec]:
+    """Return the spec of a queue."""
+    return Call(wire.Queue(0, name), _SPEC)
+
+
+# --- the metadata log -----------------------------------------------------------------------------
+
+
+def read_log(log: int = 0, *, begin: int | None = None, limit: int = 1_000) -> Call[LogPage]:
+    """Read a page of a metadata log, from an offset or (None) from the log's cursor on."""
+    return Call(wire.ReadLog(0, log, begin, limit), _LOG_PAGE)
+
+
+def assign(
+    log: int,
+    cursor: Cursor,
+    assignments: Mapping[int, Sequence[str]],
+    *,
+    epoch: int | None = None,
+) -> Call[Assigned]:
+    """Put the messages of a page into queues: message id to queue names."""
+    check_assignments(cursor, assignments)
+    plain = {message_id: list(names) for message_id, names in assignments.items()}
+    return Call(wire.Assign(0, log, cursor, plain, epoch), _ASSIGNED, Repeat.NEVER)
+
+
+def take_epoch() -> Call[int]:
+    """Fence every pipeline that took an epoch before; name the new one in ``assign``."""
+    return Call(wire.TakeEpoch(0), _COUNT)
+
+
+def backfill(
+    queue: str,
+    *,
+    from_: int | datetime | Literal["earliest"] = "earliest",
+    to: int | datetime | None = None,
+    progress: Callable[[Backfilled, int], None] | None = None,
+) -> Plan[Backfilled]:
+    """Fill a queue from the retained log, step by step: what its filter wants and it has not had.
+
+    ``progress`` is called after each step with the sums so far and the offset to reach.
+    """
+    begin = None if from_ == "earliest" else _place(from_, "from_")
+    until = None if to is None else _place(to, "to")
+    total: Backfilled | None = None
+    while True:
+        step = yield Call(wire.Backfill(0, queue, begin, until), _STEP, Repeat.NEVER)
+        done = step.done
+        nothing = not done.scanned and done.next >= step.end
+        if total is not None:
+            done = Backfilled(
+                scanned=total.scanned + done.scanned,
+                added=total.added + done.added,
+                missing=total.missing + done.missing,
+                next=done.next,
+            )
+        total = done
+        if progress is not None and not nothing:
+            progress(total, step.end)
+        if total.next >= step.end:
+            return total
+        begin, until = total.next, step.end
+
+
+def configure_log(*, logs: int | None = None, retention_ms: int | None = None) -> Call[LogStats]:
+    """Change the number of metadata logs, or how long they are kept (0: for ever)."""
+    return Call(wire.ConfigureLog(0, logs, retention_ms), _LOG_STATS)
+
+
+def log_stats() -> Call[LogStats]:
+    """Describe the metadata log: offsets, logs, cursors, retention."""
+    return Call(wire.LogStats(0), _LOG_STATS)
+
+
+def info() -> Call[StoreInfo]:
+    """Say which store this is: id, design, routing."""
+    return Call(wire.Info(0), _INFO)
+
+
+def ping() -> Call[int]:
+    """Return the server's time in milliseconds."""
+    return Call(wire.Ping(0), _COUNT)
+
+
+def cancel(claim_id: int) -> Call[bool]:
+    """End the wait of a claim that nobody waits for any more."""
+    return Call(wire.Cancel(0, claim_id), _YES, Repeat.NEVER)
+
+
+def _receipts(receipts: Iterable[str]) -> list[str]:
+    batch = check_receipts(receipts)
+    for receipt in batch:
+        if type(receipt) is not str:
+            raise InvalidReceipt(f"not a receipt: {receipt!r:.100}; receipts come from claim()")
+    return batch
+
+
+def _place(place: int | datetime | str, name: str) -> int | datetime:
+    if isinstance(place, datetime):
+        # One without a zone means the local one, which the server would not know.
+        return place.astimezone()
+    if isinstance(place, str):
+        raise InvalidInput(f"{name} is an offset, a datetime or 'earliest', not {place!r:.100}")
+    return check_count(place, name, 0, limits.MAX_OFFSET)
+
+
+_REFUSALS: Final[dict[type[wire.Request], type[InvalidInput]]] = {
+    wire.Publish: InvalidMessage,
+    wire.CreateQueue: InvalidQueue,
+    wire.UpdateQueue: InvalidQueue,
+}
+
+
+def not_sendable(request: wire.Request, error: Exception) -> InvalidInput:
+    """Say that what a call was given can't be put into bytes."""
+    kind = _REFUSALS.get(type(request), InvalidInput)
+    return kind(f"{type(request).__name__} can't be sent: {error}")

@@ -1,0 +1,245 @@
+"""Runs a core on an event loop: one connection at a time, made anew whenever it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar, cast
+from urllib.parse import urlsplit
+
+from penstock.client.core import Core, Options, Phase
+from penstock.errors import BrokerClosed, InvalidUrl, ServerUnreachable
+from penstock.gateways.native.wire import DEFAULT_PORT, Ack, Release
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.client.calls import Call
+    from penstock.client.core import Told
+    from penstock.clock import Clock
+
+__all__ = ["Holds", "Link", "Target", "target_of"]
+
+R = TypeVar("R")
+
+TICK_SECONDS: Final = 0.25
+CONNECT_SECONDS: Final = 10.0
+WRITE_HIGH_BYTES: Final = 4 * 1024 * 1024
+
+
+class Holds(Protocol):
+    """Something that must know which receipts are being settled."""
+
+    def forget(self, receipts: Iterable[str]) -> None:
+        """Extend these no more."""
+
+    async def stop(self) -> None:
+        """End, and give back what nobody has seen."""
+
+
+class Target(NamedTuple):
+    """Whom to connect to, and how."""
+
+    host: str
+    port: int
+    tls: ssl.SSLContext | None
+
+
+def target_of(url: str, tls: bool | ssl.SSLContext) -> Target:  # noqa: FBT001 - a union
+    """Read ``penstock://HOST[:PORT]``; ``penstocks`` is the same over TLS."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except (ValueError, AttributeError, TypeError):
+        host, port = None, None
+    if host is None or parts.scheme not in {"penstock", "penstocks"}:
+        raise InvalidUrl(f"{url!r:.200} names no server: penstock://HOST:PORT")
+    if parts.path.strip("/") or parts.query or parts.fragment or parts.username:
+        raise InvalidUrl(f"{url!r:.200}: only a host and a port can be given: penstock://HOST:PORT")
+    context = None
+    if isinstance(tls, ssl.SSLContext):
+        context = tls
+    elif tls or parts.scheme == "penstocks":
+        context = ssl.create_default_context()
+    return Target(host, port or DEFAULT_PORT, context)
+
+
+class Link(asyncio.Protocol):
+    """A core and its connection. Everything here happens on the loop's thread."""
+
+    def __init__(
+        self, target: Target, options: Options, clock: Clock, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.target = target
+        self.loop = loop
+        self.core = Core(options, now_ms=self.now_ms(), random=clock.random, fresh=clock.lease_id())
+        self._transport: asyncio.Transport | None = None
+        self._flushing = False
+        self._ready = loop.create_future()
+        self._gone = asyncio.Event()
+        self._runner: asyncio.Task[None] | None = None
+        # Who extends leases by way of this link.
+        self.holders: set[Holds] = set()
+
+    def now_ms(self) -> int:
+        """Time that never steps, for durations alone."""
+        return int(self.loop.time() * 1000)
+
+    # --- calls -----------------------------------------------------------------------------
+
+    def start(self, call: Call[Any], told: Told) -> Any:
+        """Begin a call, and return what :meth:`forget` takes."""
+        request = call.request
+        if self.holders and isinstance(request, Ack | Release):
+            # From here on they need no lease: an extension must not race with the end.
+            for holder in self.holders:
+                holder.forget(request.receipts)
+        pending = self.core.submit(call, told, self.now_ms())
+        self._soon()
+        return pending
+
+    def forget(self, pending: Any) -> None:
+        """Nobody waits for this call any more."""
+        if pending is not None:
+            self.core.withdraw(pending, self.now_ms())
+            self._soon()
+
+    async def call(self, call: Call[R]) -> R:
+        """Run a call to its end."""
+        future: asyncio.Future[R] = self.loop.create_future()
+        pending = self.start(call, partial(_resolve, future))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.forget(pending)
+            raise
+
+    async def open(self) -> None:
+        """Connect, and return when the server has said welcome."""
+        self._runner = self.loop.create_task(self._run())
+        try:
+            await self._ready
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End the connection; calls that are under way raise."""
+        for holder in list(self.holders):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(holder.stop(), 1.0)
+        self.core.close(self.core.failure)
+        self._flush()
+        if self._runner is not None:
+            self._runner.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._runner
+        if self._transport is not None:
+            self._transport.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), 1.0)
+            if self._transport is not None:
+                self._transport.abort()
+
+    # --- the connection --------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Connect whenever there is no connection, and tell the core how time goes by."""
+        core = self.core
+        begun_ms = self.now_ms()
+        while core.phase is not Phase.CLOSED:
+            now_ms = self.now_ms()
+            if core.phase is Phase.AWAY and now_ms >= core.connect_at_ms:
+                await self._connect()
+                continue
+            core.tick(now_ms)
+            self._flush()
+            if not self._ready.done() and now_ms >= begun_ms + self._patience_ms:
+                where = f"{self.target.host}:{self.target.port}"
+                self._ready.set_exception(ServerUnreachable(f"no server at {where}: {core.why}"))
+                return
+            pause = TICK_SECONDS
+            if core.phase is Phase.AWAY:
+                pause = min(pause, max(0.0, (core.connect_at_ms - now_ms) / 1000))
+            self._gone.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), max(pause, 0.001))
+
+    @property
+    def _patience_ms(self) -> int:
+        return self.core._options.patience_ms  # noqa: SLF001 - its own core
+
+    async def _connect(self) -> None:
+        host, port, tls = self.target
+        try:
+            await asyncio.wait_for(
+                self.loop.create_connection(lambda: self, host, port, ssl=tls), CONNECT_SECONDS
+            )
+        except (OSError, TimeoutError) as error:
+            self.core.lost(str(error) or type(error).__name__, self.now_ms())
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin with a greeting."""
+        # A loop's transports need not be of asyncio's classes.
+        made = cast(asyncio.Transport, transport)
+        made.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
+        self._transport = made
+        self.core.connected(self.now_ms())
+        self._flush()
+
+    def data_received(self, data: bytes) -> None:
+        """Hand bytes to the core and results to their callers."""
+        self.core.received(data, self.now_ms())
+        if not self._ready.done():
+            if self.core.phase is Phase.READY:
+                self._ready.set_result(None)
+            elif self.core.phase is Phase.CLOSED:
+                failure = self.core.failure or BrokerClosed("the client was closed")
+                self._ready.set_exception(failure)
+        self._flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Settle what was under way; the runner connects again."""
+        self._transport = None
+        why = self.core.why if self.core.hang_up else str(exc or "the server closed it")
+        self.core.lost(why, self.now_ms())
+        self._gone.set()
+        self._flush()
+
+    def pause_writing(self) -> None:
+        """Keep what comes until the server reads again."""
+        self.core.paused = True
+
+    def resume_writing(self) -> None:
+        """Send what was kept."""
+        self.core.resume()
+        self._flush()
+
+    def _soon(self) -> None:
+        """Write at the end of this turn of the loop, together with what else comes in it."""
+        if not self._flushing:
+            self._flushing = True
+            self.loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        core = self.core
+        output = core.take_output()
+        if self._transport is not None:
+            if output:
+                self._transport.write(output[0] if len(output) == 1 else b"".join(output))
+            if core.hang_up:
+                self._transport.abort()
+        for told, result, error in core.take_done():
+            told(result, error)
+
+
+def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

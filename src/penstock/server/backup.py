@@ -1,0 +1,113 @@
+"""Backups: a copy of a store that can be opened, whole or not there at all.
+
+::
+
+    DEST.part-PID   checkpoint, mark, fsync of everything   ── rename ──▶   DEST
+
+A crash leaves at most a ``.part-`` directory, which can be removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import penstock
+from penstock.errors import InvalidInput, PenstockError, StorageFailed, StoreMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.broker import Broker
+
+__all__ = ["NAME", "backup", "backup_into", "restore"]
+
+_MARK: Final = "PENSTOCK"
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def backup(broker: Broker, target: Path) -> int:
+    """Copy an open store to a directory that is not there yet; return the size in bytes."""
+    if target.exists():
+        raise InvalidInput(f"{target} is there already: name a directory that is not")
+    with _arriving(target) as partial:
+        broker.checkpoint(partial)
+        # Without its mark a directory is not taken for a store.
+        (partial / _MARK).write_text(broker.info().design)
+        return _sync(partial)
+
+
+def backup_into(broker: Broker, directory: str, name: str) -> tuple[Path, int]:
+    """Make the backup that somebody asks a server for: by name, in the directory for it."""
+    if not directory:
+        raise InvalidInput("this server makes no backups: set backup.directory to allow it")
+    if not NAME.fullmatch(name):
+        raise InvalidInput(f"{name!r:.100} is not a backup's name: up to 128 of A-Z a-z 0-9 _ . -")
+    target = Path(directory) / name
+    return target, backup(broker, target)
+
+
+def restore(source: Path, target: Path) -> int:
+    """Copy a backup to where a store is to be, and check it there; return the size in bytes.
+
+    The backup is only read, so that it can be restored again.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise InvalidInput(f"{target} is not empty: a store is restored to where nothing is")
+    if not (source / _MARK).is_file() or not (source / "CURRENT").is_file():
+        raise StoreMismatch(f"{source} is not a backup of a store")
+    with _arriving(target) as partial:
+        shutil.copytree(source, partial)
+        with penstock.open(f"rocksdb:{partial}", background=False) as broker:
+            report = broker.check()
+        if not report.ok:
+            raise StorageFailed(
+                f"{source} breaks {report.left} invariants of a store ('penstock check' on a copy "
+                "of it names them): it was not restored"
+            )
+        size = _sync(partial)
+        if target.exists():
+            target.rmdir()
+    return size
+
+
+@contextlib.contextmanager
+def _arriving(target: Path) -> Iterator[Path]:
+    """Give a place beside the target, which becomes the target if all goes well."""
+    partial = target.with_name(f"{target.name}.part-{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            yield partial
+            partial.rename(target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        _sync_one(target.parent)
+    except PenstockError:
+        raise
+    except OSError as error:
+        raise StorageFailed(f"can't write {target}: {error}") from error
+
+
+def _sync(directory: Path) -> int:
+    """Fsync everything below a directory; return the size of the files."""
+    size = 0
+    for path in sorted(directory.rglob("*")):
+        _sync_one(path)
+        size += path.stat().st_size if path.is_file() else 0
+    _sync_one(directory)
+    return size
+
+
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,384 @@
+"""The settings of a server: from a file, the environment and flags, in that order.
+
+Each setting is a field of :class:`Config`; its names elsewhere follow from the field's. With the
+sections of :data:`SECTIONS`::
+
+    field            file                      environment                flag
+    grace            grace = "30s"             PENSTOCK_GRACE             --grace
+    tls_key          [tls] key = "…"           PENSTOCK_TLS_KEY           --tls-key
+    listen_native    [listen] native = "…"     PENSTOCK_LISTEN_NATIVE     --native  (see FLAGS)
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+import typing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from penstock import limits
+from penstock.errors import InvalidInput
+from penstock.server.security import is_loopback
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "FLAGS",
+    "LISTENERS",
+    "SETTINGS",
+    "Config",
+    "Effective",
+    "Setting",
+    "Sourced",
+    "authenticates",
+    "load",
+    "parse_address",
+]
+
+SECTIONS: Final = ("auth", "backup", "limits", "listen", "log", "metrics", "sqs", "tls")
+LISTENERS: Final = ("native", "http", "flight", "capnp")
+FLAGS: Final = {
+    **{f"listen_{name}": f"--{name}" for name in LISTENERS},
+    "auth_mode": "--auth",
+    "auth_keys": "--keys",
+    "metrics_enabled": "--metrics",
+}
+OFF: Final = "off"
+_UNITS_MS: Final = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_UNITS_BYTES: Final = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
+_AMOUNT: Final = re.compile(r"(\d{1,15}) ?([A-Za-z]*)")
+# What Kubernetes puts into the environment beside a service of our name.
+_FOREIGN_VARIABLE: Final = re.compile(r"PENSTOCK_(SERVICE|PORT)(_.*)?(?<!PORT_FILE)")
+
+
+class Duration(int):
+    """Milliseconds, written as ``250ms``, ``30s``, ``5m``, ``2h``, ``7d`` or a bare number."""
+
+    __slots__ = ()
+
+
+class Size(int):
+    """Bytes, written as ``64KB``, ``16MB`` or a bare number."""
+
+    __slots__ = ()
+
+
+class Address(str):
+    """``HOST:PORT``, or ``off``."""
+
+    __slots__ = ()
+
+
+def _about(text: str, **bounds: Any) -> Meta:
+    return Meta(description=text, **bounds)
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that can be set about a server, checked."""
+
+    store: Annotated[str, _about("The store, such as rocksdb:./data; made if it is not there.")] = (
+        ""
+    )
+    durability: Annotated[
+        Literal["fsync", "relaxed"], _about("When a verb returns: relaxed waits for no disk.")
+    ] = "fsync"
+    routing: Annotated[
+        Literal["inline", "pipeline", ""], _about("How a store that is made now routes.")
+    ] = ""
+    dedup_window: Annotated[Duration, _about("How long a dedup id is remembered.")] = Duration(
+        300_000
+    )
+    account_id: Annotated[
+        str, _about("The account in the ARNs and URLs of SQS queues.", pattern=r"^[0-9]{12}$")
+    ] = "000000000000"
+    sqs_region: Annotated[
+        str, _about("The region in the ARNs of SQS queues.", pattern=r"^[a-z0-9-]{1,32}$")
+    ] = "us-east-1"
+    sqs_url: Annotated[
+        str, _about("What SQS queue URLs begin with; empty: the address that was asked.")
+    ] = ""
+    listen_native: Annotated[Address, _about("Where to serve native clients.")] = Address(
+        "127.0.0.1:8814"
+    )
+    listen_http: Annotated[
+        Address, _about("Where to serve SQS, /metrics, /health, /ready and /admin.")
+    ] = Address("127.0.0.1:8816")
+    listen_flight: Annotated[Address, _about("Where to serve Arrow Flight.")] = Address(
+        "127.0.0.1:8815"
+    )
+    listen_capnp: Annotated[Address, _about("Where to serve Queueber's clients.")] = Address(OFF)
+    capnp_queue: Annotated[
+        str, _about("The queue that Queueber's clients use; made if it is not there.")
+    ] = "queueber"
+    port_file: Annotated[
+        str, _about("A file that gets the port, or a line NAME PORT for each.")
+    ] = ""
+    tls_certificate: Annotated[str, _about("The server's certificate chain, PEM.")] = ""
+    tls_key: Annotated[str, _about("The certificate's private key, PEM.")] = ""
+    tls_client_ca: Annotated[str, _about("Who signs the clients' certificates: mutual TLS.")] = ""
+    auth_mode: Annotated[
+        Literal["auto", "off", "required"],
+        _about("Who needs a key: auto asks unless only this machine can connect."),
+    ] = "auto"
+    auth_keys: Annotated[str, _about("The keys file; 'penstock keys' writes it.")] = ""
+    backup_directory: Annotated[str, _about("Where 'penstock backup --server' may write.")] = ""
+    grace: Annotated[Duration, _about("How long a stop waits for what is in hand.")] = Duration(
+        30_000
+    )
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], _about("What is logged.")
+    ] = "info"
+    log_format: Annotated[Literal["text", "json"], _about("How it is written.")] = "text"
+    log_access: Annotated[bool, _about("Log every request at info; at debug if off.")] = False
+    metrics_enabled: Annotated[bool, _about("Serve /metrics.")] = True
+    metrics_queues: Annotated[int, _about("Queues with series of their own.", ge=0, le=10_000)] = (
+        limits.MAX_METRIC_QUEUES
+    )
+    tracing: Annotated[bool, _about("Make OpenTelemetry spans; needs penstock[tracing].")] = False
+    limits_connections: Annotated[
+        int, _about("Connections of each listener.", ge=1, le=1_000_000)
+    ] = limits.HTTP_MAX_CONNECTIONS
+    limits_body: Annotated[Size, _about("The body of an HTTP request.")] = Size(
+        limits.HTTP_MAX_BODY_BYTES
+    )
+    limits_first_byte: Annotated[Duration, _about("Time until the first byte of a connection.")] = (
+        Duration(limits.HTTP_FIRST_BYTE_MS)
+    )
+    limits_request: Annotated[Duration, _about("Time for an HTTP request to come in whole.")] = (
+        Duration(limits.HTTP_REQUEST_MS)
+    )
+    limits_idle: Annotated[Duration, _about("Time that a connection may be silent.")] = Duration(
+        limits.HTTP_IDLE_MS
+    )
+
+
+class Setting(NamedTuple):
+    """A setting and its names."""
+
+    field: str
+    path: str
+    variable: str
+    flag: str
+    kind: Any
+    default: Any
+    about: str
+
+
+def _settings() -> dict[str, Setting]:
+    hints = typing.get_type_hints(Config, include_extras=True)
+    found = {}
+    for info in msgspec.structs.fields(Config):
+        section, _, rest = info.name.partition("_")
+        kind = hints[info.name]
+        found[info.name] = Setting(
+            info.name,
+            f"{section}.{rest}" if section in SECTIONS else info.name,
+            f"PENSTOCK_{info.name.upper()}",
+            FLAGS.get(info.name, f"--{info.name.replace('_', '-')}"),
+            kind,
+            info.default,
+            kind.__metadata__[0].description or "",
+        )
+    return found
+
+
+SETTINGS: Final = _settings()
+
+
+class Sourced(NamedTuple):
+    """A value and where it came from."""
+
+    value: Any
+    source: str
+
+
+class Effective(NamedTuple):
+    """The outcome: the settings, and the source of each by its field."""
+
+    config: Config
+    sources: dict[str, str]
+
+    def shown(self) -> dict[str, Sourced]:
+        """Give every setting by its path, as text that is fit to be seen."""
+        return {
+            setting.path: Sourced(_shown(getattr(self.config, field)), self.sources[field])
+            for field, setting in SETTINGS.items()
+        }
+
+
+def load(
+    *,
+    file: str | None = None,
+    environment: Mapping[str, str],
+    flags: Mapping[str, Any],
+) -> Effective:
+    """Put the settings together; later wins: defaults, file, environment, flags.
+
+    ``flags`` are by field; those that are None were not given. ``file`` None means the one that
+    PENSTOCK_CONFIG names, if any.
+    """
+    raw: dict[str, Sourced] = {}
+    file = file or environment.get("PENSTOCK_CONFIG") or None
+    if file is not None:
+        raw |= _from_file(Path(file))
+    raw |= _from_environment(environment)
+    for field, value in flags.items():
+        if value is not None:
+            raw[field] = Sourced(value, SETTINGS[field].flag)
+    values = {field: _convert(SETTINGS[field], *sourced) for field, sourced in raw.items()}
+    sources = dict.fromkeys(SETTINGS, "default") | {
+        field: sourced.source for field, sourced in raw.items()
+    }
+    # Who names listeners means those: the others' default ports may be somebody else's.
+    fields = [f"listen_{name}" for name in LISTENERS]
+    if any(field in raw and raw[field].value != OFF for field in fields):
+        for field in fields:
+            if field not in raw:
+                values[field], sources[field] = OFF, "default, as others are named"
+    config = Config(**values)
+    _check(config)
+    return Effective(config, sources)
+
+
+def _from_file(path: Path) -> dict[str, Sourced]:
+    try:
+        with path.open("rb") as file:
+            tree = tomllib.load(file)
+    except OSError as error:
+        raise InvalidInput(f"the file {path} can't be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"the file {path} is not TOML: {error}") from None
+    by_path = {setting.path: setting.field for setting in SETTINGS.values()}
+    found = {}
+    for name, value in tree.items():
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        for rest, each in inner:
+            full = f"{name}.{rest}" if rest else name
+            if full not in by_path:
+                raise InvalidInput(f"{path}: no setting {full!r:.100}{_nearest(full, by_path)}")
+            found[by_path[full]] = Sourced(each, f"file {path}")
+    return found
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Sourced]:
+    by_variable = {setting.variable: setting.field for setting in SETTINGS.values()}
+    found = {}
+    for name, value in environment.items():
+        if name in by_variable:
+            found[by_variable[name]] = Sourced(value, name)
+        elif name.startswith("PENSTOCK_") and name != "PENSTOCK_CONFIG":
+            _refuse_misspelt(name, by_variable)
+    return found
+
+
+def _refuse_misspelt(name: str, known: Mapping[str, str]) -> None:
+    """Refuse a variable that is meant for us; others have theirs beside ours."""
+    if _FOREIGN_VARIABLE.fullmatch(name):
+        return
+    rest = name.removeprefix("PENSTOCK_")
+    bare = [each.removeprefix("PENSTOCK_") for each in known]
+    sections = tuple(f"{section.upper()}_" for section in SECTIONS)
+    if rest.startswith(sections) or difflib.get_close_matches(rest, bare, 1, 0.8):
+        raise InvalidInput(f"no setting is named by the variable {name}{_nearest(name, known)}")
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, known, 1, 0.5)
+    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+
+
+def _convert(setting: Setting, value: Any, source: str) -> Any:
+    """Check a value, which is text if it came from the environment."""
+    try:
+        return msgspec.convert(value, setting.kind, strict=False, dec_hook=_special)
+    except msgspec.ValidationError as error:
+        text = _choices(setting.kind) or str(error)
+        shown = "" if repr(value) in text else f", not {value!r:.100}"
+        raise InvalidInput(f"{setting.path} (from {source}): {text}{shown}") from None
+
+
+def _choices(kind: Any) -> str:
+    inner = typing.get_args(kind)[0]
+    if typing.get_origin(inner) is not Literal:
+        return ""
+    return f"it is {' or '.join(each for each in typing.get_args(inner) if each)}"
+
+
+def _special(kind: type, value: Any) -> Any:
+    if kind is Duration:
+        return Duration(_amount(value, _UNITS_MS, "a duration such as 250ms, 30s, 5m or 2h"))
+    if kind is Size:
+        return Size(_amount(value, _UNITS_BYTES, "a size such as 64KB or 16MB"))
+    if not isinstance(value, str):
+        raise ValueError("it is an address such as 127.0.0.1:8815, or off")  # noqa: TRY004
+    if value != OFF:
+        parse_address(value)
+    return Address(value)
+
+
+def _amount(value: Any, units: Mapping[str, int], what: str) -> int:
+    found = _AMOUNT.fullmatch(str(value)) if isinstance(value, int | str) else None
+    if found is None or found[2] not in units:
+        raise ValueError(f"it is {what}")
+    return int(found[1]) * units[found[2]]
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Split ``HOST:PORT``; an IPv6 host may be in brackets."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65_535:
+        raise InvalidInput(f"{text!r:.100} is not an address such as 127.0.0.1:8815, nor off")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _check(config: Config) -> None:
+    """Refuse settings that contradict each other."""
+    if bool(config.tls_certificate) != bool(config.tls_key):
+        raise InvalidInput("tls.certificate and tls.key go together: give both or neither")
+    if config.tls_client_ca and not config.tls_certificate:
+        raise InvalidInput("tls.client_ca asks clients for certificates: give tls.certificate too")
+    if not 1 <= config.dedup_window <= limits.MAX_DEDUP_WINDOW_MS:
+        raise InvalidInput(f"dedup_window is 1 to {limits.MAX_DEDUP_WINDOW_MS} ms")
+
+
+def authenticates(config: Config) -> bool:
+    """Decide whether requests need a key; refuse to be open to others by accident."""
+    if config.auth_mode == "off":
+        return False
+    exposed = [
+        f"listen.{name} {address}"
+        for name in LISTENERS
+        if (address := getattr(config, f"listen_{name}")) != OFF
+        and not is_loopback(parse_address(address)[0])
+    ]
+    if config.auth_keys:
+        return True
+    if exposed:
+        raise InvalidInput(
+            f"{exposed[0]} can be reached from other machines, and there are no keys: make one "
+            "with 'penstock keys add NAME --keys FILE --allow all' and name the file with --keys "
+            "FILE; or listen on 127.0.0.1; or, if everybody may do everything, say --auth off"
+        )
+    if config.auth_mode == "required":
+        raise InvalidInput(
+            "auth.mode is required, and there are no keys: make one with 'penstock keys add NAME "
+            "--keys FILE --allow all' and name the file with --keys FILE"
+        )
+    return False
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, Duration):
+        return f"{value}ms" if value % 1_000 or not value else f"{value // 1_000}s"
+    if isinstance(value, Size):
+        return int(value)
+    if isinstance(value, str):
+        # A store's URL may hold a password.
+        return re.sub(r"(://[^/:@]*):[^/@]*@", r"\1:…@", str(value))
+    return value

@@ -1,0 +1,313 @@
+"""The desk: where the requests of all connections meet.
+
+::
+
+    connections ──▶ gathered in one turn of the loop ──▶ one joint change ──▶ synced ──▶ answered
+                        ▲                                     │
+    parked claims ──────┘◀──────── a queue got something ─────┘
+
+What comes in one turn of the event loop shares scans, commits and the sync. Claims that find
+nothing are parked, without a thread, until their queue gets something or their time is up.
+Everything here runs on the loop's thread, but for what :meth:`Desk.call` is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+
+from penstock import limits
+from penstock.broker_joint import Ack, Change, Claim, Joint, Publish
+from penstock.errors import BrokerClosed
+from penstock.validation import (
+    check_count,
+    check_duration,
+    check_messages,
+    check_receipts,
+    check_text,
+)
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop, Future, TimerHandle
+    from collections.abc import Callable, Iterable
+
+    from penstock.broker import Broker
+    from penstock.broker_joint import Request
+    from penstock.model import Delivery, Message, Outcome
+
+__all__ = ["Desk"]
+
+T = TypeVar("T")
+
+_Made: TypeAlias = "tuple[Request, Future[Any]]"
+
+# What one joint change does at most, so that nobody waits long behind others.
+MAX_JOINT_MESSAGES: Final = 10_000
+# Verbs that may take long run here; each of them still holds the broker only for moments.
+CALL_THREADS: Final = 4
+
+
+class _Waiting:
+    """A claim that may wait: until when, and the alarm that ends it while it is parked."""
+
+    __slots__ = ("alarm", "claim", "future", "until")
+
+    def __init__(self, claim: Claim, future: Future[Any], until: float) -> None:
+        self.claim = claim
+        self.future = future
+        self.until = until
+        self.alarm: TimerHandle | None = None
+
+
+class Desk:
+    """Takes requests on the loop's thread; every future is done once its change is durable."""
+
+    def __init__(self, broker: Broker, loop: AbstractEventLoop) -> None:
+        self.broker = broker
+        self._loop = loop
+        self._gathered: deque[_Made] = deque()
+        self._scheduled = False
+        self._under_way = 0
+        # Claims that may wait, from their request to their answer; and those that do, by queue.
+        self._waiting: dict[int, _Waiting] = {}
+        self._parked: dict[str, dict[int, _Waiting]] = {}
+        # What other threads have told, until the loop comes to it.
+        self._news: dict[str | None, int | None] = {}
+        self._news_lock = threading.Lock()
+        self._open = True
+        self._threads = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="penstock-desk")
+        broker.listen(self._woken)
+
+    @property
+    def parked(self) -> int:
+        """How many claims wait for messages."""
+        return sum(map(len, self._parked.values()))
+
+    @property
+    def under_way(self) -> int:
+        """How many requests are gathered or not durable yet."""
+        return self._under_way
+
+    @property
+    def is_open(self) -> bool:
+        """Whether claims may wait: not once the server is stopping."""
+        return self._open
+
+    # --- verbs -----------------------------------------------------------------------------
+
+    def publish(
+        self, messages: Iterable[Message], *, queue: str | None = None
+    ) -> Future[list[int]]:
+        """Publish, as :meth:`Broker.publish`; with ``queue`` all of them must go there."""
+        return self._gather(Publish(check_messages(messages), queue))
+
+    def claim(
+        self,
+        queue: str,
+        *,
+        limit: int = 1,
+        lease_ms: int | None = None,
+        wait_ms: int = 0,
+        consumer: str = "",
+    ) -> Future[list[Delivery]]:
+        """Claim, as :meth:`Broker.claim`; cancel the future when nobody waits for it any more."""
+        check_count(limit, "limit", 1, limits.MAX_CLAIM_LIMIT)
+        check_duration(wait_ms, "wait_ms", high=limits.MAX_WAIT_MS)
+        check_text(consumer, "consumer", limits.MAX_CONSUMER_BYTES)
+        if lease_ms is not None:
+            check_duration(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
+        claim = Claim(queue, limit, lease_ms, consumer)
+        future = self._gather(claim)
+        if wait_ms and self._open:
+            waiting = _Waiting(claim, future, self._loop.time() + wait_ms / 1000)
+            self._waiting[id(claim)] = waiting
+            future.add_done_callback(lambda _: self._forget(waiting))
+        return future
+
+    def ack(self, receipts: Iterable[str], *, queue: str | None = None) -> Future[list[Outcome]]:
+        """Settle messages as done, as :meth:`Broker.ack`."""
+        return self._gather(Ack(check_receipts(receipts), queue))
+
+    def release(
+        self,
+        receipts: Iterable[str],
+        *,
+        delay_ms: int | None = None,
+        reason: str = "",
+        queue: str | None = None,
+    ) -> Future[list[Outcome]]:
+        """Give messages back, as :meth:`Broker.release`."""
+        return self.change(self.broker.releasing(receipts, delay_ms, reason, queue))
+
+    def extend(
+        self, receipts: Iterable[str] | str, *, lease_ms: int, queue: str | None = None
+    ) -> Future[list[Outcome]]:
+        """Move deadlines, as :meth:`Broker.extend`."""
+        return self.change(self.broker.extending(receipts, lease_ms, queue))
+
+    def change(self, work: Callable[[int], T]) -> Future[T]:
+        """Make a change that the broker has prepared; it is told the time, and must be short."""
+        return self._gather(Change(work))
+
+    def call(self, work: Callable[[Broker], T]) -> Future[T]:
+        """Do anything else with the broker, on a thread."""
+        if not self._open:
+            raise BrokerClosed("the server is stopping")
+        return self._loop.run_in_executor(self._threads, work, self.broker)
+
+    # --- stopping --------------------------------------------------------------------------
+
+    def hand_back(self) -> None:
+        """Answer claims that wait with nothing, and let none wait from now on."""
+        self._open = False
+        for waiting in list(self._waiting.values()):
+            self._forget(waiting, answer=True)
+
+    async def close(self) -> None:
+        """Wait for what is under way. The broker stays open."""
+        self.hand_back()
+        while self._under_way:
+            await asyncio.sleep(0.001)
+        self.broker.listen(None)
+        await asyncio.to_thread(self._threads.shutdown)
+
+    # --- gathering -------------------------------------------------------------------------
+
+    def _gather(self, request: Request) -> Future[Any]:
+        future = self._loop.create_future()
+        self._add(request, future)
+        return future
+
+    def _add(self, request: Request, future: Future[Any]) -> None:
+        self._gathered.append((request, future))
+        self._under_way += 1
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._work)
+
+    def _work(self) -> None:
+        """Make one joint change of what has gathered."""
+        joint, made = self._next()
+        self._scheduled = bool(self._gathered)
+        if self._scheduled:
+            self._loop.call_soon(self._work)
+        if not made:
+            return
+        try:
+            number = self.broker.begin(joint)
+        except Exception as error:
+            # Whatever it was, they must be told.
+            self._answer(made, error)
+            return
+        # At once: whatever wakes them from now on comes to the loop after this.
+        made = [each for each in made if not self._park(each[0])]
+        if made:
+            self.broker.tell(
+                number, lambda error: self._loop.call_soon_threadsafe(self._answer, made, error)
+            )
+
+    def _next(self) -> tuple[Joint, list[_Made]]:
+        """Take what one joint change may do, in the order of arrival."""
+        joint = Joint()
+        made: list[_Made] = []
+        room = MAX_JOINT_MESSAGES
+        gathered = self._gathered
+        while gathered and room > 0:
+            request, future = each = gathered.popleft()
+            if future.done():
+                self._under_way -= 1
+                continue
+            if isinstance(request, Publish):
+                joint.publishes.append(request)
+                room -= len(request.messages)
+            elif isinstance(request, Claim):
+                joint.claims.append(request)
+                room -= request.limit
+            elif isinstance(request, Ack):
+                joint.acks.append(request)
+                room -= len(request.receipts)
+            else:
+                joint.changes.append(request)
+                room -= 1
+            made.append(each)
+        return joint, made
+
+    def _answer(self, made: list[_Made], failure: Exception | None) -> None:
+        """Answer everybody of a joint change."""
+        self._under_way -= len(made)
+        for request, future in made:
+            error = request.error if failure is None else failure
+            if future.done():
+                if isinstance(request, Claim) and request.answer:
+                    self._give_back(request)
+                continue
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(request.answer)
+
+    def _give_back(self, claim: Claim) -> None:
+        """Release what was claimed for somebody who went away meanwhile: others may want it."""
+        receipts = [delivery.receipt for delivery in claim.answer]
+        self.release(receipts, delay_ms=0, reason="the client left before its answer")
+
+    # --- waiting ---------------------------------------------------------------------------
+
+    def _park(self, request: Request) -> bool:
+        """Have a claim wait that got nothing and may; say whether it does."""
+        if not isinstance(request, Claim) or request.answer or request.error is not None:
+            return False
+        waiting = self._waiting.get(id(request))
+        if waiting is None or waiting.until <= self._loop.time():
+            return False
+        waiting.alarm = self._loop.call_at(waiting.until, self._forget, waiting, True)  # noqa: FBT003
+        self._parked.setdefault(request.queue, {})[id(request)] = waiting
+        self._under_way -= 1
+        return True
+
+    def _unpark(self, waiting: _Waiting) -> bool:
+        """Take a claim out of those that wait; say whether it was among them."""
+        if waiting.alarm is None:
+            return False
+        waiting.alarm.cancel()
+        waiting.alarm = None
+        queue = waiting.claim.queue
+        del self._parked[queue][id(waiting.claim)]
+        if not self._parked[queue]:
+            del self._parked[queue]
+        return True
+
+    def _forget(self, waiting: _Waiting, answer: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Let a claim wait no longer: its time is up, it is answered, or nobody wants it."""
+        self._waiting.pop(id(waiting.claim), None)
+        if self._unpark(waiting) and answer and not waiting.future.done():
+            waiting.future.set_result([])
+
+    def _woken(self, queue: str | None, available: int | None) -> None:
+        """Pass on that a queue has something, or that the store is lost.
+
+        Called on any thread, with the broker's lock held.
+        """
+        if not self._waiting:
+            return
+        with self._news_lock:
+            first = not self._news
+            self._news[queue] = available
+        if first:
+            self._loop.call_soon_threadsafe(self._retry)
+
+    def _retry(self) -> None:
+        """Have claims look again that wait for a queue of which there is news."""
+        with self._news_lock:
+            news, self._news = self._news, {}
+        if None in news:
+            news = dict.fromkeys(self._parked)
+        for queue, available in news.items():
+            parked = list(self._parked.get(queue or "", {}).values())
+            # The first ones, as many as could get something; all of them, if the queue is gone.
+            for waiting in parked if available is None else parked[: max(1, available)]:
+                self._unpark(waiting)
+                self._add(waiting.claim, waiting.future)

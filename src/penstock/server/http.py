@@ -1,0 +1,116 @@
+"""The HTTP listener that SQS and the admin pages share.
+
+What happens on a connection is in :mod:`~penstock.server.http_wire`. One watch for all connections
+sees to their deadlines, so that an idle one costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import InvalidInput
+from penstock.server.http_types import Handler, HttpBounds, Request, Response
+from penstock.server.http_wire import Connection
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from ssl import SSLContext
+
+__all__ = ["Handler", "Http", "HttpBounds", "Request", "Response"]
+
+
+class Http:
+    """A listener: hands requests to the handler of their method and path, or to the fallback."""
+
+    def __init__(
+        self,
+        routes: Mapping[tuple[str, str], Handler],
+        fallback: Handler,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: SSLContext | None = None,
+        bounds: HttpBounds | None = None,
+    ) -> None:
+        self.bounds = bounds or HttpBounds()
+        self.secure = tls is not None
+        self._routes = dict(routes)
+        self._fallback = fallback
+        self._place = (host, port)
+        self._tls = tls
+        self._server: asyncio.Server | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._empty = asyncio.Event()
+        self.stopping = False
+        self.open: set[Connection] = set()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that it listens on."""
+        if self._server is None or not self._server.sockets:
+            return self._place
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return str(host), int(port)
+
+    @property
+    def connections(self) -> int:
+        """How many connections are open."""
+        return len(self.open)
+
+    async def start(self) -> None:
+        """Bind and accept."""
+        loop = asyncio.get_running_loop()
+        host, port = self._place
+        options: dict[str, Any] = {}
+        if self._tls is not None:
+            options["ssl_handshake_timeout"] = self.bounds.first_byte_ms / 1000
+        try:
+            self._server = await loop.create_server(
+                lambda: Connection(self, loop), host, port, ssl=self._tls, backlog=1024, **options
+            )
+        except OSError as error:
+            raise InvalidInput(
+                f"can't listen on {host}:{port}: {error.strerror or error}"
+            ) from None
+        self._look_around()
+
+    async def stop(self, grace_ms: int) -> None:
+        """Accept no more, let what is in hand be answered for ``grace_ms``, then close."""
+        self.stopping = True
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self.open):
+            connection.finish()
+        if self.open:
+            self._empty.clear()
+            try:
+                await asyncio.wait_for(self._empty.wait(), grace_ms / 1000)
+            except TimeoutError:
+                for connection in list(self.open):
+                    connection.abort()
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def handler_of(self, method: str, path: str) -> Handler:
+        """Return who answers; HEAD is answered like GET."""
+        key = ("GET" if method == "HEAD" else method, path)
+        return self._routes.get(key, self._fallback)
+
+    def forget(self, connection: Connection) -> None:
+        """Take a connection out of those that are open."""
+        self.open.discard(connection)
+        if not self.open:
+            self._empty.set()
+
+    def _look_around(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for connection in list(self.open):
+            if connection.deadline <= now:
+                connection.overdue()
+        bounds = self.bounds
+        shortest_ms = min(
+            bounds.first_byte_ms, bounds.request_ms, bounds.idle_ms, bounds.stalled_write_ms
+        )
+        self._watch = loop.call_later(min(0.5, shortest_ms / 4000), self._look_around)

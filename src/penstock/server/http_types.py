@@ -1,0 +1,47 @@
+"""What HTTP handlers are given and give back, and the bounds of a listener."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
+
+import msgspec
+
+from penstock import limits
+
+__all__ = ["Handler", "HttpBounds", "Request", "Response"]
+
+
+class Request(msgspec.Struct, gc=False):
+    """A request that has come in whole. Header names are in lower case."""
+
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]
+    body: bytes
+    peer: str
+    secure: bool = False
+
+
+class Response(msgspec.Struct):
+    """An answer. Content-Length and Connection are seen to by the protocol."""
+
+    status: int = 200
+    body: bytes = b""
+    content_type: str = "text/plain; charset=utf-8"
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+Handler: TypeAlias = Callable[[Request], Response | Awaitable[Response]]
+
+
+class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
+    """The bounds of a listener."""
+
+    connections: int = limits.HTTP_MAX_CONNECTIONS
+    body_bytes: int = limits.HTTP_MAX_BODY_BYTES
+    first_byte_ms: int = limits.HTTP_FIRST_BYTE_MS
+    request_ms: int = limits.HTTP_REQUEST_MS
+    idle_ms: int = limits.HTTP_IDLE_MS
+    stalled_write_ms: int = limits.HTTP_STALLED_WRITE_MS

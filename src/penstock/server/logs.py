@@ -1,0 +1,84 @@
+"""Logs: lines of text, or one JSON object each, on standard error.
+
+What is logged about a request is its protocol, operation, key, outcome and duration: never a
+payload, an attribute or a secret.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import msgspec
+
+__all__ = ["AccessLog", "configure"]
+
+access: Final = logging.getLogger("penstock.access")
+_encode: Final = msgspec.json.Encoder(enc_hook=str).encode
+
+
+class JsonLines(logging.Formatter):
+    """A record as a JSON object; ``fields`` of the record are put beside the rest."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Write one line."""
+        line: dict[str, Any] = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return _encode(line).decode()
+
+
+class TextLines(logging.Formatter):
+    """A record as a line for people."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Write one line, and a traceback below it if there is one."""
+        fields = getattr(record, "fields", {})
+        parts = [_time(record), record.levelname.lower(), record.name, record.getMessage()]
+        parts += [f"{name}={value}" for name, value in fields.items()]
+        if record.exc_info:
+            parts.append(f"\n{self.formatException(record.exc_info)}")
+        return " ".join(parts)
+
+
+def _time(record: logging.LogRecord) -> str:
+    moment = datetime.fromtimestamp(record.created, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def configure(level: str, form: str) -> None:
+    """Log everything of this process to standard error, from a level on."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # What asyncio says at debug would name every read.
+    logging.getLogger("asyncio").setLevel(max(logging.INFO, logging.getLogger().level))
+
+
+class AccessLog:
+    """Tells of every request, at info or at debug; next to free if nobody listens."""
+
+    def __init__(self, *, info: bool) -> None:
+        self._level = logging.INFO if info else logging.DEBUG
+
+    def __call__(
+        self, protocol: str, operation: str, key_id: str, outcome: str, seconds: float
+    ) -> None:
+        """Tell of one request."""
+        if access.isEnabledFor(self._level):
+            fields = {
+                "protocol": protocol,
+                "operation": operation,
+                "key": key_id,
+                "status": outcome,
+                "ms": round(seconds * 1000, 3),
+            }
+            access.log(self._level, "request", extra={"fields": fields})

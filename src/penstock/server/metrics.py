@@ -1,0 +1,264 @@
+"""What a server counts, for Prometheus.
+
+Requests and connections are counted as they happen; everything else is read from the broker and
+the desk when somebody asks. The number of series is bounded: the deepest queues have series of
+their own, the rest are summed under ``queue="(others)"``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+
+from penstock import limits
+from penstock.errors import PenstockError, QueueNotFound
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from prometheus_client.core import Metric
+
+    from penstock.broker import Broker
+    from penstock.model import QueueStats
+
+__all__ = ["CONTENT_TYPE", "OTHERS", "Metrics"]
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+OTHERS: Final = "(others)"
+BOUNDS: Final = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1),
+    *(0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+)
+_BUCKETS: Final = [*map(str, BOUNDS), "+Inf"]
+# Operations are named by clients in some protocols: nobody may grow the table by inventing some.
+_MAX_SERIES: Final = 1_000
+_STATES: Final = ("available", "delayed", "in_flight", "done", "failed")
+_TOTALS: Final = {
+    "enqueued_total": "Messages that came into the queue.",
+    "claimed_total": "Messages given out under a lease.",
+    "acked_total": "Messages settled as done.",
+    "released_total": "Messages given back.",
+    "lease_expired_total": "Leases that ran out.",
+    "failed_total": "Messages that ran out of attempts.",
+    "redriven_total": "Failed messages made available again.",
+    "removed_total": "Messages removed by retention or purge.",
+    "moved_in_total": "Messages that came from another queue.",
+    "moved_out_total": "Messages that went to another queue.",
+}
+_STORE: Final = {
+    "published_total": "Messages published.",
+    "duplicates_total": "Messages published again within the dedup window.",
+    "unrouted_total": "Messages that no queue wanted.",
+    "quarantined_total": "Records that did not decode.",
+    "healed_total": "Records mended since the store was opened.",
+    "stale_receipts_total": "Receipts refused since the store was opened.",
+}
+
+
+class _Series:
+    """A histogram: plain numbers, so that counting costs next to nothing."""
+
+    __slots__ = ("counts", "seconds")
+
+    def __init__(self) -> None:
+        self.counts = [0] * len(_BUCKETS)
+        self.seconds = 0.0
+
+    def cumulated(self) -> list[tuple[str, float]]:
+        total, pairs = 0, []
+        for bound, count in zip(_BUCKETS, self.counts, strict=True):
+            total += count
+            pairs.append((bound, float(total)))
+        return pairs
+
+
+class Metrics:
+    """The counters of one server, and the page that shows them."""
+
+    def __init__(
+        self,
+        *,
+        queues: int = limits.MAX_METRIC_QUEUES,
+        access: Callable[[str, str, str, str, float], None] | None = None,
+    ) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+        self._queues = queues
+        self._access = access
+        self._lock = threading.Lock()
+        self._requests: dict[tuple[str, str, str], _Series] = {}
+        self._connections: Callable[[], dict[str, int]] = dict
+        self._refused: dict[str, int] = {}
+        self._parked: Callable[[], int] = lambda: 0
+        self._broker: Broker | None = None
+
+    # --- counting, from any thread -----------------------------------------------------------
+
+    def request(
+        self, protocol: str, operation: str, seconds: float, outcome: str, key_id: str = ""
+    ) -> None:
+        """Count a request; the outcome is ``ok`` or the name of an error."""
+        key = (protocol, operation, outcome)
+        with self._lock:
+            series = self._requests.get(key)
+            if series is None:
+                if len(self._requests) >= _MAX_SERIES:
+                    key = (protocol, "(others)", "(others)")
+                series = self._requests.setdefault(key, _Series())
+            series.counts[bisect_left(BOUNDS, seconds)] += 1
+            series.seconds += seconds
+        if self._access is not None:
+            self._access(protocol, operation, key_id, outcome, seconds)
+
+    def refused(self, protocol: str) -> None:
+        """Count a connection that was turned away: there were too many, or it was too slow."""
+        with self._lock:
+            self._refused[protocol] = self._refused.get(protocol, 0) + 1
+
+    # --- showing -----------------------------------------------------------------------------
+
+    def watch(
+        self,
+        broker: Broker,
+        *,
+        parked: Callable[[], int],
+        connections: Callable[[], dict[str, int]],
+    ) -> None:
+        """Show the state of a broker too, how many claims wait, and connections by protocol."""
+        self._broker, self._parked, self._connections = broker, parked, connections
+
+    def page(self) -> bytes:
+        """Write the page; call it from a thread, since it asks the broker about every queue."""
+        page: bytes = generate_latest(self.registry)
+        return page
+
+    def collect(self) -> Iterator[Metric]:
+        """Give every series, as prometheus-client asks for them."""
+        yield from self._edge()
+        if self._broker is not None:
+            yield from _store(self._broker)
+            yield from self._by_queue(self._broker)
+
+    def _edge(self) -> Iterator[Metric]:
+        with self._lock:
+            requests = [(key, each.cumulated(), each.seconds) for key, each in
+                        self._requests.items()]  # fmt: skip
+            refused = dict(self._refused)
+        histogram = HistogramMetricFamily(
+            "penstock_request_seconds",
+            "Requests, by how long they took until they were answered.",
+            labels=("protocol", "operation", "outcome"),
+        )
+        for key, buckets, seconds in sorted(requests):
+            histogram.add_metric(key, buckets, seconds)
+        yield histogram
+        gauge = GaugeMetricFamily("penstock_connections", "Open connections.", labels=["protocol"])
+        for protocol, count in sorted(self._connections().items()):
+            gauge.add_metric([protocol], count)
+        yield gauge
+        counter = CounterMetricFamily(
+            "penstock_connections_refused", "Connections turned away.", labels=["protocol"]
+        )
+        for protocol, count in sorted(refused.items()):
+            counter.add_metric([protocol], count)
+        yield counter
+        yield GaugeMetricFamily("penstock_parked_claims", "Claims that wait.", self._parked())
+
+    def _by_queue(self, broker: Broker) -> Iterator[Metric]:
+        largest, others, count = _ranked(_stats(broker), self._queues)
+        yield GaugeMetricFamily("penstock_queues", "Queues.", count)
+        shown = [(each.queue, each) for each in largest]
+        if others is not None:
+            shown.append((OTHERS, others))
+        depth = GaugeMetricFamily(
+            "penstock_queue_depth", "Messages in a queue by state.", labels=["queue", "state"]
+        )
+        oldest = GaugeMetricFamily(
+            "penstock_queue_oldest_seconds",
+            "Age of the oldest message that waits.",
+            labels=["queue"],
+        )
+        for name, stats in shown:
+            for state in _STATES:
+                depth.add_metric([name, state], getattr(stats, state))
+            oldest.add_metric([name], (stats.oldest_age_ms or 0) / 1000)
+        yield depth
+        yield oldest
+        for field, about in _TOTALS.items():
+            total = CounterMetricFamily(f"penstock_queue_{field}", about, labels=["queue"])
+            for name, stats in shown:
+                total.add_metric([name], getattr(stats, field))
+            yield total
+
+
+def _stats(broker: Broker) -> Iterator[QueueStats]:
+    # Queue by queue, so that others get in between.
+    for spec in broker.queues():
+        try:
+            yield broker.stats(spec.name)
+        except QueueNotFound:
+            continue
+
+
+def _ranked(
+    every: Iterable[QueueStats], most: int
+) -> tuple[list[QueueStats], QueueStats | None, int]:
+    """Split into the deepest, by name, and the sum of the rest; and count them."""
+    stats = list(every)
+    if len(stats) <= most:
+        return stats, None, len(stats)
+    deepest = heapq.nlargest(most, stats, key=lambda s: (s.available + s.in_flight, s.queue))
+    named = {each.queue for each in deepest}
+    rest = [each for each in stats if each.queue not in named]
+    kind = type(rest[0])
+    sums = {
+        field: sum(getattr(each, field) or 0 for each in rest)
+        for field in kind.__struct_fields__
+        if field not in {"queue", "oldest_age_ms"}
+    }
+    oldest = max(each.oldest_age_ms or 0 for each in rest)
+    others = kind(queue=OTHERS, oldest_age_ms=oldest, **sums)
+    return sorted(deepest, key=lambda each: each.queue), others, len(stats)
+
+
+def _store(broker: Broker) -> Iterator[Metric]:
+    stats = broker.store_stats()
+    for field, about in _STORE.items():
+        yield CounterMetricFamily(f"penstock_{field}", about, getattr(stats, field))
+    log = broker.log_stats()
+    lag = GaugeMetricFamily(
+        "penstock_routing_lag", "Messages of a log that are not routed yet.", labels=["log"]
+    )
+    for number, cursor in sorted(log.cursors.items()):
+        behind = log.end - cursor if log.routing == "pipeline" else 0
+        lag.add_metric([str(number)], max(0, behind))
+    yield lag
+    yield GaugeMetricFamily("penstock_log_messages", "Offsets kept.", log.end - log.earliest)
+    cost = broker.durability()
+    yield CounterMetricFamily("penstock_syncs", "Syncs of the store.", cost.syncs)
+    yield CounterMetricFamily(
+        "penstock_synced_commits", "Commits made durable; over syncs: the group.", cost.commits
+    )
+    yield CounterMetricFamily("penstock_sync_seconds", "Time spent in syncs.", cost.seconds)
+    yield GaugeMetricFamily("penstock_store_healthy", "1 if syncing works.", healthy(broker))
+
+
+def healthy(broker: Broker) -> bool:
+    """Whether the store is open and what is written becomes durable."""
+    failures: list[PenstockError | None] = []
+    try:
+        # Of nothing the answer comes at once: whether syncing has failed before.
+        broker.tell(0, failures.append)
+        broker.info()
+    except PenstockError:
+        return False
+    return failures == [None]

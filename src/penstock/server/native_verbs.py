@@ -1,0 +1,198 @@
+"""What a native request does at the desk, and what its key must allow: one row for each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from penstock.errors import NotAllowed
+from penstock.gateways.native import wire
+from penstock.server.security import check_publish
+
+if TYPE_CHECKING:
+    from asyncio import Future
+    from collections.abc import Callable
+
+    from penstock.broker import Broker
+    from penstock.model import Backfilled
+    from penstock.server.desk import Desk
+    from penstock.server.security import Principal
+
+__all__ = ["VERBS"]
+
+# What a record of the log is taken to weigh.
+RECORD_BYTES: Final = 256
+
+
+def _light(_request: Any, _message_bytes: int) -> int:
+    return 0
+
+
+def _by_limit(request: wire.Claim | wire.Browse, message_bytes: int) -> int:
+    return max(0, request.limit) * message_bytes
+
+
+def _by_records(request: wire.ReadLog, _message_bytes: int) -> int:
+    return max(0, request.limit) * RECORD_BYTES
+
+
+class _Verb(NamedTuple):
+    """How a request is checked and run.
+
+    ``weight`` says about how many bytes its answer takes, told what a message weighs.
+    ``at_the_desk``: it is gathered with others and begun at once, where others wait for a thread.
+    """
+
+    check: Callable[[Any, Any], None]
+    run: Callable[[Desk, Any], Future[Any]]
+    weight: Callable[[Any, int], int] = _light
+    at_the_desk: bool = False
+
+
+# --- who may ------------------------------------------------------------------------------------
+
+
+def _publishes(principal: Principal, request: wire.Publish) -> None:
+    check_publish(principal, request.messages)
+    if request.queue is not None:
+        principal.check("publish", request.queue)
+
+
+def _consumes(principal: Principal, request: Any) -> None:
+    principal.check("consume", request.queue)
+
+
+def _settles(principal: Principal, request: Any) -> None:
+    # A receipt that was given out is itself the proof that its queue may be consumed.
+    if request.queue is not None:
+        principal.check("consume", request.queue)
+    elif not any(action == "consume" for action, _ in principal.grants):
+        raise NotAllowed(f"key {principal.key_id!r} may not consume")
+
+
+def _administers(principal: Principal, request: Any) -> None:
+    principal.check("admin", getattr(request, "queue", None) or getattr(request, "name", None))
+
+
+def _moves(principal: Principal, request: wire.Move) -> None:
+    principal.check("admin", request.queue)
+    principal.check("admin", request.to)
+
+
+def _looks(principal: Principal, _request: Any) -> None:
+    principal.check_any(("consume", "admin"))
+
+
+def _looks_at(principal: Principal, request: wire.Queue) -> None:
+    principal.check_any(("consume", "publish", "admin"), request.name)
+
+
+# --- what it does -------------------------------------------------------------------------------
+
+
+def _at_once(work: Callable[[Broker, Any], Any]) -> Callable[[Desk, Any], Future[Any]]:
+    return lambda desk, request: desk.call(lambda broker: work(broker, request))
+
+
+def _browse(broker: Broker, request: wire.Browse) -> wire.Entries:
+    page = broker.browse(
+        request.queue,
+        state=request.state,
+        limit=request.limit,
+        cursor=request.cursor,
+        payloads=request.payloads,
+    )
+    return wire.Entries(list(page), page.next_cursor)
+
+
+class _StepDoneError(Exception):
+    def __init__(self, step: wire.Step) -> None:
+        self.step = step
+
+
+def _backfill(broker: Broker, request: wire.Backfill) -> wire.Step:
+    """Do one step: a server that stops need not wait for a whole log."""
+
+    def stop(done: Backfilled, end: int) -> None:
+        raise _StepDoneError(wire.Step(done, end))
+
+    begin = "earliest" if request.begin is None else request.begin
+    try:
+        done = broker.backfill(request.queue, from_=begin, to=request.to, progress=stop)  # type: ignore[arg-type]
+    except _StepDoneError as over:
+        return over.step
+    return wire.Step(done, done.next)
+
+
+def _publish(desk: Desk, r: wire.Publish) -> Future[Any]:
+    return desk.publish(r.messages, queue=r.queue)
+
+
+def _ack(desk: Desk, r: wire.Ack) -> Future[Any]:
+    return desk.ack(r.receipts, queue=r.queue)
+
+
+def _claim(desk: Desk, r: wire.Claim) -> Future[Any]:
+    return desk.claim(
+        r.queue, limit=r.limit, lease_ms=r.lease_ms, wait_ms=r.wait_ms, consumer=r.consumer
+    )
+
+
+def _release(desk: Desk, r: wire.Release) -> Future[Any]:
+    return desk.release(r.receipts, delay_ms=r.delay_ms, reason=r.reason, queue=r.queue)
+
+
+def _extend(desk: Desk, r: wire.Extend) -> Future[Any]:
+    return desk.extend(r.receipts, lease_ms=r.lease_ms, queue=r.queue)
+
+
+def _move(broker: Any, r: wire.Move) -> int:
+    moved: int = broker.move(r.queue, r.to, state=r.state, message_ids=r.message_ids, limit=r.limit)
+    return moved
+
+
+VERBS: Final[dict[type[Any], _Verb]] = {
+    wire.Publish: _Verb(_publishes, _publish, at_the_desk=True),
+    wire.Claim: _Verb(_consumes, _claim, _by_limit, at_the_desk=True),
+    wire.Ack: _Verb(_settles, _ack, at_the_desk=True),
+    wire.Release: _Verb(_settles, _release, at_the_desk=True),
+    wire.Extend: _Verb(_settles, _extend, at_the_desk=True),
+    wire.Browse: _Verb(_consumes, _at_once(_browse), _by_limit),
+    wire.Attempts: _Verb(_consumes, _at_once(lambda b, r: b.attempts(r.queue, r.message_id))),
+    wire.Stats: _Verb(_consumes, _at_once(lambda b, r: b.stats(r.queue))),
+    wire.StoreStats: _Verb(_looks, _at_once(lambda b, _: b.store_stats())),
+    wire.Queues: _Verb(_looks, _at_once(lambda b, _: b.queues())),
+    wire.Queue: _Verb(_looks_at, _at_once(lambda b, r: b.queue(r.name))),
+    wire.CreateQueue: _Verb(
+        _administers, _at_once(lambda b, r: b.create_queue(r.name, **r.settings))
+    ),
+    wire.UpdateQueue: _Verb(
+        _administers,
+        _at_once(lambda b, r: b.update_queue(r.name, from_offset=r.from_offset, **r.changes)),
+    ),
+    wire.DeleteQueue: _Verb(
+        _administers, _at_once(lambda b, r: b.delete_queue(r.name, drain=r.drain))
+    ),
+    wire.Redrive: _Verb(
+        _administers,
+        _at_once(lambda b, r: b.redrive(r.queue, message_ids=r.message_ids, where=r.where)),
+    ),
+    wire.Purge: _Verb(_administers, _at_once(lambda b, r: b.purge(r.queue, states=r.states))),
+    wire.Move: _Verb(_moves, _at_once(_move)),
+    wire.ReadLog: _Verb(
+        _looks,
+        _at_once(lambda b, r: b.read_log(r.log, begin=r.begin, limit=r.limit)),
+        _by_records,
+    ),
+    wire.Assign: _Verb(
+        _administers,
+        _at_once(lambda b, r: b.assign(r.log, r.cursor, r.assignments, epoch=r.epoch)),
+    ),
+    wire.TakeEpoch: _Verb(_administers, _at_once(lambda b, _: b.take_epoch())),
+    wire.Backfill: _Verb(_administers, _at_once(_backfill)),
+    wire.ConfigureLog: _Verb(
+        _administers,
+        _at_once(lambda b, r: b.configure_log(logs=r.logs, retention_ms=r.retention_ms)),
+    ),
+    wire.LogStats: _Verb(_looks, _at_once(lambda b, _: b.log_stats())),
+    wire.Info: _Verb(_looks, _at_once(lambda b, _: b.info())),
+}

@@ -1,0 +1,398 @@
+"""Who may do what: access keys, permissions, and TLS.
+
+A key has an id, a secret that was shown once when it was made, and permissions. Native clients,
+Flight and Cap'n Proto present ``ID:SECRET`` as a token, of which the file holds a salted hash. SQS
+clients sign with the secret instead, and checking a signature takes the secret itself: it is in
+the file only for keys that were made for SQS.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import ipaddress
+import logging
+import os
+import re
+import ssl
+import stat
+import threading
+import tomllib
+from collections import OrderedDict
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from penstock import limits
+from penstock.errors import InvalidInput, NotAllowed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from penstock.model import Message
+
+__all__ = [
+    "ACTIONS",
+    "ANYONE",
+    "Key",
+    "Keys",
+    "Principal",
+    "add_key",
+    "check_publish",
+    "is_loopback",
+    "read_keys",
+    "remove_key",
+    "server_tls",
+    "token_of",
+]
+
+log = logging.getLogger(__name__)
+
+ACTIONS: Final = ("publish", "consume", "admin")
+_KEY_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_PATTERN: Final = re.compile(r"[A-Za-z0-9._*-]{1,80}")
+# A secret has 240 random bits, which nobody guesses: the cost need not make up for a weak one,
+# and a stranger who sends wrong tokens must not keep the loop busy.
+_SCRYPT: Final = (512, 8, 1)
+_SECRET_BYTES: Final = 30
+_PRIVATE_MODES: Final = stat.S_IRWXO | stat.S_IWGRP
+
+
+class Principal(msgspec.Struct, eq=False):
+    """Who asks: the id of a key and what it may do, as (action, pattern of queue names).
+
+    A connection keeps it for as long as it lasts. When the keys are read again, what it may do is
+    what the file says then: nothing, if the key is gone or has another secret.
+    """
+
+    key_id: str
+    grants: tuple[tuple[str, str], ...] = ()
+
+    def may(self, action: str, queue: str | None = None) -> bool:
+        """Whether an action on a queue is allowed; ``None`` or ``*`` is one on all queues."""
+        return _allows(self.grants, action, queue or "*")
+
+    def check(self, action: str, queue: str | None = None) -> None:
+        """Raise NotAllowed if an action on a queue is not allowed."""
+        if not _allows(self.grants, action, queue or "*"):
+            where = f"queue {queue!r:.100}" if queue and queue != "*" else "all queues"
+            raise NotAllowed(f"key {self.key_id!r} may not {action} on {where}")
+
+    def check_any(self, actions: tuple[str, ...], queue: str | None = None) -> None:
+        """Raise NotAllowed unless one of several actions is allowed."""
+        if not any(self.may(action, queue) for action in actions):
+            self.check(actions[0], queue)
+
+
+ANYONE: Final = Principal("", tuple((action, "*") for action in ACTIONS))
+"""Who every request is from when authentication is off."""
+
+
+@lru_cache(maxsize=16_384)
+def _allows(grants: tuple[tuple[str, str], ...], action: str, queue: str) -> bool:
+    return any(
+        granted == action
+        and (pattern == "*" or re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), queue))
+        for granted, pattern in grants
+    )
+
+
+def check_publish(principal: Principal, messages: Iterable[Message]) -> None:
+    """Raise NotAllowed unless every message may be published: on the queue that it names."""
+    if principal is ANYONE:
+        return
+    for queue in {message.attributes.get("queue") for message in messages}:
+        principal.check("publish", queue if isinstance(queue, str) else None)
+
+
+class Key(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A key as the file has it. ``hash`` is ``scrypt:N:R:P:SALT:DIGEST``, in base64."""
+
+    permissions: list[str]
+    hash: str = ""
+    secret: str = ""
+    description: str = ""
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    keys: dict[str, Key] = {}
+
+
+class Keys:
+    """The keys of a file, for lookups from any thread; a file that changes is read again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._cache_key = ssl.RAND_bytes(32)
+        self._seen = _fingerprint(path)
+        self._keys: dict[str, Key] = {}
+        self._principals: dict[str, Principal] = {}
+        self._adopt(read_keys(path))
+
+    def _adopt(self, keys: dict[str, Key]) -> None:
+        with self._lock:
+            principals = {}
+            for key_id, key in keys.items():
+                known = self._keys.get(key_id)
+                same = known is not None and (known.hash, known.secret) == (key.hash, key.secret)
+                found = self._principals.pop(key_id) if same else Principal(key_id)
+                found.grants = _grants(key_id, key.permissions)
+                principals[key_id] = found
+            for gone in self._principals.values():
+                gone.grants = ()
+            self._keys, self._principals = keys, principals
+            self._verified: OrderedDict[bytes, Principal] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def reload(self) -> bool:
+        """Read the file again; one that can't be used leaves the keys as they are."""
+        self._seen = _fingerprint(self.path)
+        try:
+            keys = read_keys(self.path)
+        except InvalidInput:
+            log.exception("the keys stay as they were")
+            return False
+        self._adopt(keys)
+        log.info("read %d keys from %s", len(keys), self.path)
+        return True
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed."""
+        if _fingerprint(self.path) != self._seen:
+            self.reload()
+
+    def by_token(self, token: str) -> Principal | None:
+        """Return whose token (``ID:SECRET``) this is, or None."""
+        if len(token) > limits.MAX_TOKEN_CHARS:
+            return None
+        # Known tokens are found by a keyed digest, so that neither the map nor the time that a
+        # lookup takes says anything about them.
+        digest = hashlib.blake2b(
+            token.encode("utf-8", "surrogatepass"), key=self._cache_key, digest_size=32
+        ).digest()
+        found = self._verified.get(digest)
+        if found is not None:
+            return found
+        key_id, colon, secret = token.partition(":")
+        key = self._keys.get(key_id)
+        if not colon or key is None or not _matches(key, secret):
+            return None
+        with self._lock:
+            # The file may have been read again meanwhile, and the key be gone or another.
+            now = self._keys.get(key_id)
+            same = now is not None and (now.hash, now.secret) == (key.hash, key.secret)
+            principal = self._principals[key_id] if same else None
+            if principal is not None:
+                self._verified[digest] = principal
+                if len(self._verified) > limits.MAX_VERIFIED_TOKENS:
+                    self._verified.popitem(last=False)
+        return principal
+
+    def secret_of(self, key_id: str) -> tuple[str, Principal] | None:
+        """Return the secret of a key that was made for SQS, for checking a signature."""
+        key = self._keys.get(key_id)
+        principal = self._principals.get(key_id)
+        if key is None or principal is None or not key.secret:
+            return None
+        return key.secret, principal
+
+
+def _fingerprint(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def _matches(key: Key, secret: str) -> bool:
+    if key.secret:
+        return hmac.compare_digest(key.secret.encode(), secret.encode("utf-8", "surrogatepass"))
+    _, n, r, p, salt, wanted = key.hash.split(":")
+    made = _scrypt(secret, base64.b64decode(salt), (int(n), int(r), int(p)))
+    return hmac.compare_digest(base64.b64decode(wanted), made)
+
+
+def _scrypt(secret: str, salt: bytes, cost: tuple[int, int, int]) -> bytes:
+    n, r, p = cost
+    encoded = secret.encode("utf-8", "surrogatepass")
+    return hashlib.scrypt(encoded, salt=salt, n=n, r=r, p=p, dklen=32)
+
+
+def _grants(key_id: str, permissions: list[str]) -> tuple[tuple[str, str], ...]:
+    grants: list[tuple[str, str]] = []
+    for text in permissions:
+        action, _, pattern = text.partition(":")
+        pattern = pattern or "*"
+        if action not in {*ACTIONS, "all"} or not _PATTERN.fullmatch(pattern):
+            raise InvalidInput(
+                f"key {key_id!r}: {text!r:.100} is not a permission such as publish:orders-*, "
+                f"consume:* or admin:*; actions are {', '.join(ACTIONS)} and all"
+            )
+        grants += [(each, pattern) for each in (ACTIONS if action == "all" else (action,))]
+    return tuple(grants)
+
+
+# --- the file -----------------------------------------------------------------------------------
+
+
+def read_keys(path: Path) -> dict[str, Key]:
+    """Read a keys file (TOML, or JSON if it is named so) that nobody else can read."""
+    try:
+        mode = path.stat().st_mode
+        body = path.read_bytes()
+    except OSError as error:
+        raise InvalidInput(
+            f"the keys file {path} can't be read: {error.strerror}; "
+            f"'penstock keys add --keys {path} NAME --allow all' makes one"
+        ) from None
+    if mode & _PRIVATE_MODES:
+        raise InvalidInput(
+            f"the keys file {path} is open to others (mode {stat.S_IMODE(mode):04o}): "
+            f"chmod 600 {path}"
+        )
+    try:
+        raw: Any = (
+            msgspec.json.decode(body) if path.suffix == ".json" else tomllib.loads(body.decode())
+        )
+        keys = msgspec.convert(raw, _File).keys
+    except (msgspec.MsgspecError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        # The text of a parser's error may quote what it stumbled over: say where, not what.
+        where = str(error) if isinstance(error, msgspec.ValidationError) else _place(error)
+        raise InvalidInput(f"the keys file {path} can't be used: {where}") from None
+    for key_id, key in keys.items():
+        _check_key(path, key_id, key)
+    return keys
+
+
+def _place(error: Exception) -> str:
+    found = re.search(r"\(at .*\)$", str(error))
+    return f"it is not well-formed {found[0]}" if found else "it is not well-formed"
+
+
+def _check_key(path: Path, key_id: str, key: Key) -> None:
+    if not _KEY_ID.fullmatch(key_id):
+        raise InvalidInput(f"{key_id!r:.100} is not a key's id: up to 64 of A-Z a-z 0-9 _ . -")
+    _grants(key_id, key.permissions)
+    if not key.secret:
+        parts = key.hash.split(":")
+        try:
+            _, n, r, p, salt, digest = parts
+            cost = int(n) * int(r) * int(p)
+            sizes = len(base64.b64decode(salt)), len(base64.b64decode(digest))
+        except (ValueError, binascii.Error):
+            cost, sizes = 0, (0, 0)
+        # Bounded, since a file with an absurd cost would stop the server at the first login.
+        if parts[0] != "scrypt" or not 0 < cost <= 1 << 17 or min(sizes) < 16:
+            raise InvalidInput(
+                f"key {key_id!r} of {path} has neither a secret nor a hash that can be used: make "
+                "it anew with 'penstock keys add'"
+            )
+
+
+def write_keys(path: Path, keys: dict[str, Key]) -> None:
+    """Replace a keys file whole, readable by its owner alone."""
+    if path.suffix == ".json":
+        body = msgspec.json.format(msgspec.json.encode(_File(keys)), indent=2)
+    else:
+        body = "\n".join(_toml(key_id, key) for key_id, key in keys.items()).encode()
+    partial = path.with_name(f".{path.name}.part")
+    try:
+        partial.unlink(missing_ok=True)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(body)
+            file.flush()
+            os.fsync(descriptor)
+        partial.replace(path)
+    except OSError as error:
+        raise InvalidInput(f"the keys file {path} can't be written: {error.strerror}") from None
+
+
+def _toml(key_id: str, key: Key) -> str:
+    # What is written here is printable text, which JSON and TOML quote alike.
+    values = msgspec.to_builtins(key)
+    lines = [f"{name} = {msgspec.json.encode(value).decode()}" for name, value in values.items()]
+    return "\n".join([f'[keys."{key_id}"]', *lines, ""])
+
+
+def add_key(
+    path: Path, key_id: str, permissions: list[str], *, sqs: bool = False, description: str = ""
+) -> str:
+    """Make a key and return its secret, which only SQS keys leave in the file."""
+    keys = read_keys(path) if path.exists() else {}
+    if key_id in keys:
+        raise InvalidInput(f"there is a key {key_id!r} already: remove it first")
+    if not description.isprintable():
+        raise InvalidInput("a key's description is one line of printable text")
+    secret = base64.urlsafe_b64encode(ssl.RAND_bytes(_SECRET_BYTES)).decode()
+    salt = ssl.RAND_bytes(16)
+    parts = [base64.b64encode(each).decode() for each in (salt, _scrypt(secret, salt, _SCRYPT))]
+    key = Key(
+        permissions=permissions,
+        description=description,
+        hash="" if sqs else ":".join(["scrypt", *map(str, _SCRYPT), *parts]),
+        secret=secret if sqs else "",
+    )
+    _check_key(path, key_id, key)
+    write_keys(path, {**keys, key_id: key})
+    return secret
+
+
+def remove_key(path: Path, key_id: str) -> None:
+    """Take a key out of the file."""
+    keys = read_keys(path)
+    if key_id not in keys:
+        raise InvalidInput(f"there is no key {key_id!r:.100}")
+    write_keys(path, {name: key for name, key in keys.items() if name != key_id})
+
+
+# --- headers, addresses, TLS --------------------------------------------------------------------
+
+
+def token_of(header: str | None) -> str | None:
+    """Return the token of an ``authorization`` header: Bearer, or Basic as browsers write it."""
+    scheme, _, rest = (header or "").strip().partition(" ")
+    rest = rest.strip()
+    if scheme.lower() == "bearer":
+        return rest
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(rest, validate=True).decode()
+        except (ValueError, UnicodeDecodeError):
+            return None
+    return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def server_tls(certificate: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
+    """Make the context of a listener; with ``client_ca`` clients must show a certificate too."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(certificate, key)
+        if client_ca is not None:
+            context.load_verify_locations(client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidInput(
+            f"TLS: {certificate}, {key}{f' or {client_ca}' if client_ca else ''} can't be used: "
+            f"{error.strerror or error}"
+        ) from None
+    return context

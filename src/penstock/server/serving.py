@@ -1,0 +1,445 @@
+"""The process that serves: a store, a desk, the listeners, and an end in good order.
+
+::
+
+    open the store ─▶ listen ─▶ ready ─▶ SIGTERM, SIGINT ─▶ not ready, parked claims handed back
+                                   │                          └▶ what is in hand finished ─▶ closed
+                                   └─ SIGHUP: keys and certificate read again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import penstock
+from penstock.broker import Broker
+from penstock.clock import SystemClock
+from penstock.errors import InvalidInput
+from penstock.server import config as configuring
+from penstock.server.config import LISTENERS, OFF, Config
+from penstock.server.desk import Desk
+from penstock.server.logs import AccessLog
+from penstock.server.metrics import Metrics, healthy
+from penstock.server.security import Keys, is_loopback, server_tls
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable, Iterator
+
+    from penstock.clock import Clock
+    from penstock.server.listening import FlightListener
+
+__all__ = ["Listener", "Server", "new_loop", "running", "serve"]
+
+log = logging.getLogger(__name__)
+
+_SCHEMES: Final = {"native": "penstock", "http": "http", "flight": "grpc", "capnp": "capnp"}
+_TLS_SCHEMES: Final = {"native": "penstocks", "http": "https", "flight": "grpc+tls"}
+_EXTRAS: Final = {"flight": "flight", "capnp": "queueber"}
+_WATCH_SECONDS: Final = 2.0
+
+
+class Listener(Protocol):
+    """What the server starts and stops; one for each protocol."""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that it listens on, once it was started."""
+
+    async def start(self) -> None:
+        """Listen; InvalidInput names an address that can't be listened on."""
+
+    async def stop(self, grace_ms: int) -> None:
+        """Accept nothing more, let what is in hand be answered, then close the connections."""
+
+
+class Server:
+    """A store that is being served. Its methods are called on the loop's thread."""
+
+    def __init__(self, broker: Broker, config: Config, *, clock: Clock | None = None) -> None:
+        self.broker = broker
+        self.config = config
+        self.clock = clock or SystemClock()
+        self.keys = Keys(Path(config.auth_keys)) if configuring.authenticates(config) else None
+        self.tls = _tls(config)
+        self.metrics = Metrics(
+            queues=config.metrics_queues, access=AccessLog(info=config.log_access)
+        )
+        self.desk: Desk
+        self.addresses: dict[str, tuple[str, int]] = {}
+        self.closing: list[Callable[[], None]] = []
+        self._listeners: dict[str, Listener] = {}
+        self._watch: asyncio.Task[None] | None = None
+        self._listening = False
+        self._stopped = False
+
+    # --- life --------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listen everywhere, or nowhere."""
+        self.desk = self._make_desk()
+        self.metrics.watch(
+            self.broker, parked=lambda: self.desk.parked, connections=self._connections
+        )
+        try:
+            for name in LISTENERS:
+                address = getattr(self.config, f"listen_{name}")
+                if address == OFF:
+                    continue
+                host, port = configuring.parse_address(address)
+                listener = _make(name, self, host, port)
+                await listener.start()
+                self._listeners[name] = listener
+                self.addresses[name] = listener.address[:2]
+                log.info("listening at %s", self.location(name))
+        except BaseException:
+            await self.stop(grace_ms=0)
+            raise
+        self._warn()
+        self._watch = asyncio.get_running_loop().create_task(self._watch_keys())
+        self._listening = True
+
+    def _make_desk(self) -> Desk:
+        loop = asyncio.get_running_loop()
+        if not self.config.tracing:
+            return Desk(self.broker, loop)
+        from penstock.server.tracing import TracedDesk  # noqa: PLC0415 - an extra
+
+        return TracedDesk(self.broker, loop)
+
+    def _connections(self) -> dict[str, int]:
+        # Flight keeps its connections to itself.
+        found = {name: getattr(each, "connections", None) for name, each in self._listeners.items()}
+        return {
+            name: count if isinstance(count, int) else len(count)
+            for name, count in found.items()
+            if count is not None
+        }
+
+    def _warn(self) -> None:
+        exposed = [name for name, (host, _) in self.addresses.items() if not is_loopback(host)]
+        if exposed and self.keys is None:
+            log.warning("%s: anybody who can connect may do anything", ", ".join(exposed))
+        elif exposed and self.tls is None:
+            log.warning("%s: without TLS, keys and messages can be read on the way",
+                        ", ".join(exposed))  # fmt: skip
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are welcome: listening, not stopping, and the store is sound."""
+        return self._listening and healthy(self.broker)
+
+    def location(self, name: str) -> str:
+        """Return the URL of a listener, for a client on this machine."""
+        host, port = self.addresses[name]
+        scheme = (_SCHEMES if self.tls is None else _SCHEMES | _TLS_SCHEMES)[name]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def reload(self) -> None:
+        """Read keys and certificate again; what can't be used leaves things as they are."""
+        if self.keys is not None:
+            self.keys.reload()
+        if self.tls is not None:
+            try:
+                # In a context of its own first: one that does not take a pair is spoilt by it.
+                _tls(self.config)
+                self.tls.load_cert_chain(self.config.tls_certificate, self.config.tls_key)
+            except (InvalidInput, OSError) as error:
+                log.error("the certificate stays as it was: %s", error)  # noqa: TRY400
+
+    async def _watch_keys(self) -> None:
+        while self.keys is not None:
+            await asyncio.sleep(_WATCH_SECONDS)
+            self.keys.refresh()
+
+    async def stop(self, *, grace_ms: int | None = None) -> None:
+        """Take nothing more, answer what is in hand, and let go; the broker stays open."""
+        if self._stopped:
+            return
+        self._stopped, self._listening = True, False
+        grace_ms = self.config.grace if grace_ms is None else grace_ms
+        self.desk.hand_back()
+        if self._watch is not None:
+            self._watch.cancel()
+        stops = [listener.stop(grace_ms) for listener in self._listeners.values()]
+        for name, outcome in zip(
+            self._listeners, await asyncio.gather(*stops, return_exceptions=True), strict=True
+        ):
+            if isinstance(outcome, BaseException):
+                log.error("the %s listener did not stop", name, exc_info=outcome)
+        for close in self.closing:
+            close()
+        await self.desk.close()
+
+
+class _FlightEdge:
+    """The Flight service, which has threads of its own, as a listener."""
+
+    def __init__(self, server: Server, host: str, port: int) -> None:
+        import pyarrow.flight  # noqa: F401, PLC0415 - an extra, which must be there
+
+        self._server = server
+        self._place = host, port
+        self._listener: FlightListener | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that it listens on."""
+        assert self._listener is not None
+        return self._place[0], self._listener.port
+
+    async def start(self) -> None:
+        """Listen."""
+        from penstock.server.listening import FlightListener, TlsFiles  # noqa: PLC0415 - an extra
+
+        server, config = self._server, self._server.config
+        tls = None
+        if config.tls_certificate:
+            ca = Path(config.tls_client_ca) if config.tls_client_ca else None
+            tls = TlsFiles(Path(config.tls_certificate), Path(config.tls_key), ca)
+        self._listener = FlightListener(
+            server.broker,
+            *self._place,
+            server.clock,
+            keys=server.keys,
+            metrics=server.metrics,
+            tls=tls,
+        )
+
+    async def stop(self, grace_ms: int) -> None:
+        """Wait for the calls that run, on a thread."""
+        assert self._listener is not None
+        listener = self._listener
+        await asyncio.to_thread(lambda: listener.close(grace_ms=grace_ms))
+
+
+def _native(server: Server, host: str, port: int) -> Listener:
+    from penstock.server.native import NativeListener  # noqa: PLC0415 - only if it is wanted
+
+    return NativeListener(
+        server.desk,
+        host,
+        port,
+        clock=server.clock,
+        keys=server.keys,
+        tls=server.tls,
+        metrics=server.metrics,
+        max_connections=server.config.limits_connections,
+    )
+
+
+def _http(server: Server, host: str, port: int) -> Listener:
+    from penstock.server import operations  # noqa: PLC0415 - needs an extra
+    from penstock.server.http import Http, HttpBounds  # noqa: PLC0415
+    from penstock.server.sqs import SqsOptions, SqsService  # noqa: PLC0415
+
+    config = server.config
+    service = SqsService(
+        server.desk,
+        clock=server.clock,
+        keys=server.keys,
+        options=SqsOptions(account=config.account_id, region=config.sqs_region, url=config.sqs_url),
+        observer=server.metrics,
+    )
+    server.closing.append(service.close)
+    bounds = HttpBounds(
+        connections=config.limits_connections,
+        body_bytes=int(config.limits_body),
+        first_byte_ms=int(config.limits_first_byte),
+        request_ms=int(config.limits_request),
+        idle_ms=int(config.limits_idle),
+    )
+    return Http(
+        operations.routes(server),
+        service.handle,
+        host=host,
+        port=port,
+        tls=server.tls,
+        bounds=bounds,
+    )
+
+
+def _capnp(server: Server, host: str, port: int) -> Listener:
+    if server.keys is not None:
+        raise InvalidInput(
+            "Queueber's clients know no login: set listen.capnp to off, or auth.mode to off"
+        )
+    from penstock.server.queueber import QueueberListener  # noqa: PLC0415 - needs an extra
+
+    return QueueberListener(server.desk, host, port, queue=server.config.capnp_queue)
+
+
+_MAKERS: Final[dict[str, Callable[[Server, str, int], Listener]]] = {
+    "native": _native,
+    "http": _http,
+    "flight": _FlightEdge,
+    "capnp": _capnp,
+}
+
+
+def _make(name: str, server: Server, host: str, port: int) -> Listener:
+    try:
+        return _MAKERS[name](server, host, port)
+    except ImportError as error:
+        raise InvalidInput(
+            f"{error}: serving {name} needs pip install 'penstock[{_EXTRAS.get(name, 'server')}]'"
+        ) from None
+
+
+def _tls(config: Config) -> ssl.SSLContext | None:
+    if not config.tls_certificate:
+        return None
+    ca = Path(config.tls_client_ca) if config.tls_client_ca else None
+    return server_tls(Path(config.tls_certificate), Path(config.tls_key), ca)
+
+
+# --- running it ---------------------------------------------------------------------------------
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """Make an event loop: uvloop's, or Python's own where that is not installed."""
+    try:
+        import uvloop  # noqa: PLC0415 - an extra
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def _open(config: Config, clock: Clock | None = None) -> Broker:
+    if not config.store:
+        raise InvalidInput("which store? Give --store URL, such as rocksdb:./data")
+    return penstock.open(
+        config.store,
+        durability=config.durability,
+        dedup_window_ms=int(config.dedup_window),
+        routing=config.routing or None,
+        clock=clock,
+    )
+
+
+def serve(config: Config, say: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT, in the main thread; a second signal ends it at once."""
+    loop = new_loop()
+    try:
+        with _open(config) as broker:
+            asyncio.set_event_loop(loop)
+            in_order = loop.run_until_complete(_serve(Server(broker, config), say))
+        _write_ports(config, None)
+        if not in_order:
+            # Threads that still work for somebody would hold up an ordinary exit.
+            os._exit(1)
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+    say("stopped")
+
+
+async def _serve(server: Server, say: Callable[[str], None]) -> bool:
+    """Return whether it ended in order, with everything answered."""
+    loop = asyncio.get_running_loop()
+    stopping, at_once = asyncio.Event(), asyncio.Event()
+
+    def signalled() -> None:
+        (at_once if stopping.is_set() else stopping).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signalled)
+    loop.add_signal_handler(signal.SIGHUP, server.reload)
+    await server.start()
+    places = ", ".join(map(server.location, server.addresses))
+    say(f"serving {server.config.store} at {places}")
+    _write_ports(server.config, server.addresses)
+    await stopping.wait()
+    say("stopping: no more calls are taken")
+    stop = loop.create_task(server.stop())
+    hurry = loop.create_task(at_once.wait())
+    await asyncio.wait({stop, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    if not stop.done():
+        say("stopping at once: what is in hand is left")
+        return False
+    hurry.cancel()
+    await stop
+    return True
+
+
+def _write_ports(config: Config, addresses: dict[str, tuple[str, int]] | None) -> None:
+    """Tell who waits for the file the ports; None: take it away."""
+    if not config.port_file:
+        return
+    path = Path(config.port_file)
+    if addresses is None:
+        path.unlink(missing_ok=True)
+        return
+    lines = [f"{name} {port}\n" for name, (_, port) in addresses.items()]
+    if len(lines) == 1:
+        lines = [lines[0].partition(" ")[2]]
+    # Whoever waits for the file must not find half of it.
+    partial = path.with_name(path.name + ".part")
+    partial.write_text("".join(lines))
+    partial.replace(path)
+
+
+@contextmanager
+def running(
+    store: Broker | str, *, clock: Clock | None = None, **settings: Any
+) -> Iterator[Server]:
+    """Serve a broker, or the store that a URL names, from a thread of this process.
+
+    ::
+
+        with running("memory:", native="127.0.0.1:0") as server:
+            server.location("native")
+
+    Settings are the fields of :class:`Config` or the names of their flags; listeners that are not
+    named are off.
+    """
+    broker = store if isinstance(store, Broker) else None
+    url = "memory:" if isinstance(store, Broker) else store
+    config = _config(url, settings)
+    opened = broker or _open(config, clock)
+    try:
+        with _thread(opened, config, clock) as server:
+            yield server
+    finally:
+        if broker is None:
+            opened.close()
+
+
+def _config(url: str, settings: dict[str, Any]) -> Config:
+    short = {flag.removeprefix("--"): field for field, flag in configuring.FLAGS.items()}
+    flags: dict[str, Any] = {f"listen_{name}": OFF for name in LISTENERS}
+    for name, value in settings.items():
+        field = short.get(name, name)
+        if field not in configuring.SETTINGS:
+            raise InvalidInput(f"no setting {name!r:.100}; there are {', '.join([*short])} …")
+        flags[field] = str(value) if isinstance(value, Path) else value
+    return configuring.load(environment={}, flags={**flags, "store": url}).config
+
+
+@contextmanager
+def _thread(broker: Broker, config: Config, clock: Clock | None) -> Iterator[Server]:
+    loop = new_loop()
+    server = Server(broker, config, clock=clock)
+    thread = threading.Thread(target=loop.run_forever, name="penstock-server", daemon=True)
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(server.start(), loop).result()
+        try:
+            yield server
+        finally:
+            asyncio.run_coroutine_threadsafe(server.stop(), loop).result()
+    finally:
+        with suppress(RuntimeError):
+            asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

@@ -1,0 +1,123 @@
+"""What the operations share: where they work, and who asks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from penstock import limits
+from penstock.gateways.sqs.faults import SqsFault
+from penstock.gateways.sqs.queues import arn_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.clock import Clock
+    from penstock.gateways.sqs.requests import (
+        DeleteEntry,
+        OnQueue,
+        SendEntry,
+        VisibilityEntry,
+    )
+    from penstock.server.desk import Desk
+    from penstock.server.security import Principal
+    from penstock.server.sqs.catalog import Catalog
+
+__all__ = ["Call", "Place", "SqsOptions", "check_entries", "failed_entry"]
+
+
+class SqsOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How the service is set up.
+
+    ``url`` is what queue URLs begin with; without it, the address that the request came to.
+    ``done_retention_ms`` is how long queues that are made here remember deleted messages.
+    ``allow_reset`` is for test suites: POST /moto-api/reset removes every queue.
+    """
+
+    account: str = "000000000000"
+    region: str = "us-east-1"
+    url: str = ""
+    done_retention_ms: int = 3_600_000
+    allow_reset: bool = False
+
+
+class Place(NamedTuple):
+    """Where operations work."""
+
+    desk: Desk
+    catalog: Catalog
+    clock: Clock
+    options: SqsOptions
+    store_id: int
+
+    def arn(self, name: str) -> str:
+        """Name a queue as policies do."""
+        return arn_of(self.options.region, self.options.account, name)
+
+
+class Call(NamedTuple):
+    """One request: from whom, and by which address."""
+
+    principal: Principal
+    base_url: str
+    path: str
+    consumer: str
+
+    def queue_of(self, request: OnQueue) -> str:
+        """Return the name of the queue that a request is about."""
+        url = request.queue_url
+        if not url:
+            # Clients of the query protocol post to the queue's own address.
+            url = self.path if len(self.path) > 1 else None
+        if not url:
+            raise SqsFault.missing("QueueUrl")
+        return url.rstrip("/").rpartition("/")[2]
+
+    def url_of(self, name: str) -> str:
+        """Return the URL of a queue."""
+        return f"{self.base_url}{name}"
+
+
+_ID_CHARS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
+
+
+def check_entries(
+    entries: Sequence[SendEntry] | Sequence[DeleteEntry] | Sequence[VisibilityEntry] | None,
+    kind: str,
+) -> None:
+    """Check a batch's number of entries and their ids."""
+    if not entries:
+        raise SqsFault(
+            "EmptyBatchRequest",
+            f"There should be at least one {kind}RequestEntry in the request.",
+        )
+    if len(entries) > limits.SQS_MAX_BATCH:
+        raise SqsFault(
+            "TooManyEntriesInBatchRequest",
+            f"Maximum number of entries per request are {limits.SQS_MAX_BATCH}. "
+            f"You have sent {len(entries)}.",
+        )
+    seen = set()
+    for entry in entries:
+        if entry.id is None:
+            raise SqsFault.missing(f"{kind}RequestEntry.Id")
+        if not entry.id or len(entry.id) > 80 or not _ID_CHARS.issuperset(entry.id):
+            raise SqsFault(
+                "InvalidBatchEntryId",
+                "A batch entry id can only contain alphanumeric characters, hyphens and "
+                "underscores. It can be at most 80 letters long.",
+            )
+        if entry.id in seen:
+            raise SqsFault("BatchEntryIdsNotDistinct", f"Id {entry.id} repeated.")
+        seen.add(entry.id)
+
+
+def failed_entry(entry_id: str | None, fault: SqsFault) -> dict[str, object]:
+    """Say of an entry of a batch why it failed."""
+    return {
+        "Id": entry_id,
+        "SenderFault": fault.sender,
+        "Code": fault.query_code,
+        "Message": fault.message,
+    }

@@ -1,0 +1,216 @@
+"""ReceiveMessage: claims, long polls, and retries of a receive that may have got lost."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from penstock import limits
+from penstock.gateways.sqs import digests, messages
+from penstock.gateways.sqs.faults import SqsFault
+from penstock.gateways.sqs.requests import AttributeValue, ReceiveMessage
+
+if TYPE_CHECKING:
+    from penstock.gateways.sqs.messages import Kept
+    from penstock.gateways.sqs.queues import QueueView
+    from penstock.gateways.sqs.requests import SqsRequest
+    from penstock.model import Delivery
+    from penstock.server.sqs.calls import Call, Place
+
+__all__ = ["Receiver", "check_visibility"]
+
+_SYSTEM: Final = (
+    "SenderId",
+    "SentTimestamp",
+    "ApproximateReceiveCount",
+    "ApproximateFirstReceiveTimestamp",
+    "SequenceNumber",
+    "MessageDeduplicationId",
+    "MessageGroupId",
+    "AWSTraceHeader",
+    "DeadLetterQueueSourceArn",
+)
+# A claim that is given back at once; long enough for that to reach the disk.
+_NO_LEASE_MS: Final = 10_000
+
+
+def check_visibility(seconds: int) -> int:
+    """Check a visibility timeout."""
+    if not 0 <= seconds <= limits.SQS_MAX_VISIBILITY_S:
+        raise SqsFault.value(
+            seconds,
+            "VisibilityTimeout",
+            f"Must be between 0 and {limits.SQS_MAX_VISIBILITY_S}, if provided.",
+        )
+    return seconds
+
+
+class Receiver:
+    """Receives, and remembers for a while which attempt got what (FIFO queues, if asked)."""
+
+    def __init__(self) -> None:
+        self._attempts: OrderedDict[tuple[str, str], tuple[int, list[Delivery]]] = OrderedDict()
+
+    async def receive(self, place: Place, call: Call, request: SqsRequest) -> dict[str, Any]:
+        """Take messages."""
+        request = cast(ReceiveMessage, request)
+        name = call.queue_of(request)
+        call.principal.check("consume", name)
+        view = place.catalog.known(name) or await place.catalog.view(name)
+        limit, visibility_s, wait_s = _checked(view, request)
+        system = _system_names(request)
+        attempt = request.receive_request_attempt_id if view.fifo else None
+        deliveries: list[Delivery] = []
+        if attempt:
+            deliveries = await self._again(place, name, attempt, visibility_s)
+        if not deliveries:
+            deliveries = await place.desk.claim(
+                name,
+                limit=limit,
+                lease_ms=visibility_s * 1000 or _NO_LEASE_MS,
+                wait_ms=wait_s * 1000,
+                consumer=call.consumer,
+            )
+            if not visibility_s and deliveries:
+                await place.desk.release(
+                    [each.receipt for each in deliveries],
+                    delay_ms=0,
+                    reason="received with a visibility timeout of 0",
+                )
+            if attempt and deliveries:
+                self._remember(place, name, attempt, deliveries)
+        if not deliveries:
+            return {}
+        first_ms = await _first_receipts(place, deliveries, system)
+        wanted = request.message_attribute_names or ()
+        return {
+            "Messages": [
+                _shown(place, view, each, wanted, system, first_ms.get(each.message_id, 0))
+                for each in deliveries
+            ]
+        }
+
+    async def _again(
+        self, place: Place, name: str, attempt: str, visibility_s: int
+    ) -> list[Delivery]:
+        """Return what an attempt got before, as far as it is still held, held anew."""
+        at_ms, deliveries = self._attempts.get((name, attempt), (0, []))
+        if place.clock.now_ms() - at_ms > limits.SQS_RECEIVE_ATTEMPT_MS or not deliveries:
+            return []
+        outcomes = await place.desk.extend(
+            [each.receipt for each in deliveries], lease_ms=visibility_s * 1000 or _NO_LEASE_MS
+        )
+        return [each for each, held in zip(deliveries, outcomes, strict=True) if held]
+
+    def _remember(self, place: Place, name: str, attempt: str, deliveries: list[Delivery]) -> None:
+        self._attempts[name, attempt] = (place.clock.now_ms(), deliveries)
+        self._attempts.move_to_end((name, attempt))
+        oldest_ms = place.clock.now_ms() - limits.SQS_RECEIVE_ATTEMPT_MS
+        while self._attempts:
+            key, (at_ms, _) = next(iter(self._attempts.items()))
+            if at_ms > oldest_ms and len(self._attempts) <= limits.SQS_MAX_RECEIVE_ATTEMPTS:
+                break
+            del self._attempts[key]
+
+
+def _checked(view: QueueView, request: ReceiveMessage) -> tuple[int, int, int]:
+    limit = 1 if request.max_number_of_messages is None else request.max_number_of_messages
+    if not 1 <= limit <= limits.SQS_MAX_BATCH:
+        raise SqsFault.value(limit, "MaxNumberOfMessages", "Must be between 1 and 10, if provided.")
+    visibility_s = view.visibility_s
+    if request.visibility_timeout is not None:
+        visibility_s = check_visibility(request.visibility_timeout)
+    wait_s = view.wait_s if request.wait_time_seconds is None else request.wait_time_seconds
+    if not 0 <= wait_s <= limits.SQS_MAX_WAIT_S:
+        raise SqsFault.value(wait_s, "WaitTimeSeconds", "Must be >= 0 and <= 20, if provided.")
+    attempt = request.receive_request_attempt_id
+    if attempt is not None and not 1 <= len(attempt) <= 128:
+        raise SqsFault.value(attempt, "ReceiveRequestAttemptId", "Must have 1 to 128 characters.")
+    return limit, visibility_s, wait_s
+
+
+def _system_names(request: ReceiveMessage) -> frozenset[str]:
+    names = {*(request.attribute_names or ()), *(request.message_system_attribute_names or ())}
+    if not names:
+        return frozenset()
+    if "All" in names:
+        return frozenset(_SYSTEM)
+    for name in names:
+        if name not in _SYSTEM:
+            raise SqsFault.attribute_name(name)
+    return frozenset(names)
+
+
+async def _first_receipts(
+    place: Place, deliveries: list[Delivery], system: frozenset[str]
+) -> dict[int, int]:
+    """Return when each message was received for the first time, if that is asked for."""
+    if "ApproximateFirstReceiveTimestamp" not in system:
+        return {}
+    now_ms = place.clock.now_ms()
+    known = {each.message_id: now_ms for each in deliveries}
+    again = [each for each in deliveries if each.attempts > 1]
+    if again:
+        attempts = await place.desk.call(
+            lambda broker: [broker.attempts(each.queue, each.message_id) for each in again]
+        )
+        for each, past in zip(again, attempts, strict=True):
+            if past:
+                known[each.message_id] = past[0].claimed_at_ms
+    return known
+
+
+def _shown(
+    place: Place,
+    view: QueueView,
+    delivery: Delivery,
+    wanted: list[str] | tuple[()],
+    system: frozenset[str],
+    first_ms: int,
+) -> dict[str, Any]:
+    """Show a message as SQS does."""
+    body, encoded = messages.shown_body(delivery.payload)
+    shown: dict[str, Any] = {
+        "MessageId": messages.message_uuid(place.store_id, delivery.message_id),
+        "ReceiptHandle": delivery.receipt,
+        "MD5OfBody": digests.of_body(body.encode() if encoded else delivery.payload),
+        "Body": body,
+    }
+    if not (wanted or system or encoded):
+        return shown
+    attributes, kept = messages.shown_attributes(delivery.attributes)
+    chosen = messages.select(attributes, wanted)
+    if encoded:
+        chosen = {**chosen, messages.ENCODING_ATTRIBUTE: AttributeValue("String", "base64")}
+    if chosen:
+        shown["MessageAttributes"] = chosen
+        shown["MD5OfMessageAttributes"] = digests.of_attributes(chosen)
+    if system:
+        known = _system_attributes(place, view, delivery, kept, first_ms)
+        shown["Attributes"] = {name: text for name, text in known.items() if name in system}
+    return shown
+
+
+def _system_attributes(
+    place: Place, view: QueueView, delivery: Delivery, kept: Kept, first_ms: int
+) -> dict[str, str]:
+    known = {
+        "SenderId": kept.sender or place.options.account,
+        "SentTimestamp": str(delivery.published_at_ms),
+        "ApproximateReceiveCount": str(delivery.attempts),
+        "ApproximateFirstReceiveTimestamp": str(first_ms),
+    }
+    if delivery.group and messages.speakable(delivery.group):
+        known["MessageGroupId"] = delivery.group
+    if view.fifo:
+        known["SequenceNumber"] = f"{delivery.message_id:020d}"
+        known["MessageDeduplicationId"] = sha256(delivery.payload).hexdigest()
+    if kept.dedup_id is not None:
+        known["MessageDeduplicationId"] = kept.dedup_id
+    if kept.trace is not None:
+        known["AWSTraceHeader"] = kept.trace
+    source = delivery.attributes.get("queue")
+    if isinstance(source, str) and source != delivery.queue:
+        known["DeadLetterQueueSourceArn"] = place.arn(source)
+    return known

@@ -1,0 +1,272 @@
+"""The way in: which protocol, who asks, which operation, and what a failure is called."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+
+from penstock.errors import (
+    BrokerClosed,
+    InvalidInput,
+    InvalidReceipt,
+    NotAllowed,
+    QueueExists,
+    QueueNotFound,
+)
+from penstock.gateways.sqs import jsonwire, querywire, signature
+from penstock.gateways.sqs.faults import SqsFault
+from penstock.gateways.sqs.requests import OPERATIONS
+from penstock.server.http import Response
+from penstock.server.security import ANYONE, Principal
+from penstock.server.sqs import managing, sending, settling
+from penstock.server.sqs.calls import Call, Place, SqsOptions
+from penstock.server.sqs.catalog import Catalog
+from penstock.server.sqs.managing import Manager
+from penstock.server.sqs.moving import Mover
+from penstock.server.sqs.receiving import Receiver
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from penstock.broker import Broker
+    from penstock.clock import Clock
+    from penstock.gateways.sqs.requests import SqsRequest
+    from penstock.server.desk import Desk
+    from penstock.server.http import Request
+    from penstock.server.security import Keys
+
+__all__ = ["Observer", "SqsOptions", "SqsService"]
+
+log = logging.getLogger(__name__)
+
+Operation: TypeAlias = "Callable[[Place, Call, SqsRequest], Awaitable[dict[str, Any]]]"
+
+_UNSIGNED: Final = SqsFault(
+    "UnrecognizedClientException",
+    "The security token included in the request is invalid.",
+    status=403,
+)
+_NOBODY: Final = Principal("")
+_signing_key: Final = lru_cache(maxsize=1_024)(signature.signing_key)
+
+
+class Observer(Protocol):
+    """Who counts requests."""
+
+    def request(
+        self, protocol: str, operation: str, seconds: float, outcome: str, key_id: str = ""
+    ) -> None:
+        """Take note of a request that was answered."""
+
+
+class SqsService:
+    """Answers SQS requests; :meth:`handle` is what HTTP calls."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        *,
+        clock: Clock,
+        keys: Keys | None = None,
+        options: SqsOptions | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self._keys = keys
+        self._observer = observer
+        self._options = options or SqsOptions()
+        store_id = int(desk.broker.info().store_id, 16)
+        self._place = Place(desk, Catalog(desk), clock, self._options, store_id)
+        self._manager = Manager()
+        self._mover = Mover()
+        self._requests = 0
+        self._request_prefix = clock.lease_id().hex()[-12:]
+        self._operations = self._table()
+
+    def close(self) -> None:
+        """Stop what goes on in the background."""
+        self._mover.close()
+
+    def _table(self) -> dict[str, Operation]:
+        manager, mover = self._manager, self._mover
+        table: dict[str, Operation] = {
+            "AddPermission": manager.add_permission,
+            "CancelMessageMoveTask": mover.cancel,
+            "ChangeMessageVisibility": settling.change_visibility,
+            "ChangeMessageVisibilityBatch": settling.change_visibility_batch,
+            "CreateQueue": manager.create,
+            "DeleteMessage": settling.delete,
+            "DeleteMessageBatch": settling.delete_batch,
+            "DeleteQueue": manager.delete,
+            "GetQueueAttributes": managing.get_attributes,
+            "GetQueueUrl": managing.get_url,
+            "ListDeadLetterSourceQueues": managing.list_sources,
+            "ListMessageMoveTasks": mover.list,
+            "ListQueueTags": managing.list_tags,
+            "ListQueues": managing.list_queues,
+            "PurgeQueue": manager.purge,
+            "ReceiveMessage": Receiver().receive,
+            "RemovePermission": manager.remove_permission,
+            "SendMessage": sending.send,
+            "SendMessageBatch": sending.send_batch,
+            "SetQueueAttributes": manager.set_attributes,
+            "StartMessageMoveTask": mover.start,
+            "TagQueue": manager.tag,
+            "UntagQueue": manager.untag,
+        }
+        assert table.keys() == OPERATIONS.keys()
+        return table
+
+    # --- requests ------------------------------------------------------------------------------
+
+    async def handle(self, request: Request) -> Response:
+        """Answer a request, whatever it is."""
+        if self._options.allow_reset and request.path == "/moto-api/reset":
+            return await self._reset()
+        self._requests += 1
+        request_id = f"{self._request_prefix[:8]}-0000-8000-8000-{self._requests:012x}"
+        target = request.headers.get("x-amz-target")
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        operation = "unknown"
+        fault: SqsFault | None = None
+        answer: dict[str, Any] = {}
+        principal = _NOBODY
+        try:
+            principal = self._principal(request)
+            fields = {} if target is not None else _fields(request)
+            if target is not None:
+                operation = jsonwire.operation_of(target)
+                typed = jsonwire.decode(operation, request.body)
+            else:
+                operation = querywire.operation_of(fields)
+                typed = querywire.decode(operation, fields)
+            call = Call(
+                principal, self._base_url(request), request.path, principal.key_id or request.peer
+            )
+            answer = await self._operations[operation](self._place, call, typed)
+        except SqsFault as refusal:
+            fault = refusal
+        except Exception as error:
+            fault = _fault_of(error, operation)
+        if self._observer is not None:
+            outcome = "ok" if fault is None else fault.query_code
+            seconds = loop.time() - began
+            self._observer.request("sqs", operation, seconds, outcome, principal.key_id)
+        if target is not None:
+            return _json_response(answer, fault, request_id)
+        return _xml_response(operation, answer, fault, request_id)
+
+    def _principal(self, request: Request) -> Principal:
+        if self._keys is None:
+            return ANYONE
+        claim = signature.parse(request.headers.get("authorization"))
+        found = self._keys.secret_of(claim.key_id)
+        # An unknown key takes the same steps, so that time does not tell which keys there are.
+        secret, principal = found or ("", _NOBODY)
+        key = _signing_key(secret, claim.date, claim.region, claim.service)
+        try:
+            signature.verify(
+                claim,
+                key,
+                method=request.method,
+                path=request.path,
+                query=request.query,
+                headers=request.headers,
+                body=request.body,
+                now_ms=self._place.clock.now_ms(),
+                unsigned_body=request.secure,
+            )
+        except SqsFault:
+            if found is None:
+                raise _UNSIGNED from None
+            raise
+        if found is None:
+            raise _UNSIGNED
+        return principal
+
+    def _base_url(self, request: Request) -> str:
+        base = self._options.url
+        if not base:
+            scheme = "https" if request.secure else "http"
+            base = f"{scheme}://{request.headers.get('host', 'localhost')}"
+        return f"{base}/{self._options.account}/"
+
+    async def _reset(self) -> Response:
+        """Remove every queue, for test suites that begin each test with nothing."""
+
+        def remove_all(broker: Broker) -> list[str]:
+            names = [spec.name for spec in broker.queues()]
+            for name in names:
+                broker.delete_queue(name)
+            return names
+
+        for name in await self._place.desk.call(remove_all):
+            self._place.catalog.forget(name)
+        self._manager.forget()
+        return Response(200, b'{"status": "ok"}', "application/json")
+
+
+def _fields(request: Request) -> dict[str, str]:
+    """Read the form fields of a query request: of its body, and of its address."""
+    text = request.query
+    if request.method == "POST" and request.body:
+        try:
+            body = request.body.decode("ascii")
+        except UnicodeDecodeError:
+            raise SqsFault("SerializationException", "The form fields can't be read.") from None
+        text = f"{body}&{text}" if text else body
+    return querywire.fields_of(text)
+
+
+def _fault_of(error: Exception, operation: str) -> SqsFault:
+    """Say in SQS's words what went wrong."""
+    if isinstance(error, QueueNotFound):
+        return SqsFault.no_queue()
+    if isinstance(error, NotAllowed):
+        return SqsFault("AccessDeniedException", str(error), status=403)
+    if isinstance(error, InvalidReceipt):
+        return SqsFault.bad_receipt()
+    if isinstance(error, QueueExists):
+        return SqsFault("QueueNameExists", str(error))
+    if isinstance(error, InvalidInput):
+        return SqsFault.invalid(str(error))
+    if isinstance(error, BrokerClosed):
+        return SqsFault("ServiceUnavailable", "The server is stopping.", status=503)
+    log.error("%s failed", operation, exc_info=error)
+    return SqsFault(
+        "InternalFailure", "The request failed because of an error of the server.", status=500
+    )
+
+
+def _json_response(answer: dict[str, Any], fault: SqsFault | None, request_id: str) -> Response:
+    if fault is None:
+        return Response(
+            200,
+            jsonwire.encode(answer),
+            jsonwire.CONTENT_TYPE,
+            (("x-amzn-RequestId", request_id),),
+        )
+    blame = "Sender" if fault.sender else "Receiver"
+    return Response(
+        fault.status,
+        jsonwire.encode_fault(fault),
+        jsonwire.CONTENT_TYPE,
+        (
+            ("x-amzn-RequestId", request_id),
+            ("x-amzn-query-error", f"{fault.query_code};{blame}"),
+        ),
+    )
+
+
+def _xml_response(
+    operation: str, answer: dict[str, Any], fault: SqsFault | None, request_id: str
+) -> Response:
+    headers = (("x-amzn-RequestId", request_id),)
+    if fault is None:
+        body = querywire.encode(operation, answer, request_id)
+        return Response(200, body, querywire.CONTENT_TYPE, headers)
+    return Response(
+        fault.status, querywire.encode_fault(fault, request_id), querywire.CONTENT_TYPE, headers
+    )

@@ -1,0 +1,191 @@
+"""OpenTelemetry spans around the desk's verbs; optional, and off unless asked for.
+
+A message carries its trace in the attribute ``traceparent`` (W3C): a publish continues the trace
+that a message brings, gives its own to messages that bring none, and a claim links to the traces
+of what it gives out. Where the spans go is the business of the OpenTelemetry SDK, which whoever
+runs the server configures in the usual way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import msgspec
+
+from penstock import limits
+from penstock.errors import InvalidInput
+from penstock.server.desk import Desk
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop, Future
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from penstock.broker import Broker
+    from penstock.model import Delivery, Message, Outcome
+
+__all__ = ["TRACEPARENT", "TracedDesk", "traced"]
+
+TRACEPARENT: Final = "traceparent"
+T = TypeVar("T")
+_MAX_LINKS: Final = 32
+
+
+def _api() -> Any:
+    try:
+        from opentelemetry import trace  # noqa: PLC0415 - an extra
+        from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415
+    except ImportError as error:
+        raise InvalidInput(f"{error}: tracing needs pip install 'penstock[tracing]'") from None
+    return trace, tracecontext.TraceContextTextMapPropagator()
+
+
+def traced(messages: Iterable[Message]) -> list[Message]:
+    """Give the current span's context to messages that carry none; for those who publish."""
+    trace, propagator = _api()
+    return _stamped(messages, propagator, trace.context_api.get_current())
+
+
+def _stamped(messages: Iterable[Message], propagator: Any, context: Any) -> list[Message]:
+    carrier: dict[str, str] = {}
+    propagator.inject(carrier, context)
+    parent = carrier.get(TRACEPARENT)
+    if parent is None:
+        return list(messages)
+    return [
+        message
+        if TRACEPARENT in message.attributes or len(message.attributes) >= limits.MAX_ATTRIBUTES
+        else msgspec.structs.replace(
+            message, attributes={**message.attributes, TRACEPARENT: parent}
+        )
+        for message in messages
+    ]
+
+
+class TracedDesk(Desk):
+    """A desk whose verbs are spans."""
+
+    def __init__(self, broker: Broker, loop: AbstractEventLoop, tracer: Any = None) -> None:
+        super().__init__(broker, loop)
+        self._trace, self._propagator = _api()
+        self._tracer = tracer or self._trace.get_tracer("penstock")
+
+    def publish(
+        self, messages: Iterable[Message], *, queue: str | None = None
+    ) -> Future[list[int]]:
+        """Publish; the span continues the first trace that a message brings."""
+        batch = list(messages)
+        brought = next((m.attributes for m in batch if TRACEPARENT in m.attributes), None)
+        span = self._span("publish", queue, parent=brought, count=len(batch))
+        stamped = _stamped(batch, self._propagator, self._trace.set_span_in_context(span))
+        return self._ending(span, lambda: super(TracedDesk, self).publish(stamped, queue=queue))
+
+    def claim(
+        self,
+        queue: str,
+        *,
+        limit: int = 1,
+        lease_ms: int | None = None,
+        wait_ms: int = 0,
+        consumer: str = "",
+    ) -> Future[list[Delivery]]:
+        """Claim; the span links to the traces of what was given out."""
+        span = self._span("claim", queue)
+
+        def link(deliveries: Sequence[Delivery]) -> None:
+            span.set_attribute("messaging.batch.message_count", len(deliveries))
+            for delivery in deliveries[:_MAX_LINKS]:
+                context = self._context(delivery.attributes)
+                if context.is_valid:
+                    span.add_link(context)
+
+        return self._ending(
+            span,
+            lambda: super(TracedDesk, self).claim(
+                queue, limit=limit, lease_ms=lease_ms, wait_ms=wait_ms, consumer=consumer
+            ),
+            link,
+        )
+
+    def ack(self, receipts: Iterable[str], *, queue: str | None = None) -> Future[list[Outcome]]:
+        """Settle messages as done."""
+        return self._ending(
+            self._span("ack", queue), lambda: super(TracedDesk, self).ack(receipts, queue=queue)
+        )
+
+    def release(
+        self,
+        receipts: Iterable[str],
+        *,
+        delay_ms: int | None = None,
+        reason: str = "",
+        queue: str | None = None,
+    ) -> Future[list[Outcome]]:
+        """Give messages back."""
+        return self._ending(
+            self._span("release", queue),
+            lambda: super(TracedDesk, self).release(
+                receipts, delay_ms=delay_ms, reason=reason, queue=queue
+            ),
+        )
+
+    def extend(
+        self, receipts: Iterable[str] | str, *, lease_ms: int, queue: str | None = None
+    ) -> Future[list[Outcome]]:
+        """Move deadlines."""
+        return self._ending(
+            self._span("extend", queue),
+            lambda: super(TracedDesk, self).extend(receipts, lease_ms=lease_ms, queue=queue),
+        )
+
+    def _context(self, attributes: Mapping[str, Any]) -> Any:
+        """Return the span context that attributes carry, or an invalid one."""
+        parent = attributes.get(TRACEPARENT)
+        carrier = {TRACEPARENT: parent} if isinstance(parent, str) else {}
+        return self._trace.get_current_span(self._propagator.extract(carrier)).get_span_context()
+
+    def _span(
+        self,
+        verb: str,
+        queue: str | None,
+        *,
+        parent: Mapping[str, Any] | None = None,
+        count: int | None = None,
+    ) -> Any:
+        context = None
+        if parent is not None and isinstance(parent.get(TRACEPARENT), str):
+            context = self._propagator.extract({TRACEPARENT: parent[TRACEPARENT]})
+        attributes: dict[str, Any] = {"messaging.system": "penstock", "messaging.operation": verb}
+        if queue is not None:
+            attributes["messaging.destination.name"] = queue
+        if count is not None:
+            attributes["messaging.batch.message_count"] = count
+        kind = self._trace.SpanKind
+        return self._tracer.start_span(
+            f"{verb} {queue}" if queue else verb,
+            context=context,
+            kind=kind.PRODUCER if verb == "publish" else kind.CONSUMER,
+            attributes=attributes,
+        )
+
+    def _ending(
+        self, span: Any, verb: Callable[[], Future[T]], seen: Callable[[T], None] | None = None
+    ) -> Future[T]:
+        """Begin a verb, and end its span when its future is done."""
+
+        def done(future: Future[T]) -> None:
+            if future.cancelled():
+                span.set_status(self._trace.StatusCode.ERROR, "cancelled")
+            elif (error := future.exception()) is not None:
+                span.set_status(self._trace.StatusCode.ERROR, type(error).__name__)
+            elif seen is not None:
+                seen(future.result())
+            span.end()
+
+        try:
+            future = verb()
+        except BaseException as error:
+            span.set_status(self._trace.StatusCode.ERROR, type(error).__name__)
+            span.end()
+            raise
+        future.add_done_callback(done)
+        return future

@@ -1,0 +1,136 @@
+"""A native server on a thread of the test, and a broker that is reached through it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import uvloop
+
+import penstock
+from penstock.client.verbs import Verb, Verbs
+from penstock.clock import SystemClock
+from penstock.server.desk import Desk
+from penstock.server.native import NativeListener
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from types import TracebackType
+
+    from penstock.broker import Broker
+    from penstock.client import Client
+    from penstock.clock import Clock
+
+T = TypeVar("T")
+
+VERB_NAMES = {name for name, verb in vars(Verbs).items() if isinstance(verb, Verb)}
+
+
+class Served:
+    """An open broker, served on a free port until it is stopped; the broker stays open."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        clock: Clock | None = None,
+        **options: Any,
+    ) -> None:
+        """Start to serve; ``options`` are those of :class:`NativeListener`."""
+        self.broker = broker
+        self.loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(
+            target=self.loop.run_forever, name="penstock-native", daemon=True
+        )
+        self._thread.start()
+        self._running = True
+
+        async def start() -> tuple[Desk, NativeListener]:
+            desk = Desk(broker, asyncio.get_running_loop())
+            listener = NativeListener(desk, host, port, clock=clock or SystemClock(), **options)
+            try:
+                await listener.start()
+            except BaseException:
+                await desk.close()
+                raise
+            return desk, listener
+
+        try:
+            self.desk, self.listener = self.do(start())
+        except BaseException:
+            self._end()
+            raise
+        self.port = self.listener.address[1]
+        self.url = f"penstock://{host}:{self.port}"
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self, *, grace_ms: int = 2_000) -> None:
+        """Answer what is in hand, and end."""
+        if self._running:
+            self.do(self._stop(grace_ms))
+            self._end()
+
+    async def _stop(self, grace_ms: int) -> None:
+        await self.listener.stop(grace_ms)
+        await self.desk.close()
+
+    def cut(self) -> None:
+        """Break every connection, as a network would."""
+
+        async def cut() -> None:
+            for connection in list(self.listener.connections):
+                connection.abort()
+
+        self.do(cut())
+
+    def _end(self) -> None:
+        self._running = False
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+class _Waiters:
+    """What a test of the suites looks at to see that a claim waits."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    @property
+    def _waiters(self) -> int:
+        return self._desk.parked
+
+
+class Remote:
+    """A broker whose verbs go through a client and a server; the rest is its own."""
+
+    def __init__(self, broker: Broker, clock: Clock) -> None:
+        self._broker = broker
+        self._served = Served(broker, clock=clock)
+        self._shell = _Waiters(self._served.desk)
+        self.client: Client = penstock.connect(self._served.url, dedup=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client if name in VERB_NAMES else self._broker, name)
+
+    def close(self) -> None:
+        self.client.close()
+        self._served.stop()
+        self._broker.close()

@@ -1,0 +1,399 @@
+"""The client's core, without a socket: what is sent, what is repeated, what is given up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.client import calls
+from penstock.client.calls import Uncertain
+from penstock.client.core import PING_MS, SILENCE_MS, Core, Options, Phase
+from penstock.client.keeping import Keeper
+from penstock.errors import (
+    BrokerClosed,
+    InvalidInput,
+    NotAllowed,
+    PenstockError,
+    QueueNotFound,
+    ServerUnreachable,
+)
+from penstock.gateways.native import wire
+from penstock.gateways.native.frames import FrameReader
+from penstock.model import Message, Outcome, OutcomeStatus
+
+encoder = wire.Encoder()
+WELCOME = wire.Welcome(1, "test", "s", {})
+
+
+class Talk:
+    """A core, what it wrote, and what its callers were told."""
+
+    def __init__(self, **options: Any) -> None:
+        self.now_ms = 1000
+        self.core = Core(
+            Options(patience_ms=5_000, **options), now_ms=1000, random=lambda: 1.0, fresh=b"f" * 16
+        )
+        self.results: dict[str, Any] = {}
+        self.reader = FrameReader()
+
+    def call(self, name: str, call: calls.Call[Any]) -> Any:
+        def told(result: Any, error: BaseException | None) -> None:
+            assert name not in self.results, "told twice"
+            self.results[name] = error if error is not None else result
+
+        return self.core.submit(call, told, self.now_ms)
+
+    def sent(self) -> list[wire.Request]:
+        self.reader.feed(b"".join(self.core.take_output()))
+        requests = []
+        while (frame := self.reader.take()) is not None:
+            request = wire.read_request(frame)
+            assert isinstance(request, wire.Request)
+            requests.append(request)
+        self.told()
+        return requests
+
+    def told(self) -> dict[str, Any]:
+        for told, result, error in self.core.take_done():
+            told(result, error)
+        return self.results
+
+    def greet(self) -> None:
+        self.core.connected(self.now_ms)
+        (hello,) = self.core.take_output()
+        assert wire.read_hello(hello[4:]).magic == "penstock"
+        self.say(WELCOME)
+
+    def say(self, frame: object) -> None:
+        self.core.received(encoder.frame(frame), self.now_ms)
+        self.told()
+
+    def lose(self) -> None:
+        self.core.lost("cut", self.now_ms)
+        self.told()
+
+
+@pytest.fixture
+def talk() -> Talk:
+    made = Talk()
+    made.greet()
+    return made
+
+
+def test_answers_come_in_any_order(talk: Talk) -> None:
+    talk.call("a", calls.ping())
+    talk.call("b", calls.stats("q"))
+    talk.call("c", calls.ping())
+    a, b, c = talk.sent()
+    talk.say((1, c.id, 3))
+    talk.say(wire.Failure(b.id, "QueueNotFound", "no queue"))
+    talk.say((1, a.id, 1))
+    assert (talk.results["a"], talk.results["c"]) == (1, 3)
+    assert type(talk.results["b"]) is QueueNotFound
+    assert talk.core.idle
+
+
+def test_answers_come_in_any_pieces(talk: Talk) -> None:
+    talk.call("a", calls.ping())
+    (request,) = talk.sent()
+    for byte in encoder.frame((1, request.id, 77)):
+        talk.core.received(bytes([byte]), talk.now_ms)
+    assert talk.told() == {"a": 77}
+
+
+def test_calls_wait_for_the_welcome() -> None:
+    talk = Talk()
+    talk.call("a", calls.ping())
+    talk.core.connected(talk.now_ms)
+    assert len(talk.core.take_output()) == 1
+    talk.say(WELCOME)
+    assert len(talk.sent()) == 1
+
+
+REPEATED = [
+    calls.stats("q"),
+    calls.extend(["r"], lease_ms=1),
+    calls.ack(["r"]),
+    calls.release(["r"]),
+    calls.publish([Message(b"", dedup_id="d")]),
+    calls.create_queue("q"),
+]
+NOT_REPEATED = [
+    calls.claim("q"),
+    calls.publish([Message(b"", dedup_id="d"), Message(b"")]),
+    calls.send("q", b""),
+    calls.purge("q"),
+    calls.redrive("q"),
+    calls.move("q", "r"),
+    calls.delete_queue("q"),
+    calls.update_queue("q"),
+]
+
+
+@pytest.mark.parametrize("call", REPEATED, ids=lambda call: type(call.request).__name__)
+def test_what_is_safe_is_sent_again(talk: Talk, call: calls.Call[Any]) -> None:
+    talk.call("a", call)
+    talk.sent()
+    talk.lose()
+    assert talk.results == {}
+    talk.greet()
+    (again,) = talk.sent()
+    assert type(again) is type(call.request)
+
+
+@pytest.mark.parametrize("call", NOT_REPEATED, ids=lambda call: type(call.request).__name__)
+def test_what_is_not_safe_is_told(talk: Talk, call: calls.Call[Any]) -> None:
+    talk.call("a", call)
+    talk.sent()
+    talk.lose()
+    assert type(talk.results["a"]) is ServerUnreachable
+    assert "was lost before" in str(talk.results["a"])
+    talk.greet()
+    assert talk.sent() == []
+
+
+@pytest.mark.parametrize("call", NOT_REPEATED, ids=lambda call: type(call.request).__name__)
+def test_what_was_not_sent_can_be_sent_later(talk: Talk, call: calls.Call[Any]) -> None:
+    talk.lose()
+    talk.call("a", call)
+    assert talk.sent() == []
+    talk.greet()
+    assert len(talk.sent()) == 1
+
+
+def test_the_order_is_kept_across_connections(talk: Talk) -> None:
+    for n in range(3):
+        talk.call(str(n), calls.stats(str(n)))
+    talk.sent()
+    talk.lose()
+    talk.call("3", calls.stats("3"))
+    talk.greet()
+    assert [request.queue for request in talk.sent() if isinstance(request, wire.Stats)] == [
+        "0",
+        "1",
+        "2",
+        "3",
+    ]
+
+
+def test_a_stale_receipt_of_a_repeated_ack_is_uncertain(talk: Talk) -> None:
+    talk.call("a", calls.ack(["one", "two", "three"]))
+    talk.sent()
+    talk.lose()
+    talk.greet()
+    (again,) = talk.sent()
+    said = [
+        Outcome("one", OutcomeStatus.STALE),
+        Outcome("two", OutcomeStatus.DONE),
+        Outcome("three", OutcomeStatus.EXPIRED),
+    ]
+    talk.say((1, again.id, said))
+    outcomes = talk.results["a"]
+    assert [type(each) for each in outcomes] == [Uncertain, Outcome, Outcome]
+    assert [bool(each) for each in outcomes] == [False, True, False]
+
+
+def test_a_stale_receipt_of_a_first_ack_is_stale(talk: Talk) -> None:
+    talk.call("a", calls.ack(["one"]))
+    (request,) = talk.sent()
+    talk.say((1, request.id, [Outcome("one", OutcomeStatus.STALE)]))
+    assert [type(each) for each in talk.results["a"]] == [Outcome]
+
+
+def test_what_a_stopping_server_did_not_do_is_sent_to_the_next(talk: Talk) -> None:
+    talk.call("a", calls.claim("q"))
+    (request,) = talk.sent()
+    talk.say(wire.Bye("BrokerClosed", "stopping", final=False))
+    talk.say(wire.Undone(request.id))
+    talk.call("b", calls.claim("q"))
+    assert talk.sent() == []
+    assert talk.core.phase is Phase.LEAVING
+    talk.lose()
+    talk.greet()
+    assert len(talk.sent()) == 2
+    assert talk.results == {}
+
+
+def test_a_final_farewell_ends_the_client(talk: Talk) -> None:
+    talk.call("a", calls.stats("q"))
+    talk.sent()
+    talk.say(wire.Bye("NotAllowed", "no key", final=True))
+    talk.call("b", calls.stats("q"))
+    talk.told()
+    assert [type(talk.results[name]) for name in "ab"] == [NotAllowed, NotAllowed]
+    assert talk.core.hang_up
+
+
+def test_patience_ends(talk: Talk) -> None:
+    talk.lose()
+    talk.call("a", calls.stats("q"))
+    talk.now_ms += 4_999
+    talk.core.tick(talk.now_ms)
+    assert talk.told() == {}
+    talk.now_ms += 1
+    talk.core.tick(talk.now_ms)
+    assert type(talk.told()["a"]) is ServerUnreachable
+
+
+def test_back_off_grows_to_a_cap_and_starts_anew(talk: Talk) -> None:
+    waits = []
+    for _ in range(12):
+        talk.lose()
+        waits.append(talk.core.connect_at_ms - talk.now_ms)
+    assert waits[:4] == [50, 100, 200, 400]
+    assert waits[-1] == 5_000
+    talk.greet()
+    talk.lose()
+    assert talk.core.connect_at_ms - talk.now_ms == 50
+
+
+def test_a_silent_server_is_asked_and_then_given_up(talk: Talk) -> None:
+    talk.now_ms += PING_MS
+    talk.core.tick(talk.now_ms)
+    (request,) = talk.sent()
+    assert isinstance(request, wire.Ping)
+    talk.now_ms += SILENCE_MS - 1
+    talk.core.tick(talk.now_ms)
+    assert not talk.core.hang_up
+    talk.now_ms += 1
+    talk.core.tick(talk.now_ms)
+    assert talk.core.hang_up
+
+
+def test_a_server_that_answers_is_not_given_up(talk: Talk) -> None:
+    for _ in range(5):
+        talk.now_ms += PING_MS
+        talk.core.tick(talk.now_ms)
+        (request,) = talk.sent()
+        talk.say((1, request.id, 0))
+    assert not talk.core.hang_up
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\xc1", b"HTTP/1.1 400"])
+def test_garbage_ends_the_connection(talk: Talk, garbage: bytes) -> None:
+    talk.core.received(garbage, talk.now_ms)
+    assert talk.core.hang_up
+
+
+def test_an_answer_of_another_type_fails_its_call_alone(talk: Talk) -> None:
+    talk.call("a", calls.stats("q"))
+    talk.call("b", calls.ping())
+    a, b = talk.sent()
+    talk.say((1, a.id, "not stats"))
+    talk.say((1, b.id, 5))
+    assert isinstance(talk.results["a"], PenstockError)
+    assert talk.results["b"] == 5
+
+
+def test_an_answer_in_parts(talk: Talk) -> None:
+    talk.call("a", calls.publish([]))
+    (request,) = talk.sent()
+    talk.say(wire.Part(request.id, b"\x92\x01", last=False))
+    assert talk.results == {}
+    talk.say(wire.Part(request.id, b"\x02", last=True))
+    assert talk.results == {"a": [1, 2]}
+
+
+def test_what_can_not_be_sent_fails_alone(talk: Talk) -> None:
+    talk.call("a", calls.create_queue("q", lease_ms=object()))
+    talk.call("b", calls.stats("q"))
+    assert len(talk.sent()) == 1
+    assert isinstance(talk.results["a"], InvalidInput)
+
+
+def test_a_withdrawn_claim_is_cancelled_and_what_came_is_given_back(talk: Talk) -> None:
+    pending = talk.call("a", calls.claim("q", wait_ms=1000))
+    (claim,) = talk.sent()
+    talk.core.withdraw(pending, talk.now_ms)
+    (ended,) = talk.sent()
+    assert isinstance(ended, wire.Cancel)
+    assert ended.claim == claim.id
+    delivery = {
+        **dict.fromkeys(("message_id", "priority", "attempts", "published_at_ms"), 1),
+        "queue": "q",
+        "payload": b"",
+        "attributes": {},
+        "group": "",
+        "receipt": "r",
+        "lease_deadline_ms": 1,
+    }
+    talk.say((1, claim.id, [delivery]))
+    (back,) = talk.sent()
+    assert isinstance(back, wire.Release)
+    assert (back.receipts, back.delay_ms) == (["r"], 0)
+
+
+def test_dedup_ids_are_made_once_and_are_all_different() -> None:
+    talk = Talk(dedup=True)
+    talk.greet()
+    talk.call("a", calls.publish([Message(b""), Message(b"", dedup_id="mine"), Message(b"")]))
+    (first,) = talk.sent()
+    talk.lose()
+    talk.greet()
+    (again,) = talk.sent()
+    assert isinstance(first, wire.Publish)
+    assert isinstance(again, wire.Publish)
+    ids = [message.dedup_id for message in first.messages]
+    assert ids == [message.dedup_id for message in again.messages]
+    assert ids[1] == "mine"
+    assert None not in ids
+    assert len(set(ids)) == 3
+
+
+def test_a_closed_client_fails_everything(talk: Talk) -> None:
+    talk.call("a", calls.stats("q"))
+    talk.core.close()
+    talk.call("b", calls.stats("q"))
+    talk.told()
+    assert [type(talk.results[name]) for name in "ab"] == [BrokerClosed, BrokerClosed]
+
+
+# --- leases ---------------------------------------------------------------------------------------
+
+
+def done(*receipts: str) -> list[Outcome]:
+    return [Outcome(receipt, OutcomeStatus.EXTENDED) for receipt in receipts]
+
+
+def test_leases_are_extended_three_times_within_themselves() -> None:
+    keeper = Keeper()
+    keeper.hold(["a", "b"], lease_ms=900, now_ms=0)
+    assert keeper.next_ms() == 300
+    assert keeper.due(299) == []
+    assert keeper.due(300) == [(["a", "b"], 900)]
+    assert keeper.due(301) == []
+    assert keeper.extended(done("a", "b"), lease_ms=900, asked_ms=300) == []
+    assert keeper.live("a", 300 + 809)
+    assert not keeper.live("a", 300 + 810)
+    assert keeper.due(600) == [(["a", "b"], 900)]
+
+
+def test_a_refused_extension_is_a_lost_lease() -> None:
+    keeper = Keeper()
+    keeper.hold(["a", "b"], lease_ms=900, now_ms=0)
+    said = [Outcome("a", OutcomeStatus.STALE), *done("b")]
+    assert keeper.extended(said, lease_ms=900, asked_ms=300) == ["a"]
+    assert not keeper.live("a", 301)
+    assert keeper.live("b", 301)
+
+
+def test_no_answer_until_the_deadline_is_a_lost_lease() -> None:
+    keeper = Keeper()
+    keeper.hold(["a"], lease_ms=900, now_ms=0)
+    assert len(keeper.due(300)) == 1
+    assert len(keeper.due(600)) == 1
+    assert keeper.lapsed(809) == []
+    assert keeper.lapsed(810) == ["a"]
+    assert len(keeper) == 0
+
+
+def test_what_is_settled_is_not_extended_nor_lost() -> None:
+    keeper = Keeper()
+    keeper.hold(["a", "b"], lease_ms=900, now_ms=0)
+    keeper.forget(["a", "unknown"])
+    assert keeper.due(300) == [(["b"], 900)]
+    keeper.forget(["b"])
+    said = [Outcome("b", OutcomeStatus.STALE)]
+    assert keeper.extended(said, lease_ms=900, asked_ms=300) == []
+    assert keeper.next_ms() is None

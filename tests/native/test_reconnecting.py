@@ -1,0 +1,378 @@
+"""What clients see when connections, or servers, go away under them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Self
+
+import pytest
+from tests.native.serving import Served
+
+import penstock
+from penstock.client import Uncertain
+from penstock.clock import ManualClock
+from penstock.errors import ServerUnreachable
+from penstock.model import Message, OutcomeStatus
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.client import Client
+
+
+def message(body: bytes = b"", **fields: Any) -> Message:
+    return Message(body, {"queue": "q"}, **fields)
+
+
+def pause(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
+class Proxy:
+    """Stands between a client and a server, and can lose what either says."""
+
+    def __init__(self, served: Served) -> None:
+        self._target = served.port
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"penstock://127.0.0.1:{self._listening.getsockname()[1]}"
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._threads: list[threading.Thread] = []
+        # What is dropped: answers, once a request has gone through; or everything, silently.
+        self.eat_answers = False
+        self.frozen = False
+        self._spawn(self._accept)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self.cut()
+        for thread in self._threads:
+            thread.join(10)
+
+    def cut(self) -> None:
+        for pair in self._pairs:
+            for end in pair:
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def _spawn(self, work: Any, *args: Any) -> None:
+        thread = threading.Thread(target=work, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listening.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                return
+            self._pairs.append((near, far))
+            self._spawn(self._carry, near, far, False)
+            self._spawn(self._carry, far, near, True)
+
+    def _carry(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                if self.frozen or (answers and self.eat_answers):
+                    continue
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        source.close()
+
+
+def lose_the_answer(proxy: Proxy, client: Client, act: Any, *, until: Any) -> Any:
+    """Run a call whose first answer is lost; cut once the server has done it."""
+    result: list[Any] = []
+
+    def run() -> None:
+        try:
+            result.append(act())
+        except Exception as error:
+            result.append(error)
+
+    proxy.eat_answers = True
+    thread = threading.Thread(target=run)
+    thread.start()
+    for _ in range(500):
+        if until():
+            break
+        pause(0.01)
+    proxy.eat_answers = False
+    proxy.cut()
+    thread.join(20)
+    assert not thread.is_alive()
+    return result[0]
+
+
+def test_a_cut_connection_is_made_again(served: Served) -> None:
+    with Proxy(served) as proxy, penstock.connect(proxy.url) as client:
+        for _ in range(5):
+            assert client.stats("q").queue == "q"
+            proxy.cut()
+        assert client.stats("q").queue == "q"
+
+
+def test_a_repeated_publish_is_not_doubled(served: Served) -> None:
+    with Proxy(served) as proxy, penstock.connect(proxy.url) as client:
+        ids = lose_the_answer(
+            proxy,
+            client,
+            lambda: client.publish([message(b"1"), message(b"2")]),
+            until=lambda: served.broker.stats("q").available == 2,
+        )
+    assert [entry.message_id for entry in served.broker.browse("q")] == ids
+    assert served.broker.store_stats().duplicates_total == 2
+
+
+def test_a_publish_without_dedup_ids_is_not_repeated(served: Served) -> None:
+    with Proxy(served) as proxy, penstock.connect(proxy.url, dedup=False) as client:
+        error = lose_the_answer(
+            proxy,
+            client,
+            lambda: client.publish([message()]),
+            until=lambda: served.broker.stats("q").available == 1,
+        )
+        assert type(error) is ServerUnreachable
+        assert "without dedup ids" in str(error)
+        assert client.stats("q").available == 1
+
+
+def test_a_repeated_ack_says_that_it_is_uncertain(served: Served) -> None:
+    with Proxy(served) as proxy, penstock.connect(proxy.url) as client:
+        client.publish([message()])
+        (delivery,) = client.claim("q")
+        (outcome,) = lose_the_answer(
+            proxy,
+            client,
+            lambda: client.ack([delivery.receipt]),
+            until=lambda: served.broker.stats("q").done == 1,
+        )
+    assert isinstance(outcome, Uncertain)
+    assert outcome.status is OutcomeStatus.STALE
+    assert served.broker.attempts("q", delivery.message_id)[-1].end == "acked"
+
+
+def test_a_claim_is_not_repeated(served: Served) -> None:
+    with Proxy(served) as proxy, penstock.connect(proxy.url) as client:
+        client.publish([message()])
+        error = lose_the_answer(
+            proxy,
+            client,
+            lambda: client.claim("q", lease_ms=700),
+            until=lambda: served.broker.stats("q").in_flight == 1,
+        )
+        assert type(error) is ServerUnreachable
+        assert "comes back when its lease ends" in str(error)
+        assert [d.attempts for d in client.claim("q", wait_ms=5_000)] == [2]
+
+
+def test_a_half_open_connection_is_noticed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.client.core.PING_MS", 200)
+    monkeypatch.setattr("penstock.client.core.SILENCE_MS", 300)
+    with Proxy(served) as proxy, penstock.connect(proxy.url) as client:
+        proxy.frozen = True
+        threading.Timer(0.8, setattr, (proxy, "frozen", False)).start()
+        assert client.stats("q").queue == "q"
+
+
+def test_a_consumer_goes_on_after_a_cut(served: Served) -> None:
+    with Proxy(served) as proxy, penstock.connect(proxy.url) as client:
+        served.broker.update_queue("q", lease_ms=1_000)
+        seen: set[bytes] = set()
+        with client.consume("q", prefetch=4) as consumer:
+            for n in range(12):
+                served.broker.publish([message(b"%d" % n)])
+                if n % 4 == 3:
+                    proxy.cut()
+                delivery = next(consumer)
+                seen.add(delivery.payload)
+                client.ack([delivery.receipt])
+            while len(seen) < 12:
+                delivery = next(consumer)
+                seen.add(delivery.payload)
+                client.ack([delivery.receipt])
+        assert client.stats("q").done == 12
+
+
+def test_nothing_is_lost_under_many_cuts(served: Served) -> None:
+    rng = ManualClock(seed=5)
+    with Proxy(served) as proxy, penstock.connect(proxy.url) as client:
+        over = threading.Event()
+
+        def cut() -> None:
+            while not over.wait(0.01 + rng.random() / 10):
+                proxy.cut()
+
+        cutter = threading.Thread(target=cut)
+        cutter.start()
+        try:
+            ids = [client.publish([message(b"%d" % n)])[0] for n in range(100)]
+        finally:
+            over.set()
+            cutter.join()
+        assert len(set(ids)) == 100
+    bodies = sorted(int(e.payload or b"") for e in served.broker.browse("q", limit=1000))
+    assert bodies == list(range(100))
+
+
+def test_a_server_that_restarts(tmp_path: Path) -> None:
+    url = f"rocksdb:{tmp_path}/store"
+    broker = penstock.open(url)
+    broker.create_queue("q")
+    served = Served(broker)
+    with penstock.connect(served.url) as client:
+        first = client.publish([message(b"1")])
+        parked: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: parked.append(client.claim("nothing", wait_ms=60_000))
+        )
+        client.create_queue("nothing")
+        thread.start()
+        pause(0.1)
+        served.stop()
+        broker.close()
+        thread.join(10)
+        assert parked == [[]]
+        late: list[Any] = []
+        waiting = threading.Thread(target=lambda: late.append(client.publish([message(b"2")])))
+        waiting.start()
+        pause(0.2)
+        with penstock.open(url) as again, Served(again, port=served.port):
+            waiting.join(10)
+            assert late[0][0] > first[0]
+            assert client.stats("q").available == 2
+
+
+KILLED = """
+import asyncio, sys, uvloop, penstock
+from penstock.clock import SystemClock
+from penstock.server.desk import Desk
+from penstock.server.native import NativeListener
+
+async def main():
+    broker = penstock.open(sys.argv[1])
+    broker.create_queue("q")
+    desk = Desk(broker, asyncio.get_running_loop())
+    listener = NativeListener(desk, "127.0.0.1", int(sys.argv[2]), clock=SystemClock())
+    await listener.start()
+    print(listener.address[1], flush=True)
+    await asyncio.sleep(60)
+
+uvloop.run(main())
+"""
+
+
+def start(url: str, port: int) -> tuple[subprocess.Popen[str], int]:
+    script = f"import sys; sys.path[:0] = {sys.path!r}\n{KILLED}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, url, str(port)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def test_a_server_that_is_killed_loses_nothing_that_it_confirmed(tmp_path: Path) -> None:
+    url = f"rocksdb:{tmp_path}/store"
+    process, port = start(url, 0)
+    try:
+        with penstock.connect(f"penstock://127.0.0.1:{port}") as client:
+            confirmed: list[int] = []
+            over = threading.Event()
+
+            def publish() -> None:
+                n = 0
+                while not over.is_set():
+                    confirmed.extend(client.publish([message(b"%d" % n)]))
+                    n += 1
+
+            thread = threading.Thread(target=publish)
+            thread.start()
+            pause(0.5)
+            process.kill()
+            process.communicate()
+            at_kill = len(confirmed)
+            process, _ = start(url, port)
+            pause(0.5)
+            over.set()
+            thread.join(15)
+            assert not thread.is_alive()
+            assert 0 < at_kill < len(confirmed)
+            found = {entry.message_id for entry in client.browse("q", limit=10_000)}
+            assert found == set(confirmed)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_asynchronous_client_comes_back_too(served: Served) -> None:
+    async def main() -> None:
+        async with await penstock.connect_async(served.url) as client:
+            assert (await client.stats("q")).queue == "q"
+            await asyncio.to_thread(served.cut)
+            assert (await client.stats("q")).queue == "q"
+
+    asyncio.run(main())
+
+
+def test_calls_of_a_client_that_closes_raise(served: Served) -> None:
+    client = penstock.connect(served.url)
+    errors: list[Exception] = []
+
+    def claim() -> None:
+        try:
+            client.claim("q", wait_ms=60_000)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=claim)
+    thread.start()
+    pause(0.1)
+    client.close()
+    thread.join(10)
+    assert [type(error) for error in errors] == [penstock.BrokerClosed]
+
+
+# --- TLS ------------------------------------------------------------------------------------------
+
+
+def test_tls(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    made = subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-nodes", "-days", "2"),
+            *("-pkeyopt", "ec_paramgen_curve:prime256v1", "-keyout", str(key)),
+            *("-out", str(certificate), "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"),
+        ],
+        capture_output=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_side.load_cert_chain(certificate, key)
+    trusting = ssl.create_default_context(cafile=str(certificate))
+    with penstock.open("memory:") as broker, Served(broker, tls=server_side) as served:
+        broker.create_queue("q")
+        with penstock.connect(served.url, tls=trusting) as client:
+            body = b"x" * 3_000_000
+            client.publish([message(body)])
+            assert client.claim("q")[0].payload == body
+            served.cut()
+            assert client.ping() > 0
+        with pytest.raises(ServerUnreachable, match="certificate"):
+            penstock.connect(served.url.replace("penstock:", "penstocks:"), patience_ms=200)
+        with pytest.raises(ServerUnreachable):
+            penstock.connect(served.url, patience_ms=200)

@@ -1,0 +1,466 @@
+"""The server's side of a connection: bounds, bad input, keys, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import threading
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+import pytest
+from tests.native.serving import Served
+
+import penstock
+from penstock import limits
+from penstock.errors import InvalidInput, NotAllowed, ServerUnreachable
+from penstock.gateways.native import wire
+from penstock.gateways.native.frames import FrameReader
+from penstock.model import Message
+from penstock.server.native_verbs import VERBS
+from penstock.server.security import Keys, add_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+encoder = wire.Encoder()
+HELLO = encoder.frame(wire.Hello(wire.MAGIC, wire.VERSION))
+
+
+class Raw:
+    """A connection by hand."""
+
+    def __init__(self, served: Served, greeting: bytes = HELLO) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", served.port), 10)
+        self._reader = FrameReader()
+        self.send(greeting)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def ask(self, value: object) -> wire.ServerFrame:
+        self.send(encoder.frame(value))
+        return self.read()
+
+    def read(self) -> wire.ServerFrame:
+        while (frame := self._reader.take()) is None:
+            data = self.socket.recv(65536)
+            if not data:
+                raise EOFError
+            self._reader.feed(data)
+        return wire.read_server_frame(frame)
+
+    def result(self, kind: Any = None) -> Any:
+        frame = self.read()
+        assert isinstance(frame, wire.Result), frame
+        return msgspec.msgpack.decode(frame.value)
+
+    def ended(self) -> bool:
+        try:
+            self.read()
+        except (EOFError, OSError):
+            return True
+        return False
+
+
+def message(body: bytes = b"") -> Message:
+    return Message(body, {"queue": "q"})
+
+
+def eventually(condition: Any) -> None:
+    for _ in range(400):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not come about")
+
+
+def test_byte_by_byte(served: Served) -> None:
+    with Raw(served, b"") as raw:
+        for byte in HELLO + encoder.frame(wire.Ping(5)):
+            raw.send(bytes([byte]))
+        assert isinstance(raw.read(), wire.Welcome)
+        assert raw.result() > 0
+
+
+def test_the_welcome_names_the_store_and_the_bounds(served: Served) -> None:
+    with Raw(served) as raw:
+        welcome = raw.read()
+    assert isinstance(welcome, wire.Welcome)
+    assert welcome.version == 1
+    assert welcome.store_id == served.broker.info().store_id
+    assert welcome.limits["frame_bytes"] == limits.MAX_FRAME_BYTES
+
+
+def test_a_newer_client_is_spoken_to_in_the_servers_version(served: Served) -> None:
+    with Raw(served, encoder.frame((0, wire.MAGIC, 99, "", "", "more"))) as raw:
+        welcome = raw.read()
+    assert isinstance(welcome, wire.Welcome)
+    assert welcome.version == wire.VERSION
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        encoder.frame((0, "somebody", 1)),
+        encoder.frame((0, wire.MAGIC, 0)),
+        encoder.frame(wire.Ping(1)),
+        b"GET / HTTP/1.1\r\n\r\n",
+        (limits.MAX_HELLO_BYTES + 1).to_bytes(4, "big"),
+        b"\x00\x00\x00\x00",
+        b"\x00\x00\x00\x01\xc1",
+    ],
+)
+def test_a_wrong_greeting_is_the_last_word(served: Served, greeting: bytes) -> None:
+    with Raw(served, greeting) as raw:
+        bye = raw.read()
+        assert isinstance(bye, wire.Bye)
+        assert (bye.name, bye.final) == ("InvalidInput", True)
+        assert raw.ended()
+    with penstock.connect(served.url) as client:
+        assert client.ping() > 0
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        (limits.MAX_FRAME_BYTES + 1).to_bytes(4, "big"),
+        b"\x00\x00\x00\x02\xc1\xc1",
+        encoder.frame(wire.Ping(1))[:4] + b"\xff" * 3,
+        b"\x00\x00\x00\x04" + encoder.frame(wire.Ping(1))[4:] + b"\x00",
+        encoder.frame("text"),
+    ],
+)
+def test_a_broken_frame_ends_the_connection_with_a_reason(served: Served, garbage: bytes) -> None:
+    with Raw(served) as raw:
+        raw.read()
+        raw.send(encoder.frame(wire.Ping(1)) + garbage + encoder.frame(wire.Ping(2)))
+        assert raw.result() > 0
+        bye = raw.read()
+        assert isinstance(bye, wire.Bye)
+        assert bye.name == "InvalidInput"
+        assert raw.ended()
+
+
+def test_a_wrong_request_costs_only_itself(served: Served) -> None:
+    with Raw(served) as raw:
+        raw.read()
+        for wrong in ((99, 1), (2, 1, 5), (2, 1), (1, 1, [{"payload": "text"}]), (25, 1, 2)):
+            failure = raw.ask(wrong)
+            assert isinstance(failure, wire.Failure)
+            assert (failure.id, failure.name) == (1, "InvalidInput")
+        assert isinstance(raw.ask(wire.Ping(2)), wire.Result)
+
+
+def test_a_bug_of_the_server_is_told_without_its_text(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(_: object) -> None:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(served.broker, "store_stats", lambda: explode(None))
+    with penstock.connect(served.url) as client:
+        with pytest.raises(penstock.PenstockError, match="RuntimeError") as caught:
+            client.store_stats()
+        assert "secret" not in str(caught.value)
+        assert client.ping() > 0
+
+
+def test_who_says_nothing_is_let_go(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_GREETING_MS", 100)
+    with Raw(served, HELLO[:-1]) as raw:
+        assert raw.ended()
+
+
+def test_a_frame_that_is_never_ended_is_let_go(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_STALL_MS", 100)
+    with Raw(served) as raw:
+        raw.read()
+        raw.send(b"\x00\x00\x00\x09abc")
+        assert isinstance(raw.read(), wire.Bye)
+        assert raw.ended()
+
+
+def test_an_idle_connection_is_let_go_and_made_again(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with penstock.connect(served.url) as client:
+        monkeypatch.setattr(limits, "MAX_IDLE_MS", 100)
+        eventually(lambda: not served.listener.connections)
+        monkeypatch.setattr(limits, "MAX_IDLE_MS", 300_000)
+        assert client.ping() > 0
+
+
+def test_too_many_connections(served: Served) -> None:
+    served.listener.max_connections = 2
+    with Raw(served) as one, Raw(served) as two:
+        assert isinstance(one.read(), wire.Welcome)
+        assert isinstance(two.read(), wire.Welcome)
+        with Raw(served) as three:
+            assert isinstance(three.read(), wire.Bye)
+            assert three.ended()
+        assert isinstance(one.ask(wire.Ping(1)), wire.Result)
+
+
+def test_who_does_not_read_is_not_read(served: Served) -> None:
+    served.broker.publish([message(b"x" * 1_000_000) for _ in range(20)])
+    browse = encoder.frame(wire.Browse(1, "q", "available", 20))
+    with Raw(served) as raw:
+        raw.read()
+        before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        raw.socket.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            raw.send(browse * 1_000_000)
+        (connection,) = served.listener.connections
+        eventually(lambda: connection._stuck_since is not None)
+        assert connection._reader.pending <= 1 << 20
+        # A million answers of 20 MB were asked for.
+        after_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        assert after_kb - before_kb < 600_000
+        with penstock.connect(served.url) as client:
+            assert client.ping() > 0
+
+
+def test_who_does_not_read_for_long_is_cut_off(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.broker.publish([message(b"x" * 1_000_000) for _ in range(20)])
+    monkeypatch.setattr(limits, "MAX_STALL_MS", 100)
+    with Raw(served) as raw:
+        raw.read()
+        raw.send(encoder.frame(wire.Browse(1, "q", "available", 20)) * 20)
+        eventually(lambda: not served.listener.connections)
+
+
+def test_what_all_connections_have_begun_is_bounded(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_BUFFERED_BYTES", 5 << 20)
+    begun = (10 << 20).to_bytes(4, "big") + bytes(3 << 20)
+    with Raw(served) as one, Raw(served) as two:
+        one.read()
+        two.read()
+        one.send(begun)
+        eventually(lambda: served.listener.buffered == len(begun))
+        with suppress(ConnectionError):
+            two.send(begun)
+        bye = two.read()
+        assert isinstance(bye, wire.Bye)
+        assert not bye.final
+        eventually(lambda: served.listener.buffered == len(begun))
+        with penstock.connect(served.url) as client:
+            assert client.ping() > 0
+    eventually(lambda: served.listener.buffered == 0)
+
+
+def test_requests_at_work_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_REQUESTS_AT_WORK", 3)
+    most = 0
+    with Raw(served) as raw:
+        raw.read()
+        (connection,) = served.listener.connections
+        raw.send(b"".join(encoder.frame(wire.Stats(n, "q")) for n in range(300)))
+        for _ in range(300):
+            assert isinstance(raw.read(), wire.Result)
+            most = max(most, connection._at_work)
+    assert most <= 3
+
+
+def test_a_thousand_claims_wait_without_threads(served: Served) -> None:
+    threads = threading.active_count()
+    with Raw(served) as raw:
+        raw.read()
+        raw.send(b"".join(encoder.frame(wire.Claim(n, "q", 1, None, 60_000)) for n in range(1000)))
+        eventually(lambda: served.desk.parked == 1000)
+        assert threading.active_count() <= threads
+        assert isinstance(raw.ask(wire.Ping(2000)), wire.Result)
+        served.broker.publish([message() for _ in range(1000)])
+        ids = {raw.read().id for _ in range(1000)}  # type: ignore[union-attr]
+    assert ids == set(range(1000))
+
+
+def test_too_many_waiting_claims_are_refused(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_WAITING_CLAIMS", 2)
+    with Raw(served) as raw:
+        raw.read()
+        for n in range(2):
+            raw.send(encoder.frame(wire.Claim(n, "q", 1, None, 60_000)))
+        failure = raw.ask(wire.Claim(2, "q", 1, None, 60_000))
+        assert isinstance(failure, wire.Failure)
+        assert isinstance(raw.ask(wire.Claim(3, "q")), wire.Result)
+
+
+def test_a_lost_connection_takes_its_waiting_claims_along(served: Served) -> None:
+    with Raw(served) as raw:
+        raw.read()
+        raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 60_000)))
+        eventually(lambda: served.desk.parked == 1)
+    eventually(lambda: served.desk.parked == 0)
+    with penstock.connect(served.url) as client:
+        client.send("q", b"x")
+        assert [d.attempts for d in client.claim("q")] == [1]
+
+
+def test_sixty_four_connections(served: Served) -> None:
+    async def main() -> None:
+        clients = [await penstock.connect_async(served.url) for _ in range(64)]
+        ids = await asyncio.gather(
+            *(client.publish([message() for _ in range(3)]) for client in clients for _ in range(5))
+        )
+        assert len({each for some in ids for each in some}) == 64 * 15
+        taken = await asyncio.gather(*(client.claim("q", limit=15) for client in clients))
+        assert sum(map(len, taken)) == 64 * 15
+        for client in clients:
+            await client.close()
+
+    asyncio.run(main())
+    eventually(lambda: not served.listener.connections)
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+def test_a_stop_answers_what_is_in_hand_and_hands_back_claims() -> None:
+    with penstock.open("memory:") as broker, Served(broker) as served, Raw(served) as raw:
+        broker.create_queue("q")
+        raw.read()
+        raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 60_000)))
+        eventually(lambda: served.desk.parked == 1)
+        raw.send(encoder.frame(wire.Publish(2, [Message(b"", {"queue": "other"})])))
+        served.stop()
+        frames = [raw.read() for _ in range(3)]
+        results = {each.id: bytes(each.value) for each in frames if isinstance(each, wire.Result)}
+        assert results[1] == b"\x90"
+        assert 2 in results or any(isinstance(each, wire.Undone) for each in frames)
+        assert any(isinstance(each, wire.Bye) and not each.final for each in frames)
+        assert raw.ended()
+
+
+def test_a_port_that_is_taken(served: Served) -> None:
+    with pytest.raises(InvalidInput, match=str(served.port)), penstock.open("memory:") as broker:
+        Served(broker, port=served.port)
+
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def secured(tmp_path: Path) -> Iterator[tuple[Served, dict[str, str], Path]]:
+    path = tmp_path / "keys.toml"
+    grants = {
+        "root": ["all"],
+        "writer": ["publish:q"],
+        "reader": ["consume:q"],
+        "keeper": ["admin:q*"],
+    }
+    tokens = {name: f"{name}:{add_key(path, name, allow)}" for name, allow in grants.items()}
+    with penstock.open("memory:") as broker, Served(broker, keys=Keys(path)) as served:
+        broker.create_queue("q")
+        yield served, tokens, path
+
+
+Secured = tuple[Served, dict[str, str], "Path"]
+
+
+@pytest.mark.parametrize("token", ["", "root", "root:wrong", "nobody:x", "x" * 5000])
+def test_a_wrong_token_is_refused_for_good(secured: Secured, token: str) -> None:
+    with pytest.raises(NotAllowed) as caught:
+        penstock.connect(secured[0].url, token=token)
+    assert "wrong" not in str(caught.value)
+
+
+def test_keys_allow_what_they_say(secured: Secured) -> None:
+    served, tokens, _ = secured
+    with ExitStack() as stack:
+        root, writer, reader, keeper = (
+            stack.enter_context(penstock.connect(served.url, token=tokens[name]))
+            for name in ("root", "writer", "reader", "keeper")
+        )
+        writer.send("q", b"1")
+        writer.publish([message(b"2")])
+        deliveries = reader.claim("q", limit=2)
+        assert reader.ack([deliveries[0].receipt])[0].ok
+        assert reader.release([deliveries[1].receipt], queue="q")[0].ok
+        assert reader.queue("q") == keeper.queue("q") == writer.queue("q")
+        assert keeper.create_queue("q2").name == "q2"
+        assert root.queues() == served.broker.queues()
+        refused: list[Any] = [
+            lambda: writer.claim("q"),
+            lambda: writer.publish([Message(b"")]),
+            lambda: writer.publish([message(), Message(b"", {"queue": "other"})]),
+            lambda: writer.ack(["x"]),
+            lambda: reader.send("q", b""),
+            lambda: reader.claim("other"),
+            lambda: reader.purge("q"),
+            lambda: reader.ack(["x"], queue="other"),
+            reader.queues,
+            reader.read_log,
+            lambda: keeper.create_queue("other"),
+            lambda: keeper.delete_queue("other"),
+            lambda: keeper.move("q", "other"),
+            keeper.take_epoch,
+            lambda: keeper.configure_log(logs=2),
+        ]
+        for ask in refused:
+            with pytest.raises(NotAllowed):
+                ask()
+
+
+def test_a_key_that_is_taken_away_ends_its_connections(
+    secured: Secured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, tokens, _ = secured
+    assert served.listener.keys is not None
+    with penstock.connect(served.url, token=tokens["writer"]) as client:
+        client.send("q", b"1")
+        served.listener.keys._adopt({})
+        eventually(lambda: not served.listener.connections)
+        with pytest.raises(NotAllowed):
+            client.send("q", b"1")
+
+
+def test_every_request_has_a_row() -> None:
+    kinds = set(wire.Request.__subclasses__()) - {wire.Ping, wire.Cancel}
+    assert set(VERBS) == kinds
+
+
+def test_requests_are_counted() -> None:
+    counted: list[tuple[str, str, str]] = []
+
+    class Counts:
+        def request(self, protocol: str, operation: str, seconds: float, outcome: str) -> None:
+            assert seconds >= 0
+            counted.append((protocol, operation, outcome))
+
+    with (
+        penstock.open("memory:") as broker,
+        Served(broker, metrics=Counts()) as served,
+        penstock.connect(served.url) as client,
+    ):
+        client.create_queue("q")
+        with pytest.raises(penstock.QueueNotFound):
+            client.stats("nowhere")
+    assert counted == [
+        ("native", "CreateQueue", "ok"),
+        ("native", "Stats", "QueueNotFound"),
+    ]
+
+
+def test_a_server_that_is_gone(served: Served) -> None:
+    with penstock.connect(served.url, patience_ms=200) as client:
+        served.stop()
+        with pytest.raises(ServerUnreachable):
+            client.stats("q")

@@ -1,0 +1,291 @@
+"""The desk: joint changes, each request its own answer; claims that wait without a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import penstock
+from penstock import Message
+from penstock.broker_joint import Ack, Claim, Joint, Publish
+from penstock.errors import (
+    BrokerClosed,
+    InvalidInput,
+    InvalidMessage,
+    InvalidReceipt,
+    QueueNotFound,
+    StoreFenced,
+)
+from penstock.server.desk import Desk
+from penstock.testing.checking import assert_clean
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from pathlib import Path
+
+    from penstock import Broker
+
+
+@pytest.fixture(params=["indexed", "buckets"])
+def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Broker]:
+    with penstock.open(f"rocksdb:{tmp_path / 'store'}?design={request.param}") as opened:
+        opened.create_queue("q", lease_ms=60_000)
+        yield opened
+        assert_clean(opened)
+
+
+def run(broker: Broker, story: Callable[[Desk], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        desk = Desk(broker, asyncio.get_running_loop())
+        try:
+            await asyncio.wait_for(story(desk), 60)
+        finally:
+            await desk.close()
+
+    asyncio.run(whole())
+
+
+def to(queue: str, number: int = 0, **settings: Any) -> Message:
+    return Message(b"%d" % number, {"queue": queue, "n": number}, **settings)
+
+
+def test_what_comes_together_is_one_change(broker: Broker) -> None:
+    async def story(desk: Desk) -> None:
+        before = broker.durability().commits
+        ids = await asyncio.gather(*(desk.publish([to("q", n)]) for n in range(50)))
+        assert broker.durability().commits - before <= 2
+        assert len({one for each in ids for one in each}) == 50
+        claims = await asyncio.gather(*(desk.claim("q", limit=2) for _ in range(20)))
+        assert [len(each) for each in claims] == [2] * 20
+        # Each claim has a lease of its own.
+        assert len({each[0].lease for each in claims}) == 20
+        assert all(len({one.lease for one in each}) == 1 for each in claims)
+        outcomes = await asyncio.gather(
+            *(desk.ack([one.receipt for one in each]) for each in claims)
+        )
+        assert all(outcome for each in outcomes for outcome in each)
+
+    run(broker, story)
+    stats = broker.stats("q")
+    assert (stats.done, stats.available, stats.in_flight) == (40, 10, 0)
+
+
+def test_one_request_fails_alone(broker: Broker) -> None:
+    broker.create_queue("even", filter="n = 2")
+
+    async def story(desk: Desk) -> None:
+        kept, wrong, nowhere, good = await asyncio.gather(
+            desk.publish([to("q", 1)], queue="q"),
+            desk.publish([to("q", 1)], queue="even"),
+            desk.publish([to("q", 1)], queue="missing"),
+            desk.publish([to("q", 2)], queue="even"),
+            return_exceptions=True,
+        )
+        assert isinstance(kept, list)
+        assert isinstance(good, list)
+        assert isinstance(wrong, InvalidMessage)
+        assert isinstance(nowhere, QueueNotFound)
+        with pytest.raises(InvalidInput, match="limit"):
+            desk.claim("q", limit=0)
+        first, gone = await asyncio.gather(
+            desk.claim("q", limit=1), desk.claim("missing"), return_exceptions=True
+        )
+        assert isinstance(first, list)
+        assert isinstance(gone, QueueNotFound)
+        (delivery,) = first
+        bad, elsewhere, done = await asyncio.gather(
+            desk.ack(["nonsense"]),
+            desk.ack([delivery.receipt], queue="even"),
+            desk.ack([delivery.receipt]),
+            return_exceptions=True,
+        )
+        assert isinstance(bad, InvalidReceipt)
+        assert isinstance(elsewhere, InvalidReceipt)
+        assert isinstance(done, list)
+        assert done[0]
+
+    run(broker, story)
+    assert broker.stats("q").done == 1
+
+
+def test_the_same_receipt_twice_in_one_change(broker: Broker) -> None:
+    broker.publish([to("q")])
+    (delivery,) = broker.claim("q")
+    acks = [Ack([delivery.receipt], None), Ack([delivery.receipt], None)]
+    broker.begin(Joint(acks=acks))
+    assert [bool(ack.answer[0]) for ack in acks] == [True, False]
+
+
+def test_claims_see_what_is_published_beside_them(broker: Broker) -> None:
+    claim = Claim("q", 5, None, "w")
+    publish = Publish([to("q", n) for n in range(3)], None)
+    broker.begin(Joint(publishes=[publish], claims=[claim]))
+    assert [each.message_id for each in claim.answer] == publish.answer
+
+
+def test_groups_of_a_fifo_queue_stay_in_one_lease(broker: Broker) -> None:
+    broker.create_queue("ordered", ordering="fifo", lease_ms=60_000)
+    broker.publish([to("ordered", n, group=f"g{n % 2}") for n in range(10)])
+    claims = [Claim("ordered", 3, None, f"w{n}") for n in range(4)]
+    broker.begin(Joint(claims=claims))
+    groups: dict[str, set[str]] = {}
+    for claim in claims:
+        for delivery in claim.answer:
+            groups.setdefault(delivery.group, set()).add(delivery.lease)
+    assert sorted(groups) == ["g0", "g1"]
+    assert all(len(leases) == 1 for leases in groups.values())
+
+
+def test_a_claim_waits_for_what_any_thread_publishes(broker: Broker) -> None:
+    async def story(desk: Desk) -> None:
+        waiting = [desk.claim("q", wait_ms=30_000) for _ in range(200)]
+        while desk.parked < 200:
+            await asyncio.sleep(0.001)
+        assert threading.active_count() < 20
+        publisher = threading.Thread(
+            target=lambda: [broker.publish([to("q", n)]) for n in range(200)]
+        )
+        publisher.start()
+        answers = await asyncio.gather(*waiting)
+        assert sorted(int(each[0].payload) for each in answers) == list(range(200))
+        assert not desk.parked
+        publisher.join()
+
+    run(broker, story)
+
+
+def test_a_claim_waits_for_what_comes_due(broker: Broker) -> None:
+    async def story(desk: Desk) -> None:
+        await desk.publish([to("q", delay_ms=300)])
+        assert await desk.claim("q") == []
+        (delivery,) = await desk.claim("q", wait_ms=20_000, lease_ms=200)
+        # Its lease ends without anybody's doing.
+        (again,) = await desk.claim("q", wait_ms=20_000)
+        assert (again.message_id, again.attempts) == (delivery.message_id, 2)
+
+    run(broker, story)
+
+
+def test_a_wait_ends_in_time(broker: Broker) -> None:
+    async def story(desk: Desk) -> None:
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        assert await desk.claim("q", wait_ms=100) == []
+        assert loop.time() - begin >= 0.09
+
+    run(broker, story)
+
+
+def test_a_cancelled_wait_takes_nothing(broker: Broker) -> None:
+    async def story(desk: Desk) -> None:
+        gone = desk.claim("q", wait_ms=30_000)
+        stays = desk.claim("q", wait_ms=30_000)
+        while desk.parked < 2:
+            await asyncio.sleep(0.001)
+        gone.cancel()
+        await asyncio.sleep(0)
+        assert desk.parked == 1
+        await desk.publish([to("q")])
+        assert len(await stays) == 1
+
+    run(broker, story)
+
+
+def test_what_was_claimed_for_one_who_left_goes_to_others(broker: Broker) -> None:
+    async def story(desk: Desk) -> None:
+        await desk.publish([to("q")])
+        gone = desk.claim("q")
+        # Now it has been made, and waits for the disk.
+        await asyncio.sleep(0)
+        gone.cancel()
+        (delivery,) = await desk.claim("q", wait_ms=20_000)
+        assert delivery.attempts == 2
+
+    run(broker, story)
+    (first, _) = broker.attempts("q", broker.browse("q", state="in_flight")[0].message_id)
+    assert first.reason == "the client left before its answer"
+
+
+def test_a_queue_that_goes_ends_the_wait(broker: Broker) -> None:
+    broker.create_queue("short")
+
+    async def story(desk: Desk) -> None:
+        waiting = [desk.claim("short", wait_ms=30_000) for _ in range(3)]
+        while desk.parked < 3:
+            await asyncio.sleep(0.001)
+        await desk.call(lambda used: used.delete_queue("short"))
+        for each in waiting:
+            with pytest.raises(QueueNotFound):
+                await each
+
+    run(broker, story)
+
+
+def test_a_store_that_is_lost_ends_every_wait() -> None:
+    async def story() -> None:
+        broker = penstock.open("memory:")
+        broker.create_queue("q")
+        broker.create_queue("other")
+        desk = Desk(broker, asyncio.get_running_loop())
+        waiting = [desk.claim(name, wait_ms=30_000) for name in ("q", "q", "other")]
+        while desk.parked < 3:
+            await asyncio.sleep(0.001)
+        # What an engine says when another process has taken its store over.
+        threading.Thread(target=broker._shell._lose, args=(StoreFenced("gone"),)).start()
+        for each in waiting:
+            with pytest.raises(StoreFenced):
+                await asyncio.wait_for(each, 20)
+        with pytest.raises(StoreFenced):
+            await desk.publish([to("q")])
+        await desk.close()
+        broker.close()
+
+    asyncio.run(story())
+
+
+def test_stopping_hands_claims_back(broker: Broker) -> None:
+    async def story(desk: Desk) -> None:
+        waiting = desk.claim("q", wait_ms=30_000)
+        late = desk.publish([to("q")])
+        await asyncio.sleep(0)
+        desk.hand_back()
+        assert await late
+        assert len(await waiting) <= 1
+        assert await desk.claim("q", wait_ms=30_000, limit=9) is not None
+        with pytest.raises(BrokerClosed):
+            desk.call(lambda used: used.queues())
+
+    run(broker, story)
+
+
+def test_a_closed_broker_is_told_to_all(tmp_path: Path) -> None:
+    async def story() -> None:
+        broker = penstock.open(f"rocksdb:{tmp_path / 'store'}")
+        broker.create_queue("q")
+        desk = Desk(broker, asyncio.get_running_loop())
+        broker.close()
+        answers = await asyncio.gather(
+            desk.publish([to("q")]), desk.claim("q", wait_ms=1_000), return_exceptions=True
+        )
+        assert all(isinstance(each, BrokerClosed) for each in answers)
+
+    asyncio.run(story())
+
+
+def test_release_and_extend(broker: Broker) -> None:
+    async def story(desk: Desk) -> None:
+        await desk.publish([to("q", 1), to("q", 2)])
+        one, two = await desk.claim("q", limit=2)
+        (extended,) = await desk.extend([one.receipt], lease_ms=500_000)
+        assert extended.lease_deadline_ms is not None
+        assert extended.lease_deadline_ms > one.lease_deadline_ms
+        assert all(await desk.extend(two.lease, lease_ms=400_000))
+        (released,) = await desk.release([two.receipt], delay_ms=0, reason="not now")
+        assert released
+        (again,) = await desk.claim("q", limit=2)
+        assert (again.message_id, again.attempts) == (two.message_id, 2)
+
+    run(broker, story)

@@ -1,0 +1,321 @@
+"""Keys: the file, tokens, permissions, the command."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from penstock.cli import cli
+from penstock.errors import InvalidInput, NotAllowed
+from penstock.model import Message
+from penstock.server import security
+from penstock.server.security import ANYONE, Keys, Principal, add_key, read_keys
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from click.testing import Result
+
+
+@pytest.fixture(params=["keys.toml", "keys.json"])
+def path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    return tmp_path / str(request.param)
+
+
+def test_a_key_opens_with_its_secret_only(path: Path) -> None:
+    secret = add_key(path, "app", ["publish:orders-*", "consume:orders-eu"])
+    other = add_key(path, "other", ["all"])
+    keys = Keys(path)
+    assert len(keys) == 2
+    for _ in range(2):
+        found = keys.by_token(f"app:{secret}")
+        assert found is not None
+        assert found.key_id == "app"
+    wrong = [f"app:{other}", f"app:{secret}x", f"app:{secret[:-1]}", "app:", "app", "", ":", secret]
+    wrong += [f"other:{secret}", f"nobody:{secret}", "app:\udcff", "app:" + "x" * 10_000]
+    for token in wrong:
+        assert keys.by_token(token) is None
+
+
+def test_the_file_holds_no_secret_unless_sqs_needs_it(path: Path) -> None:
+    native = add_key(path, "native", ["all"])
+    sqs = add_key(path, "sqs", ["all"], sqs=True, description='with "quotes" \\ and é')
+    text = path.read_text()
+    assert native not in text
+    assert sqs in text
+    keys = Keys(path)
+    assert keys.secret_of("native") is None
+    assert keys.secret_of("nobody") is None
+    found = keys.secret_of("sqs")
+    assert found is not None
+    assert found[0] == sqs
+    assert found[1].key_id == "sqs"
+    assert keys.by_token(f"sqs:{sqs}") == found[1]
+    assert keys.by_token(f"sqs:{native}") is None
+    assert read_keys(path)["sqs"].description == 'with "quotes" \\ and é'
+
+
+def test_secrets_are_long_and_each_its_own(path: Path) -> None:
+    secrets = {add_key(path, f"k{n}", ["all"]) for n in range(5)}
+    assert len(secrets) == 5
+    assert all(len(base64.urlsafe_b64decode(each)) == 30 for each in secrets)
+    hashes = [key.hash for key in read_keys(path).values()]
+    assert len({each.split(":")[4] for each in hashes}) == 5
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o602, 0o620, 0o777])
+def test_a_file_that_others_can_use_is_refused(path: Path, mode: int) -> None:
+    add_key(path, "app", ["all"])
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(mode)
+    with pytest.raises(InvalidInput, match=rf"open to others \(mode {mode:04o}\): chmod 600"):
+        Keys(path)
+    path.chmod(0o640)
+    assert len(Keys(path)) == 1
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("[keys.a]\npermissions = ['all']\n", "neither a secret nor a hash"),
+        ("[keys.a]\npermissions = ['fly:*']\nsecret = 's'", "'fly:\\*' is not a permission"),
+        ("[keys.a]\npermissions = ['all:a b']\nsecret = 's'", "is not a permission"),
+        ("[keys.'a b']\npermissions = ['all']\nsecret = 's'", "'a b' is not a key's id"),
+        ("[keys.a]\nsecret = 's'", "missing required field `permissions`"),
+        ("[keys.a]\npermissions = []\nsecret = 's'\npassword = 'x'", "unknown field `password`"),
+        ("[keys.a]\npermissions = ['all']\nhash = 'md5:1:1:1:eA==:eA=='", "neither a secret"),
+        ("[keys.a]\npermissions = ['all']\nhash = 'scrypt:1048576:8:1:eA==:eA=='", "neither"),
+        ("[keys.a]\npermissions = ['all']\nsecret = 'hunter2", "not well-formed .at end of"),
+        ("\xff", "not well-formed|can't be used"),
+    ],
+)
+def test_files_that_cant_be_used(tmp_path: Path, text: str, match: str) -> None:
+    path = write(tmp_path / "keys.toml", text)
+    with pytest.raises(InvalidInput, match=match) as caught:
+        Keys(path)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_json_file_that_is_none_is_refused_without_quoting_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "keys.json", '{"keys": {"a": hunter2}}')
+    with pytest.raises(InvalidInput, match="not well-formed") as caught:
+        Keys(path)
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(InvalidInput, match="'penstock keys add"):
+        Keys(tmp_path / "nothing.toml")
+
+
+def test_a_file_that_changes_is_read_again(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    secret = add_key(path, "app", ["all"])
+    keys = Keys(path)
+    token = f"app:{secret}"
+    assert keys.by_token(token)
+    fresh = add_key(path, "fresh", ["all"])
+    keys.refresh()
+    assert keys.by_token(f"fresh:{fresh}")
+    # What is broken leaves the keys as they were.
+    body = path.read_bytes()
+    path.write_bytes(b"[[[")
+    keys.refresh()
+    assert keys.by_token(token)
+    assert "the keys stay as they were" in caplog.text
+    path.write_bytes(body)
+    security.remove_key(path, "app")
+    keys.refresh()
+    assert keys.by_token(token) is None
+    assert keys.by_token(f"fresh:{fresh}")
+
+
+def test_who_is_in_already_is_subject_to_a_change_too(path: Path) -> None:
+    tokens = {name: f"{name}:{add_key(path, name, ['all'])}" for name in ("a", "b", "c")}
+    keys = Keys(path)
+    a, b, c = (keys.by_token(token) for token in tokens.values())
+    assert a is not None
+    assert b is not None
+    assert c is not None
+    security.remove_key(path, "a")
+    security.remove_key(path, "b")
+    add_key(path, "b", ["all"])
+    held = read_keys(path)
+    held["c"].permissions = ["publish:x"]
+    security.write_keys(path, held)
+    keys.reload()
+    # Gone; another secret; other permissions.
+    assert not a.may("publish", "x")
+    assert not b.may("publish", "x")
+    assert keys.by_token(tokens["b"]) is None
+    assert c.may("publish", "x")
+    assert not c.may("consume", "x")
+    assert keys.by_token(tokens["c"]) is c
+
+
+def test_keys_are_found_while_the_file_is_read_again(path: Path) -> None:
+    token = f"app:{add_key(path, 'app', ['all'])}"
+    keys = Keys(path)
+    failures: list[object] = []
+
+    def ask() -> None:
+        failures.extend(None for _ in range(300) if keys.by_token(token) is None)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        assert keys.reload()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_the_memory_of_tokens_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.limits.MAX_VERIFIED_TOKENS", 2)
+    tokens = [f"k{n}:{add_key(path, f'k{n}', ['all'])}" for n in range(5)]
+    keys = Keys(path)
+    for token in [*tokens, *tokens]:
+        assert keys.by_token(token)
+    assert len(keys._verified) == 2
+
+
+# --- permissions --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("permission", "action", "queue", "allowed"),
+    [
+        ("publish:orders", "publish", "orders", True),
+        ("publish:orders", "publish", "orders2", False),
+        ("publish:orders", "consume", "orders", False),
+        ("publish:orders-*", "publish", "orders-eu", True),
+        ("publish:orders-*", "publish", "orders", False),
+        ("publish:*-eu", "publish", "orders-eu", True),
+        ("publish:a*b*c", "publish", "a-b-c", True),
+        ("publish:a.b", "publish", "axb", False),
+        ("publish:orders-*", "publish", None, False),
+        ("publish:orders-*", "publish", "*", False),
+        ("publish:*", "publish", None, True),
+        ("publish", "publish", "anything", True),
+        ("all:x", "admin", "x", True),
+        ("all:x", "admin", "y", False),
+        ("admin:*", "publish", "x", False),
+        ("consume:*", "admin", "x", False),
+    ],
+)
+def test_permissions(
+    path: Path, permission: str, action: str, queue: str | None, allowed: bool
+) -> None:
+    token = f"app:{add_key(path, 'app', [permission])}"
+    principal = Keys(path).by_token(token)
+    assert principal is not None
+    assert principal.may(action, queue) is allowed
+    if allowed:
+        principal.check(action, queue)
+    else:
+        with pytest.raises(NotAllowed, match=f"key 'app' may not {action} on") as caught:
+            principal.check(action, queue)
+        assert token.partition(":")[2] not in str(caught.value)
+
+
+def test_everybody_may_everything_without_keys() -> None:
+    for action in security.ACTIONS:
+        assert ANYONE.may(action, "x")
+        assert ANYONE.may(action)
+    assert not ANYONE.may("fly")
+    assert not Principal("nobody").may("publish", "x")
+
+
+def test_a_publish_is_checked_for_every_message() -> None:
+    one = Principal("k", (("publish", "a*"),))
+    security.check_publish(one, [Message(b"", {"queue": "a1"}), Message(b"", {"queue": "a2"})])
+    for attributes in ({"queue": "b"}, {}, {"queue": 5}, {"queue": None}):
+        with pytest.raises(NotAllowed):
+            security.check_publish(one, [Message(b"", {"queue": "a1"}), Message(b"", attributes)])
+    security.check_publish(ANYONE, [Message(b"")])
+
+
+@pytest.mark.parametrize(
+    ("header", "token"),
+    [
+        ("Bearer a:b", "a:b"),
+        ("bearer  a:b ", "a:b"),
+        ("Basic " + base64.b64encode(b"a:b").decode(), "a:b"),
+        ("Basic ???", None),
+        ("Basic " + base64.b64encode(b"\xff").decode(), None),
+        ("Digest a:b", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_headers(header: str | None, token: str | None) -> None:
+    assert security.token_of(header) == token
+
+
+def test_loopback() -> None:
+    assert all(map(security.is_loopback, ["127.0.0.1", "127.9.9.9", "::1", "localhost"]))
+    assert not any(map(security.is_loopback, ["0.0.0.0", "::", "10.0.0.1", "example.org", ""]))
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def run(*arguments: str, stdin: str = "") -> Result:
+    return CliRunner().invoke(cli, ["keys", *arguments], input=stdin)
+
+
+def test_the_commands(path: Path) -> None:
+    where = ["--keys", str(path)]
+    added = run("add", "app", "--allow", "publish:o*", "--json", *where)
+    assert added.exit_code == 0, added.output
+    made = msgspec.json.decode(added.stdout)
+    shown = run("add", "sqs", "--allow", "all", "--sqs", "--description", "for x", *where)
+    assert "holds the secret itself" in shown.stderr
+    assert "not shown again" in shown.stderr
+    secret = shown.stdout.split()[3]
+    listed = run("list", *where)
+    assert "publish:o*" in listed.stdout
+    assert "for x" in listed.stdout
+    as_json = run("list", "--json", *where).stdout
+    assert [each["sqs"] for each in msgspec.json.decode(as_json)] == [False, True]
+    for text in (listed.stdout, as_json):
+        assert secret not in text
+        assert made["secret"] not in text
+        assert "scrypt" not in text
+    assert run("check", *where).stdout == f"{path} is sound: 2 keys\n"
+    good = run("check", "--action", "publish", "--queue", "orders", *where, stdin=made["token"])
+    assert good.exit_code == 0
+    assert "key app; it may publish on orders" in good.stdout
+    assert run("check", "--action", "admin", *where, stdin=made["token"]).exit_code == 1
+    assert run("check", *where, stdin="app:wrong").exit_code == 1
+    assert run("remove", "app", *where).stdout == "removed app\n"
+    gone = run("check", *where, stdin=made["token"])
+    assert gone.exit_code == 1
+    assert "refused" in gone.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["add", "app", "--allow", "all"], "there is a key 'app' already"),
+        (["add", "a b", "--allow", "all"], "is not a key's id"),
+        (["add", "b", "--allow", "eat:*"], "is not a permission"),
+        (["add", "b", "--allow", "all", "--description", "a\nb"], "one line of printable text"),
+        (["remove", "b"], "there is no key 'b'"),
+    ],
+)
+def test_what_the_commands_refuse(path: Path, arguments: list[str], match: str) -> None:
+    add_key(path, "app", ["all"])
+    before = path.read_bytes()
+    ended = run(*arguments, "--keys", str(path))
+    assert ended.exit_code == 1
+    assert match in ended.stderr
+    assert path.read_bytes() == before

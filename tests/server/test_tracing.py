@@ -1,0 +1,126 @@
+"""Tracing: spans around the desk's verbs, and traces that travel in messages."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+import penstock
+from penstock import InvalidInput, Message, QueueNotFound
+from penstock.server import running, tracing
+from penstock.server.tracing import TRACEPARENT, TracedDesk, traced
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def spans_of(work: Callable[[TracedDesk], Awaitable[Any]]) -> tuple[Any, list[Any]]:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+
+    async def run() -> Any:
+        desk = TracedDesk(broker, asyncio.get_running_loop(), provider.get_tracer("test"))
+        try:
+            return await work(desk)
+        finally:
+            await desk.close()
+
+    with penstock.open("memory:", background=False) as broker:
+        broker.create_queue("q")
+        return asyncio.run(run()), list(exporter.get_finished_spans())
+
+
+def test_a_trace_goes_through_a_queue() -> None:
+    async def work(desk: TracedDesk) -> Any:
+        await desk.publish([Message(b"a", {"queue": "q"}), Message(b"b", {"queue": "q"})])
+        taken = await desk.claim("q", limit=5)
+        await desk.extend([taken[0].receipt], lease_ms=1_000)
+        await desk.ack([taken[0].receipt])
+        await desk.release([taken[1].receipt])
+        return taken
+
+    taken, spans = spans_of(work)
+    assert [each.name for each in spans] == ["publish", "claim q", "extend", "ack", "release"]
+    publish, claim = spans[:2]
+    own = f"{publish.context.trace_id:032x}-{publish.context.span_id:016x}"
+    assert [each.attributes[TRACEPARENT][3:-3] for each in taken] == [own, own]
+    assert [link.context.span_id for link in claim.links] == [publish.context.span_id] * 2
+    assert claim.context.trace_id != publish.context.trace_id
+    assert publish.attributes["messaging.batch.message_count"] == 2
+    assert claim.attributes["messaging.destination.name"] == "q"
+
+
+def test_a_trace_that_a_message_brings_is_continued() -> None:
+    async def work(desk: TracedDesk) -> Any:
+        brought = {"queue": "q", TRACEPARENT: PARENT}
+        await desk.publish([Message(b"a", brought), Message(b"b", {"queue": "q"})])
+        return await desk.claim("q", limit=5)
+
+    taken, (publish, claim) = spans_of(work)
+    assert f"{publish.parent.span_id:016x}" == PARENT.split("-")[2]
+    assert taken[0].attributes[TRACEPARENT] == PARENT
+    assert f"{publish.context.span_id:016x}" in taken[1].attributes[TRACEPARENT]
+    assert len(claim.links) == 2
+
+
+@pytest.mark.parametrize("brought", ["nonsense", 5, None])
+def test_what_is_no_trace_is_left_alone(brought: Any) -> None:
+    async def work(desk: TracedDesk) -> Any:
+        await desk.publish([Message(b"a", {"queue": "q", TRACEPARENT: brought})])
+        return await desk.claim("q")
+
+    taken, (publish, claim) = spans_of(work)
+    assert taken[0].attributes[TRACEPARENT] == brought
+    assert publish.parent is None
+    assert not claim.links
+
+
+def test_failures_are_told() -> None:
+    async def work(desk: TracedDesk) -> None:
+        with pytest.raises(QueueNotFound):
+            await desk.claim("nope")
+        with pytest.raises(InvalidInput):
+            await desk.claim("q", limit=0)
+        waiting = desk.claim("q", wait_ms=60_000)
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.sleep(0)
+
+    _, spans = spans_of(work)
+    assert [each.status.status_code for each in spans] == [StatusCode.ERROR] * 3
+    said = [each.status.description for each in spans]
+    assert said == ["QueueNotFound", "InvalidInput", "cancelled"]
+
+
+def test_publishers_give_their_span_along() -> None:
+    tracer = TracerProvider().get_tracer("test")
+    assert traced([Message(b"x")])[0].attributes == {}
+    with tracer.start_as_current_span("mine") as span:
+        (message,) = traced([Message(b"x", {"a": 1})])
+        kept = traced([Message(b"x", {TRACEPARENT: PARENT})])
+    assert f"{span.get_span_context().span_id:016x}" in str(message.attributes[TRACEPARENT])
+    assert message.attributes["a"] == 1
+    assert kept[0].attributes[TRACEPARENT] == PARENT
+
+
+def test_a_server_traces_if_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running("memory:", tracing=True, flight="127.0.0.1:0") as server:
+        assert isinstance(server.desk, TracedDesk)
+    with running("memory:", flight="127.0.0.1:0") as server:
+        assert not isinstance(server.desk, TracedDesk)
+
+    def missing() -> None:
+        raise InvalidInput("tracing needs pip install")
+
+    monkeypatch.setattr(tracing, "_api", missing)
+    with pytest.raises(InvalidInput, match="tracing needs"), running("memory:", tracing=True):
+        pass

@@ -1,0 +1,52 @@
+"""A server with a store in memory that all tests of a module share, and a queue for each test."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("boto3")
+pytest.importorskip("uvloop")
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+from tests.sqs.serving import Served, client_of, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_NUMBERS = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def sqs(served: Served) -> Any:
+    return client_of(served)
+
+
+@pytest.fixture
+def make(sqs: Any) -> Callable[..., str]:
+    """Return what makes a queue with attributes and gives its URL."""
+
+    def make(suffix: str = "", **attributes: str) -> str:
+        name = f"q{next(_NUMBERS)}{suffix}"
+        if suffix == ".fifo":
+            attributes["FifoQueue"] = "true"
+        url: str = sqs.create_queue(QueueName=name, Attributes=attributes)["QueueUrl"]
+        return url
+
+    return make
+
+
+@pytest.fixture
+def url(make: Callable[..., str]) -> str:
+    return make()

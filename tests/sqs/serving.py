@@ -1,0 +1,115 @@
+"""A server on loopback, in a thread of its own, for clients that nobody here wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import boto3
+import uvloop
+from botocore.config import Config
+
+import penstock
+from penstock.clock import SystemClock
+from penstock.server.desk import Desk
+from penstock.server.http import Handler, Http, HttpBounds
+from penstock.server.sqs import SqsOptions, SqsService
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from penstock.broker import Broker
+    from penstock.server.security import Keys
+    from penstock.server.sqs.service import Observer
+
+
+class Served(NamedTuple):
+    broker: Broker
+    host: str
+    port: int
+    loop: asyncio.AbstractEventLoop
+    desk: Desk
+    http: Http
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+@contextmanager
+def serving(
+    *,
+    store: str = "memory:",
+    port: int = 0,
+    options: SqsOptions | None = None,
+    keys: Keys | None = None,
+    bounds: HttpBounds | None = None,
+    observer: Observer | None = None,
+    wrap: Callable[[Handler], Handler] = lambda handler: handler,
+) -> Iterator[Served]:
+    """Serve a fresh store over SQS."""
+    started = threading.Event()
+    stop = threading.Event()
+    box: list[Any] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        ask_to_stop = asyncio.Event()
+        with penstock.open(store) as broker:
+            desk = Desk(broker, loop)
+            service = SqsService(
+                desk, clock=SystemClock(), keys=keys, options=options, observer=observer
+            )
+            http = Http({}, wrap(service.handle), port=port, bounds=bounds)
+            await http.start()
+            box.extend([Served(broker, *http.address, loop, desk, http), ask_to_stop])
+            started.set()
+            await ask_to_stop.wait()
+            service.close()
+            desk.hand_back()
+            await http.stop(2_000)
+            await desk.close()
+        stop.set()
+
+    def run() -> None:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(main())
+        except BaseException as error:
+            box.insert(0, error)
+            raise
+        finally:
+            started.set()
+
+    thread = threading.Thread(target=run, name="sqs-under-test")
+    thread.start()
+    started.wait(10)
+    if not box or isinstance(box[0], BaseException):
+        raise RuntimeError("the server did not start") from (box[0] if box else None)
+    served: Served = box[0]
+    try:
+        yield served
+    finally:
+        served.loop.call_soon_threadsafe(box[1].set)
+        thread.join(10)
+    assert stop.is_set(), "the server did not stop"
+
+
+def pause(seconds: float) -> None:
+    """Let real time pass: the server under test runs by the machine's clock."""
+    threading.Event().wait(seconds)
+
+
+def client_of(served: Served, **options: Any) -> Any:
+    """Return a boto3 client for a server."""
+    settings = {
+        "region_name": "us-east-1",
+        "aws_access_key_id": "AKIATEST",
+        "aws_secret_access_key": "not-a-secret",
+        "endpoint_url": served.url,
+        "config": Config(retries={"max_attempts": 0}, read_timeout=30, max_pool_connections=64),
+        **options,
+    }
+    return boto3.session.Session().client("sqs", **settings)

@@ -1,0 +1,427 @@
+"""HTTP, byte by byte: what is well-formed is answered in order, the rest once and for all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.sqs.serving import Served, client_of, pause, serving
+
+from penstock.errors import InvalidInput
+from penstock.server.http import Http, HttpBounds, Request, Response
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BOUNDS = HttpBounds(
+    connections=40,
+    body_bytes=64 * 1024,
+    first_byte_ms=1_500,
+    request_ms=1_000,
+    idle_ms=1_500,
+    stalled_write_ms=1_000,
+)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(bounds=BOUNDS) as server:
+        client_of(server).create_queue(QueueName="q")
+        yield server
+
+
+def post(operation: str, fields: dict[str, Any], *extra: str, close: bool = False) -> bytes:
+    body = json.dumps(fields).encode()
+    headers = [
+        "POST / HTTP/1.1",
+        "Host: here",
+        f"X-Amz-Target: AmazonSQS.{operation}",
+        f"Content-Length: {len(body)}",
+        *(["Connection: close"] if close else []),
+        *extra,
+    ]
+    return "\r\n".join(headers).encode() + b"\r\n\r\n" + body
+
+
+def send(body: str = "x", **extra: Any) -> bytes:
+    return post("SendMessage", {"QueueUrl": "q", "MessageBody": body}, **extra)
+
+
+@contextlib.contextmanager
+def connected(served: Served) -> Iterator[socket.socket]:
+    with socket.create_connection((served.host, served.port), timeout=10) as connection:
+        yield connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(65_536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def statuses(answers: bytes) -> list[int]:
+    found = []
+    while answers:
+        head, _, rest = answers.partition(b"\r\n\r\n")
+        found.append(int(head.split(b" ", 2)[1]))
+        length = 0
+        for line in head.split(b"\r\n"):
+            if line.lower().startswith(b"content-length:"):
+                length = int(line.partition(b":")[2])
+        answers = rest[length:]
+    return found
+
+
+def exchange(served: Served, data: bytes) -> bytes:
+    with connected(served) as connection:
+        connection.sendall(data)
+        return read_all(connection)
+
+
+def test_a_request_may_come_byte_by_byte(served: Served) -> None:
+    data = send("whole", close=True)
+    with connected(served) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for index in range(len(data)):
+            connection.sendall(data[index : index + 1])
+        assert statuses(read_all(connection)) == [200]
+
+
+def test_pipelined_requests_are_answered_in_order(served: Served) -> None:
+    bodies = [f"piped {index}" for index in range(60)]
+    data = b"".join(send(body) for body in bodies)
+    answers = exchange(served, data + post("Nonsense", {}, close=True))
+    assert statuses(answers) == [200] * 60 + [404]
+    positions = [answers.index(hashlib.md5(body.encode()).hexdigest().encode()) for body in bodies]
+    assert positions == sorted(positions)
+
+
+def test_a_connection_is_kept_or_closed_as_asked(served: Served) -> None:
+    with connected(served) as connection:
+        for _ in range(3):
+            connection.sendall(send())
+            assert b"200 OK" in connection.recv(65_536)
+        connection.sendall(send(close=True))
+        assert b"Connection: close" in read_all(connection)
+    old = send().replace(b"HTTP/1.1", b"HTTP/1.0")
+    assert b"Connection: close" in exchange(served, old)
+    kept = old.replace(b"Host: here", b"Host: here\r\nConnection: keep-alive")
+    with connected(served) as connection:
+        connection.sendall(kept)
+        assert b"Connection: keep-alive" in connection.recv(65_536)
+
+
+def test_chunked_bodies(served: Served) -> None:
+    whole = json.dumps({"QueueUrl": "q", "MessageBody": "chunked"}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in whole) + b"0\r\n\r\n"
+    head = (
+        b"POST / HTTP/1.1\r\nHost: h\r\nX-Amz-Target: AmazonSQS.SendMessage\r\n"
+        b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    )
+    assert statuses(exchange(served, head + chunks)) == [200]
+    too_large = b"FFFF\r\n" + b"x" * 0xFFFF + b"\r\n"
+    assert statuses(exchange(served, head + too_large * 3)) == [413]
+    assert statuses(exchange(served, head + b"nonsense\r\n")) == [400]
+
+
+def test_who_expects_it_is_told_to_continue(served: Served) -> None:
+    data = send(close=True).replace(b"Host: here", b"Host: here\r\nExpect: 100-continue")
+    head, _, body = data.partition(b"\r\n\r\n")
+    with connected(served) as connection:
+        connection.sendall(head + b"\r\n\r\n")
+        assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(body)
+        assert statuses(read_all(connection)) == [200]
+    huge = b"POST / HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 9999999\r\n\r\n"
+    assert statuses(exchange(served, huge)) == [413]
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 50, 400),
+        (b"NONSENSE\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: h\r\nno colon\r\n\r\n", 400),
+        (b"GET / HTTP/9.9\r\nHost: h\r\n\r\n", 505),
+        (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: x\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxx", 400),
+        (
+            b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\nTransfer-Encoding:chunked\r\n\r\n",
+            400,
+        ),
+        (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 65537\r\n\r\n" + b"x" * 70_000, 413),
+        (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: " + b"9" * 19 + b"\r\n\r\n", 413),
+        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: h\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: h\r\n" + b"a: b\r\n" * 60_000, 431),
+        (b"GET / HTTP/1.1\r\nHost: h\r\nX: " + b"a" * 300_000, 431),
+        (
+            b"GET / HTTP/1.1\r\nHost: h\r\n"
+            + b"".join(b"a%d: b\r\n" % i for i in range(150))
+            + b"\r\n",
+            431,
+        ),
+        (b"CONNECT h:1 HTTP/1.1\r\nHost: h\r\n\r\n", 400),
+    ],
+)
+def test_bad_input_is_answered_and_the_connection_closed(
+    served: Served, data: bytes, status: int
+) -> None:
+    answers = exchange(served, data)
+    assert statuses(answers) == [status]
+    assert b"Connection: close" in answers
+
+
+def test_an_offer_of_another_protocol_is_not_taken(served: Served) -> None:
+    offer = "Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABk"
+    data = post("SendMessage", {"QueueUrl": "q", "MessageBody": "x"}, offer)
+    assert statuses(exchange(served, data + data + send(close=True))) == [200, 200, 200]
+
+
+def test_bad_input_after_good_requests(served: Served) -> None:
+    assert statuses(exchange(served, send() + send() + b"nonsense\r\n\r\n")) == [200, 200, 400]
+
+
+@settings(suppress_health_check=list(HealthCheck), max_examples=60)
+@given(st.binary(min_size=1, max_size=200))
+def test_garbage_gets_an_answer_or_the_door(served: Served, data: bytes) -> None:
+    with connected(served) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+        answers = read_all(connection)
+        assert not answers or statuses(answers)[-1] >= 400
+
+
+def test_damaged_requests_cost_nobody_else_anything(served: Served) -> None:
+    data = send(close=True)
+    for at in range(0, len(data), 7):
+        damaged = data[:at] + b"\x00" + data[at + 1 :]
+        with connected(served) as connection:
+            connection.sendall(damaged)
+            connection.shutdown(socket.SHUT_WR)
+            read_all(connection)
+    assert statuses(exchange(served, data)) == [200]
+
+
+def test_who_says_nothing_is_let_go(served: Served) -> None:
+    with connected(served) as connection:
+        began = time.perf_counter()
+        assert read_all(connection) == b""
+        assert 1 < time.perf_counter() - began < 6
+
+
+def test_who_dribbles_is_let_go(served: Served) -> None:
+    data = send()
+    with connected(served) as connection:
+        began = time.perf_counter()
+        with contextlib.suppress(ConnectionError):
+            for index in range(60):
+                connection.sendall(data[index : index + 1])
+                pause(0.05)
+        assert statuses(read_all(connection)) == [408]
+        assert time.perf_counter() - began < 8
+
+
+def test_who_does_not_read_is_let_go(served: Served) -> None:
+    sqs = client_of(served)
+    url = sqs.create_queue(QueueName="big", Attributes={"VisibilityTimeout": "0"})["QueueUrl"]
+    sqs.send_message(QueueUrl=url, MessageBody="x" * 60_000)
+    data = post("ReceiveMessage", {"QueueUrl": url}) * 300
+    with connected(served) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        connection.settimeout(15)
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            connection.sendall(data)
+        deadline = time.perf_counter() + 10
+        while served.http.connections and time.perf_counter() < deadline:
+            pause(0.1)
+        assert served.http.connections == 0
+    assert statuses(exchange(served, send(close=True))) == [200]
+
+
+def test_a_half_closed_connection_is_still_answered(served: Served) -> None:
+    with connected(served) as connection:
+        connection.sendall(send())
+        connection.shutdown(socket.SHUT_WR)
+        assert statuses(read_all(connection)) == [200]
+
+
+def test_a_poll_of_a_client_that_left_is_forgotten(served: Served) -> None:
+    sqs = client_of(served)
+    url = sqs.create_queue(QueueName="left")["QueueUrl"]
+    with connected(served) as connection:
+        connection.sendall(post("ReceiveMessage", {"QueueUrl": url, "WaitTimeSeconds": 20}))
+        pause(0.2)
+    deadline = time.perf_counter() + 5
+    while served.desk.parked and time.perf_counter() < deadline:
+        pause(0.05)
+    assert served.desk.parked == 0
+    sqs.send_message(QueueUrl=url, MessageBody="1")
+    assert len(sqs.receive_message(QueueUrl=url)["Messages"]) == 1
+
+
+def test_connections_are_bounded(served: Served) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(45):
+            stack.enter_context(connected(served))
+        deadline = time.perf_counter() + 3
+        answer = b""
+        while not answer and time.perf_counter() < deadline:
+            with connected(served) as connection:
+                answer = read_all(connection)
+        assert statuses(answer) == [503]
+    pause(0.2)
+    assert statuses(exchange(served, send(close=True))) == [200]
+
+
+def test_idle_connections_cost_nothing() -> None:
+    with serving() as served, contextlib.ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(connected(served))
+        assert statuses(exchange(served, post("ListQueues", {}, close=True))) == [200]
+        deadline = time.perf_counter() + 3
+        while served.http.connections < 300 and time.perf_counter() < deadline:
+            pause(0.05)
+        assert served.http.connections == 300
+
+
+# --- the listener itself -------------------------------------------------------------------------
+
+
+def run_listener(talk: Any, **options: Any) -> Any:
+    """Run a listener with a few routes, and talk to it from a thread."""
+
+    async def slow(request: Request) -> Response:
+        await asyncio.sleep(0.4)
+        return Response(200, b"slow " + request.body)
+
+    async def broken(_: Request) -> Response:
+        raise RuntimeError("broken")
+
+    def worse(_: Request) -> Response:
+        raise RuntimeError("worse")
+
+    async def main() -> Any:
+        http = Http(
+            {
+                ("GET", "/health"): lambda _: Response(200, b"fine"),
+                ("POST", "/slow"): slow,
+                ("GET", "/broken"): broken,
+                ("GET", "/worse"): worse,
+            },
+            lambda request: Response(404, f"{request.path}|{request.query}".encode()),
+            **options,
+        )
+        await http.start()
+        try:
+            host, port = http.address
+            loop = asyncio.get_running_loop()
+            return await asyncio.to_thread(lambda: talk(host, port, http, loop))
+        finally:
+            await http.stop(1_000)
+            assert http.connections == 0
+
+    return asyncio.run(main())
+
+
+def ask(host: str, port: int, data: bytes) -> bytes:
+    with socket.create_connection((host, port), timeout=5) as connection:
+        connection.sendall(data)
+        return read_all(connection)
+
+
+def test_routes_and_fallback() -> None:
+    def talk(host: str, port: int, _: Http, __: Any) -> None:
+        def get(target: str, method: str = "GET") -> bytes:
+            head = f"{method} {target} HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+            return ask(host, port, head.encode())
+
+        assert get("/health").endswith(b"\r\n\r\nfine")
+        head = get("/health", "HEAD")
+        assert head.endswith(b"Content-Length: 4\r\n\r\n")
+        assert get("/other?a=b").endswith(b"/other|a=b")
+        assert get("http://h/abs?c").endswith(b"/abs|c")
+        assert get("/health", "POST").endswith(b"/health|")
+
+    run_listener(talk)
+
+
+def test_a_handler_that_fails_is_an_error_500(caplog: pytest.LogCaptureFixture) -> None:
+    def talk(host: str, port: int, _: Http, __: Any) -> None:
+        data = b"GET /broken HTTP/1.1\r\nHost: h\r\n\r\nGET /worse HTTP/1.1\r\nHost: h\r\n\r\n"
+        good = b"GET /health HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+        answers = ask(host, port, data + good)
+        assert statuses(answers) == [500, 500, 200]
+        assert b"RuntimeError" not in answers
+
+    run_listener(talk)
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+
+
+def test_stopping_lets_what_is_in_hand_be_answered() -> None:
+    def talk(host: str, port: int, http: Http, loop: Any) -> None:
+        slow = b"POST /slow HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\n\r\nx"
+        with (
+            socket.create_connection((host, port), timeout=5) as busy,
+            socket.create_connection((host, port), timeout=5) as idle,
+        ):
+            busy.sendall(slow)
+            pause(0.1)
+            stopping = asyncio.run_coroutine_threadsafe(http.stop(3_000), loop)
+            assert idle.recv(10) == b""
+            answer = read_all(busy)
+            assert answer.endswith(b"slow x")
+            assert b"Connection: close" in answer
+            stopping.result(5)
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection((host, port), timeout=5)
+
+    run_listener(talk)
+
+
+def test_stopping_does_not_wait_for_ever() -> None:
+    def talk(host: str, port: int, http: Http, loop: Any) -> None:
+        slow = b"POST /slow HTTP/1.1\r\nHost: h\r\nContent-Length: 0\r\n\r\n"
+        with socket.create_connection((host, port), timeout=5) as busy:
+            busy.sendall(slow)
+            pause(0.1)
+            asyncio.run_coroutine_threadsafe(http.stop(50), loop).result(5)
+            assert read_all(busy) == b""
+
+    run_listener(talk)
+
+
+def test_an_address_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidInput, match=f"127.0.0.1:{port}"):
+            run_listener(lambda *_: None, port=port)
+
+
+def test_a_server_that_stops_answers_its_polls() -> None:
+    answers: list[Any] = []
+    with serving() as served:
+        sqs = client_of(served)
+        url = sqs.create_queue(QueueName="waiting")["QueueUrl"]
+        poll = threading.Thread(
+            target=lambda: answers.append(sqs.receive_message(QueueUrl=url, WaitTimeSeconds=20))
+        )
+        poll.start()
+        while not served.desk.parked:
+            pause(0.02)
+    poll.join(5)
+    assert len(answers) == 1
+    assert "Messages" not in answers[0]

@@ -1,0 +1,95 @@
+"""How the service is set up, and what it tells who counts."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+from tests.sqs.serving import client_of, serving
+from tests.sqs.test_messages import receive
+from tests.sqs.test_queues import attributes_of, spec_of
+
+from penstock.server.sqs import SqsOptions
+
+
+def reset(url: str) -> int:
+    request = urllib.request.Request(f"{url}/moto-api/reset", data=b"", method="POST")
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def test_account_region_address_and_retention_can_be_chosen() -> None:
+    options = SqsOptions(
+        account="123456789012",
+        region="eu-north-9",
+        url="https://queues.test",
+        done_retention_ms=5_000,
+    )
+    with serving(options=options) as served:
+        sqs = client_of(served)
+        url = sqs.create_queue(QueueName="q")["QueueUrl"]
+        assert url == "https://queues.test/123456789012/q"
+        assert attributes_of(sqs, url, "QueueArn") == {
+            "QueueArn": "arn:aws:sqs:eu-north-9:123456789012:q"
+        }
+        assert spec_of(served, url).done_retention_ms == 5_000
+
+
+def test_everything_is_removed_only_by_a_server_for_tests() -> None:
+    for allowed, status in ((True, 200), (False, 400)):
+        with serving(options=SqsOptions(allow_reset=allowed)) as served:
+            sqs = client_of(served)
+            url = sqs.create_queue(QueueName="q")["QueueUrl"]
+            sqs.purge_queue(QueueUrl=url)
+            assert reset(served.url) == status
+            assert ("QueueUrls" in sqs.list_queues()) is not allowed
+            if allowed:
+                sqs.create_queue(QueueName="q")
+                sqs.purge_queue(QueueUrl=url)
+
+
+def test_requests_are_counted_by_operation_and_outcome() -> None:
+    seen: list[tuple[str, str, float, str]] = []
+
+    class Counting:
+        def request(
+            self, protocol: str, operation: str, seconds: float, outcome: str, key_id: str = ""
+        ) -> None:
+            seen.append((protocol, operation, seconds, outcome))
+
+    with serving(observer=Counting()) as served:
+        sqs = client_of(served)
+        url = sqs.create_queue(QueueName="q")["QueueUrl"]
+        receive(sqs, url, WaitTimeSeconds=1)
+        with pytest.raises(ClientError):
+            sqs.delete_message(QueueUrl=url, ReceiptHandle="x")
+    assert [(each[0], each[1], each[3]) for each in seen] == [
+        ("sqs", "CreateQueue", "ok"),
+        ("sqs", "ReceiveMessage", "ok"),
+        ("sqs", "DeleteMessage", "ReceiptHandleIsInvalid"),
+    ]
+    assert 0.9 < seen[1][2] < 5
+
+
+def test_a_failure_of_the_server_is_not_the_sender_s(caplog: pytest.LogCaptureFixture) -> None:
+    with serving() as served:
+        sqs: Any = client_of(served)
+        url = sqs.create_queue(QueueName="q")["QueueUrl"]
+
+        def fail(*_: object, **__: object) -> None:
+            raise RuntimeError("of the test")
+
+        served.desk.publish = fail  # type: ignore[assignment, method-assign]
+        with pytest.raises(ClientError) as error:
+            sqs.send_message(QueueUrl=url, MessageBody="x")
+    assert error.value.response["Error"]["Code"] == "InternalFailure"
+    assert error.value.response["ResponseMetadata"]["HTTPStatusCode"] == 500
+    assert "of the test" not in str(error.value)
+    assert "of the test" in caplog.text
