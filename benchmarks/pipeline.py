@@ -1,37 +1,106 @@
-"""Messages routed a second by Spark, and how long a message takes from publish to claimable.
+"""What the Spark jobs do in a second, and how long a message takes from publish to claimable.
 
-Run ``python benchmarks/pipeline.py`` (needs pyspark and Java). Each message matches one queue,
-whatever their number. "route/s" counts messages over the time that the micro-batches took: match
-on the executors, stage, commit into the queues. "floor/s" is Spark reading the same log to nowhere
-in the same run; the ratio says what matching, staging and committing cost on top of it. "commit"
-is the share of the routing time that the broker spent assigning.
+Run ``python benchmarks/pipeline.py`` (needs pyspark and Java); ``--parts`` runs some of it only:
 
-The latency of a message is the time from when publish returned to when the assignment that holds
-it was committed: a claim finds it then. Broker, driver and executors share this machine.
+route
+    Messages routed a second. Each matches one queue, whatever their number. "routed/s" counts
+    messages over the time that the micro-batches took: match on the executors, stage, commit into
+    the queues. "floor/s" is Spark reading the same log to nowhere in the same run; the ratio says
+    what matching, staging and committing cost on top of it. "assign" is the share of the routing
+    time that the broker spent assigning. "CPU µs" is what all processes of a kind spent on a
+    message: they share this machine, and tell more than times do while it has other work.
+latency
+    The time from when publish returned to when the assignment that holds a message was committed:
+    a claim finds it then. Broker, driver and executors share this machine.
+scale
+    The same routing with one task at a time and with two: ``local[1]`` and ``local[2]`` (one JVM),
+    then a standalone cluster of the pip package, here, with one and with two executors of a core.
+jobs
+    Rows archived a second (written, read back, trimmed), and rows reported on.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from bisect import bisect_right
+from collections import defaultdict
+from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from common import console, describe, directory, show
+import pyspark
+from common import console, describe, directory
 
 import penstock
 from penstock.server import in_process_server
 from penstock.spark import session
+from penstock.spark.jobs.archive import archive
+from penstock.spark.jobs.report import report, save_report
 from penstock.spark.route import AVAILABLE_NOW, route, status
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
     from pyspark.sql import SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
 CHUNK = 5_000
+PARTS = ("route", "latency", "scale", "jobs")
+TICKS = os.sysconf("SC_CLK_TCK")
+QUIET = {"spark.log.level": "ERROR"}
+
+
+def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table as Markdown, as ``docs/figures.md`` has it."""
+    lines = [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+    console.print(f"{title}\n", *lines, "", sep="\n", markup=False, soft_wrap=True)
+
+
+class Spent:
+    """CPU seconds that this process and those below it have spent since, by kind."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    def per_message(self, count: int) -> list[str]:
+        """Return µs of CPU for a message: broker (and driver program), JVMs, Python workers."""
+        now = self._now()
+        kinds = ("broker", "java", "python")
+        return [f"{(now[kind] - self._before[kind]) * 1e6 / count:.1f}" for kind in kinds]
+
+    @staticmethod
+    def _now() -> dict[str, float]:
+        parents: dict[int, int] = {}
+        spent: dict[int, float] = {}
+        names: dict[int, str] = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                head, _, rest = stat.read_text().rpartition(")")
+            except OSError:
+                continue
+            fields = rest.split()
+            pid = int(stat.parent.name)
+            parents[pid], names[pid] = int(fields[1]), head.partition("(")[2]
+            # What its children spent counts once they have ended.
+            own = 2 if pid == os.getpid() else 4
+            spent[pid] = sum(map(int, fields[11 : 11 + own])) / TICKS
+        found: dict[str, float] = defaultdict(float)
+        for pid, seconds in spent.items():
+            above = pid
+            while above not in (os.getpid(), 0):
+                above = parents.get(above, 0)
+            if above:
+                java = names[pid] == "java"
+                kind = "broker" if pid == above else "java" if java else "python"
+                found[kind] += seconds
+        return found
 
 
 def mixed_filter(number: int) -> str:
@@ -105,7 +174,7 @@ def throughput(spark: SparkSession, place: Path, queues: int, count: int, most: 
         writer = log.load().writeStream.format("noop").trigger(availableNow=True)
         floor = writer.option("checkpointLocation", f"{place}/floor").start()
         floor.awaitTermination()
-        timed = Timed(broker)
+        timed, spent = Timed(broker), Spent()
         query = route(
             server.location,
             spark=spark,
@@ -124,6 +193,7 @@ def throughput(spark: SparkSession, place: Path, queues: int, count: int, most: 
             f"{count / floor_s:,.0f}",
             f"{floor_s / routed_s:.2f}",
             f"{timed.seconds / routed_s:.0%}",
+            *spent.per_message(count),
         ]
 
 
@@ -177,18 +247,107 @@ def publish_at(
     return sent
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(description="Messages routed a second by Spark.")
-    options.add_argument("--messages", type=int, default=200_000)
-    options.add_argument("--queues", type=int, nargs="*", default=[10, 100, 1_000])
-    options.add_argument("--max-offsets", type=int, default=50_000)
-    options.add_argument("--rates", type=int, nargs="*", default=[1_000, 20_000])
-    options.add_argument("--seconds", type=float, default=15.0)
-    options.add_argument("--master", default="local[2]")
-    chosen = options.parse_args()
-    describe()
-    spark = session(chosen.master, quick=False, conf={"spark.log.level": "ERROR"})
-    with directory() as place:
+@contextmanager
+def cluster(place: Path) -> Iterator[str]:
+    """Run a standalone cluster of the pip package, with two workers of a core each."""
+    home = Path(pyspark.__file__).parent
+    environment = {
+        **os.environ,
+        "SPARK_HOME": str(home),
+        "SPARK_WORKER_DIR": str(place / "work"),
+        "SPARK_LOCAL_DIRS": str(place / "local"),
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_DAEMON_MEMORY": "300m",
+    }
+
+    def start(kind: str, *arguments: str) -> subprocess.Popen[bytes]:
+        name = f"org.apache.spark.deploy.{kind.lower()}.{kind}"
+        return subprocess.Popen(
+            [str(home / "bin" / "spark-class"), name, "--host", "127.0.0.1", *arguments],
+            env=environment,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    running = [start("Master", "--port", str(port), "--webui-port", "0")]
+    try:
+        for _ in range(150):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            threading.Event().wait(0.2)
+        address = f"spark://127.0.0.1:{port}"
+        sizes = ("--cores", "1", "--memory", "1g", "--webui-port", "0")
+        running += [start("Worker", *sizes, address) for _ in range(2)]
+        yield address
+    finally:
+        for process in running:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def scale(place: Path, count: int, most: int) -> list[list[str]]:
+    rows: list[list[str]] = []
+    with cluster(place / "cluster") as address:
+        for master, executors in (("local[1]", 1), ("local[2]", 2), (address, 1), (address, 2)):
+            settings = dict(QUIET)
+            name = master
+            if master == address:
+                name = f"cluster, {executors} x 1 core"
+                settings |= {
+                    "spark.cores.max": str(executors),
+                    "spark.executor.memory": "700m",
+                    "spark.driver.host": "127.0.0.1",
+                    "spark.executorEnv.PYTHONPATH": str(Path(penstock.__file__).parents[1]),
+                }
+            spark = session(master, quick=False, conf=settings)
+            mine = place / f"scale{len(rows)}"
+            throughput(spark, mine / "warm", 10, 20_000, most)
+            rows.append([name, *throughput(spark, mine / "main", 100, count, most)[1:]])
+            spark.stop()
+    return rows
+
+
+def jobs(spark: SparkSession, place: Path, count: int) -> list[list[str]]:
+    with (
+        penstock.open(f"rocksdb:{place}/store", durability="relaxed") as broker,
+        in_process_server(broker) as server,
+    ):
+        for number in range(10):
+            broker.create_queue(f"q{number}", filter=f"kind = 'k{number}'")
+        for start in range(0, count, CHUNK):
+            broker.publish(messages(10, start, min(CHUNK, count - start)))
+        for queue in broker.queues():
+            while claimed := broker.claim(queue.name, limit=1_000):
+                broker.ack([each.receipt for each in claimed])
+        # The first pays for starting workers and compiling.
+        save_report(report(spark, server.location), place / "first")
+        begin = perf_counter()
+        save_report(report(spark, server.location), place / "report")
+        reported_s = perf_counter() - begin
+        begin = perf_counter()
+        done = archive(spark, server.location, place / "archive")
+        archived_s = perf_counter() - begin
+        total = sum(done.rows.values())
+        assert total == 2 * count, (done, count)
+        return [
+            ["report", f"{total:,}", f"{reported_s:.1f} s", f"{total / reported_s:,.0f}"],
+            ["archive and trim", f"{total:,}", f"{archived_s:.1f} s", f"{total / archived_s:,.0f}"],
+        ]
+
+
+ROUTED = ("routed/s", "floor/s", "ratio", "assign", "CPU µs: broker", "JVM", "Python workers")
+
+
+def on_one_session(chosen: argparse.Namespace, place: Path) -> None:
+    """Run the parts that share a session."""
+    spark = session(chosen.master, quick=False, conf=QUIET)
+    console.print(f"Spark {spark.version}, {chosen.master}\n")
+    if "route" in chosen.parts:
         # The first query pays for starting workers and compiling.
         throughput(spark, place / "warm", 10, 20_000, chosen.max_offsets)
         rows = [
@@ -196,11 +355,36 @@ def main() -> None:
             for n in chosen.queues
         ]
         title = f"{chosen.messages:,} messages in micro-batches of {chosen.max_offsets:,}"
-        show(title, ["queues", "route/s", "floor/s", "ratio", "commit"], rows)
+        table(title, ["queues", *ROUTED], rows)
+    if "latency" in chosen.parts:
         rows = [latency(spark, place / f"l{r}", r, chosen.seconds) for r in chosen.rates]
-        show("publish to claimable", ["rate/s", "published/s", "p50", "p99", "max"], rows)
-    console.print(f"Spark {spark.version}, {chosen.master}")
+        table("Publish to claimable", ["rate/s", "published/s", "p50", "p99", "max"], rows)
+    if "jobs" in chosen.parts:
+        rows = jobs(spark, place / "jobs", chosen.job_messages)
+        title = "Jobs: rows are messages done and attempts at them, 100 bytes of payload each"
+        table(title, ["job", "rows", "time", "rows/s"], rows)
     spark.stop()
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description="What the Spark jobs do in a second.")
+    options.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
+    options.add_argument("--messages", type=int, default=200_000)
+    options.add_argument("--queues", type=int, nargs="*", default=[10, 100, 1_000])
+    options.add_argument("--max-offsets", type=int, default=50_000)
+    options.add_argument("--rates", type=int, nargs="*", default=[1_000, 20_000])
+    options.add_argument("--seconds", type=float, default=15.0)
+    options.add_argument("--job-messages", type=int, default=100_000)
+    options.add_argument("--master", default="local[2]", help="of route, latency and jobs")
+    chosen = options.parse_args()
+    describe()
+    with directory() as place:
+        if set(chosen.parts) - {"scale"}:
+            on_one_session(chosen, place)
+        if "scale" in chosen.parts:
+            rows = scale(place, chosen.messages, chosen.max_offsets)
+            title = f"Scale: 100 queues, {chosen.messages:,} messages; broker on the same cores"
+            table(title, ["master", *ROUTED], rows)
 
 
 if __name__ == "__main__":

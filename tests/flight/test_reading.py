@@ -54,6 +54,8 @@ def about(entry: penstock.Entry) -> dict[str, Any]:
         "attempts": entry.attempts,
         "published_at": when(entry.published_at_ms),
         "size": len(entry.payload),
+        # What `life` has published says itself which of it was delayed.
+        "delay_ms": 5_000 if int(entry.attributes.get("n") or 0) % 10 == 9 else 0,
         "attributes": [(name, text_of(value)) for name, value in entry.attributes.items()],
         "attributes_json": msgspec.json.encode(entry.attributes).decode(),
         "payload": entry.payload,
@@ -145,10 +147,12 @@ def test_attempts_are_those_of_every_message(life: penstock.Broker, store: Fligh
 
 def test_queues_have_their_specs_and_depths(life: penstock.Broker, store: FlightStore) -> None:
     life.delete_queue("big", drain=True)
+    life.update_queue("q", dead_letter="empty", labels={"b": "", "a": "x"})
     found = rows(store.read_table("queues"), "name")
     assert [row["name"] for row in found] == ["big", "empty", "q"]
     for row in found:
         spec, stats = life.queue(row["name"]), life.stats(row["name"])
+        row["labels"] = dict(row["labels"])
         for name in QueueSpec.__struct_fields__:
             assert row[name] == getattr(spec, name), name
         for name in ("available", "delayed", "in_flight", "done", "failed"):

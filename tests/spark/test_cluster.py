@@ -18,13 +18,17 @@ pytest.importorskip("pyspark", reason="pyspark is not installed")
 import pyspark
 
 import penstock
+from penstock.clock import SystemClock
+from penstock.server.stages import Stages
 from penstock.spark.route import status
+from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.xdist_group("spark")]
 
+clock = SystemClock()
 SOURCE = str(Path(penstock.__file__).parents[1])
 ROUTE = """
 import sys
@@ -34,8 +38,8 @@ spark = session(sys.argv[3], conf={"spark.log.level": "OFF", "spark.executor.mem
                                    "spark.driver.host": "127.0.0.1",
                                    "spark.executorEnv.PYTHONPATH": sys.argv[4]})
 assert spark.sparkContext.master == sys.argv[3]
-query = route(sys.argv[1], spark=spark, checkpoint=sys.argv[2], trigger="available now",
-              max_offsets=20_000)
+query = route(sys.argv[1], spark=spark, checkpoint=sys.argv[2], trigger=sys.argv[5],
+              max_offsets=int(sys.argv[6]))
 query.awaitTermination()
 """
 
@@ -66,13 +70,15 @@ def spark_class(place: Path, *arguments: str) -> subprocess.Popen[bytes]:
     )
 
 
-@pytest.fixture
-def master(java: None, tmp_path: Path) -> Iterator[str]:
-    """Give the address of a cluster with two workers."""
+@pytest.fixture(scope="module")
+def cluster(
+    java: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
+    """Give the address of a cluster with two workers, and the processes of these."""
     port = free_port()
     deploy = "org.apache.spark.deploy"
     here = ["--host", "127.0.0.1"]
-    place = tmp_path / "cluster"
+    place = tmp_path_factory.mktemp("cluster")
     running = [
         spark_class(
             place, f"{deploy}.master.Master", *here, "--port", str(port), "--webui-port", "0"
@@ -88,17 +94,45 @@ def master(java: None, tmp_path: Path) -> Iterator[str]:
     running += [
         spark_class(place, f"{deploy}.worker.Worker", *here, *sizes, address) for _ in range(2)
     ]
-    yield address
+    yield address, running[1:]
     for process in running:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def test_routing_on_a_cluster(master: str, world: Any, tmp_path: Path) -> None:
+def driver(
+    master: str, location: str, checkpoint: Path, trigger: str, max_offsets: int
+) -> list[str]:
+    settings = [location, str(checkpoint), master, SOURCE, trigger, str(max_offsets)]
+    return [sys.executable, "-c", ROUTE, *settings]
+
+
+def executors(workers: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Return the executors that the workers have started; they are of the workers' groups."""
+    groups = {worker.pid for worker in workers}
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            command = place.joinpath("cmdline").read_bytes()
+            if b"CoarseGrainedExecutorBackend" in command and os.getpgid(int(place.name)) in groups:
+                found.append(int(place.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(what: Callable[[], bool], seconds: int = 240) -> None:
+    deadline_ms = clock.now_ms() + seconds * 1000
+    while not what():
+        assert clock.now_ms() < deadline_ms, "it did not happen in time"
+        threading.Event().wait(0.05)
+
+
+def test_routing_on_a_cluster(cluster: Any, world: Any, tmp_path: Path) -> None:
     world.make_queues()
     world.publish(50_000)
     run = subprocess.run(
-        [sys.executable, "-c", ROUTE, world.location, str(tmp_path / "ckpt"), master, SOURCE],
+        driver(cluster[0], world.location, tmp_path / "ckpt", "available now", 20_000),
         timeout=180,
         capture_output=True,
         text=True,
@@ -108,3 +142,53 @@ def test_routing_on_a_cluster(master: str, world: Any, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-2_000:]
     assert status(world.location).behind == 0
     assert world.content() == world.naive()
+
+
+def test_an_executor_that_is_killed(
+    cluster: Any, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    master, workers = cluster
+    world.make_queues()
+    world.publish(2_000)
+    add = Stages.add
+    killed: list[int] = []
+    armed = threading.Event()
+
+    def killing(self: Any, stage: Any) -> None:
+        # A task waits for this answer, so a micro-batch is under way.
+        if armed.is_set() and not killed:
+            killed.extend(executors(workers)[:1])
+            os.kill(killed[0], signal.SIGKILL)
+        add(self, stage)
+
+    monkeypatch.setattr(Stages, "add", killing)
+    child = subprocess.Popen(
+        driver(master, world.location, tmp_path / "ckpt", "0 seconds", 25_000),
+        env={**os.environ, "PYSPARK_PYTHON": sys.executable},
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+    def routed() -> bool:
+        assert child.poll() is None, "the query has ended"
+        return bool(status(world.location).behind == 0)
+
+    try:
+        wait_for(routed)
+        wait_for(lambda: len(executors(workers)) == 2)
+        armed.set()
+        # Two tasks for each micro-batch: one for either executor.
+        world.publish(40_000)
+        wait_for(routed)
+        assert killed
+        # The worker starts another in its place, which takes part again.
+        wait_for(lambda: len(executors(workers)) == 2)
+        world.publish(1_000)
+        wait_for(routed)
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    assert killed[0] not in executors(workers)
+    assert world.content() == world.naive()
+    assert_clean(world.broker)

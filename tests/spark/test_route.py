@@ -8,29 +8,34 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
+import pyarrow as pa
 from pyspark.errors import StreamingQueryException
 
+import penstock
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput
+from penstock.flight_client import FlightStore
 from penstock.server.stages import Stages
 from penstock.spark.route import AVAILABLE_NOW, route, status
+from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from pyspark.sql import SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
 pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("spark")]
 
-SECONDS = 60
+SECONDS = 120
+SOURCE = str(Path(penstock.__file__).parents[1])
 clock = SystemClock()
 
 
@@ -306,6 +311,134 @@ def test_a_driver_that_is_killed(spark: SparkSession, world: Any, tmp_path: Path
     assert world.content() == world.naive()
 
 
+def python_workers(spark: SparkSession) -> list[int]:
+    """Return the Python processes that run tasks now; not those that plan on the driver's side."""
+    java = spark.sparkContext._gateway.proc.pid  # type: ignore[union-attr]
+    parents: dict[int, tuple[int, str]] = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int(place.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+            command = place.joinpath("cmdline").read_bytes().decode().replace("\0", " ")
+        except OSError:
+            continue
+        parents[int(place.name)] = (parent, command)
+    daemons = {
+        pid
+        for pid, (parent, command) in parents.items()
+        if parent == java and command.rstrip().endswith("pyspark.daemon pyspark.worker")
+    }
+    return [pid for pid, (parent, _) in parents.items() if parent in daemons]
+
+
+@pytest.mark.slow
+def test_python_workers_that_are_killed(
+    spark: SparkSession, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.make_queues()
+    query = start(spark, world, tmp_path / "ckpt", max_offsets=500)
+    add = Stages.add
+    killed: list[int] = []
+
+    def killing(self: Any, stage: Any) -> None:
+        # The one that stages waits for this answer: it dies in the middle of its task.
+        if len(killed) < 3:
+            victims = python_workers(spark)
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+            killed.append(len(victims))
+        add(self, stage)
+
+    monkeypatch.setattr(Stages, "add", killing)
+    for _ in range(4):
+        world.publish(700)
+        pause(300)
+    wait_for(lambda: not query.isActive or routed(world))
+    query.stop()
+    assert query.exception() is None
+    assert len(killed) == 3
+    assert all(killed)
+    assert world.content() == world.naive()
+    assert_clean(world.broker)
+
+
+class Served:
+    """A store behind ``penstock serve``, in a process that can be killed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.port = path, 0
+        self.process = self.serve()
+
+    def serve(self) -> subprocess.Popen[bytes]:
+        note = self.path.with_suffix(".port")
+        note.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "penstock.cli", "serve", "--port-file", str(note)]
+        flags = ["--store", f"rocksdb:{self.path}", "--flight", f"127.0.0.1:{self.port}"]
+        process = subprocess.Popen(
+            [*command, *flags],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": SOURCE},
+        )
+        wait_for(lambda: note.exists() or process.poll() is not None)
+        assert process.poll() is None
+        self.port = int(note.read_text())
+        return process
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def publish(self, first: int, count: int) -> None:
+        numbers = range(first, first + count)
+        rows = pa.record_batch(
+            [
+                pa.array([b"x"] * count),
+                pa.array([f'{{"kind": "k{n % 7}", "n": {n}}}' for n in numbers]),
+                pa.array([f"id-{n}" for n in numbers]),
+            ],
+            names=["payload", "attributes_json", "dedup_id"],
+        )
+        FlightStore(f"grpc://127.0.0.1:{self.port}").publish([rows], rows.schema, again=True)
+
+
+@pytest.mark.slow
+def test_a_served_store_whose_process_is_killed_under_the_running_query(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    path = tmp_path / "served"
+    wanted = {"k1": "kind = 'k1'", "some": "n >= 500", "all": "n >= 0"}
+    with penstock.open(f"rocksdb:{path}?design=buckets", routing="pipeline") as broker:
+        for name, text in wanted.items():
+            broker.create_queue(name, filter=text)
+    served = Served(path)
+    location = f"grpc://127.0.0.1:{served.port}"
+    query = route(location, spark=spark, checkpoint=tmp_path / "ckpt", max_offsets=300)
+    try:
+        for turn in range(3):
+            served.publish(1_000 * turn, 1_000)
+            pause(200 + 300 * turn)
+            served.kill()
+            served.process = served.serve()
+        wait_for(lambda: not query.isActive or status(location).behind == 0)
+        assert query.exception() is None
+    finally:
+        query.stop()
+        served.kill()
+    with penstock.open(f"rocksdb:{path}") as broker:
+        numbers = range(3_000)
+        expected = {
+            "k1": [n for n in numbers if n % 7 == 1],
+            "some": [n for n in numbers if n >= 500],
+            "all": list(numbers),
+        }
+        for name, these in expected.items():
+            found = broker.browse(name, limit=10_000, payloads=False)
+            assert sorted(int(str(entry.attributes["n"])) for entry in found) == these
+            counts = broker._store.core.queues[name].counts  # type: ignore[attr-defined]
+            assert counts.next_claim == len(these)
+        assert_clean(broker)
+
+
 def test_two_that_run_at_once(spark: SparkSession, world: Any, tmp_path: Path) -> None:
     world.make_queues()
     world.publish(800)
@@ -334,3 +467,8 @@ def test_a_store_that_routes_inline_is_refused(
     world = make_world(routing="inline")
     with pytest.raises(InvalidInput, match="routes inline"):
         start(spark, world, tmp_path / "ckpt")
+    world.publish(30)
+    now = status(world.location)
+    assert (now.routing, now.behind, now.lag) == ("inline", 0, {0: 0})
+    assert now.cursors == {0: now.end} == {0: world.broker.log_stats().end}
+    assert now.routed_up_to == now.end

@@ -17,14 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["ROUTING", "Shape", "check_columns", "spark_schema"]
 
 ROUTING: Final = {
-    # A row whose offset is null opens a stretch: its queue holds the bounds as JSON.
-    "matches": StructType(
-        [
-            StructField("log", IntegerType()),
-            StructField("offset", LongType()),
-            StructField("queue", StringType()),
-        ]
-    ),
+    # A row is the name of a stage: the matches of a stretch, which the broker holds already.
+    "matches": StructType([StructField("stage", StringType())]),
     "stretches": StructType(
         [
             StructField("log", IntegerType()),

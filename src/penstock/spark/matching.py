@@ -6,6 +6,7 @@ under the texts that they were made of.
 
 from __future__ import annotations
 
+import gc
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
@@ -15,22 +16,39 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.filters import Matcher, parse
+from penstock.tables.columns import decode_many
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from penstock.filters import RowTuple, Value
 
-__all__ = ["COLUMNS", "MATCHES", "match_batch", "matcher_of"]
+__all__ = [
+    "COLUMNS",
+    "MATCHES",
+    "PACKED_COLUMNS",
+    "match_batch",
+    "match_packed",
+    "matcher_of",
+    "settle_in",
+]
 
 COLUMNS: Final = ("offset", "attributes_json", "group", "priority", "published_at", "size")
-"""What matching needs of the log."""
+"""What :func:`match_batch` needs of the log."""
+
+PACKED_COLUMNS: Final = ("offset", "metadata")
+"""What :func:`match_packed` needs of the log: the broker has nothing to decode for it."""
 
 MATCHES: Final = pa.schema([("offset", pa.int64()), ("queue", pa.string())])
 
 _KEPT: Final = 8
+# So few rows are let go of before the garbage collector takes them for something that lasts, and
+# goes through them again and again: twice as fast as a whole batch at once.
+_AT_ONCE: Final = 2_000
 _matchers: dict[frozenset[tuple[str, str]], Matcher[str]] = {}
+_settled = False
 _decode: Final = msgspec.json.Decoder(dict[str, str | int | float | bool | None]).decode
+_decode_all: Final = msgspec.json.Decoder(list[dict[str, str | int | float | bool | None]]).decode
 
 
 def matcher_of(filters: Mapping[str, str]) -> Matcher[str]:
@@ -54,30 +72,89 @@ def match_batch(
 
     ``extra`` are values by name that count as attributes too, before those of the message.
     """
-    routes = matcher.match(_rows(batch, extra or {}))
+    found: list[pa.RecordBatch] = []
+    for at in range(0, batch.num_rows, _AT_ONCE):
+        part = batch.slice(at, _AT_ONCE)
+        added = {name: values[at : at + _AT_ONCE] for name, values in (extra or {}).items()}
+        found.append(_pairs(matcher, part.column("offset"), _rows(part, added)))
+    return _joined(found)
+
+
+def match_packed(matcher: Matcher[str], batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return the pairs (offset, queue) of a batch of the log with its metadata as stored."""
+    found: list[pa.RecordBatch] = []
+    for at in range(0, batch.num_rows, _AT_ONCE):
+        part = batch.slice(at, _AT_ONCE)
+        offsets = part.column("offset")
+        decoded = decode_many(part.column("metadata").to_pylist())
+        if None in decoded:
+            # Nobody can route a record that does not decode.
+            offsets = offsets.filter(pa.array([each is not None for each in decoded]))
+        rows: list[RowTuple] = [
+            (each.attributes, each.group, each.priority, each.published_at_ms, each.size)
+            for each in decoded
+            if each is not None
+        ]
+        found.append(_pairs(matcher, offsets, rows))
+    return _joined(found)
+
+
+def settle_in() -> None:
+    """Keep the garbage collector away from what the imports of this process have made.
+
+    Spark has a worker collect after every task. Going through the modules of Arrow, Spark and
+    Penstock takes longer than a small task does, and finds nothing.
+    """
+    global _settled  # noqa: PLW0603 - a fact about this process
+    if not _settled:
+        _settled = True
+        gc.freeze()
+
+
+def _pairs(matcher: Matcher[str], offsets: pa.Array, rows: list[RowTuple]) -> pa.RecordBatch:
+    routes = matcher.match(rows)
     lengths = np.fromiter(map(len, routes), dtype=np.int64, count=len(routes))
-    offsets = np.repeat(batch.column("offset").to_numpy(zero_copy_only=False), lengths)
+    repeated = np.repeat(offsets.to_numpy(zero_copy_only=False), lengths)
     queues = pa.array(chain.from_iterable(routes), pa.string(), size=int(lengths.sum()))
-    return pa.record_batch([pa.array(offsets, pa.int64()), queues], schema=MATCHES)
+    return pa.record_batch([pa.array(repeated, pa.int64()), queues], schema=MATCHES)
+
+
+def _joined(found: list[pa.RecordBatch]) -> pa.RecordBatch:
+    return pa.concat_batches(found) if found else pa.RecordBatch.from_pylist([], MATCHES)
 
 
 def _rows(batch: pa.RecordBatch, extra: Mapping[str, Sequence[Value]]) -> list[RowTuple]:
-    attributes: list[dict[str, Value]] = [
-        {} if text is None else _decode(text)
-        for text in batch.column("attributes_json").to_pylist()
-    ]
+    attributes = _attributes(batch.column("attributes_json"))
     for name, values in extra.items():
         for row, value in zip(attributes, values, strict=True):
             row[name] = value
-    micros = pc.cast(batch.column("published_at"), pa.int64())
-    times = pc.divide(micros, 1000)
+    times = pc.divide(pc.cast(batch.column("published_at"), pa.int64()), 1000)
+    numbers = (batch.column("priority"), times, batch.column("size"))
     return list(
         zip(
             attributes,
             batch.column("group").to_pylist(),
-            batch.column("priority").to_pylist(),
-            times.to_pylist(),
-            batch.column("size").to_pylist(),
+            *(_numbers(column) for column in numbers),
             strict=True,
         )
     )
+
+
+def _attributes(column: pa.Array) -> list[dict[str, Value]]:
+    texts = column.to_pylist()
+    if not column.null_count:
+        try:
+            found: list[dict[str, Value]] = _decode_all(f"[{','.join(texts)}]")
+        except msgspec.DecodeError:
+            found = []
+        # A transformation may have made anything of them: what is wrong is told of by itself.
+        if len(found) == len(texts):
+            return found
+    return [{} if text is None else _decode(text) for text in texts]
+
+
+def _numbers(column: pa.Array) -> list[int]:
+    # A transformation may have made nulls, for which NumPy's whole numbers have no room.
+    whole = pa.types.is_integer(column.type) and not column.null_count
+    values: list[int] = column.to_numpy().tolist() if whole else column.to_pylist()
+    return values

@@ -14,6 +14,7 @@ import msgspec
 
 from penstock import limits
 from penstock.errors import InvalidInput
+from penstock.tables.access import locate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,8 +41,11 @@ ROUTING_TABLES: Final = ("matches", "stretches")
 
 _READ: Final = {
     "location",
+    "token",
+    "ca",
     "table",
     "payload",
+    "includearchive",
     "queue",
     "filter",
     "columns",
@@ -55,6 +59,9 @@ _READ: Final = {
     "stretches",
     "epoch",
 }
+ARCHIVED: Final = ("done", "failed", "attempts")
+"""What an archive holds too."""
+
 _LOG_ONLY: Final = {
     "startingoffsets",
     "endingoffsets",
@@ -63,7 +70,7 @@ _LOG_ONLY: Final = {
     "failondataloss",
     "stretches",
 }
-_WRITE: Final = {"location", "table", "epoch", "checkpointlocation"}
+_WRITE: Final = {"location", "token", "ca", "table", "epoch", "checkpointlocation"}
 # Spark itself puts these beside the user's.
 _OF_SPARK: Final = {"path", "checkpointlocation", "queryname"}
 
@@ -88,6 +95,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     starting_ms: int | None = None
     max_offsets: int | None = None
     fail_on_data_loss: bool = True
+    include_archive: str | None = None
     stretches: tuple[tuple[int, int, int], ...] | None = None
     epoch: int | None = None
 
@@ -105,6 +113,8 @@ def read_options(given: Mapping[str, str], *, streaming: bool | None = None) -> 
         raise InvalidInput(f"table {table!r} can't be read as a stream; 'log' can")
     if table not in {"log", *ROUTING_TABLES}:
         _refuse(options, _LOG_ONLY, f"are for the table 'log', not {table!r}")
+    if table not in ARCHIVED:
+        _refuse(options, {"includearchive"}, f"are for {', '.join(ARCHIVED)}, not {table!r}")
     if streaming:
         _refuse(options, {"endingoffsets", "stretches"}, "are for batch reads, not for a stream")
     elif streaming is False:
@@ -124,6 +134,7 @@ def read_options(given: Mapping[str, str], *, streaming: bool | None = None) -> 
         starting_ms=_time_ms(options, "startingTimestamp"),
         max_offsets=_count(options, "maxOffsetsPerTrigger", 1, limits.MAX_OFFSET),
         fail_on_data_loss=_boolean(options, "failOnDataLoss", default=True),
+        include_archive=options.get("includearchive"),
         stretches=_stretches(options),
         epoch=_count(options, "epoch", 0, limits.MAX_OFFSET),
     )
@@ -165,7 +176,8 @@ def _location(options: Mapping[str, str]) -> str:
             "where is the broker? Give option('location', 'grpc://127.0.0.1:8815') or set "
             f"{LOCATION_VARIABLE}"
         )
-    return location
+    # The key goes along to the executors, whose environment may be another.
+    return locate(location, token=options.get("token"), ca=options.get("ca"))
 
 
 def _boolean(options: Mapping[str, str], name: str, *, default: bool) -> bool:

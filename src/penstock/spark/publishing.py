@@ -16,6 +16,7 @@ queue        string: sets the attribute ``queue``                   only the fil
 from __future__ import annotations
 
 import hashlib
+import logging
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,11 +45,13 @@ from penstock.errors import InvalidInput
 from penstock.spark.stores import store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from penstock.spark.options import Options
 
-__all__ = ["BatchPublisher", "Published", "StreamPublisher"]
+__all__ = ["BatchPublisher", "Published", "StreamPublisher", "check_schema", "publisher"]
+
+logger = logging.getLogger(__name__)
 
 _WHOLE: Final = (ByteType, ShortType, IntegerType, LongType)
 _TYPES: Final[dict[str, tuple[tuple[type[DataType], ...], str]]] = {
@@ -89,13 +92,17 @@ class BatchPublisher(DataSourceArrowWriter):
     """
 
     def __init__(self, options: Options, schema: StructType) -> None:
-        _check(schema)
+        check_schema(schema)
         self._location = options.location
         self._name = SystemClock().lease_id().hex()
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Publish the rows of one task."""
         return _publish(self._location, iterator, self._name)
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Say how many there were: the tasks have published."""
+        _say(messages, "this write")
 
 
 class StreamPublisher(DataSourceStreamArrowWriter):
@@ -119,7 +126,7 @@ class StreamPublisher(DataSourceStreamArrowWriter):
     """
 
     def __init__(self, options: Options, schema: StructType) -> None:
-        _check(schema)
+        check_schema(schema)
         self._location = options.location
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
@@ -131,13 +138,36 @@ class StreamPublisher(DataSourceStreamArrowWriter):
         return _publish(self._location, iterator, f"{query}-{batch}")
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Do nothing: the tasks have published."""
+        """Say how many there were: the tasks have published."""
+        _say(messages, f"micro-batch {batchId}")
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Do nothing: what is published stays, and the replay knows it by its dedup ids."""
 
 
-def _check(schema: StructType) -> None:
+def _say(messages: list[WriterCommitMessage | None], what: str) -> None:
+    known = [each for each in messages if isinstance(each, Published)]
+    rows, duplicates = (sum(getattr(e, n) for e in known) for n in ("published", "duplicates"))
+    logger.info("%s: %d published, %d of them duplicates", what, rows, duplicates)
+
+
+def publisher(location: str) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """Return a function for ``mapInArrow`` that publishes the rows of a task and counts them.
+
+    What comes out has the columns ``published`` and ``duplicates``, a row for each task.
+    """
+    name = SystemClock().lease_id().hex()
+
+    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        counted = _publish(location, batches, name)
+        columns = [pa.array([count]) for count in (counted.published, counted.duplicates)]
+        yield pa.record_batch(columns, names=["published", "duplicates"])
+
+    return run
+
+
+def check_schema(schema: StructType) -> None:
+    """Refuse columns that no message can be made of."""
     wrong = []
     for field in schema.fields:
         types, words = _TYPES.get(field.name, ((), ""))
@@ -165,7 +195,8 @@ def _publish(location: str, batches: Iterator[pa.RecordBatch], name: str) -> Pub
     first = next(made, None)
     if first is None:
         return Published(0, 0)
-    counted = client.publish(chain([first], made), first.schema)
+    # Every row has a dedup id by now, so what was lost on the way may be sent again.
+    counted = client.publish(chain([first], made), first.schema, again=True)
     return Published(counted.published, counted.duplicates)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
+from penstock.spark import archived
 from penstock.spark.columns import Shape, check_columns, spark_schema
 from penstock.spark.offsets import Stretch, between, check_kept, cut, resolve
 from penstock.spark.stores import offset_at, store
@@ -48,6 +49,8 @@ class TableReader(DataSourceReader):
         options = self._options
         if options.table == "log":
             return [LogPartition(stretch) for stretch in self._stretches()]
+        if options.include_archive is not None:
+            return archived.plan(options, self._shape.names)
         plan = store(options.location).plan_read(
             options.table,
             queue=options.queues,
@@ -65,6 +68,9 @@ class TableReader(DataSourceReader):
                 yield self._shape.fit(batch)
         elif isinstance(partition, LogPartition):
             yield from read_stretch(self._options, self._shape, partition.stretch)
+        else:
+            for batch in archived.read_part(self._options, self._shape.names, partition):
+                yield self._shape.fit(batch)
 
     def _stretches(self) -> list[Stretch]:
         options = self._options

@@ -22,7 +22,7 @@ import msgspec
 
 from penstock import limits
 from penstock.errors import InvalidInput
-from penstock.spark.sessions import session
+from penstock.spark.sessions import is_connect, parallelism, session
 from penstock.spark.stores import store
 
 if TYPE_CHECKING:
@@ -58,19 +58,26 @@ class RouteStatus(msgspec.Struct, frozen=True, kw_only=True):
 def status(location: str) -> RouteStatus:
     """Return progress and lag of whatever routes the store; asks the broker, not Spark.
 
+    A store that routes inline is never behind: its cursors are where its log ends.
+
     >>> status("grpc://127.0.0.1:8815").behind    # doctest: +SKIP
     0
     """
     client = store(location)
+    routing = client.info().routing
     marks = client.watermarks()
-    plan = client.route_plan(max_offsets=1)
+    cursors, routed_up_to, epoch = dict(marks.cursors), marks.routed_up_to, 0
+    if routing == "inline":
+        cursors, routed_up_to = dict.fromkeys(cursors, marks.end), marks.end
+    else:
+        epoch = client.route_plan(max_offsets=1).epoch
     return RouteStatus(
-        routing=client.info().routing,
-        epoch=plan.epoch,
-        cursors=dict(marks.cursors),
-        routed_up_to=marks.routed_up_to,
+        routing=routing,
+        epoch=epoch,
+        cursors=cursors,
+        routed_up_to=routed_up_to,
         end=marks.end,
-        lag={log: max(0, marks.end - cursor) for log, cursor in marks.cursors.items()},
+        lag={log: max(0, marks.end - cursor) for log, cursor in cursors.items()},
     )
 
 
@@ -118,12 +125,18 @@ def route_stream(
     spark: SparkSession, location: str, table: str, epoch: int, max_offsets: int
 ) -> DataFrame:
     """Return what is to be routed as a stream: of matches, or of bare stretches."""
+    if table == "stretches" and is_connect(spark):
+        raise InvalidInput(
+            "a pipeline with a transformation runs in Spark's driver, and Spark Connect has none "
+            "here: use a session of its own (penstock.spark.session('spark://…')), or route() "
+            "without a transformation"
+        )
     options: Mapping[str, str] = {
         "location": location,
         "table": table,
         "epoch": str(epoch),
         "maxOffsetsPerTrigger": str(max_offsets),
-        "minPartitions": str(min(limits.MAX_PARTITIONS, spark.sparkContext.defaultParallelism)),
+        "minPartitions": str(min(limits.MAX_PARTITIONS, parallelism(spark))),
     }
     return spark.readStream.format("penstock").options(**options).load()
 

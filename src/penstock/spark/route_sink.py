@@ -1,4 +1,4 @@
-"""The sink of the route job, in two phases: executors stage, the driver commits.
+"""The sink of the route job: executors have staged, the driver commits.
 
 ::
 
@@ -15,40 +15,32 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-import msgspec
-import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMessage
 
-from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, PenstockError
 from penstock.model import AssignStatus
 from penstock.spark.columns import ROUTING, check_columns
-from penstock.spark.matching import MATCHES
-from penstock.spark.route_source import Bounds
+from penstock.spark.matching import settle_in
 from penstock.spark.stores import fenced, store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import pyarrow as pa
     from pyspark.sql.types import StructType
 
     from penstock.spark.options import Options
 
-__all__ = ["AssignmentWriter", "Staged", "commit", "new_stage"]
+__all__ = ["AssignmentWriter", "Staged", "commit"]
 
 logger = logging.getLogger(__name__)
 
 
 class Staged(WriterCommitMessage):
-    """The stages that one task has put."""
+    """The stages that one task has handed on."""
 
     def __init__(self, stages: list[str]) -> None:
         self.stages = stages
-
-
-def new_stage() -> str:
-    """Return a name that no other stage has."""
-    return SystemClock().lease_id().hex()
 
 
 def commit(location: str, stages: Sequence[str], epoch: int | None) -> int:
@@ -77,13 +69,14 @@ def commit(location: str, stages: Sequence[str], epoch: int | None) -> int:
                 result.cursor,
                 result.status,
             )
-    with contextlib.suppress(PenstockError):
-        client.drop_stages(list(stages))
+            # The broker keeps what is not committed for an hour; what is, only for a few more.
+            with contextlib.suppress(PenstockError):
+                client.drop_stages(list(stages))
     return sum(result.placed for result in results)
 
 
 class AssignmentWriter(DataSourceStreamArrowWriter):
-    """Stages the matches of each task, and commits them all at once."""
+    """Gathers the stages of all tasks, and commits them all at once."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         check_columns(schema, ROUTING["matches"], "assignments")
@@ -91,23 +84,13 @@ class AssignmentWriter(DataSourceStreamArrowWriter):
         self._epoch = options.epoch
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Stage what one task has matched."""
-        stages = []
-        for log, bounds, rows in _stretches(iterator):
-            stages.append(new_stage())
-            store(self._location).put_stage(
-                stages[-1],
-                rows,
-                log=log,
-                begin=bounds.begin,
-                end=bounds.end,
-                filters_version=bounds.filters_version,
-                epoch=self._epoch,
-            )
-        return Staged(stages)
+        """Hand on what one task has staged."""
+        settle_in()
+        return Staged([stage for batch in iterator for stage in batch.column("stage").to_pylist()])
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803
         """Hand the whole micro-batch over; Spark may call this again for the same one."""
+        settle_in()
         commit(self._location, _stages(messages), self._epoch)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803
@@ -118,31 +101,3 @@ class AssignmentWriter(DataSourceStreamArrowWriter):
 
 def _stages(messages: list[WriterCommitMessage | None]) -> list[str]:
     return [stage for one in messages if isinstance(one, Staged) for stage in one.stages]
-
-
-def _stretches(
-    batches: Iterator[pa.RecordBatch],
-) -> Iterator[tuple[int, Bounds, list[pa.RecordBatch]]]:
-    """Split what a task gets at the rows that open a stretch."""
-    opened: tuple[int, Bounds] | None = None
-    rows: list[pa.RecordBatch] = []
-    for batch in batches:
-        if not batch.num_rows:
-            continue
-        logs, offsets, queues = (batch.column(name) for name in ("log", "offset", "queue"))
-        begin = 0
-        opening = offsets.is_null().to_numpy(zero_copy_only=False).nonzero()[0].tolist()
-        for at in [*opening, batch.num_rows]:
-            if at > begin:
-                assert opened is not None, "matches without their stretch"
-                part = [column.slice(begin, at - begin) for column in (offsets, queues)]
-                rows.append(pa.record_batch(part, schema=MATCHES))
-            if at < batch.num_rows:
-                if opened is not None:
-                    yield (*opened, rows)
-                rows = []
-                bounds = msgspec.json.decode(queues[at].as_py(), type=Bounds)
-                opened = (logs[at].as_py(), bounds)
-            begin = at + 1
-    if opened is not None:
-        yield (*opened, rows)

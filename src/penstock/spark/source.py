@@ -66,7 +66,8 @@ class PenstockSource(DataSource):
         |         0|book|   12|one book|
         +----------+----+-----+--------+
 
-    ``attributes`` is a map of text; ``attributes_json`` keeps the types.
+    ``attributes`` is a map of text; ``attributes_json`` keeps the types. ``includeArchive`` names
+    the directory of an archive, whose rows ``done``, ``failed`` and ``attempts`` then have too.
 
     **The log**, as a batch or as a stream, with the options that Kafka's source has:
     ``startingOffsets`` and ``endingOffsets`` (``earliest``, ``latest``, ``{"0": 5}``),

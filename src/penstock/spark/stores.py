@@ -6,36 +6,28 @@ offset that came, and stages are put again.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import pyarrow.flight as fl
 
-from penstock.errors import InvalidInput, StorageFailed
+from penstock import limits
+from penstock.errors import InvalidInput, ServerUnreachable
 from penstock.flight_client import FlightStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     import pyarrow as pa
 
 __all__ = ["Store", "fenced", "offset_at", "store"]
 
-_T = TypeVar("_T")
-_GONE: Final = (fl.FlightUnavailableError, fl.FlightCancelledError)
+_GONE: Final = (ServerUnreachable, fl.FlightCancelledError)
 _TRIES: Final = 4
 _PROBE: Final = 256
 
 
 class Store(FlightStore):
     """A broker, named by its location; picklable."""
-
-    def _again(self, call: Callable[[fl.FlightClient], _T]) -> _T:
-        try:
-            return super()._again(call)
-        except fl.FlightUnavailableError as error:
-            raise StorageFailed(
-                f"no broker answers at {self.location}: is it serving Flight there? ({error})"
-            ) from None
 
     @property
     def store_id(self) -> str:
@@ -54,12 +46,14 @@ class Store(FlightStore):
     ) -> Iterator[pa.RecordBatch]:
         """Read [begin, end) of a log, over restarts of the broker if ``offset`` is read too."""
         tries = 0
+        # A filter may pass over much of the log before it finds a row.
+        idle_ms = limits.MAX_READ_IDLE_MS if filter is None else limits.MAX_WORK_CALL_MS
         while True:
             ticket = self.log_ticket(
                 log, begin, end, payload=payload, columns=columns, filter=filter
             )
             try:
-                for batch in self.read(ticket):
+                for batch in self.read(ticket, idle_ms=idle_ms):
                     if batch.num_rows:
                         yield batch
                         if "offset" in columns:

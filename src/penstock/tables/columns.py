@@ -13,8 +13,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.codec.metadata import VERSION, Metadata, decode_metadata
-from penstock.errors import CorruptRecord
+from penstock.codec.metadata import Head, Metadata, decode_heads, decode_many
 from penstock.tables.schemas import ATTRIBUTES, TIME
 
 if TYPE_CHECKING:
@@ -23,27 +22,24 @@ if TYPE_CHECKING:
     from penstock.model import Value
     from penstock.tables.schemas import Selection
 
-__all__ = ["Decoded", "about", "attributes_json", "attributes_map", "decode_all", "needs", "times"]
+__all__ = [
+    "Decoded",
+    "about",
+    "attributes_json",
+    "attributes_map",
+    "decode_all",
+    "decode_many",
+    "needs",
+    "repeated",
+    "times",
+]
 
 _MS: Final = pa.timestamp("ms", tz="UTC")
 _ABOUT: Final = ("published_at", "group", "priority", "size", "delay_ms")
 _ATTRIBUTES: Final = ("attributes", "attributes_json")
 
 
-class Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Metadata whose attributes were not unpacked."""
-
-    published_at_ms: int
-    group: str
-    priority: int
-    size: int
-    delay_ms: int
-    attributes: msgspec.Raw
-
-
-Decoded = Metadata | Packed
-_decode_whole: Final = msgspec.msgpack.Decoder(list[int | Metadata]).decode
-_decode_packed: Final = msgspec.msgpack.Decoder(list[int | Packed]).decode
+Decoded = Metadata | Head
 _encode_lines: Final = msgspec.json.Encoder().encode_lines
 _encode: Final = msgspec.json.Encoder().encode
 _TEXT: Final[dict[type, Callable[[Any], str | None]]] = {
@@ -64,24 +60,7 @@ def needs(selection: Selection) -> tuple[bool, bool]:
 
 def decode_all(encoded: Sequence[bytes], *, attributes: bool) -> Sequence[Decoded | None]:
     """Decode metadata records; None for those that do not decode."""
-    # A record is its version, which reads as a MessagePack number, and an array. So all of them
-    # end to end are one array of twice their number: one call instead of one for each.
-    whole = b"\xdd" + (2 * len(encoded)).to_bytes(4, "big") + b"".join(encoded)
-    try:
-        found: list[Any] = _decode_whole(whole) if attributes else _decode_packed(whole)
-    except msgspec.MsgspecError:
-        return [_decode_one(record) for record in encoded]
-    decoded = found[1::2]
-    if set(found[::2]) - {VERSION} or int in set(map(type, decoded)):
-        return [_decode_one(record) for record in encoded]
-    return decoded
-
-
-def _decode_one(record: bytes) -> Metadata | None:
-    try:
-        return decode_metadata(record)
-    except CorruptRecord:
-        return None
+    return decode_many(encoded) if attributes else decode_heads(encoded)
 
 
 def times(ms: Sequence[int | None]) -> pa.Array:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.stores.pinned import Pinned
     from penstock.stores.queues import Queue
 
-__all__ = ["Numbers", "Part", "Piece", "QueueKeys", "WholeQueue", "partition"]
+__all__ = ["Numbers", "Part", "Piece", "QueueKeys", "WholeQueue", "of_queues", "partition"]
 
 _NUMBER_BITS: Final = 60
 
@@ -90,6 +90,16 @@ def partition(
         else:
             pieces = list(_queue_pieces(pinned, table, chosen, count, low, high))
     return _dealt(pieces, count)
+
+
+def of_queues(part: Part, queues: Sequence[str] | None) -> Part:
+    """Return the pieces of a part that belong to these queues; None: all of them."""
+    if queues is None:
+        return part
+    wanted = set(queues)
+    if any(isinstance(piece, Numbers) for piece in part):
+        raise InvalidInput("a part of the log, or of all messages, has no queues to choose from")
+    return [piece for piece in part if not isinstance(piece, Numbers) and piece.queue in wanted]
 
 
 def _names(of: object) -> str:

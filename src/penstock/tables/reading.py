@@ -76,6 +76,7 @@ def _log(pinned: Pinned, piece: Numbers, selection: Selection) -> Iterator[pa.Re
         {
             "log": lambda rows, _: pa.repeat(pa.scalar(piece.log, pa.int32()), len(rows)),
             "offset": lambda rows, _: pa.array([row[0] for row in rows], pa.int64()),
+            "metadata": lambda rows, _: pa.array([row[1] for row in rows], pa.binary()),
         },
     )
     return _batches(pinned, source, selection)
@@ -332,6 +333,7 @@ def _queues(pinned: Pinned, piece: WholeQueue, selection: Selection) -> Iterator
     queue = pinned.queues[piece.queue]
     row: dict[str, Any] = {name: getattr(queue.spec, name) for name in QueueSpec.__struct_fields__}
     row["ordering"] = queue.spec.ordering.value
+    row["labels"] = sorted(queue.spec.labels.items())
     for name in ("available", "delayed", "in_flight", "done", "failed"):
         row[name] = getattr(queue.counts, name)
     row["draining"] = piece.queue in pinned.draining

@@ -32,6 +32,9 @@ __all__ = [
 TIME: Final = pa.timestamp("us", tz="UTC")
 ATTRIBUTES: Final = pa.map_(pa.string(), pa.string())
 PAYLOAD: Final = pa.field("payload", pa.binary())
+# The log's record as it is stored (codec/metadata.py), for who names this column: it costs the
+# broker no decoding. Records that do not decode are not left out.
+METADATA: Final = pa.field("metadata", pa.binary(), nullable=False)
 
 
 def _must(name: str, kind: pa.DataType) -> pa.Field:
@@ -46,7 +49,9 @@ _PRIORITY: Final = _must("priority", pa.int32())
 _SIZE: Final = _must("size", pa.int64())
 _ATTEMPTS: Final = _must("attempts", pa.int32())
 _ATTRIBUTES: Final = (_must("attributes", ATTRIBUTES), _must("attributes_json", pa.string()))
+_DELAY: Final = _must("delay_ms", pa.int64())
 _ABOUT: Final = (_PUBLISHED, _GROUP, _PRIORITY, _SIZE, *_ATTRIBUTES)
+_ENDED: Final = (_PUBLISHED, _GROUP, _PRIORITY, _SIZE, _DELAY, *_ATTRIBUTES)
 _DEPTHS: Final = ("available", "delayed", "in_flight")
 
 TABLES: Final[dict[str, pa.Schema]] = {
@@ -58,7 +63,7 @@ TABLES: Final[dict[str, pa.Schema]] = {
             _GROUP,
             _PRIORITY,
             _SIZE,
-            _must("delay_ms", pa.int64()),
+            _DELAY,
             *_ATTRIBUTES,
         ]
     ),
@@ -82,6 +87,7 @@ TABLES: Final[dict[str, pa.Schema]] = {
             pa.field("lease_deadline", TIME),
             pa.field("consumer", pa.string()),
             _SIZE,
+            _DELAY,
             *_ATTRIBUTES,
         ]
     ),
@@ -92,7 +98,7 @@ TABLES: Final[dict[str, pa.Schema]] = {
             _must("sequence", pa.int64()),
             _must("done_at", TIME),
             _ATTEMPTS,
-            *_ABOUT,
+            *_ENDED,
         ]
     ),
     "failed": pa.schema(
@@ -103,7 +109,7 @@ TABLES: Final[dict[str, pa.Schema]] = {
             _must("failed_at", TIME),
             _ATTEMPTS,
             _must("reason", pa.string()),
-            *_ABOUT,
+            *_ENDED,
         ]
     ),
     "attempts": pa.schema(
@@ -133,6 +139,8 @@ TABLES: Final[dict[str, pa.Schema]] = {
             _must("unclaimed_retention_ms", pa.int64()),
             _must("bucket_exponent", pa.int32()),
             _must("description", pa.string()),
+            _must("dead_letter", pa.string()),
+            _must("labels", pa.map_(pa.string(), pa.string())),
             _must("created_at_ms", pa.int64()),
             _must("version", pa.int64()),
             *(_must(name, pa.int64()) for name in (*_DEPTHS, "done", "failed")),
@@ -193,6 +201,8 @@ def schema_of(
         whole = schema
     if columns is None:
         return whole if payload else schema
+    if table == "log":
+        whole = whole.append(METADATA)
     if not columns or len(set(columns)) < len(columns):
         raise InvalidInput("columns must name at least one column, and each once")
     for name in columns:

@@ -10,12 +10,15 @@ from __future__ import annotations
 from typing import Any, Final
 
 import msgspec
+import pyarrow as pa
 
 from penstock import errors
 from penstock.errors import InvalidInput, PenstockError
+from penstock.tables.schemas import TIME
 
 __all__ = [
     "PROTOCOL",
+    "RESTORED",
     "BackfillCommand",
     "CollectCommand",
     "CommitFill",
@@ -28,6 +31,7 @@ __all__ = [
     "PublishCommand",
     "ReadCommand",
     "RedriveCommand",
+    "RestoreCommand",
     "RoutePlanCommand",
     "SnapshotTicket",
     "StageCommand",
@@ -41,6 +45,19 @@ __all__ = [
 PROTOCOL: Final = 1
 # gRPC bounds headers to 8 KiB, and the text travels twice.
 MAX_ERROR_CHARS: Final = 1_000
+# What a restore brings of each message; the payload may be null.
+RESTORED: Final = pa.schema(
+    [
+        ("offset", pa.int64()),
+        ("published_at", TIME),
+        ("group", pa.string()),
+        ("priority", pa.int32()),
+        ("size", pa.int64()),
+        ("delay_ms", pa.int64()),
+        ("attributes_json", pa.string()),
+        ("payload", pa.binary()),
+    ]
+)
 encode: Final = msgspec.json.Encoder().encode
 
 
@@ -63,10 +80,11 @@ class ReadCommand(_Command):
 
 
 class SnapshotTicket(_Command, tag_field="table", tag="snapshot"):
-    """DoGet: a part of a snapshot that GetFlightInfo has taken."""
+    """DoGet: a part of a snapshot that GetFlightInfo has taken; of these queues, if it says so."""
 
     snapshot: str
     part: int
+    queues: list[str] | None = None
 
 
 class LogTicket(_Command, tag_field="table", tag="log"):
@@ -102,6 +120,15 @@ class FillStage(_Command, tag_field="op", tag="fill_stage"):
     queue: str
     begin: int
     end: int
+
+
+class RestoreCommand(_Command, tag_field="op", tag="restore"):
+    """DoPut: archived messages of a stretch below the log that a backfill puts into a queue."""
+
+    queue: str
+    begin: int
+    end: int
+    filter: str | None = None
 
 
 class Nothing(_Command):
@@ -150,6 +177,7 @@ class BackfillCommand(_Command, rename={"from_": "from"}):
     from_: int | str | None = None
     from_time_ms: int | None = None
     to: int | None = None
+    archived: bool = False
 
 
 class RedriveCommand(_Command):
@@ -166,6 +194,7 @@ class TrimCommand(_Command):
     queue: str
     state: str
     before: int
+    created_at_ms: int | None = None
 
 
 class CollectCommand(_Command):

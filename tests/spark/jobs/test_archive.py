@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 from penstock.errors import InvalidInput, StorageFailed, StoreMismatch
-from penstock.spark.jobs import archive, read_history
-from penstock.spark.jobs.archive_runs import Runs
+from penstock.spark.archive_runs import Runs
+from penstock.spark.jobs import archive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +32,10 @@ def crash_at(step: str) -> Callable[[str], None]:
             raise Crash
 
     return tell
+
+
+def history(spark: SparkSession, shop: Any, place: Path, table: str, **options: str) -> DataFrame:
+    return shop.world.reader(spark, table, includeArchive=str(place), **options)  # type: ignore[no-any-return]
 
 
 def keys(frame: DataFrame) -> Counter[tuple[str, int]]:
@@ -72,10 +76,10 @@ def test_what_is_archived_is_what_was_there(spark: SparkSession, shop: Any, tmp_
     assert made.rows["attempts"] == attempts > made.trimmed
     assert counts(shop) == [0, 0, 0, 0]
     for state in ("done", "failed"):
-        history = read_history(spark, shop.location, tmp_path / "a", state)
-        assert history.columns == shop.world.reader(spark, state).columns
-        assert keys(history) == before[state]
-    found = read_history(spark, None, tmp_path / "a", "failed", payload=True, queues=["dear"])
+        whole = history(spark, shop, tmp_path / "a", state)
+        assert whole.columns == shop.world.reader(spark, state).columns
+        assert keys(whole) == before[state]
+    found = history(spark, shop, tmp_path / "a", "failed", payload="true", queue="dear")
     assert {row["queue"] for row in found.collect()} == {"dear"}
     assert all(bytes(row["payload"]) == payloads[row["message_id"]] for row in found.collect())
 
@@ -91,7 +95,7 @@ def test_a_crash_loses_nothing_and_doubles_nothing(
     whole = live(shop)
 
     def check(state: str) -> None:
-        assert keys(read_history(spark, shop.location, place, state)) == whole[state]
+        assert keys(history(spark, shop, place, state)) == whole[state]
 
     for step, recorded in (("written", 0), ("verified", 0), ("recorded", 1)):
         with pytest.raises(Crash):
@@ -119,7 +123,7 @@ def test_a_crash_loses_nothing_and_doubles_nothing(
     check("failed")
     assert archive(spark, shop.location, place).run is None
     check("done")
-    attempts = read_history(spark, shop.location, place, "attempts").collect()
+    attempts = history(spark, shop, place, "attempts").collect()
     named = Counter((r["queue"], r["message_id"], r["attempt"], r["claimed_at"]) for r in attempts)
     assert max(named.values()) == 1
     ended = set(whole["done"]) | set(whole["failed"])
@@ -150,14 +154,14 @@ def test_a_queue_that_is_made_anew_is_archived_anew(
     archive(spark, shop.location, place, states=["done"], keep_ms=0)
     assert counts(shop)[0] == counts(shop)[2] == 0
     assert counts(shop)[1] > 0
-    old = keys(read_history(spark, None, place, "done"))
+    old = keys(history(spark, shop, place, "done"))
     shop.broker.delete_queue("dear")
     shop.make("dear", "price > 30")
     shop.fill(100)
     new = live(shop)["done"]
-    assert keys(read_history(spark, shop.location, place, "done")) == old + new
+    assert keys(history(spark, shop, place, "done")) == old + new
     archive(spark, shop.location, place)
-    assert keys(read_history(spark, shop.location, place, "done")) == old + new
+    assert keys(history(spark, shop, place, "done")) == old + new
 
 
 def test_what_is_not_allowed(

@@ -10,9 +10,18 @@ import pytest
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
+import pyarrow as pa
+from click.testing import CliRunner
+from pyspark.errors import AnalysisException
+from pyspark.sql.types import StringType, StructField, StructType
+
 import penstock
+from penstock.cli import cli
 from penstock.errors import InvalidInput, InvalidMessage, QueueNotFound
 from penstock.spark.jobs import backfill, collect, publish, redrive, report, save_report
+from penstock.spark.jobs.common import pinned, read, revived, translated
+from penstock.spark.options import Options
+from penstock.spark.publishing import BatchPublisher
 from penstock.spark.stores import Store
 
 if TYPE_CHECKING:
@@ -59,7 +68,7 @@ def test_the_report_says_what_the_broker_says(
     html = save_report(frames, tmp_path / "report").read_text()
     assert html.count("<svg") == 4
     assert "out of stock" in html
-    assert "http" not in html.replace("http://www.w3.org/2000/svg", "")
+    assert f"<dt>done</dt><dd>{sum(row['done'] for row in queues.values())}</dd>" in html
     saved = spark.read.parquet(str(tmp_path / "report" / "queues.parquet"))
     assert {row["queue"]: row["done"] for row in saved.collect()} == {
         name: row["done"] for name, row in queues.items()
@@ -111,7 +120,7 @@ def test_files_become_messages(
     )
     columns = {"attributes": "struct(kind, price)", "group": "tenant", "priority": "price % 2"}
     dry = publish(spark, world.location, str(tmp_path / "*.csv"), columns=columns, dry_run=True)
-    assert dry.rows == 40
+    assert (dry.rows, dry.published) == (40, 0)
     assert broker.log_stats().end == broker.log_stats().earliest
     told: list[tuple[int, int]] = []
     made = publish(
@@ -121,7 +130,7 @@ def test_files_become_messages(
         columns=columns,
         progress=lambda *now: told.append(now),
     )
-    assert made.rows == 40
+    assert (made.rows, made.published, made.duplicates) == (40, 40, 0)
     assert told
     entries = broker.browse("dear", limit=100)
     assert sorted(entry.attributes["price"] for entry in entries) == list(range(11, 40))
@@ -140,6 +149,62 @@ def test_files_become_messages(
     assert sent.rows == 5
     log = broker.read_log(0, limit=100).records
     assert sum(record.attributes == {"queue": "direct"} for record in log) == 5
+
+
+def test_publishing_counts_what_had_been_published(
+    spark: SparkSession, make_world: Callable[..., Any]
+) -> None:
+    world = make_world(routing="inline")
+
+    def send(rows: int) -> tuple[int, int, int]:
+        query = f"SELECT string(id) AS payload, concat('id-', id) AS dedup_id FROM range({rows})"
+        sent = publish(spark, world.location, query=query)
+        return sent.rows, sent.published, sent.duplicates
+
+    assert send(30) == (30, 30, 0)
+    assert send(45) == (45, 15, 30)
+    assert len(world.broker.read_log(0, limit=100).records) == 45
+
+
+def test_a_write_says_how_much_it_has_published(
+    world: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    schema = StructType([StructField("payload", StringType())])
+    writer = BatchPublisher(Options(location=world.location, table="messages"), schema)
+    rows = pa.record_batch([pa.array(["a", "b"])], names=["payload"])
+    # A task that is tried again: the second try finds what the first one has done.
+    tries = [writer.write(iter([rows])) for _ in range(2)]
+    with caplog.at_level("INFO", logger="penstock.spark.publishing"):
+        writer.commit([tries[0], None])
+        writer.commit([tries[1]])
+    assert caplog.messages == [
+        "this write: 2 published, 0 of them duplicates",
+        "this write: 2 published, 2 of them duplicates",
+    ]
+
+
+def test_errors_come_back_through_spark_as_what_they_were(
+    spark: SparkSession, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frame = read(spark, world.location, "done", queues=["never"])
+    with pytest.raises(AnalysisException) as caught:
+        frame.count()
+    first = str(caught.value).splitlines()[0]
+    assert first.endswith("penstock.errors.QueueNotFound: no queue named 'never'")
+    with pytest.raises(QueueNotFound, match=r"^no queue named 'never'$"):
+        pinned(frame)
+    with pytest.raises(InvalidInput, match=r"^no table 'never'"):
+        read(spark, world.location, "never")
+    with pytest.raises(AnalysisException, match="colour"), translated():
+        spark.sql("SELECT colour")
+    assert revived(ValueError("penstock.errors.NeverHeardOf: something")) is None
+
+    def asking(*_: Any, **__: Any) -> None:
+        frame.count()
+
+    monkeypatch.setattr("penstock.spark.jobs.collect", asking)
+    said = CliRunner().invoke(cli, ["pipeline", "collect", "--location", world.location])
+    assert (said.exit_code, said.stderr) == (1, "Error: no queue named 'never'\n")
 
 
 def test_a_bad_row_names_itself_and_nothing_is_published(

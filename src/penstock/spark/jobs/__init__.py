@@ -6,7 +6,7 @@ did. What removes or changes something says beforehand what it would do, with ``
 
 from __future__ import annotations
 
-from penstock.spark.jobs.archive import Archived, archive, read_history
+from penstock.spark.jobs.archive import Archived, archive
 from penstock.spark.jobs.backfill import Backfill, backfill
 from penstock.spark.jobs.collect import CollectReport, collect
 from penstock.spark.jobs.publish import PublishReport, publish
@@ -23,7 +23,6 @@ __all__ = [
     "backfill",
     "collect",
     "publish",
-    "read_history",
     "redrive",
     "report",
     "save_report",

@@ -6,11 +6,16 @@
                 └──── a crash here leaves files that nobody counts ────┘ └─ the next run trims ─┘
 
 What is archived already is known by the sequence numbers that recorded runs reach to, so a run that
-is repeated after a crash at any point neither loses nor doubles a row.
+is repeated after a crash at any point neither loses nor doubles a row. Attempts have no such
+numbers: those of a message that was archived as failed, and redriven before it was trimmed, are
+looked for in the archive.
+
+The option ``includeArchive`` of the data source (``penstock.spark.archived``) reads it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -18,8 +23,8 @@ from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 from pyspark.sql.types import DateType, StringType, StructField, StructType
 
 from penstock.clock import SystemClock
-from penstock.errors import InvalidInput, StorageFailed
-from penstock.spark.jobs.archive_runs import TABLES, Part, Reach, Run, Runs
+from penstock.errors import InvalidInput, QueueNotFound, StorageFailed
+from penstock.spark.archive_runs import Part, Reach, Run, Runs
 from penstock.spark.jobs.common import known, pinned, read
 from penstock.spark.stores import store
 
@@ -29,10 +34,11 @@ if TYPE_CHECKING:
 
     from pyspark.sql import Column, DataFrame, SparkSession
 
-__all__ = ["Archived", "archive", "read_history"]
+__all__ = ["Archived", "archive"]
 
 _ENDED: Final = {"done": "done_at", "failed": "failed_at", "attempts": "ended_at"}
 _STATES: Final = ("done", "failed")
+_MESSAGE: Final = ("queue", "message_id")
 _ATTEMPT: Final = ("queue", "message_id", "attempt", "claimed_at")
 
 
@@ -84,7 +90,7 @@ def archive(
         tell("chosen")
         tables, born = _choose(spark, location, runs, queues, states, keep_ms, payload=payload)
         run = _write(spark, runs, tables, born, client.store_id, payload=payload, tell=tell)
-        trimmed = _trim(location, runs, queues, states) if trim else 0
+        trimmed = _trim(location, runs, queues, states, tell) if trim else 0
         tell("trimmed")
     counts = dict.fromkeys(tables, 0)
     for part in run.parts if run else ():
@@ -96,63 +102,6 @@ def archive(
         trimmed=trimmed,
         dry_run=False,
     )
-
-
-def read_history(
-    spark: SparkSession,
-    location: str | None,
-    archive_path: str | Path,
-    table: str,
-    *,
-    queues: Sequence[str] | None = None,
-    payload: bool = False,
-) -> DataFrame:
-    """Return ``done``, ``failed`` or ``attempts`` as one table: what is archived and what is live.
-
-    Rows of a run that is archived but not trimmed yet are not there twice. The live rows are taken
-    when this is called, so a run of ``archive`` meanwhile does no harm. Without a location only
-    the archive is read.
-    """
-    if table not in TABLES:
-        raise InvalidInput(f"history is of {', '.join(TABLES)}, not of {table!r:.100}")
-    if table == "attempts" and payload:
-        raise InvalidInput("table attempts has no payloads")
-    options = {"payload": "true"} if payload else {}
-    live = None
-    if location is not None:
-        born = known(location).created_at_ms
-        # A queue that is no longer there may still have an archive.
-        there = None if queues is None else [queue for queue in queues if queue in born]
-        rows = read(spark, location, table, queues=there or None, **options)
-        live = pinned(rows if there is None or there else rows.where("false"))
-    # Only now: what a run has recorded meanwhile may be trimmed, but the live rows are at hand.
-    runs = Runs(archive_path)
-    if live is not None and location is not None:
-        runs.check_store(store(location).store_id)
-        if table != "attempts":
-            live = _fresh(spark, live, _ends(runs, born, table))
-    found = _archived(spark, runs, table, queues, payload=payload)
-    if live is None and found is None:
-        raise InvalidInput(f"there is no {table} in the archive {archive_path!s:.200}")
-    if live is None or found is None:
-        return found if live is None else live  # type: ignore[return-value]
-    both = found.select(*live.columns).unionByName(live)
-    return both.dropDuplicates(list(_ATTEMPT)) if table == "attempts" else both
-
-
-def _archived(
-    spark: SparkSession, runs: Runs, table: str, queues: Sequence[str] | None, *, payload: bool
-) -> DataFrame | None:
-    folders = runs.folders(table)
-    if not folders:
-        return None
-    found = _load(spark, runs, table, [str(folder) for folder in folders])
-    if queues is not None:
-        found = found.where(F.col("queue").isin(list(queues)))
-    hidden = ["date", "run"] if payload or table == "attempts" else ["date", "run", "payload"]
-    found = found.drop(*hidden)
-    # The same attempt may be archived with a failure and again with what came of its redrive.
-    return found.dropDuplicates(list(_ATTEMPT)) if table == "attempts" else found
 
 
 def _load(spark: SparkSession, runs: Runs, table: str, folders: Sequence[str]) -> DataFrame:
@@ -171,14 +120,6 @@ def _load(spark: SparkSession, runs: Runs, table: str, folders: Sequence[str]) -
 
 
 # --- choosing -------------------------------------------------------------------------------------
-
-
-def _ends(runs: Runs, born: Mapping[str, int], state: str) -> dict[str, int]:
-    return {
-        queue: end
-        for (queue, created_at_ms, of), end in runs.reached().items()
-        if of == state and born.get(queue) == created_at_ms
-    }
 
 
 def _fresh(spark: SparkSession, frame: DataFrame, ends: Mapping[str, int]) -> DataFrame:
@@ -210,7 +151,7 @@ def _choose(
         rows = read(spark, location, state, queues=queues, **options)
         if keep_ms:
             rows = rows.where(F.col(_ENDED[state]) <= F.timestamp_millis(F.lit(until_ms)))
-        tables[state] = pinned(_fresh(spark, rows, _ends(runs, born, state)))
+        tables[state] = pinned(_fresh(spark, rows, runs.ends(state, born)))
     now = known(location).created_at_ms
     # A queue that was made anew meanwhile has rows here that nobody can tell apart.
     unsure = [queue for queue, made in born.items() if now.get(queue) != made]
@@ -220,8 +161,26 @@ def _choose(
     ended = [rows.select("queue", "message_id") for rows in tables.values()]
     chosen = (ended[0] if len(ended) == 1 else ended[0].union(ended[1])).distinct()
     attempts = read(spark, location, "attempts", queues=queues).where("ended_at IS NOT NULL")
-    tables["attempts"] = pinned(attempts.join(chosen, ["queue", "message_id"], "left_semi"))
+    attempts = pinned(attempts.join(chosen, ["queue", "message_id"], "left_semi"))
+    tables["attempts"] = _new_attempts(spark, runs, chosen, attempts)
     return tables, born
+
+
+def _new_attempts(
+    spark: SparkSession, runs: Runs, chosen: DataFrame, attempts: DataFrame
+) -> DataFrame:
+    """Leave out attempts that are archived: with a failure that was redriven before its trim."""
+    folders = runs.folders("failed")
+    if not folders:
+        return attempts
+    failed = _load(spark, runs, "failed", [str(folder) for folder in folders])
+    twice = pinned(chosen.join(failed.select(*_MESSAGE), list(_MESSAGE), "left_semi"))
+    folders = runs.folders("attempts")
+    if not folders or twice.isEmpty():
+        return attempts
+    known = _load(spark, runs, "attempts", [str(folder) for folder in folders])
+    known = known.select(*_ATTEMPT).join(twice, list(_MESSAGE), "left_semi")
+    return pinned(attempts.join(known, list(_ATTEMPT), "left_anti").select(*attempts.columns))
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -336,13 +295,21 @@ def _compare(wanted: Sequence[Part], found: Sequence[Part]) -> None:
         raise StorageFailed("the archive has partitions that were not written by this run")
 
 
-def _trim(location: str, runs: Runs, queues: Sequence[str] | None, states: Sequence[str]) -> int:
+def _trim(
+    location: str,
+    runs: Runs,
+    queues: Sequence[str] | None,
+    states: Sequence[str],
+    tell: Callable[[str], None],
+) -> int:
     """Remove from the store what recorded runs hold, of this run and of any before it."""
     client = store(location)
     removed = 0
     for (queue, created_at_ms, state), end in sorted(runs.reached().items()):
         if state not in states or (queues is not None and queue not in queues):
             continue
-        if known(location).created_at_ms.get(queue) == created_at_ms:
-            removed += client.trim(queue, state=state, before=end)
+        tell(f"trimming {state} of {queue}")
+        # A queue that is gone has nothing to trim, and one that was made anew is another.
+        with contextlib.suppress(QueueNotFound):
+            removed += client.trim(queue, state=state, before=end, created_at_ms=created_at_ms)
     return removed

@@ -5,7 +5,8 @@
     broker: plan ─▶ executors: read the log, match, stage ─▶ broker: fill, a window at a time ─▶ …
 
 The broker notes which offsets a queue has been filled from in the same change as the messages, so
-a backfill that is stopped goes on where it was, and nothing comes in twice.
+a backfill that is stopped goes on where it was, and nothing comes in twice. What lies below the log
+comes from an archive, if one is named.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ import pyarrow as pa
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, PenstockError
+from penstock.spark.jobs.backfill_archive import fill_archived, lowest_since, open_archive
 from penstock.spark.matching import COLUMNS, match_batch, matcher_of
-from penstock.spark.stores import store
+from penstock.spark.sessions import parallelism
+from penstock.spark.stores import offset_at, store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from pyspark.sql import SparkSession
 
@@ -59,11 +63,15 @@ def backfill(
     from_: int | str | None = None,
     from_time_ms: int | None = None,
     to: int | None = None,
+    archive: str | Path | None = None,
     window: int = _WINDOW,
     dry_run: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Backfill:
     """Fill a queue from the log, from an offset or a time on; by default all that is kept.
+
+    With ``archive``, a directory that the archive job was given, what the log has let go of comes
+    from there, and from what other queues still hold.
 
     ``window`` is how many offsets are matched between two commits. ``progress`` is told offsets:
     done, and in all. With ``dry_run`` matches are counted, and the queue stays as it is; those
@@ -73,15 +81,33 @@ def backfill(
     """
     if window < 1:
         raise InvalidInput(f"window is at least 1, not {window}")
-    plan = store(location).backfill_plan(queue, from_=from_, from_time_ms=from_time_ms, to=to)
+    if archive is not None:
+        open_archive(location, archive)
+        if from_time_ms is not None and from_ is None:
+            logged = offset_at(store(location), from_time_ms)
+            low = lowest_since(spark, location, archive, from_time_ms)
+            from_, from_time_ms = (logged if low is None else min(low, logged)), None
+    plan = store(location).backfill_plan(
+        queue, from_=from_, from_time_ms=from_time_ms, to=to, archived=archive is not None
+    )
+    below, kept = _split(plan.stretches, plan.earliest)
     windows = [
-        (at, min(at + window, end))
-        for begin, end in plan.stretches
-        for at in range(begin, end, window)
+        (at, min(at + window, end)) for begin, end in kept for at in range(begin, end, window)
     ]
-    total = sum(end - begin for begin, end in windows)
+    total = sum(end - begin for begin, end in plan.stretches)
     sums = dict.fromkeys(("scanned", "matched", "added", "already", "missing"), 0)
-    done = 0
+    if below and archive is not None:
+        sums = fill_archived(
+            spark,
+            location,
+            archive,
+            queue,
+            plan.filter,
+            below,
+            dry_run=dry_run,
+            progress=lambda done: None if progress is None else progress(done, total),
+        )
+    done = sum(end - begin for begin, end in below)
     for begin, end in windows:
         one = _fill(spark, location, queue, plan.filter, begin, end, dry_run=dry_run)
         for name, count in one.items():
@@ -90,6 +116,14 @@ def backfill(
         if progress is not None:
             progress(done, total)
     return Backfill(queue=queue, filter=plan.filter, offsets=total, dry_run=dry_run, **sums)
+
+
+def _split(
+    stretches: Sequence[tuple[int, int]], earliest: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Cut stretches where the log begins: what lies below it, and what is kept."""
+    below = [(begin, min(end, earliest)) for begin, end in stretches if begin < earliest]
+    return below, [(max(begin, earliest), end) for begin, end in stretches if end > earliest]
 
 
 def _fill(
@@ -136,7 +170,7 @@ def _stage(
     *,
     dry_run: bool,
 ) -> list[tuple[str, int, int]]:
-    tasks = max(1, min(spark.sparkContext.defaultParallelism, end - begin))
+    tasks = max(1, min(parallelism(spark), end - begin))
     borders = [begin + (end - begin) * number // tasks for number in range(tasks + 1)]
     parts = spark.createDataFrame(list(pairwise(borders)), "begin bigint, end bigint").repartition(
         tasks

@@ -1,23 +1,58 @@
-"""What the jobs share: reading a table, and watching how far Spark has come."""
+"""What the jobs share: reading a table, watching how far Spark has come, telling what it said."""
 
 from __future__ import annotations
 
+import re
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
+from pyspark.errors import PySparkException
+
+from penstock import errors
 from penstock.clock import SystemClock
+from penstock.errors import PenstockError
+from penstock.spark.sessions import is_connect
 from penstock.spark.stores import store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.connect.shell.progress import ProgressHandler
 
-__all__ = ["Known", "known", "pinned", "read", "watched"]
+__all__ = ["FROM_SPARK", "Known", "known", "pinned", "read", "revived", "translated", "watched"]
 
+FROM_SPARK: Final = (PySparkException, Py4JJavaError)
+"""What Spark raises, whatever went wrong on its other side."""
 
 _LOOK_MS: Final = 250
+_OURS: Final = re.compile(r"\bpenstock\.errors\.(\w+): (.*)")
+
+
+def revived(error: BaseException) -> PenstockError | None:
+    """Return the error of Penstock that an error of Spark tells of, if it does.
+
+    What a task or the source raises comes back from Spark as a text within a text.
+    """
+    found = _OURS.search(str(error))
+    kind = getattr(errors, found[1], None) if found else None
+    if found is None or not (isinstance(kind, type) and issubclass(kind, PenstockError)):
+        return None
+    return kind(found[2].strip())
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raise errors of Penstock that went through Spark as what they were."""
+    try:
+        yield
+    except FROM_SPARK as error:
+        ours = revived(error)
+        if ours is None:
+            raise
+        raise ours from None
 
 
 class Known(NamedTuple):
@@ -53,7 +88,8 @@ def read(
         reader = reader.option("queue", ",".join(queues))
     if columns is not None:
         reader = reader.option("columns", ",".join(columns))
-    return reader.load()
+    with translated():
+        return reader.load()
 
 
 def pinned(frame: DataFrame) -> DataFrame:
@@ -61,7 +97,8 @@ def pinned(frame: DataFrame) -> DataFrame:
 
     A lost executor then fails the job, where a recomputation would read another moment.
     """
-    return frame.localCheckpoint(eager=True)
+    with translated():
+        return frame.localCheckpoint(eager=True)
 
 
 @contextmanager
@@ -69,7 +106,34 @@ def watched(spark: SparkSession, progress: Callable[[int, int], None] | None) ->
     """Tell ``progress`` how many tasks of the Spark jobs within are done, of how many known."""
     if progress is None:
         yield
-        return
+    elif is_connect(spark):
+        with _told_by_connect(spark, progress):
+            yield
+    else:
+        with _looked_at(spark, progress):
+            yield
+
+
+@contextmanager
+def _told_by_connect(spark: SparkSession, progress: Callable[[int, int], None]) -> Iterator[None]:
+    def tell(stages: Any, **_: Any) -> None:
+        known = list(stages or ())
+        done, total = (
+            sum(getattr(each, name) for each in known)
+            for name in ("num_completed_tasks", "num_tasks")
+        )
+        progress(done, total)
+
+    handler = cast("ProgressHandler", tell)
+    spark.registerProgressHandler(handler)
+    try:
+        yield
+    finally:
+        spark.removeProgressHandler(handler)
+
+
+@contextmanager
+def _looked_at(spark: SparkSession, progress: Callable[[int, int], None]) -> Iterator[None]:
     clock = SystemClock()
     context = spark.sparkContext
     group = f"penstock-{clock.lease_id().hex()}"

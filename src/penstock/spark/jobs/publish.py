@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import pyarrow as pa
-from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
-from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock.errors import InvalidInput, InvalidMessage
 from penstock.model import Message
 from penstock.server.publishing import COLUMNS
-from penstock.spark.jobs.common import watched
+from penstock.spark.jobs.common import FROM_SPARK, revived, watched
+from penstock.spark.publishing import check_schema, publisher
 from penstock.validation import check_messages
 
 if TYPE_CHECKING:
@@ -27,13 +26,21 @@ __all__ = ["FORMATS", "PublishReport", "publish"]
 FORMATS: Final = ("parquet", "json", "csv")
 _SHOWN: Final = 5
 _ROW_CHARS: Final = 200
+_NAMES: Final = ("published", "duplicates")
+_COUNTED: Final = "published bigint, duplicates bigint"
 _CHECKED: Final = "place string, rows bigint, error string, row string"
 
 
 class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How many rows there were, and whether they were published or only checked."""
+    """How many rows there were, and what became of them.
+
+    ``duplicates`` had been published before: their dedup ids were known to the broker. A task that
+    was tried again counts what its first try has published among them.
+    """
 
     rows: int
+    published: int
+    duplicates: int
     dry_run: bool
 
 
@@ -67,14 +74,21 @@ def publish(
     try:
         messages = _mapped(rows, columns or {})
         count = _check(messages)
+        taken = duplicates = 0
         if not dry_run:
+            sent = messages.drop("_place", "_row")
+            check_schema(sent.schema)
             with watched(spark, progress):
-                messages.drop("_place", "_row").write.format("penstock").mode("append").options(
-                    location=location
-                ).save()
-    except (PySparkException, Py4JJavaError) as error:
+                told = sent.mapInArrow(publisher(location), _COUNTED).collect()
+            taken, duplicates = (sum(row[name] for row in told) for name in _NAMES)
+    except FROM_SPARK as error:
+        ours = revived(error)
+        if ours is not None:
+            raise ours from None
         raise InvalidInput(f"the rows can't be read or published: {_said(error)}") from None
-    return PublishReport(rows=count, dry_run=dry_run)
+    return PublishReport(
+        rows=count, published=taken - duplicates, duplicates=duplicates, dry_run=dry_run
+    )
 
 
 def _rows(
@@ -103,7 +117,7 @@ def _rows(
             .load(many)
             .withColumn("_place", F.col("_metadata.file_name"))
         )
-    except (PySparkException, Py4JJavaError) as error:
+    except FROM_SPARK as error:
         raise InvalidInput(f"can't be read: {_said(error)}") from None
 
 
@@ -199,5 +213,5 @@ def _wrong(row: Mapping[str, Any]) -> str | None:
 def _said(error: Exception) -> str:
     """Return the line of an error of Spark that says what was wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = (line for line in lines if line.startswith(("penstock.errors.", "Caused by:")))
+    named = (line for line in lines if line.startswith("Caused by:"))
     return " ".join(islice(named, 1)) or (lines[0] if lines else type(error).__name__)

@@ -26,7 +26,7 @@ import msgspec
 from penstock.errors import InvalidInput, StorageFailed, StoreMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 __all__ = ["TABLES", "Part", "Reach", "Run", "Runs"]
 
@@ -104,6 +104,10 @@ class Runs:
             self.load()
             yield
 
+    def exists(self) -> bool:
+        """Whether anything was ever archived here, or began to be."""
+        return self._index.is_dir()
+
     def check_store(self, store_id: str) -> None:
         """Refuse an archive of another store."""
         for run in self.runs:
@@ -120,6 +124,14 @@ class Runs:
                 key = (reach.queue, reach.created_at_ms, reach.state)
                 ends[key] = max(reach.end, ends.get(key, 0))
         return ends
+
+    def ends(self, state: str, born: Mapping[str, int]) -> dict[str, int]:
+        """Return below which sequence all is archived of queues that were made at these times."""
+        return {
+            queue: end
+            for (queue, created_at_ms, of), end in self.reached().items()
+            if of == state and born.get(queue) == created_at_ms
+        }
 
     def folder(self, table: str, number: int) -> Path:
         """Return where a run keeps a table."""

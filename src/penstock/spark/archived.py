@@ -1,0 +1,355 @@
+"""Archived rows beside live ones: the option ``includeArchive`` of done, failed and attempts.
+
+Every row comes once, wherever it is. To that end the archive's manifest is read, the live snapshot
+is taken, and the manifest is read again: if a run was recorded meanwhile, all of it is done again.
+The snapshot is then later than every run that counts, so that what a run has trimmed is in its
+files, and
+
+- of done and failed, live rows whose sequence lies below what is archived of their queue are the
+  archive's: moving down, as sequences do when messages are redriven, they stay below it;
+- of attempts, archived ones that are live too (their message was archived and not trimmed yet, or
+  redriven) are left to the store. One task reads both of a queue, so that nothing is shuffled.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+from urllib.parse import unquote
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyspark.sql.datasource import InputPartition
+
+from penstock.errors import InvalidInput, QueueNotFound, StorageFailed
+from penstock.filters import parse
+from penstock.spark.archive_runs import Runs
+from penstock.spark.stores import store
+from penstock.tables.schemas import schema_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from penstock.filters import Filter
+    from penstock.spark.options import Options
+    from penstock.spark.stores import Store
+
+__all__ = ["ArchivedPartition", "AttemptsPartition", "FreshPartition", "plan", "read_part"]
+
+_TRIES: Final = 10
+_FILTERED: Final = ("attributes_json", "group", "priority", "published_at", "size")
+_KEY: Final = ("message_id", "attempt", "claimed_at")
+_BATCH_ROWS: Final = 16_384
+# Beyond this an id and an attempt do not fit into 64 bits.
+_MAX_ID: Final = 1 << 47
+_decode: Final = msgspec.json.Decoder(dict[str, str | int | float | bool | None]).decode
+
+
+class _Files(NamedTuple):
+    """One partition of a run: its files, and how many rows they must have."""
+
+    queue: str
+    rows: int
+    folder: str
+
+
+class FreshPartition(InputPartition):
+    """Live rows of done or failed, without those that are archived: end of sequence by queue."""
+
+    def __init__(self, ticket: bytes, ends: dict[str, int]) -> None:
+        self.ticket = ticket
+        self.ends = ends
+
+
+class ArchivedPartition(InputPartition):
+    """Archived rows of done or failed."""
+
+    def __init__(self, files: list[_Files]) -> None:
+        self.files = files
+
+
+class AttemptsPartition(InputPartition):
+    """Live and archived attempts of some queues: files by queue, none for those without."""
+
+    def __init__(self, ticket: bytes | None, queues: dict[str, list[_Files]]) -> None:
+        self.ticket = ticket
+        self.queues = queues
+
+
+# --- planning -------------------------------------------------------------------------------------
+
+
+def plan(options: Options, columns: Sequence[str]) -> list[InputPartition]:
+    """Pin the live rows and find the archived ones that belong to them."""
+    client = store(options.location)
+    for _ in range(_TRIES):
+        runs = _runs(options)
+        runs.check_store(client.store_id)
+        born = _queues(client)
+        live = _live(client, options, columns, runs, born)
+        again = _runs(options)
+        same = [run.number for run in runs.runs] == [run.number for run in again.runs]
+        # A queue that was made anew meanwhile has a history of its own.
+        now = _queues(client)
+        if same and all(now.get(queue) == born.get(queue) for queue in _archived(runs)):
+            return _partitions(options, runs, born, live)
+    raise StorageFailed(
+        f"the archive {options.include_archive} or its queues have changed {_TRIES} times while a "
+        "read was planned: try again when no archive job is running"
+    )
+
+
+def _runs(options: Options) -> Runs:
+    runs = Runs(options.include_archive or "")
+    if not runs.exists():
+        raise InvalidInput(
+            f"there is no archive at {options.include_archive!s:.200}: includeArchive names the "
+            "directory that the archive job was given"
+        )
+    return runs
+
+
+def _archived(runs: Runs) -> set[str]:
+    return {reach.queue for run in runs.runs for reach in run.reaches}
+
+
+def _queues(client: Store) -> dict[str, int]:
+    """Ask which queues there are, and when each was made."""
+    found = client.plan_read("queues", columns=["name", "created_at_ms"])
+    # Read to its end, so that the broker need not keep the snapshot.
+    rows = [row for part in found.tickets for b in client.read(part) for row in b.to_pylist()]
+    return {row["name"]: row["created_at_ms"] for row in rows}
+
+
+def _live(
+    client: Store,
+    options: Options,
+    columns: Sequence[str],
+    runs: Runs,
+    born: Mapping[str, int],
+) -> list[bytes]:
+    wanted = options.queues
+    for queue in wanted or ():
+        if queue not in born and queue not in _archived(runs):
+            raise QueueNotFound(f"no queue named {queue!r:.100}, nor is one archived")
+    # One that is no longer there may still have an archive.
+    there = None if wanted is None else [queue for queue in wanted if queue in born]
+    if there == []:
+        return []
+    attempts = options.table == "attempts"
+    needed = ("queue", *_KEY) if attempts else ("queue", "sequence")
+    found = client.plan_read(
+        options.table,
+        queue=there,
+        payload=options.payload,
+        columns=tuple(dict.fromkeys((*columns, *needed))),
+        filter=options.filter,
+        partitions=1 if attempts else options.partitions,
+    )
+    return found.tickets
+
+
+def _partitions(
+    options: Options, runs: Runs, born: Mapping[str, int], live: Sequence[bytes]
+) -> list[InputPartition]:
+    wanted = None if options.queues is None else set(options.queues)
+    files = [
+        _Files(part.queue, part.rows, str(folder))
+        for run in runs.runs
+        for part in run.parts
+        if part.table == options.table and (wanted is None or part.queue in wanted)
+        for folder in [_folder(runs, options.table, run.number, part.queue, part.date)]
+    ]
+    if options.table == "attempts":
+        return _attempts(options, files, born, live)
+    ends = runs.ends(options.table, born)
+    made: list[InputPartition] = [FreshPartition(ticket, ends) for ticket in live]
+    dealt = _dealt({str(at): each.rows for at, each in enumerate(files)}, options.partitions)
+    made += [ArchivedPartition([files[int(at)] for at in some]) for some in dealt]
+    return made
+
+
+def _attempts(
+    options: Options,
+    files: Sequence[_Files],
+    born: Mapping[str, int],
+    live: Sequence[bytes],
+) -> list[InputPartition]:
+    there = born if options.queues is None else set(options.queues) & set(born)
+    queues: dict[str, list[_Files]] = {queue: [] for queue in sorted(there)}
+    for each in files:
+        queues.setdefault(each.queue, []).append(each)
+    weights = {name: 1 + sum(each.rows for each in some) for name, some in queues.items()}
+    ticket = live[0] if live else None
+    return [
+        AttemptsPartition(ticket, {name: queues[name] for name in some})
+        for some in _dealt(weights, options.partitions)
+    ]
+
+
+def _dealt(weights: Mapping[str, int], count: int) -> list[list[str]]:
+    """Deal names out into as many heaps, of about the same weight."""
+    heaps: list[tuple[int, list[str]]] = [(0, []) for _ in range(min(count, len(weights)))]
+    for name, weight in sorted(weights.items(), key=lambda each: -each[1]):
+        at = min(range(len(heaps)), key=lambda at: heaps[at][0])
+        heaps[at] = (heaps[at][0] + weight, [*heaps[at][1], name])
+    return [names for _, names in heaps]
+
+
+def _folder(runs: Runs, table: str, number: int, queue: str, date: str) -> Path:
+    place = runs.folder(table, number)
+    exact = place / f"queue={queue}" / f"date={date}"
+    if exact.is_dir():
+        return exact
+    # Spark writes some characters of a name in another way.
+    for folder in place.glob("queue=*"):
+        if unquote(folder.name) == f"queue={queue}":
+            return folder / f"date={date}"
+    return exact
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read_part(
+    options: Options, columns: Sequence[str], partition: InputPartition
+) -> Iterator[pa.RecordBatch]:
+    """Read one part; batches have at least the columns."""
+    client = store(options.location)
+    if isinstance(partition, FreshPartition):
+        for batch in client.read(partition.ticket):
+            yield batch.filter(_fresh(batch, partition.ends))
+    elif isinstance(partition, ArchivedPartition):
+        for files in partition.files:
+            yield from _rows(options, columns, files)
+    elif isinstance(partition, AttemptsPartition):
+        yield from _read_attempts(client, options, columns, partition)
+
+
+def _fresh(batch: pa.RecordBatch, ends: Mapping[str, int]) -> pa.Array:
+    queues = batch.column("queue").dictionary_encode()
+    known = pa.array([ends.get(name, 0) for name in queues.dictionary.to_pylist()], pa.int64())
+    return pc.greater_equal(batch.column("sequence"), known.take(queues.indices))
+
+
+def _read_attempts(
+    client: Store, options: Options, columns: Sequence[str], partition: AttemptsPartition
+) -> Iterator[pa.RecordBatch]:
+    ticket = partition.ticket
+    alone = [name for name, files in partition.queues.items() if not files]
+    if ticket is not None and alone:
+        yield from client.read(client.narrowed(ticket, alone))
+    for name, files in partition.queues.items():
+        if not files:
+            continue
+        live = _Keys()
+        for batch in () if ticket is None else client.read(client.narrowed(ticket, [name])):
+            live.add(batch)
+            yield batch
+        live.sort()
+        for each in files:
+            needed = tuple(dict.fromkeys((*columns, *_KEY)))
+            for batch in _rows(options, needed, each):
+                yield batch.filter(pc.invert(live.has(batch)))
+
+
+class _Keys:
+    """The live attempts of a queue: sixteen bytes for each."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[np.ndarray, np.ndarray]] = []
+        self._codes = self._claimed = np.empty(0, np.int64)
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Note the attempts of a batch."""
+        self._parts.append(_coded(batch))
+
+    def sort(self) -> None:
+        """Get ready to be asked."""
+        if self._parts:
+            codes = np.concatenate([part[0] for part in self._parts])
+            order = np.argsort(codes, kind="stable")
+            self._codes = codes[order]
+            self._claimed = np.concatenate([part[1] for part in self._parts])[order]
+            self._parts.clear()
+
+    def has(self, batch: pa.RecordBatch) -> pa.Array:
+        """Tell which attempts of a batch are among them.
+
+        An attempt at the same message of an earlier queue of that name has another time.
+        """
+        codes, claimed = _coded(batch)
+        if not len(self._codes):
+            return pa.array(np.zeros(len(codes), bool))
+        places = np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)
+        return pa.array((self._codes[places] == codes) & (self._claimed[places] == claimed))
+
+
+def _coded(batch: pa.RecordBatch) -> tuple[np.ndarray, np.ndarray]:
+    ids = batch.column("message_id").to_numpy(zero_copy_only=False)
+    if len(ids) and ids.max() >= _MAX_ID:
+        raise InvalidInput(f"message {ids.max()} is beyond what archived attempts are told by")
+    attempts = batch.column("attempt").to_numpy(zero_copy_only=False).astype(np.int64)
+    claimed = batch.column("claimed_at").cast(pa.int64()).to_numpy(zero_copy_only=False)
+    return ids * (1 << 16) + attempts, claimed
+
+
+def _rows(options: Options, columns: Sequence[str], files: _Files) -> Iterator[pa.RecordBatch]:
+    """Read the rows of a partition of a run that satisfy the filter."""
+    chosen = None if options.filter is None else parse(options.filter)
+    names = tuple(dict.fromkeys((*columns, *(_FILTERED if chosen else ()))))
+    table = schema_of(options.table, payload=options.table != "attempts")
+    wanted = pa.schema([table.field(name) for name in names])
+    count = 0
+    for path in sorted(Path(files.folder).glob("*.parquet")):
+        # Spark writes times in another unit than everybody else.
+        with pq.ParquetFile(path, coerce_int96_timestamp_unit="us") as file:
+            count += file.metadata.num_rows
+            present = [name for name in names if name in file.schema_arrow.names]
+            # Without a column there would be no rows to count.
+            needed = present or file.schema_arrow.names[:1]
+            for batch in file.iter_batches(_BATCH_ROWS, columns=needed):
+                shaped = _shaped(batch, wanted, files.queue)
+                yield shaped if chosen is None else shaped.filter(_satisfies(shaped, chosen))
+    if count != files.rows:
+        raise StorageFailed(
+            f"the archive has {count} rows in {files.folder} where its record says {files.rows}: "
+            "files are missing or were changed"
+        )
+
+
+def _shaped(batch: pa.RecordBatch, wanted: pa.Schema, queue: str) -> pa.RecordBatch:
+    """Give a batch the columns of the table, whatever its run has left out."""
+    made = []
+    for field in wanted:
+        if field.name == "queue":
+            column = pa.repeat(pa.scalar(queue, pa.string()), batch.num_rows)
+        elif field.name in batch.schema.names:
+            column = batch.column(field.name)
+            if pa.types.is_timestamp(column.type):
+                column = column.cast(pa.timestamp("us")).cast(pa.int64())
+            column = column.cast(field.type)
+        elif field.nullable:
+            column = pa.nulls(batch.num_rows, field.type)
+        else:
+            # Columns that came later: numbers, which were nought.
+            column = pa.repeat(pa.scalar(0, field.type), batch.num_rows)
+        made.append(column)
+    return pa.RecordBatch.from_arrays(made, schema=wanted)
+
+
+def _satisfies(batch: pa.RecordBatch, chosen: Filter) -> pa.Array:
+    columns = {name: batch.column(name) for name in _FILTERED}
+    times = pc.divide(columns["published_at"].cast(pa.int64()), 1000)
+    rows = zip(
+        map(_decode, columns["attributes_json"].to_pylist()),
+        columns["group"].to_pylist(),
+        columns["priority"].to_pylist(),
+        times.to_pylist(),
+        columns["size"].to_pylist(),
+        strict=True,
+    )
+    return pa.array([chosen.matches(row) for row in rows], pa.bool_())
