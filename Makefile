@@ -34,7 +34,8 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 soak: $(STAMP)          ## many more examples of the state machine and of the crash tests
-	PENSTOCK_HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest tests/simulation tests/crash -q
+	PENSTOCK_HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest tests/simulation tests/crash \
+	  tests/conformance tests/routing/test_conformance.py -q
 
 bench: bench-embedded bench-depth bench-fairness bench-routing bench-pipeline
 
