@@ -45,6 +45,9 @@ release_later  -          -          -          delayed    -     -
 expire         -          -          -          available  -     -
 exhaust        -          -          -          failed     -     -
 redrive        -          -          -          -          -     available
+move_out       -          gone       gone       -          -     gone
+move_in        available  -          -          -          available available
+move_in_later  delayed    -          -          -          delayed delayed
 remove         -          gone       gone       gone       gone  gone
 """
 
@@ -83,6 +86,7 @@ class Stage:
         self.clock = ManualClock()
         self.broker: Broker = penstock.open(url, clock=self.clock, background=False)
         self.broker.create_queue("q", max_attempts=2, lease_ms=1_000)
+        self.broker.create_queue("other", filter="queue IN ('q', 'other')")
         self.receipts: list[str] = []
 
     def publish(self, delay_ms: int = 0) -> None:
@@ -115,6 +119,19 @@ class Stage:
     def purge(self) -> None:
         assert self.broker.purge("q", states=list(State)) == 1
 
+    def move_in(self, delay_ms: int) -> None:
+        """Have the other queue hand over a message: the one that is in history, or a new one."""
+        if self.state() is None:
+            self.broker.publish([Message(b"", {"queue": "other"})])
+        (delivery,) = self.broker.claim("other")
+        self.broker.release([delivery.receipt], delay_ms=delay_ms)
+        state = State.DELAYED if delay_ms else State.AVAILABLE
+        assert self.broker.move("other", "q", state=state) == 1
+
+    def move_out(self) -> None:
+        (state,) = [state for state in State if self.broker.browse("q", state=state)]
+        assert self.broker.move("q", "other", state=state) == 1
+
     def exhaust(self) -> None:
         self.broker.update_queue("q", max_attempts=1)
         assert self.broker.release(self.receipts)[0].status is OutcomeStatus.FAILED
@@ -131,6 +148,9 @@ HAPPEN: dict[Event, Callable[[Stage], Any]] = {
     Event.EXPIRE: lambda stage: stage.clock.advance(1_000),
     Event.EXHAUST: Stage.exhaust,
     Event.REDRIVE: lambda stage: stage.broker.redrive("q"),
+    Event.MOVE_OUT: Stage.move_out,
+    Event.MOVE_IN: lambda stage: stage.move_in(0),
+    Event.MOVE_IN_LATER: lambda stage: stage.move_in(1),
     Event.REMOVE: Stage.purge,
 }
 
@@ -208,9 +228,15 @@ def test_an_assignment_is_true_if_anything_was_new() -> None:
 
 def test_sweep_counts_add_up() -> None:
     counts = SweepCounts(
-        leases_expired=1, came_due=2, failed=4, removed=8, dedup_forgotten=16, next_due_ms=99
+        leases_expired=1,
+        came_due=2,
+        failed=4,
+        removed=8,
+        dedup_forgotten=16,
+        moved=32,
+        next_due_ms=99,
     )
-    assert counts.total == 31
+    assert counts.total == 63
 
 
 def test_a_page_is_a_sequence_with_a_way_on() -> None:

@@ -222,6 +222,11 @@ def spec(**settings: Any) -> QueueSpec:
         {"bucket_exponent": 0},
         {"bucket_exponent": limits.MAX_BUCKET_EXPONENT},
         {"description": "d" * limits.MAX_DESCRIPTION_BYTES},
+        {"dead_letter": "other"},
+        {"labels": {"n": "ü", "m": ""}},
+        {"labels": {f"{n}": "" for n in range(limits.MAX_LABELS)}},
+        {"labels": {"n" * limits.MAX_LABEL_NAME_BYTES: ""}},
+        {"labels": {"n": "v" * (limits.MAX_LABELS_BYTES - 1)}},
         *({name: value} for name in DURATIONS for value in (0, limits.MAX_DURATION_MS)),
     ],
 )
@@ -243,13 +248,28 @@ def test_settings_within_their_bounds(settings: dict[str, Any]) -> None:
         {"bucket_exponent": limits.MAX_BUCKET_EXPONENT + 1},
         {"description": "d" * (limits.MAX_DESCRIPTION_BYTES + 1)},
         {"description": None},
+        {"labels": None},
+        {"labels": [("n", "v")]},
+        {"labels": {"n": None}},
+        {"labels": {1: "v"}},
+        {"labels": {"": "v"}},
+        {"labels": {"n": "\ud800"}},
+        {"labels": {f"{n}": "" for n in range(limits.MAX_LABELS + 1)}},
+        {"labels": {"n" * (limits.MAX_LABEL_NAME_BYTES + 1): ""}},
+        {"labels": {"n": "v" * limits.MAX_LABELS_BYTES}},
         *({name: value} for name in DURATIONS for value in (-1, limits.MAX_DURATION_MS + 1, True)),
     ],
 )
 def test_settings_beyond_them(settings: dict[str, Any]) -> None:
     (name,) = settings
-    with pytest.raises(InvalidQueue, match=name.removesuffix("_ms")):
+    with pytest.raises(InvalidQueue, match=name.removesuffix("_ms").removesuffix("s")):
         check_spec(spec(**settings))
+
+
+@pytest.mark.parametrize("dead_letter", ["q", "no name", None, 1])
+def test_dead_letter_queues_that_can_not_be(dead_letter: Any) -> None:
+    with pytest.raises(InvalidQueue, match=r"own dead letter queue|queue name"):
+        check_spec(spec(dead_letter=dead_letter))
 
 
 # --- the rest -------------------------------------------------------------------------------------
