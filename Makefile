@@ -3,9 +3,13 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLIENTS := $(VENV)/clients
+AWSCLI := $(CLIENTS)/awscli/.installed
+NPM := $(CLIENTS)/node/.installed
+FUZZ_SECONDS ?= 60
 
 .PHONY: demo demo-embedded test check lint types format bench bench-embedded bench-depth bench-fairness \
-  bench-routing bench-pipeline soak java clean
+  bench-routing bench-pipeline bench-server bench-server_sqs bench-engines soak fuzz clients java clean
 
 demo: $(STAMP) java     ## publish, Spark pipeline, workers, report
 	$(BIN)/python examples/pipeline_demo.py
@@ -13,7 +17,7 @@ demo: $(STAMP) java     ## publish, Spark pipeline, workers, report
 demo-embedded: $(STAMP) ## the same without Spark: the broker inside one process
 	$(BIN)/python examples/demo.py
 
-test: $(STAMP) java     ## the whole test suite, with lint and types
+test: $(STAMP) java clients ## the whole test suite, with lint and types
 	$(MAKE) lint types
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not spark"
 	$(BIN)/python -m pytest -m spark
@@ -37,9 +41,18 @@ soak: $(STAMP)          ## many more examples of the state machine and of the cr
 	PENSTOCK_HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest tests/simulation tests/crash \
 	  tests/conformance tests/routing/test_conformance.py -q
 
-bench: bench-embedded bench-depth bench-fairness bench-routing bench-pipeline
+fuzz: $(STAMP)          ## every parser under a coverage-guided fuzzer, FUZZ_SECONDS each
+	@$(BIN)/python -c "import atheris" 2>/dev/null || $(BIN)/python -m pip install --quiet atheris
+	@for each in http_wire sqs_json sqs_query native_frames filter_text signature; do \
+	  echo "fuzzing $$each for $(FUZZ_SECONDS) s"; \
+	  $(BIN)/python tests/fuzz/run.py $$each $(FUZZ_SECONDS) || exit 1; \
+	done
 
-bench-embedded bench-depth bench-fairness bench-routing bench-pipeline: bench-%: $(STAMP)
+bench: bench-embedded bench-depth bench-fairness bench-routing bench-pipeline bench-server \
+  bench-server_sqs bench-engines
+
+bench-embedded bench-depth bench-fairness bench-routing bench-pipeline bench-server \
+bench-server_sqs bench-engines: bench-%: $(STAMP)
 	$(BIN)/python benchmarks/$*.py
 
 $(STAMP): pyproject.toml
@@ -50,6 +63,22 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable . --group dev
 	@touch $@
+
+clients: $(AWSCLI) $(NPM) ## the AWS CLI and npm's SQS clients, which tests drive the server with
+
+# In an environment of its own: it pins another botocore than boto3 does.
+$(AWSCLI): | $(STAMP)
+	$(PYTHON) -m venv $(CLIENTS)/awscli
+	$(CLIENTS)/awscli/bin/python -m pip install --quiet "awscli>=1.40"
+	@touch $@
+
+$(NPM): tests/clients/node/package.json tests/clients/node/package-lock.json | $(STAMP)
+	@mkdir -p $(@D) && cp $^ $(@D)
+	@if command -v npm >/dev/null; then \
+	    cd $(@D) && npm ci --no-audit --no-fund --loglevel=error && touch $(@F); \
+	  else \
+	    echo "npm is missing: the tests with node's clients are skipped, or fail on CI"; \
+	  fi
 
 # Spark runs on Java 17 or 21. Root on Debian gets it installed; others are told.
 java:

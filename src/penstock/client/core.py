@@ -295,7 +295,7 @@ class Core:
         call = pending.call
         try:
             result = call.answer.read(value)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             self._fail(pending, ServerUnreachable(f"an answer that can't be read: {error}"))
             return
         if pending.repeated and call.repeat is Repeat.SETTLES:

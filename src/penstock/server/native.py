@@ -169,7 +169,7 @@ class Connection(asyncio.Protocol):
         self._stuck_since: float | None = None
         self._leaving = False
         self._deaf = False
-        self._heard = self._loop.time()
+        self._made = self._heard = self._loop.time()
 
     @property
     def busy(self) -> bool:
@@ -446,7 +446,8 @@ class Connection(asyncio.Protocol):
                 self.abort()
             return
         if self._principal is None:
-            if silent_ms > limits.MAX_GREETING_MS:
+            # Since it was made: a greeting that dribbles in must not hold a connection.
+            if (now - self._made) * 1000 > limits.MAX_GREETING_MS:
                 self.abort()
             return
         if self._reader.pending and self._reading and silent_ms > limits.MAX_STALL_MS:

@@ -1,0 +1,31 @@
+"""The query protocol of SQS: form fields are a request or a fault, and faults are XML."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree as ET
+
+from penstock.gateways.sqs import querywire
+from penstock.gateways.sqs.faults import SqsFault
+
+__all__ = ["SEEDS", "one"]
+
+SEEDS = (
+    b"Action=ListQueues&Version=2012-11-05",
+    b"Action=CreateQueue&QueueName=q&Attribute.1.Name=DelaySeconds&Attribute.1.Value=5&Tag.1.Key=a",
+    b"Action=SendMessage&MessageBody=a%20b&MessageAttribute.1.Name=a&MessageAttribute.1.Value.X=x",
+    b"Action=SendMessageBatch&SendMessageBatchRequestEntry.2.MessageAttribute.1.Value.BinaryValue=A",
+    b"Action=ReceiveMessage&AttributeName.1=All&AttributeName=b&MaxNumberOfMessages=10",
+    b"Action=ChangeMessageVisibility&VisibilityTimeout=zero",
+    b"Action=%00&a=%ff",
+)
+
+
+def one(data: bytes) -> None:
+    """Read form fields."""
+    text = data.decode("latin-1")
+    try:
+        fields = querywire.fields_of(text)
+        operation = querywire.operation_of(fields)
+        querywire.decode(operation, fields)
+    except SqsFault as fault:
+        ET.fromstring(querywire.encode_fault(fault, "id"))
