@@ -24,9 +24,6 @@ import uvloop
 from common import describe, directory, show
 
 import penstock
-from penstock.clock import SystemClock
-from penstock.server.desk import Desk
-from penstock.server.native import NativeListener
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -59,32 +56,20 @@ class Phase(NamedTuple):
 # --- the server's process -------------------------------------------------------------------------
 
 
-async def serve(store: str) -> None:
-    """Serve a store until standard input ends; print the port first."""
-    loop = asyncio.get_running_loop()
-    with penstock.open(store) as broker:
-        broker.create_queue("q")
-        desk = Desk(broker, loop)
-        listener = NativeListener(desk, "127.0.0.1", 0, clock=SystemClock())
-        await listener.start()
-        print(listener.address[1], flush=True)
-        await loop.run_in_executor(None, sys.stdin.read)
-        await listener.stop(1_000)
-        await desk.close()
-
-
 @contextlib.contextmanager
 def server(store: str) -> Iterator[tuple[int, int]]:
-    """Run a server; give its port and process id."""
-    command = [sys.executable, __file__, "--serve", store]
+    """Run `penstock serve` as anybody would; give its port and process id."""
+    program = [sys.executable, "-c", "from penstock.cli import main; main()", "serve"]
+    settings = ["--native", "127.0.0.1:0", "--log-level", "error"]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [*program, "--store", store, *settings], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        yield int(process.stdout.readline()), process.pid
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait(30)
+        said = process.stdout.readline()
+        assert said.startswith("serving"), "the server did not start"
+        yield int(said.rpartition(":")[2]), process.pid
+        process.terminate()
+        process.wait(60)
 
 
 def cpu_of(pid: int) -> float:
@@ -155,6 +140,7 @@ async def native(
             await stack.enter_async_context(await penstock.connect_async(url, dedup=dedup))
             for _ in range(connections)
         ]
+        await clients[0].create_queue("q")
         published = await measure([publishing(c, batch) for c in clients], seconds, depth, pid)
         worked = await measure([working(c, batch) for c in clients], seconds, depth, pid)
     return published, worked
@@ -162,7 +148,6 @@ async def native(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--serve", metavar="STORE")
     parser.add_argument("--store", default="rocksdb:{place}/store")
     parser.add_argument("--seconds", type=float, default=3)
     parser.add_argument("--connections", default="1,16,64")
@@ -170,14 +155,14 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--dedup", action="store_true", help="let the client add dedup ids")
     options = parser.parse_args()
-    if options.serve:
-        uvloop.run(serve(options.serve))
-        return
     describe()
     rows = []
     counts = [[int(n) for n in text.split(",")] for text in (options.connections, options.batch)]
     for connections, batch in itertools.product(*counts):
-        with directory() as place, server(options.store.format(place=place)) as (port, pid):
+        with (
+            directory() as place,
+            server(options.store.format(place=place)) as (port, pid),
+        ):
             published, worked = uvloop.run(
                 native(
                     port,

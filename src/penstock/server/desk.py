@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from asyncio import Future
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
@@ -31,7 +32,7 @@ from penstock.validation import (
 )
 
 if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop, Future, TimerHandle
+    from asyncio import AbstractEventLoop, TimerHandle
     from collections.abc import Callable, Iterable
 
     from penstock.broker import Broker
@@ -45,7 +46,7 @@ T = TypeVar("T")
 _Made: TypeAlias = "tuple[Request, Future[Any]]"
 
 # What one joint change does at most, so that nobody waits long behind others.
-MAX_JOINT_MESSAGES: Final = 10_000
+MAX_JOINT_MESSAGES: Final = 2_000
 # Verbs that may take long run here; each of them still holds the broker only for moments.
 CALL_THREADS: Final = 4
 
@@ -78,6 +79,8 @@ class Desk:
         self._news: dict[str | None, int | None] = {}
         self._news_lock = threading.Lock()
         self._open = True
+        # Set once the store is lost to this process: no request can be answered any more.
+        self.lost = asyncio.Event()
         self._threads = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="penstock-desk")
         broker.listen(self._woken)
 
@@ -252,7 +255,9 @@ class Desk:
     def _give_back(self, claim: Claim) -> None:
         """Release what was claimed for somebody who went away meanwhile: others may want it."""
         receipts = [delivery.receipt for delivery in claim.answer]
-        self.release(receipts, delay_ms=0, reason="the client left before its answer")
+        back = self.release(receipts, delay_ms=0, reason="the client left before its answer")
+        # If that fails too, their lease ends in time; nobody is there to be told.
+        back.add_done_callback(Future.exception)
 
     # --- waiting ---------------------------------------------------------------------------
 
@@ -291,6 +296,8 @@ class Desk:
 
         Called on any thread, with the broker's lock held.
         """
+        if queue is None:
+            self._loop.call_soon_threadsafe(self.lost.set)
         if not self._waiting:
             return
         with self._news_lock:

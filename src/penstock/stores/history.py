@@ -17,6 +17,7 @@ being the part's rounded down to the bucket's capacity.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock import limits
@@ -119,9 +120,7 @@ class History:
         now_ms: int,
     ) -> None:
         """Record the end of attempts that began in one claim and end in one call."""
-        record = records.encode_attempt(
-            records.AttemptRecord(claimed_at_ms, consumer, now_ms, _CODES[end], reason)
-        )
+        record = _attempt(claimed_at_ms, consumer, now_ms, _CODES[end], reason)
         put, family = batch.put, self._table.family
         prefix = opendata.attempts_prefix(queue.id)
         for item in items:
@@ -383,6 +382,16 @@ def _prefix(queue: Queue, state: State) -> bytes:
 
 def _marks_prefix(queue: Queue) -> bytes:
     return _MARKS + terminated(queue.id)
+
+
+@lru_cache(maxsize=64)
+def _attempt(
+    claimed_at_ms: int, consumer: str, ended_at_ms: int, outcome: int, reason: str
+) -> bytes:
+    """Encode how an attempt went; those of claims that were made together mostly went alike."""
+    return records.encode_attempt(
+        records.AttemptRecord(claimed_at_ms, consumer, ended_at_ms, outcome, reason)
+    )
 
 
 def _failed_index(queue: Queue, message_id: int) -> bytes:

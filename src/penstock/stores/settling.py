@@ -63,17 +63,20 @@ class Settling:
         judged = self._judge(receipts, queue_name, now_ms)
         if judged.holdings:
             batch = core.engine.batch()
-            for holding in judged.holdings:
-                queue, items = holding.queue, holding.items
+            queues = judged.queues
+            for queue in queues:
+                # What many leases of a queue held ends as one stretch of its history.
+                items = [item for h in judged.holdings if h.queue is queue for item in h.items]
                 core.active.settle(batch, queue, items)
                 core.history.add_done(batch, queue, items, now_ms)
-                self._end(batch, holding, AttemptEnd.ACKED, "", now_ms)
                 if queue.spec.done_retention_ms:
                     due_ms = now_ms + queue.spec.done_retention_ms
                     core.retention.lower((queue.number, State.DONE.value), due_ms)
                 if queue.fifo:
                     core.wake(queue)
-            core.commit(batch, judged.queues, now_ms)
+            for holding in judged.holdings:
+                self._end(batch, holding, AttemptEnd.ACKED, "", now_ms)
+            core.commit(batch, queues, now_ms)
         return _outcomes(receipts, judged, OutcomeStatus.DONE)
 
     def release(
