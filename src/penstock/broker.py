@@ -7,6 +7,7 @@ log are in :mod:`~penstock.broker_log`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
@@ -52,8 +53,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Broker"]
 
-# Messages that a move takes before it lets others in.
-MOVE_STEP: Final = 2_000
+# Messages that a verb over many takes before it lets others in.
+MASS_STEP: Final = 2_000
 
 
 class Broker(LogVerbs, JointVerbs):
@@ -182,7 +183,9 @@ class Broker(LogVerbs, JointVerbs):
                 self._matcher = self._matcher.without(name)
             return removed
 
-        return self._shell.apply(delete)
+        # Most of it in steps: only what has come meanwhile is left to the last one.
+        emptied = 0 if drain else self.purge(name, states=list(State))
+        return emptied + self._shell.apply(delete)
 
     def queues(self) -> list[QueueSpec]:
         """Return the specs of all queues, by name."""
@@ -326,9 +329,28 @@ class Broker(LogVerbs, JointVerbs):
         """
         ids = None if message_ids is None else check_ids(list(message_ids))
         chosen = None if where is None else _predicate(where)
-        return self._shell.apply(
-            lambda now_ms: self._store.redrive(queue, message_ids=ids, where=chosen, now_ms=now_ms)
-        )
+
+        self.queue(queue)
+        parts: list[list[int] | None] = [None]
+        if ids is not None:
+            parts = [ids[at : at + MASS_STEP] for at in range(0, len(ids), MASS_STEP)]
+        redriven = 0
+        for part in parts:
+            after: bytes | None = b""
+            while after is not None:
+                one, after = self._shell.apply(partial(self._redrive, queue, part, chosen, after))
+                redriven += one
+        return redriven
+
+    def _redrive(
+        self,
+        queue: str,
+        ids: list[int] | None,
+        where: Callable[[Metadata], bool] | None,
+        after: bytes,
+        now_ms: int,
+    ) -> tuple[int, bytes | None]:
+        return self._store.redrive(queue, message_ids=ids, where=where, after=after, now_ms=now_ms)
 
     def move(
         self,
@@ -356,8 +378,8 @@ class Broker(LogVerbs, JointVerbs):
             check_count(limit, "limit", 1, limits.MAX_OFFSET)
 
         def step(now_ms: int) -> int:
-            chosen = None if ids is None else ids[at : at + MOVE_STEP]
-            count = MOVE_STEP if limit is None else min(MOVE_STEP, limit - moved)
+            chosen = None if ids is None else ids[at : at + MASS_STEP]
+            count = MASS_STEP if limit is None else min(MASS_STEP, limit - moved)
             return self._store.move(
                 queue, to, state=checked, message_ids=chosen, limit=count, now_ms=now_ms
             )
@@ -367,8 +389,8 @@ class Broker(LogVerbs, JointVerbs):
         moved = at = 0
         while True:
             one = self._shell.apply(step)
-            moved, at = moved + one, at + MOVE_STEP
-            if moved == limit or at >= depth or (ids is None and one < MOVE_STEP):
+            moved, at = moved + one, at + MASS_STEP
+            if moved == limit or at >= depth or (ids is None and one < MASS_STEP):
                 return moved
 
     def purge(
@@ -382,7 +404,17 @@ class Broker(LogVerbs, JointVerbs):
         In flight ones are removed only if asked for; their receipts become stale.
         """
         checked = [check_state(state) for state in states]
-        return self._shell.apply(lambda now_ms: self._store.purge(queue, checked, now_ms))
+        stats = self.stats(queue)
+        # What comes into the queue meanwhile must not keep this going for ever.
+        depth = sum(getattr(stats, state.value) for state in set(checked))
+        removed = 0
+        while True:
+            one = self._shell.apply(
+                lambda now_ms: self._store.purge(queue, checked, now_ms, limit=MASS_STEP)
+            )
+            removed += one
+            if one < MASS_STEP or removed >= depth:
+                return removed
 
     def trim(
         self, queue: str, *, state: State | str, before: int, created_at_ms: int | None = None
@@ -398,11 +430,14 @@ class Broker(LogVerbs, JointVerbs):
         check_count(before, "before", 0, limits.MAX_OFFSET)
         if created_at_ms is not None:
             check_count(created_at_ms, "created_at_ms", 0, limits.MAX_OFFSET)
-        return self._shell.apply(
+        removed = 0
+        while one := self._shell.apply(
             lambda now_ms: self._store.trim(
-                queue, checked, before, now_ms, created_at_ms=created_at_ms
+                queue, checked, before, now_ms, limit=MASS_STEP, created_at_ms=created_at_ms
             )
-        )
+        ):
+            removed += one
+        return removed
 
     def check(self, *, repair: bool = False) -> AuditReport:
         """Hold the store to its invariants; with ``repair``, mend what can be mended.

@@ -34,7 +34,7 @@ class Publish(msgspec.Struct, eq=False):
 
     messages: list[Message]
     queue: str | None
-    error: PenstockError | None = None
+    error: Exception | None = None
     answer: list[int] = []
 
 
@@ -45,7 +45,7 @@ class Claim(msgspec.Struct, eq=False):
     limit: int
     lease_ms: int | None
     consumer: str
-    error: PenstockError | None = None
+    error: Exception | None = None
     answer: list[Delivery] = []
 
 
@@ -54,7 +54,7 @@ class Ack(msgspec.Struct, eq=False):
 
     receipts: list[str]
     queue: str | None
-    error: PenstockError | None = None
+    error: Exception | None = None
     answer: list[Outcome] = []
 
 
@@ -62,7 +62,7 @@ class Change(msgspec.Struct, eq=False):
     """Any other change; it is told the time."""
 
     work: Callable[[int], Any]
-    error: PenstockError | None = None
+    error: Exception | None = None
     answer: Any = None
 
 
@@ -119,7 +119,8 @@ class JointVerbs:
         for change in joint.changes:
             try:
                 change.answer = change.work(now_ms)
-            except PenstockError as error:
+            except Exception as error:
+                # One that fails in a way that nobody thought of must not fail its neighbours.
                 change.error = error
         self._publish_together(joint.publishes, now_ms)
         by_queue: dict[str, list[Claim]] = {}
@@ -263,7 +264,7 @@ class JointVerbs:
                 for claim in claims
             ]
             answers = self._store.claim(queue, wants, now_ms)
-        except PenstockError as error:
+        except Exception as error:
             for claim in claims:
                 claim.error = error
             return

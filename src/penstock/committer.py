@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypeAlias
 
-from penstock.errors import BrokerClosed, PenstockError
+from penstock.errors import BrokerClosed, PenstockError, StorageFailed
 
 __all__ = ["Committer", "Durability", "Told"]
 
@@ -117,8 +117,11 @@ class Committer:
                 begin = self._seconds()
                 try:
                     self._sync()
-                except PenstockError as error:
+                except Exception as error:
+                    # Whatever it was: those who wait must be told, or they would for ever.
                     log.exception("the store could not be synced")
+                    if not isinstance(error, PenstockError):
+                        error = StorageFailed(f"the store could not be synced: {error!r}")
                     self._fail(error)
                     return
                 syncs, commits, spent = self.durability
@@ -131,7 +134,7 @@ class Committer:
                 ready = [told for wanted, told in self._told if wanted <= self._durable]
                 self._told = [each for each in self._told if each[0] > self._durable]
             for told in ready:
-                told(None)
+                _say(told, None)
             if closed:
                 self._fail(BrokerClosed("the broker was closed before the change was durable"))
                 return
@@ -144,4 +147,12 @@ class Committer:
             self._condition.notify_all()
             left, self._told = self._told, []
         for _, told in left:
-            told(error)
+            _say(told, error)
+
+
+def _say(told: Told, error: PenstockError | None) -> None:
+    """Call back; who can't be told must not keep others from it."""
+    try:
+        told(error)
+    except Exception:
+        log.exception("a commit's end could not be told")

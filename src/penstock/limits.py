@@ -27,6 +27,10 @@ MAX_LABELS_BYTES: Final = 64 * 1024
 MAX_PUBLISH_MESSAGES: Final = 10_000
 MAX_PUBLISH_BYTES: Final = 256 * 1024 * 1024
 MAX_CLAIM_LIMIT: Final = 10_000
+# A claim ends with the message that brings it there; so do claims that are made together.
+MAX_CLAIM_BYTES: Final = 64 * 1024 * 1024
+MAX_JOINT_CLAIM_BYTES: Final = 256 * 1024 * 1024
+MAX_PAGE_BYTES: Final = 64 * 1024 * 1024
 MAX_RECEIPTS: Final = 10_000
 MAX_BROWSE_LIMIT: Final = 10_000
 MAX_CURSOR_BYTES: Final = 2_048
@@ -119,6 +123,7 @@ SQS_MAX_LISTED: Final = 1_000
 SQS_PURGE_PAUSE_MS: Final = 60_000
 SQS_RECEIVE_ATTEMPT_MS: Final = 300_000
 SQS_MAX_RECEIVE_ATTEMPTS: Final = 10_000
+SQS_MAX_RECEIVE_ATTEMPT_BYTES: Final = 64 * 1024 * 1024
 SQS_MAX_MOVE_TASKS: Final = 1_000
 SQS_MAX_MOVES_PER_SECOND: Final = 500
 
@@ -139,6 +144,8 @@ MAX_BUFFERED_BYTES: Final = 512 * 1024 * 1024
 MAX_GREETING_MS: Final = 10_000
 MAX_STALL_MS: Final = 30_000
 MAX_IDLE_MS: Final = 300_000
+# A client sends a publish again for so long: well within the time that dedup ids are remembered.
+MAX_REPEAT_MS: Final = 240_000
 
 # --- Queueber's clients -----------------------------------------------------------------------
 MAX_QUEUEBER_CONNECTIONS: Final = 1_000
@@ -151,3 +158,7 @@ MAX_FLUSH_MS: Final = 10_000
 READ_CACHE_BYTES: Final = 64 * 1024 * 1024
 # How long a reader that is not the writer keeps to one moment.
 MAX_READER_SNAPSHOT_MS: Final = 30 * 60_000
+# An owner that has nothing else to write gives a sign of life this often; who takes less than the
+# second for its end would take a store from an owner that is only a little late.
+HEARTBEAT_MS: Final = 2_000
+MIN_STANDBY_AFTER_MS: Final = 3_000

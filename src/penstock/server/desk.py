@@ -47,8 +47,10 @@ _Made: TypeAlias = "tuple[Request, Future[Any]]"
 
 # What one joint change does at most, so that nobody waits long behind others.
 MAX_JOINT_MESSAGES: Final = 2_000
-# Verbs that may take long run here; each of them still holds the broker only for moments.
+# Verbs that may take long run here, in steps that hold the broker only for moments; and apart
+# from them those that only look, which must not wait until a purge of millions is through.
 CALL_THREADS: Final = 4
+LOOK_THREADS: Final = 4
 
 
 class _Waiting:
@@ -81,7 +83,8 @@ class Desk:
         self._open = True
         # Set once the store is lost to this process: no request can be answered any more.
         self.lost = asyncio.Event()
-        self._threads = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="penstock-desk")
+        self._callers = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="penstock-desk")
+        self._lookers = ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="penstock-look")
         broker.listen(self._woken)
 
     @property
@@ -155,11 +158,12 @@ class Desk:
         """Make a change that the broker has prepared; it is told the time, and must be short."""
         return self._gather(Change(work))
 
-    def call(self, work: Callable[[Broker], T]) -> Future[T]:
-        """Do anything else with the broker, on a thread."""
+    def call(self, work: Callable[[Broker], T], *, long: bool = False) -> Future[T]:
+        """Do anything else with the broker, on a thread; ``long`` if it may take its time."""
         if not self._open:
             raise BrokerClosed("the server is stopping")
-        return self._loop.run_in_executor(self._threads, work, self.broker)
+        threads = self._callers if long else self._lookers
+        return self._loop.run_in_executor(threads, work, self.broker)
 
     # --- stopping --------------------------------------------------------------------------
 
@@ -175,7 +179,8 @@ class Desk:
         while self._under_way:
             await asyncio.sleep(0.001)
         self.broker.listen(None)
-        await asyncio.to_thread(self._threads.shutdown)
+        for threads in (self._callers, self._lookers):
+            await asyncio.to_thread(threads.shutdown)
 
     # --- gathering -------------------------------------------------------------------------
 
@@ -222,6 +227,9 @@ class Desk:
             request, future = each = gathered.popleft()
             if future.done():
                 self._under_way -= 1
+                if isinstance(request, Claim):
+                    # It may have been woken for a message that another one could have.
+                    self._woken(request.queue, 1)
                 continue
             if isinstance(request, Publish):
                 joint.publishes.append(request)
@@ -243,9 +251,9 @@ class Desk:
         self._under_way -= len(made)
         for request, future in made:
             error = request.error if failure is None else failure
+            if isinstance(request, Claim) and request.answer and (future.done() or error):
+                self._give_back(request)
             if future.done():
-                if isinstance(request, Claim) and request.answer:
-                    self._give_back(request)
                 continue
             if error is not None:
                 future.set_exception(error)

@@ -128,9 +128,10 @@ class Store(Protocol):
         *,
         message_ids: Sequence[int] | None,
         where: Callable[[Metadata], bool] | None,
+        after: bytes,
         now_ms: int,
-    ) -> int:
-        """Make failed messages available again."""
+    ) -> tuple[int, bytes | None]:
+        """Make failed messages available again, by ids or a page; say where the next begins."""
 
     def move(
         self,
@@ -144,8 +145,10 @@ class Store(Protocol):
     ) -> int:
         """Move failed, available or delayed messages into another queue."""
 
-    def purge(self, queue_name: str, states: Iterable[State], now_ms: int) -> int:
-        """Remove messages by state."""
+    def purge(
+        self, queue_name: str, states: Iterable[State], now_ms: int, *, limit: int | None = None
+    ) -> int:
+        """Remove messages by state, up to a limit."""
 
     # --- the metadata log
     def routing(self) -> str:
@@ -223,6 +226,7 @@ class Store(Protocol):
         before: int,
         now_ms: int,
         *,
+        limit: int,
         created_at_ms: int | None = None,
     ) -> int:
         """Remove done or failed messages whose sequence number is below ``before``.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Final
 
-from penstock.codec.metadata import Metadata, decode_metadata, encode_metadata
+from penstock import limits
+from penstock.codec.metadata import Metadata, decode_heads, decode_metadata, encode_metadata
 from penstock.codec.opendata import payload_key
 from penstock.errors import CorruptRecord
 from penstock.model import Delivery
@@ -135,16 +136,54 @@ class Intake:
         return [claim.deliveries for claim in claims]
 
     def _take(self, batch: Batch, queue: Queue, claims: Sequence[_Claim], now_ms: int) -> None:
-        """Take until the claims have what they want or there is no more."""
+        """Take until the claims have what they want, or all that they may, or there is no more."""
         active = self._core.active
         while room := sum(claim.room for claim in claims):
             grants = chain.from_iterable(claim.grants for claim in claims)
             taken = active.take(batch, queue, room, grants, now_ms)
             if not taken:
                 return
-            self._deliver(batch, queue, taken, claims)
-            if not active.ready_groups(queue):
+            kept = self._within_bounds(batch, queue, taken, claims, now_ms)
+            self._deliver(batch, queue, kept, claims)
+            if len(kept) < len(taken) or not active.ready_groups(queue):
                 return
+
+    def _within_bounds(
+        self,
+        batch: Batch,
+        queue: Queue,
+        taken: Sequence[Item],
+        claims: Sequence[_Claim],
+        now_ms: int,
+    ) -> Sequence[Item]:
+        """Put back what is too much for one answer, before any payload is read; give the rest."""
+        sizes = [
+            0 if head is None else head.size
+            for head in decode_heads([item.metadata for item in taken])
+        ]
+        together = sum(claim.bytes for claim in claims)
+        if together + sum(sizes) < limits.MAX_CLAIM_BYTES:
+            return taken
+        by_lease = {claim.lease: claim for claim in claims}
+        kept, excess = [], []
+        for item, size in zip(taken, sizes, strict=True):
+            claim = by_lease[item.lease]
+            if claim.full or together >= limits.MAX_JOINT_CLAIM_BYTES:
+                claim.full = True
+                excess.append(item)
+            else:
+                kept.append(item)
+                together += size
+                claim.bytes += size
+                claim.full = claim.bytes >= limits.MAX_CLAIM_BYTES
+        for item in excess:
+            # As if it had not been taken.
+            item.attempts -= 1
+        if excess:
+            self._core.active.put_back(batch, queue, excess, now_ms)
+            # Others that wait are to look again.
+            self._core.wake(queue)
+        return kept
 
     def _deliver(
         self, batch: Batch, queue: Queue, items: Sequence[Item], claims: Sequence[_Claim]
@@ -198,13 +237,15 @@ class _Claim:
         self.want = want
         self.lease = family_of(want.lease) + b"\0\0"
         self.deadline_ms = now_ms + want.lease_ms
+        self.bytes = 0
+        self.full = False
         self.keys: list[bytes] = []
         self.deliveries: list[Delivery] = []
 
     @property
     def room(self) -> int:
-        """How many more messages it wants."""
-        return self.want.limit - len(self.deliveries)
+        """How many more messages it gets."""
+        return 0 if self.full else self.want.limit - len(self.deliveries)
 
     @property
     def grants(self) -> Iterator[Grant]:

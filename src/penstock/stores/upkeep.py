@@ -171,31 +171,38 @@ class Upkeep:
 
     # --- purge and delete ------------------------------------------------------------------
 
-    def purge(self, queue_name: str, states: Iterable[State], now_ms: int) -> int:
-        """Remove every message of a queue that is in one of the states; say how many."""
+    def purge(
+        self, queue_name: str, states: Iterable[State], now_ms: int, *, limit: int | None = None
+    ) -> int:
+        """Remove messages of a queue that are in one of the states, up to a limit; say how many."""
         queue = self._core.queue(queue_name)
-        self.catch_up(now_ms, ALL)
+        self.catch_up(now_ms, ALL if limit is None else limit)
         removed = 0
         for state in states:
-            while count := self._purge_chunk(queue, state, now_ms):
+            while limit is None or removed < limit:
+                room = CHUNK if limit is None else min(CHUNK, limit - removed)
+                count = self._purge_chunk(queue, state, now_ms, room)
                 removed += count
-        # What memory knew of groups and lanes is void.
-        self._core.active.load(queue)
+                if not count:
+                    break
+        if limit is None or removed < limit:
+            # What memory knew of groups and lanes is void.
+            self._core.active.load(queue)
         self._core.schedule_retention(queue)
         self._core.wake(queue)
         return removed
 
-    def _purge_chunk(self, queue: Queue, state: State, now_ms: int) -> int:
+    def _purge_chunk(self, queue: Queue, state: State, now_ms: int, room: int) -> int:
         core = self._core
         batch = core.engine.batch()
         if state in {State.DONE, State.FAILED}:
-            ended = core.history.trim(batch, queue, state, now_ms, CHUNK)
+            ended = core.history.trim(batch, queue, state, now_ms, room)
             self._let_go(batch, queue, ended)
             count = len(ended)
         else:
-            items, more = core.active.page(queue, state, b"", CHUNK)
+            items, more = core.active.page(queue, state, b"", room)
             while not items and more is not None:
-                items, more = core.active.page(queue, state, more, CHUNK)
+                items, more = core.active.page(queue, state, more, room)
             count = len(items)
             if state is State.IN_FLIGHT:
                 self._settling.abandon(batch, items)
@@ -214,9 +221,10 @@ class Upkeep:
         before: int,
         now_ms: int,
         *,
+        limit: int,
         created_at_ms: int | None = None,
     ) -> int:
-        """Remove done or failed messages whose sequence number is below ``before``.
+        """Remove done or failed messages whose sequence number is below ``before``, up to a limit.
 
         Sequences of a queue that was deleted and made anew begin anew: nothing is removed if it
         was not made at ``created_at_ms``.
@@ -225,16 +233,13 @@ class Upkeep:
         queue = core.queue(queue_name)
         if created_at_ms is not None and queue.spec.created_at_ms != created_at_ms:
             return 0
-        removed = 0
-        while True:
-            batch = core.engine.batch()
-            entries = core.history.trim_to(batch, queue, state, before, CHUNK)
-            if not entries:
-                core.schedule_retention(queue)
-                return removed
+        batch = core.engine.batch()
+        entries = core.history.trim_to(batch, queue, state, before, limit)
+        if entries:
             self._let_go(batch, queue, entries)
             core.commit(batch, (queue,), now_ms)
-            removed += len(entries)
+        core.schedule_retention(queue)
+        return len(entries)
 
     def delete_queue(self, queue_name: str, now_ms: int) -> int:
         """Remove a queue with everything in it; say how many messages went."""
@@ -304,21 +309,21 @@ class Upkeep:
         *,
         message_ids: Sequence[int] | None,
         where: Callable[[Metadata], bool] | None,
+        after: bytes,
         now_ms: int,
-    ) -> int:
-        """Make failed messages available again: all, by ids, by their attributes; say how many."""
+    ) -> tuple[int, bytes | None]:
+        """Make failed messages available again, by ids or a page of them, if they are selected.
+
+        Say how many, and where the next page begins.
+        """
         core = self._core
         queue = core.queue(queue_name)
         self.catch_up(now_ms, ALL)
         if message_ids is not None:
             chosen = self._chosen(core.history.find_failed(queue, message_ids), where)
-            return self._redrive(queue, chosen, now_ms)
-        redriven = 0
-        after: bytes | None = b""
-        while after is not None:
-            entries, after = core.history.page(queue, State.FAILED, after, CHUNK, whole_parts=True)
-            redriven += self._redrive(queue, self._chosen(entries, where), now_ms)
-        return redriven
+            return self._redrive(queue, chosen, now_ms), None
+        entries, further = core.history.page(queue, State.FAILED, after, CHUNK, whole_parts=True)
+        return self._redrive(queue, self._chosen(entries, where), now_ms), further
 
     def _chosen(
         self, entries: Sequence[Ended], where: Callable[[Metadata], bool] | None

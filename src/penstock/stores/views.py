@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.codec.metadata import decode_metadata
+from penstock import limits
+from penstock.codec.metadata import decode_heads, decode_metadata
 from penstock.errors import CorruptRecord, InvalidInput
 from penstock.model import Attempt, AttemptEnd, Entry, Page, QueueStats, State, StoreStats
 from penstock.stores.active import Item
@@ -44,13 +45,9 @@ class Views:
         queue = core.queue(queue_name)
         after = _parse_cursor(cursor, queue, state)
         self._upkeep.catch_up(now_ms, ALL)
-        found: list[Item | Ended] = []
-        if state in {State.DONE, State.FAILED}:
-            ended, following = core.history.page(queue, state, after, limit)
-            found += ended
-        else:
-            live, following = core.active.page(queue, state, after, limit)
-            found += live
+        found, following = self._page(queue, state, after, limit)
+        if payloads and (fitting := _fitting(found)) < len(found):
+            found, following = self._page(queue, state, after, fitting)
         bodies: list[bytes | None] = [None] * len(found)
         if payloads and found:
             bodies = core.payloads.get([row.message_id for row in found])
@@ -63,6 +60,13 @@ class Views:
         core.settle_quarantine(now_ms)
         head = _cursor_head(queue, state)
         return Page(entries, None if following is None else head + following.hex())
+
+    def _page(
+        self, queue: Queue, state: State, after: bytes, limit: int
+    ) -> tuple[Sequence[Item | Ended], bytes | None]:
+        if state in {State.DONE, State.FAILED}:
+            return self._core.history.page(queue, state, after, limit)
+        return self._core.active.page(queue, state, after, limit)
 
     def attempts(self, queue_name: str, message_id: int, now_ms: int) -> list[Attempt]:
         """Return every attempt at a message, the running one last."""
@@ -176,6 +180,16 @@ def _entry(
 
 def _cursor_head(queue: Queue, state: State) -> str:
     return f"{state.value}:{queue.number:x}:"
+
+
+def _fitting(found: Sequence[Item | Ended]) -> int:
+    """Return how many messages, and at least one, have payloads that fit into a page."""
+    size = 0
+    for count, head in enumerate(decode_heads([row.metadata for row in found])):
+        size += 0 if head is None else head.size
+        if size > limits.MAX_PAGE_BYTES:
+            return max(1, count)
+    return len(found)
 
 
 def _parse_cursor(cursor: str | None, queue: Queue, state: State) -> bytes:

@@ -1,0 +1,158 @@
+"""What one caller asks for must not cost the others: bytes of answers, and verbs over many."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+import penstock
+from penstock import Message, limits
+from penstock.committer import Committer
+from penstock.errors import StorageFailed
+from penstock.server.desk import Desk
+from penstock.testing.checking import assert_clean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from penstock import Broker
+
+MEGABYTE = 1024 * 1024
+
+
+@pytest.fixture(params=["indexed", "buckets"])
+def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Broker]:
+    url = f"rocksdb:{tmp_path / 'store'}?design={request.param}"
+    with penstock.open(url, durability="relaxed") as opened:
+        opened.create_queue("q")
+        yield opened
+        assert_clean(opened)
+
+
+def fill(broker: Broker, count: int, size: int) -> None:
+    for _ in range(count):
+        broker.publish([Message(b"x" * size, {"queue": "q"})])
+
+
+def test_a_claim_ends_at_its_bytes(broker: Broker) -> None:
+    fill(broker, 20, 8 * MEGABYTE)
+    sizes = []
+    while taken := broker.claim("q", limit=10_000):
+        sizes.append(sum(len(each.payload) for each in taken))
+    # With the first that reaches the bound it ends; a portion of unknown size may come before.
+    assert max(sizes) <= limits.MAX_CLAIM_BYTES + 8 * MEGABYTE
+    assert sum(sizes) == 160 * MEGABYTE
+
+
+def test_claims_made_together_share_a_bound(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_JOINT_CLAIM_BYTES", 4 * MEGABYTE)
+    fill(broker, 12, MEGABYTE)
+
+    async def story() -> None:
+        desk = Desk(broker, asyncio.get_running_loop())
+        # Those that the bound leaves out look again by themselves.
+        claims = [desk.claim("q", wait_ms=20_000) for _ in range(12)]
+        answers = await asyncio.gather(*claims)
+        assert [len(each) for each in answers] == [1] * 12
+        await desk.close()
+
+    asyncio.run(story())
+
+
+def test_a_page_ends_at_its_bytes(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_PAGE_BYTES", 2 * MEGABYTE)
+    fill(broker, 7, MEGABYTE)
+    seen, cursor, pages = [], None, 0
+    while True:
+        page = broker.browse("q", limit=100, cursor=cursor)
+        assert len(page) <= 2
+        seen += [entry.message_id for entry in page]
+        pages, cursor = pages + 1, page.next_cursor
+        if cursor is None:
+            break
+    assert (len(seen), len(set(seen))) == (7, 7)
+    assert pages >= 4
+    assert len(broker.browse("q", limit=100, payloads=False)) == 7
+
+
+@pytest.mark.parametrize("verb", ["purge", "delete", "redrive", "trim"])
+def test_a_verb_over_many_lets_others_in(broker: Broker, verb: str) -> None:
+    broker.create_queue("other")
+    broker.create_queue("once", max_attempts=1, filter="queue = 'q'")
+    for _ in range(6):
+        broker.publish([Message(b"", {"queue": "q"})] * 1_000)
+    if verb in {"redrive", "trim"}:
+        while taken := broker.claim("once", limit=1_000):
+            broker.release([each.receipt for each in taken])
+    let_in = threading.Event()
+    steps = 0
+    take_turns = broker._shell.apply
+
+    def look() -> None:
+        broker.stats("other")
+        let_in.set()
+
+    def counted(change: object) -> object:
+        nonlocal steps
+        steps += 1
+        if steps == 2:
+            # Between two steps of it, on another thread: what would wait if it held the lock.
+            other = threading.Thread(target=look)
+            other.start()
+            other.join(20)
+        return take_turns(change)  # type: ignore[arg-type]
+
+    broker._shell.apply = counted  # type: ignore[method-assign, assignment]
+    if verb == "purge":
+        assert broker.purge("q") == 6_000
+    elif verb == "delete":
+        assert broker.delete_queue("q") == 6_000
+    elif verb == "redrive":
+        assert broker.redrive("once") == 6_000
+    else:
+        assert broker.trim("once", state="failed", before=1 << 40) == 6_000
+    assert let_in.is_set()
+    broker._shell.apply = take_turns  # type: ignore[method-assign]
+
+
+def test_a_wake_up_is_not_lost_with_who_left() -> None:
+    async def story() -> None:
+        with penstock.open("memory:") as broker:
+            broker.create_queue("q")
+            desk = Desk(broker, asyncio.get_running_loop())
+            gone = desk.claim("q", wait_ms=30_000)
+            stays = desk.claim("q", wait_ms=30_000)
+            while desk.parked < 2:
+                await asyncio.sleep(0)
+            broker.publish([Message(b"", {"queue": "q"})])
+            # The first has been told to look again; before it does, its client leaves.
+            desk._retry()
+            gone.cancel()
+            assert len(await asyncio.wait_for(stays, 10)) == 1
+            await desk.close()
+
+    asyncio.run(story())
+
+
+def test_whoever_waits_hears_of_a_sync_that_went_wrong() -> None:
+    def broken() -> None:
+        raise RuntimeError("out of the blue")
+
+    heard: list[object] = []
+    committer = Committer(broken, lambda: 1, relaxed=False)
+
+    def deaf(error: object) -> None:
+        raise ValueError("a callback that fails")
+
+    committer.tell(1, deaf)
+    with pytest.raises(StorageFailed, match="out of the blue"):
+        committer.wait(1)
+    committer.tell(1, heard.append)
+    assert isinstance(heard[0], StorageFailed)
+    committer.close()
