@@ -70,9 +70,12 @@ class Spent:
         self._before = self._now()
 
     def per_message(self, count: int) -> list[str]:
-        """Return µs of CPU for a message: broker (and driver program), JVMs, Python workers."""
+        """Return µs of CPU for a message: broker (and driver program), JVMs.
+
+        Spark's Python workers come and go, and what they spent goes with them.
+        """
         now = self._now()
-        kinds = ("broker", "java", "python")
+        kinds = ("broker", "java")
         return [f"{(now[kind] - self._before[kind]) * 1e6 / count:.1f}" for kind in kinds]
 
     @staticmethod
@@ -340,7 +343,7 @@ def jobs(spark: SparkSession, place: Path, count: int) -> list[list[str]]:
         ]
 
 
-ROUTED = ("routed/s", "floor/s", "ratio", "assign", "CPU µs: broker", "JVM", "Python workers")
+ROUTED = ("routed/s", "floor/s", "ratio", "assign", "CPU µs: broker", "JVM")
 
 
 def on_one_session(chosen: argparse.Namespace, place: Path) -> None:

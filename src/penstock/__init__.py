@@ -64,6 +64,7 @@ from penstock.opening import (
     open,  # noqa: A004 - penstock.open is the way in
     open_reader,
 )
+from penstock.reader import Reader
 from penstock.tailing import route_once
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ __all__ = [
     "QueueNotFound",
     "QueueSpec",
     "QueueStats",
+    "Reader",
     "ServerUnreachable",
     "State",
     "StorageFailed",

@@ -114,6 +114,11 @@ class JointVerbs:
         """Say how often, for how many commits and how long the store was synced."""
         return self._shell.durability
 
+    @property
+    def dedup_window_ms(self) -> int:
+        """For how long a dedup id is remembered."""
+        return self._dedup_window_ms
+
     def _do(self, joint: Joint, now_ms: int) -> None:
         self._ack_together(joint.acks, now_ms)
         for change in joint.changes:

@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 
     from penstock.kv import Engine, Shape
     from penstock.kv.slatedb_place import Place
+    from penstock.kv.slatedb_watch import Pulse
     from penstock.reader import Reader
     from penstock.stores.active import ActiveSet, Quarantine
 
-__all__ = ["DESIGNS", "Design", "make_store", "open", "open_reader"]
+__all__ = ["DESIGNS", "Design", "make_store", "open", "open_reader", "watch_owner"]
 
 
 class Design(NamedTuple):
@@ -144,6 +145,25 @@ def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
         raise
 
 
+def watch_owner(url: str, *, routing: str | None = None, check: bool = True) -> Pulse:
+    """Watch whether a store on object storage has an owner, for who would be the next one.
+
+    With ``check``, what speaks against opening the store is raised now.
+    """
+    named = _parse(url)
+    if not named.scheme.startswith("slatedb"):
+        raise InvalidUrl(
+            f"{url!r:.200} has no standby: that is for stores on object storage, slatedb+s3 and "
+            "slatedb+file"
+        )
+    place = _slatedb_place(named)
+    from penstock.kv.slatedb_watch import Pulse  # noqa: PLC0415 - an extra
+
+    if check:
+        _look_at(place, named, routing)
+    return Pulse(place)
+
+
 def make_store(engine: Engine, design: str, clock: Clock, routing: str | None = None) -> KvStore:
     """Put a store on an engine."""
     return KvStore(
@@ -212,14 +232,20 @@ def _slatedb_place(named: _Named) -> Place:
 def _open_slatedb(named: _Named, routing: str | None) -> tuple[Engine, str]:
     place = _slatedb_place(named)
     from penstock.kv.slatedb import SlateEngine  # noqa: PLC0415 - an extra
-    from penstock.kv.slatedb_reader import peek  # noqa: PLC0415
 
     # Opening takes the store from whoever has it, so what speaks against it is looked for before.
-    found = peek(place, "default", _IDENTITY_KEY)
-    design = named.design or DEFAULT_SLATEDB_DESIGN
-    if found is not None and found.record is not None:
-        design = _check_identity(str(place), found.record, named.design, routing)
+    design = _look_at(place, named, routing)
     return SlateEngine(place, DESIGNS[design].tables, flush_ms=named.flush_ms), design
+
+
+def _look_at(place: Place, named: _Named, routing: str | None) -> str:
+    """Hold what is asked for against what is there, if anything; return the design."""
+    from penstock.kv.slatedb_reader import peek  # noqa: PLC0415 - an extra
+
+    found = peek(place, "default", _IDENTITY_KEY)
+    if found is None or found.record is None:
+        return named.design or DEFAULT_SLATEDB_DESIGN
+    return _check_identity(str(place), found.record, named.design, routing)
 
 
 def _check_identity(place: str, record: bytes, design: str | None, routing: str | None) -> str:

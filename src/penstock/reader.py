@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from penstock.clock import Clock
-    from penstock.model import Attempt, LogStats, Page, QueueSpec, QueueStats, StoreStats
+    from penstock.model import (
+        Attempt,
+        LogPage,
+        LogStats,
+        Page,
+        QueueSpec,
+        QueueStats,
+        StoreStats,
+    )
+    from penstock.stores.audit import AuditReport
     from penstock.stores.kvstore import KvStore
     from penstock.stores.pinned import Pinned
 
@@ -92,6 +101,17 @@ class Reader:
     def log_stats(self) -> LogStats:
         """Return what the metadata log holds; its end is behind the last message."""
         return self._look(lambda _: self._log_stats())
+
+    def read_log(self, log: int = 0, *, begin: int = 0, limit: int = 1_000) -> LogPage:
+        """Read a page of a metadata log, from an offset on."""
+        check_count(log, "log", 0, limits.MAX_LOGS)
+        check_count(begin, "begin", 0, limits.MAX_OFFSET)
+        check_count(limit, "limit", 1, limits.MAX_LOG_LIMIT)
+        return self._look(lambda _: self._store.read_log(log, begin, limit))
+
+    def check(self) -> AuditReport:
+        """Hold the store to its invariants."""
+        return self._look(lambda now_ms: self._store.audit(repair=False, now_ms=now_ms))
 
     def queues(self) -> list[QueueSpec]:
         """Return the specs of all queues, by name."""

@@ -139,7 +139,7 @@ def test_ten_thousand_idle_connections(serve: Callable[..., Served]) -> None:
 def open_connections(server: Served) -> int:
     """Count the sockets that the server says it has, by HTTP and natively."""
     with connect(server.ports["http"]) as connection:
-        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         page = read_all(connection).decode()
     lines = [line for line in page.splitlines() if line.startswith("penstock_connections{")]
     assert lines, page[:2_000]
@@ -221,7 +221,7 @@ def test_a_whole_request_and_then_no_more_is_answered(server: Served) -> None:
 
 # --- too large ------------------------------------------------------------------------------------
 
-HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nX-Amz-Target: AmazonSQS.ListQueues\r\n"
+HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nX-Amz-Target: AmazonSQS.ListQueues\r\n"
 MANY = b"".join(b"A%d: b\r\n" % each for each in range(1_000))
 CHUNK = b"2000\r\n" + b"x" * 0x2000 + b"\r\n"
 
@@ -321,7 +321,9 @@ def test_a_policy_of_great_depth_is_refused(server: Served) -> None:
 
 def test_faults_of_the_query_protocol_are_xml_whatever_was_asked(server: Served) -> None:
     with connect(server.ports["http"]) as connection:
-        connection.sendall(b"GET /?Action=%01%00 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        connection.sendall(
+            b"GET /?Action=%01%00 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        )
         answer = read_all(connection)
     assert status(answer) == 400
     assert ET.fromstring(answer.partition(b"\r\n\r\n")[2]).tag.endswith("ErrorResponse")

@@ -397,3 +397,59 @@ def test_what_is_settled_is_not_extended_nor_lost() -> None:
     said = [Outcome("b", OutcomeStatus.STALE)]
     assert keeper.extended(said, lease_ms=900, asked_ms=300) == []
     assert keeper.next_ms() is None
+
+
+# --- how long a publish is repeated -------------------------------------------------------------
+
+
+def publish(talk: Talk) -> None:
+    talk.call("publish", calls.publish([Message(b"", {"queue": "q"})]))
+    assert len(talk.sent()) == 1
+
+
+@pytest.mark.parametrize(("window_ms", "last_ms"), [(None, 240_000), (10_000, 8_000)])
+def test_a_publish_is_repeated_only_while_its_dedup_ids_are_remembered(
+    window_ms: int | None, last_ms: int
+) -> None:
+    talk = Talk(dedup=True)
+    bounds = {} if window_ms is None else {"dedup_window_ms": window_ms}
+    talk.core.connected(talk.now_ms)
+    talk.core.take_output()
+    talk.say(wire.Welcome(1, "test", "s", bounds))
+    publish(talk)
+    for passed_ms in (1, last_ms // 2, last_ms):
+        talk.now_ms = 1000 + passed_ms
+        talk.lose()
+        talk.core.connected(talk.now_ms)
+        talk.core.take_output()
+        talk.say(wire.Welcome(1, "test", "s", bounds))
+        assert len(talk.sent()) == 1
+    talk.now_ms = 1000 + last_ms + 1
+    talk.lose()
+    error = talk.results["publish"]
+    assert type(error) is ServerUnreachable
+    assert "may or may not have been stored" in str(error)
+    assert "forgotten" in str(error)
+
+
+def test_a_publish_that_waited_too_long_for_a_connection_is_not_repeated() -> None:
+    talk = Talk(dedup=True)
+    talk.greet()
+    publish(talk)
+    talk.lose()
+    talk.now_ms += 240_001
+    talk.greet()
+    assert talk.sent() == []
+    assert "forgotten" in str(talk.results["publish"])
+
+
+def test_a_publish_that_the_server_did_not_begin_has_all_its_time() -> None:
+    talk = Talk(dedup=True)
+    talk.greet()
+    talk.call("publish", calls.publish([Message(b"", {"queue": "q"})]))
+    (request,) = talk.sent()
+    talk.say(wire.Undone(request.id))
+    talk.now_ms += 240_001
+    talk.lose()
+    talk.greet()
+    assert len(talk.sent()) == 1

@@ -16,8 +16,10 @@ from tests.native.serving import Served
 
 import penstock
 from penstock.client import Uncertain
+from penstock.client.core import Core
+from penstock.client.link import Link
 from penstock.clock import ManualClock
-from penstock.errors import ServerUnreachable
+from penstock.errors import InvalidUrl, ServerUnreachable
 from penstock.model import Message, OutcomeStatus
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class Proxy:
         # What is dropped: answers, once a request has gone through; or everything, silently.
         self.eat_answers = False
         self.frozen = False
+        # How many connections are closed without a word.
+        self.refuse = 0
         self._spawn(self._accept)
 
     def __enter__(self) -> Self:
@@ -74,6 +78,10 @@ class Proxy:
         while True:
             try:
                 near, _ = self._listening.accept()
+                if self.refuse:
+                    self.refuse -= 1
+                    near.close()
+                    continue
                 far = socket.create_connection(("127.0.0.1", self._target))
             except OSError:
                 return
@@ -372,7 +380,62 @@ def test_tls(tmp_path: Path) -> None:
             assert client.claim("q")[0].payload == body
             served.cut()
             assert client.ping() > 0
-        with pytest.raises(ServerUnreachable, match="certificate"):
-            penstock.connect(served.url.replace("penstock:", "penstocks:"), patience_ms=200)
-        with pytest.raises(ServerUnreachable):
-            penstock.connect(served.url, patience_ms=200)
+        # With all the patience in the world: what is wrong with TLS is told at once.
+        with pytest.raises(ServerUnreachable, match=r"no TLS with .*certificate"):
+            penstock.connect(served.url.replace("penstock:", "penstocks:"), patience_ms=3_600_000)
+        with pytest.raises(ServerUnreachable, match="speaks TLS: connect to penstocks://"):
+            penstock.connect(served.url, patience_ms=3_600_000)
+
+
+def test_tls_with_who_speaks_none(served: Served) -> None:
+    with pytest.raises(ServerUnreachable, match="no TLS with"):
+        penstock.connect(served.url, tls=True, patience_ms=3_600_000)
+
+
+def test_who_ends_greetings_and_speaks_no_tls_is_tried_again(served: Served) -> None:
+    with Proxy(served) as proxy:
+        proxy.refuse = 3
+        with penstock.connect(proxy.url) as client:
+            assert client.ping() > 0
+        assert proxy.refuse == 0
+
+
+# --- patience, and what ends the client ---------------------------------------------------------
+
+
+async def never(_link: Link) -> None:
+    await asyncio.sleep(3600)
+
+
+def test_patience_is_kept_while_connecting(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    with penstock.connect(served.url, patience_ms=300) as client:
+        monkeypatch.setattr(Link, "_connect", never)
+        served.cut()
+        with pytest.raises(ServerUnreachable, match="no server for 300 ms"):
+            client.ping()
+    with pytest.raises(ServerUnreachable, match="no server at"):
+        penstock.connect(served.url, patience_ms=300)
+
+
+@pytest.mark.parametrize("host", ["a" * 70 + ".com", "a..b"])
+def test_a_host_that_can_be_none_is_told_at_once(host: str) -> None:
+    with pytest.raises(InvalidUrl, match="name of a host"):
+        penstock.connect(f"penstock://{host}:1", patience_ms=3_600_000)
+
+    async def connect() -> None:
+        await penstock.connect_async(f"penstock://{host}:1", patience_ms=3_600_000)
+
+    with pytest.raises(InvalidUrl, match="name of a host"):
+        asyncio.run(connect())
+
+
+def test_no_surprise_leaves_calls_waiting(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def surprise(_core: Core, _now_ms: int) -> None:
+        raise ZeroDivisionError
+
+    with penstock.connect(served.url) as client:
+        monkeypatch.setattr(Core, "tick", surprise)
+        with pytest.raises(ServerUnreachable, match="ZeroDivisionError"):
+            client.claim("q", wait_ms=20_000)
+    with pytest.raises(ServerUnreachable, match="ZeroDivisionError"):
+        penstock.connect(served.url, patience_ms=3_600_000)

@@ -64,6 +64,16 @@ class Raw:
         assert isinstance(frame, wire.Result), frame
         return msgspec.msgpack.decode(frame.value)
 
+    def whole(self) -> Any:
+        """Read a result that may come in parts."""
+        data = b""
+        while isinstance(frame := self.read(), wire.Part):
+            data += frame.data
+            if frame.last:
+                return msgspec.msgpack.decode(data)
+        assert isinstance(frame, wire.Result), frame
+        return msgspec.msgpack.decode(frame.value)
+
     def ended(self) -> bool:
         try:
             self.read()
@@ -99,6 +109,18 @@ def test_the_welcome_names_the_store_and_the_bounds(served: Served) -> None:
     assert welcome.version == 1
     assert welcome.store_id == served.broker.info().store_id
     assert welcome.limits["frame_bytes"] == limits.MAX_FRAME_BYTES
+    assert "dedup_window_ms" not in welcome.limits
+
+
+def test_the_welcome_tells_of_a_short_dedup_window() -> None:
+    with (
+        penstock.open("memory:", dedup_window_ms=5_000) as broker,
+        Served(broker) as served,
+        Raw(served) as raw,
+    ):
+        welcome = raw.read()
+    assert isinstance(welcome, wire.Welcome)
+    assert welcome.limits["dedup_window_ms"] == 5_000
 
 
 def test_a_newer_client_is_spoken_to_in_the_servers_version(served: Served) -> None:
@@ -314,6 +336,56 @@ def test_a_lost_connection_takes_its_waiting_claims_along(served: Served) -> Non
         assert [d.attempts for d in client.claim("q")] == [1]
 
 
+def test_a_farewell_lets_waiting_claims_go(served: Served) -> None:
+    with Raw(served) as raw:
+        raw.read()
+        raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 20_000)))
+        eventually(lambda: served.desk.parked == 1)
+        raw.send(b"\x00\x00\x00\x01\xc1")
+        assert isinstance(raw.read(), wire.Bye)
+        served.broker.publish([message()])
+        assert not served.desk.parked
+        assert served.broker.stats("q").in_flight == 0
+        assert len(served.broker.claim("q")) == 1
+
+
+def test_what_comes_for_a_claim_behind_the_last_word_goes_back(served: Served) -> None:
+    with Raw(served) as raw:
+        raw.read()
+        raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 20_000)))
+        eventually(lambda: served.desk.parked == 1)
+        (connection,) = served.listener.connections
+        connection._deaf = True
+        served.broker.publish([message()])
+        (delivery,) = served.broker.claim("q", wait_ms=5_000)
+        assert delivery.attempts == 2
+
+
+def test_claims_of_who_does_not_read_take_no_more_than_fits(served: Served) -> None:
+    count, size = 60, 1_000_000
+    with Raw(served) as raw:
+        raw.read()
+        for n in range(count + 40):
+            raw.send(encoder.frame(wire.Claim(n + 1, "q", 1, None, 20_000)))
+        eventually(lambda: served.desk.parked == count + 40)
+        (connection,) = served.listener.connections
+        served.broker.publish([message(b"x" * size) for _ in range(count)])
+        eventually(lambda: connection._held)
+        eventually(lambda: not served.desk.parked and not connection._claims)
+        assert connection._unsent <= limits.MAX_BYTES_AT_WORK + 2 * size
+        # What the kernel holds is its own; the rest is there for others, and stays so.
+        eventually(lambda: served.broker.stats("q").available >= count // 2)
+        threading.Event().wait(0.1)
+        left = served.broker.stats("q").available
+        assert left >= count // 2
+        assert {entry.attempts for entry in served.broker.browse("q", limit=count)} <= {0, 1}
+        (one,) = served.broker.claim("q")
+        served.broker.ack([one.receipt])
+        got = sum(len(raw.whole()) == 1 for _ in range(count - 1))
+        assert got == count - 1
+        eventually(lambda: served.desk.parked == 41)
+
+
 def test_sixty_four_connections(served: Served) -> None:
     async def main() -> None:
         clients = [await penstock.connect_async(served.url) for _ in range(64)]
@@ -380,6 +452,7 @@ def test_a_wrong_token_is_refused_for_good(secured: Secured, token: str) -> None
     with pytest.raises(NotAllowed) as caught:
         penstock.connect(secured[0].url, token=token)
     assert "wrong" not in str(caught.value)
+    assert ("wants a key" if token == "" else "the key is not known") in str(caught.value)
 
 
 def test_keys_allow_what_they_say(secured: Secured) -> None:

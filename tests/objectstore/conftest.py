@@ -107,6 +107,8 @@ class Proxy:
         self.status: int | None = None
         self.delay_s = 0.0
         self.only: str | None = None
+        # The answer is lost, and not the request: it is done, and said to have failed.
+        self.done = False
         self.failed = 0
         self.counts: dict[str, int] = {}
         proxy = self
@@ -135,12 +137,9 @@ class Proxy:
         self.counts[request.command] = self.counts.get(request.command, 0) + 1
         if self.delay_s:
             threading.Event().wait(self.delay_s)
-        status = self.status
-        if status is not None and self.only in {None, request.command}:
-            self.failed += 1
-            request.send_response(status)
-            request.send_header("content-length", "0")
-            request.end_headers()
+        status = self.status if self.only in {None, request.command} else None
+        if status is not None and not self.done:
+            self.refuse(request, status)
             return
         link = http.client.HTTPConnection("127.0.0.1", target, timeout=30)
         try:
@@ -152,6 +151,9 @@ class Proxy:
             return
         finally:
             link.close()
+        if status is not None:
+            self.refuse(request, status)
+            return
         request.send_response(answer.status)
         for name, value in answer.getheaders():
             if name.lower() not in {*HOP_HEADERS, "content-length"}:
@@ -160,6 +162,12 @@ class Proxy:
         request.send_header("content-length", str(length or 0))
         request.end_headers()
         request.wfile.write(data)
+
+    def refuse(self, request: BaseHTTPRequestHandler, status: int) -> None:
+        self.failed += 1
+        request.send_response(status)
+        request.send_header("content-length", "0")
+        request.end_headers()
 
     def close(self) -> None:
         self._server.shutdown()

@@ -65,6 +65,10 @@ def test_a_reader_has_the_same_tables_as_the_owner(url: str) -> None:
             with reader.pin(stats=True) as pinned:
                 seen = tables(pinned)
             end = reader.log_stats().end
+            report = reader.check()
+            assert report.ok, report.violations
+            assert report.checked
+            assert [record.message_id for record in reader.read_log(begin=10, limit=3).records]
         with broker._store.pin(clock.now_ms(), stats=True) as pinned:
             expected = tables(pinned)
         assert all(expected.values()), "every table is to have rows"
@@ -116,6 +120,10 @@ def test_the_command_line_looks_without_taking_over(url: str) -> None:
         assert run("stats")["queues"][0]["available"] == 1
         assert run("browse", "q", "--read-only")["entries"][0]["payload"] == "hello"
         assert run("attempts", "q", str(number)) == []
+        assert [spec["name"] for spec in run("queues")] == ["q"]
+        assert run("log", "stats")["end"] == number + 1
+        assert [record["message_id"] for record in run("log", "read")] == [number]
+        assert run("check")["ok"]
         broker.send("q", b"still the owner")
         assert run("stats", "q", "--read-only")["queues"][0]["available"] == 2
 

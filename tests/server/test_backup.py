@@ -118,6 +118,39 @@ def test_a_broken_backup_is_not_restored(store: Path, tmp_path: Path) -> None:
     assert contents(store)[0] == 50
 
 
+def test_of_two_backups_of_one_name_one_is_kept_whole(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2)
+    sync = backups._sync
+
+    def together(directory: Path) -> int:
+        both.wait(20)
+        return sync(directory)
+
+    monkeypatch.setattr(backups, "_sync", together)
+    outcomes: list[object] = []
+
+    def run(broker: penstock.Broker) -> None:
+        try:
+            outcomes.append(backups.backup(broker, tmp_path / "copy"))
+        except BaseException as error:
+            outcomes.append(error)
+
+    with penstock.open(f"rocksdb:{store}") as broker:
+        threads = [threading.Thread(target=run, args=(broker,)) for _ in range(2)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(30)
+    assert sorted(type(each).__name__ for each in outcomes) == ["InvalidInput", "int"]
+    assert "is there already" in str(outcomes)
+    assert not list(tmp_path.glob("*.part-*"))
+    monkeypatch.undo()
+    backups.restore(tmp_path / "copy", tmp_path / "back")
+    assert contents(tmp_path / "back")[0] == 50
+
+
 def test_a_disk_that_is_full_leaves_nothing(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from penstock import InvalidInput, Message, NotAllowed
 from penstock.errors import ServerUnreachable
 from penstock.flight_client import FlightStore
 from penstock.server import running
+from penstock.server.security import add_key
 from penstock.spark.options import read_options, write_options
 
 if TYPE_CHECKING:
@@ -244,3 +245,22 @@ def test_files_of_tls_that_cant_be_used(broker: penstock.Broker, certs: Any) -> 
         pass
     with pytest.raises(InvalidInput, match=r"TLS: not-here.pem can't be read"):
         FlightStore("grpc+tls://127.0.0.1:1", ca="not-here.pem")
+
+
+def test_who_says_which_messages_a_queue_gets_administers_all_queues(
+    broker: penstock.Broker, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.toml"
+    token = f"team:{add_key(path, 'team', ['admin:orders*', 'consume:orders*'])}"
+    with running(broker, flight="127.0.0.1:0", keys=path) as server:
+        store = FlightStore(server.location("flight"), token=token)
+        store.redrive("orders")
+        fills: list[Callable[[], Any]] = [
+            lambda: store.fill_stage("s", [], queue="orders-eu", begin=1, end=2),
+            lambda: store.commit_fill(["s"], queue="orders-eu", begin=1, end=2),
+            lambda: store.restore([], queue="orders-eu", begin=1, end=2),
+        ]
+        for fill in fills:
+            with pytest.raises(NotAllowed, match="key 'team' may not admin on all queues"):
+                fill()
+    assert broker.stats("orders-eu").available == 0

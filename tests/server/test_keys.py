@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from penstock import limits
 from penstock.cli import cli
 from penstock.errors import InvalidInput, NotAllowed
 from penstock.model import Message
@@ -224,6 +225,21 @@ def test_permissions(
         with pytest.raises(NotAllowed, match=f"key 'app' may not {action} on") as caught:
             principal.check(action, queue)
         assert token.partition(":")[2] not in str(caught.value)
+
+
+def test_names_that_no_queue_can_have_are_not_remembered() -> None:
+    team = Principal("team", (("publish", "team-*"),))
+    everywhere = Principal("everywhere", (("publish", "*"),))
+    before = security._allows.cache_info().currsize
+    for number in range(50):
+        name = f"team-{number}" + "x" * 1_000
+        assert not team.may("publish", name)
+        assert everywhere.may("publish", name)
+    assert security._allows.cache_info().currsize <= before + 2
+    longest = "team-".ljust(limits.MAX_QUEUE_NAME_CHARS, "x")
+    assert team.may("publish", longest)
+    with pytest.raises(NotAllowed, match="may not publish on queue 'team-xxx"):
+        team.check("publish", longest + "x")
 
 
 def test_everybody_may_everything_without_keys() -> None:

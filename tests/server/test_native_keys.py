@@ -10,6 +10,7 @@ import pytest
 import penstock
 from penstock import NotAllowed, PenstockError
 from penstock.server import running
+from penstock.server.security import add_key
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,3 +54,63 @@ def test_tls_both_ways(certs: Any) -> None:
                 penstock.connect(place, tls=context, patience_ms=300) as stranger,
             ):
                 stranger.queues()
+
+
+@pytest.fixture
+def team(tmp_path: Path) -> dict[str, str]:
+    path = tmp_path / "keys.toml"
+    grants = {
+        "root": ["all"],
+        "team": ["admin:team-*", "consume:team-*"],
+        "sender": ["admin:team-*", "publish:secret"],
+    }
+    return {name: f"{name}:{add_key(path, name, each)}" for name, each in grants.items()}
+
+
+def test_a_filter_takes_admin_on_all_queues(team: dict[str, str], tmp_path: Path) -> None:
+    with running("memory:", **NATIVE, keys=tmp_path / "keys.toml") as server:
+        place = server.location("native")
+        with (
+            penstock.connect(place, token=team["root"]) as root,
+            penstock.connect(place, token=team["team"]) as mine,
+        ):
+            root.create_queue("secret")
+            root.send("secret", b"x")
+            mine.create_queue("team-a", filter="queue='team-a'")
+            mine.create_queue("team-b")
+            for text in ("queue = 'secret'", "true", "queue = 'team-a' OR queue = 'secret'"):
+                with pytest.raises(NotAllowed, match="a filter of its own: that takes admin"):
+                    mine.create_queue("team-spy", filter=text)
+                with pytest.raises(NotAllowed, match="a filter of its own: that takes admin"):
+                    mine.update_queue("team-a", filter=text)
+            with pytest.raises(NotAllowed, match="may not admin on queue 'secret'"):
+                mine.update_queue("secret", filter="queue = 'secret'")
+            mine.update_queue("team-a", filter="queue = 'team-a'", lease_ms=5_000)
+            assert {spec.name for spec in root.queues()} == {"secret", "team-a", "team-b"}
+            mine.backfill("team-a")
+            assert mine.claim("team-a") == []
+            assert root.update_queue("team-a", filter="queue = 'secret'").name == "team-a"
+
+
+def test_targets_take_publish_or_admin(team: dict[str, str], tmp_path: Path) -> None:
+    with running("memory:", **NATIVE, keys=tmp_path / "keys.toml") as server:
+        place = server.location("native")
+        with (
+            penstock.connect(place, token=team["root"]) as root,
+            penstock.connect(place, token=team["team"]) as mine,
+            penstock.connect(place, token=team["sender"]) as sender,
+        ):
+            root.create_queue("secret")
+            mine.create_queue("team-dead")
+            with pytest.raises(NotAllowed, match="may not publish on queue 'secret'"):
+                mine.create_queue("team-a", dead_letter="secret", max_attempts=1)
+            mine.create_queue("team-a", dead_letter="team-dead", max_attempts=1)
+            with pytest.raises(NotAllowed, match="may not publish on queue 'secret'"):
+                mine.update_queue("team-a", dead_letter="secret")
+            root.send("team-a", b"x")
+            with pytest.raises(NotAllowed, match="may not publish on queue 'secret'"):
+                mine.move("team-a", "secret", state="available")
+            assert root.stats("secret").available == 0
+            assert sender.update_queue("team-a", dead_letter="secret").dead_letter == "secret"
+            assert sender.move("team-a", "secret", state="available") == 1
+            assert mine.update_queue("team-a", dead_letter="").dead_letter == ""

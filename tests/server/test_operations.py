@@ -6,6 +6,8 @@ import asyncio
 import http.client
 import re
 import ssl
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -48,15 +50,41 @@ def at(page: bytes, name: str, **labels: str) -> float:
 # --- health -------------------------------------------------------------------------------------
 
 
-def test_health_and_readiness(broker: penstock.Broker, ask: Any) -> None:
+def test_health_and_readiness(broker: penstock.Broker, ask: Any, wait_until: Any) -> None:
     with running(broker, **HTTP) as server:
         address = server.addresses["http"]
         assert ask(address, "GET", "/health")[:2] == (200, b"alive\n")
         assert ask(address, "GET", "/ready")[:2] == (200, b"ready\n")
         assert ask(address, "HEAD", "/ready")[:2] == (200, b"")
         server._listening = False
-        assert ask(address, "GET", "/ready")[:2] == (503, b"not ready\n")
+        wait_until(lambda: ask(address, "GET", "/ready")[:2] == (503, b"not ready\n"), 2)
         assert ask(address, "GET", "/health").status == 200
+
+
+def test_those_who_ask_for_readiness_share_one_look(
+    broker: penstock.Broker, ask: Any, wait_until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy, looks = threading.Event(), []
+
+    def look(_: Any) -> bool:
+        looks.append(1)
+        return busy.wait(20)
+
+    with running(broker, **HTTP) as server:
+        monkeypatch.setattr(type(server), "ready", property(look))
+        with ThreadPoolExecutor(20) as threads:
+            asked = [
+                threads.submit(ask, server.addresses["http"], "GET", "/ready") for _ in range(20)
+            ]
+            wait_until(lambda: looks and _asking(server) == 20)
+            assert len(looks) == 1
+            busy.set()
+            assert {each.result(20).status for each in asked} == {200}
+        assert len(looks) <= 2
+
+
+def _asking(server: Server) -> int:
+    return len(server._listeners["http"].open)  # type: ignore[attr-defined]
 
 
 def test_a_store_that_cant_sync_is_not_ready(

@@ -142,6 +142,15 @@ def test_a_request_without_an_action(served: Served) -> None:
     with error.value:
         assert error_code(ET.fromstring(error.value.read())) == "MalformedInput"
     with pytest.raises(urllib.error.HTTPError) as error:
-        urllib.request.urlopen(served.url)
+        urllib.request.urlopen(served.url, data=b"x=1")
     with error.value:
         assert error_code(ET.fromstring(error.value.read())) == "MissingAction"
+
+
+@pytest.mark.parametrize("path", ["/", "/favicon.ico", "/000000000000/q?x=1"])
+def test_a_browser_is_told_which_pages_there_are(served: Served, path: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(served.url + path)
+    with error.value:
+        assert error.value.code == 404
+        assert b"Pages: /health, /ready, /metrics" in error.value.read()

@@ -11,6 +11,7 @@ from tests.sqs.serving import client_of, serving
 from tests.sqs.test_messages import code_of, name_of, receive
 
 from penstock import limits
+from penstock.errors import StorageFailed
 from penstock.model import Ordering
 
 if TYPE_CHECKING:
@@ -168,6 +169,22 @@ def test_a_purge_takes_all_and_is_allowed_once_a_minute(sqs: Any, url: str) -> N
     with pytest.raises(sqs.exceptions.PurgeQueueInProgress) as error:
         sqs.purge_queue(QueueUrl=url)
     assert code_of(error) == "AWS.SimpleQueueService.PurgeQueueInProgress"
+
+
+def test_a_purge_that_failed_can_be_tried_again_at_once(
+    served: Served, sqs: Any, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise StorageFailed("the disk is gone")
+
+    sqs.send_message(QueueUrl=url, MessageBody="1")
+    with monkeypatch.context() as broken:
+        broken.setattr(served.broker, "purge", fail)
+        with pytest.raises(ClientError) as error:
+            sqs.purge_queue(QueueUrl=url)
+    assert code_of(error) == "InternalFailure"
+    sqs.purge_queue(QueueUrl=url)
+    assert receive(sqs, url) == []
 
 
 def test_a_removed_queue_can_be_made_anew(sqs: Any, make: Callable[..., str]) -> None:

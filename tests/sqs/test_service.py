@@ -12,6 +12,7 @@ from tests.sqs.serving import client_of, serving
 from tests.sqs.test_messages import receive
 from tests.sqs.test_queues import attributes_of, spec_of
 
+from penstock.server import running
 from penstock.server.sqs import SqsOptions
 
 
@@ -40,6 +41,14 @@ def test_account_region_address_and_retention_can_be_chosen() -> None:
             "QueueArn": "arn:aws:sqs:eu-north-9:123456789012:q"
         }
         assert spec_of(served, url).done_retention_ms == 5_000
+
+
+def test_retention_is_a_setting_of_the_server() -> None:
+    with running("memory:", http="127.0.0.1:0", sqs_done_retention="5s") as server:
+        form = b"Action=CreateQueue&QueueName=q&Version=2012-11-05"
+        with urllib.request.urlopen(server.location("http"), data=form) as answer:
+            assert answer.status == 200
+        assert server.broker.queue("q").done_retention_ms == 5_000
 
 
 def test_everything_is_removed_only_by_a_server_for_tests() -> None:

@@ -232,6 +232,17 @@ def test_keys_may_do_what_they_are_allowed(keyed: tuple[Served, dict[str, str]])
         assert error.value.response["ResponseMetadata"]["HTTPStatusCode"] == 403
 
 
+def test_a_key_that_was_not_made_for_sqs_is_named_in_the_log_once(
+    keyed: tuple[Served, dict[str, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    for key_id in ("native", "native", "nobody"):
+        with pytest.raises(ClientError):
+            as_key(keyed, key_id, "any").list_queues()
+    said = [each.getMessage() for each in caplog.records if "--sqs" in each.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("key native was not made with --sqs")
+
+
 def test_who_is_not_known_is_refused(keyed: tuple[Served, dict[str, str]]) -> None:
     for key_id, secret, code in (
         ("root", "wrong", "SignatureDoesNotMatch"),

@@ -86,7 +86,10 @@ class AsyncClient(Verbs, Awaiting):
         lease_ms: int | None = None,
         on_lost: OnLost | None = None,
     ) -> AsyncKeep:
-        """Extend leases in the background, inside ``async with``, until they are settled."""
+        """Extend leases in the background, inside ``async with``, until they are settled.
+
+        ``on_lost`` is called on the loop with a delivery whose lease was lost in spite of it.
+        """
         return AsyncKeep(Holder(self._link, on_lost), deliveries, lease_ms)
 
     def consume(
@@ -174,7 +177,9 @@ class AsyncConsumer:
         if not self._open:
             await self._fetcher.open()
             self._open = True
-        return await self._fetcher.get()
+        delivery = await self._fetcher.get()
+        self._fetcher.handed()
+        return delivery
 
     async def aclose(self) -> None:
         """Stop fetching; what was fetched and not handed out goes back to the queue."""

@@ -48,6 +48,9 @@ PING_MS: Final = 10_000
 SILENCE_MS: Final = 10_000
 BACKOFF_BASE_MS: Final = 50
 BACKOFF_CAP_MS: Final = 5_000
+# The share of a server's dedup window in which a publish may be sent again: the rest is for the
+# way there.
+REPEAT_SHARE: Final = 0.8
 
 Told = Callable[[Any, BaseException | None], None]
 """Called once with what came of a call: its result, or its error."""
@@ -75,12 +78,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 class _Pending:
     """A call that is not over."""
 
-    __slots__ = ("call", "repeated", "since_ms", "told", "withdrawn")
+    __slots__ = ("call", "repeated", "sent_ms", "since_ms", "told", "withdrawn")
 
     def __init__(self, call: Call[Any], told: Told, since_ms: int) -> None:
         self.call = call
         self.told = told
         self.since_ms = since_ms
+        # When it was sent for the first time.
+        self.sent_ms: int | None = None
         self.repeated = False
         self.withdrawn = False
 
@@ -106,6 +111,7 @@ class Core:
         self._away_since_ms = now_ms
         self._why = "no connection yet"
         self._max_frame_bytes = limits.MAX_FRAME_BYTES
+        self._repeat_ms: float = limits.MAX_REPEAT_MS
         self._encoder = wire.Encoder()
         self._reader = FrameReader()
         self._next_id = 1
@@ -129,7 +135,7 @@ class Core:
             self._add_dedup_ids(call.request)
         pending = _Pending(call, told, now_ms)
         if self.phase is Phase.READY and not self.paused and not self._waiting:
-            self._send(pending)
+            self._send(pending, now_ms)
         else:
             self._waiting.append(pending)
         return pending
@@ -143,7 +149,23 @@ class Core:
             and isinstance(request, wire.Claim)
             and self.phase in {Phase.READY, Phase.LEAVING}
         ):
-            self._send(_Pending(cancel(request.id), _nobody, now_ms))
+            self._send(_Pending(cancel(request.id), _nobody, now_ms), now_ms)
+
+    def give_back(self, call: Call[Any], result: Any, now_ms: int) -> None:
+        """Release what a claim has brought to a caller who had gone by then."""
+        if not result or not isinstance(call.request, wire.Claim):
+            return
+        back = release([each.receipt for each in result], delay_ms=0, reason="withdrawn")
+        self.submit(back, _nobody, now_ms)
+
+    @property
+    def giving_back(self) -> bool:
+        """Whether the server has yet to hear, or to say, what becomes of withdrawn claims."""
+        return any(
+            (pending.withdrawn and isinstance(pending.call.request, wire.Claim))
+            or (pending.told is _nobody and isinstance(pending.call.request, wire.Release))
+            for pending in chain(self._sent.values(), self._waiting)
+        )
 
     @property
     def idle(self) -> bool:
@@ -188,12 +210,12 @@ class Core:
         for pending in sent.values():
             if pending.withdrawn:
                 continue
-            if may_repeat(pending.call):
+            if may_repeat(pending.call) and not self._is_late(pending, now_ms):
                 pending.repeated = True
                 pending.since_ms = now_ms
                 again.append(pending)
             else:
-                self._fail(pending, ServerUnreachable(_unanswered(pending.call, why)))
+                self._fail_unanswered(pending, now_ms)
         self._waiting.extendleft(reversed(again))
         backoff_ms = min(BACKOFF_CAP_MS, BACKOFF_BASE_MS << min(self._tries, 16))
         self._tries += 1
@@ -209,13 +231,17 @@ class Core:
         except InvalidInput as error:
             self._give_up(f"the server sent what can't be read: {error}")
 
-    def resume(self) -> None:
+    def resume(self, now_ms: int) -> None:
         """Send what has waited: the connection stands, or takes bytes again."""
         self.paused = False
         while self._waiting and self.phase is Phase.READY and not self.paused:
             pending = self._waiting.popleft()
-            if not pending.withdrawn:
-                self._send(pending)
+            if pending.withdrawn:
+                continue
+            if self._is_late(pending, now_ms):
+                self._fail_unanswered(pending, now_ms)
+            else:
+                self._send(pending, now_ms)
 
     def tick(self, now_ms: int) -> None:
         """Do what time asks for: ask a silent server, give up on it, give up on waiting calls."""
@@ -226,7 +252,7 @@ class Core:
                     self._give_up("the server has been silent for too long")
             elif silent_ms >= PING_MS:
                 self._asked_ms = now_ms
-                self._send(_Pending(ping(), _nobody, now_ms))
+                self._send(_Pending(ping(), _nobody, now_ms), now_ms)
         if self.phase is Phase.READY:
             return
         patience_ms = self._options.patience_ms
@@ -255,7 +281,7 @@ class Core:
 
     def _read(self, frame: wire.ServerFrame, now_ms: int) -> None:
         if isinstance(frame, wire.Result):
-            self._settle(frame.id, frame.value)
+            self._settle(frame.id, frame.value, now_ms)
         elif isinstance(frame, wire.Failure):
             pending = self._sent.pop(frame.id, None)
             if pending is not None:
@@ -265,20 +291,24 @@ class Core:
             parts.append(frame.data)
             if frame.last:
                 del self._parts[frame.id]
-                self._settle(frame.id, b"".join(parts))
+                self._settle(frame.id, b"".join(parts), now_ms)
         elif isinstance(frame, wire.Undone):
             pending = self._sent.pop(frame.id, None)
             if pending is not None and not pending.withdrawn:
                 pending.since_ms = now_ms
+                if not pending.repeated:
+                    pending.sent_ms = None
                 self._waiting.append(pending)
         elif isinstance(frame, wire.Bye):
             self._bid_farewell(frame)
         elif self.phase is Phase.GREETING:
             self.welcome = frame
             self._max_frame_bytes = frame.limits.get("frame_bytes", limits.MAX_FRAME_BYTES)
+            window_ms = frame.limits.get("dedup_window_ms", limits.MAX_REPEAT_MS / REPEAT_SHARE)
+            self._repeat_ms = min(limits.MAX_REPEAT_MS, window_ms * REPEAT_SHARE)
             self.phase = Phase.READY
             self._tries = 0
-            self.resume()
+            self.resume(now_ms)
 
     def _bid_farewell(self, bye: wire.Bye) -> None:
         error = error_of(bye.name, bye.message)
@@ -288,7 +318,7 @@ class Core:
             self.phase = Phase.LEAVING
         self._why = f"the server said: {bye.message}"
 
-    def _settle(self, request_id: int, value: msgspec.Raw | bytes) -> None:
+    def _settle(self, request_id: int, value: msgspec.Raw | bytes, now_ms: int) -> None:
         pending = self._sent.pop(request_id, None)
         if pending is None:
             return
@@ -302,12 +332,17 @@ class Core:
             result = doubtful(result)
         if pending.withdrawn and result and isinstance(call.request, wire.Claim):
             # Claimed just before the claim was withdrawn: nobody is going to work on them.
-            back = release([each.receipt for each in result], delay_ms=0, reason="withdrawn")
-            self._send(_Pending(back, _nobody, pending.since_ms))
+            self.give_back(call, result, now_ms)
             return
         self._done.append((pending.told, result, None))
 
-    def _send(self, pending: _Pending) -> None:
+    def _is_late(self, pending: _Pending, now_ms: int) -> bool:
+        """Whether the server may have forgotten the dedup ids of a publish that was sent before."""
+        if pending.sent_ms is None or pending.call.repeat is not Repeat.DEDUPED:
+            return False
+        return now_ms - pending.sent_ms > self._repeat_ms
+
+    def _send(self, pending: _Pending, now_ms: int) -> None:
         request = pending.call.request
         request.id = self._next_id
         self._next_id += 1
@@ -320,11 +355,19 @@ class Core:
             text = f"{len(frame)} bytes; the server takes {self._max_frame_bytes} at once"
             self._fail(pending, InvalidInput(text))
             return
+        if pending.sent_ms is None:
+            pending.sent_ms = now_ms
         self._sent[request.id] = pending
         self._output.append(frame)
 
     def _fail(self, pending: _Pending, error: BaseException) -> None:
         self._done.append((pending.told, None, error))
+
+    def _fail_unanswered(self, pending: _Pending, now_ms: int) -> None:
+        text = _unanswered(pending.call, self._why)
+        if self._is_late(pending, now_ms):
+            text += ", and the server may have forgotten its dedup ids by now"
+        self._fail(pending, ServerUnreachable(text))
 
     def _give_up(self, why: str) -> None:
         self._why = why
@@ -362,6 +405,8 @@ def _unanswered(call: Call[Any], why: str) -> str:
         Repeat.DEDUPED: "it may or may not have been stored, and without dedup ids it is not sent "
         "again",
     }.get(call.repeat, "it was sent at least once")
+    if call.repeat is Repeat.DEDUPED and may_repeat(call):
+        rest = "it may or may not have been stored"
     if isinstance(call.request, wire.Claim):
         rest = "what it may have claimed comes back when its lease ends"
     return f"the connection was lost before {name} was answered ({why}): {rest}"

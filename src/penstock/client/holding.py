@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -32,7 +33,7 @@ __all__ = ["Fetcher", "Holder", "OnLost"]
 log = logging.getLogger(__name__)
 
 OnLost: TypeAlias = Callable[["Delivery"], object]
-"""Called, on the client's thread, with a delivery whose lease was lost."""
+"""Called with a delivery whose lease was lost: by a thread for this alone, or on asyncio's loop."""
 
 RETRY_SECONDS: Final = 0.2
 POLL_MS: Final = 20_000
@@ -169,6 +170,9 @@ class Fetcher(Holder):
         self._lease = lease_ms
         self._consumer = consumer
         self._buffer: deque[Delivery] = deque()
+        # Taken from the buffer, and not in the hands of who asked yet.
+        self._handing: Delivery | None = None
+        self._popping = threading.Lock()
         self._room = asyncio.Event()
         self._arrived = asyncio.Event()
         self._failure: PenstockError | None = None
@@ -177,18 +181,30 @@ class Fetcher(Holder):
         """Find out how long a lease is, and begin to claim."""
         if self._lease is None:
             self._lease = (await self._link.call(calls.queue(self._queue))).lease_ms
-        self.start()
-        self._spawn(self._fetch(self._lease))
+        if not self._tasks:
+            self.start()
+            self._spawn(self._fetch(self._lease))
 
     def pop(self) -> Delivery | None:
-        """Return one whose lease is alive, without waiting; callable from any thread."""
-        while True:
-            try:
-                delivery = self._buffer.popleft()
-            except IndexError:
-                return None
-            if self.is_live(delivery):
-                return delivery
+        """Return one whose lease is alive, without waiting; callable from any thread.
+
+        Who has got it says :meth:`handed`. Until then the same one is returned: if something came
+        between, its lease must not be kept for nobody.
+        """
+        with self._popping:
+            while True:
+                delivery = self._handing
+                if delivery is None:
+                    if not self._buffer:
+                        return None
+                    delivery = self._handing = self._buffer.popleft()
+                if self.is_live(delivery):
+                    return delivery
+                self._handing = None
+
+    def handed(self) -> None:
+        """Note that the last one has come to who asked for it."""
+        self._handing = None
 
     @property
     def wants_more(self) -> bool:
@@ -217,8 +233,12 @@ class Fetcher(Holder):
         await super().stop()
         self._failure = self._failure or BrokerClosed("the consumer was closed")
         self._arrived.set()
-        unseen = [each.receipt for each in self._buffer]
-        self._buffer.clear()
+        with self._popping:
+            unseen = [each.receipt for each in self._buffer]
+            self._buffer.clear()
+            if self._handing is not None:
+                unseen.append(self._handing.receipt)
+                self._handing = None
         if unseen:
             with contextlib.suppress(PenstockError):
                 await self._link.call(calls.release(unseen, delay_ms=0, reason="not begun"))

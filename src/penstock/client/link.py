@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import ssl
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar, cast
@@ -19,14 +20,23 @@ if TYPE_CHECKING:
     from penstock.client.calls import Call
     from penstock.client.core import Told
     from penstock.clock import Clock
+    from penstock.errors import PenstockError
 
 __all__ = ["Holds", "Link", "Target", "target_of"]
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
 TICK_SECONDS: Final = 0.25
 CONNECT_SECONDS: Final = 10.0
+PROBE_SECONDS: Final = 2.0
+CLOSE_SECONDS: Final = 1.0
 WRITE_HIGH_BYTES: Final = 4 * 1024 * 1024
+
+
+# Errors of TLS that say no more than that the other side has gone.
+_CUT_OFF: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 
 
 class Holds(Protocol):
@@ -80,6 +90,7 @@ class Link(asyncio.Protocol):
         self._ready = loop.create_future()
         self._gone = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
+        self._suspect = False
         # Who extends leases by way of this link.
         self.holders: set[Holds] = set()
 
@@ -113,12 +124,22 @@ class Link(asyncio.Protocol):
         try:
             return await future
         except asyncio.CancelledError:
-            self.forget(pending)
+            if not future.done() or future.cancelled():
+                self.forget(pending)
+            elif future.exception() is None:
+                # The answer came in the same moment, and nobody is going to see it.
+                self.give_back(call, future.result())
             raise
+
+    def give_back(self, call: Call[Any], result: Any) -> None:
+        """Release what a claim has brought, if it is one: its caller has gone."""
+        self.core.give_back(call, result, self.now_ms())
+        self._soon()
 
     async def open(self) -> None:
         """Connect, and return when the server has said welcome."""
         self._runner = self.loop.create_task(self._run())
+        self._runner.add_done_callback(self._ended)
         try:
             await self._ready
         except BaseException:
@@ -129,17 +150,20 @@ class Link(asyncio.Protocol):
         """End the connection; calls that are under way raise."""
         for holder in list(self.holders):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(holder.stop(), 1.0)
+                await asyncio.wait_for(holder.stop(), CLOSE_SECONDS)
+        until = self.loop.time() + CLOSE_SECONDS
+        while self._transport is not None and self.core.giving_back and self.loop.time() < until:
+            self._flush()
+            await asyncio.sleep(0.005)
         self.core.close(self.core.failure)
         self._flush()
         if self._runner is not None:
             self._runner.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._runner
+            await asyncio.wait({self._runner})
         if self._transport is not None:
             self._transport.close()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._gone.wait(), 1.0)
+                await asyncio.wait_for(self._gone.wait(), CLOSE_SECONDS)
             if self._transport is not None:
                 self._transport.abort()
 
@@ -149,23 +173,56 @@ class Link(asyncio.Protocol):
         """Connect whenever there is no connection, and tell the core how time goes by."""
         core = self.core
         begun_ms = self.now_ms()
-        while core.phase is not Phase.CLOSED:
-            now_ms = self.now_ms()
-            if core.phase is Phase.AWAY and now_ms >= core.connect_at_ms:
-                await self._connect()
-                continue
-            core.tick(now_ms)
-            self._flush()
-            if not self._ready.done() and now_ms >= begun_ms + self._patience_ms:
-                where = f"{self.target.host}:{self.target.port}"
-                self._ready.set_exception(ServerUnreachable(f"no server at {where}: {core.why}"))
-                return
-            pause = TICK_SECONDS
-            if core.phase is Phase.AWAY:
-                pause = min(pause, max(0.0, (core.connect_at_ms - now_ms) / 1000))
-            self._gone.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._gone.wait(), max(pause, 0.001))
+        connecting: asyncio.Task[None] | None = None
+        try:
+            while core.phase is not Phase.CLOSED:
+                now_ms = self.now_ms()
+                if connecting is not None and connecting.done():
+                    connecting.result()
+                    connecting = None
+                if connecting is None and core.phase is Phase.AWAY and now_ms >= core.connect_at_ms:
+                    connecting = self.loop.create_task(self._connect())
+                core.tick(now_ms)
+                self._flush()
+                pause_ms = TICK_SECONDS * 1000
+                if not self._ready.done():
+                    left_ms = begun_ms + self._patience_ms - now_ms
+                    if left_ms <= 0:
+                        self._fail(ServerUnreachable(f"no server at {self._where}: {core.why}"))
+                        return
+                    pause_ms = min(pause_ms, left_ms)
+                if connecting is not None:
+                    await asyncio.wait({connecting}, timeout=pause_ms / 1000)
+                    continue
+                if core.phase is Phase.AWAY:
+                    pause_ms = min(pause_ms, core.connect_at_ms - now_ms)
+                self._gone.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._gone.wait(), max(pause_ms, 1) / 1000)
+        finally:
+            if connecting is not None:
+                connecting.cancel()
+                await asyncio.wait({connecting})
+
+    def _ended(self, runner: asyncio.Task[None]) -> None:
+        """Leave no call waiting for a connection that nobody makes any more."""
+        failure = None if runner.cancelled() else runner.exception()
+        if failure is not None:
+            log.error("the client's connection can't be run any more", exc_info=failure)
+            self._fail(ServerUnreachable(f"the client failed: {failure!r}"))
+        elif self.core.phase is not Phase.CLOSED:
+            self._fail(BrokerClosed("the client was closed"))
+
+    def _fail(self, error: PenstockError) -> None:
+        """End for good."""
+        self.core.close(error)
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        self._flush()
+
+    @property
+    def _where(self) -> str:
+        return f"{self.target.host}:{self.target.port}"
 
     @property
     def _patience_ms(self) -> int:
@@ -173,12 +230,42 @@ class Link(asyncio.Protocol):
 
     async def _connect(self) -> None:
         host, port, tls = self.target
+        new = not self._ready.done()
+        if new and self._suspect and await self._speaks_tls():
+            text = f"{self._where} speaks TLS: connect to penstocks://{self._where}, or with tls="
+            self._fail(ServerUnreachable(text))
+            return
         try:
             await asyncio.wait_for(
                 self.loop.create_connection(lambda: self, host, port, ssl=tls), CONNECT_SECONDS
             )
-        except (OSError, TimeoutError) as error:
-            self.core.lost(str(error) or type(error).__name__, self.now_ms())
+        except Exception as error:
+            why = str(error) or type(error).__name__
+            if new and isinstance(error, UnicodeError):
+                self._fail(InvalidUrl(f"{host!r:.200} can't be the name of a host: {why}"))
+            elif new and isinstance(error, ssl.SSLError) and not isinstance(error, _CUT_OFF):
+                # A server that came back with a wrong certificate may yet be mended; one that
+                # was never right is told at once.
+                self._fail(ServerUnreachable(f"no TLS with {self._where}: {why}"))
+            else:
+                self.core.lost(why, self.now_ms())
+
+    async def _speaks_tls(self) -> bool:
+        """Try whether a server that ended a greeting without a word wants TLS."""
+        self._suspect = False
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        host, port, _ = self.target
+        try:
+            transport, _ = await asyncio.wait_for(
+                self.loop.create_connection(asyncio.Protocol, host, port, ssl=context),
+                PROBE_SECONDS,
+            )
+        except (OSError, TimeoutError):
+            return False
+        transport.close()
+        return True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin with a greeting."""
@@ -203,6 +290,8 @@ class Link(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Settle what was under way; the runner connects again."""
         self._transport = None
+        if self.core.phase is Phase.GREETING and self.target.tls is None:
+            self._suspect = True
         why = self.core.why if self.core.hang_up else str(exc or "the server closed it")
         self.core.lost(why, self.now_ms())
         self._gone.set()
@@ -214,7 +303,7 @@ class Link(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         """Send what was kept."""
-        self.core.resume()
+        self.core.resume(self.now_ms())
         self._flush()
 
     def _soon(self) -> None:

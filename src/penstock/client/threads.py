@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
+import queue as queues
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from penstock.client.calls import Call
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
     from penstock.model import Delivery
 
 __all__ = ["Client", "Consumer", "Keep", "connect"]
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
@@ -53,7 +59,7 @@ def connect(
 class _Waiter:
     """Where a thread waits for one result."""
 
-    __slots__ = ("_lock", "error", "pending", "result")
+    __slots__ = ("_lock", "error", "over", "pending", "result")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,9 +67,11 @@ class _Waiter:
         self.result: Any = None
         self.error: BaseException | None = None
         self.pending: Any = None
+        self.over = False
 
     def told(self, result: Any, error: BaseException | None) -> None:
         self.result, self.error = result, error
+        self.over = True
         self._lock.release()
 
     def wait(self) -> Any:
@@ -73,8 +81,37 @@ class _Waiter:
         return self.result
 
 
+class _Teller:
+    """Calls callbacks one after the other, on a thread that is made for the first of them."""
+
+    def __init__(self) -> None:
+        self._told: queues.SimpleQueue[tuple[OnLost, Delivery] | None] = queues.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def tell(self, on_lost: OnLost, delivery: Delivery) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="penstock-told", daemon=True)
+            self._thread.start()
+        self._told.put((on_lost, delivery))
+
+    def stop(self) -> None:
+        """End once everything has been told."""
+        self._told.put(None)
+
+    def _run(self) -> None:
+        while (each := self._told.get()) is not None:
+            on_lost, delivery = each
+            try:
+                on_lost(delivery)
+            except Exception:
+                log.exception("on_lost failed")
+
+
 class Client(Verbs, Waiting):
-    """A broker at the other end of a connection. Thread-safe; close it, or use ``with``."""
+    """A broker at the other end of a connection. Thread-safe; close it, or use ``with``.
+
+    It belongs to the process that made it: after ``fork()`` the child must connect anew.
+    """
 
     def __init__(self, target: Target, options: Options, clock: Clock) -> None:
         """Connect: use :func:`penstock.connect`."""
@@ -82,6 +119,8 @@ class Client(Verbs, Waiting):
         self._inbox: list[tuple[Call[Any], _Waiter]] = []
         self._guard = threading.Lock()
         self._closed = False
+        self._pid = os.getpid()
+        self._teller = _Teller()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="penstock-client", daemon=True
         )
@@ -106,6 +145,10 @@ class Client(Verbs, Waiting):
 
     def close(self) -> None:
         """Let go of the connection. Calls that are under way raise."""
+        if os.getpid() != self._pid:
+            # The connection is the parent's.
+            return
+        self._check_here()
         with self._guard:
             if self._closed:
                 return
@@ -118,6 +161,7 @@ class Client(Verbs, Waiting):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._teller.stop()
 
     # --- between the threads -----------------------------------------------------------------
 
@@ -137,8 +181,16 @@ class Client(Verbs, Waiting):
         except StopIteration as end:
             return end.value
 
+    def _check_here(self) -> None:
+        """Refuse what would wait for ever: there is no loop to answer, or it is this thread's."""
+        if os.getpid() != self._pid:
+            raise BrokerClosed("the client was made before fork(): connect anew in the child")
+        if threading.get_ident() == self._thread.ident:
+            raise BrokerClosed("the client can't be called on the thread of its own loop")
+
     def _wait(self, call: Call[R]) -> R:
         """Hand a call over to the loop's thread, and wait for its result."""
+        self._check_here()
         waiter = _Waiter()
         with self._guard:
             if self._closed:
@@ -150,8 +202,10 @@ class Client(Verbs, Waiting):
                 self._loop.call_soon_threadsafe(self._drain)
         try:
             result: R = waiter.wait()
-        except KeyboardInterrupt:
-            self._loop.call_soon_threadsafe(self._abandon, waiter)
+        except BaseException as error:
+            if error is not waiter.error:
+                # An interrupt, or whatever a handler of signals raises.
+                self._tell_loop(self._abandon, call, waiter)
             raise
         return result
 
@@ -161,11 +215,24 @@ class Client(Verbs, Waiting):
         for call, waiter in inbox:
             waiter.pending = self._link.start(call, waiter.told)
 
-    def _abandon(self, waiter: _Waiter) -> None:
-        self._link.forget(waiter.pending)
+    def _abandon(self, call: Call[Any], waiter: _Waiter) -> None:
+        if waiter.over:
+            self._link.give_back(call, waiter.result)
+        else:
+            self._link.forget(waiter.pending)
+
+    def _tell_loop(self, act: Callable[..., None], *args: Any) -> None:
+        """Have something done on the loop's thread; a loop that is closed has no use for it."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(act, *args)
 
     def _do(self, work: Coroutine[Any, Any, R], *, closing: bool = False) -> R:
         """Run a coroutine on the loop's thread."""
+        try:
+            self._check_here()
+        except BrokerClosed:
+            work.close()
+            raise
         if self._closed and not closing:
             work.close()
             raise BrokerClosed("the client is closed")
@@ -189,9 +256,11 @@ class Client(Verbs, Waiting):
         """Extend leases in the background, inside ``with``, until they are settled.
 
         ``lease_ms`` is what each extension gives, by default the queue's lease. ``on_lost`` is
-        called, on the client's thread, with a delivery whose lease was lost in spite of it.
+        called, one at a time on a thread for this alone, with a delivery whose lease was lost in
+        spite of it.
         """
-        return Keep(self, self._do(_holder(self._link, on_lost)), deliveries, lease_ms)
+        told = self._told_apart(on_lost)
+        return Keep(self, self._do(_holder(self._link, told)), deliveries, lease_ms)
 
     def consume(
         self,
@@ -214,10 +283,14 @@ class Client(Verbs, Waiting):
                 prefetch=prefetch,
                 lease_ms=lease_ms,
                 consumer=consumer,
-                on_lost=on_lost,
+                on_lost=self._told_apart(on_lost),
             )
         )
         return Consumer(self, fetcher)
+
+    def _told_apart(self, on_lost: OnLost | None) -> OnLost | None:
+        """Keep callbacks off the loop's thread: there they could neither call nor wait."""
+        return None if on_lost is None else partial(self._teller.tell, on_lost)
 
 
 class Keep:
@@ -288,14 +361,17 @@ class Consumer:
         return self
 
     def __next__(self) -> Delivery:
+        client, fetcher = self._client, self._fetcher
+        client._check_here()  # noqa: SLF001
         if not self._open:
-            self._client._do(self._fetcher.open())  # noqa: SLF001
+            client._do(fetcher.open())  # noqa: SLF001
             self._open = True
-        delivery = self._fetcher.pop()
+        delivery = fetcher.pop()
         if delivery is None:
-            return self._client._do(self._fetcher.get())  # noqa: SLF001
-        if self._fetcher.wants_more:
-            self._client._loop.call_soon_threadsafe(self._fetcher.wake)  # noqa: SLF001
+            delivery = client._do(fetcher.get())  # noqa: SLF001
+        elif fetcher.wants_more:
+            client._loop.call_soon_threadsafe(fetcher.wake)  # noqa: SLF001
+        fetcher.handed()
         return delivery
 
     def close(self) -> None:

@@ -6,7 +6,14 @@ from typing import Final
 
 import click
 
-from penstock.commands.common import emit_json, open_store, plain, show_table, store_option
+from penstock.commands.common import (
+    emit_json,
+    open_store,
+    open_to_look,
+    plain,
+    show_table,
+    store_option,
+)
 
 __all__ = ["commands"]
 
@@ -20,8 +27,12 @@ def check(ctx: click.Context, store: str, *, repair: bool, as_json: bool) -> Non
 
     Ends with 1 if anything is wrong, and not repaired.
     """
-    with open_store(store) as broker:
-        report = broker.check(repair=repair)
+    if repair:
+        with open_store(store) as broker:
+            report = broker.check(repair=True)
+    else:
+        with open_to_look(store) as looked_at:
+            report = looked_at.check()
     if as_json:
         emit_json({"ok": report.ok, **plain(report)})
     else:

@@ -96,7 +96,7 @@ def read_only_option(command: _Command) -> _Command:
     )(command)
 
 
-def open_to_look(url: str, *, read_only: bool) -> penstock.Broker | Reader:
+def open_to_look(url: str, *, read_only: bool = False) -> penstock.Broker | Reader:
     """Open a store for looking: where opening it would take it over, by a reader."""
     if read_only or url.startswith("slatedb+"):
         return penstock.open_reader(url)

@@ -78,7 +78,7 @@ def _given(settings: dict[str, Any]) -> dict[str, Any]:
 @store_option
 def list_queues(store: str, *, as_json: bool) -> None:
     """List the queues."""
-    with open_store(store) as broker:
+    with open_to_look(store) as broker:
         specs = broker.queues()
         counted = [(spec, broker.stats(spec.name)) for spec in specs]
     if as_json:

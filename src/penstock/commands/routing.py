@@ -11,6 +11,7 @@ from penstock.commands.common import (
     duration,
     emit_json,
     open_store,
+    open_to_look,
     plain,
     progress_bar,
     show_table,
@@ -34,7 +35,7 @@ def log_group() -> None:
 @store_option
 def log_stats(store: str, *, as_json: bool) -> None:
     """Show offsets, logs, cursors and retention."""
-    with open_store(store) as broker:
+    with open_to_look(store) as broker:
         stats = broker.log_stats()
     _show_stats(stats, as_json=as_json)
 
@@ -57,7 +58,7 @@ def configure(store: str, logs: int | None, retention: int | None, *, as_json: b
 @store_option
 def read(store: str, number: int, begin: int, limit: int, *, as_json: bool) -> None:
     """Show what was published, in order."""
-    with open_store(store) as broker:
+    with open_to_look(store) as broker:
         page = broker.read_log(number, begin=begin, limit=limit)
     if as_json:
         emit_json(page.records)

@@ -3,6 +3,7 @@
 ::
 
     00 | "layout"      MessagePack [version, names of the tables]: a table's byte is its place + 1
+    00 | "beat"        nothing; written so that the log goes on, as a sign of life
     nn | key           a row of table nn
 
 Commits go to the library's memory, where reads find them; :meth:`SlateEngine.sync` writes the
@@ -10,7 +11,9 @@ write-ahead log to the store, one object for everything since the last. The libr
 by itself, so that each write of the log is paid for by a verb that waits for it.
 
 One writer owns a database. A second that opens it fences the first: whatever that one then writes
-is refused by the store, by a conditional PUT, and it finds out at its next sync or poll.
+is refused by the store, by a conditional PUT, and it finds out at its next sync or poll. An owner
+that has nothing to write writes a *beat* now and then: who watches its log
+(:mod:`~penstock.kv.slatedb_watch`) can tell that it is there.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from penstock.kv.slatedb_cache import ReadCache
 from penstock.kv.slatedb_calls import CallTimeout, call, filled
 from penstock.kv.slatedb_place import WalFiles, fenced, translate, translate_open
 from penstock.kv.slatedb_rows import SILENCE_S, Rows, SlateBatch, SlateTable, SlateView
-from penstock.limits import READ_CACHE_BYTES
+from penstock.limits import HEARTBEAT_MS, READ_CACHE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -59,6 +62,7 @@ T = TypeVar("T")
 FLUSH_MS: Final[Mapping[str, int]] = {"file": 0, "s3": 20}
 _LAYOUT_KEY: Final = b"\0layout"
 _LAYOUT: Final = 1
+_BEAT_KEY: Final = b"\0beat"
 _WATCH_S: Final = 0.25
 _BLOCK_CACHE_BYTES: Final = 64 << 20
 _RANGE_PAGE: Final = 256
@@ -110,6 +114,7 @@ class SlateEngine:
         self._seconds = SystemClock().seconds
         self._flush_s = (FLUSH_MS[place.kind] if flush_ms is None else flush_ms) / 1000
         self._flushed_at = 0.0
+        self._beat_at = self._seconds()
         # Objects of the log since the last file of rows.
         self._log_objects = 0
         self._lost: Callable[[PenstockError], None] | None = None
@@ -298,8 +303,25 @@ class SlateEngine:
                 self._lose(StorageFailed(f"{self.place}: SlateDB has stopped: {reason.name}"))
             elif self._log_objects >= _LONG_LOG:
                 self._shorten_log()
+            else:
+                self._beat()
         if self._lost is not None:
             self._lost(self._failure)
+
+    def _beat(self) -> None:
+        """Give a sign of life, unless the log has been written of late or is being written."""
+        now = self._seconds()
+        if now - max(self._flushed_at, self._beat_at) < HEARTBEAT_MS / 1000:
+            return
+        self._beat_at = now
+        if self._syncing.locked():
+            return
+        # Nobody is promised anything by it: if it fails, nothing is in doubt. Not by sync(), for
+        # whose lock a verb would have to wait.
+        with contextlib.suppress(Error, CallTimeout):
+            call(self._db.write(filled([(_BEAT_KEY, b"\1")])), SILENCE_S)
+            call(self._db.flush_with_options(_TO_LOG), SILENCE_S)
+            self._log_objects += 1
 
     def _shorten_log(self) -> None:
         """Have what is in memory written to a file of rows, while commits go on."""

@@ -2,7 +2,7 @@
 
 ::
 
-    DEST.part-PID   checkpoint, mark, fsync of everything   ── rename ──▶   DEST
+    DEST.part-ID    checkpoint, mark, fsync of everything   ── rename ──▶   DEST
 
 A crash leaves at most a ``.part-`` directory, which can be removed.
 """
@@ -10,6 +10,7 @@ A crash leaves at most a ``.part-`` directory, which can be removed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import penstock
+from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, PenstockError, StorageFailed, StoreMismatch
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 def backup(broker: Broker, target: Path) -> int:
     """Copy an open store to a directory that is not there yet; return the size in bytes."""
     if target.exists():
-        raise InvalidInput(f"{target} is there already: name a directory that is not")
+        raise _taken(target)
     with _arriving(target) as partial:
         broker.checkpoint(partial)
         # Without its mark a directory is not taken for a store.
@@ -78,13 +80,13 @@ def restore(source: Path, target: Path) -> int:
 @contextlib.contextmanager
 def _arriving(target: Path) -> Iterator[Path]:
     """Give a place beside the target, which becomes the target if all goes well."""
-    partial = target.with_name(f"{target.name}.part-{os.getpid()}")
+    # A name of its own: others may be about to write the same target, from any process.
+    partial = target.with_name(f"{target.name}.part-{SystemClock().lease_id().hex()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
         try:
             yield partial
-            partial.rename(target)
+            _place(partial, target)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -93,6 +95,19 @@ def _arriving(target: Path) -> Iterator[Path]:
         raise
     except OSError as error:
         raise StorageFailed(f"can't write {target}: {error}") from error
+
+
+def _place(partial: Path, target: Path) -> None:
+    try:
+        partial.rename(target)
+    except OSError as error:
+        if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
+            raise _taken(target) from None
+        raise
+
+
+def _taken(target: Path) -> InvalidInput:
+    return InvalidInput(f"{target} is there already: name a directory that is not")
 
 
 def _sync(directory: Path) -> int:

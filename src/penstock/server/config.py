@@ -94,6 +94,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     dedup_window: Annotated[Duration, _about("How long a dedup id is remembered.")] = Duration(
         300_000
     )
+    standby: Annotated[
+        bool, _about("Wait until a store on object storage has no owner, then take it over.")
+    ] = False
+    standby_after: Annotated[
+        Duration, _about("How long the owner gives no sign of life before it is taken for gone.")
+    ] = Duration(6_000)
     account_id: Annotated[
         str, _about("The account in the ARNs and URLs of SQS queues.", pattern=r"^[0-9]{12}$")
     ] = "000000000000"
@@ -103,6 +109,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     sqs_url: Annotated[
         str, _about("What SQS queue URLs begin with; empty: the address that was asked.")
     ] = ""
+    sqs_done_retention: Annotated[
+        Duration, _about("How long queues that are made over SQS remember deleted messages.")
+    ] = Duration(3_600_000)
     listen_native: Annotated[Address, _about("Where to serve native clients.")] = Address(
         "127.0.0.1:8814"
     )
@@ -124,7 +133,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     tls_client_ca: Annotated[str, _about("Who signs the clients' certificates: mutual TLS.")] = ""
     auth_mode: Annotated[
         Literal["auto", "off", "required"],
-        _about("Who needs a key: auto asks unless only this machine can connect."),
+        _about("Who needs a key: auto (unless only this machine can connect), off or required."),
     ] = "auto"
     auth_keys: Annotated[str, _about("The keys file; 'penstock keys' writes it.")] = ""
     backup_directory: Annotated[str, _about("Where 'penstock backup --server' may write.")] = ""
@@ -345,6 +354,11 @@ def _check(config: Config) -> None:
         raise InvalidInput("tls.client_ca asks clients for certificates: give tls.certificate too")
     if not 1 <= config.dedup_window <= limits.MAX_DEDUP_WINDOW_MS:
         raise InvalidInput(f"dedup_window is 1 to {limits.MAX_DEDUP_WINDOW_MS} ms")
+    if config.standby_after < limits.MIN_STANDBY_AFTER_MS:
+        raise InvalidInput(
+            f"standby_after is at least {limits.MIN_STANDBY_AFTER_MS} ms: an owner with nothing "
+            f"else to write gives a sign of life every {limits.HEARTBEAT_MS} ms"
+        )
 
 
 def authenticates(config: Config) -> bool:

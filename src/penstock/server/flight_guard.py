@@ -32,6 +32,8 @@ _BY_QUEUE: Final = {"active", "done", "failed", "attempts", "groups"}
 # Actions that only look; all others change something.
 _LOOKS: Final = {"info", "log_stats", "route_plan", "filters", "backfill_plan", "watermarks"}
 _LOOKING: Final = {*_LOOKS, "stats"}
+# Here the caller says which messages a queue gets, whatever its filter: as good as any filter.
+_FILLS: Final = (wire.FillStage, wire.RestoreCommand, wire.CommitFill)
 
 
 class Call(fl.ServerMiddleware):  # type: ignore[misc]
@@ -185,7 +187,7 @@ class GuardedFlightService(FlightService):
         with translated():
             command = wire.decode(descriptor.command or b"", PUTS, "command")
             if not isinstance(command, wire.PublishCommand):
-                _principal(context).check("admin", getattr(command, "queue", None))
+                _principal(context).check("admin", _touched(command))
         super().do_put(context, descriptor, reader, writer)
 
     def publishing(self, context: fl.ServerCallContext) -> Any:
@@ -201,10 +203,15 @@ class GuardedFlightService(FlightService):
             call.operation = action.type
             with translated():
                 command = wire.decode(action.body.to_pybytes(), known[0], action.type)
-                queue = getattr(command, "queue", None)
-                call.principal.check_any(_READ if action.type in _LOOKING else ("admin",), queue)
+                actions = _READ if action.type in _LOOKING else ("admin",)
+                call.principal.check_any(actions, _touched(command))
         results: list[fl.Result] = super().do_action(context, action)
         return results
+
+
+def _touched(command: Any) -> str | None:
+    """Return the queue that a command is about; None if it concerns all of them."""
+    return None if isinstance(command, _FILLS) else getattr(command, "queue", None)
 
 
 def _principal(context: fl.ServerCallContext) -> Principal:

@@ -14,14 +14,17 @@ from penstock.server.http_types import Handler, HttpBounds, Request, Response
 from penstock.server.http_wire import Connection
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from ssl import SSLContext
 
 __all__ = ["Handler", "Http", "HttpBounds", "Request", "Response"]
 
 
 class Http:
-    """A listener: hands requests to the handler of their method and path, or to the fallback."""
+    """A listener: hands requests to the handler of their method and path, or to the fallback.
+
+    A ``guard`` may refuse any request before that, by giving an answer.
+    """
 
     def __init__(
         self,
@@ -32,11 +35,15 @@ class Http:
         port: int = 0,
         tls: SSLContext | None = None,
         bounds: HttpBounds | None = None,
+        guard: Callable[[Request], Response | None] | None = None,
     ) -> None:
         self.bounds = bounds or HttpBounds()
         self.secure = tls is not None
         self._routes = dict(routes)
         self._fallback = fallback
+        if guard is not None:
+            self._routes = {key: _guarded(guard, each) for key, each in routes.items()}
+            self._fallback = _guarded(guard, fallback)
         self._place = (host, port)
         self._tls = tls
         self._server: asyncio.Server | None = None
@@ -114,3 +121,7 @@ class Http:
             bounds.first_byte_ms, bounds.request_ms, bounds.idle_ms, bounds.stalled_write_ms
         )
         self._watch = loop.call_later(min(0.5, shortest_ms / 4000), self._look_around)
+
+
+def _guarded(guard: Callable[[Request], Response | None], handler: Handler) -> Handler:
+    return lambda request: guard(request) or handler(request)

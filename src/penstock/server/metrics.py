@@ -254,11 +254,16 @@ def _store(broker: Broker) -> Iterator[Metric]:
 
 def healthy(broker: Broker) -> bool:
     """Whether the store is open and what is written becomes durable."""
+    return failure(broker) is None
+
+
+def failure(broker: Broker) -> PenstockError | None:
+    """Return what is wrong with the store, if anything is."""
     failures: list[PenstockError | None] = []
     try:
         # Of nothing the answer comes at once: whether syncing has failed before.
         broker.tell(0, failures.append)
         broker.info()
-    except PenstockError:
-        return False
-    return failures == [None]
+    except PenstockError as error:
+        return error
+    return failures[0]

@@ -1,7 +1,8 @@
 """Serves native clients: connections, what bounds them, and how they end.
 
 A connection is read only while what it has asked for is within bounds and it takes its answers;
-answers that are ready in one turn of the loop are written together. The verbs themselves, and who
+answers that are ready in one turn of the loop are written together. What is claimed for who takes
+no answers goes back, and is claimed anew once it does. The verbs themselves, and who
 may use them, are in :mod:`penstock.server.native_verbs`.
 """
 
@@ -35,8 +36,11 @@ log = logging.getLogger(__name__)
 JANITOR_SECONDS: Final = 1.0
 # How long the other side has to read a farewell before the connection is closed under it.
 LINGER_SECONDS: Final = 1.0
+WANTS_A_KEY: Final = "this server wants a key: token='KEY:SECRET'"
 # Answers to these hold messages, of which nobody knows the size before.
 WITH_MESSAGES: Final = frozenset({wire.Claim, wire.Browse})
+# The window that clients take for granted; a shorter one is told.
+DEDUP_WINDOW_MS: Final = 300_000
 # What every connection may have waiting, however much others have.
 OWN_BUFFERED_BYTES: Final = 1024 * 1024
 # What a message of an answer is taken to weigh while none has been seen.
@@ -129,6 +133,9 @@ class NativeListener:
             "waiting_claims": limits.MAX_WAITING_CLAIMS,
             "idle_ms": limits.MAX_IDLE_MS,
         }
+        window_ms = self.desk.broker.dedup_window_ms
+        if window_ms < DEDUP_WINDOW_MS:
+            bounds["dedup_window_ms"] = window_ms
         return wire.Welcome(min(version, wire.VERSION), self._name, self.store_id, bounds)
 
     def who(self, token: str) -> Principal | None:
@@ -159,10 +166,14 @@ class Connection(asyncio.Protocol):
         self._bytes_at_work = 0
         # Claims that may wait, by the id of their request.
         self._claims: dict[int, Future[Any]] = {}
+        # Claims that were taken back from the desk, and requests to begin again, for want of room.
+        self._recalled: set[int] = set()
+        self._held: list[wire.Request] = []
         # What was not begun yet when the connection ends, nobody needs.
         self._calls: set[Future[Any]] = set()
         self._message_bytes = UNKNOWN_MESSAGE_BYTES
         self._out: list[bytes] = []
+        self._out_bytes = 0
         self._flushing = False
         self._buffered = 0
         self._reading = True
@@ -174,7 +185,8 @@ class Connection(asyncio.Protocol):
     @property
     def busy(self) -> bool:
         """Whether something is in hand or unsent."""
-        return bool(self._at_work or self._claims or self._out or self._stuck_since is not None)
+        in_hand = self._at_work or self._claims or self._held or self._out
+        return bool(in_hand) or self._stuck_since is not None
 
     # --- called by the loop --------------------------------------------------------------------
 
@@ -196,9 +208,9 @@ class Connection(asyncio.Protocol):
         self._reader = FrameReader(1)
         self._account()
         self._out.clear()
-        claims, self._claims = self._claims, {}
-        for future in [*claims.values(), *self._calls]:
+        for future in list(self._calls):
             future.cancel()
+        self._let_claims_go()
 
     def data_received(self, data: bytes) -> None:
         """Take bytes in whatever pieces."""
@@ -219,6 +231,9 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """Go on where it stopped."""
         self._stuck_since = None
+        held, self._held = self._held, []
+        for request in held:
+            self._start(request, 1)
         self._work()
         self._account()
 
@@ -266,7 +281,8 @@ class Connection(asyncio.Protocol):
         principal = self._listener.who(hello.token)
         if principal is None:
             log.warning("a native client was refused: no such key")
-            self._farewell(NotAllowed("this server wants a key: token='KEY:SECRET'"), final=True)
+            text = "the key is not known, or its secret is another" if hello.token else WANTS_A_KEY
+            self._farewell(NotAllowed(text), final=True)
             return
         self._principal, self._token = principal, hello.token
         self._reader.max_frame_bytes = limits.MAX_FRAME_BYTES
@@ -274,11 +290,14 @@ class Connection(asyncio.Protocol):
 
     def _begin(self, frame: memoryview) -> None:
         request = wire.read_request(frame)
-        verb = VERBS.get(type(request))
-        if verb is None or self._leaving or isinstance(request, wire.Failure):
+        if type(request) not in VERBS or self._leaving or isinstance(request, wire.Failure):
             self._answer_at_once(request)
-            return
-        began = self._loop.time() if self._listener.metrics is not None else 0.0
+        else:
+            self._start(request, len(frame))
+
+    def _start(self, request: wire.Request, size: int) -> None:
+        verb = VERBS[type(request)]
+        began = self._loop.time()
         waits = type(request) is wire.Claim and request.wait_ms > 0
         try:
             if self._principal is not ANYONE:
@@ -293,7 +312,7 @@ class Connection(asyncio.Protocol):
         if waits:
             self._claims[request.id] = future
         else:
-            weight = verb.weight(request, self._message_bytes) + len(frame)
+            weight = verb.weight(request, self._message_bytes) + size
             self._at_work += 1
             self._bytes_at_work += weight
             if not verb.at_the_desk:
@@ -333,8 +352,10 @@ class Connection(asyncio.Protocol):
             self._calls.discard(future)
         else:
             self._claims.pop(request.id, None)
-        if self._transport is None:
-            self._nobody_there(request, future)
+        if self._transport is None or self._deaf:
+            self._nobody_there(request, future, "the consumer has gone")
+            return
+        if self._holds_back(request, began, future):
             return
         error = None if future.cancelled() else future.exception()
         if error is None:
@@ -347,9 +368,47 @@ class Connection(asyncio.Protocol):
             self._fail(request, error, began)
         elif self._listener.metrics is not None:
             self._count(request, began, "ok")
+        if self._stuck_since is not None and not weight:
+            self._recall()
         if not self._reading:
             self._work()
             self._account()
+
+    def _holds_back(self, request: wire.Request, began: float, future: Future[Any]) -> bool:
+        """Put off a request whose answer finds no room; say whether it was."""
+        recalled = request.id in self._recalled and future.cancelled()
+        self._recalled.discard(request.id)
+        if not recalled:
+            full = self._stuck_since is not None and self._unsent > limits.MAX_BYTES_AT_WORK
+            if not full or type(request) not in WITH_MESSAGES:
+                return False
+            if future.cancelled() or future.exception() is not None:
+                return False
+            self._nobody_there(request, future, "the consumer does not take its answers")
+        if isinstance(request, wire.Claim):
+            waited_ms = int((self._loop.time() - began) * 1000)
+            request.wait_ms = max(0, request.wait_ms - waited_ms)
+        if self._leaving:
+            self._write(self._encoder.frame(wire.Undone(request.id)))
+        elif self._stuck_since is None:
+            self._start(request, 1)
+        else:
+            self._held.append(request)
+        return True
+
+    def _recall(self) -> None:
+        """Have nothing more claimed for who does not read; what waits begins again afterwards."""
+        for request_id, future in list(self._claims.items()):
+            if future.cancel():
+                self._recalled.add(request_id)
+
+    def _let_claims_go(self) -> None:
+        """Forget claims for good: what comes for them goes to somebody else."""
+        self._held.clear()
+        self._recalled.clear()
+        claims, self._claims = self._claims, {}
+        for future in claims.values():
+            future.cancel()
 
     def _write_result(self, request: wire.Request, result: Any) -> None:
         frames = self._encoder.result(request.id, result)
@@ -360,13 +419,13 @@ class Connection(asyncio.Protocol):
             seen = sum(map(len, frames)) // max(1, len(result))
             self._message_bytes = max(seen, (self._message_bytes + seen) // 2)
 
-    def _nobody_there(self, request: wire.Request, future: Future[Any]) -> None:
-        """Give back at once what was claimed for who has gone."""
+    def _nobody_there(self, request: wire.Request, future: Future[Any], reason: str) -> None:
+        """Give back at once what was claimed for who can't be told."""
         if future.cancelled() or future.exception() is not None:
             return
         if isinstance(request, wire.Claim) and future.result():
             receipts = [each.receipt for each in future.result()]
-            back = self._desk.release(receipts, delay_ms=0, reason="the consumer has gone")
+            back = self._desk.release(receipts, delay_ms=0, reason=reason)
             back.add_done_callback(lambda done: done.exception())
 
     def _fail(self, request: wire.Request, error: BaseException, began: float) -> None:
@@ -383,15 +442,26 @@ class Connection(asyncio.Protocol):
 
     # --- writing -------------------------------------------------------------------------------
 
+    @property
+    def _unsent(self) -> int:
+        waiting = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return self._out_bytes + waiting
+
     def _write(self, frame: bytes) -> None:
+        if self._deaf:
+            return
         self._out.append(frame)
-        if not self._flushing:
+        self._out_bytes += len(frame)
+        if self._out_bytes > limits.MAX_UNSENT_BYTES:
+            # At once, so that what comes next knows whether there is room for it.
+            self._flush()
+        elif not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flushing = False
-        out, self._out = self._out, []
+        out, self._out, self._out_bytes = self._out, [], 0
         if self._transport is not None and out:
             self._transport.write(out[0] if len(out) == 1 else b"".join(out))
 
@@ -405,6 +475,9 @@ class Connection(asyncio.Protocol):
         )
         for future in list(self._claims.values()):
             future.cancel()
+        held, self._held = self._held, []
+        for request in held:
+            self._write(self._encoder.frame(wire.Undone(request.id)))
 
     def close(self) -> None:
         """Send what is ready, then close."""
@@ -428,6 +501,7 @@ class Connection(asyncio.Protocol):
         # What still comes is read and dropped: closing over unread bytes would take the farewell
         # back before it is read.
         self._deaf = True
+        self._let_claims_go()
         self._reader = FrameReader(1)
         if self._transport is not None:
             if self._transport.can_write_eof():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock.errors import NotAllowed
 from penstock.gateways.native import wire
-from penstock.server.security import check_publish
+from penstock.server.security import check_publish, check_settings, check_target
 
 if TYPE_CHECKING:
     from asyncio import Future
@@ -73,9 +73,17 @@ def _administers(principal: Principal, request: Any) -> None:
     principal.check("admin", getattr(request, "queue", None) or getattr(request, "name", None))
 
 
+def _creates(principal: Principal, request: wire.CreateQueue) -> None:
+    check_settings(principal, request.name, request.settings)
+
+
+def _updates(principal: Principal, request: wire.UpdateQueue) -> None:
+    check_settings(principal, request.name, request.changes)
+
+
 def _moves(principal: Principal, request: wire.Move) -> None:
     principal.check("admin", request.queue)
-    principal.check("admin", request.to)
+    check_target(principal, request.to)
 
 
 def _looks(principal: Principal, _request: Any) -> None:
@@ -91,6 +99,11 @@ def _looks_at(principal: Principal, request: wire.Queue) -> None:
 
 def _at_once(work: Callable[[Broker, Any], Any]) -> Callable[[Desk, Any], Future[Any]]:
     return lambda desk, request: desk.call(lambda broker: work(broker, request))
+
+
+def _in_time(work: Callable[[Broker, Any], Any]) -> Callable[[Desk, Any], Future[Any]]:
+    """Do what may take as long as there are messages."""
+    return lambda desk, request: desk.call(lambda broker: work(broker, request), long=True)
 
 
 def _browse(broker: Broker, request: wire.Browse) -> wire.Entries:
@@ -162,22 +175,20 @@ VERBS: Final[dict[type[Any], _Verb]] = {
     wire.StoreStats: _Verb(_looks, _at_once(lambda b, _: b.store_stats())),
     wire.Queues: _Verb(_looks, _at_once(lambda b, _: b.queues())),
     wire.Queue: _Verb(_looks_at, _at_once(lambda b, r: b.queue(r.name))),
-    wire.CreateQueue: _Verb(
-        _administers, _at_once(lambda b, r: b.create_queue(r.name, **r.settings))
-    ),
+    wire.CreateQueue: _Verb(_creates, _at_once(lambda b, r: b.create_queue(r.name, **r.settings))),
     wire.UpdateQueue: _Verb(
-        _administers,
+        _updates,
         _at_once(lambda b, r: b.update_queue(r.name, from_offset=r.from_offset, **r.changes)),
     ),
     wire.DeleteQueue: _Verb(
-        _administers, _at_once(lambda b, r: b.delete_queue(r.name, drain=r.drain))
+        _administers, _in_time(lambda b, r: b.delete_queue(r.name, drain=r.drain))
     ),
     wire.Redrive: _Verb(
         _administers,
-        _at_once(lambda b, r: b.redrive(r.queue, message_ids=r.message_ids, where=r.where)),
+        _in_time(lambda b, r: b.redrive(r.queue, message_ids=r.message_ids, where=r.where)),
     ),
-    wire.Purge: _Verb(_administers, _at_once(lambda b, r: b.purge(r.queue, states=r.states))),
-    wire.Move: _Verb(_moves, _at_once(_move)),
+    wire.Purge: _Verb(_administers, _in_time(lambda b, r: b.purge(r.queue, states=r.states))),
+    wire.Move: _Verb(_moves, _in_time(_move)),
     wire.ReadLog: _Verb(
         _looks,
         _at_once(lambda b, r: b.read_log(r.log, begin=r.begin, limit=r.limit)),
@@ -188,7 +199,7 @@ VERBS: Final[dict[type[Any], _Verb]] = {
         _at_once(lambda b, r: b.assign(r.log, r.cursor, r.assignments, epoch=r.epoch)),
     ),
     wire.TakeEpoch: _Verb(_administers, _at_once(lambda b, _: b.take_epoch())),
-    wire.Backfill: _Verb(_administers, _at_once(_backfill)),
+    wire.Backfill: _Verb(_administers, _in_time(_backfill)),
     wire.ConfigureLog: _Verb(
         _administers,
         _at_once(lambda b, r: b.configure_log(logs=r.logs, retention_ms=r.retention_ms)),

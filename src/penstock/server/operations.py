@@ -7,7 +7,7 @@ are keys: one that may consume or admin all queues to look, and admin all queues
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from penstock.server.serving import Server
 
 __all__ = ["routes"]
+
+_READY_SECONDS: Final = 0.1
 
 
 class _Backup(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,13 +51,25 @@ class _Pages:
         self._server = server
         self._page: asyncio.Future[bytes] | None = None
         self._page_until = 0.0
+        self._probe: asyncio.Future[bool] | None = None
+        self._probe_until = 0.0
 
     async def ready(self, _: Request) -> Response:
         """Say whether requests are welcome."""
-        # Asked on a thread: the store may be busy for a moment.
-        if await asyncio.to_thread(lambda: self._server.ready):
+        # Asked on a thread, since the store may be busy for a moment; those who ask meanwhile share
+        # the answer, so that they never keep more than one thread waiting.
+        loop = asyncio.get_running_loop()
+        if self._probe is None or (self._probe.done() and loop.time() > self._probe_until):
+            self._probe = asyncio.ensure_future(asyncio.to_thread(lambda: self._server.ready))
+            self._probe.add_done_callback(self._probed)
+        if await asyncio.shield(self._probe):
             return Response(body=b"ready\n")
         return Response(503, b"not ready\n")
+
+    def _probed(self, probe: asyncio.Future[bool]) -> None:
+        self._probe_until = asyncio.get_running_loop().time() + _READY_SECONDS
+        if not probe.cancelled():
+            probe.exception()
 
     async def metrics(self, request: Request) -> Response:
         """Show what is counted."""

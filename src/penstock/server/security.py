@@ -28,9 +28,10 @@ import msgspec
 
 from penstock import limits
 from penstock.errors import InvalidInput, NotAllowed
+from penstock.filters import default_filter, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from penstock.model import Message
@@ -43,6 +44,8 @@ __all__ = [
     "Principal",
     "add_key",
     "check_publish",
+    "check_settings",
+    "check_target",
     "is_loopback",
     "read_keys",
     "remove_key",
@@ -74,11 +77,11 @@ class Principal(msgspec.Struct, eq=False):
 
     def may(self, action: str, queue: str | None = None) -> bool:
         """Whether an action on a queue is allowed; ``None`` or ``*`` is one on all queues."""
-        return _allows(self.grants, action, queue or "*")
+        return _allows(self.grants, action, _asked(queue))
 
     def check(self, action: str, queue: str | None = None) -> None:
         """Raise NotAllowed if an action on a queue is not allowed."""
-        if not _allows(self.grants, action, queue or "*"):
+        if not self.may(action, queue):
             where = f"queue {queue!r:.100}" if queue and queue != "*" else "all queues"
             raise NotAllowed(f"key {self.key_id!r} may not {action} on {where}")
 
@@ -90,6 +93,11 @@ class Principal(msgspec.Struct, eq=False):
 
 ANYONE: Final = Principal("", tuple((action, "*") for action in ACTIONS))
 """Who every request is from when authentication is off."""
+
+
+def _asked(queue: str | None) -> str:
+    """Name what is looked up: no queue has a longer name, and a stranger's is not remembered."""
+    return queue if queue and len(queue) <= limits.MAX_QUEUE_NAME_CHARS else "*"
 
 
 @lru_cache(maxsize=16_384)
@@ -107,6 +115,35 @@ def check_publish(principal: Principal, messages: Iterable[Message]) -> None:
         return
     for queue in {message.attributes.get("queue") for message in messages}:
         principal.check("publish", queue if isinstance(queue, str) else None)
+
+
+def check_target(principal: Principal, queue: str) -> None:
+    """Raise NotAllowed unless messages of other queues may be sent on to this one."""
+    principal.check_any(("publish", "admin"), queue)
+
+
+def check_settings(principal: Principal, name: str, settings: Mapping[str, Any]) -> None:
+    """Raise NotAllowed unless a queue may be made or changed so.
+
+    A filter decides whose messages a queue gets, so only who administers all queues may set one;
+    any other queue gets what is sent to it by name.
+    """
+    if principal is ANYONE:
+        return
+    principal.check("admin", name)
+    text = settings.get("filter")
+    if isinstance(text, str) and not principal.may("admin") and not _is_default(text, name):
+        raise NotAllowed(
+            f"key {principal.key_id!r} may not give queue {name!r:.100} a filter of its own: that "
+            "takes admin on all queues"
+        )
+    target = settings.get("dead_letter")
+    if isinstance(target, str) and target:
+        check_target(principal, target)
+
+
+def _is_default(text: str, name: str) -> bool:
+    return parse(text).text == default_filter(name)
 
 
 class Key(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -202,6 +239,11 @@ class Keys:
         if key is None or principal is None or not key.secret:
             return None
         return key.secret, principal
+
+    def keeps_no_secret(self, key_id: str) -> bool:
+        """Whether this is a key that was not made for SQS."""
+        key = self._keys.get(key_id)
+        return key is not None and not key.secret
 
 
 def _fingerprint(path: Path) -> tuple[int, int, int] | None:

@@ -4,12 +4,15 @@
 
     open the store ─▶ listen ─▶ ready ─▶ SIGTERM, SIGINT ─▶ not ready, parked claims handed back
                                    │                          └▶ what is in hand finished ─▶ closed
-                                   └─ SIGHUP: keys and certificate read again
+                                   ├─ SIGHUP: keys and certificate read again
+                                   └─ the store is lost, by a take-over or else ─▶ the same end,
+                                      with an error; a standby stands by again
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -21,19 +24,21 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import penstock
 from penstock.broker import Broker
 from penstock.clock import SystemClock
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, StorageFailed
 from penstock.server import config as configuring
 from penstock.server.config import LISTENERS, OFF, Config
 from penstock.server.desk import Desk
 from penstock.server.logs import AccessLog
-from penstock.server.metrics import Metrics, healthy
+from penstock.server.metrics import Metrics, failure, healthy
 from penstock.server.security import Keys, is_loopback, server_tls
+from penstock.server.standing import Taken, stand_by
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable, Iterator
 
     from penstock.clock import Clock
+    from penstock.errors import PenstockError
     from penstock.server.listening import FlightListener
 
 __all__ = ["Listener", "Server", "new_loop", "running", "serve"]
@@ -44,6 +49,8 @@ _SCHEMES: Final = {"native": "penstock", "http": "http", "flight": "grpc", "capn
 _TLS_SCHEMES: Final = {"native": "penstocks", "http": "https", "flight": "grpc+tls"}
 _EXTRAS: Final = {"flight": "flight", "capnp": "queueber"}
 _WATCH_SECONDS: Final = 2.0
+# A store that is lost gives every request its error at once.
+_LOST_GRACE_MS: Final = 1_000
 
 
 class Listener(Protocol):
@@ -239,6 +246,7 @@ def _native(server: Server, host: str, port: int) -> Listener:
 def _http(server: Server, host: str, port: int) -> Listener:
     from penstock.server import operations  # noqa: PLC0415 - needs an extra
     from penstock.server.http import Http, HttpBounds  # noqa: PLC0415
+    from penstock.server.http_guard import PageGuard  # noqa: PLC0415
     from penstock.server.sqs import SqsOptions, SqsService  # noqa: PLC0415
 
     config = server.config
@@ -246,7 +254,12 @@ def _http(server: Server, host: str, port: int) -> Listener:
         server.desk,
         clock=server.clock,
         keys=server.keys,
-        options=SqsOptions(account=config.account_id, region=config.sqs_region, url=config.sqs_url),
+        options=SqsOptions(
+            account=config.account_id,
+            region=config.sqs_region,
+            url=config.sqs_url,
+            done_retention_ms=int(config.sqs_done_retention),
+        ),
         observer=server.metrics,
     )
     server.closing.append(service.close)
@@ -264,6 +277,7 @@ def _http(server: Server, host: str, port: int) -> Listener:
         port=port,
         tls=server.tls,
         bounds=bounds,
+        guard=PageGuard(host, config.sqs_url) if server.keys is None else None,
     )
 
 
@@ -326,16 +340,28 @@ def _open(config: Config, clock: Clock | None = None) -> Broker:
 
 
 def serve(config: Config, say: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT, in the main thread; a second signal ends it at once."""
+    """Serve until SIGTERM or SIGINT, in the main thread; a second signal ends it at once.
+
+    A store that is lost meanwhile, as when another process takes it over, ends it with the error;
+    a standby stands by again instead.
+    """
     loop = new_loop()
     try:
-        with _open(config) as broker:
-            asyncio.set_event_loop(loop)
-            in_order = loop.run_until_complete(_serve(Server(broker, config), say))
-        _write_ports(config, None)
-        if not in_order:
-            # Threads that still work for somebody would hold up an ordinary exit.
-            os._exit(1)
+        again = False
+        while (taken := _take(loop, config, say, again=again)) is not None:
+            try:
+                in_order = _serve_once(loop, taken, say)
+            except StorageFailed:
+                _write_ports(config, None)
+                if not config.standby:
+                    raise
+                again = True
+                continue
+            _write_ports(config, None)
+            if not in_order:
+                # Threads that still work for somebody would hold up an ordinary exit.
+                os._exit(1)
+            break
         loop.run_until_complete(loop.shutdown_default_executor())
     finally:
         asyncio.set_event_loop(None)
@@ -343,8 +369,46 @@ def serve(config: Config, say: Callable[[str], None]) -> None:
     say("stopped")
 
 
+def _take(
+    loop: asyncio.AbstractEventLoop, config: Config, say: Callable[[str], None], *, again: bool
+) -> Taken | None:
+    """Open the store; a standby does so when it is free, or never if it is told to stop."""
+    if not config.standby:
+        return Taken(_open(config), config)
+    # What the server will refuse is refused now, and not when there is no other.
+    if configuring.authenticates(config):
+        Keys(Path(config.auth_keys))
+    asyncio.set_event_loop(loop)
+    return loop.run_until_complete(
+        stand_by(
+            config,
+            lambda: _open(config),
+            say,
+            clock=SystemClock(),
+            tls=_tls(config),
+            again=again,
+        )
+    )
+
+
+def _serve_once(loop: asyncio.AbstractEventLoop, taken: Taken, say: Callable[[str], None]) -> bool:
+    with taken.broker as broker:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(_serve(Server(broker, taken.config), say))
+
+
+def _settle_in() -> None:
+    """Have the garbage collector leave alone what lasts, and look less often at what does not.
+
+    Requests make thousands of short-lived objects in a turn of the loop, and no cycles.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
 async def _serve(server: Server, say: Callable[[str], None]) -> bool:
-    """Return whether it ended in order, with everything answered."""
+    """Return whether it ended in order, with everything answered; raise if the store is lost."""
     loop = asyncio.get_running_loop()
     stopping, at_once = asyncio.Event(), asyncio.Event()
 
@@ -358,7 +422,12 @@ async def _serve(server: Server, say: Callable[[str], None]) -> bool:
     places = ", ".join(map(server.location, server.addresses))
     say(f"serving {server.config.store} at {places}")
     _write_ports(server.config, server.addresses)
-    await stopping.wait()
+    _settle_in()
+    lost = await _stopped_or_lost(server, stopping)
+    if lost is not None:
+        log.error("no more is served: %s", lost)
+        await server.stop(grace_ms=min(server.config.grace, _LOST_GRACE_MS))
+        raise lost.with_traceback(None)
     say("stopping: no more calls are taken")
     stop = loop.create_task(server.stop())
     hurry = loop.create_task(at_once.wait())
@@ -369,6 +438,19 @@ async def _serve(server: Server, say: Callable[[str], None]) -> bool:
     hurry.cancel()
     await stop
     return True
+
+
+async def _stopped_or_lost(server: Server, stopping: asyncio.Event) -> PenstockError | None:
+    """Wait for one of the two; return why the store is lost, if it is."""
+    # It may have been lost before anybody listened.
+    lost = failure(server.broker)
+    if lost is not None:
+        return lost
+    waits = [asyncio.create_task(each.wait()) for each in (stopping, server.desk.lost)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for each in waits:
+        each.cancel()
+    return None if stopping.is_set() else failure(server.broker)
 
 
 def _write_ports(config: Config, addresses: dict[str, tuple[str, int]] | None) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from penstock.server.desk import Desk
     from penstock.server.security import Principal
+    from penstock.server.sqs.attempts import Attempts
     from penstock.server.sqs.catalog import Catalog
 
 __all__ = ["Call", "Place", "SqsOptions", "check_entries", "failed_entry"]
@@ -50,6 +51,7 @@ class Place(NamedTuple):
     clock: Clock
     options: SqsOptions
     store_id: int
+    attempts: Attempts
 
     def arn(self, name: str) -> str:
         """Name a queue as policies do."""

@@ -25,6 +25,7 @@ from penstock.gateways.sqs.requests import (
     UntagQueue,
 )
 from penstock.model import Ordering, State
+from penstock.server.security import check_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,6 +46,7 @@ class Manager:
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
+        self._purging: set[str] = set()
         self._purged_at_ms: dict[str, int] = {}
 
     # --- queues ------------------------------------------------------------------------------
@@ -68,7 +70,7 @@ class Manager:
             if present is not None:
                 _check_same(place, present, attributes)
                 return {"QueueUrl": call.url_of(name)}
-            _check_dead_letter(place, name, attributes, specs)
+            _check_dead_letter(place, call, name, attributes, specs)
             settings = queues.new_queue(place.options.done_retention_ms)
             settings |= queues.settings_for(attributes, queues.with_tags({}, tags))
             ordering = Ordering.FIFO if fifo else Ordering.STANDARD
@@ -83,7 +85,7 @@ class Manager:
         name = call.queue_of(cast(DeleteQueue, request))
         call.principal.check("admin", name)
         async with self._turn:
-            await place.desk.call(lambda broker: broker.delete_queue(name))
+            await place.desk.call(lambda broker: broker.delete_queue(name), long=True)
             place.catalog.forget(name)
             self._purged_at_ms.pop(name, None)
         return {}
@@ -93,17 +95,21 @@ class Manager:
         name = call.queue_of(cast(PurgeQueue, request))
         call.principal.check("admin", name)
         await place.catalog.view(name)
-        now_ms = place.clock.now_ms()
-        last_ms = self._purged_at_ms.get(name)
-        if last_ms is not None and now_ms - last_ms < limits.SQS_PURGE_PAUSE_MS:
+        last_ms = self._purged_at_ms.get(name, -limits.SQS_PURGE_PAUSE_MS)
+        paused = place.clock.now_ms() - last_ms < limits.SQS_PURGE_PAUSE_MS
+        if paused or name in self._purging:
             raise SqsFault(
                 "PurgeQueueInProgress",
                 f"Only one PurgeQueue operation on {name} is allowed every 60 seconds.",
                 status=403,
             )
-        self._purged_at_ms[name] = now_ms
         states = (State.AVAILABLE, State.DELAYED, State.IN_FLIGHT)
-        await place.desk.call(lambda broker: broker.purge(name, states=states))
+        self._purging.add(name)
+        try:
+            await place.desk.call(lambda broker: broker.purge(name, states=states), long=True)
+        finally:
+            self._purging.discard(name)
+        self._purged_at_ms[name] = place.clock.now_ms()
         return {}
 
     def forget(self) -> None:
@@ -126,7 +132,7 @@ class Manager:
             attributes = queues.checked_attributes(request.attributes, fifo=fifo)
             if attributes.get("FifoQueue", "true" if fifo else "false") != str(fifo).lower():
                 raise SqsFault.attribute_value("FifoQueue")
-            _check_dead_letter(place, name, attributes, specs)
+            _check_dead_letter(place, call, name, attributes, specs)
             settings = queues.settings_for(attributes, spec.labels)
             await _update(place, name, settings)
         return {}
@@ -288,12 +294,13 @@ def _check_same(place: Place, spec: QueueSpec, attributes: dict[str, str]) -> No
 
 
 def _check_dead_letter(
-    place: Place, name: str, attributes: dict[str, str], specs: list[QueueSpec]
+    place: Place, call: Call, name: str, attributes: dict[str, str], specs: list[QueueSpec]
 ) -> None:
     """Raise unless the queue that a RedrivePolicy names is there, is alike and allows it."""
     target = queues.dead_letter_of(attributes)
     if target is None:
         return
+    check_target(call.principal, target)
     policy = attributes["RedrivePolicy"]
     spec = next((spec for spec in specs if spec.name == target), None)
     if spec is None:

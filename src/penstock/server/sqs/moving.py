@@ -23,6 +23,7 @@ from penstock.gateways.sqs.requests import (
     StartMessageMoveTask,
 )
 from penstock.model import State
+from penstock.server.security import Principal, check_target
 
 if TYPE_CHECKING:
     from penstock.broker import Broker
@@ -40,12 +41,16 @@ _NO_SOURCE: Final = "CouldNotDetermineMessageSource"
 
 
 class _Task(msgspec.Struct, kw_only=True):
-    """A move; ``destination`` is empty if each message goes back to where it came from."""
+    """A move; ``destination`` is empty if each message goes back to where it came from.
+
+    It goes on after its request, and stops where whoever asked for it may not send messages to.
+    """
 
     handle: str
     source: str
     destination: str
     rate: int | None
+    principal: Principal
     started_ms: int
     to_move: int = 0
     moved: int = 0
@@ -69,7 +74,6 @@ class Mover:
         destination = ""
         if request.destination_arn:
             destination = _queue_of(specs, request.destination_arn, "DestinationArn")
-            call.principal.check("admin", destination)
         rate = request.max_number_of_messages_per_second
         if rate is not None and not 1 <= rate <= limits.SQS_MAX_MOVES_PER_SECOND:
             raise SqsFault.value(
@@ -77,6 +81,9 @@ class Mover:
                 "MaxNumberOfMessagesPerSecond",
                 f"Must be between 1 and {limits.SQS_MAX_MOVES_PER_SECOND}.",
             )
+        origins = [spec.name for spec in specs.values() if spec.dead_letter == source]
+        for target in [destination] if destination else origins:
+            check_target(call.principal, target)
         _check_source(specs, source, destination)
         if any(each.source == source and _active(each) for each in self._tasks.values()):
             raise SqsFault.invalid(
@@ -88,6 +95,7 @@ class Mover:
             source=source,
             destination=destination,
             rate=rate,
+            principal=call.principal,
             started_ms=place.clock.now_ms(),
         )
         self._keep(task)
@@ -221,6 +229,7 @@ class _SourceUnknown(Exception):
 def _step(broker: Broker, task: _Task, limit: int) -> int:
     """Move up to ``limit`` messages; called on a thread."""
     if task.destination:
+        check_target(task.principal, task.destination)
         return broker.move(task.source, task.destination, state=State.AVAILABLE, limit=limit)
     page = broker.browse(task.source, state=State.AVAILABLE, limit=limit, payloads=False)
     specs = broker.queues()
@@ -235,6 +244,8 @@ def _step(broker: Broker, task: _Task, limit: int) -> int:
                 raise _SourceUnknown
             (origin,) = sources
         by_origin.setdefault(origin, []).append(entry.message_id)
+    for origin in by_origin:
+        check_target(task.principal, origin)
     return sum(
         broker.move(task.source, origin, state=State.AVAILABLE, message_ids=ids)
         for origin, ids in by_origin.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import asyncio
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.model import Delivery
     from penstock.server.sqs.calls import Call, Place
 
-__all__ = ["Receiver", "check_visibility"]
+__all__ = ["check_visibility", "receive"]
 
 _SYSTEM: Final = (
     "SenderId",
@@ -46,72 +46,78 @@ def check_visibility(seconds: int) -> int:
     return seconds
 
 
-class Receiver:
-    """Receives, and remembers for a while which attempt got what (FIFO queues, if asked)."""
-
-    def __init__(self) -> None:
-        self._attempts: OrderedDict[tuple[str, str], tuple[int, list[Delivery]]] = OrderedDict()
-
-    async def receive(self, place: Place, call: Call, request: SqsRequest) -> dict[str, Any]:
-        """Take messages."""
-        request = cast(ReceiveMessage, request)
-        name = call.queue_of(request)
-        call.principal.check("consume", name)
-        view = place.catalog.known(name) or await place.catalog.view(name)
-        limit, visibility_s, wait_s = _checked(view, request)
-        system = _system_names(request)
-        attempt = request.receive_request_attempt_id if view.fifo else None
-        deliveries: list[Delivery] = []
-        if attempt:
-            deliveries = await self._again(place, name, attempt, visibility_s)
-        if not deliveries:
-            deliveries = await place.desk.claim(
-                name,
-                limit=limit,
-                lease_ms=visibility_s * 1000 or _NO_LEASE_MS,
-                wait_ms=wait_s * 1000,
-                consumer=call.consumer,
-            )
-            if not visibility_s and deliveries:
-                await place.desk.release(
-                    [each.receipt for each in deliveries],
-                    delay_ms=0,
-                    reason="received with a visibility timeout of 0",
-                )
-            if attempt and deliveries:
-                self._remember(place, name, attempt, deliveries)
-        if not deliveries:
-            return {}
-        first_ms = await _first_receipts(place, deliveries, system)
-        wanted = request.message_attribute_names or ()
-        return {
-            "Messages": [
-                _shown(place, view, each, wanted, system, first_ms.get(each.message_id, 0))
-                for each in deliveries
-            ]
-        }
-
-    async def _again(
-        self, place: Place, name: str, attempt: str, visibility_s: int
-    ) -> list[Delivery]:
-        """Return what an attempt got before, as far as it is still held, held anew."""
-        at_ms, deliveries = self._attempts.get((name, attempt), (0, []))
-        if place.clock.now_ms() - at_ms > limits.SQS_RECEIVE_ATTEMPT_MS or not deliveries:
-            return []
-        outcomes = await place.desk.extend(
-            [each.receipt for each in deliveries], lease_ms=visibility_s * 1000 or _NO_LEASE_MS
+async def receive(place: Place, call: Call, request: SqsRequest) -> dict[str, Any]:
+    """Take messages."""
+    request = cast(ReceiveMessage, request)
+    name = call.queue_of(request)
+    call.principal.check("consume", name)
+    view = place.catalog.known(name) or await place.catalog.view(name)
+    limit, visibility_s, wait_s = _checked(view, request)
+    system = _system_names(request)
+    attempt = request.receive_request_attempt_id if view.fifo else None
+    deliveries: list[Delivery] = []
+    if attempt:
+        deliveries = await _again(place, name, attempt, visibility_s)
+    if not deliveries:
+        claiming = place.desk.claim(
+            name,
+            limit=limit,
+            lease_ms=visibility_s * 1000 or _NO_LEASE_MS,
+            wait_ms=wait_s * 1000,
+            consumer=call.consumer,
         )
-        return [each for each, held in zip(deliveries, outcomes, strict=True) if held]
+        try:
+            deliveries = await claiming
+        except asyncio.CancelledError:
+            # Too late for the desk to notice: it has answered already.
+            if claiming.done() and not claiming.cancelled() and claiming.exception() is None:
+                _give_back(place, claiming.result())
+            raise
+        if not visibility_s and deliveries:
+            await place.desk.release(
+                [each.receipt for each in deliveries],
+                delay_ms=0,
+                reason="received with a visibility timeout of 0",
+            )
+        if attempt and deliveries:
+            place.attempts.remember(name, attempt, deliveries, place.clock.now_ms())
+    if not deliveries:
+        return {}
+    try:
+        first_ms = await _first_receipts(place, deliveries, system)
+    except asyncio.CancelledError:
+        _give_back(place, deliveries)
+        raise
+    wanted = request.message_attribute_names or ()
+    return {
+        "Messages": [
+            _shown(place, view, each, wanted, system, first_ms.get(each.message_id, 0))
+            for each in deliveries
+        ]
+    }
 
-    def _remember(self, place: Place, name: str, attempt: str, deliveries: list[Delivery]) -> None:
-        self._attempts[name, attempt] = (place.clock.now_ms(), deliveries)
-        self._attempts.move_to_end((name, attempt))
-        oldest_ms = place.clock.now_ms() - limits.SQS_RECEIVE_ATTEMPT_MS
-        while self._attempts:
-            key, (at_ms, _) = next(iter(self._attempts.items()))
-            if at_ms > oldest_ms and len(self._attempts) <= limits.SQS_MAX_RECEIVE_ATTEMPTS:
-                break
-            del self._attempts[key]
+
+async def _again(place: Place, name: str, attempt: str, visibility_s: int) -> list[Delivery]:
+    """Return what an attempt got before, as far as it is still held, held anew."""
+    deliveries = place.attempts.find(name, attempt, place.clock.now_ms())
+    if not deliveries:
+        return []
+    outcomes = await place.desk.extend(
+        [each.receipt for each in deliveries], lease_ms=visibility_s * 1000 or _NO_LEASE_MS
+    )
+    return [each for each, held in zip(deliveries, outcomes, strict=True) if held]
+
+
+def _give_back(place: Place, deliveries: list[Delivery]) -> None:
+    """Release what was claimed for a client that went away before it got its answer."""
+    receipts = [each.receipt for each in deliveries]
+    if not receipts:
+        return
+    for receipt in receipts:
+        place.attempts.forget(receipt)
+    back = place.desk.release(receipts, delay_ms=0, reason="the client left before its answer")
+    # If that fails too, their lease ends in time; nobody is there to be told.
+    back.add_done_callback(asyncio.Future.exception)
 
 
 def _checked(view: QueueView, request: ReceiveMessage) -> tuple[int, int, int]:

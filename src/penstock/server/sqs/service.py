@@ -21,11 +21,12 @@ from penstock.gateways.sqs.requests import OPERATIONS
 from penstock.server.http import Response
 from penstock.server.security import ANYONE, Principal
 from penstock.server.sqs import managing, sending, settling
+from penstock.server.sqs.attempts import Attempts
 from penstock.server.sqs.calls import Call, Place, SqsOptions
 from penstock.server.sqs.catalog import Catalog
 from penstock.server.sqs.managing import Manager
 from penstock.server.sqs.moving import Mover
-from penstock.server.sqs.receiving import Receiver
+from penstock.server.sqs.receiving import receive
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -49,6 +50,10 @@ _UNSIGNED: Final = SqsFault(
     status=403,
 )
 _NOBODY: Final = Principal("")
+_NO_PAGE: Final = Response(
+    404,
+    b"There is no such page. Pages: /health, /ready, /metrics. SQS clients send POST requests.\n",
+)
 _signing_key: Final = lru_cache(maxsize=1_024)(signature.signing_key)
 
 
@@ -77,9 +82,10 @@ class SqsService:
         self._observer = observer
         self._options = options or SqsOptions()
         store_id = int(desk.broker.info().store_id, 16)
-        self._place = Place(desk, Catalog(desk), clock, self._options, store_id)
+        self._place = Place(desk, Catalog(desk), clock, self._options, store_id, Attempts())
         self._manager = Manager()
         self._mover = Mover()
+        self._told: set[str] = set()
         self._requests = 0
         self._request_prefix = clock.lease_id().hex()[-12:]
         self._operations = self._table()
@@ -106,7 +112,7 @@ class SqsService:
             "ListQueueTags": managing.list_tags,
             "ListQueues": managing.list_queues,
             "PurgeQueue": manager.purge,
-            "ReceiveMessage": Receiver().receive,
+            "ReceiveMessage": receive,
             "RemovePermission": manager.remove_permission,
             "SendMessage": sending.send,
             "SendMessageBatch": sending.send_batch,
@@ -124,6 +130,8 @@ class SqsService:
         """Answer a request, whatever it is."""
         if self._options.allow_reset and request.path == "/moto-api/reset":
             return await self._reset()
+        if request.method in {"GET", "HEAD"} and "Action=" not in request.query:
+            return _NO_PAGE
         self._requests += 1
         request_id = f"{self._request_prefix[:8]}-0000-8000-8000-{self._requests:012x}"
         target = request.headers.get("x-amz-target")
@@ -163,6 +171,8 @@ class SqsService:
             return ANYONE
         claim = signature.parse(request.headers.get("authorization"))
         found = self._keys.secret_of(claim.key_id)
+        if found is None and self._keys.keeps_no_secret(claim.key_id):
+            self._tell(claim.key_id)
         # An unknown key takes the same steps, so that time does not tell which keys there are.
         secret, principal = found or ("", _NOBODY)
         key = _signing_key(secret, claim.date, claim.region, claim.service)
@@ -185,6 +195,15 @@ class SqsService:
         if found is None:
             raise _UNSIGNED
         return principal
+
+    def _tell(self, key_id: str) -> None:
+        # Once: anybody may name a key, and as often as they like.
+        if key_id not in self._told:
+            self._told.add(key_id)
+            log.warning(
+                "key %s was not made with --sqs: its signatures can't be checked, make it anew",
+                key_id,
+            )
 
     def _base_url(self, request: Request) -> str:
         base = self._options.url

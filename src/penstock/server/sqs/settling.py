@@ -48,6 +48,7 @@ async def delete(place: Place, call: Call, request: SqsRequest) -> dict[str, Any
         (outcome,) = await place.desk.ack([receipt], queue=name)
     except InvalidReceipt:
         raise SqsFault.bad_receipt() from None
+    place.attempts.forget(receipt)
     if not outcome and view.fifo:
         await _check_settled(place, name, receipt)
     return {}
@@ -67,6 +68,8 @@ async def delete_batch(place: Place, call: Call, request: SqsRequest) -> dict[st
     failed: list[dict[str, Any]] = []
     for entry, receipt, outcome in zip(entries, receipts, outcomes, strict=True):
         fault = outcome if isinstance(outcome, SqsFault) else None
+        if fault is None:
+            place.attempts.forget(receipt)
         if fault is None and not outcome and view.fifo:
             try:
                 await _check_settled(place, name, receipt)

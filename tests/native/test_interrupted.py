@@ -1,0 +1,208 @@
+"""Callers that go away in the middle: what had come for them is there for others."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import penstock
+from penstock.client import threads
+from penstock.errors import BrokerClosed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.native.serving import Served
+
+    from penstock.client import AsyncClient, Client
+    from penstock.model import Delivery
+
+
+class AlarmError(Exception):
+    """What the test's handler of signals raises."""
+
+
+def ring(*_: object) -> None:
+    raise AlarmError
+
+
+@contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Interrupt the test's thread."""
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def eventually(condition: Any) -> None:
+    for _ in range(400):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not come about")
+
+
+def test_a_claim_cancelled_in_the_turn_of_its_answer_gives_back(served: Served) -> None:
+    async def main() -> None:
+        async with await penstock.connect_async(served.url) as client:
+            task = asyncio.create_task(client.claim("q", wait_ms=20_000))
+            while not served.desk.parked:
+                await asyncio.sleep(0.01)
+            cancel_with_the_answer(client, task)
+            await asyncio.to_thread(served.broker.send, "q", b"x")
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+    # By the time that the client is closed, the server knows.
+    (delivery,) = served.broker.claim("q")
+    assert delivery.attempts == 2
+
+
+def cancel_with_the_answer(client: AsyncClient, task: asyncio.Task[Any]) -> None:
+    link = client._link
+    flush = link._flush
+
+    def flush_and_cancel() -> None:
+        answered = bool(link.core._done)
+        flush()
+        if answered:
+            task.cancel()
+
+    link._flush = flush_and_cancel  # type: ignore[method-assign]
+
+
+def test_an_interrupted_claim_is_withdrawn(served: Served, client: Client) -> None:
+    with pytest.raises(AlarmError), alarm(0.2):
+        client.claim("q", wait_ms=20_000)
+    eventually(lambda: not served.desk.parked)
+    served.broker.send("q", b"x")
+    assert served.broker.stats("q").in_flight == 0
+    assert len(client.claim("q")) == 1
+
+
+def test_an_interrupt_behind_the_answer_gives_back(
+    served: Served, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = threads._Waiter.wait
+
+    def interrupted(waiter: threads._Waiter) -> Any:
+        wait(waiter)
+        raise KeyboardInterrupt
+
+    served.broker.send("q", b"x")
+    with monkeypatch.context() as patch:
+        patch.setattr(threads._Waiter, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.claim("q")
+    (delivery,) = client.claim("q", wait_ms=5_000)
+    assert delivery.attempts == 2
+
+
+def test_an_interrupted_consumer_goes_on(served: Served, client: Client) -> None:
+    with client.consume("q") as deliveries:
+        with pytest.raises(AlarmError), alarm(0.2):
+            next(deliveries)
+        served.broker.send("q", b"x")
+        delivery = next(deliveries)
+        assert delivery.payload == b"x"
+        client.ack([delivery.receipt])
+
+
+def test_what_was_not_handed_out_is_not_kept_for_nobody(
+    served: Served, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with client.consume("q") as deliveries:
+        served.broker.send("q", b"x")
+        with monkeypatch.context() as patch:
+            patch.setattr(deliveries._fetcher, "handed", interrupted)
+            for _ in range(2):
+                with pytest.raises(KeyboardInterrupt):
+                    next(deliveries)
+        assert next(deliveries).payload == b"x"
+        served.broker.send("q", b"y")
+        with monkeypatch.context() as patch:
+            patch.setattr(deliveries._fetcher, "handed", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(deliveries)
+    (delivery,) = client.claim("q")
+    assert delivery.payload == b"y"
+
+
+def test_on_lost_may_use_the_client(served: Served, client: Client) -> None:
+    client.send("q", b"x")
+    deliveries = client.claim("q")
+    told: list[tuple[Delivery, int]] = []
+
+    def on_lost(delivery: Delivery) -> None:
+        told.append((delivery, client.stats("q").available))
+
+    with client.keep(deliveries, lease_ms=300, on_lost=on_lost):
+        served.broker.release([deliveries[0].receipt], delay_ms=0)
+        eventually(lambda: told)
+    assert told == [(deliveries[0], 1)]
+
+
+def test_calls_on_the_clients_own_thread_are_refused(client: Client) -> None:
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        for act in (client.ping, client.close, lambda: client.consume("q")):
+            try:
+                act()
+            except BrokerClosed as error:
+                errors.append(error)
+
+    client._loop.call_soon_threadsafe(call)
+    eventually(lambda: len(errors) == 3)
+    assert client.ping() > 0
+
+
+FORKS = """
+import os, sys, penstock
+
+client = penstock.connect(sys.argv[1])
+deliveries = client.consume("q")
+next(deliveries)
+child = os.fork()
+if not child:
+    refused = 0
+    for act in (client.ping, deliveries.__next__, lambda: client.consume("q")):
+        try:
+            act()
+        except penstock.BrokerClosed as error:
+            refused += "fork" in str(error)
+    client.close()
+    with penstock.connect(sys.argv[1]) as own:
+        own.send("q", b"from the child")
+    os._exit(40 + refused)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 43, status
+assert next(deliveries).payload == b"from the child"
+client.close()
+"""
+
+
+def test_a_client_is_not_for_the_children_of_its_process(served: Served) -> None:
+    served.broker.send("q", b"first")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKS, served.url],
+        timeout=30,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()

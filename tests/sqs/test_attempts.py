@@ -1,0 +1,185 @@
+"""What receives got is remembered within bounds; what nobody took is given back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import penstock
+from penstock import Message, limits
+from penstock.clock import SystemClock
+from penstock.gateways.sqs.requests import (
+    DeleteEntry,
+    DeleteMessage,
+    DeleteMessageBatch,
+    ReceiveMessage,
+)
+from penstock.server.desk import Desk
+from penstock.server.security import ANYONE
+from penstock.server.sqs import receiving
+from penstock.server.sqs.attempts import Attempts
+from penstock.server.sqs.calls import Call, Place, SqsOptions
+from penstock.server.sqs.catalog import Catalog
+from penstock.server.sqs.settling import delete, delete_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.broker import Broker
+    from penstock.model import Delivery
+
+CALL = Call(ANYONE, "http://localhost/0/", "/", "tester")
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    with penstock.open("memory:") as opened:
+        opened.create_queue("q.fifo", ordering="fifo", lease_ms=600_000)
+        yield opened
+
+
+def put(broker: Broker, group: str, payload: bytes = b"x") -> None:
+    broker.publish([Message(payload, {"queue": "q.fifo"}, group=group)])
+
+
+def claimed(broker: Broker, count: int, size: int = 10) -> list[Delivery]:
+    for number in range(count):
+        put(broker, f"{size} {number}", b"x" * size)
+    return broker.claim("q.fifo", limit=count)
+
+
+def place_of(broker: Broker) -> Place:
+    desk = Desk(broker, asyncio.get_running_loop())
+    return Place(desk, Catalog(desk), SystemClock(), SqsOptions(), 1, Attempts())
+
+
+# --- what is remembered ---------------------------------------------------------------------------
+
+
+def test_bytes_are_bounded_and_the_oldest_go_first(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SQS_MAX_RECEIVE_ATTEMPT_BYTES", 30_000)
+    attempts = Attempts()
+    for number, each in enumerate(claimed(broker, 5, size=8_000)):
+        attempts.remember("q.fifo", str(number), [each], 0)
+        assert attempts.bytes <= 30_000
+    assert [len(attempts.find("q.fifo", str(n), 1)) for n in range(5)] == [0, 0, 1, 1, 1]
+    attempts.remember("q.fifo", "huge", claimed(broker, 1, size=40_000), 0)
+    assert (len(attempts), attempts.bytes) == (0, 0)
+
+
+def test_number_and_time_are_bounded(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SQS_MAX_RECEIVE_ATTEMPTS", 2)
+    attempts = Attempts()
+    first, second, third, fourth = claimed(broker, 4)
+    for name, each in (("a", first), ("b", second), ("c", third)):
+        attempts.remember("q.fifo", name, [each], 1_000)
+    assert attempts.find("q.fifo", "a", 1_000) == []
+    assert attempts.find("q.fifo", "b", 1_000) == [second]
+    late_ms = 1_000 + limits.SQS_RECEIVE_ATTEMPT_MS
+    assert attempts.find("q.fifo", "c", late_ms) == [third]
+    assert attempts.find("q.fifo", "c", late_ms + 1) == []
+    attempts.remember("q.fifo", "d", [fourth], late_ms + 1)
+    assert len(attempts) == 1
+
+
+def test_an_attempt_that_is_made_anew_replaces_the_other(broker: Broker) -> None:
+    attempts = Attempts()
+    first, second = claimed(broker, 2)
+    attempts.remember("q.fifo", "a", [first], 0)
+    once = attempts.bytes
+    attempts.remember("q.fifo", "a", [second], 0)
+    assert attempts.find("q.fifo", "a", 0) == [second]
+    assert attempts.bytes == once
+    attempts.forget(first.receipt)
+    assert len(attempts) == 1
+
+
+async def _received(place: Place, attempt: str | None = None, **options: Any) -> list[Any]:
+    request = ReceiveMessage(
+        queue_url="q.fifo",
+        max_number_of_messages=10,
+        receive_request_attempt_id=attempt,
+        **options,
+    )
+    answer = await receiving.receive(place, CALL, request)
+    return list(answer.get("Messages", []))
+
+
+def test_what_is_deleted_is_let_go(broker: Broker) -> None:
+    async def main() -> None:
+        place = place_of(broker)
+        for number in range(3):
+            put(broker, str(number))
+        first, *others = [each["ReceiptHandle"] for each in await _received(place, "try")]
+        assert len(place.attempts.find("q.fifo", "try", place.clock.now_ms())) == 3
+        await delete(place, CALL, DeleteMessage(queue_url="q.fifo", receipt_handle=first))
+        assert len(place.attempts.find("q.fifo", "try", place.clock.now_ms())) == 2
+        entries = [DeleteEntry(id=str(n), receipt_handle=each) for n, each in enumerate(others)]
+        await delete_batch(place, CALL, DeleteMessageBatch(queue_url="q.fifo", entries=entries))
+        assert (len(place.attempts), place.attempts.bytes) == (0, 0)
+        await place.desk.close()
+
+    asyncio.run(main())
+
+
+# --- who goes away --------------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_in_the_turn_of_its_answer_keeps_nothing(broker: Broker) -> None:
+    async def main() -> None:
+        place = place_of(broker)
+        task = asyncio.create_task(_received(place, "try", wait_time_seconds=5))
+        while not place.desk.parked:
+            await asyncio.sleep(0.01)
+        answer = place.desk._answer
+
+        def leave(made: Any, failure: Any) -> None:
+            answer(made, failure)
+            task.cancel()
+
+        place.desk._answer = leave  # type: ignore[method-assign]
+        await asyncio.to_thread(put, broker, "g")
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        place.desk._answer = answer  # type: ignore[method-assign]
+        await place.desk.close()
+
+    asyncio.run(main())
+    assert broker.stats("q.fifo").available == 1
+    assert broker.stats("q.fifo").in_flight == 0
+
+
+def test_a_client_that_leaves_while_the_past_is_looked_up_keeps_nothing(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        place = place_of(broker)
+        put(broker, "g")
+        broker.release([broker.claim("q.fifo")[0].receipt], delay_ms=0)
+        looking = asyncio.Event()
+        never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def call(_: Any) -> asyncio.Future[Any]:
+            looking.set()
+            return never
+
+        await place.catalog.specs()
+        monkeypatch.setattr(place.desk, "call", call)
+        task = asyncio.create_task(
+            _received(place, "try", attribute_names=["ApproximateFirstReceiveTimestamp"])
+        )
+        await looking.wait()
+        assert broker.stats("q.fifo").in_flight == 1
+        assert len(place.attempts) == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(place.attempts) == 0
+        await place.desk.close()
+
+    asyncio.run(main())
+    assert broker.stats("q.fifo").available == 1
