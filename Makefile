@@ -19,12 +19,12 @@ demo-embedded: $(STAMP) ## the same without Spark: the broker inside one process
 
 test: $(STAMP) java clients ## the whole test suite, with lint and types
 	$(MAKE) lint types
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not spark"
-	$(BIN)/python -m pytest -m spark
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not spark and not soak"
+	$(BIN)/python -m pytest -m "spark and not soak"
 
 check: $(STAMP)         ## lint, types and the quick tests: under two minutes
 	$(MAKE) lint types
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow and not spark"
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow and not spark and not soak"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -37,9 +37,10 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-soak: $(STAMP)          ## many more examples of the state machine and of the crash tests
+soak: $(STAMP) java     ## many more examples of the state machine and of the crash tests
 	PENSTOCK_HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest tests/simulation tests/crash \
-	  tests/conformance tests/routing/test_conformance.py -q
+	  tests/conformance tests/routing/test_conformance.py tests/native/test_conformance.py -q
+	$(BIN)/python -m pytest -m soak -q
 
 fuzz: $(STAMP)          ## every parser under a coverage-guided fuzzer, FUZZ_SECONDS each
 	@$(BIN)/python -c "import atheris" 2>/dev/null || $(BIN)/python -m pip install --quiet atheris

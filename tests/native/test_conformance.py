@@ -1,7 +1,8 @@
-"""The shipped suites, unchanged, through a client and a server."""
+"""The shipped suites, unchanged, through a client and a server; on RocksDB too in ``make soak``."""
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, cast
 
 from tests.native.serving import Remote
@@ -13,6 +14,9 @@ from penstock.testing.suite.base import Suite
 if TYPE_CHECKING:
     from penstock.broker import Broker
     from penstock.clock import Clock
+
+
+SOAK = os.environ.get("PENSTOCK_HYPOTHESIS_PROFILE") == "soak"
 
 
 class _Served(Suite):
@@ -43,13 +47,14 @@ class TestMemory(_ServedConformance):
     url = "memory:?design=indexed"
 
 
-class TestRocks(_ServedConformance):
-    url = "rocksdb:{place}/store?design=indexed"
-
-
 class TestMemoryRouting(_Served, UrlRoutingConformance):
-    url = "memory:?design=indexed"
+    url = "memory:?design=buckets"
 
 
-class TestRocksRouting(_Served, UrlRoutingConformance):
-    url = "rocksdb:{place}/store?design=buckets"
+if SOAK:
+
+    class TestRocks(_ServedConformance):
+        url = "rocksdb:{place}/store?design=indexed"
+
+    class TestRocksRouting(_Served, UrlRoutingConformance):
+        url = "rocksdb:{place}/store?design=buckets"

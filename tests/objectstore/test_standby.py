@@ -40,7 +40,7 @@ CLOCK = SystemClock()
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("seaweed")]
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.soak)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "file":
         return f"slatedb+file://{tmp_path}/store"

@@ -128,6 +128,7 @@ def wait_for(what: Callable[[], bool], seconds: int = 240) -> None:
         threading.Event().wait(0.05)
 
 
+@pytest.mark.soak
 def test_routing_on_a_cluster(cluster: Any, world: Any, tmp_path: Path) -> None:
     world.make_queues()
     world.publish(50_000)

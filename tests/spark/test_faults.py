@@ -337,6 +337,7 @@ route(sys.argv[1], spark=spark, checkpoint=sys.argv[2], max_offsets=400).awaitTe
 """
 
 
+@pytest.mark.soak
 def test_a_query_over_connections_that_fall_silent(
     java: None, world: Any, proxied: Callable[[int], Proxy], tmp_path: Path
 ) -> None:
