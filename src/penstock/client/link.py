@@ -251,21 +251,24 @@ class Link(asyncio.Protocol):
                 self.core.lost(why, self.now_ms())
 
     async def _speaks_tls(self) -> bool:
-        """Try whether a server that ended a greeting without a word wants TLS."""
+        """Try whether a server that ended a greeting without a word answers to that of TLS."""
         self._suspect = False
-        context = ssl.create_default_context()
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
+        hello = ssl.MemoryBIO()
+        tried = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), hello, server_hostname="x")
+        with contextlib.suppress(ssl.SSLWantReadError):
+            tried.do_handshake()
         host, port, _ = self.target
         try:
-            transport, _ = await asyncio.wait_for(
-                self.loop.create_connection(asyncio.Protocol, host, port, ssl=context),
-                PROBE_SECONDS,
-            )
+            async with asyncio.timeout(PROBE_SECONDS):
+                reader, writer = await asyncio.open_connection(host, port)
+                try:
+                    writer.write(hello.read())
+                    # A handshake or an alert: nobody else begins with these.
+                    return await reader.read(1) in {b"\x16", b"\x15"}
+                finally:
+                    writer.transport.abort()
         except (OSError, TimeoutError):
             return False
-        transport.close()
-        return True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin with a greeting."""
