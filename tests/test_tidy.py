@@ -16,6 +16,7 @@ import pytest
 
 import penstock
 from penstock import errors, limits
+from penstock.broker_look import LookVerbs
 from penstock.cli import COMMANDS, cli
 from penstock.model import TRANSITIONS, AssignStatus, AttemptEnd, OutcomeStatus, QueueSpec
 from penstock.opening import DESIGNS
@@ -71,6 +72,7 @@ LAYERS = {
     "committer": {"errors"},
     "shell": {"errors", "clock", "committer", "stores"},
     "broker_log": {*GROUND, "shell", "stores", "validation"},
+    "broker_look": {*GROUND, "stores", "validation"},
     "broker_joint": {
         *GROUND,
         *("clock", "committer", "filters", "shell", "stores", "validation"),
@@ -80,6 +82,7 @@ LAYERS = {
         *(
             "broker_joint",
             "broker_log",
+            "broker_look",
             "clock",
             "codec",
             "filters",
@@ -91,7 +94,7 @@ LAYERS = {
     "tailing": {*GROUND, "broker", "filters"},
     "gateways": {*GROUND, "validation"},
     "client": {*GROUND, "clock", "gateways", "stores", "validation"},
-    "reader": {*GROUND, "clock", "stores", "validation"},
+    "reader": {*GROUND, "broker_look", "clock", "stores", "validation"},
     "opening": {*GROUND, "broker", "client", "clock", "kv", "reader", "stores"},
     "__init__": {*GROUND, "broker", "client", "clock", "opening", "reader", "tailing"},
     "importers": {*GROUND, "__init__", "broker", "clock", "codec", "filters", "validation"},
@@ -384,7 +387,12 @@ def signature_of(name: str, function: Callable[..., Any]) -> str:
 
 
 VERBS = [
-    *((name, verb) for name, verb in vars(penstock.Broker).items() if not name.startswith("_")),
+    *(
+        (name, verb)
+        for part in (penstock.Broker, LookVerbs)
+        for name, verb in vars(part).items()
+        if not name.startswith("_")
+    ),
     ("penstock.open", penstock.open),
     ("penstock.open_reader", penstock.open_reader),
     ("penstock.route_once", penstock.route_once),

@@ -8,13 +8,14 @@ log are in :mod:`~penstock.broker_log`.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import msgspec
 
 from penstock import limits
 from penstock.broker_joint import Claim, JointVerbs
 from penstock.broker_log import LogVerbs
+from penstock.broker_look import LookVerbs
 from penstock.errors import InvalidInput, InvalidQueue, QueueExists, QueueNotFound
 from penstock.filters import Matcher, Row, default_filter, parse
 from penstock.model import Message, Ordering, QueueSpec, State
@@ -39,12 +40,8 @@ if TYPE_CHECKING:
     from penstock.clock import Clock
     from penstock.codec.metadata import Metadata
     from penstock.model import (
-        Attempt,
         Delivery,
         Outcome,
-        Page,
-        QueueStats,
-        StoreStats,
         SweepCounts,
         Value,
     )
@@ -53,11 +50,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Broker"]
 
+T = TypeVar("T")
+
 # Messages that a verb over many takes before it lets others in.
 MASS_STEP: Final = 2_000
 
 
-class Broker(LogVerbs, JointVerbs):
+class Broker(LookVerbs, LogVerbs, JointVerbs):
     """An open store. Thread-safe; close it, or use it as a context manager."""
 
     def __init__(
@@ -94,6 +93,9 @@ class Broker(LogVerbs, JointVerbs):
     def close(self) -> None:
         """Make everything durable and let go of the store. A claim that waits raises."""
         self._shell.close()
+
+    def _look(self, read: Callable[[int], T]) -> T:
+        return self._shell.look(read)
 
     # --- queues --------------------------------------------------------------------------
 
@@ -187,10 +189,6 @@ class Broker(LogVerbs, JointVerbs):
         emptied = 0 if drain else self.purge(name, states=list(State))
         return emptied + self._shell.apply(delete)
 
-    def queues(self) -> list[QueueSpec]:
-        """Return the specs of all queues, by name."""
-        return self._shell.look(lambda _: self._store.specs())
-
     # --- messages in ---------------------------------------------------------------------
 
     def publish(self, messages: Iterable[Message]) -> list[int]:
@@ -276,44 +274,6 @@ class Broker(LogVerbs, JointVerbs):
         return self._shell.apply(self.extending(receipts, lease_ms, queue))
 
     # --- looking and mass moves ------------------------------------------------------------
-
-    def browse(
-        self,
-        queue: str,
-        *,
-        state: State | str = State.AVAILABLE,
-        limit: int = 100,
-        cursor: str | None = None,
-        payloads: bool = True,
-    ) -> Page:
-        """Look at messages without leasing them; go on with ``cursor=page.next_cursor``."""
-        check_count(limit, "limit", 1, limits.MAX_BROWSE_LIMIT)
-        checked = check_state(state)
-        if cursor is not None:
-            check_text(cursor, "cursor", limits.MAX_CURSOR_BYTES)
-        return self._shell.look(
-            lambda now_ms: self._store.browse(
-                queue,
-                checked,
-                limit=limit,
-                cursor=cursor,
-                payloads=payloads,
-                now_ms=now_ms,
-            )
-        )
-
-    def attempts(self, queue: str, message_id: int) -> list[Attempt]:
-        """Return every attempt at a message of a queue, the running one last."""
-        check_ids([message_id])
-        return self._shell.look(lambda now_ms: self._store.attempts(queue, message_id, now_ms))
-
-    def stats(self, queue: str) -> QueueStats:
-        """Return a queue's depth by state, oldest age and totals."""
-        return self._shell.look(lambda now_ms: self._store.queue_stats(queue, now_ms))
-
-    def store_stats(self) -> StoreStats:
-        """Return the totals of the whole store."""
-        return self._shell.look(lambda _: self._store.store_stats())
 
     def redrive(
         self,

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import msgspec
 
 from penstock import limits
+from penstock.broker_look import LookVerbs
 from penstock.clock import TimeGuard
 from penstock.limits import MAX_OFFSET
-from penstock.model import State
-from penstock.validation import check_count, check_ids, check_state, check_text
+from penstock.validation import check_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,13 +23,8 @@ if TYPE_CHECKING:
 
     from penstock.clock import Clock
     from penstock.model import (
-        Attempt,
         LogPage,
         LogStats,
-        Page,
-        QueueSpec,
-        QueueStats,
-        StoreStats,
     )
     from penstock.stores.audit import AuditReport
     from penstock.stores.kvstore import KvStore
@@ -40,7 +35,7 @@ __all__ = ["Reader"]
 T = TypeVar("T")
 
 
-class Reader:
+class Reader(LookVerbs):
     """A store as it was when the reader was opened. Threads may share it."""
 
     def __init__(self, store: KvStore, clock: Clock) -> None:
@@ -60,44 +55,6 @@ class Reader:
     ) -> None:
         self.close()
 
-    def browse(
-        self,
-        queue: str,
-        *,
-        state: State | str = State.AVAILABLE,
-        limit: int = 100,
-        cursor: str | None = None,
-        payloads: bool = True,
-    ) -> Page:
-        """Look at messages; go on with ``cursor=page.next_cursor``."""
-        check_count(limit, "limit", 1, limits.MAX_BROWSE_LIMIT)
-        checked = check_state(state)
-        if cursor is not None:
-            check_text(cursor, "cursor", limits.MAX_CURSOR_BYTES)
-        return self._look(
-            lambda now_ms: self._store.browse(
-                queue,
-                checked,
-                limit=limit,
-                cursor=cursor,
-                payloads=payloads,
-                now_ms=now_ms,
-            )
-        )
-
-    def attempts(self, queue: str, message_id: int) -> list[Attempt]:
-        """Return every attempt at a message of a queue, the running one last."""
-        check_ids([message_id])
-        return self._look(lambda now_ms: self._store.attempts(queue, message_id, now_ms))
-
-    def stats(self, queue: str) -> QueueStats:
-        """Return a queue's depth by state, oldest age and totals."""
-        return self._look(lambda now_ms: self._store.queue_stats(queue, now_ms))
-
-    def store_stats(self) -> StoreStats:
-        """Return the totals of the whole store."""
-        return self._look(lambda _: self._store.store_stats())
-
     def log_stats(self) -> LogStats:
         """Return what the metadata log holds; its end is behind the last message."""
         return self._look(lambda _: self._log_stats())
@@ -112,10 +69,6 @@ class Reader:
     def check(self) -> AuditReport:
         """Hold the store to its invariants."""
         return self._look(lambda now_ms: self._store.audit(repair=False, now_ms=now_ms))
-
-    def queues(self) -> list[QueueSpec]:
-        """Return the specs of all queues, by name."""
-        return self._look(lambda _: self._store.specs())
 
     def pin(self, *, stats: bool = False) -> Pinned:
         """Give the rows of all tables, for reading in bulk; close it before the reader."""
