@@ -17,9 +17,10 @@ from penstock.broker_joint import Claim, JointVerbs
 from penstock.broker_log import LogVerbs
 from penstock.broker_look import LookVerbs
 from penstock.errors import InvalidInput, InvalidQueue, QueueExists, QueueNotFound
-from penstock.filters import Matcher, Row, default_filter, parse
+from penstock.filters import Row, default_filter, parse
 from penstock.model import Message, Ordering, QueueSpec, State
 from penstock.shell import SWEEP_BUDGET, Shell
+from penstock.stores.contract import FiltersChanged
 from penstock.validation import (
     check_count,
     check_duration,
@@ -76,7 +77,7 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         self._clock = clock
         self._inline = store.routing() == "inline"
         self._restored = []
-        self._matcher = _matcher(store)
+        self._match_anew()
         self._shell = Shell(store, clock, relaxed=relaxed, background=background)
 
     def __enter__(self) -> Self:
@@ -96,6 +97,14 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
 
     def _look(self, read: Callable[[int], T]) -> T:
         return self._shell.look(read)
+
+    def _apply(self, change: Callable[[int], T]) -> T:
+        """Make a change, again if another process has changed the queues that it counted on."""
+        while True:
+            try:
+                return self._shell.apply(change)
+            except FiltersChanged:
+                continue
 
     # --- queues --------------------------------------------------------------------------
 
@@ -132,7 +141,7 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
             self._matcher = self._matcher.with_filter(name, compiled)
             return fresh
 
-        return self._shell.apply(create)
+        return self._apply(create)
 
     def update_queue(
         self, name: str, *, from_offset: int | None = None, **changes: Any
@@ -166,7 +175,7 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
                 self._matcher = self._matcher.with_filter(name, compiled)
             return spec
 
-        return self._shell.apply(update)
+        return self._apply(update)
 
     def delete_queue(self, name: str, *, drain: bool = False) -> int:
         """Remove a queue with every message in it, in whatever state; return how many.
@@ -206,7 +215,7 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         return self._publish(batch, queue)[0]
 
     def _publish(self, batch: list[Message], target: str | None) -> list[int]:
-        return self._shell.apply(
+        return self._apply(
             lambda now_ms: self._put(batch, self._routes(batch, target, now_ms), now_ms)
         )
 
@@ -408,7 +417,7 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         def check(now_ms: int) -> AuditReport:
             report = self._store.audit(repair=repair, now_ms=now_ms)
             if repair and report.found:
-                self._matcher = _matcher(self._store)
+                self._match_anew()
             return report
 
         return self._shell.apply(check)
@@ -426,10 +435,6 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         """Do what is due: lease expiry, delays, retention, dedup windows. The sweeper does it."""
         check_count(budget, "budget", 1, 1_000_000)
         return self._shell.apply(lambda now_ms: self._store.sweep(now_ms, budget))
-
-
-def _matcher(store: Store) -> Matcher[str]:
-    return Matcher({name: parse(text) for name, text in sorted(store.live_filters().items())})
 
 
 def _ordering(ordering: Ordering | str) -> Ordering:

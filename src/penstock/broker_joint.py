@@ -13,7 +13,9 @@ import msgspec
 
 from penstock import limits
 from penstock.errors import InvalidMessage, PenstockError
+from penstock.filters import Matcher, parse
 from penstock.model import Delivery, Message, Outcome
+from penstock.stores.contract import FiltersChanged
 from penstock.stores.plans import Want
 from penstock.validation import check_duration, check_receipts, cut_text
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 
     from penstock.clock import Clock
     from penstock.committer import Durability, Told
-    from penstock.filters import Matcher
     from penstock.shell import Shell, Woken
     from penstock.stores.contract import Store
 
@@ -90,6 +91,8 @@ class JointVerbs:
     _clock: Clock
     _inline: bool
     _matcher: Matcher[str]
+    # The store's count of changes by others that the matcher knows of.
+    _matched: int
     _dedup_window_ms: int
 
     def begin(self, joint: Joint) -> int:
@@ -202,6 +205,14 @@ class JointVerbs:
     # --- publishes -------------------------------------------------------------------------
 
     def _publish_together(self, publishes: Sequence[Publish], now_ms: int) -> None:
+        while True:
+            try:
+                self._publish_all(publishes, now_ms)
+            except FiltersChanged:
+                continue
+            return
+
+    def _publish_all(self, publishes: Sequence[Publish], now_ms: int) -> None:
         good: list[Publish] = []
         messages: list[Message] = []
         routes: list[list[str]] = []
@@ -217,6 +228,8 @@ class JointVerbs:
             return
         try:
             ids = self._put(messages, routes, now_ms)
+        except FiltersChanged:
+            raise
         except PenstockError as error:
             for publish in good:
                 publish.error = error
@@ -233,16 +246,24 @@ class JointVerbs:
         """Return the queues of each message; all must go to ``target`` if there is one."""
         if not self._inline and target is None:
             return []
+        spec = None if target is None else self._store.spec(target)
+        if self._matched != self._store.changed_elsewhere:
+            self._match_anew()
         routes = self._matcher.match(
             [(m.attributes, m.group, m.priority, now_ms, len(m.payload)) for m in messages]
         )
-        if target is not None:
-            spec = self._store.spec(target)
+        if spec is not None:
             if any(target not in names for names in routes):
                 raise InvalidMessage(
                     f"queue {target!r} takes messages where {spec.filter}; this one does not match"
                 )
         return routes if self._inline else []
+
+    def _match_anew(self) -> None:
+        """Make the matcher from the filters that are live now."""
+        live = self._store.live_filters()
+        self._matched = self._store.changed_elsewhere
+        self._matcher = Matcher({name: parse(text) for name, text in sorted(live.items())})
 
     def _put(self, messages: Sequence[Message], routes: list[list[str]], now_ms: int) -> list[int]:
         if not messages:

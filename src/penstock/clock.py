@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import threading
+    from collections.abc import Callable
 
-__all__ = ["Clock", "ManualClock", "SystemClock", "TimeGuard", "uuid7"]
+__all__ = ["Clock", "FollowingClock", "ManualClock", "SystemClock", "TimeGuard", "uuid7"]
 
 
 class Clock(Protocol):
@@ -69,6 +70,24 @@ class SystemClock:
     def lease_id(self) -> bytes:
         """Return a version 7 UUID."""
         return uuid7(self.now_ms(), self._random.getrandbits(74))
+
+
+class FollowingClock(SystemClock):
+    """The machine's clock, set by another one: so that processes on many machines agree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ahead_ms = 0
+
+    def now_ms(self) -> int:
+        """Milliseconds since the epoch, as the other clock has it."""
+        return super().now_ms() + self._ahead_ms
+
+    def follow(self, read_ms: Callable[[], int]) -> None:
+        """Look at the other clock: what it said is taken for the middle of the time it took."""
+        before_ms = super().now_ms()
+        told_ms = read_ms()
+        self._ahead_ms = told_ms - (before_ms + super().now_ms()) // 2
 
 
 class ManualClock:

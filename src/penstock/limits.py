@@ -162,3 +162,10 @@ MAX_READER_SNAPSHOT_MS: Final = 30 * 60_000
 # second for its end would take a store from an owner that is only a little late.
 HEARTBEAT_MS: Final = 2_000
 MIN_STANDBY_AFTER_MS: Final = 3_000
+
+# --- SQL databases ------------------------------------------------------------------------------
+MAX_RING_SIZE: Final = 4_096
+# How long one attempt to connect may take, and how often a transaction is tried again: in all,
+# with the pauses, about ten seconds.
+MAX_DATABASE_CONNECT_MS: Final = 10_000
+MAX_DATABASE_REPEATS: Final = 20

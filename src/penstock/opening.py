@@ -6,6 +6,9 @@
     rocksdb:PATH                  a RocksDB directory, made if it is not there
     slatedb+file:///DIR           a SlateDB database in a directory
     slatedb+s3://BUCKET/PREFIX    a SlateDB database in an S3 bucket
+    postgresql://USER@HOST/DB     tables in a PostgreSQL database, for any number of processes
+    cockroachdb://USER@HOST/DB    the same in CockroachDB
+    ...?schema=S&ring_size=N      SQL: the schema of the tables, and tokens of a new store
     ...?design=indexed|buckets    which of the two storage designs a new store gets
     ...?flush_ms=N                SlateDB: the least time from one write of its log to the next
     penstock://HOST:PORT          a server, by way of :func:`penstock.connect`
@@ -14,17 +17,18 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 import msgspec
 
 from penstock.broker import Broker
-from penstock.clock import Clock, SystemClock
+from penstock.clock import Clock, FollowingClock, SystemClock
 from penstock.errors import InvalidUrl, StorageFailed, StoreMismatch
 from penstock.kv.memory import MemoryEngine
-from penstock.limits import MAX_FLUSH_MS
+from penstock.limits import MAX_FLUSH_MS, MAX_RING_SIZE
 from penstock.stores import buckets, indexed
 from penstock.stores.core import FORMAT, SHARED_TABLES, Identity
 from penstock.stores.kvstore import KvStore
@@ -55,6 +59,7 @@ DESIGNS: Final[Mapping[str, Design]] = {
 DEFAULT_DESIGN: Final = "indexed"
 # Where every operation is dear.
 DEFAULT_SLATEDB_DESIGN: Final = "buckets"
+_SQL_SCHEMES: Final = ("postgresql:", "cockroachdb:")
 _MARK: Final = "PENSTOCK"
 _IDENTITY_KEY: Final = b"meta"
 
@@ -89,8 +94,17 @@ def open(  # noqa: A001 - penstock.open is the way in
 
         # It has the verbs of a broker, so that who is given either need not know which.
         return cast(Broker, connect(url, clock=clock))
-    named = _parse(url)
     clock = clock or SystemClock()
+    if str(url).startswith(_SQL_SCHEMES):
+        return _open_sql(
+            str(url),
+            clock,
+            relaxed=durability == "relaxed",
+            dedup_window_ms=dedup_window_ms,
+            background=background,
+            routing=routing,
+        )
+    named = _parse(url)
     if named.scheme == "memory":
         design = named.design or DEFAULT_DESIGN
         engine: Engine = MemoryEngine(DESIGNS[design].tables)
@@ -109,6 +123,53 @@ def open(  # noqa: A001 - penstock.open is the way in
         )
     except BaseException:
         engine.close()
+        raise
+
+
+def _open_sql(
+    url: str,
+    clock: Clock,
+    *,
+    relaxed: bool,
+    dedup_window_ms: int,
+    background: bool,
+    routing: str | None,
+) -> Broker:
+    named = _parse_sql(url)
+    try:
+        from penstock.stores.sql import open_store  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise InvalidUrl(
+            f"{named.dialect}: needs psycopg: pip install 'penstock[sql]'"
+        ) from error
+    # Processes on many machines must agree about when a lease is over.
+    following = FollowingClock() if type(clock) is SystemClock else None
+    clock = following or clock
+    store = open_store(
+        named.conninfo,
+        schema=named.schema,
+        dialect=named.dialect,
+        ring_size=named.ring_size,
+        store_id=int.from_bytes(clock.lease_id()[-4:], "big"),
+        routing=routing,
+        random=clock.random,
+        now_ms=clock.now_ms(),
+        relaxed=relaxed,
+        background=background,
+    )
+    try:
+        if following is not None:
+            following.follow(store.server_ms)
+            store.follow(lambda: following.follow(store.server_ms))
+        return Broker(
+            store,
+            clock=clock,
+            relaxed=relaxed,
+            dedup_window_ms=dedup_window_ms,
+            background=background,
+        )
+    except BaseException:
+        store.close()
         raise
 
 
@@ -268,6 +329,40 @@ def _check_identity(place: str, record: bytes, design: str | None, routing: str 
     return found.design
 
 
+class _NamedSql(NamedTuple):
+    """What the URL of a database names."""
+
+    dialect: str
+    conninfo: str
+    schema: str
+    ring_size: int | None
+
+
+def _parse_sql(url: str) -> _NamedSql:
+    dialect, _, rest = url.partition(":")
+    place, _, query = rest.partition("?")
+    shown = _without_password(url)
+    if "," in url and any(f",{scheme}" in url for scheme in _SQL_SCHEMES):
+        raise InvalidUrl(f"{shown!r:.200}: several databases are not supported yet: name one")
+    if not place.startswith("//"):
+        raise InvalidUrl(f"{shown!r:.200}: {dialect}://USER:PASSWORD@HOST:PORT/DATABASE")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    schema = options.pop("schema", "penstock")
+    ring_size = options.pop("ring_size", None)
+    if not re.fullmatch(r"[a-z_][a-z0-9_]{0,62}", schema) or schema.startswith("pg_"):
+        raise InvalidUrl(f"schema {schema!r:.100}: lower case letters, digits and _")
+    if ring_size is not None and not (
+        ring_size.isdecimal() and 1 <= int(ring_size) <= MAX_RING_SIZE
+    ):
+        raise InvalidUrl(f"ring_size {ring_size!r:.100}: from 1 to {MAX_RING_SIZE}")
+    conninfo = f"postgresql:{place}" + (f"?{urlencode(options)}" if options else "")
+    return _NamedSql(dialect, conninfo, schema, None if ring_size is None else int(ring_size))
+
+
+def _without_password(url: str) -> str:
+    return re.sub(r"(?<=:)[^:@/]*(?=@)", "...", url)
+
+
 class _Named(NamedTuple):
     """What a URL names."""
 
@@ -283,7 +378,8 @@ def _parse(url: object) -> _Named:
     if not colon or scheme not in {"memory", "rocksdb", "slatedb+file", "slatedb+s3"}:
         raise InvalidUrl(
             f"no store is named by {url!r:.200}; known are memory:, rocksdb:PATH, "
-            "slatedb+file:///DIR, slatedb+s3://BUCKET/PREFIX and penstock://HOST:PORT"
+            "slatedb+file:///DIR, slatedb+s3://BUCKET/PREFIX, postgresql://HOST/DB, "
+            "cockroachdb://HOST/DB and penstock://HOST:PORT"
         )
     if scheme == "rocksdb" and not place:
         raise InvalidUrl("rocksdb: needs a directory: rocksdb:./data")

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.errors import PenstockError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from penstock.codec.metadata import Metadata
-    from penstock.errors import PenstockError
     from penstock.model import (
         Assigned,
         Attempt,
@@ -46,7 +47,14 @@ if TYPE_CHECKING:
         Want,
     )
 
-__all__ = ["Store"]
+__all__ = ["FiltersChanged", "Store"]
+
+
+class FiltersChanged(PenstockError):
+    """Another process has changed queues that a verb counted on; nothing was changed.
+
+    The broker looks again and tries again: nobody else sees this error.
+    """
 
 
 class Store(Protocol):
@@ -71,6 +79,10 @@ class Store(Protocol):
     def live_filters(self) -> dict[str, str]:
         """Return the filters that new messages are routed by."""
 
+    @property
+    def changed_elsewhere(self) -> int:
+        """How often other processes were found to have changed the live filters."""
+
     def spec(self, queue_name: str) -> QueueSpec:
         """Return a queue's settings, or raise QueueNotFound, as every verb that names one."""
 
@@ -88,7 +100,8 @@ class Store(Protocol):
     ) -> list[int]:
         """Store messages, each into the queues of its route; return their ids.
 
-        Without routes (a store whose routing is ``pipeline``) they go into the log alone.
+        Without routes (a store whose routing is ``pipeline``) they go into the log alone. With
+        routes that were made by filters which no longer count, it raises FiltersChanged.
         """
 
     def claim(self, queue_name: str, wants: Sequence[Want], now_ms: int) -> list[list[Delivery]]:

@@ -125,6 +125,11 @@ class KvStore:
             if (text := coverage.filter_at(core.log.end)) is not None
         }
 
+    @property
+    def changed_elsewhere(self) -> int:
+        """Return 0: a store on a key-value engine has one owner."""
+        return 0
+
     def routing(self) -> str:
         """Return how the store routes."""
         return self.core.identity.routing

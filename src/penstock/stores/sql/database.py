@@ -1,0 +1,274 @@
+"""A connection to the database: transactions that are repeated, and errors in our own words.
+
+One thread at a time uses it, as the broker sees to. A statement by itself is a transaction by
+itself: it is committed by the server, whatever becomes of the process that has sent it.
+
+What may be done again:
+
+* a transaction that the server has aborted (a serialization failure, a deadlock), always;
+* one whose connection was lost before it was told to commit, always;
+* one whose connection was lost later, if it says that it can be repeated (``again``): it finds
+  out by itself whether it had been committed. Others fail with StorageFailed: nobody knows.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import psycopg
+from psycopg import sql
+from psycopg.types.numeric import Int8BinaryDumper
+
+from penstock.errors import (
+    DiskFull,
+    InvalidUrl,
+    PenstockError,
+    ServerUnreachable,
+    StorageFailed,
+    StoreMismatch,
+)
+from penstock.limits import MAX_DATABASE_CONNECT_MS, MAX_DATABASE_REPEATS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from penstock.stores.sql.statements import Statement
+
+__all__ = ["Aborted", "Database", "Lost", "Refused", "translated"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Row = tuple[Any, ...]
+
+# A process that is stopped in the middle of a transaction must not stop the others for longer.
+IDLE_IN_TRANSACTION_MS: Final = 5_000
+# 40001 serialization_failure, 40P01 deadlock_detected, 55P03 lock_not_available.
+_ABORTED: Final = frozenset({"40001", "40P01", "55P03"})
+# Classes and codes that say that there is no such place: invalid_authorization, no such database.
+_WRONG_PLACE: Final = ("28", "3D")
+# Shutting down, crashed, starting up, too many connections.
+_AWAY: Final = ("08", "57P", "53300")
+_RETRY_WAIT_S: Final = 0.05
+
+
+class Lost(StorageFailed):
+    """The connection was lost; ``unknown``: what was asked for last may have been done."""
+
+    unknown = True
+
+
+class Database:
+    """One connection, made again when it is lost."""
+
+    def __init__(
+        self, conninfo: str, schema: str, dialect: str, *, relaxed: bool = False
+    ) -> None:
+        self._conninfo = conninfo
+        self.schema = schema
+        self.dialect = dialect
+        self._relaxed = relaxed
+        self._statements: Mapping[str, Statement] = {}
+        self._connection: psycopg.Connection[Row] | None = None
+        self._depth = 0
+        # What the store has cost so far, and had to do again.
+        self.statements = 0
+        self.repeated = 0
+        self.reconnected = 0
+
+    def use(self, statements: Mapping[str, Statement]) -> None:
+        """Take the statements that :meth:`run` knows by name."""
+        self._statements = statements
+
+    # --- connecting ------------------------------------------------------------------------
+
+    def connect(self) -> psycopg.Connection[Row]:
+        """Return the connection; make one if there is none."""
+        connection = self._connection
+        if connection is not None and not connection.closed:
+            return connection
+        try:
+            connection = psycopg.connect(
+                self._conninfo, autocommit=True, connect_timeout=MAX_DATABASE_CONNECT_MS // 1000
+            )
+        except psycopg.Error as error:
+            raise translated(error) from error
+        try:
+            self._configure(connection)
+        except psycopg.Error as error:
+            connection.close()
+            raise translated(error) from error
+        self._connection = connection
+        return connection
+
+    def _configure(self, connection: psycopg.Connection[Row]) -> None:
+        # One type for all numbers: a statement is prepared once, not for each width of them.
+        connection.adapters.register_dumper(int, Int8BinaryDumper)
+        settings = {
+            "search_path": self.schema,
+            "idle_in_transaction_session_timeout": str(IDLE_IN_TRANSACTION_MS),
+            "application_name": "penstock",
+            "default_transaction_isolation": "read committed",
+        }
+        if self.dialect == "cockroachdb":
+            settings["default_transaction_isolation"] = "serializable"
+            settings["enable_multiple_modifications_of_table"] = "on"
+        else:
+            # Statements of many parts look dear to the planner, and are not.
+            settings["jit"] = "off"
+            if self._relaxed:
+                settings["synchronous_commit"] = "off"
+        parts = [
+            sql.SQL("SET {} = {}").format(sql.Identifier(name), sql.Literal(value))
+            for name, value in settings.items()
+        ]
+        connection.execute(sql.SQL("; ").join(parts))
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    # --- statements ------------------------------------------------------------------------
+
+    def run(self, name: str, /, **parameters: Any) -> list[Row]:
+        """Run a statement and return its rows."""
+        statement = self._statements[name]
+        assert parameters.keys() == statement.parameters, (
+            f"{name}: {parameters.keys() ^ statement.parameters}"
+        )
+        return self.execute(statement.text, parameters)
+
+    def parameters(self, name: str) -> frozenset[str]:
+        """Return the parameters of a statement."""
+        return self._statements[name].parameters
+
+    def execute(self, text: Any, parameters: Mapping[str, Any] | None = None) -> list[Row]:
+        """Run any text."""
+        self.statements += 1
+        try:
+            # A text without parameters may hold many statements, which have no binary answer.
+            cursor = self.connect().execute(text, parameters, binary=parameters is not None)
+            return [] if cursor.description is None else cursor.fetchall()
+        except psycopg.Error as error:
+            raise self._judged(error) from error
+
+    def _judged(self, error: psycopg.Error) -> PenstockError:
+        """Translate an error; tell apart those after which the connection is gone."""
+        if isinstance(error, psycopg.OperationalError) and (
+            self._connection is None or self._connection.closed or self._connection.broken
+        ):
+            self.close()
+            return Lost(f"the connection to the database was lost: {_said(error)}")
+        return translated(error)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Make everything inside one transaction; one inside another is part of it."""
+        if self._depth:
+            yield
+            return
+        self.execute("BEGIN")
+        self._depth = 1
+        try:
+            yield
+        except BaseException as error:
+            self._depth = 0
+            self._roll_back()
+            if isinstance(error, Lost):
+                # It was not told to commit, so that it did not.
+                error.unknown = False
+            raise
+        self._depth = 0
+        self.execute("COMMIT")
+
+    def _roll_back(self) -> None:
+        try:
+            if self._connection is not None and not self._connection.closed:
+                self._connection.execute("ROLLBACK")
+        except psycopg.Error:
+            self.close()
+
+    # --- repeating -------------------------------------------------------------------------
+
+    def do(self, work: Callable[[], T], *, again: bool = False) -> T:
+        """Do something that is one transaction, again if the server has aborted it.
+
+        ``again``: also if the connection was lost, because it does no harm if it had been done.
+        """
+        if self._depth:
+            return work()
+        for left in range(MAX_DATABASE_REPEATS, -1, -1):
+            try:
+                return work()
+            except Aborted:
+                if not left:
+                    raise
+                self.repeated += 1
+                wait_s = 0.0
+            except (Lost, ServerUnreachable) as error:
+                # A database that restarts is given time; one that stays away fails the verb.
+                if not left or (isinstance(error, Lost) and error.unknown and not again):
+                    raise
+                self.reconnected += 1
+                wait_s = _RETRY_WAIT_S * (MAX_DATABASE_REPEATS - left + 1)
+            if wait_s:
+                threading.Event().wait(wait_s)
+        raise AssertionError("the loop ends by itself")
+
+
+class Aborted(StorageFailed):
+    """The server has undone the transaction, for the sake of another; it may be tried again."""
+
+
+class Refused(StorageFailed):
+    """A row that must not be there is, or the other way round; ``constraint`` names the rule."""
+
+    def __init__(self, message: str, constraint: str) -> None:
+        super().__init__(message)
+        self.constraint = constraint
+
+
+def translated(error: psycopg.Error) -> PenstockError:
+    """Put an error of the database in our own words."""
+    code = error.sqlstate or ""
+    said = _said(error)
+    if code in _ABORTED:
+        return Aborted(f"the database has aborted a transaction: {said}")
+    if code.startswith("23"):
+        return Refused(said, error.diag.constraint_name or error.diag.column_name or "")
+    if code.startswith(_WRONG_PLACE):
+        return InvalidUrl(f"the database can't be opened: {said}")
+    if code == "42501":
+        return StorageFailed(
+            f"the database does not allow it: {said}; the user needs the right to make and use "
+            "the tables of its schema"
+        )
+    if code.startswith("42"):
+        return StoreMismatch(f"the database has not the tables that were expected: {said}")
+    if code in {"53100", "53200"}:
+        return DiskFull(f"the database has no room left: {said}")
+    if code.startswith(_AWAY) or (not code and isinstance(error, psycopg.OperationalError)):
+        wrong = _wrong_place(said)
+        if wrong:
+            return InvalidUrl(f"the database can't be opened: {said}")
+        return ServerUnreachable(f"the database does not answer: {said}")
+    return StorageFailed(f"the database has failed: {said}")
+
+
+def _wrong_place(said: str) -> bool:
+    """Whether a connection was refused for what it asked for; libpq gives no code then."""
+    return any(
+        sign in said
+        for sign in ("password", "authentication", "does not exist", "no pg_hba.conf", "role ")
+    )
+
+
+def _said(error: psycopg.Error) -> str:
+    primary = error.diag.message_primary or str(error) or type(error).__name__
+    return " ".join(primary.split())

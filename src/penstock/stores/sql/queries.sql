@@ -1,0 +1,1368 @@
+-- Every statement of the SQL store. A statement is named; what it is for stands below its name.
+-- ":word" is a parameter. "-- dialect: NAME" makes a variant of the statement above it.
+-- Locks are taken in the order log_head, pointers, pointer_index, items, queue_counts, messages.
+
+-- ============================================================================================
+-- The store itself
+-- ============================================================================================
+
+-- name: load_instance
+-- Read what the store says of itself.
+SELECT product, format, store_id, routing, ring_size, ring_high, epoch, log_settings, filter_changes
+FROM instance;
+
+-- name: make_instance
+-- Write what a new store says of itself; nothing happens if another process was faster.
+INSERT INTO instance
+VALUES (1, 'penstock', :format, :store_id, :now_ms, :routing, :ring_size, :ring_size, 1, 0,
+        :log_settings, :filter_changes)
+ON CONFLICT DO NOTHING;
+
+-- name: make_head
+-- Begin the log of a new store: offsets begin at 1.
+INSERT INTO log_head VALUES (1, 1, 1, 1, 0, :segment_ms, 0, 0, 0, 0) ON CONFLICT DO NOTHING;
+
+-- name: fresh_id
+-- Sixteen bytes that no other process has: what this one names its requests and its writes by.
+SELECT decode(replace(gen_random_uuid()::text, '-', ''), 'hex');
+
+-- name: server_time
+-- What time the server has, for a clock that follows it.
+SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint;
+
+-- name: read_head
+-- Read the end of the log and the versions of what processes keep in memory.
+SELECT next_offset, specs_version, zones_version, filters_version, segment_ms, time_ms, published,
+       duplicates, unrouted
+FROM log_head;
+
+-- name: lock_head
+-- The same, and keep others from publishing and from changing queues until the commit.
+SELECT next_offset, specs_version, zones_version, filters_version, segment_ms, time_ms, published,
+       duplicates, unrouted
+FROM log_head FOR UPDATE;
+
+-- name: bump_head
+-- Note that queues or settings have changed: specs, and filters if they are among it.
+UPDATE log_head
+SET specs_version = specs_version + 1, filters_version = filters_version + :filters::bigint,
+    time_ms = greatest(time_ms, :now_ms)
+RETURNING specs_version, filters_version;
+
+-- name: time_floor
+-- The latest time that anything has happened at.
+SELECT greatest((SELECT max(time_ms) FROM log_head), (SELECT max(time_ms) FROM queue_counts));
+
+-- name: put_settings
+-- Change the settings of the log.
+UPDATE instance SET log_settings = :log_settings;
+
+-- name: put_filter_changes
+-- Write down from which offset on which version of the filters counts.
+UPDATE instance SET filter_changes = :filter_changes;
+
+-- name: put_ring
+-- Give zones that come from here on a token of another ring.
+UPDATE instance
+SET ring_size = :ring_size,
+    ring_high = greatest(:ring_size, (SELECT coalesce(max(token), 0) + 1 FROM pointer_index))
+RETURNING ring_high;
+
+-- name: take_epoch
+-- Fence every pipeline that took an epoch before.
+UPDATE instance SET epoch = epoch + 1 RETURNING epoch;
+
+-- name: read_epoch
+-- The epoch of the pipeline that may assign; locked, so that none is taken before the commit.
+SELECT epoch FROM instance FOR SHARE;
+
+-- ============================================================================================
+-- Queues
+-- ============================================================================================
+
+-- name: load_queues
+-- Read every queue's settings and what it has been filled from.
+SELECT number, name, spec, coverage FROM queues ORDER BY name;
+
+-- name: next_queue
+-- Take a number for a new queue. Numbers are never used twice: receipts name them.
+UPDATE instance SET next_queue = next_queue + 1 RETURNING next_queue - 1;
+
+-- name: add_queue
+-- Add a queue.
+INSERT INTO queues
+VALUES (:number, :name, :spec, :coverage, :fifo, :max_attempts, :unclaimed_retention_ms);
+
+-- name: add_counts
+-- Add a queue's counters.
+INSERT INTO queue_counts (queue, slot, time_ms)
+SELECT :number, slot, :now_ms FROM generate_series(0, :slots - 1) AS each (slot);
+
+-- name: lock_queue
+-- Keep a queue from being changed or deleted until the commit, and read what it was filled from.
+SELECT spec, coverage FROM queues WHERE number = :number FOR UPDATE;
+
+-- name: share_queues
+-- Keep queues from being deleted until the commit; those that are there are returned.
+SELECT number FROM queues WHERE number = ANY (:numbers::integer[]) ORDER BY number FOR KEY SHARE;
+
+-- name: put_spec
+-- Write a queue's settings.
+UPDATE queues
+SET spec = :spec, max_attempts = :max_attempts, unclaimed_retention_ms = :unclaimed_retention_ms
+WHERE number = :number;
+
+-- name: put_coverage
+-- Write what a queue has been filled from.
+UPDATE queues SET coverage = :coverage WHERE number = :number;
+
+-- name: remove_queue
+-- Remove a queue's own rows. Its messages were removed before.
+WITH a AS (DELETE FROM queue_counts WHERE queue = :number),
+     b AS (DELETE FROM pointers WHERE queue = :number),
+     c AS (DELETE FROM pointer_index WHERE queue = :number),
+     d AS (DELETE FROM attempts WHERE queue = :number)
+DELETE FROM queues WHERE number = :number;
+
+-- name: sum_counts
+-- A queue's depths and totals.
+SELECT sum(live)::bigint, sum(in_flight)::bigint, sum(done)::bigint, sum(failed)::bigint,
+       sum(enqueued_total)::bigint, sum(claimed_total)::bigint, sum(acked_total)::bigint,
+       sum(released_total)::bigint, sum(lease_expired_total)::bigint, sum(failed_total)::bigint,
+       sum(redriven_total)::bigint, sum(removed_total)::bigint, sum(moved_in_total)::bigint,
+       sum(moved_out_total)::bigint
+FROM queue_counts WHERE queue = :queue;
+
+-- name: add_to_counts
+-- Add to a queue's depths and totals; give the first of the sequence numbers that were taken.
+UPDATE queue_counts
+SET live = live + :live, in_flight = in_flight + :in_flight, done = done + :done,
+    failed = failed + :failed, enqueued_total = enqueued_total + :enqueued,
+    released_total = released_total + :released,
+    lease_expired_total = lease_expired_total + :lease_expired,
+    failed_total = failed_total + :failed_total, redriven_total = redriven_total + :redriven,
+    removed_total = removed_total + :removed, moved_in_total = moved_in_total + :moved_in,
+    moved_out_total = moved_out_total + :moved_out,
+    next_sequence = next_sequence + :sequences, time_ms = greatest(time_ms, :now_ms)
+WHERE queue = :queue AND slot = :slot
+RETURNING next_sequence - :sequences;
+
+-- ============================================================================================
+-- Publish
+-- ============================================================================================
+
+-- name: find_dedup
+-- Which dedup ids are known, and for which messages.
+SELECT w.nth, d.message_id
+FROM unnest(:scopes::bytea[], :dedup_ids::bytea[]) WITH ORDINALITY AS w (scope, dedup_id, nth)
+JOIN dedup d ON d.scope = w.scope AND d.dedup_id = w.dedup_id
+WHERE d.expires_at_ms > :now_ms;
+
+-- name: find_request
+-- The first id that a publish was given which has got no answer.
+SELECT first_id FROM requests WHERE token = :token;
+
+-- name: publish
+-- Store messages, each into its queues, in one statement: the lock on log_head is held for no
+-- longer than the server needs, whatever becomes of the process that has sent it. No row comes
+-- back if what the process knows is out of date. A dedup id that another process has remembered
+-- since it was looked up would make message_id NULL, which fails the statement.
+-- Zones that may lack a pointer, or whose pointer may be late, are named; those of which this
+-- process knows better are not. Nothing is written to Q_C if there is a pointer that is early
+-- enough.
+WITH head AS (
+    UPDATE log_head
+    SET next_offset = next_offset + :count, published = published + :count,
+        duplicates = duplicates + :duplicates, unrouted = unrouted + :unrouted,
+        time_ms = greatest(time_ms, :now_ms)
+    WHERE specs_version = :specs_version AND zones_version = :zones_version
+      AND segment_ms > :now_ms - :segment_length_ms
+    RETURNING next_offset - :count AS first_id
+), request AS (
+    INSERT INTO requests SELECT :token, first_id, :now_ms FROM head
+), rows AS MATERIALIZED (
+    SELECT h.first_id + m.nth - 1 AS message_id, m.refs, m.log, m.metadata, m.payload
+    FROM head h, unnest(:refs::bigint[], :logs::bigint[], :metadata::bytea[], :payloads::bytea[])
+        WITH ORDINALITY AS m (refs, log, metadata, payload, nth)
+), stored AS (
+    INSERT INTO messages SELECT message_id, refs, metadata, payload FROM rows
+), logged AS (
+    INSERT INTO log SELECT log, message_id, :now_ms, metadata FROM rows
+), remembered AS (
+    INSERT INTO dedup
+    SELECT d.scope, d.dedup_id, h.first_id + d.nth, :dedup_expires_ms
+    FROM head h, unnest(:dedup_scopes::bytea[], :dedup_ids::bytea[], :dedup_nths::bigint[])
+        AS d (scope, dedup_id, nth)
+    ON CONFLICT (scope, dedup_id) DO UPDATE
+    SET message_id = CASE WHEN dedup.expires_at_ms <= :now_ms THEN excluded.message_id END,
+        expires_at_ms = excluded.expires_at_ms
+), placed AS (
+    INSERT INTO items
+    SELECT i.queue, h.first_id + i.nth, i.zone, i.rank, i.vesting_ms, NULL, 0, 0, 0, i.vesting_ms,
+           i.expires_at_ms, i.size, i.vesting_ms > :now_ms, ''
+    FROM head h, unnest(:queues::bigint[], :nths::bigint[], :zones::bytea[], :ranks::bigint[],
+                        :vestings::bigint[], :expiries::bigint[], :sizes::bigint[])
+        AS i (queue, nth, zone, rank, vesting_ms, expires_at_ms, size)
+), counted AS (
+    UPDATE queue_counts c
+    SET live = live + n.number, enqueued_total = enqueued_total + n.number,
+        time_ms = greatest(time_ms, :now_ms)
+    FROM head h, unnest(:count_queues::bigint[], :count_numbers::bigint[]) AS n (queue, number)
+    WHERE c.queue = n.queue AND c.slot = :slot
+), new AS (
+    INSERT INTO pointer_index
+    SELECT z.queue, z.zone, z.token, z.vesting_ms, NULL
+    FROM head h, unnest(:zone_queues::bigint[], :zone_names::bytea[], :zone_tokens::bigint[],
+                        :zone_vestings::bigint[]) AS z (queue, zone, token, vesting_ms)
+    ON CONFLICT DO NOTHING
+    RETURNING queue, zone, token, vesting_ms
+), pointed AS (
+    INSERT INTO pointers SELECT queue, token, zone, vesting_ms, :turn, NULL FROM new
+), lowered AS (
+    UPDATE pointers q
+    SET vesting_ms = z.vesting_ms, turn = :turn, lease_id = :stamp
+    FROM head h, unnest(:zone_queues::bigint[], :zone_names::bytea[], :zone_vestings::bigint[])
+        AS z (queue, zone, vesting_ms)
+    JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
+    WHERE q.queue = p.queue AND q.token = p.token AND q.zone = p.zone
+      AND p.vesting_ms > z.vesting_ms
+      AND (z.vesting_ms <= :now_ms OR p.vesting_ms - z.vesting_ms > :threshold_ms)
+    RETURNING q.queue, q.zone, q.vesting_ms
+), known AS (
+    UPDATE pointer_index p SET vesting_ms = l.vesting_ms, empty_since_ms = NULL
+    FROM lowered l WHERE p.queue = l.queue AND p.zone = l.zone
+)
+SELECT first_id, (SELECT count(*) FROM new), (SELECT count(*) FROM lowered) FROM head;
+
+-- name: roll_segment
+-- Begin a new segment of the log at its end. The caller has locked log_head.
+WITH head AS (
+    UPDATE log_head SET segment_ms = :now_ms RETURNING next_offset
+)
+INSERT INTO log_segments
+SELECT coalesce((SELECT max(number) FROM log_segments), 0) + 1, next_offset, :now_ms FROM head;
+
+-- ============================================================================================
+-- Zones: Q_C and the pointer index
+-- ============================================================================================
+
+-- name: add_items
+-- Put messages into queues other than by publish. Their zones were made sure of before.
+INSERT INTO items
+SELECT i.queue, i.message_id, i.zone, i.rank, i.vesting_ms, NULL, i.attempts, i.attempts, 0,
+       i.vesting_ms, i.expires_at_ms, i.size, i.vesting_ms > :now_ms, ''
+FROM unnest(:queues::bigint[], :message_ids::bigint[], :zones::bytea[], :ranks::bigint[],
+            :vestings::bigint[], :attempts::bigint[], :expiries::bigint[], :sizes::bigint[])
+    AS i (queue, message_id, zone, rank, vesting_ms, attempts, expires_at_ms, size);
+
+-- name: make_zones
+-- Give zones a pointer that have none.
+WITH new AS (
+    INSERT INTO pointer_index
+    SELECT queue, zone, token, vesting_ms, NULL
+    FROM unnest(:queues::bigint[], :zones::bytea[], :tokens::bigint[], :vestings::bigint[])
+        AS z (queue, zone, token, vesting_ms)
+    ORDER BY queue, zone
+    ON CONFLICT DO NOTHING
+    RETURNING queue, zone, token, vesting_ms
+)
+INSERT INTO pointers SELECT queue, token, zone, vesting_ms, :turn, NULL FROM new;
+
+-- name: hold_zones
+-- Keep zones from being collected until the commit; those that are there are counted.
+SELECT count(*) FROM (
+    SELECT 1
+    FROM pointer_index p
+    JOIN unnest(:queues::bigint[], :zones::bytea[]) AS z (queue, zone)
+        ON p.queue = z.queue AND p.zone = z.zone
+    ORDER BY p.queue, p.zone FOR KEY SHARE OF p
+) AS held;
+
+-- name: lower_zones
+-- Have pointers vest earlier, if they would be late for what has come into their zones.
+WITH lowered AS (
+    UPDATE pointers q
+    SET vesting_ms = z.vesting_ms, turn = :turn, lease_id = :stamp
+    FROM unnest(:queues::bigint[], :zones::bytea[], :vestings::bigint[])
+        AS z (queue, zone, vesting_ms)
+    JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
+    WHERE q.queue = p.queue AND q.token = p.token AND q.zone = p.zone
+      AND p.vesting_ms > z.vesting_ms
+      AND (z.vesting_ms <= :now_ms OR p.vesting_ms - z.vesting_ms > :threshold_ms)
+    RETURNING q.queue, q.zone, q.vesting_ms
+)
+UPDATE pointer_index p SET vesting_ms = l.vesting_ms, empty_since_ms = NULL
+FROM lowered l WHERE p.queue = l.queue AND p.zone = l.zone;
+
+-- name: peek
+-- Look at pointers that have vested, token by token in the order given, locking nothing.
+SELECT q.zone, q.token, q.lease_id, q.vesting_ms, q.turn
+FROM unnest(:tokens::bigint[]) WITH ORDINALITY AS t (token, nth)
+CROSS JOIN LATERAL (
+    SELECT zone, token, lease_id, vesting_ms, turn FROM pointers
+    WHERE queue = :queue AND token = t.token AND vesting_ms <= :now_ms
+    ORDER BY vesting_ms, turn LIMIT :count
+) AS q
+ORDER BY t.nth, q.vesting_ms, q.turn
+LIMIT :count;
+
+-- name: vested_queues
+-- Which of some queues have a pointer that has vested: claims wait for them.
+SELECT w.queue FROM unnest(:queues::bigint[]) AS w (queue)
+WHERE EXISTS (
+    SELECT 1 FROM pointers q
+    WHERE q.queue = w.queue AND q.token = ANY (:tokens::integer[]) AND q.vesting_ms <= :now_ms
+);
+
+-- name: next_vesting
+-- When the next pointer of some queues vests.
+SELECT min(v.vesting_ms)
+FROM unnest(:queues::bigint[]) AS w (queue)
+CROSS JOIN unnest(:tokens::bigint[]) AS t (token)
+CROSS JOIN LATERAL (
+    SELECT vesting_ms FROM pointers q
+    WHERE q.queue = w.queue AND q.token = t.token AND q.vesting_ms > :now_ms
+    ORDER BY vesting_ms LIMIT 1
+) AS v;
+
+-- name: visit
+-- Visit zones of a standard queue: compare and set on each pointer, lease what is visible, and
+-- put the pointer back at the zone's earliest vesting time. A pointer that somebody else has
+-- changed or holds is passed by. What is leased goes to the wants in order. Expired items are not
+-- taken: their attempt has to be written down first.
+-- A zone with nothing more to see is raised in p at once, in Q_C only after a while (cool_ms): who
+-- has read p before has its items committed by then.
+WITH RECURSIVE won AS MATERIALIZED (
+    SELECT q.zone, q.token, c.quota, c.nth
+    FROM unnest(:zones::bytea[], :tokens::bigint[], :seen::bytea[], :quotas::bigint[])
+        WITH ORDINALITY AS c (zone, token, seen, quota, nth)
+    JOIN pointers q ON q.queue = :queue AND q.token = c.token AND q.zone = c.zone
+    WHERE q.lease_id IS NOT DISTINCT FROM c.seen
+    FOR UPDATE OF q SKIP LOCKED
+), lanes (zone, rank) AS (
+    SELECT w.zone, (SELECT i.rank FROM items i WHERE i.queue = :queue AND i.zone = w.zone
+                    AND i.rank >= 0 ORDER BY i.rank LIMIT 1)
+    FROM won w
+    UNION ALL
+    SELECT l.zone, (SELECT i.rank FROM items i WHERE i.queue = :queue AND i.zone = l.zone
+                    AND i.rank >= 0 AND i.rank > l.rank ORDER BY i.rank LIMIT 1)
+    FROM lanes l WHERE l.rank IS NOT NULL
+), visible AS (
+    SELECT w.zone, w.nth, w.quota, i.message_id, i.size, i.lease_id IS NOT NULL AS expired,
+           row_number() OVER (PARTITION BY w.zone ORDER BY l.rank, i.vesting_ms, i.message_id)
+               AS place
+    FROM won w
+    JOIN lanes l ON l.zone = w.zone AND l.rank IS NOT NULL
+    CROSS JOIN LATERAL (
+        SELECT message_id, vesting_ms, lease_id, size FROM items i
+        WHERE i.queue = :queue AND i.zone = w.zone AND i.rank = l.rank AND i.rank >= 0
+          AND i.vesting_ms <= :now_ms
+        ORDER BY i.vesting_ms, i.message_id LIMIT w.quota + 1
+    ) AS i
+), chosen AS (
+    SELECT *, row_number() OVER (ORDER BY nth, place) AS at
+    FROM visible WHERE NOT expired AND place <= quota
+), given AS (
+    SELECT c.zone, c.message_id, c.at, c.size, w.lease, w.deadline_ms, w.consumer, w.room_bytes,
+           sum(c.size) OVER (PARTITION BY w.lease ORDER BY c.at) - c.size AS before_bytes
+    FROM chosen c
+    JOIN unnest(:leases::bytea[], :deadlines::bigint[], :consumers::bytea[], :lows::bigint[],
+                :highs::bigint[], :room_bytes::bigint[])
+        AS w (lease, deadline_ms, consumer, low, high, room_bytes)
+        ON c.at > w.low AND c.at <= w.high
+), leased AS (
+    UPDATE items i
+    SET vesting_ms = g.deadline_ms, lease_id = g.lease, attempts = i.attempts + 1,
+        claimed_at_ms = :now_ms, consumer = g.consumer, delayed = false, expires_at_ms = NULL
+    FROM given g
+    WHERE i.queue = :queue AND i.message_id = g.message_id AND i.lease_id IS NULL
+      AND g.before_bytes < g.room_bytes
+    RETURNING i.zone, i.message_id, i.attempts, i.lease_id, i.vesting_ms, g.at
+), counted AS (
+    UPDATE queue_counts c
+    SET in_flight = c.in_flight + n.number, claimed_total = c.claimed_total + n.number,
+        time_ms = greatest(time_ms, :now_ms)
+    FROM (SELECT count(*) AS number FROM leased) AS n
+    WHERE c.queue = :queue AND c.slot = :slot AND n.number > 0
+), later AS (
+    SELECT zone, min(vesting_ms) AS vesting_ms FROM (
+        SELECT w.zone, i.vesting_ms
+        FROM won w
+        JOIN lanes l ON l.zone = w.zone AND l.rank IS NOT NULL
+        CROSS JOIN LATERAL (
+            SELECT vesting_ms FROM items i
+            WHERE i.queue = :queue AND i.zone = w.zone AND i.rank = l.rank AND i.rank >= 0
+              AND i.vesting_ms > :now_ms
+            ORDER BY i.vesting_ms LIMIT 1
+        ) AS i
+        UNION ALL
+        SELECT zone, vesting_ms FROM leased
+    ) AS every GROUP BY zone
+), after AS (
+    SELECT w.zone, w.token, w.nth,
+           CASE WHEN (SELECT count(*) FROM visible v WHERE v.zone = w.zone)
+                   > (SELECT count(*) FROM leased t WHERE t.zone = w.zone)
+                THEN :now_ms ELSE coalesce(l.vesting_ms, :never_ms) END AS vesting_ms
+    FROM won w LEFT JOIN later l ON l.zone = w.zone
+), put_back AS (
+    UPDATE pointers q
+    SET vesting_ms = CASE WHEN p.vesting_ms > :now_ms THEN a.vesting_ms
+                          ELSE least(a.vesting_ms, :now_ms + :cool_ms) END,
+        turn = :turn + a.nth, lease_id = :stamp
+    FROM after a JOIN pointer_index p ON p.queue = :queue AND p.zone = a.zone
+    WHERE q.queue = :queue AND q.token = a.token AND q.zone = a.zone
+    RETURNING q.zone
+), known AS (
+    UPDATE pointer_index p
+    SET vesting_ms = a.vesting_ms,
+        empty_since_ms = CASE WHEN a.vesting_ms = :never_ms
+                              THEN coalesce(p.empty_since_ms, :now_ms) END
+    FROM after a JOIN put_back b ON b.zone = a.zone
+    WHERE p.queue = :queue AND p.zone = a.zone
+      AND (p.vesting_ms > :now_ms OR a.vesting_ms > :now_ms) AND p.vesting_ms <> a.vesting_ms
+)
+SELECT a.zone, a.vesting_ms, EXISTS (SELECT 1 FROM visible v WHERE v.zone = a.zone AND v.expired),
+       t.message_id, t.attempts, t.lease_id, m.metadata, m.payload
+FROM after a
+LEFT JOIN leased t ON t.zone = a.zone
+LEFT JOIN messages m ON m.message_id = t.message_id
+ORDER BY t.at;
+
+-- name: visit_fifo
+-- Visit zones of a FIFO queue, as above: what is taken is the run of visible items that the zone
+-- begins with, and nothing while anything of the zone is held.
+WITH won AS MATERIALIZED (
+    SELECT q.zone, q.token, c.quota, c.nth
+    FROM unnest(:zones::bytea[], :tokens::bigint[], :seen::bytea[], :quotas::bigint[])
+        WITH ORDINALITY AS c (zone, token, seen, quota, nth)
+    JOIN pointers q ON q.queue = :queue AND q.token = c.token AND q.zone = c.zone
+    WHERE q.lease_id IS NOT DISTINCT FROM c.seen
+    FOR UPDATE OF q SKIP LOCKED
+), held AS (
+    SELECT w.zone, i.vesting_ms FROM won w
+    CROSS JOIN LATERAL (
+        SELECT vesting_ms FROM items i
+        WHERE i.queue = :queue AND i.zone = w.zone AND i.rank < 0 AND i.lease_id IS NOT NULL
+        ORDER BY vesting_ms LIMIT 1
+    ) AS i
+), run AS (
+    SELECT w.zone, w.nth, i.message_id, i.vesting_ms, i.size, i.place, w.quota,
+           bool_and(i.vesting_ms <= :now_ms) OVER (PARTITION BY w.zone ORDER BY i.message_id) AS up
+    FROM won w
+    CROSS JOIN LATERAL (
+        SELECT message_id, vesting_ms, size, row_number() OVER (ORDER BY message_id) AS place
+        FROM items i
+        WHERE i.queue = :queue AND i.zone = w.zone AND i.rank < 0
+        ORDER BY message_id LIMIT w.quota + 1
+    ) AS i
+    WHERE NOT EXISTS (SELECT 1 FROM held h WHERE h.zone = w.zone)
+), chosen AS (
+    SELECT *, row_number() OVER (ORDER BY nth, message_id) AS at FROM run WHERE up AND place <= quota
+), given AS (
+    SELECT c.zone, c.message_id, c.at, w.lease, w.deadline_ms, w.consumer, w.room_bytes,
+           sum(c.size) OVER (PARTITION BY w.lease ORDER BY c.at) - c.size AS before_bytes
+    FROM chosen c
+    JOIN unnest(:leases::bytea[], :deadlines::bigint[], :consumers::bytea[], :lows::bigint[],
+                :highs::bigint[], :room_bytes::bigint[])
+        AS w (lease, deadline_ms, consumer, low, high, room_bytes)
+        ON c.at > w.low AND c.at <= w.high
+), leased AS (
+    UPDATE items i
+    SET vesting_ms = g.deadline_ms, lease_id = g.lease, attempts = i.attempts + 1,
+        claimed_at_ms = :now_ms, consumer = g.consumer, delayed = false, expires_at_ms = NULL
+    FROM given g
+    WHERE i.queue = :queue AND i.message_id = g.message_id AND i.lease_id IS NULL
+      AND g.before_bytes < g.room_bytes
+    RETURNING i.zone, i.message_id, i.attempts, i.lease_id, i.vesting_ms, g.at
+), counted AS (
+    UPDATE queue_counts c
+    SET in_flight = c.in_flight + n.number, claimed_total = c.claimed_total + n.number,
+        time_ms = greatest(time_ms, :now_ms)
+    FROM (SELECT count(*) AS number FROM leased) AS n
+    WHERE c.queue = :queue AND c.slot = :slot AND n.number > 0
+), after AS (
+    SELECT w.zone, w.token, w.nth, coalesce(
+        (SELECT min(t.vesting_ms) FROM leased t WHERE t.zone = w.zone),
+        (SELECT h.vesting_ms FROM held h WHERE h.zone = w.zone),
+        (SELECT greatest(r.vesting_ms, :now_ms) FROM run r
+         WHERE r.zone = w.zone ORDER BY r.message_id LIMIT 1),
+        :never_ms) AS vesting_ms
+    FROM won w
+), put_back AS (
+    UPDATE pointers q
+    SET vesting_ms = CASE WHEN p.vesting_ms > :now_ms THEN a.vesting_ms
+                          ELSE least(a.vesting_ms, :now_ms + :cool_ms) END,
+        turn = :turn + a.nth, lease_id = :stamp
+    FROM after a JOIN pointer_index p ON p.queue = :queue AND p.zone = a.zone
+    WHERE q.queue = :queue AND q.token = a.token AND q.zone = a.zone
+    RETURNING q.zone
+), known AS (
+    UPDATE pointer_index p
+    SET vesting_ms = a.vesting_ms,
+        empty_since_ms = CASE WHEN a.vesting_ms = :never_ms
+                              THEN coalesce(p.empty_since_ms, :now_ms) END
+    FROM after a JOIN put_back b ON b.zone = a.zone
+    WHERE p.queue = :queue AND p.zone = a.zone
+      AND (p.vesting_ms > :now_ms OR a.vesting_ms > :now_ms) AND p.vesting_ms <> a.vesting_ms
+)
+SELECT a.zone, a.vesting_ms, EXISTS (SELECT 1 FROM held h WHERE h.zone = a.zone
+                                     AND h.vesting_ms <= :now_ms),
+       t.message_id, t.attempts, t.lease_id, m.metadata, m.payload
+FROM after a
+LEFT JOIN leased t ON t.zone = a.zone
+LEFT JOIN messages m ON m.message_id = t.message_id
+ORDER BY t.at;
+
+-- name: idle_zones
+-- Zones that have been empty for long enough to be collected.
+SELECT queue, zone, token FROM pointer_index
+WHERE empty_since_ms <= :before_ms ORDER BY empty_since_ms LIMIT :count;
+
+-- name: lock_pointers
+-- The first step of a collection, after log_head: whoever is at a zone keeps it from being taken.
+SELECT q.queue, q.zone FROM pointers q
+JOIN unnest(:queues::bigint[], :zones::bytea[], :tokens::bigint[]) AS z (queue, zone, token)
+    ON q.queue = z.queue AND q.zone = z.zone AND q.token = z.token
+FOR UPDATE OF q SKIP LOCKED;
+
+-- name: lock_zones
+-- The second step: nobody who holds a zone to put something in is passed by.
+SELECT p.queue, p.zone FROM pointer_index p
+JOIN unnest(:queues::bigint[], :zones::bytea[]) AS z (queue, zone)
+    ON p.queue = z.queue AND p.zone = z.zone
+WHERE p.empty_since_ms <= :before_ms
+FOR UPDATE OF p SKIP LOCKED;
+
+-- name: collect_zones
+-- The third, which sees all that was committed before the locks were had: zones without items go.
+WITH gone AS (
+    DELETE FROM pointer_index p
+    USING unnest(:queues::bigint[], :zones::bytea[]) AS z (queue, zone)
+    WHERE p.queue = z.queue AND p.zone = z.zone
+      AND NOT EXISTS (SELECT 1 FROM items i WHERE i.queue = z.queue AND i.zone = z.zone
+                      AND i.rank >= 0)
+      AND NOT EXISTS (SELECT 1 FROM items i WHERE i.queue = z.queue AND i.zone = z.zone
+                      AND i.rank < 0)
+    RETURNING p.queue, p.zone, p.token
+), dropped AS (
+    DELETE FROM pointers q USING gone g
+    WHERE q.queue = g.queue AND q.token = g.token AND q.zone = g.zone
+)
+SELECT queue, zone FROM gone;
+
+-- name: bump_zones
+-- Have every process forget what it knows of zones.
+UPDATE log_head SET zones_version = zones_version + 1 RETURNING zones_version;
+
+-- name: find_idle
+-- Go through the zones, a page at a time, for such as have nothing in them and nobody has noticed.
+SELECT p.queue, p.zone,
+       p.empty_since_ms IS NULL
+       AND NOT EXISTS (SELECT 1 FROM items i WHERE i.queue = p.queue AND i.zone = p.zone
+                       AND i.rank >= 0)
+       AND NOT EXISTS (SELECT 1 FROM items i WHERE i.queue = p.queue AND i.zone = p.zone
+                       AND i.rank < 0)
+FROM pointer_index p
+WHERE (p.queue, p.zone) > (:queue, :zone)
+ORDER BY p.queue, p.zone LIMIT :count;
+
+-- name: mark_idle
+-- Note that zones have nothing in them; the collection looks again.
+UPDATE pointer_index p SET empty_since_ms = :now_ms
+FROM unnest(:queues::bigint[], :zones::bytea[]) AS z (queue, zone)
+WHERE p.queue = z.queue AND p.zone = z.zone AND p.empty_since_ms IS NULL;
+
+-- name: find_orphans
+-- Go through the items, a page at a time, for zones without a pointer. There are none; a net.
+SELECT i.queue, i.message_id, i.zone, i.vesting_ms, p.queue IS NULL
+FROM (SELECT queue, message_id, zone, vesting_ms FROM items
+      WHERE (queue, message_id) > (:queue, :message_id)
+      ORDER BY queue, message_id LIMIT :count) AS i
+LEFT JOIN pointer_index p ON p.queue = i.queue AND p.zone = i.zone
+ORDER BY i.queue, i.message_id;
+
+-- ============================================================================================
+-- Receipts
+-- ============================================================================================
+
+-- name: ack
+-- Settle as done what is held under the leases that receipts name, in one statement. Tells which
+-- were held, and which of those in time.
+WITH wanted AS (
+    SELECT * FROM unnest(:queues::bigint[], :message_ids::bigint[], :leases::bytea[])
+        AS w (queue, message_id, lease)
+), held AS MATERIALIZED (
+    SELECT i.queue, i.message_id, i.zone, i.rank, i.vesting_ms, i.attempts, i.claimed_at_ms,
+           i.consumer, i.lease_id
+    FROM items i JOIN wanted w ON i.queue = w.queue AND i.message_id = w.message_id
+    WHERE i.lease_id = w.lease
+    ORDER BY i.queue, i.message_id FOR UPDATE OF i
+), good AS (
+    SELECT *, row_number() OVER (PARTITION BY queue ORDER BY message_id) AS nth
+    FROM held WHERE vesting_ms > :now_ms
+), gone AS (
+    DELETE FROM items i USING good g WHERE i.queue = g.queue AND i.message_id = g.message_id
+), counted AS (
+    UPDATE queue_counts c
+    SET live = live - n.number, in_flight = in_flight - n.number, done = done + n.number,
+        acked_total = acked_total + n.number, next_sequence = next_sequence + n.number,
+        time_ms = greatest(time_ms, :now_ms)
+    FROM (SELECT queue, count(*) AS number FROM good GROUP BY queue) AS n
+    WHERE c.queue = n.queue AND c.slot = :slot
+    RETURNING c.queue, c.next_sequence - n.number AS first
+), ended AS (
+    INSERT INTO done
+    SELECT g.queue, (c.first + g.nth - 1) * :slots + :slot, g.message_id, :now_ms, g.attempts
+    FROM good g JOIN counted c ON c.queue = g.queue
+), tried AS (
+    INSERT INTO attempts
+    SELECT queue, message_id, attempts, consumer, claimed_at_ms, :now_ms, 0, '', lease_id FROM good
+), lowered AS (
+    -- A zone of a FIFO queue may be free again.
+    UPDATE pointers q
+    SET vesting_ms = :now_ms, turn = :turn, lease_id = :stamp
+    FROM (SELECT DISTINCT queue, zone FROM good WHERE rank < 0) AS z
+    JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
+    WHERE q.queue = p.queue AND q.token = p.token AND q.zone = p.zone AND p.vesting_ms > :now_ms
+    RETURNING q.queue, q.zone
+), known AS (
+    UPDATE pointer_index p SET vesting_ms = :now_ms, empty_since_ms = NULL
+    FROM lowered l WHERE p.queue = l.queue AND p.zone = l.zone
+)
+SELECT queue, message_id, lease_id, vesting_ms > :now_ms FROM held;
+
+-- name: find_ended
+-- Which of some receipts were settled, and whether to fail: by a verb that has got no answer.
+SELECT a.queue, a.message_id, a.lease_id,
+       EXISTS (SELECT 1 FROM failed f WHERE f.queue = a.queue AND f.message_id = a.message_id)
+FROM unnest(:queues::bigint[], :message_ids::bigint[], :leases::bytea[])
+    AS w (queue, message_id, lease)
+JOIN attempts a ON a.queue = w.queue AND a.message_id = w.message_id AND a.lease_id = w.lease
+WHERE a.ending = :ending;
+
+-- name: extend
+-- Move the deadline of what is held under the leases that receipts name.
+WITH wanted AS (
+    SELECT * FROM unnest(:queues::bigint[], :message_ids::bigint[], :leases::bytea[])
+        AS w (queue, message_id, lease)
+), held AS MATERIALIZED (
+    SELECT i.queue, i.message_id, i.zone, i.vesting_ms, i.lease_id
+    FROM items i JOIN wanted w ON i.queue = w.queue AND i.message_id = w.message_id
+    WHERE i.lease_id = w.lease
+    ORDER BY i.queue, i.message_id FOR UPDATE OF i
+), moved AS (
+    UPDATE items i SET vesting_ms = :deadline_ms
+    FROM held h
+    WHERE i.queue = h.queue AND i.message_id = h.message_id AND h.vesting_ms > :now_ms
+    RETURNING i.queue, i.zone
+), lowered AS (
+    -- A deadline may be sooner than it was.
+    UPDATE pointers q
+    SET vesting_ms = :deadline_ms, turn = :turn, lease_id = :stamp
+    FROM (SELECT DISTINCT queue, zone FROM moved) AS z
+    JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
+    WHERE q.queue = p.queue AND q.token = p.token AND q.zone = p.zone
+      AND p.vesting_ms > :deadline_ms
+    RETURNING q.queue, q.zone
+), known AS (
+    UPDATE pointer_index p SET vesting_ms = :deadline_ms
+    FROM lowered l WHERE p.queue = l.queue AND p.zone = l.zone
+), counted AS (
+    UPDATE queue_counts c SET time_ms = greatest(time_ms, :now_ms)
+    FROM (SELECT DISTINCT queue FROM moved) AS n WHERE c.queue = n.queue AND c.slot = :slot
+)
+SELECT queue, message_id, lease_id, vesting_ms > :now_ms FROM held;
+
+-- name: held
+-- What is held under a lease.
+SELECT message_id FROM items WHERE queue = :queue AND lease_id = :lease ORDER BY message_id;
+
+-- name: lock_held
+-- What is held under the leases that receipts name, for a release.
+SELECT i.queue, i.message_id, i.lease_id, i.vesting_ms, i.attempts, i.forgiven, i.zone
+FROM items i
+JOIN unnest(:queues::bigint[], :message_ids::bigint[], :leases::bytea[])
+    AS w (queue, message_id, lease) ON i.queue = w.queue AND i.message_id = w.message_id
+WHERE i.lease_id = w.lease
+ORDER BY i.queue, i.message_id FOR UPDATE OF i;
+
+-- name: end_attempts
+-- Write attempts down that have ended, while the items still say who held them.
+INSERT INTO attempts
+SELECT i.queue, i.message_id, i.attempts, i.consumer, i.claimed_at_ms, :now_ms, :ending, :reason,
+       i.lease_id
+FROM items i
+JOIN unnest(:queues::bigint[], :message_ids::bigint[]) AS w (queue, message_id)
+    ON i.queue = w.queue AND i.message_id = w.message_id;
+
+-- name: give_back
+-- Let items wait again.
+UPDATE items i
+SET vesting_ms = w.vesting_ms, visible_at_ms = w.vesting_ms, lease_id = NULL,
+    delayed = w.vesting_ms > :now_ms,
+    expires_at_ms = CASE WHEN q.unclaimed_retention_ms > 0
+                         THEN w.vesting_ms + q.unclaimed_retention_ms END
+FROM unnest(:queues::bigint[], :message_ids::bigint[], :vestings::bigint[])
+    AS w (queue, message_id, vesting_ms)
+JOIN queues q ON q.number = w.queue
+WHERE i.queue = w.queue AND i.message_id = w.message_id;
+
+-- name: fail
+-- Let items fail: from the live ones into the failed ones.
+WITH gone AS (
+    DELETE FROM items i
+    USING unnest(:message_ids::bigint[]) WITH ORDINALITY AS w (message_id, nth)
+    WHERE i.queue = :queue AND i.message_id = w.message_id
+    RETURNING i.message_id, i.attempts, w.nth
+)
+INSERT INTO failed
+SELECT :queue, (:first + nth - 1) * :slots + :slot, message_id, :now_ms, attempts, :reason
+FROM gone;
+
+-- name: zones_of
+-- The zones that items are in.
+SELECT DISTINCT zone FROM items
+WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[]);
+
+-- name: lock_expired
+-- Leases that are over: of all queues, or of one. What another process is at is passed by.
+SELECT i.queue, i.message_id, i.lease_id, i.zone,
+       i.attempts - i.forgiven >= q.max_attempts OR i.attempts >= :most_attempts
+FROM items i JOIN queues q ON q.number = i.queue
+WHERE i.lease_id IS NOT NULL AND i.vesting_ms <= :now_ms
+  AND (:queue::integer IS NULL OR i.queue = :queue)
+ORDER BY i.vesting_ms LIMIT :count
+FOR UPDATE OF i SKIP LOCKED;
+
+-- ============================================================================================
+-- What is due
+-- ============================================================================================
+
+-- name: any_expired
+-- Whether any lease is over.
+SELECT 1 FROM items WHERE lease_id IS NOT NULL AND vesting_ms <= :now_ms LIMIT 1;
+
+-- name: come_due
+-- Note that delays are over: nothing depends on it but the count, and who is woken.
+UPDATE items i SET delayed = false
+FROM (SELECT queue, message_id FROM items WHERE delayed AND vesting_ms <= :now_ms
+      ORDER BY vesting_ms LIMIT :count FOR UPDATE SKIP LOCKED) AS d
+WHERE i.queue = d.queue AND i.message_id = d.message_id
+RETURNING i.queue;
+
+-- name: next_due
+-- When the next lease, delay, unclaimed retention and dedup window is over.
+SELECT (SELECT min(vesting_ms) FROM items WHERE lease_id IS NOT NULL),
+       (SELECT min(vesting_ms) FROM items WHERE delayed),
+       (SELECT min(expires_at_ms) FROM items WHERE expires_at_ms IS NOT NULL),
+       (SELECT min(expires_at_ms) FROM dedup);
+
+-- name: next_retention
+-- When the oldest done and failed message of each queue ended.
+SELECT w.queue,
+       (SELECT ended_at_ms FROM done d WHERE d.queue = w.queue ORDER BY ended_at_ms LIMIT 1),
+       (SELECT ended_at_ms FROM failed f WHERE f.queue = w.queue ORDER BY ended_at_ms LIMIT 1)
+FROM unnest(:queues::bigint[]) AS w (queue);
+
+-- name: forget_dedup
+-- Forget dedup ids whose window is over.
+DELETE FROM dedup d
+USING (SELECT scope, dedup_id FROM dedup WHERE expires_at_ms <= :now_ms
+       ORDER BY expires_at_ms LIMIT :count FOR UPDATE SKIP LOCKED) AS old
+WHERE d.scope = old.scope AND d.dedup_id = old.dedup_id
+RETURNING 1;
+
+-- name: forget_requests
+-- Forget requests whose sender has long had its answer.
+DELETE FROM requests r
+USING (SELECT token FROM requests WHERE at_ms <= :before_ms LIMIT :count FOR UPDATE SKIP LOCKED)
+    AS old
+WHERE r.token = old.token;
+
+-- name: expire_unclaimed
+-- Remove messages that have waited for too long; tell of which queues.
+DELETE FROM items i
+USING (SELECT queue, message_id FROM items WHERE expires_at_ms <= :now_ms AND lease_id IS NULL
+       ORDER BY expires_at_ms LIMIT :count FOR UPDATE SKIP LOCKED) AS old
+WHERE i.queue = old.queue AND i.message_id = old.message_id
+RETURNING i.queue, i.message_id, i.zone, i.rank;
+
+-- name: reindex_unclaimed
+-- Work out anew when waiting messages of a queue are removed.
+UPDATE items
+SET expires_at_ms = CASE WHEN :retention_ms > 0 THEN visible_at_ms + :retention_ms END
+WHERE queue = :queue AND lease_id IS NULL;
+
+-- name: trim_done_by_time
+-- Remove done messages that ended up to a time.
+DELETE FROM done d
+USING (SELECT sequence FROM done WHERE queue = :queue AND ended_at_ms <= :before
+       ORDER BY ended_at_ms LIMIT :count FOR UPDATE SKIP LOCKED) AS old
+WHERE d.queue = :queue AND d.sequence = old.sequence
+RETURNING d.message_id;
+
+-- name: trim_failed_by_time
+-- Remove failed messages that ended up to a time.
+DELETE FROM failed d
+USING (SELECT sequence FROM failed WHERE queue = :queue AND ended_at_ms <= :before
+       ORDER BY ended_at_ms LIMIT :count FOR UPDATE SKIP LOCKED) AS old
+WHERE d.queue = :queue AND d.sequence = old.sequence
+RETURNING d.message_id;
+
+-- name: trim_done_to
+-- Remove done messages of lower sequence numbers.
+DELETE FROM done d
+USING (SELECT sequence FROM done WHERE queue = :queue AND sequence < :before
+       ORDER BY sequence LIMIT :count FOR UPDATE SKIP LOCKED) AS old
+WHERE d.queue = :queue AND d.sequence = old.sequence
+RETURNING d.message_id;
+
+-- name: trim_failed_to
+-- Remove failed messages of lower sequence numbers.
+DELETE FROM failed d
+USING (SELECT sequence FROM failed WHERE queue = :queue AND sequence < :before
+       ORDER BY sequence LIMIT :count FOR UPDATE SKIP LOCKED) AS old
+WHERE d.queue = :queue AND d.sequence = old.sequence
+RETURNING d.message_id;
+
+-- name: forget_attempts
+-- Forget what was tried with messages that leave a queue.
+DELETE FROM attempts WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[]);
+
+-- name: let_go
+-- Let go of messages, once for each time that they are named; nobody's are gone.
+WITH l AS MATERIALIZED (
+    SELECT m.message_id, m.refs, w.number
+    FROM messages m
+    JOIN (SELECT message_id, count(*) AS number FROM unnest(:message_ids::bigint[])
+          AS u (message_id) GROUP BY message_id) AS w ON w.message_id = m.message_id
+    ORDER BY m.message_id FOR UPDATE OF m
+), gone AS (
+    DELETE FROM messages m USING l WHERE m.message_id = l.message_id AND l.refs <= l.number
+)
+UPDATE messages m SET refs = m.refs - l.number
+FROM l WHERE m.message_id = l.message_id AND l.refs > l.number;
+
+-- name: hold
+-- Hold messages once more; those that are there are returned.
+UPDATE messages SET refs = refs + 1
+WHERE message_id = ANY (:message_ids::bigint[]) RETURNING message_id;
+
+-- name: refer
+-- Set how many queues hold messages that were in none.
+UPDATE messages m SET refs = m.refs + w.refs
+FROM unnest(:message_ids::bigint[], :refs::bigint[]) AS w (message_id, refs)
+WHERE m.message_id = w.message_id;
+
+-- name: restore_messages
+-- Store messages again that were gone.
+INSERT INTO messages
+SELECT message_id, 1, metadata, payload
+FROM unnest(:message_ids::bigint[], :metadata::bytea[], :payloads::bytea[])
+    AS m (message_id, metadata, payload);
+
+-- ============================================================================================
+-- Looking, purging, moving
+-- ============================================================================================
+
+-- name: page_available
+-- Messages that are available, in the order of their ids.
+SELECT i.message_id, i.attempts, i.visible_at_ms, i.vesting_ms, i.consumer, i.zone, i.rank, i.size,
+       m.metadata
+FROM items i LEFT JOIN messages m ON m.message_id = i.message_id
+WHERE i.queue = :queue AND i.message_id > :after AND i.lease_id IS NULL AND i.vesting_ms <= :now_ms
+ORDER BY i.message_id LIMIT :count;
+
+-- name: page_delayed
+-- Messages that are delayed, in the order of their ids.
+SELECT i.message_id, i.attempts, i.visible_at_ms, i.vesting_ms, i.consumer, i.zone, i.rank, i.size,
+       m.metadata
+FROM items i LEFT JOIN messages m ON m.message_id = i.message_id
+WHERE i.queue = :queue AND i.message_id > :after AND i.lease_id IS NULL AND i.vesting_ms > :now_ms
+ORDER BY i.message_id LIMIT :count;
+
+-- name: page_in_flight
+-- Messages that are in flight, in the order of their ids.
+SELECT i.message_id, i.attempts, i.visible_at_ms, i.vesting_ms, i.consumer, i.zone, i.rank, i.size,
+       m.metadata
+FROM items i LEFT JOIN messages m ON m.message_id = i.message_id
+WHERE i.queue = :queue AND i.message_id > :after AND i.lease_id IS NOT NULL
+  AND i.vesting_ms > :now_ms
+ORDER BY i.message_id LIMIT :count;
+
+-- name: page_done
+-- Messages that are done, in the order of their sequence.
+SELECT d.sequence, d.message_id, d.attempts, d.ended_at_ms, ''::bytea, m.metadata
+FROM done d LEFT JOIN messages m ON m.message_id = d.message_id
+WHERE d.queue = :queue AND d.sequence > :after
+ORDER BY d.sequence LIMIT :count;
+
+-- name: page_failed
+-- Messages that have failed, in the order of their sequence.
+SELECT d.sequence, d.message_id, d.attempts, d.ended_at_ms, d.reason, m.metadata
+FROM failed d LEFT JOIN messages m ON m.message_id = d.message_id
+WHERE d.queue = :queue AND d.sequence > :after
+ORDER BY d.sequence LIMIT :count;
+
+-- name: payloads
+-- Read payloads.
+SELECT message_id, payload FROM messages WHERE message_id = ANY (:message_ids::bigint[]);
+
+-- name: attempts
+-- What was tried with a message.
+SELECT number, consumer, claimed_at_ms, ended_at_ms, ending, reason FROM attempts
+WHERE queue = :queue AND message_id = :message_id ORDER BY number;
+
+-- name: running
+-- The attempt that is under way.
+SELECT attempts, consumer, claimed_at_ms FROM items
+WHERE queue = :queue AND message_id = :message_id AND lease_id IS NOT NULL
+  AND vesting_ms > :now_ms;
+
+-- name: count_delayed
+-- How many messages of a queue are delayed.
+SELECT count(*) FROM items WHERE queue = :queue AND delayed AND vesting_ms > :now_ms;
+
+-- name: oldest
+-- The oldest message that is available.
+SELECT m.metadata
+FROM (SELECT message_id FROM items
+      WHERE queue = :queue AND lease_id IS NULL AND vesting_ms <= :now_ms
+      ORDER BY message_id LIMIT 1) AS i
+JOIN messages m ON m.message_id = i.message_id;
+
+-- name: groups_ready
+-- How many zones of a standard queue have something to claim.
+SELECT count(*) FROM pointers q
+WHERE q.queue = :queue AND q.vesting_ms <= :now_ms
+  AND EXISTS (SELECT 1 FROM items i WHERE i.queue = :queue AND i.zone = q.zone AND i.rank >= 0
+              AND i.vesting_ms <= :now_ms);
+
+-- name: groups_ready_fifo
+-- How many zones of a FIFO queue have something to claim.
+SELECT count(*) FROM pointers q
+WHERE q.queue = :queue AND q.vesting_ms <= :now_ms
+  AND NOT EXISTS (SELECT 1 FROM items i WHERE i.queue = :queue AND i.zone = q.zone
+                  AND i.rank < 0 AND i.lease_id IS NOT NULL AND i.vesting_ms > :now_ms)
+  AND (SELECT vesting_ms FROM items i WHERE i.queue = :queue AND i.zone = q.zone
+       AND i.rank < 0 ORDER BY message_id LIMIT 1) <= :now_ms;
+
+-- name: remove_items
+-- Take items out of a queue: of some ids, in a state as the clock says. Leased: 0 waiting and
+-- available, 1 waiting and delayed, 2 in flight, 3 whatever.
+WITH picked AS (
+    SELECT message_id FROM items
+    WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[])
+      AND CASE :state::integer
+          WHEN 0 THEN lease_id IS NULL AND vesting_ms <= :now_ms
+          WHEN 1 THEN lease_id IS NULL AND vesting_ms > :now_ms
+          WHEN 2 THEN lease_id IS NOT NULL AND vesting_ms > :now_ms
+          ELSE true END
+    ORDER BY message_id FOR UPDATE
+)
+DELETE FROM items i USING picked p
+WHERE i.queue = :queue AND i.message_id = p.message_id
+RETURNING i.message_id, i.zone, i.rank, i.lease_id IS NOT NULL, i.attempts, i.vesting_ms, i.size;
+
+-- name: pick_items
+-- The ids of items in a state, as above, lowest first.
+SELECT message_id FROM items
+WHERE queue = :queue
+  AND CASE :state::integer
+      WHEN 0 THEN lease_id IS NULL AND vesting_ms <= :now_ms
+      WHEN 1 THEN lease_id IS NULL AND vesting_ms > :now_ms
+      WHEN 2 THEN lease_id IS NOT NULL AND vesting_ms > :now_ms
+      ELSE true END
+ORDER BY message_id LIMIT :count;
+
+-- name: take_failed
+-- Take failed messages out of a queue: those of some ids.
+WITH picked AS (
+    SELECT sequence FROM failed
+    WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[])
+    ORDER BY sequence FOR UPDATE
+)
+DELETE FROM failed f USING picked p
+WHERE f.queue = :queue AND f.sequence = p.sequence
+RETURNING f.message_id, f.attempts;
+
+-- name: take_done
+-- Take done messages out of a queue: those of some ids.
+WITH picked AS (
+    SELECT sequence FROM done
+    WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[])
+    ORDER BY sequence FOR UPDATE
+)
+DELETE FROM done d USING picked p
+WHERE d.queue = :queue AND d.sequence = p.sequence
+RETURNING d.message_id, d.attempts;
+
+-- name: pick_failed
+-- A page of failed messages.
+SELECT f.sequence, f.message_id, m.metadata
+FROM failed f LEFT JOIN messages m ON m.message_id = f.message_id
+WHERE f.queue = :queue AND f.sequence > :after
+ORDER BY f.sequence LIMIT :count;
+
+-- name: find_failed
+-- Failed messages of some ids.
+SELECT f.sequence, f.message_id, m.metadata
+FROM failed f LEFT JOIN messages m ON m.message_id = f.message_id
+WHERE f.queue = :queue AND f.message_id = ANY (:message_ids::bigint[])
+ORDER BY f.sequence;
+
+-- name: find_live
+-- Which messages a queue has waiting or in flight.
+SELECT message_id FROM items WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[]);
+
+-- name: find_present
+-- Which messages a queue has, in whatever state.
+SELECT message_id FROM items WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[])
+UNION SELECT message_id FROM done WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[])
+UNION SELECT message_id FROM failed
+WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[]);
+
+-- name: metadata_of
+-- Read the metadata of messages.
+SELECT message_id, metadata FROM messages WHERE message_id = ANY (:message_ids::bigint[]);
+
+-- name: move_attempts
+-- What was tried in one queue counts in another, after what was tried there.
+UPDATE attempts a
+SET queue = :to_queue, number = a.number + w.before
+FROM unnest(:message_ids::bigint[], :befores::bigint[]) AS w (message_id, before)
+WHERE a.queue = :queue AND a.message_id = w.message_id;
+
+-- name: pending_dead_letters
+-- Which of some queues have failed messages.
+SELECT w.queue FROM unnest(:queues::bigint[]) AS w (queue)
+WHERE EXISTS (SELECT 1 FROM failed f WHERE f.queue = w.queue);
+
+-- ============================================================================================
+-- The metadata log
+-- ============================================================================================
+
+-- name: read_log
+-- A page of a log.
+SELECT message_id, metadata FROM log
+WHERE log = :log AND message_id >= :begin AND message_id < :end
+ORDER BY message_id LIMIT :count;
+
+-- name: read_logs
+-- A page of all logs.
+SELECT message_id, metadata FROM log
+WHERE log = ANY (:logs::integer[]) AND message_id >= :begin AND message_id < :end
+ORDER BY message_id LIMIT :count;
+
+-- name: load_segments
+-- Where and when the segments of the log begin.
+SELECT number, start_offset, start_ms FROM log_segments ORDER BY number;
+
+-- name: drop_segment
+-- Forget a segment.
+DELETE FROM log_segments WHERE number = :number RETURNING number;
+
+-- name: load_cursors
+-- How far the logs have been routed.
+SELECT log, cursor FROM log_cursors ORDER BY log;
+
+-- name: lock_cursor
+-- A log's cursor, which nobody moves before the commit.
+SELECT cursor FROM log_cursors WHERE log = :log FOR UPDATE;
+
+-- name: make_cursor
+-- Begin a log's cursor.
+INSERT INTO log_cursors VALUES (:log, :cursor) ON CONFLICT DO NOTHING;
+
+-- name: move_cursor
+-- Move a log's cursor.
+UPDATE log_cursors SET cursor = :cursor WHERE log = :log;
+
+-- name: count_unrouted
+-- Count messages that no queue took.
+UPDATE log_head SET unrouted = unrouted + :unrouted, time_ms = greatest(time_ms, :now_ms);
+
+-- name: trim_log
+-- Remove what lies below the log, a bounded part at a time.
+DELETE FROM log l
+USING (SELECT log, message_id FROM log WHERE log = :log AND message_id < :earliest
+       ORDER BY message_id LIMIT :count FOR UPDATE SKIP LOCKED) AS old
+WHERE l.log = old.log AND l.message_id = old.message_id
+RETURNING 1;
+
+-- name: drop_unheld
+-- Remove messages that no queue holds and none can come to hold.
+DELETE FROM messages m
+USING (SELECT message_id FROM messages WHERE refs = 0 AND message_id < :earliest
+       ORDER BY message_id LIMIT :count FOR UPDATE SKIP LOCKED) AS old
+WHERE m.message_id = old.message_id
+RETURNING 1;
+
+-- name: offset_at
+-- The first message that was published at a time or later.
+SELECT min(first) FROM unnest(:logs::bigint[]) AS w (log)
+CROSS JOIN LATERAL (
+    SELECT message_id AS first FROM log l
+    WHERE l.log = w.log AND l.message_id >= :earliest AND l.published_at_ms >= :time_ms
+    ORDER BY l.message_id LIMIT 1
+) AS each;
+
+-- name: unheld
+-- Which messages of some ids no queue holds, and how large they are.
+SELECT message_id, octet_length(payload) FROM messages
+WHERE message_id = ANY (:message_ids::bigint[]) AND refs = 0;
+
+-- name: drop_messages
+-- Remove messages that no queue holds.
+DELETE FROM messages WHERE message_id = ANY (:message_ids::bigint[]) AND refs = 0;
+
+-- ============================================================================================
+-- The audit. What finds gives a key and a text for each thing that is wrong.
+-- ============================================================================================
+
+-- name: count_rows
+-- How much there is.
+SELECT (SELECT count(*) FROM queues), (SELECT count(*) FROM items), (SELECT count(*) FROM done),
+       (SELECT count(*) FROM failed), (SELECT count(*) FROM messages),
+       (SELECT count(*) FROM pointer_index);
+
+-- name: wrong_counts
+-- Queues whose counters do not match their rows.
+SELECT convert_to(name, 'UTF8'),
+       concat(name, ': live ', live, ', ', in_flight, ' in flight, ', done, ' done, ', failed,
+              ' failed; rows say ', rows_live, ', ', rows_in_flight, ', ', rows_done, ', ',
+              rows_failed)
+FROM (
+    SELECT q.name, c.*,
+           (SELECT count(*) FROM items i WHERE i.queue = q.number) AS rows_live,
+           (SELECT count(*) FROM items i WHERE i.queue = q.number
+            AND i.lease_id IS NOT NULL) AS rows_in_flight,
+           (SELECT count(*) FROM done d WHERE d.queue = q.number) AS rows_done,
+           (SELECT count(*) FROM failed f WHERE f.queue = q.number) AS rows_failed
+    FROM queues q
+    CROSS JOIN LATERAL (
+        SELECT sum(live) AS live, sum(in_flight) AS in_flight, sum(done) AS done,
+               sum(failed) AS failed
+        FROM queue_counts n WHERE n.queue = q.number
+    ) AS c
+) AS each
+WHERE (live, in_flight, done, failed) IS DISTINCT FROM
+      (rows_live, rows_in_flight, rows_done, rows_failed);
+
+-- name: mend_counts
+-- Have one row of each queue make up for the difference.
+UPDATE queue_counts n
+SET live = n.live + d.live, in_flight = n.in_flight + d.in_flight, done = n.done + d.done,
+    failed = n.failed + d.failed
+FROM (
+    SELECT q.number,
+           (SELECT count(*) FROM items i WHERE i.queue = q.number) - c.live AS live,
+           (SELECT count(*) FROM items i WHERE i.queue = q.number
+            AND i.lease_id IS NOT NULL) - c.in_flight AS in_flight,
+           (SELECT count(*) FROM done d WHERE d.queue = q.number) - c.done AS done,
+           (SELECT count(*) FROM failed f WHERE f.queue = q.number) - c.failed AS failed
+    FROM queues q
+    CROSS JOIN LATERAL (
+        SELECT sum(live) AS live, sum(in_flight) AS in_flight, sum(done) AS done,
+               sum(failed) AS failed
+        FROM queue_counts n WHERE n.queue = q.number
+    ) AS c
+) AS d
+WHERE n.queue = d.number AND n.slot = :slot;
+
+-- name: zones_unpointed
+-- Zones that have items and no pointer.
+SELECT zone, concat('queue ', queue, ', ', count(*), ' items')
+FROM items i
+WHERE NOT EXISTS (SELECT 1 FROM pointer_index p WHERE p.queue = i.queue AND p.zone = i.zone)
+GROUP BY queue, zone;
+
+-- name: unpointed_zones
+-- The same, with when they vest.
+SELECT queue, zone, min(vesting_ms)
+FROM items i
+WHERE NOT EXISTS (SELECT 1 FROM pointer_index p WHERE p.queue = i.queue AND p.zone = i.zone)
+GROUP BY queue, zone;
+
+-- name: pointers_apart
+-- Pointers that are in Q_C alone, or in the pointer index alone.
+SELECT coalesce(q.zone, p.zone), concat('queue ', coalesce(q.queue, p.queue))
+FROM pointers q
+FULL JOIN pointer_index p ON p.queue = q.queue AND p.zone = q.zone AND p.token = q.token
+WHERE q.queue IS NULL OR p.queue IS NULL;
+
+-- name: mend_pointers_apart
+-- Have Q_C what the pointer index has, and no more.
+WITH gone AS (
+    DELETE FROM pointers q
+    WHERE NOT EXISTS (SELECT 1 FROM pointer_index p
+                      WHERE p.queue = q.queue AND p.zone = q.zone AND p.token = q.token)
+)
+INSERT INTO pointers
+SELECT queue, token, zone, :now_ms, 0, NULL FROM pointer_index p
+WHERE NOT EXISTS (SELECT 1 FROM pointers q
+                  WHERE p.queue = q.queue AND p.zone = q.zone AND p.token = q.token);
+
+-- name: pointers_late
+-- Pointers that vest later than the earliest item of their zone, or p says that they do.
+SELECT p.zone, concat('queue ', p.queue, ': the item vests at ', i.vesting_ms, ', Q_C at ',
+                      q.vesting_ms, ', p at ', p.vesting_ms)
+FROM pointer_index p
+JOIN pointers q ON q.queue = p.queue AND q.token = p.token AND q.zone = p.zone
+JOIN queues s ON s.number = p.queue
+CROSS JOIN LATERAL (
+    SELECT CASE WHEN NOT s.fifo THEN (SELECT min(vesting_ms) FROM items i
+                                      WHERE i.queue = p.queue AND i.zone = p.zone)
+                WHEN EXISTS (SELECT 1 FROM items i WHERE i.queue = p.queue AND i.zone = p.zone
+                             AND i.lease_id IS NOT NULL)
+                THEN (SELECT min(vesting_ms) FROM items i WHERE i.queue = p.queue
+                      AND i.zone = p.zone AND i.lease_id IS NOT NULL)
+                ELSE (SELECT vesting_ms FROM items i WHERE i.queue = p.queue AND i.zone = p.zone
+                      ORDER BY message_id LIMIT 1) END AS vesting_ms
+) AS i
+WHERE q.vesting_ms > greatest(i.vesting_ms + :threshold_ms, :now_ms)
+   OR p.vesting_ms > greatest(i.vesting_ms + :threshold_ms, :now_ms);
+
+-- name: mend_pointers_late
+-- Have every pointer looked at now.
+WITH now AS (
+    UPDATE pointers SET vesting_ms = least(vesting_ms, :now_ms), lease_id = NULL
+)
+UPDATE pointer_index SET vesting_ms = least(vesting_ms, :now_ms), empty_since_ms = NULL;
+
+-- name: wrong_refs
+-- Messages whose references do not match the queues that hold them.
+SELECT int8send(m.message_id), concat('message ', m.message_id, ': ', m.refs, ', held by ',
+                                      coalesce(h.number, 0))
+FROM messages m
+LEFT JOIN (
+    SELECT message_id, count(*) AS number FROM (
+        SELECT message_id FROM items UNION ALL SELECT message_id FROM done
+        UNION ALL SELECT message_id FROM failed
+    ) AS every GROUP BY message_id
+) AS h ON h.message_id = m.message_id
+WHERE m.refs <> coalesce(h.number, 0);
+
+-- name: mend_refs
+-- Count them anew.
+UPDATE messages m SET refs = h.number
+FROM (
+    SELECT m.message_id, (SELECT count(*) FROM items i WHERE i.message_id = m.message_id)
+         + (SELECT count(*) FROM done d WHERE d.message_id = m.message_id)
+         + (SELECT count(*) FROM failed f WHERE f.message_id = m.message_id) AS number
+    FROM messages m
+) AS h
+WHERE m.message_id = h.message_id AND m.refs <> h.number;
+
+-- name: messages_missing
+-- Messages that a queue holds and that are not there.
+SELECT int8send(e.message_id), concat('queue ', e.queue, ', message ', e.message_id)
+FROM (SELECT queue, message_id FROM items UNION ALL SELECT queue, message_id FROM done
+      UNION ALL SELECT queue, message_id FROM failed) AS e
+WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.message_id = e.message_id);
+
+-- name: mend_messages_missing
+-- Nobody can deliver them.
+WITH a AS (
+    DELETE FROM items e
+    WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.message_id = e.message_id)
+), b AS (
+    DELETE FROM done e
+    WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.message_id = e.message_id)
+)
+DELETE FROM failed e
+WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.message_id = e.message_id);
+
+-- name: items_twice
+-- Messages that a queue has more than once.
+SELECT int8send(message_id), concat('queue ', queue, ', message ', message_id)
+FROM (SELECT queue, message_id FROM items UNION ALL SELECT queue, message_id FROM done
+      UNION ALL SELECT queue, message_id FROM failed) AS e
+GROUP BY queue, message_id HAVING count(*) > 1;
+
+-- name: mend_items_twice
+-- What is done stays done, what has failed stays failed.
+WITH a AS (
+    DELETE FROM items i
+    WHERE EXISTS (SELECT 1 FROM done d WHERE d.queue = i.queue AND d.message_id = i.message_id)
+       OR EXISTS (SELECT 1 FROM failed f WHERE f.queue = i.queue AND f.message_id = i.message_id)
+)
+DELETE FROM failed f
+WHERE EXISTS (SELECT 1 FROM done d WHERE d.queue = f.queue AND d.message_id = f.message_id);
+
+-- name: rows_of_no_queue
+-- Rows that belong to no queue.
+SELECT int4send(queue), concat('queue ', queue, ' in ', place)
+FROM (SELECT DISTINCT queue, 'items' AS place FROM items
+      UNION ALL SELECT DISTINCT queue, 'done' FROM done
+      UNION ALL SELECT DISTINCT queue, 'failed' FROM failed
+      UNION ALL SELECT DISTINCT queue, 'attempts' FROM attempts
+      UNION ALL SELECT DISTINCT queue, 'pointer_index' FROM pointer_index
+      UNION ALL SELECT DISTINCT queue, 'queue_counts' FROM queue_counts) AS e
+WHERE NOT EXISTS (SELECT 1 FROM queues q WHERE q.number = e.queue);
+
+-- name: mend_rows_of_no_queue
+-- They can't be reached.
+WITH a AS (DELETE FROM items WHERE queue NOT IN (SELECT number FROM queues)),
+     b AS (DELETE FROM done WHERE queue NOT IN (SELECT number FROM queues)),
+     c AS (DELETE FROM failed WHERE queue NOT IN (SELECT number FROM queues)),
+     d AS (DELETE FROM attempts WHERE queue NOT IN (SELECT number FROM queues)),
+     e AS (DELETE FROM pointers WHERE queue NOT IN (SELECT number FROM queues)),
+     f AS (DELETE FROM pointer_index WHERE queue NOT IN (SELECT number FROM queues))
+DELETE FROM queue_counts WHERE queue NOT IN (SELECT number FROM queues);
+
+-- name: attempts_orphaned
+-- Attempts at messages that the queue does not have.
+SELECT DISTINCT int8send(a.message_id), concat('queue ', a.queue, ', message ', a.message_id)
+FROM attempts a
+WHERE NOT EXISTS (SELECT 1 FROM items e WHERE e.queue = a.queue AND e.message_id = a.message_id)
+  AND NOT EXISTS (SELECT 1 FROM done e WHERE e.queue = a.queue AND e.message_id = a.message_id)
+  AND NOT EXISTS (SELECT 1 FROM failed e WHERE e.queue = a.queue AND e.message_id = a.message_id);
+
+-- name: mend_attempts_orphaned
+-- Forget them.
+DELETE FROM attempts a
+WHERE NOT EXISTS (SELECT 1 FROM items e WHERE e.queue = a.queue AND e.message_id = a.message_id)
+  AND NOT EXISTS (SELECT 1 FROM done e WHERE e.queue = a.queue AND e.message_id = a.message_id)
+  AND NOT EXISTS (SELECT 1 FROM failed e WHERE e.queue = a.queue AND e.message_id = a.message_id);
+
+-- name: messages_garbage
+-- Messages that no queue holds, and that the log does not know.
+SELECT int8send(message_id), concat('message ', message_id)
+FROM messages m
+WHERE refs <= 0 AND NOT EXISTS (SELECT 1 FROM log l WHERE l.message_id = m.message_id);
+
+-- name: mend_messages_garbage
+-- Remove them.
+DELETE FROM messages m
+WHERE refs <= 0 AND NOT EXISTS (SELECT 1 FROM log l WHERE l.message_id = m.message_id);
+
+-- name: log_beyond_end
+-- Messages beyond the end of the log.
+SELECT int8send(max(message_id)), concat('message ', max(message_id))
+FROM (SELECT max(message_id) AS message_id FROM log
+      UNION ALL SELECT max(message_id) FROM messages) AS l
+HAVING max(message_id) >= (SELECT next_offset FROM log_head);
+
+-- name: mend_log_beyond_end
+-- Go on after them.
+UPDATE log_head SET next_offset = greatest(
+    next_offset, (SELECT coalesce(max(message_id), 0) + 1 FROM log),
+    (SELECT coalesce(max(message_id), 0) + 1 FROM messages));
+
+-- name: items_marked_wrong
+-- Items that are leased and delayed, of a lane that their queue has not, or tried less often than
+-- they were forgiven.
+SELECT int8send(i.message_id), concat('queue ', i.queue, ', message ', i.message_id)
+FROM items i JOIN queues q ON q.number = i.queue
+WHERE (i.lease_id IS NOT NULL AND (i.delayed OR i.expires_at_ms IS NOT NULL))
+   OR (i.rank < 0) <> q.fifo OR i.forgiven > i.attempts OR i.attempts < 0;
+
+-- name: mend_items_marked_wrong
+-- Put the marks right.
+UPDATE items i
+SET delayed = i.delayed AND i.lease_id IS NULL,
+    expires_at_ms = CASE WHEN i.lease_id IS NULL THEN i.expires_at_ms END,
+    rank = CASE WHEN q.fifo THEN -1 ELSE greatest(i.rank, 0) END,
+    attempts = greatest(i.attempts, 0), forgiven = least(i.forgiven, greatest(i.attempts, 0))
+FROM queues q WHERE q.number = i.queue;

@@ -1,0 +1,222 @@
+-- The present schema, whole. migrations/ lead to the same; a test holds them to it.
+--
+-- Times are milliseconds since the epoch, as the caller tells them; nothing here asks the server's
+-- clock. Texts that users make (groups, reasons, consumers) are UTF-8 in bytea, because a text may
+-- not hold NUL. Records that Penstock alone reads (spec, coverage, settings) are MessagePack.
+
+CREATE TABLE migrations (
+    number          integer PRIMARY KEY,
+    name            text NOT NULL
+);
+
+-- Which store this is, and its settings. One row, seldom written.
+CREATE TABLE instance (
+    one             smallint PRIMARY KEY CHECK (one = 1),
+    product         text NOT NULL,
+    format          integer NOT NULL,
+    store_id        bigint NOT NULL,
+    created_at_ms   bigint NOT NULL,
+    routing         text NOT NULL,
+    -- New zones get a token below ring_size; those that are there have one below ring_high.
+    ring_size       integer NOT NULL,
+    ring_high       integer NOT NULL,
+    next_queue      integer NOT NULL,
+    epoch           bigint NOT NULL,
+    log_settings    bytea NOT NULL,
+    filter_changes  bytea NOT NULL
+);
+
+-- The end of the log. One row, hot: every publish locks it until it commits, so that messages
+-- appear in the order of their ids and no reader's cursor passes one by that commits late. Whoever
+-- changes queues (specs_version) or collects zones (zones_version) locks it too, so that a publish
+-- finds out, before it writes, that what it knows is out of date.
+CREATE TABLE log_head (
+    one             smallint PRIMARY KEY CHECK (one = 1),
+    next_offset     bigint NOT NULL,
+    specs_version   bigint NOT NULL,
+    zones_version   bigint NOT NULL,
+    filters_version bigint NOT NULL,
+    segment_ms      bigint NOT NULL,
+    time_ms         bigint NOT NULL,
+    published       bigint NOT NULL,
+    duplicates      bigint NOT NULL,
+    unrouted        bigint NOT NULL
+);
+
+-- A publish whose commit got no answer is sent again under the same token: it can't be there twice.
+CREATE TABLE requests (
+    token           bytea PRIMARY KEY,
+    first_id        bigint NOT NULL,
+    at_ms           bigint NOT NULL
+);
+CREATE INDEX requests_by_time ON requests (at_ms);
+
+-- The metadata log: a message is in the log that its group hashes to; its id is its offset.
+CREATE TABLE log (
+    log             integer NOT NULL,
+    message_id      bigint NOT NULL,
+    published_at_ms bigint NOT NULL,
+    metadata        bytea NOT NULL,
+    PRIMARY KEY (log, message_id)
+);
+CREATE TABLE log_segments (
+    number          bigint PRIMARY KEY,
+    start_offset    bigint NOT NULL,
+    start_ms        bigint NOT NULL
+);
+CREATE TABLE log_cursors (
+    log             integer PRIMARY KEY,
+    cursor          bigint NOT NULL
+);
+
+-- A message, once for all queues; refs counts the queues that hold it, in whatever state.
+CREATE TABLE messages (
+    message_id      bigint PRIMARY KEY,
+    refs            integer NOT NULL,
+    metadata        bytea NOT NULL,
+    payload         bytea NOT NULL
+);
+CREATE INDEX messages_unheld ON messages (message_id) WHERE refs = 0;
+
+CREATE TABLE dedup (
+    scope           bytea NOT NULL,
+    dedup_id        bytea NOT NULL,
+    message_id      bigint NOT NULL,
+    expires_at_ms   bigint NOT NULL,
+    PRIMARY KEY (scope, dedup_id)
+);
+CREATE INDEX dedup_by_time ON dedup (expires_at_ms);
+
+-- max_attempts, unclaimed_retention_ms and fifo repeat what the spec says, for statements.
+CREATE TABLE queues (
+    number                  integer PRIMARY KEY,
+    name                    text NOT NULL UNIQUE,
+    spec                    bytea NOT NULL,
+    coverage                bytea NOT NULL,
+    fifo                    boolean NOT NULL,
+    max_attempts            integer NOT NULL,
+    unclaimed_retention_ms  bigint NOT NULL
+);
+
+-- Depths and totals, in sixteen rows for each queue, whose sums count: a process adds to one of
+-- them, so that processes do not wait for each other. A row of done or failed has the number
+-- next_sequence * 16 + slot.
+CREATE TABLE queue_counts (
+    queue               integer NOT NULL,
+    slot                smallint NOT NULL,
+    live                bigint NOT NULL DEFAULT 0,
+    in_flight           bigint NOT NULL DEFAULT 0,
+    done                bigint NOT NULL DEFAULT 0,
+    failed              bigint NOT NULL DEFAULT 0,
+    enqueued_total      bigint NOT NULL DEFAULT 0,
+    claimed_total       bigint NOT NULL DEFAULT 0,
+    acked_total         bigint NOT NULL DEFAULT 0,
+    released_total      bigint NOT NULL DEFAULT 0,
+    lease_expired_total bigint NOT NULL DEFAULT 0,
+    failed_total        bigint NOT NULL DEFAULT 0,
+    redriven_total      bigint NOT NULL DEFAULT 0,
+    removed_total       bigint NOT NULL DEFAULT 0,
+    moved_in_total      bigint NOT NULL DEFAULT 0,
+    moved_out_total     bigint NOT NULL DEFAULT 0,
+    next_sequence       bigint NOT NULL DEFAULT 0,
+    time_ms             bigint NOT NULL DEFAULT 0,
+    PRIMARY KEY (queue, slot)
+);
+
+-- A message that waits in a queue or is in flight. Vesting time is the lease: an item is visible
+-- iff vesting_ms <= now, whatever lease_id says; claiming it writes the deadline and a lease.
+-- rank: 255 - priority, -1 in a FIFO queue. visible_at_ms: since when it waits, or will.
+-- expires_at_ms: when an unclaimed one is removed. delayed: nobody has noted yet that it came due.
+CREATE TABLE items (
+    queue           integer NOT NULL,
+    message_id      bigint NOT NULL,
+    zone            bytea NOT NULL,
+    rank            smallint NOT NULL,
+    vesting_ms      bigint NOT NULL,
+    lease_id        bytea,
+    attempts        integer NOT NULL,
+    forgiven        integer NOT NULL,
+    claimed_at_ms   bigint NOT NULL,
+    visible_at_ms   bigint NOT NULL,
+    expires_at_ms   bigint,
+    size            integer NOT NULL,
+    delayed         boolean NOT NULL,
+    consumer        bytea NOT NULL,
+    PRIMARY KEY (queue, message_id)
+);
+-- What a claim of a standard queue reads: each lane by itself, the visible ones first.
+CREATE INDEX items_lanes ON items (queue, zone, rank, vesting_ms, message_id) WHERE rank >= 0;
+-- What a claim of a FIFO queue reads, and who holds a zone of it.
+CREATE INDEX items_order ON items (queue, zone, message_id) WHERE rank < 0;
+CREATE INDEX items_holders ON items (queue, zone, vesting_ms)
+    WHERE rank < 0 AND lease_id IS NOT NULL;
+CREATE INDEX items_leased ON items (queue, lease_id, message_id) WHERE lease_id IS NOT NULL;
+CREATE INDEX items_deadlines ON items (vesting_ms) WHERE lease_id IS NOT NULL;
+CREATE INDEX items_delayed ON items (vesting_ms) WHERE delayed;
+CREATE INDEX items_delayed_of ON items (queue, vesting_ms) WHERE delayed;
+CREATE INDEX items_unclaimed ON items (expires_at_ms) WHERE expires_at_ms IS NOT NULL;
+
+-- Q_C, the queue of zones: one pointer for each zone that has items, or had some of late. It is
+-- never later than the zone's earliest item (but see the threshold of an enqueue). Every write
+-- brings a new lease_id, by which who has looked finds out that somebody was faster.
+CREATE TABLE pointers (
+    queue           integer NOT NULL,
+    token           integer NOT NULL,
+    zone            bytea NOT NULL,
+    vesting_ms      bigint NOT NULL,
+    turn            bigint NOT NULL,
+    lease_id        bytea,
+    PRIMARY KEY (queue, token, zone)
+);
+CREATE INDEX pointers_vesting ON pointers (queue, token, vesting_ms, turn);
+
+-- p, the pointer index: which zones have a pointer, under which token, and when it vests, so that
+-- an enqueue need not look at Q_C. empty_since_ms: since when nothing was seen in the zone.
+CREATE TABLE pointer_index (
+    queue           integer NOT NULL,
+    zone            bytea NOT NULL,
+    token           integer NOT NULL,
+    vesting_ms      bigint NOT NULL,
+    empty_since_ms  bigint,
+    PRIMARY KEY (queue, zone)
+);
+CREATE INDEX pointer_index_empty ON pointer_index (empty_since_ms)
+    WHERE empty_since_ms IS NOT NULL;
+
+CREATE TABLE done (
+    queue           integer NOT NULL,
+    sequence        bigint NOT NULL,
+    message_id      bigint NOT NULL,
+    ended_at_ms     bigint NOT NULL,
+    attempts        integer NOT NULL,
+    PRIMARY KEY (queue, sequence)
+);
+CREATE INDEX done_by_message ON done (queue, message_id);
+CREATE INDEX done_by_time ON done (queue, ended_at_ms);
+
+CREATE TABLE failed (
+    queue           integer NOT NULL,
+    sequence        bigint NOT NULL,
+    message_id      bigint NOT NULL,
+    ended_at_ms     bigint NOT NULL,
+    attempts        integer NOT NULL,
+    reason          bytea NOT NULL,
+    PRIMARY KEY (queue, sequence)
+);
+CREATE INDEX failed_by_message ON failed (queue, message_id);
+CREATE INDEX failed_by_time ON failed (queue, ended_at_ms);
+
+-- ending: 0 acked, 1 released, 2 expired. lease_id: under which it was held, so that an ack that
+-- got no answer can be told from a stale one.
+CREATE TABLE attempts (
+    queue           integer NOT NULL,
+    message_id      bigint NOT NULL,
+    number          integer NOT NULL,
+    consumer        bytea NOT NULL,
+    claimed_at_ms   bigint NOT NULL,
+    ended_at_ms     bigint NOT NULL,
+    ending          smallint NOT NULL,
+    reason          bytea NOT NULL,
+    lease_id        bytea NOT NULL,
+    PRIMARY KEY (queue, message_id, number)
+);

@@ -1,0 +1,241 @@
+"""The contract on a SQL database, as one object; each verb is in the module of its kind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.errors import InvalidInput, PenstockError
+from penstock.limits import MAX_RING_SIZE
+from penstock.stores.plans import Collected, StoreInfo
+from penstock.stores.sql.claiming import Claiming
+from penstock.stores.sql.core import Core
+from penstock.stores.sql.database import Database
+from penstock.stores.sql.filling import Filling
+from penstock.stores.sql.intake import Intake
+from penstock.stores.sql.moving import Moving
+from penstock.stores.sql.routing import Routing
+from penstock.stores.sql.schema import prepare
+from penstock.stores.sql.settling import Settling
+from penstock.stores.sql.statements import statements_of
+from penstock.stores.sql.tunables import Tunables
+from penstock.stores.sql.upkeep import Upkeep
+from penstock.stores.sql.views import Views
+from penstock.stores.sql.watching import Watching
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from penstock.model import QueueSpec
+    from penstock.stores.audit import AuditReport
+    from penstock.stores.pinned import Pinned
+
+__all__ = ["SqlStore", "open_store"]
+
+
+def open_store(
+    conninfo: str,
+    *,
+    schema: str,
+    dialect: str,
+    store_id: int,
+    routing: str | None,
+    random: Callable[[], float],
+    now_ms: int,
+    ring_size: int | None = None,
+    tunables: Tunables | None = None,
+    relaxed: bool = False,
+    background: bool = False,
+) -> SqlStore:
+    """Open a store, making it if the database has none; nothing is written if it is not ours."""
+    if tunables is None:
+        # Where contention is dear, pointers are spread from the beginning.
+        tunables = Tunables(ring_size=16 if dialect == "cockroachdb" else 1)
+    database = Database(conninfo, schema, dialect, relaxed=relaxed)
+    database.use(statements_of(dialect))
+    try:
+        database.connect()
+        prepare(database)
+        core = Core(
+            database,
+            tunables,
+            store_id=store_id,
+            routing=routing,
+            ring_size=ring_size,
+            random=random,
+            now_ms=now_ms,
+        )
+    except BaseException:
+        database.close()
+        raise
+    return SqlStore(core, background=background)
+
+
+class SqlStore:
+    """A store on a SQL database."""
+
+    def __init__(self, core: Core, *, background: bool) -> None:
+        self.core = core
+        routing = Routing(core)
+        settling = Settling(core)
+        moving = Moving(core)
+        upkeep = Upkeep(core, settling, routing, moving)
+        claiming = Claiming(core, upkeep)
+        watching = Watching(core, claiming, upkeep, background=background)
+        filling = Filling(core, routing)
+        views = Views(core, upkeep)
+        self.create_queue = upkeep.create_queue
+        self.update_queue = upkeep.update_queue
+        self.delete_queue = upkeep.delete_queue
+        self.drain_queue = upkeep.drain_queue
+        self.publish = Intake(core).publish
+        self.claim = watching.claim
+        self.ack = settling.ack
+        self.release = settling.release
+        self.extend = settling.extend
+        self.extend_lease = settling.extend_lease
+        self.held = settling.held
+        self.redrive = upkeep.redrive
+        self.move = upkeep.move
+        self.purge = upkeep.purge
+        self.trim = upkeep.trim
+        self.read_log = routing.read_log
+        self.assign = routing.assign
+        self.take_epoch = routing.take_epoch
+        self.route_plan = routing.route_plan
+        self.filters_at = routing.filters_at
+        self.configure_log = routing.configure_log
+        self.offset_at = routing.offset_at
+        self.log_stats = routing.stats
+        self.backfill_plan = filling.backfill_plan
+        self.backfill = filling.backfill
+        self.fill = filling.fill
+        self.restore = filling.restore
+        self.browse = views.browse
+        self.attempts = views.attempts
+        self.queue_stats = views.queue_stats
+        self.store_stats = views.store_stats
+        self.soonest_ms = watching.soonest_ms
+        self.take_woken = watching.take_woken
+        self.available = watching.available
+        self.sweep = watching.sweep
+        self._watching = watching
+
+    def follow(self, look: Callable[[], None]) -> None:
+        """Have something called about every minute: a clock looks at the database's."""
+        self._watching.follow = look
+
+    # --- queues ----------------------------------------------------------------------------
+
+    def draining(self, queue_name: str) -> bool:
+        """Whether a queue takes no more messages and is about to go."""
+        return self.core.queue(queue_name).coverage.draining
+
+    def live_filters(self) -> dict[str, str]:
+        """Return the filters that new messages are routed by."""
+        self.core.refresh()
+        return self.core.live_filters()
+
+    @property
+    def changed_elsewhere(self) -> int:
+        """How often the live filters were found to have been changed by another process."""
+        return self.core.changed_elsewhere
+
+    def spec(self, queue_name: str) -> QueueSpec:
+        """Return the settings of a queue."""
+        return self.core.queue(queue_name).spec
+
+    def specs(self) -> list[QueueSpec]:
+        """Return the settings of every queue, by name."""
+        self.core.refresh()
+        return [queue.spec for _, queue in sorted(self.core.queues.items())]
+
+    def routing(self) -> str:
+        """Return how the store routes."""
+        return self.core.identity.routing
+
+    def info(self) -> StoreInfo:
+        """Say which store this is."""
+        identity = self.core.identity
+        return StoreInfo(f"{identity.store_id:08x}", "sql", identity.routing)
+
+    def set_ring_size(self, ring_size: int, now_ms: int) -> None:
+        """Give zones that come from here on a token of another ring; others keep theirs."""
+        if not 1 <= ring_size <= MAX_RING_SIZE:
+            raise InvalidInput(f"ring_size {ring_size}: from 1 to {MAX_RING_SIZE}")
+        core = self.core
+
+        def work() -> None:
+            core.lock_head()
+            core.ring_high = core.database.run("put_ring", ring_size=ring_size)[0][0]
+            core.ring_size = ring_size
+            core.changed(now_ms)
+
+        core.change(work)
+
+    # --- payloads --------------------------------------------------------------------------
+
+    def collectable(self, message_ids: Sequence[int]) -> set[int]:
+        """Return those messages that no queue can come to hold any more: the log has let go."""
+        log = self.log_stats()
+        gone = min(log.earliest, log.routed_up_to)
+        return {message_id for message_id in message_ids if message_id < gone}
+
+    def drop_payloads(self, message_ids: Sequence[int], now_ms: int, *, dry_run: bool) -> Collected:
+        """Delete payloads that nothing refers to."""
+        core = self.core
+        ids = [message_id for message_id in message_ids if message_id < 1 << 63]
+
+        def work() -> Collected:
+            rows = core.database.run("unheld", message_ids=ids)
+            if rows and not dry_run:
+                core.database.run("drop_messages", message_ids=[row[0] for row in rows])
+            return Collected(len(rows), sum(row[1] for row in rows))
+
+        dropped: Collected = core.change(work)
+        return dropped
+
+    def pin(self, now_ms: int, *, stats: bool = False) -> Pinned:
+        """Refuse: reading in bulk is not there yet for this store."""
+        raise PenstockError(
+            "a store on a SQL database can't be read in bulk yet (Flight tables, collect, archive): "
+            "query its tables, or use browse"
+        )
+
+    # --- time and durability ---------------------------------------------------------------
+
+    def audit(self, *, repair: bool, now_ms: int) -> AuditReport:
+        """Hold the store to its invariants."""
+        from penstock.stores.sql.audit import audit  # noqa: PLC0415 - seldom wanted
+
+        return audit(self.core, repair=repair, now_ms=now_ms)
+
+    def time_floor_ms(self) -> int:
+        """Return the latest time that this store has seen."""
+        return int(self.core.database.run("time_floor")[0][0] or 0)
+
+    def server_ms(self) -> int:
+        """Return what time the server has."""
+        return int(self.core.database.run("server_time")[0][0])
+
+    @property
+    def commits(self) -> int:
+        """How many commits were made; each is durable when it has been made."""
+        return self.core.commits
+
+    def sync(self) -> None:
+        """Do nothing: a commit is durable when the database has answered it."""
+
+    def checkpoint(self, path: Path) -> None:
+        """Refuse: a database has its own ways to be backed up."""
+        raise PenstockError(
+            f"a store on a SQL database is not copied to {path}: use the database's own backup, "
+            "such as pg_dump or BACKUP"
+        )
+
+    def on_lost(self, told: Callable[[PenstockError], None]) -> None:
+        """Do nothing: the database is never lost to one process alone."""
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self.core.database.close()

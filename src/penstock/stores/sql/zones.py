@@ -1,0 +1,210 @@
+"""Zones: the pointers of Q_C, what this process knows of them, and their collection.
+
+**Nothing is orphaned.** A zone with items has a pointer, because
+
+* a publish holds the lock of ``log_head``, and says there which ``zones_version`` it knows zones
+  of. Who collects takes that lock first, so that no publish is under way; then looks, with a
+  statement of its own that sees all that was committed before, whether the zone has items; and
+  raises the version. A publish that trusted its memory writes nothing then, and asks anew;
+* whoever else puts messages into queues (assignments, backfills, moves, redrives) locks the rows
+  of p that it counts on (``FOR KEY SHARE``), which a collection skips, or waits for one to end and
+  makes the zone again;
+* items that come back into a zone (release, expiry) have been there all the time.
+
+**Nothing is forgotten.** A pointer is never later than its zone's earliest item. Who raises it has
+seen the zone as of a moment ago, and somebody who read p before may be about to commit an item. So
+a pointer that goes from vested to not vested is first put ``cool_ms`` ahead and then looked at
+again; one that is written by anybody meanwhile has another ``lease_id``, and is not raised at all.
+A process that trusts its memory of p does so for ``trust_ms`` only. Should a process sleep for
+longer in between, its item is late by no more than the lease of another, or until the zone is
+collected: it is not lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final
+
+from penstock.stores.sql.ring import token_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from penstock.stores.sql.core import Core
+
+__all__ = ["NEVER_MS", "Zones"]
+
+log = logging.getLogger(__name__)
+
+# When the pointer of an empty zone vests.
+NEVER_MS: Final = 1 << 62
+KNOWN_MAX: Final = 100_000
+COLLECT_MAX: Final = 100
+NET_PAGE: Final = 1_000
+
+Zone = tuple[int, bytes]
+
+
+class Zones:
+    """Makes sure of pointers, and collects those that nobody needs."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        # Zones whose pointer was seen vested, and when.
+        self._vested: OrderedDict[Zone, int] = OrderedDict()
+        self._version = -1
+        # How far the slow nets have got.
+        self._idle_at: Zone = (-1, b"")
+        self._orphan_at: tuple[int, int] = (-1, 0)
+        self.collisions = 0
+        self.collected = 0
+        self.orphans = 0
+
+    # --- what is known ---------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The ``zones_version`` that what is known here belongs to."""
+        if self._version != self._core.head.zones_version:
+            self._vested.clear()
+            self._version = self._core.head.zones_version
+        return self._version
+
+    def unsure(self, wanted: Mapping[Zone, int], now_ms: int) -> dict[Zone, int]:
+        """Return those zones of which it is not known that their pointer has vested."""
+        trust_ms = self._core.tunables.trust_ms
+        vested = self._vested if self.version >= 0 else {}
+        return {
+            zone: at_ms
+            for zone, at_ms in wanted.items()
+            if (seen := vested.get(zone)) is None or not seen <= now_ms <= seen + trust_ms
+        }
+
+    def saw_vested(self, zone: Zone, now_ms: int) -> None:
+        """Note that a zone's pointer has vested."""
+        self._vested[zone] = now_ms
+        self._vested.move_to_end(zone)
+        if len(self._vested) > KNOWN_MAX:
+            self._vested.popitem(last=False)
+
+    def forget(self, zone: Zone) -> None:
+        """Note that a zone's pointer may have been raised."""
+        self._vested.pop(zone, None)
+
+    def token(self, zone: Zone) -> int:
+        """Return the token of a zone that is made now."""
+        return token_of(*zone, self._core.ring_size)
+
+    # --- making sure -------------------------------------------------------------------------
+
+    def ensure(self, wanted: Mapping[Zone, int], now_ms: int) -> None:
+        """Have zones a pointer that is early enough, in the transaction that puts items in them."""
+        database, zones = self._core.database, sorted(wanted)
+        queues, names = [queue for queue, _ in zones], [name for _, name in zones]
+        while True:
+            database.run(
+                "make_zones",
+                queues=queues,
+                zones=names,
+                tokens=[self.token(zone) for zone in zones],
+                vestings=[wanted[zone] for zone in zones],
+                turn=self._core.take_turns(1),
+            )
+            # One that was being collected is gone when its row has been waited for.
+            if database.run("hold_zones", queues=queues, zones=names)[0][0] == len(zones):
+                break
+        self.lower(wanted, now_ms)
+
+    def lower(self, wanted: Mapping[Zone, int], now_ms: int, threshold_ms: int | None = None) -> None:
+        """Have pointers vest when items do that have come (back) into their zones."""
+        zones = sorted(wanted)
+        if zones:
+            self._core.database.run(
+                "lower_zones",
+                queues=[queue for queue, _ in zones],
+                zones=[name for _, name in zones],
+                vestings=[wanted[zone] for zone in zones],
+                now_ms=now_ms,
+                threshold_ms=self._core.tunables.threshold_ms if threshold_ms is None else threshold_ms,
+                turn=self._core.take_turns(1),
+                stamp=self._core.stamp(),
+            )
+
+    # --- letting go --------------------------------------------------------------------------
+
+    def collect(self, now_ms: int) -> int:
+        """Remove the pointers of zones that have been empty for long enough; say how many."""
+        core = self._core
+        before_ms = now_ms - core.tunables.min_inactive_ms
+        found = core.database.run("idle_zones", before_ms=before_ms, count=COLLECT_MAX)
+        if not found:
+            return 0
+        gone: list[Zone] = core.change(lambda: self._collect(found, before_ms))
+        for zone in gone:
+            self.forget(zone)
+        self.collected += len(gone)
+        return len(gone)
+
+    def _collect(self, found: list[tuple[int, bytes, int]], before_ms: int) -> list[Zone]:
+        core, database = self._core, self._core.database
+        core.lock_head()
+        held = database.run(
+            "lock_pointers",
+            queues=[queue for queue, _, _ in found],
+            zones=[zone for _, zone, _ in found],
+            tokens=[token for _, _, token in found],
+        )
+        if held:
+            held = database.run(
+                "lock_zones",
+                queues=[queue for queue, _ in held],
+                zones=[zone for _, zone in held],
+                before_ms=before_ms,
+            )
+        if not held:
+            return []
+        gone = database.run(
+            "collect_zones",
+            queues=[queue for queue, _ in held],
+            zones=[zone for _, zone in held],
+        )
+        if gone:
+            version = database.run("bump_zones")[0][0]
+            core.head = core.head._replace(zones_version=version)
+        return [(queue, zone) for queue, zone in gone]
+
+    def look_for_idle(self, now_ms: int) -> int:
+        """Go on with the look for empty zones that nobody visits; say how many there were."""
+        core = self._core
+        queue, zone = self._idle_at
+        rows = core.database.run("find_idle", queue=queue, zone=zone, count=NET_PAGE)
+        self._idle_at = (rows[-1][0], rows[-1][1]) if len(rows) == NET_PAGE else (-1, b"")
+        idle = [(queue, zone) for queue, zone, empty in rows if empty]
+        if idle:
+            core.database.run(
+                "mark_idle",
+                queues=[queue for queue, _ in idle],
+                zones=[zone for _, zone in idle],
+                now_ms=now_ms,
+            )
+        return len(idle)
+
+    def look_for_orphans(self, now_ms: int) -> int:
+        """Go on with the look for items whose zone has no pointer; say how many there were."""
+        core = self._core
+        queue, message_id = self._orphan_at
+        rows = core.database.run(
+            "find_orphans", queue=queue, message_id=message_id, count=NET_PAGE
+        )
+        self._orphan_at = (rows[-1][0], rows[-1][1]) if len(rows) == NET_PAGE else (-1, 0)
+        orphaned: dict[Zone, int] = {}
+        for number, _, zone, vesting_ms, orphan in rows:
+            if orphan and number in core.by_number:
+                key = (number, zone)
+                orphaned[key] = min(vesting_ms, orphaned.get(key, vesting_ms))
+        if orphaned:
+            log.error("%d zones had items and no pointer; they have one now", len(orphaned))
+            core.change(lambda: self.ensure(orphaned, now_ms))
+            self.orphans += len(orphaned)
+        return len(orphaned)

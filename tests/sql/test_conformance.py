@@ -1,0 +1,54 @@
+"""The SQL store passes the suites that every store passes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from penstock.stores.sql import SqlStore
+from penstock.testing.conformance import BrokerConformance
+from penstock.testing.routing import RoutingConformance
+from penstock.testing.stores import Reopenable
+from penstock.testing.suite.base import Suite
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.broker import Broker
+    from penstock.clock import Clock
+    from tests.sql.postgres import PostgresServer
+
+
+class OnPostgres(Suite):
+    """Opens the store of a test: a database for each of its places."""
+
+    @pytest.fixture(autouse=True)
+    def _with_postgres(self, postgres: PostgresServer) -> Iterator[None]:
+        self.postgres = postgres
+        yield
+        postgres.forget_places()
+
+    def open(self, clock: Clock, **options: Any) -> Broker:
+        self._opened = Reopenable(self.postgres.emptied(str(self.place)))
+        return self._opened.open(clock, **options)
+
+    def reopen(self) -> Broker:
+        return self._opened.reopen()
+
+    def open_as(self, **options: Any) -> Broker:
+        self._opened.close()
+        return self._opened.open(self.clock, **options)
+
+    def payload_kept(self, message_id: int) -> bool | None:
+        store = self.broker._store
+        assert isinstance(store, SqlStore)
+        return bool(store.core.database.run("payloads", message_ids=[message_id]))
+
+
+class TestPostgres(OnPostgres, BrokerConformance):
+    pass
+
+
+class TestPostgresRouting(OnPostgres, RoutingConformance):
+    pass
