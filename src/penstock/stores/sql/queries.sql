@@ -1220,8 +1220,9 @@ CROSS JOIN LATERAL (
                 ELSE (SELECT vesting_ms FROM items i WHERE i.queue = p.queue AND i.zone = p.zone
                       ORDER BY message_id LIMIT 1) END AS vesting_ms
 ) AS i
-WHERE q.vesting_ms > greatest(i.vesting_ms + :threshold_ms, :now_ms)
-   OR p.vesting_ms > greatest(i.vesting_ms + :threshold_ms, :now_ms);
+WHERE i.vesting_ms IS NOT NULL
+  AND (q.vesting_ms > greatest(i.vesting_ms + :threshold_ms, :now_ms)
+       OR p.vesting_ms > greatest(i.vesting_ms + :threshold_ms, :now_ms));
 
 -- name: mend_pointers_late
 -- Have every pointer looked at now.
