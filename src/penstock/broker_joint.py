@@ -252,11 +252,10 @@ class JointVerbs:
         routes = self._matcher.match(
             [(m.attributes, m.group, m.priority, now_ms, len(m.payload)) for m in messages]
         )
-        if spec is not None:
-            if any(target not in names for names in routes):
-                raise InvalidMessage(
-                    f"queue {target!r} takes messages where {spec.filter}; this one does not match"
-                )
+        if spec is not None and any(target not in names for names in routes):
+            raise InvalidMessage(
+                f"queue {target!r} takes messages where {spec.filter}; this one does not match"
+            )
         return routes if self._inline else []
 
     def _match_anew(self) -> None:

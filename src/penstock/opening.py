@@ -139,9 +139,7 @@ def _open_sql(
     try:
         from penstock.stores.sql import open_store  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
-        raise InvalidUrl(
-            f"{named.dialect}: needs psycopg: pip install 'penstock[sql]'"
-        ) from error
+        raise InvalidUrl(f"{named.dialect}: needs psycopg: pip install 'penstock[sql]'") from error
     # Processes on many machines must agree about when a lease is over.
     following = FollowingClock() if type(clock) is SystemClock else None
     clock = following or clock

@@ -15,9 +15,10 @@ from penstock.testing.suite.base import Suite
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.sql.postgres import PostgresServer
+
     from penstock.broker import Broker
     from penstock.clock import Clock
-    from tests.sql.postgres import PostgresServer
 
 
 class OnPostgres(Suite):

@@ -97,9 +97,7 @@ def _read(core: Core, now_ms: int) -> list[Violation]:
         core.lock_head()
         found = []
         for check in CHECKS:
-            for key, told in core.database.run(
-                check.find, **_parameters(core, check.find, now_ms)
-            ):
+            for key, told in core.database.run(check.find, **_parameters(core, check.find, now_ms)):
                 text = f"{check.text}: {told}"
                 found.append(Violation(check.kind, check.table, bytes(key).hex(), text))
         return found

@@ -65,7 +65,7 @@ class Claiming:
 
     def _take(self, queue: Queue, claims: Sequence[_Claim], now_ms: int) -> None:
         core, tunables = self._core, self._core.tunables
-        # Pointers that were lost to another process: they are looked at once more, not for ever.
+        # Visits that came to nothing, because others were there: they are made again, not for ever.
         lost = 0
         while (room := sum(claim.room for claim in claims)) and lost <= tunables.selection_max:
             tokens = walk(core.ring_high, core.random)
@@ -87,8 +87,8 @@ class Claiming:
             quotas = _shares(room, len(chosen))
             if len(found) > len(chosen):
                 quotas = [min(quota, tunables.dequeue_max) for quota in quotas]
-            won = self._visit(queue, claims, chosen, quotas, now_ms)
-            lost = lost + 1 if not won else 0
+            if not self._visit(queue, claims, chosen, quotas, now_ms):
+                lost += 1
 
     def _visit(
         self,
@@ -97,8 +97,8 @@ class Claiming:
         chosen: Sequence[tuple[Any, ...]],
         quotas: list[int],
         now_ms: int,
-    ) -> int:
-        """Visit zones, and deliver what they give; say how many pointers were won."""
+    ) -> bool:
+        """Visit zones, and deliver what they give; say whether anything is different now."""
         core = self._core
         lows, highs = [], []
         low = 0
@@ -131,11 +131,12 @@ class Claiming:
         core.commits += 1
         by_lease = {claim.lease: claim for claim in claims}
         visited = set()
-        expired = False
+        expired = moved = False
         broken: list[int] = []
         for zone, vesting_ms, has_expired, message_id, attempts, lease, metadata, payload in rows:
             visited.add(zone)
             expired = expired or has_expired
+            moved = moved or vesting_ms > now_ms or message_id is not None
             if vesting_ms > now_ms:
                 core.zones.forget((queue.number, zone))
             if message_id is not None:
@@ -143,14 +144,14 @@ class Claiming:
                 if not claim.deliver(message_id, attempts, metadata, payload):
                     broken.append(message_id)
         core.zones.collisions += len(chosen) - len(visited)
-        if expired:
-            self._upkeep.expire(now_ms, CATCH_UP_BUDGET, queue)
+        if expired and self._upkeep.expire(now_ms, CATCH_UP_BUDGET, queue)[0]:
+            moved = True
         if broken:
             self._upkeep.remove_broken(queue, broken, now_ms)
         if any(claim.full for claim in claims):
             # Others that wait are to look again.
             core.wake(queue)
-        return len(visited)
+        return moved
 
 
 class _Claim:

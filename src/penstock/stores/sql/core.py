@@ -8,7 +8,7 @@ of ``log_head`` whether what it knows is out of date.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["SLOTS", "Core", "Head", "Identity", "Queue"]
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Rows that a queue's counters are spread over.
 SLOTS: Final = 16
@@ -99,6 +101,8 @@ class Core:
         # How often another process was found to have changed the live filters.
         self.changed_elsewhere = 0
         self._due_ms: int | None = None
+        # When the retention of done and failed messages next has something to do.
+        self.retention_ms: int | None = None
         self.identity = self._identify(store_id, routing, ring_size, now_ms)
         self.zones = Zones(self)
         self.queues: dict[str, Queue] = {}
@@ -164,7 +168,7 @@ class Core:
         return Head(*self.database.do(lambda: self.database.run("read_head"), again=True)[0])
 
     def lock_head(self) -> Head:
-        """The same, locked until the commit; what this process knows is brought up to date."""
+        """Lock it until the commit; what this process knows is brought up to date."""
         head = Head(*self.database.run("lock_head")[0])
         if head.specs_version != self.head.specs_version:
             self._load(head)
@@ -186,9 +190,12 @@ class Core:
 
     def reload(self) -> None:
         """Read everything again, as of one moment."""
+        self.database.do(self._reload, again=True)
+
+    def _reload(self) -> None:
         while True:
             before = self.read_head()
-            self.database.do(lambda: self._load(before), again=True)
+            self._load(before)
             # The version and the queues must be of the same moment.
             if self.read_head().specs_version == before.specs_version:
                 self._stale = False
@@ -264,10 +271,10 @@ class Core:
 
     # --- transactions, waking, alarms --------------------------------------------------------
 
-    def change(self, work: Callable[[], Any], *, again: bool = False) -> Any:
+    def change(self, work: Callable[[], T], *, again: bool = False) -> T:
         """Do something in one transaction; if it fails, what is known is read again."""
 
-        def attempt() -> Any:
+        def attempt() -> T:
             with self.database.transaction():
                 return work()
 
@@ -297,6 +304,11 @@ class Core:
             "add_to_counts", queue=queue, slot=self.slot, now_ms=now_ms, **numbers
         )
         return int(rows[0][0]) if rows else 0
+
+    def due_for_retention(self, at_ms: int) -> None:
+        """Note that the retention of an ended message is over at a time."""
+        self.retention_ms = at_ms if self.retention_ms is None else min(self.retention_ms, at_ms)
+        self.due(at_ms)
 
     def due(self, at_ms: int) -> None:
         """Note that something is due at a time."""

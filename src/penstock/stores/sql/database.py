@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import psycopg
 from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.numeric import Int8BinaryDumper
 
 from penstock.errors import (
@@ -46,7 +47,7 @@ T = TypeVar("T")
 Row = tuple[Any, ...]
 
 # A process that is stopped in the middle of a transaction must not stop the others for longer.
-IDLE_IN_TRANSACTION_MS: Final = 5_000
+IDLE_IN_TRANSACTION_MS: Final = 10_000
 # 40001 serialization_failure, 40P01 deadlock_detected, 55P03 lock_not_available.
 _ABORTED: Final = frozenset({"40001", "40P01", "55P03"})
 # Classes and codes that say that there is no such place: invalid_authorization, no such database.
@@ -54,6 +55,12 @@ _WRONG_PLACE: Final = ("28", "3D")
 # Shutting down, crashed, starting up, too many connections.
 _AWAY: Final = ("08", "57P", "53300")
 _RETRY_WAIT_S: Final = 0.05
+_ALIVE: Final = {
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+}
 
 
 class Lost(StorageFailed):
@@ -65,10 +72,8 @@ class Lost(StorageFailed):
 class Database:
     """One connection, made again when it is lost."""
 
-    def __init__(
-        self, conninfo: str, schema: str, dialect: str, *, relaxed: bool = False
-    ) -> None:
-        self._conninfo = conninfo
+    def __init__(self, conninfo: str, schema: str, dialect: str, *, relaxed: bool = False) -> None:
+        self._conninfo = _conninfo(conninfo)
         self.schema = schema
         self.dialect = dialect
         self._relaxed = relaxed
@@ -160,9 +165,7 @@ class Database:
 
     def _judged(self, error: psycopg.Error) -> PenstockError:
         """Translate an error; tell apart those after which the connection is gone."""
-        if isinstance(error, psycopg.OperationalError) and (
-            self._connection is None or self._connection.closed or self._connection.broken
-        ):
+        if self._connection is None or self._connection.closed or self._connection.broken:
             self.close()
             return Lost(f"the connection to the database was lost: {_said(error)}")
         return translated(error)
@@ -232,6 +235,15 @@ class Refused(StorageFailed):
     def __init__(self, message: str, constraint: str) -> None:
         super().__init__(message)
         self.constraint = constraint
+
+
+def _conninfo(conninfo: str) -> str:
+    """Add what a connection needs to notice that the other end is gone, unless it is said."""
+    try:
+        told = conninfo_to_dict(conninfo)
+    except psycopg.Error as error:
+        raise InvalidUrl(f"the database can't be opened: {_said(error)}") from error
+    return make_conninfo(**{**_ALIVE, **told})
 
 
 def translated(error: psycopg.Error) -> PenstockError:

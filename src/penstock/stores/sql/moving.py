@@ -87,9 +87,7 @@ class Moving:
 
     def _with_failures(self) -> list[Queue]:
         core = self._core
-        wanted = {
-            queue.number: queue for queue in core.queues.values() if queue.spec.dead_letter
-        }
+        wanted = {queue.number: queue for queue in core.queues.values() if queue.spec.dead_letter}
         if not wanted:
             return []
         rows = core.database.do(
@@ -166,8 +164,10 @@ class Moving:
         ids = [each.message_id for each in leaving]
         live = {row[0] for row in database.run("find_live", queue=to.number, message_ids=ids)}
         rest = [message_id for message_id in ids if message_id not in live]
-        done = dict(database.run("take_done", queue=to.number, message_ids=rest))
-        failed = dict(database.run("take_failed", queue=to.number, message_ids=rest))
+        done: dict[int, int] = dict(database.run("take_done", queue=to.number, message_ids=rest))
+        failed: dict[int, int] = dict(
+            database.run("take_failed", queue=to.number, message_ids=rest)
+        )
         before = done | failed
         # These queues hold the message both, and one of them from here on.
         let_go = [*(each for each in ids if each in live), *before]

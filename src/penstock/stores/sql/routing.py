@@ -31,6 +31,8 @@ log_ = logging.getLogger(__name__)
 
 # Rows of the log that one sweep removes at most, of each log.
 TRIM_ROWS: Final = 10_000
+# How often it is looked what is past retention.
+LOOK_MS: Final = 10_000
 
 
 class Routing:
@@ -38,6 +40,9 @@ class Routing:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        # When it was last looked what is past retention, and when that has something to do.
+        self._looked_ms: int | None = None
+        self.due_ms: int | None = None
 
     # --- where things are ------------------------------------------------------------------
 
@@ -54,7 +59,7 @@ class Routing:
         return segments[0][1] if segments else self._core.head.next_offset
 
     def _cursors(self, earliest: int) -> dict[int, int]:
-        stored = dict(self._core.database.run("load_cursors"))
+        stored: dict[int, int] = dict(self._core.database.run("load_cursors"))
         return {log: max(stored.get(log, 0), earliest) for log in range(self._all_logs)}
 
     def routed_up_to(self) -> int:
@@ -169,8 +174,8 @@ class Routing:
         def work() -> Assigned:
             return self._assign(log, cursor, assignments, now_ms, epoch)
 
-        assigned: Assigned = core.change(work)
-        return assigned
+        self._looked_ms = None
+        return core.change(work)
 
     def _assign(
         self,
@@ -352,9 +357,7 @@ class Routing:
 
         def work() -> None:
             end = core.lock_head().next_offset
-            settings = msgspec.structs.replace(
-                core.settings, changes=list(core.settings.changes)
-            )
+            settings = msgspec.structs.replace(core.settings, changes=list(core.settings.changes))
             known = self._all_logs
             if retention_ms is not None:
                 settings.retention_ms = retention_ms
@@ -368,6 +371,7 @@ class Routing:
             core.changed(now_ms)
             core.settings = settings
 
+        self._looked_ms = None
         core.change(work)
 
     def put_coverage(self, queue: Queue) -> None:
@@ -384,7 +388,7 @@ class Routing:
 
     # --- retention -----------------------------------------------------------------------
 
-    def due_ms(self) -> int | None:
+    def _due_ms(self) -> int | None:
         """Return when retention has something to do: a segment to drop, or to close."""
         core = self._core
         segments, retention_ms = self._segments(), core.settings.retention_ms
@@ -402,23 +406,25 @@ class Routing:
         What a dropped segment held is removed by and by: it is below the log.
         """
         core = self._core
+        if self._looked_ms is not None and self._looked_ms <= now_ms < self._looked_ms + LOOK_MS:
+            return 0
+        self._looked_ms = now_ms
         core.head = core.read_head()
-        due_ms = self.due_ms()
+        due_ms = self._due_ms()
         if due_ms is not None and due_ms <= now_ms:
             core.change(lambda: self._drop_segments(now_ms))
+            due_ms = self._due_ms()
+        self.due_ms = due_ms
         earliest = min(self.earliest(), self.routed_up_to())
         if earliest <= 1:
             return 0
+        trimmed = 0
         for log in range(self._all_logs):
-            core.database.run("trim_log", log=log, earliest=earliest, count=TRIM_ROWS)
-        dropped = 0
-        while dropped < budget:
-            one = len(
-                core.database.run("drop_unheld", earliest=earliest, count=min(1_000, budget))
-            )
-            dropped += one
-            if not one:
-                break
+            rows = core.database.run("trim_log", log=log, earliest=earliest, count=TRIM_ROWS)
+            trimmed = max(trimmed, len(rows))
+        dropped = len(core.database.run("drop_unheld", earliest=earliest, count=budget))
+        if trimmed == TRIM_ROWS or dropped == budget:
+            self._looked_ms = None
         return dropped
 
     def _drop_segments(self, now_ms: int) -> None:

@@ -69,7 +69,7 @@ class Settling:
                 if queue.fifo:
                     core.wake(queue)
                 if queue.spec.done_retention_ms:
-                    core.due(now_ms + queue.spec.done_retention_ms)
+                    core.due_for_retention(now_ms + queue.spec.done_retention_ms)
         return self._outcomes(receipts, keys, judged, OutcomeStatus.DONE)
 
     def extend(
@@ -182,9 +182,7 @@ class Settling:
         rows = self._core.database.run("find_ended", **_columns(keys), ending=ending)
         return [((queue, message_id, lease), over) for queue, message_id, lease, over in rows]
 
-    def end(
-        self, items: Sequence[tuple[int, int]], ending: int, reason: str, now_ms: int
-    ) -> None:
+    def end(self, items: Sequence[tuple[int, int]], ending: int, reason: str, now_ms: int) -> None:
         """Write attempts down that end, before their items are changed."""
         if items:
             self._core.database.run(
@@ -256,9 +254,7 @@ class Settling:
         allowed = queue.spec.max_attempts if queue else 0
         zones = None
         if queue is not None and queue.fifo:
-            zones = core.database.run(
-                "zones_of", queue=number, message_ids=list(message_ids)
-            )
+            zones = core.database.run("zones_of", queue=number, message_ids=list(message_ids))
         core.database.run(
             "fail",
             queue=number,
@@ -272,7 +268,7 @@ class Settling:
         if zones:
             core.zones.lower({(number, zone): now_ms for (zone,) in zones}, now_ms)
         if queue is not None and queue.spec.failed_retention_ms:
-            core.due(now_ms + queue.spec.failed_retention_ms)
+            core.due_for_retention(now_ms + queue.spec.failed_retention_ms)
         if queue is not None and queue.spec.dead_letter:
             core.due(now_ms)
 

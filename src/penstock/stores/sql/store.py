@@ -181,7 +181,13 @@ class SqlStore:
         gone = min(log.earliest, log.routed_up_to)
         return {message_id for message_id in message_ids if message_id < gone}
 
-    def drop_payloads(self, message_ids: Sequence[int], now_ms: int, *, dry_run: bool) -> Collected:
+    def drop_payloads(
+        self,
+        message_ids: Sequence[int],
+        now_ms: int,  # noqa: ARG002
+        *,
+        dry_run: bool,
+    ) -> Collected:
         """Delete payloads that nothing refers to."""
         core = self.core
         ids = [message_id for message_id in message_ids if message_id < 1 << 63]
@@ -195,11 +201,11 @@ class SqlStore:
         dropped: Collected = core.change(work)
         return dropped
 
-    def pin(self, now_ms: int, *, stats: bool = False) -> Pinned:
+    def pin(self, now_ms: int, *, stats: bool = False) -> Pinned:  # noqa: ARG002
         """Refuse: reading in bulk is not there yet for this store."""
         raise PenstockError(
-            "a store on a SQL database can't be read in bulk yet (Flight tables, collect, archive): "
-            "query its tables, or use browse"
+            "a store on a SQL database can't be read in bulk yet (Flight tables, collect, "
+            "archive): query its tables, or use browse"
         )
 
     # --- time and durability ---------------------------------------------------------------

@@ -20,6 +20,7 @@ from penstock.stores.coverage import Coverage, Stretch
 from penstock.stores.sql.core import SLOTS, Queue
 from penstock.stores.sql.intake import Arrival, add_items
 from penstock.stores.sql.settling import EXPIRED
+from penstock.stores.sql.zones import NEVER_MS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 # Messages per transaction of a mass move.
 CHUNK: Final = 1_000
 ALL: Final = 1_000_000
+# How often it is looked for ended messages of other processes that are past retention.
+LOOK_MS: Final = 10_000
 # A publish whose answer was lost is sent again for seconds, not for minutes.
 REQUESTS_MS: Final = 600_000
 # As the statements number the states of live items.
@@ -52,8 +55,8 @@ class Upkeep:
         self._settling = settling
         self._routing = routing
         self._moving = moving
-        # When retention next has something to do, as far as is known.
-        self._retention_ms: int | None = 0
+        # When it was last looked how long ended messages are kept.
+        self._looked_ms: int | None = None
 
     # --- what is due -----------------------------------------------------------------------
 
@@ -111,21 +114,24 @@ class Upkeep:
         """Do what is due, up to about ``budget`` things; say what was done and what is next."""
         core, database = self._core, self._core.database
         core.refresh(now_ms)
-        leases, failures = self.expire(now_ms, budget)
-        came = database.run("come_due", now_ms=now_ms, count=budget)
-        for number in {row[0] for row in came}:
-            queue = core.by_number.get(number)
-            if queue is not None:
-                core.wake(queue, sum(row[0] == number for row in came))
+        lease_ms, delay_ms, unclaimed_ms, dedup_ms = self._dues()
+        leases = failures = came_due = removed = forgotten = 0
+        if lease_ms <= now_ms:
+            leases, failures = self.expire(now_ms, budget)
+        if delay_ms <= now_ms:
+            came_due = self._come_due(now_ms, budget)
         moved = self._moving.dead_letters(now_ms, budget)
-        removed = self._retention(now_ms, budget) + self._expire_unclaimed(now_ms, budget)
+        removed += self._retention(now_ms, budget)
+        if unclaimed_ms <= now_ms:
+            removed += self._expire_unclaimed(now_ms, budget)
         removed += self._routing.trim(now_ms, budget) + self._remove_drained(now_ms)
-        forgotten = len(database.run("forget_dedup", now_ms=now_ms, count=budget))
+        if dedup_ms <= now_ms:
+            forgotten = len(database.run("forget_dedup", now_ms=now_ms, count=budget))
         database.run("forget_requests", before_ms=now_ms - REQUESTS_MS, count=budget)
         core.zones.collect(now_ms)
         return SweepCounts(
             leases_expired=leases,
-            came_due=len(came),
+            came_due=came_due,
             failed=failures,
             moved=moved,
             removed=removed,
@@ -133,36 +139,61 @@ class Upkeep:
             next_due_ms=self._next_due_ms(now_ms),
         )
 
+    def _dues(self) -> list[int]:
+        """Return when the next lease, delay, unclaimed retention and dedup window is over."""
+        core = self._core
+        rows = core.database.do(lambda: core.database.run("next_due"), again=True)
+        return [NEVER_MS if time is None else time for time in rows[0]]
+
     def _next_due_ms(self, now_ms: int) -> int | None:
         core = self._core
-        times = [*core.database.run("next_due")[0], self._retention_ms, self._routing.due_ms()]
+        times = [*self._dues()]
+        times += [time for time in (core.retention_ms, self._routing.due_ms) if time is not None]
         if self._moving.pending():
             times.append(now_ms)
-        found = min((time for time in times if time is not None), default=None)
-        core.set_due(found)
-        return found
+        found = min(times)
+        core.set_due(None if found == NEVER_MS else found)
+        return core.due_ms
+
+    def _come_due(self, now_ms: int, budget: int) -> int:
+        core = self._core
+        rows = core.database.run("come_due", now_ms=now_ms, count=budget)
+        for number in {row[0] for row in rows}:
+            queue = core.by_number.get(number)
+            if queue is not None:
+                core.wake(queue, sum(row[0] == number for row in rows))
+        return len(rows)
 
     def look_again(self) -> None:
         """Have the next sweep find out when retention is due."""
-        self._retention_ms = 0
+        self._looked_ms = None
 
     def _retention(self, now_ms: int, budget: int) -> int:
+        """Remove ended messages whose retention is over.
+
+        What this process ends it knows of; what others end is looked for now and then.
+        """
         core = self._core
-        if core.due_ms is not None and self._retention_ms is not None:
-            self._retention_ms = min(self._retention_ms, core.due_ms)
-        elif core.due_ms is not None:
-            self._retention_ms = core.due_ms
+        looked_ms, due_ms = self._looked_ms, core.retention_ms
+        if (
+            looked_ms is not None
+            and looked_ms <= now_ms < looked_ms + LOOK_MS
+            and (due_ms is None or now_ms < due_ms)
+        ):
+            return 0
+        self._looked_ms = now_ms
         removed = 0
         # Once more after something was removed: the next one may be due as well.
         while removed < budget:
             due = self._first_to_end()
             count = 0
             for queue, state, at_ms in due:
-                if at_ms <= now_ms and removed < budget:
-                    count += self._trim_old(queue, state, now_ms, min(CHUNK, budget - removed))
+                if at_ms <= now_ms and removed + count < budget:
+                    room = min(CHUNK, budget - removed - count)
+                    count += self._trim_old(queue, state, now_ms, room)
             removed += count
             if not count:
-                self._retention_ms = min((at_ms for _, _, at_ms in due), default=None)
+                core.retention_ms = min((at_ms for _, _, at_ms in due), default=None)
                 break
         return removed
 
@@ -236,7 +267,9 @@ class Upkeep:
 
     def remove_broken(self, queue: Queue, message_ids: Sequence[int], now_ms: int) -> None:
         """Remove messages that were just leased and can't be delivered."""
-        log.error("queue %s: messages %s have no payload; they are removed", queue.name, message_ids)
+        log.error(
+            "queue %s: messages %s have no payload; they are removed", queue.name, message_ids
+        )
         self._core.change(lambda: self._remove(queue, message_ids, 3, now_ms))
 
     # --- purge and delete ------------------------------------------------------------------
@@ -289,9 +322,7 @@ class Upkeep:
         ids = [row[0] for row in rows]
         self.let_go(queue, ids)
         leased = sum(row[3] for row in rows)
-        core.add_counts(
-            queue.number, now_ms, live=-len(ids), in_flight=-leased, removed=len(ids)
-        )
+        core.add_counts(queue.number, now_ms, live=-len(ids), in_flight=-leased, removed=len(ids))
         if queue.fifo:
             core.zones.lower({(queue.number, row[1]): now_ms for row in rows}, now_ms)
         return len(ids)
@@ -329,9 +360,7 @@ class Upkeep:
                 # Another process was faster: the caller is to look at it.
                 raise FiltersChanged
             live = [Stretch(end, None, spec.filter)]
-            queue = Queue(
-                database.run("next_queue")[0][0], spec, Coverage(live, known_from=0)
-            )
+            queue = Queue(database.run("next_queue")[0][0], spec, Coverage(live, known_from=0))
             database.run(
                 "add_queue",
                 number=queue.number,
@@ -402,13 +431,13 @@ class Upkeep:
 
         def work() -> int:
             end = core.lock_head().next_offset
-            rows = core.database.run("lock_queue", number=queue.number)
+            if not core.database.run("lock_queue", number=queue.number):
+                # Another process was faster.
+                return 0
             # What has come since the purge: nothing can come any more.
             more = 0
             for name in ("trim_done_by_time", "trim_failed_by_time"):
-                rows = core.database.run(
-                    name, queue=queue.number, before=(1 << 63) - 1, count=ALL
-                )
+                rows = core.database.run(name, queue=queue.number, before=(1 << 63) - 1, count=ALL)
                 self.let_go(queue, [row[0] for row in rows])
                 more += len(rows)
             rows = core.database.run(

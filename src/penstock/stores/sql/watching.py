@@ -35,9 +35,7 @@ FOLLOW_MS: Final = 60_000
 class Watching:
     """Claims and sweeps of a process that is not alone."""
 
-    def __init__(
-        self, core: Core, claiming: Claiming, upkeep: Upkeep, *, background: bool
-    ) -> None:
+    def __init__(self, core: Core, claiming: Claiming, upkeep: Upkeep, *, background: bool) -> None:
         self._core = core
         self._claiming = claiming
         self._upkeep = upkeep

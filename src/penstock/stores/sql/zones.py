@@ -116,7 +116,9 @@ class Zones:
                 break
         self.lower(wanted, now_ms)
 
-    def lower(self, wanted: Mapping[Zone, int], now_ms: int, threshold_ms: int | None = None) -> None:
+    def lower(
+        self, wanted: Mapping[Zone, int], now_ms: int, threshold_ms: int | None = None
+    ) -> None:
         """Have pointers vest when items do that have come (back) into their zones."""
         zones = sorted(wanted)
         if zones:
@@ -126,7 +128,9 @@ class Zones:
                 zones=[name for _, name in zones],
                 vestings=[wanted[zone] for zone in zones],
                 now_ms=now_ms,
-                threshold_ms=self._core.tunables.threshold_ms if threshold_ms is None else threshold_ms,
+                threshold_ms=self._core.tunables.threshold_ms
+                if threshold_ms is None
+                else threshold_ms,
                 turn=self._core.take_turns(1),
                 stamp=self._core.stamp(),
             )
@@ -194,9 +198,7 @@ class Zones:
         """Go on with the look for items whose zone has no pointer; say how many there were."""
         core = self._core
         queue, message_id = self._orphan_at
-        rows = core.database.run(
-            "find_orphans", queue=queue, message_id=message_id, count=NET_PAGE
-        )
+        rows = core.database.run("find_orphans", queue=queue, message_id=message_id, count=NET_PAGE)
         self._orphan_at = (rows[-1][0], rows[-1][1]) if len(rows) == NET_PAGE else (-1, 0)
         orphaned: dict[Zone, int] = {}
         for number, _, zone, vesting_ms, orphan in rows:
