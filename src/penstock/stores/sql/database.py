@@ -56,10 +56,10 @@ _WRONG_PLACE: Final = ("28", "3D")
 _AWAY: Final = ("08", "57P", "53300")
 _RETRY_WAIT_S: Final = 0.05
 _ALIVE: Final = {
-    "keepalives_idle": 10,
-    "keepalives_interval": 5,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 30_000,
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "30000",
 }
 
 
@@ -243,7 +243,7 @@ def _conninfo(conninfo: str) -> str:
         told = conninfo_to_dict(conninfo)
     except psycopg.Error as error:
         raise InvalidUrl(f"the database can't be opened: {_said(error)}") from error
-    return make_conninfo(**{**_ALIVE, **told})
+    return make_conninfo(conninfo, **{name: value for name, value in _ALIVE.items() if name not in told})
 
 
 def translated(error: psycopg.Error) -> PenstockError:

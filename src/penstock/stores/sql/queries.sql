@@ -314,17 +314,6 @@ WHERE EXISTS (
     WHERE q.queue = w.queue AND q.token = ANY (:tokens::integer[]) AND q.vesting_ms <= :now_ms
 );
 
--- name: next_vesting
--- When the next pointer of some queues vests.
-SELECT min(v.vesting_ms)
-FROM unnest(:queues::bigint[]) AS w (queue)
-CROSS JOIN unnest(:tokens::bigint[]) AS t (token)
-CROSS JOIN LATERAL (
-    SELECT vesting_ms FROM pointers q
-    WHERE q.queue = w.queue AND q.token = t.token AND q.vesting_ms > :now_ms
-    ORDER BY vesting_ms LIMIT 1
-) AS v;
-
 -- name: visit
 -- Visit zones of a standard queue: compare and set on each pointer, lease what is visible, and
 -- put the pointer back at the zone's earliest vesting time. A pointer that somebody else has

@@ -409,7 +409,7 @@ class Routing:
         if self._looked_ms is not None and self._looked_ms <= now_ms < self._looked_ms + LOOK_MS:
             return 0
         self._looked_ms = now_ms
-        core.head = core.read_head()
+        core.refresh()
         due_ms = self._due_ms()
         if due_ms is not None and due_ms <= now_ms:
             core.change(lambda: self._drop_segments(now_ms))

@@ -1,0 +1,233 @@
+"""What a database must be like to be opened, and what it is like after."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import penstock
+from penstock import InvalidUrl, ManualClock, PenstockError, ServerUnreachable, StorageFailed
+from penstock import StoreMismatch as Mismatch
+from penstock.stores.sql import SqlStore, schema
+from penstock.stores.sql.statements import DIALECTS, parse_statements, statements_of
+
+if TYPE_CHECKING:
+    from tests.sql.postgres import PostgresServer
+
+SOURCE = Path(schema.__file__).parent
+
+
+def described(server: PostgresServer, database: str) -> dict[str, list[str]]:
+    """Describe every column, index and constraint of the schema."""
+    queries = {
+        "columns": "SELECT table_name, column_name, data_type, is_nullable, column_default "
+        "FROM information_schema.columns WHERE table_schema = 'penstock'",
+        "indexes": "SELECT indexdef FROM pg_indexes WHERE schemaname = 'penstock'",
+        "constraints": "SELECT conrelid::regclass::text, pg_get_constraintdef(oid) "
+        "FROM pg_constraint WHERE connamespace = 'penstock'::regnamespace",
+    }
+    with server.connect(database) as connection:
+        connection.execute("SET search_path = penstock")
+        return {
+            name: sorted(map(str, connection.execute(query).fetchall()))
+            for name, query in queries.items()
+        }
+
+
+# --- schema and migrations ------------------------------------------------------------------------
+
+
+def test_migrations_lead_to_the_schema(postgres: PostgresServer) -> None:
+    by_migrations, whole = postgres.create(), postgres.create()
+    penstock.open(postgres.url(by_migrations), background=False).close()
+    with postgres.connect(whole) as connection:
+        connection.execute("CREATE SCHEMA penstock")
+        connection.execute("SET search_path = penstock")
+        connection.execute((SOURCE / "schema.sql").read_text())
+    expected = described(postgres, whole)
+    assert len(expected["columns"]) > 80
+    assert described(postgres, by_migrations) == expected
+
+
+def test_opening_again_changes_nothing(postgres: PostgresServer, url: str) -> None:
+    with penstock.open(url, background=False) as broker:
+        store_id = broker.info().store_id
+    with penstock.open(url, background=False) as broker:
+        assert broker.info().store_id == store_id
+        assert broker.info().design == "sql"
+
+
+def test_many_processes_may_open_a_new_store_at_once(url: str) -> None:
+    found: list[str] = []
+
+    def begin() -> None:
+        with penstock.open(url, background=False) as broker:
+            found.append(broker.info().store_id)
+
+    threads = [threading.Thread(target=begin) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 4
+    assert len(set(found)) == 1
+
+
+def test_an_older_schema_is_brought_up_to_date(
+    postgres: PostgresServer, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    penstock.open(url, background=False).close()
+    known = schema.migrations()
+    later = schema.Migration(len(known) + 1, "later", "CREATE TABLE later (one integer)")
+    monkeypatch.setattr(schema, "migrations", lambda: [*known, later])
+    penstock.open(url, background=False).close()
+    name = url.rpartition("/")[2]
+    with postgres.connect(name) as connection:
+        rows = connection.execute("SELECT number FROM penstock.migrations ORDER BY 1").fetchall()
+        assert rows == [(number,) for number in range(1, len(known) + 2)]
+        assert connection.execute("SELECT count(*) FROM penstock.later").fetchone() == (0,)
+
+
+def test_a_newer_schema_is_refused(postgres: PostgresServer, url: str) -> None:
+    penstock.open(url, background=False).close()
+    with postgres.connect(url.rpartition("/")[2]) as connection:
+        connection.execute("INSERT INTO penstock.migrations VALUES (99, 'to come')")
+    with pytest.raises(Mismatch, match="newer"):
+        penstock.open(url)
+
+
+def test_a_newer_format_is_refused(postgres: PostgresServer, url: str) -> None:
+    penstock.open(url, background=False).close()
+    with postgres.connect(url.rpartition("/")[2]) as connection:
+        connection.execute("UPDATE penstock.instance SET format = 99")
+    with pytest.raises(Mismatch, match="newer"):
+        penstock.open(url)
+
+
+def test_tables_of_somebody_else_are_left_alone(postgres: PostgresServer, url: str) -> None:
+    name = url.rpartition("/")[2]
+    with postgres.connect(name) as connection:
+        connection.execute("CREATE SCHEMA penstock; CREATE TABLE penstock.orders (n integer)")
+        connection.execute("CREATE TABLE public.orders (n integer)")
+    with pytest.raises(Mismatch, match="orders"):
+        penstock.open(url)
+    with postgres.connect(name) as connection:
+        tables = connection.execute(
+            "SELECT schemaname, tablename FROM pg_tables WHERE tablename = 'orders'"
+        ).fetchall()
+        assert len(tables) == 2
+    with penstock.open(f"{url}?schema=other", background=False) as broker:
+        broker.create_queue("q")
+
+
+def test_tables_that_look_like_ours_are_refused(postgres: PostgresServer, url: str) -> None:
+    with postgres.connect(url.rpartition("/")[2]) as connection:
+        connection.execute("CREATE SCHEMA penstock; SET search_path = penstock")
+        connection.execute("CREATE TABLE instance (n int); CREATE TABLE log_head (n int)")
+        connection.execute("CREATE TABLE migrations (number int, name text)")
+        connection.execute("INSERT INTO migrations VALUES (1, 'init')")
+    with pytest.raises(Mismatch, match="not made by"):
+        penstock.open(url)
+
+
+def test_a_store_keeps_to_its_routing(url: str) -> None:
+    penstock.open(url, routing="pipeline", background=False).close()
+    with pytest.raises(Mismatch, match="pipeline"):
+        penstock.open(url, routing="inline")
+
+
+# --- bad places -----------------------------------------------------------------------------------
+
+
+def test_a_user_that_may_not_make_tables(postgres: PostgresServer, url: str) -> None:
+    name = url.rpartition("/")[2]
+    with postgres.connect() as admin:
+        admin.execute("DROP ROLE IF EXISTS guest")
+        admin.execute("CREATE ROLE guest LOGIN")
+    with pytest.raises(StorageFailed, match="does not allow"):
+        penstock.open(postgres.url(name, "guest"))
+    with postgres.connect(name) as connection:
+        found = connection.execute(
+            "SELECT 1 FROM pg_namespace WHERE nspname = 'penstock'"
+        ).fetchall()
+        assert found == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda url: url.replace("/test_", "/no_such_"), "does not exist"),
+        (lambda url: url.replace("postgres@", "nobody_here@"), "does not exist"),
+        (lambda url: f"{url}?nonsense=1", "nonsense"),
+        (lambda url: f"{url}?ring_size=0", "ring_size"),
+        (lambda url: f"{url}?ring_size=4097", "ring_size"),
+        (lambda url: f"{url}?ring_size=many", "ring_size"),
+        (lambda url: f"{url}?schema=pg_catalog", "schema"),
+        (lambda url: f"{url}?schema=a-b", "schema"),
+        (lambda url: f"{url},{url}", "several"),
+        (lambda _: "postgresql:", "postgresql://"),
+        (lambda _: "cockroachdb:place", "cockroachdb://"),
+    ],
+)
+def test_urls_that_name_no_store(url: str, change: object, said: str) -> None:
+    assert callable(change)
+    with pytest.raises(InvalidUrl, match=said):
+        penstock.open(change(url))
+
+
+def test_nobody_answers() -> None:
+    with pytest.raises(ServerUnreachable):
+        penstock.open("postgresql://somebody:secret@127.0.0.1:1/db")
+
+
+def test_a_password_is_not_told() -> None:
+    with pytest.raises(PenstockError) as caught:
+        penstock.open("postgresql://somebody:s3cret@127.0.0.1:1/db")
+    assert "s3cret" not in str(caught.value)
+    with pytest.raises(InvalidUrl) as refused:
+        penstock.open("postgresql://u:s3cret@h/a,postgresql://u:s3cret@h/b")
+    assert "s3cret" not in str(refused.value)
+
+
+def test_what_this_store_does_not_do(url: str, tmp_path: Path) -> None:
+    with penstock.open(url, background=False) as broker:
+        with pytest.raises(PenstockError, match="backup"):
+            broker.checkpoint(tmp_path / "copy")
+        with pytest.raises(PenstockError, match="bulk"):
+            broker.view()
+
+
+def test_the_ring_is_bounded(url: str) -> None:
+    with penstock.open(url, background=False, clock=ManualClock()) as broker:
+        store = broker._store
+        assert isinstance(store, SqlStore)
+        for size in (0, -1, 4_097):
+            with pytest.raises(penstock.InvalidInput, match="ring_size"):
+                store.set_ring_size(size, 0)
+
+
+# --- statements -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_statement_is_described_and_used(dialect: str) -> None:
+    code = "".join(path.read_text() for path in SOURCE.glob("*.py"))
+    for name, statement in statements_of(dialect).items():
+        assert statement.purpose, name
+        used = f'"{name}"' in code or re.fullmatch(r"page_\w+", name)
+        assert used, f"{name} is used by nobody"
+
+
+def test_variants_of_a_dialect() -> None:
+    text = "-- name: a\n-- what it is\nSELECT :x::int;\n-- dialect: cockroachdb\nSELECT 2;\n"
+    assert parse_statements(text, "postgresql")["a"].text == "SELECT %(x)b::int"
+    assert parse_statements(text, "cockroachdb")["a"].text == "SELECT 2"
+    assert parse_statements(text, "cockroachdb")["a"].purpose == "what it is"
+    with pytest.raises(ValueError, match="two statements"):
+        parse_statements(text + text, "postgresql")
+    with pytest.raises(ValueError, match="no dialect"):
+        parse_statements(text.replace("cockroachdb", "oracle"), "postgresql")
