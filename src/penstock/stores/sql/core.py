@@ -113,7 +113,7 @@ class Core:
         self.ring_size = self.ring_high = 1
         self._loaded_ms = now_ms
         self._stale = False
-        self._load(self.head)
+        self._reload()
         self.changed_elsewhere = 0
 
     def _identify(

@@ -1,0 +1,468 @@
+"""Pointers: when they are made, moved, left alone and collected; tokens; compare and set."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import penstock
+from penstock import ManualClock, Message
+from penstock.stores.sql import SqlStore
+from penstock.stores.sql.ring import choose, token_of, walk
+from penstock.stores.sql.tunables import Tunables
+from penstock.stores.sql.zones import NEVER_MS
+from penstock.testing.checking import assert_clean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock import Broker
+    from penstock.stores.sql.core import Core
+
+MIN_INACTIVE_MS = Tunables().min_inactive_ms
+
+
+def core_of(broker: Broker) -> Core:
+    store = broker._store
+    assert isinstance(store, SqlStore)
+    return store.core
+
+
+class Store:
+    """A broker on a manual clock, and a look into its tables."""
+
+    def __init__(self, url: str, seed: int = 0, **options: Any) -> None:
+        self.clock = ManualClock(seed=seed)
+        self.broker = penstock.open(url, clock=self.clock, background=False, **options)
+        self.core = core_of(self.broker)
+
+    def query(self, text: str) -> list[tuple[Any, ...]]:
+        return self.core.database.execute(text)
+
+    def pointers(self) -> dict[str, tuple[int, int]]:
+        """Return token and vesting time of each pointer, which is ahead of now or not."""
+        now_ms = self.clock.now_ms()
+        rows = self.query("SELECT zone, token, vesting_ms FROM pointers")
+        return {bytes(zone).decode(): (token, vesting - now_ms) for zone, token, vesting in rows}
+
+    def zones(self) -> set[str]:
+        return {bytes(row[0]).decode() for row in self.query("SELECT zone FROM pointer_index")}
+
+    def put(self, *groups: str, queue: str = "q", **fields: Any) -> list[int]:
+        return self.broker.publish(
+            [Message(b"x", {"queue": queue}, group=group, **fields) for group in groups]
+        )
+
+    def work_off(self, queue: str = "q") -> int:
+        done = 0
+        while deliveries := self.broker.claim(queue, limit=100):
+            done += len(self.broker.ack([d.receipt for d in deliveries]))
+        return done
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    made = Store(url)
+    made.broker.create_queue("q")
+    yield made
+    assert_clean(made.broker)
+    made.broker.close()
+
+
+# --- enqueue --------------------------------------------------------------------------------------
+
+
+def test_a_pointer_is_made_with_the_first_message_and_left_alone_after(store: Store) -> None:
+    store.put("a")
+    before = store.query("SELECT *, xmin::text FROM pointers")
+    index = store.query("SELECT *, xmin::text FROM pointer_index")
+    store.put("a", "a", "a")
+    store.clock.advance(1_000)
+    store.put("a")
+    assert store.query("SELECT *, xmin::text FROM pointers") == before
+    assert store.query("SELECT *, xmin::text FROM pointer_index") == index
+    store.put("b")
+    assert set(store.pointers()) == {"a", "b"}
+
+
+def test_a_pointer_that_is_too_late_is_lowered(store: Store) -> None:
+    store.put("a", delay_ms=10_000)
+    assert store.pointers() == {"a": (0, 10_000)}
+    store.put("a", delay_ms=9_900)
+    assert store.pointers() == {"a": (0, 10_000)}
+    store.put("a", delay_ms=9_000)
+    assert store.pointers() == {"a": (0, 9_000)}
+    store.put("a")
+    assert store.pointers() == {"a": (0, 0)}
+    assert len(store.broker.claim("q", limit=9)) == 1
+
+
+def test_what_is_visible_now_is_never_held_back_by_the_threshold(store: Store) -> None:
+    store.put("a", delay_ms=100)
+    store.put("a")
+    assert len(store.broker.claim("q", limit=9)) == 1
+
+
+def test_memory_spares_the_look_at_the_index(store: Store) -> None:
+    zones, now_ms = store.core.zones, store.clock.now_ms()
+    key = (store.core.queue("q").number, b"a")
+    assert zones.unsure({key: now_ms}, now_ms) == {key: now_ms}
+    store.put("a")
+    assert zones.unsure({key: now_ms}, now_ms) == {}
+    later_ms = now_ms + store.core.tunables.trust_ms
+    assert zones.unsure({key: later_ms}, later_ms) == {}
+    assert zones.unsure({key: later_ms + 1}, later_ms + 1) == {key: later_ms + 1}
+    store.work_off()
+    assert zones.unsure({key: now_ms}, now_ms) == {key: now_ms}
+
+
+def test_a_delayed_message_is_not_remembered_as_visible(store: Store) -> None:
+    store.put("a", delay_ms=1_000)
+    store.put("a")
+    assert len(store.broker.claim("q", limit=9)) == 1
+
+
+# --- raising --------------------------------------------------------------------------------------
+
+
+def test_an_emptied_zone_is_looked_at_once_more(store: Store) -> None:
+    cool_ms = store.core.tunables.cool_ms
+    store.put("a")
+    (delivery,) = store.broker.claim("q", lease_ms=60_000)
+    assert store.pointers() == {"a": (0, cool_ms)}
+    assert store.query("SELECT vesting_ms FROM pointer_index") == [(delivery.lease_deadline_ms,)]
+    store.clock.advance(cool_ms)
+    assert store.broker.claim("q") == []
+    assert store.pointers() == {"a": (0, 60_000 - cool_ms)}
+    store.broker.ack([delivery.receipt])
+    for ahead_ms in (60_000, cool_ms):
+        store.clock.advance(ahead_ms)
+        assert store.broker.claim("q") == []
+    assert store.query("SELECT vesting_ms FROM pointers") == [(NEVER_MS,)]
+
+
+def test_who_trusted_its_memory_is_found_at_the_second_look(url: str, store: Store) -> None:
+    other = Store(url, seed=1)
+    store.put("a")
+    assert len(other.broker.claim("q")) == 1
+    # This one has seen the pointer vested, and does not know that it was raised.
+    store.put("a")
+    assert other.broker.claim("q") == []
+    for clock in (store.clock, other.clock):
+        clock.advance(store.core.tunables.cool_ms)
+    assert len(other.broker.claim("q")) == 1
+    other.broker.close()
+
+
+def test_after_the_second_look_nobody_trusts_its_memory(url: str, store: Store) -> None:
+    other = Store(url, seed=1)
+    store.put("a")
+    assert len(other.broker.claim("q", lease_ms=60_000)) == 1
+    for clock in (store.clock, other.clock):
+        clock.advance(store.core.tunables.cool_ms)
+    assert other.broker.claim("q") == []
+    store.put("a")
+    assert len(other.broker.claim("q")) == 1
+    other.broker.close()
+
+
+def test_a_shortened_lease_brings_the_pointer_forward(store: Store) -> None:
+    store.put("a")
+    (delivery,) = store.broker.claim("q", lease_ms=60_000)
+    store.clock.advance(1_000)
+    store.broker.claim("q")
+    store.broker.extend([delivery.receipt], lease_ms=100)
+    assert store.pointers() == {"a": (0, 100)}
+    store.clock.advance(100)
+    (again,) = store.broker.claim("q")
+    assert again.attempts == 2
+
+
+# --- collecting -----------------------------------------------------------------------------------
+
+
+def empty(store: Store, *groups: str) -> None:
+    """Have zones that were found empty."""
+    store.put(*groups)
+    assert store.work_off() == len(groups)
+    for _ in range(2):
+        store.clock.advance(1_000)
+        assert store.broker.claim("q") == []
+
+
+def test_an_empty_zone_is_collected_after_a_while(store: Store) -> None:
+    empty(store, "a", "b")
+    store.put("b")
+    store.clock.advance(MIN_INACTIVE_MS - 1_001)
+    store.broker.sweep()
+    assert store.zones() == {"a", "b"}
+    store.clock.advance(1_001)
+    store.broker.sweep()
+    assert store.zones() == set(store.pointers()) == {"b"}
+    assert store.core.zones.collected == 1
+    store.put("a")
+    assert len(store.broker.claim("q", limit=9)) == 2
+
+
+def test_zones_that_nobody_visits_are_collected_as_well(store: Store) -> None:
+    store.put(*(f"{n}" for n in range(20)))
+    store.broker.purge("q")
+    store.clock.advance(5_001)
+    store.broker.sweep()
+    store.clock.advance(MIN_INACTIVE_MS)
+    store.broker.sweep()
+    assert store.zones() == set()
+
+
+def test_a_publish_that_trusts_its_memory_loses_nothing(url: str, store: Store) -> None:
+    other = Store(url, seed=1)
+    empty(store, "a")
+    store.clock.advance(MIN_INACTIVE_MS)
+    key = (store.core.queue("q").number, b"a")
+    other.broker.queues()
+    assert other.core.zones.version == 1
+    other.core.zones.saw_vested(key, other.clock.now_ms())
+    store.broker.sweep()
+    assert store.zones() == set()
+    other.put("a")
+    assert store.zones() == {"a"}
+    assert len(store.broker.claim("q")) == 1
+    other.broker.close()
+
+
+def test_a_zone_that_is_being_filled_is_not_collected(url: str, store: Store) -> None:
+    other = Store(url, seed=1)
+    empty(store, "a")
+    store.clock.advance(MIN_INACTIVE_MS)
+    queue = store.core.queue("q").number
+    with other.core.database.transaction():
+        other.core.zones.ensure({(queue, b"a"): other.clock.now_ms()}, other.clock.now_ms())
+        assert store.core.zones.collect(store.clock.now_ms()) == 0
+    assert store.core.zones.collect(store.clock.now_ms()) == 0
+    other.broker.close()
+
+
+def test_a_zone_that_is_collected_meanwhile_is_made_again(url: str, store: Store) -> None:
+    """Whoever wants to put something into a zone that is being collected waits, and makes it."""
+    store.broker.create_queue("r", filter="queue = 'q'", max_attempts=1)
+    other = Store(url, seed=1)
+    other.broker.queues()
+    (id_,) = store.put("a")
+    held = store.broker.claim("r")
+    store.broker.release([held[0].receipt])
+    assert store.work_off() == 1
+    for _ in range(2):
+        store.clock.advance(1_000)
+        assert store.broker.claim("q") == store.broker.claim("r") == []
+    store.clock.advance(MIN_INACTIVE_MS)
+    core, now_ms = store.core, store.clock.now_ms()
+    with ThreadPoolExecutor(1) as pool:
+        with core.database.transaction():
+            found = core.database.run("idle_zones", before_ms=now_ms, count=10)
+            assert len(core.zones._collect(found, now_ms)) == 2  # type: ignore[arg-type]
+            redriving = pool.submit(other.broker.redrive, "r")
+            threading.Event().wait(0.2)
+            assert not redriving.done()
+        assert redriving.result(timeout=30) == 1
+    assert [d.message_id for d in store.broker.claim("r")] == [id_]
+    other.broker.close()
+
+
+def test_collections_race_with_publishes(url: str) -> None:
+    """Zones come and go as fast as they can, and nothing is left behind."""
+    tunables = Tunables(min_inactive_ms=0, cool_ms=1, trust_ms=1)
+    brokers = [penstock.open(url, background=False) for _ in range(3)]
+    for broker in brokers:
+        core_of(broker).tunables = tunables
+    brokers[0].create_queue("q")
+    over = threading.Event()
+
+    def publish(broker: Broker) -> int:
+        for n in range(150):
+            broker.publish([Message(b"", {"queue": "q"}, group=f"{n % 3}")])
+        return 150
+
+    def work(broker: Broker) -> int:
+        done = 0
+        while True:
+            last = over.is_set()
+            deliveries = broker.claim("q", limit=5)
+            done += sum(map(bool, broker.ack([d.receipt for d in deliveries])))
+            broker.sweep()
+            if last and not deliveries and not broker.stats("q").available:
+                return done
+
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            working = pool.submit(work, brokers[2])
+            sent = sum(pool.map(publish, brokers[:2]))
+            over.set()
+            assert working.result(timeout=120) == sent == 300
+        assert core_of(brokers[2]).zones.collected > 0
+        assert sum(core_of(broker).zones.orphans for broker in brokers) == 0
+        assert_clean(brokers[0])
+    finally:
+        for broker in brokers:
+            broker.close()
+
+
+def test_the_net_finds_what_should_not_be(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    store.put("a")
+    store.query("DELETE FROM pointers; DELETE FROM pointer_index")
+    store.core.zones._vested.clear()
+    assert store.broker.claim("q") == []
+    store.clock.advance(5_001)
+    store.broker.sweep()
+    assert store.core.zones.orphans == store.broker.store_stats().healed_total == 1
+    assert any("no pointer" in record.message for record in caplog.records)
+    assert len(store.broker.claim("q")) == 1
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+def test_zones_keep_their_token_until_they_are_collected(url: str) -> None:
+    store = Store(f"{url}?ring_size=8")
+    other = Store(url, seed=1)
+    store.broker.create_queue("q")
+    groups = [f"g{n}" for n in range(40)]
+    store.put(*groups)
+    queue = store.core.queue("q").number
+    of_eight = {group: token_of(queue, group.encode(), 8) for group in groups}
+    assert {zone: token for zone, (token, _) in store.pointers().items()} == of_eight
+    assert len(set(of_eight.values())) == 8
+    assert isinstance(other.broker._store, SqlStore)
+    other.broker._store.set_ring_size(3, other.clock.now_ms())
+    store.put(*groups, "new")
+    tokens = {zone: token for zone, (token, _) in store.pointers().items()}
+    assert tokens.pop("new") == token_of(queue, b"new", 3)
+    assert tokens == of_eight
+    assert store.core.ring_high == 8
+    taken = [d for _ in range(20) for d in other.broker.claim("q", limit=20)]
+    assert len(taken) == 81
+    other.broker.ack([d.receipt for d in taken])
+    for _ in range(6):
+        for clock in (store.clock, other.clock):
+            clock.advance(MIN_INACTIVE_MS)
+        while store.broker.claim("q"):
+            pass
+        store.broker.sweep()
+    assert store.zones() == set()
+    store.put(*groups)
+    tokens = {zone: token for zone, (token, _) in store.pointers().items()}
+    assert tokens == {group: token_of(queue, group.encode(), 3) for group in groups}
+    other.broker._store.set_ring_size(1, other.clock.now_ms())
+    assert sum(len(store.broker.claim("q", limit=20)) for _ in range(5)) == 40
+    assert_clean(store.broker)
+    store.broker.close()
+    other.broker.close()
+
+
+def test_walking_and_choosing() -> None:
+    assert walk(1, lambda: 0.9) == [0]
+    assert walk(4, lambda: 0.5) == [2, 3, 0, 1]
+    assert list(choose(5, 0.1, 10, lambda: 0.5)) == [0, 1, 2, 3, 4]
+    assert list(choose(11, 0.1, 10, lambda: 0.0)) == [0]
+    drawn = choose(100, 0.1, 10, ManualClock(seed=3).random)
+    assert len(set(drawn)) == 10
+    assert len({tuple(choose(100, 0.1, 10, ManualClock(seed=n).random)) for n in range(9)}) > 5
+    assert {token_of(7, b"%d" % n, 5) for n in range(50)} == set(range(5))
+
+
+def test_many_zones_are_all_served(store: Store) -> None:
+    groups = [f"{n:03}" for n in range(150)]
+    store.put(*groups)
+    seen: list[str] = []
+    while deliveries := store.broker.claim("q", limit=7):
+        seen += [d.group for d in deliveries]
+    assert sorted(seen) == groups
+
+
+def test_a_zone_with_many_gives_few_while_others_wait(store: Store) -> None:
+    store.put(*["big"] * 200, *(f"{n}" for n in range(50)))
+    seen = [d.group for d in store.broker.claim("q", limit=100)]
+    assert len(seen) == 100
+    assert len(set(seen)) > 10
+
+
+# --- compare and set ------------------------------------------------------------------------------
+
+
+def visit(store: Store, seen: bytes | None) -> int:
+    """Visit zone a as one who has seen a lease; return how many messages that gives."""
+    core = store.core
+    rows = core.database.run(
+        "visit",
+        queue=core.queue("q").number,
+        zones=[b"a"],
+        tokens=[0],
+        seen=[seen],
+        quotas=[1],
+        leases=[store.clock.lease_id()],
+        deadlines=[store.clock.now_ms() + 1_000],
+        consumers=[b""],
+        lows=[0],
+        highs=[1],
+        room_bytes=[1 << 20],
+        slot=core.slot,
+        turn=0,
+        stamp=core.stamp(),
+        cool_ms=0,
+        never_ms=NEVER_MS,
+        now_ms=store.clock.now_ms(),
+    )
+    return sum(row[3] is not None for row in rows)
+
+
+def test_a_fresh_pointer_can_be_won_and_only_once(store: Store) -> None:
+    store.put("a", "a", "a")
+    assert store.query("SELECT lease_id FROM pointers") == [(None,)]
+    assert visit(store, b"somebody's") == 0
+    assert visit(store, None) == 1
+    assert visit(store, None) == 0
+    ((lease,),) = store.query("SELECT lease_id FROM pointers")
+    assert visit(store, bytes(lease)) == 1
+    assert visit(store, bytes(lease)) == 0
+    store.clock.advance(1_000)
+    assert len(store.broker.claim("q", limit=9)) == 3
+
+
+def test_collisions_are_counted_and_refusals_too(url: str, store: Store) -> None:
+    other = Store(url, seed=1)
+    store.put("a", "a")
+    with other.core.database.transaction():
+        other.query("SELECT 1 FROM pointers FOR UPDATE")
+        assert store.broker.claim("q") == []
+        assert store.core.zones.collisions > 0
+    (delivery,) = store.broker.claim("q")
+    store.broker.ack([delivery.receipt])
+    assert not any(other.broker.ack([delivery.receipt]))
+    assert other.broker.store_stats().stale_receipts_total == 1
+    other.broker.close()
+
+
+# --- what verbs cost ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 100])
+def test_statements_of_each_verb(store: Store, count: int) -> None:
+    database = store.core.database
+
+    def cost(act: Any) -> tuple[Any, int]:
+        before = database.statements
+        result = act()
+        return result, database.statements - before
+
+    messages = [Message(b"x", {"queue": "q"})] * count
+    store.broker.publish(messages)
+    store.work_off()
+    _, publishing = cost(lambda: store.broker.publish(messages))
+    deliveries, claiming = cost(lambda: store.broker.claim("q", limit=count))
+    assert len(deliveries) == count
+    receipts = [delivery.receipt for delivery in deliveries]
+    _, extending = cost(lambda: store.broker.extend(receipts, lease_ms=5_000))
+    _, acking = cost(lambda: store.broker.ack(receipts))
+    assert (publishing, claiming, extending, acking) == (1, 2, 1, 1)
