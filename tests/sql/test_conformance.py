@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
@@ -11,6 +11,9 @@ from penstock.testing.conformance import BrokerConformance
 from penstock.testing.routing import RoutingConformance
 from penstock.testing.stores import Reopenable
 from penstock.testing.suite.base import Suite
+from penstock.testing.suite.delivery import DeliverySuite
+from penstock.testing.suite.fifo import FifoSuite
+from penstock.testing.suite.restarting import WaitingSuite
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 class OnPostgres(Suite):
     """Opens the store of a test: a database for each of its places."""
 
+    options: ClassVar[str] = ""
+
     @pytest.fixture(autouse=True)
     def _with_postgres(self, postgres: PostgresServer) -> Iterator[None]:
         self.postgres = postgres
@@ -31,7 +36,7 @@ class OnPostgres(Suite):
         postgres.forget_places()
 
     def open(self, clock: Clock, **options: Any) -> Broker:
-        self._opened = Reopenable(self.postgres.emptied(str(self.place)))
+        self._opened = Reopenable(self.postgres.emptied(str(self.place)) + self.options)
         return self._opened.open(clock, **options)
 
     def reopen(self) -> Broker:
@@ -49,6 +54,12 @@ class OnPostgres(Suite):
 
 class TestPostgres(OnPostgres, BrokerConformance):
     pass
+
+
+class TestPostgresWithTokens(OnPostgres, DeliverySuite, FifoSuite, WaitingSuite):
+    """Pointers under many tokens are served as if they were under one."""
+
+    options = "?ring_size=16"
 
 
 class TestPostgresRouting(OnPostgres, RoutingConformance):

@@ -31,10 +31,10 @@ class Check(NamedTuple):
 CHECKS: Final = (
     Check(Kind.COUNTER, "queue_counts", "a counter does not match its rows", "wrong_counts",
           "mend_counts"),
-    Check(Kind.MISSING_ENTRY, "pointers", "a zone has items and no pointer", "zones_unpointed",
-          None),
     Check(Kind.ORPHAN_ENTRY, "pointers", "Q_C and the pointer index differ", "pointers_apart",
           "mend_pointers_apart"),
+    Check(Kind.MISSING_ENTRY, "pointers", "a zone has items and no pointer", "zones_unpointed",
+          None),
     Check(Kind.EARLY, "pointers", "a pointer vests later than its zone's earliest item",
           "pointers_late", "mend_pointers_late"),
     Check(Kind.REFERENCES, "messages", "a message's references do not match its queues",

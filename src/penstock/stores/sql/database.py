@@ -47,7 +47,7 @@ T = TypeVar("T")
 Row = tuple[Any, ...]
 
 # A process that is stopped in the middle of a transaction must not stop the others for longer.
-IDLE_IN_TRANSACTION_MS: Final = 10_000
+IDLE_IN_TRANSACTION_MS: Final = 5_000
 # 40001 serialization_failure, 40P01 deadlock_detected, 55P03 lock_not_available.
 _ABORTED: Final = frozenset({"40001", "40P01", "55P03"})
 # Classes and codes that say that there is no such place: invalid_authorization, no such database.

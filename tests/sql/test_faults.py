@@ -1,0 +1,327 @@
+"""Processes that are killed and paused, a database that restarts, connections that are cut.
+
+Judged by what the processes have noted, against what is in the store at the end.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+import penstock
+from penstock import ManualClock, Message, State, StorageFailed, SystemClock
+from penstock.stores.sql import SqlStore
+from penstock.testing.auditor import Kind, Note, audit
+from penstock.testing.checking import assert_clean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.sql.postgres import PostgresServer
+
+    from penstock import Broker, Entry
+
+CHILD = Path(__file__).with_name("child.py")
+QUEUES = ("standard", "fifo")
+PATIENCE_S = 120
+
+
+@contextmanager
+def worker(url: str, notes: Path, name: object) -> Iterator[subprocess.Popen[str]]:
+    """Have a process publish, claim and settle, and note what it does."""
+    process = subprocess.Popen(
+        [sys.executable, str(CHILD), url, str(notes), str(name)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "working\n", process.communicate()[1]
+        yield process
+    finally:
+        process.kill()
+        _, said = process.communicate()
+    # A sweep may have failed, which is logged; none of its threads may have ended.
+    assert "Exception in thread" not in said, said
+
+
+def notes_of(path: Path) -> list[Note]:
+    notes = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            notes.append(msgspec.json.decode(line, type=Note))
+        except msgspec.DecodeError:
+            # A kill may have cut a line short.
+            continue
+    return notes
+
+
+def acked(notes: Path) -> int:
+    return sum(
+        note.kind is Kind.ACKED
+        for queue in QUEUES
+        for note in notes_of(notes.with_name(f"{notes.name}.{queue}"))
+    )
+
+
+def wait_for_acks(notes: Path, more: int) -> None:
+    """Wait until so many more messages have been acked."""
+    wanted = acked(notes) + more
+    for _ in range(PATIENCE_S * 20):
+        if acked(notes) >= wanted:
+            return
+        threading.Event().wait(0.05)
+    pytest.fail(f"the processes come no further: {acked(notes)} of {wanted} acks")
+
+
+def entries(broker: Broker, queue: str, *states: State) -> Iterator[Entry]:
+    for state in states:
+        cursor: str | None = None
+        while True:
+            page = broker.browse(queue, state=state, limit=1_000, cursor=cursor)
+            yield from page
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+
+
+def judge(url: str, notes: Path) -> None:
+    """Hold what all processes have noted against what is there."""
+    still = ManualClock(SystemClock().now_ms())
+    with penstock.open(url, background=False, clock=still) as broker:
+        assert_clean(broker)
+        for queue in QUEUES:
+            written = notes_of(notes.with_name(f"{notes.name}.{queue}"))
+            waiting = entries(broker, queue, State.AVAILABLE, State.DELAYED, State.IN_FLIGHT)
+            over = entries(broker, queue, State.DONE, State.FAILED)
+            findings = audit(
+                written,
+                in_queue=[(each.message_id, (each.payload or b"").decode()) for each in waiting],
+                settled=[each.message_id for each in over],
+                fifo=queue == "fifo",
+            )
+            assert not findings, f"{len(findings)} findings, the first:\n{findings[0]}"
+            stats = broker.stats(queue)
+            published = sum(note.kind is Kind.PUBLISHED for note in written)
+            assert stats.enqueued_total >= published > 0
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(own_postgres: PostgresServer, tmp_path: Path) -> None:
+    url, notes = own_postgres.url(own_postgres.create()), tmp_path / "notes"
+    clock = SystemClock()
+    with worker(url, notes, "stays"):
+        for round_ in range(3):
+            with worker(url, notes, round_):
+                wait_for_acks(notes, 20)
+                threading.Event().wait(clock.random() / 4)
+        wait_for_acks(notes, 20)
+    judge(url, notes)
+
+
+@pytest.mark.slow
+def test_paused_for_longer_than_its_leases(postgres: PostgresServer, tmp_path: Path) -> None:
+    url, notes = postgres.url(postgres.create()), tmp_path / "notes"
+    with worker(url, notes, "first") as first, worker(url, notes, "second"):
+        for _ in range(3):
+            wait_for_acks(notes, 20)
+            first.send_signal(signal.SIGSTOP)
+            threading.Event().wait(0.5)
+            # What it held comes back, and the other goes on, whatever was under way.
+            wait_for_acks(notes, 40)
+            first.send_signal(signal.SIGCONT)
+        wait_for_acks(notes, 20)
+    judge(url, notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGQUIT], ids=["stopped", "crashed"])
+def test_a_database_that_restarts(
+    own_postgres: PostgresServer, tmp_path: Path, how: signal.Signals
+) -> None:
+    url, notes = own_postgres.url(own_postgres.create()), tmp_path / "notes"
+    with ExitStack() as stack:
+        for name in ("first", "second"):
+            stack.enter_context(worker(url, notes, name))
+        for _ in range(2):
+            wait_for_acks(notes, 20)
+            own_postgres.stop(how)
+            threading.Event().wait(0.3)
+            own_postgres.start()
+        wait_for_acks(notes, 20)
+    judge(url, notes)
+
+
+@pytest.mark.slow
+def test_connections_that_are_cut(postgres: PostgresServer, tmp_path: Path) -> None:
+    url, notes = postgres.url(postgres.create()), tmp_path / "notes"
+    cut = 0
+    with ExitStack() as stack:
+        for name in ("first", "second"):
+            stack.enter_context(worker(url, notes, name))
+        for _ in range(15):
+            wait_for_acks(notes, 5)
+            cut += postgres.cut()
+        wait_for_acks(notes, 20)
+    assert cut >= 15
+    judge(url, notes)
+
+
+# --- one verb at a time ---------------------------------------------------------------------------
+
+
+class Cut:
+    """Cuts a broker's connection after a statement has been committed, before it is answered."""
+
+    def __init__(self, broker: Broker, server: PostgresServer, statement: str) -> None:
+        store = broker._store
+        assert isinstance(store, SqlStore)
+        self._database = store.core.database
+        self._server, self._statement = server, statement
+        self._run = self._database.run
+        self.times = 0
+
+    def __enter__(self) -> Cut:
+        self._database.run = self._lose  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._database.run  # type: ignore[method-assign]
+
+    def _lose(self, name: str, /, **parameters: object) -> list[tuple[object, ...]]:
+        rows = self._run(name, **parameters)
+        if name == self._statement and not self.times:
+            self.times += 1
+            self._server.cut()
+            # The next use of the connection finds out.
+            return self._run("read_head")
+        return rows
+
+
+@pytest.fixture
+def broker(url: str) -> Iterator[Broker]:
+    with penstock.open(url, background=False, clock=ManualClock()) as opened:
+        opened.create_queue("q")
+        opened.send("q", b"before")
+        yield opened
+        assert_clean(opened)
+
+
+def test_a_publish_whose_answer_is_lost_is_there_once(
+    broker: Broker, postgres: PostgresServer
+) -> None:
+    messages = [
+        Message(b"1", {"queue": "q"}),
+        Message(b"2", {"queue": "q"}, dedup_id="x"),
+        Message(b"3", {"queue": "q"}, dedup_id="x"),
+        Message(b"4", {"queue": "q"}),
+    ]
+    with Cut(broker, postgres, "publish") as cut:
+        ids = broker.publish(messages)
+    assert cut.times == 1
+    assert ids == [2, 3, 3, 4]
+    assert [d.payload for d in broker.claim("q", limit=9)] == [b"before", b"1", b"2", b"4"]
+
+
+def test_a_publish_whose_answer_is_lost_while_queues_change(
+    broker: Broker, postgres: PostgresServer, url: str
+) -> None:
+    with penstock.open(url, background=False, clock=ManualClock(seed=1)) as other:
+        other.queues()
+        cut = Cut(broker, postgres, "publish")
+        lose = cut._lose
+
+        def changed(name: str, /, **parameters: object) -> list[tuple[object, ...]]:
+            if name == "publish" and not cut.times:
+                try:
+                    return lose(name, **parameters)
+                finally:
+                    other.create_queue("r", filter="queue = 'q'")
+            return lose(name, **parameters)
+
+        cut._lose = changed  # type: ignore[method-assign]
+        with cut:
+            assert broker.publish([Message(b"1", {"queue": "q"})]) == [2]
+        assert other.stats("q").available == 2
+        assert other.stats("r").available == 0
+
+
+def test_an_ack_whose_answer_is_lost_was_an_ack(broker: Broker, postgres: PostgresServer) -> None:
+    (delivery,) = broker.claim("q")
+    with Cut(broker, postgres, "ack") as cut:
+        (outcome,) = broker.ack([delivery.receipt])
+    assert cut.times == 1
+    assert outcome.status == "done"
+    assert broker.ack([delivery.receipt])[0].status == "stale"
+    assert broker.stats("q").acked_total == 1
+
+
+def test_an_extension_whose_answer_is_lost(broker: Broker, postgres: PostgresServer) -> None:
+    (delivery,) = broker.claim("q")
+    with Cut(broker, postgres, "extend"):
+        assert broker.extend([delivery.receipt], lease_ms=5)[0].status == "extended"
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_release_whose_answer_is_lost(url: str, postgres: PostgresServer, last: bool) -> None:
+    with penstock.open(url, background=False, clock=ManualClock()) as broker:
+        broker.create_queue("q", max_attempts=1 if last else 5)
+        broker.send("q", b"x")
+        (delivery,) = broker.claim("q")
+        store = broker._store
+        assert isinstance(store, SqlStore)
+        database = store.core.database
+        execute, lost = database.execute, []
+
+        def lose(text: object, parameters: object = None) -> list[tuple[object, ...]]:
+            rows = execute(text, parameters)  # type: ignore[arg-type]
+            if text == "COMMIT" and not lost:
+                lost.append(text)
+                postgres.cut()
+                return execute("SELECT 1")
+            return rows
+
+        database.execute = lose  # type: ignore[method-assign]
+        (outcome,) = broker.release([delivery.receipt], delay_ms=0)
+        del database.execute  # type: ignore[method-assign]
+        assert lost
+        assert outcome.status == ("failed" if last else "retrying")
+        assert broker.stats("q").released_total == 1
+        assert_clean(broker)
+
+
+def test_a_claim_whose_answer_is_lost_is_not_made_again(
+    broker: Broker, postgres: PostgresServer
+) -> None:
+    with Cut(broker, postgres, "visit"), pytest.raises(StorageFailed, match="lost"):
+        broker.claim("q", lease_ms=1_000)
+    assert broker.claim("q") == []
+    clock = broker._clock
+    assert isinstance(clock, ManualClock)
+    clock.advance(1_000)
+    (delivery,) = broker.claim("q")
+    assert delivery.attempts == 2
+
+
+@pytest.mark.slow
+def test_a_database_that_is_away_fails_the_verb_and_comes_back(
+    own_postgres: PostgresServer,
+) -> None:
+    url = own_postgres.url(own_postgres.create())
+    with penstock.open(url, background=False) as broker:
+        broker.create_queue("q")
+        own_postgres.stop()
+        with pytest.raises(StorageFailed):
+            broker.send("q", b"x")
+        own_postgres.start()
+        broker.send("q", b"y")
+        assert [d.payload for d in broker.claim("q", limit=9)] == [b"y"]
