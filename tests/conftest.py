@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.sql.postgres import PostgresServer
 
 # The suites that are shipped to users are ordinary modules: without this their asserts are mute.
 pytest.register_assert_rewrite("penstock.testing")
@@ -16,3 +24,14 @@ settings.register_profile(
     "soak", deadline=None, suppress_health_check=_slow_machine, max_examples=5_000
 )
 settings.load_profile(os.environ.get("PENSTOCK_HYPOTHESIS_PROFILE", "check"))
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """Have one server for all tests of this worker, which does not wait for its disk."""
+    pytest.importorskip("psycopg", reason="psycopg is not installed")
+    if (root := str(Path(__file__).parent.parent)) not in sys.path:
+        sys.path.insert(0, root)
+    from tests.sql.postgres import serving  # noqa: PLC0415 - psycopg may be missing
+
+    yield from serving(durable=False)

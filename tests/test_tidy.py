@@ -138,6 +138,7 @@ CONFINED = {
     "httptools": {"server"},
     "prometheus_client": {"server"},
     "slatedb": {"kv"},
+    "psycopg": {"stores"},
     "hypothesis": {"testing"},
     "pytest": {"testing"},
     "pyarrow": {"tables", "server", "flight_client", "spark"},

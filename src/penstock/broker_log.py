@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.model import Assigned, Cursor, LogPage, LogRecord, LogStats, QueueSpec
     from penstock.shell import Shell
     from penstock.stores.contract import Store
-    from penstock.stores.pinned import Pinned
+    from penstock.stores.pinning import PinnedStore
     from penstock.stores.plans import BackfillPlan, LiveFilters, RoutePlan, StoreInfo
 
 __all__ = ["LogVerbs"]
@@ -123,12 +123,19 @@ class LogVerbs:
         """Say which store this is: id, design, routing."""
         return self._shell.look(lambda _: self._store.info())
 
-    def view(self, *, stats: bool = False) -> Pinned:
+    def view(self, *, stats: bool = False, marks: bool = True) -> PinnedStore:
         """Pin the present state, to be read in bulk while others go on; close it soon.
 
-        Only making it holds the broker up. ``stats`` adds the stats of every queue.
+        Only making it holds the broker up. ``stats`` adds the stats of every queue. What of done
+        and failed messages is read may be trimmed up to its highest sequence number: nothing comes
+        below it later. Who does not mean to says ``marks=False``, which is cheaper.
         """
-        return self._shell.look(lambda now_ms: self._store.pin(now_ms, stats=stats))
+        return self._shell.look(lambda now_ms: self._store.pin(now_ms, stats=stats, marks=marks))
+
+    @property
+    def max_views(self) -> int:
+        """How many states a server may have pinned at a time."""
+        return self._store.max_views
 
     def route_plan(self, *, max_offsets: int | None = None) -> RoutePlan:
         """Say which stretches of the logs a router may match next, and by whose epoch."""
@@ -248,11 +255,11 @@ class LogVerbs:
         """
         ids = check_ids(list(message_ids))
 
-        def pin(now_ms: int) -> tuple[set[int], Pinned | None]:
+        def pin(now_ms: int) -> tuple[set[int], PinnedStore | None]:
             candidates = self._store.collectable(ids)
             if candidates:
                 self._restored.append(restored)
-            return candidates, self._store.pin(now_ms) if candidates else None
+            return candidates, self._store.pin(now_ms, marks=False) if candidates else None
 
         def drop(now_ms: int) -> Collected:
             unheld = [each for each in chunk if each not in restored]

@@ -169,3 +169,6 @@ MAX_RING_SIZE: Final = 4_096
 # with the pauses, about ten seconds.
 MAX_DATABASE_CONNECT_MS: Final = 10_000
 MAX_DATABASE_REPEATS: Final = 20
+# Snapshots that a server keeps for readers at one time: each is a connection, and a database has
+# about a hundred for all that use it.
+MAX_DATABASE_VIEWS: Final = 32

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from penstock.stores.audit import AuditReport
     from penstock.stores.kvstore import KvStore
-    from penstock.stores.pinned import Pinned
+    from penstock.stores.pinning import PinnedStore
 
 __all__ = ["Reader"]
 
@@ -70,10 +70,10 @@ class Reader(LookVerbs):
         """Hold the store to its invariants."""
         return self._look(lambda now_ms: self._store.audit(repair=False, now_ms=now_ms))
 
-    def pin(self, *, stats: bool = False) -> Pinned:
+    def pin(self, *, stats: bool = False) -> PinnedStore:
         """Give the rows of all tables, for reading in bulk; close it before the reader."""
 
-        def pin(now_ms: int) -> Pinned:
+        def pin(now_ms: int) -> PinnedStore:
             pinned = self._store.pin(now_ms, stats=stats)
             pinned.log_stats = self._log_stats()
             return pinned

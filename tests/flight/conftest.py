@@ -20,11 +20,25 @@ PLACES = ["memory", "rocksdb"]
 DESIGNS = ["indexed", "buckets"]
 
 
-@pytest.fixture(params=[f"{place}-{design}" for place in PLACES for design in DESIGNS])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+STORES = [*(f"{place}-{design}" for place in PLACES for design in DESIGNS), "postgresql"]
+
+
+@pytest.fixture(params=STORES)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "postgresql":
+        server = request.getfixturevalue("postgres")
+        yield server.emptied(str(tmp_path))
+        server.forget_places()
+        return
     place, design = request.param.split("-")
     where = "memory:" if place == "memory" else f"rocksdb:{tmp_path / 'store'}"
-    return f"{where}?design={design}"
+    yield f"{where}?design={design}"
+
+
+@pytest.fixture
+def on_sql(url: str) -> bool:
+    """Whether the store is on a SQL database, which numbers and keeps some things otherwise."""
+    return url.startswith("postgresql:")
 
 
 @pytest.fixture

@@ -111,7 +111,9 @@ def test_a_payload_that_is_gone_is_missing(broker: penstock.Broker, store: Fligh
     assert (counts.added, counts.already, counts.missing) == (0, 0, 5)
 
 
-def test_a_large_fill_goes_in_bounded_steps(broker: penstock.Broker, store: FlightStore) -> None:
+def test_a_large_fill_goes_in_bounded_steps(
+    broker: penstock.Broker, store: FlightStore, *, on_sql: bool
+) -> None:
     count = FILL_WINDOW + FILL_MESSAGES * 2 + 10
     publish(broker, count)
     broker.create_queue("q", filter="n >= 0")
@@ -121,7 +123,9 @@ def test_a_large_fill_goes_in_bounded_steps(broker: penstock.Broker, store: Flig
     assert broker._store.commits - before >= count // FILL_MESSAGES
     assert broker.stats("q").available == count
     # One stretch, not one for each step.
-    assert len(broker._store.core.coverage["q"].backfilled) == 1  # type: ignore[attr-defined]
+    core: Any = broker._store.core  # type: ignore[attr-defined]
+    coverage = core.queue("q").coverage if on_sql else core.coverage["q"]
+    assert len(coverage.backfilled) == 1
 
 
 def test_a_fill_that_was_interrupted_goes_on(
@@ -229,10 +233,12 @@ def test_trim_takes_what_was_read(broker: penstock.Broker, store: FlightStore, s
         fail_all(broker, "q")
     else:
         broker.ack([each.receipt for each in broker.claim("q", limit=10)])
-    read = store.read_table(state, columns=["sequence"], end=6).column(0).to_pylist()
+    numbers = sorted(store.read_table(state, columns=["sequence"]).column(0).to_pylist())
+    read = store.read_table(state, columns=["sequence"], end=numbers[6]).column(0).to_pylist()
+    assert sorted(read) == numbers[:6]
     assert store.trim("q", state=state, before=max(read) + 1) == 6
     assert store.trim("q", state=state, before=max(read) + 1) == 0
-    assert sorted(store.read_table(state).column("sequence").to_pylist()) == [6, 7, 8, 9]
+    assert sorted(store.read_table(state).column("sequence").to_pylist()) == numbers[6:]
     with pytest.raises(InvalidInput, match="only done and failed"):
         store.trim("q", state="available", before=1)
 
@@ -341,12 +347,14 @@ def test_collect_never_takes_a_payload_that_is_held(data: st.DataObject, design:
 
 
 def test_collect_stops_where_a_record_can_not_be_read(
-    broker: penstock.Broker, store: FlightStore, clock: ManualClock
+    broker: penstock.Broker, store: FlightStore, clock: ManualClock, *, on_sql: bool
 ) -> None:
     broker.create_queue("q", filter="n >= 0", done_retention_ms=0)
     publish(broker, 10)
     broker.ack([each.receipt for each in broker.claim("q", limit=10)])
     forget_log(broker, clock)
+    if on_sql:
+        pytest.skip("what holds a message is a column, not part of a record")
     core = broker._store.core  # type: ignore[attr-defined]
     table = core.engine.table("history")
     key = table.scan(b"\x02\x03", b"\x02\x04", 1)[0][0]

@@ -90,7 +90,7 @@ def test_active_is_what_browse_shows(life: penstock.Broker, store: FlightStore) 
 
 @pytest.mark.parametrize("state", [State.DONE, State.FAILED])
 def test_history_is_what_browse_shows(
-    life: penstock.Broker, store: FlightStore, state: State
+    life: penstock.Broker, store: FlightStore, state: State, *, on_sql: bool
 ) -> None:
     expected = []
     for entry in browse(life, "q", state):
@@ -100,7 +100,9 @@ def test_history_is_what_browse_shows(
         expected.append(row)
     assert len(expected) > 2
     found = rows(store.read_table(state.value, payload=True), "queue", "sequence")
-    assert [row.pop("sequence") for row in found] == list(range(len(expected)))
+    numbers = [row.pop("sequence") for row in found]
+    assert numbers == sorted(set(numbers))
+    assert on_sql or numbers == list(range(len(expected)))
     assert found == expected
 
 
@@ -212,7 +214,7 @@ def test_messages_are_the_kept_payloads(
     life.sweep()
     life.publish([Message(b"late")])
     life.sweep()
-    clock.advance(10)
+    clock.advance(60_000)
     life.sweep()
     found = store.read_table("messages").to_pylist()
     old = [row for row in found if row["message_id"] < life.log_stats().earliest]
@@ -385,7 +387,7 @@ def test_ranges(life: penstock.Broker, store: FlightStore) -> None:
 
 
 def test_changed_bucket_sizes_leave_nothing_out(
-    broker: penstock.Broker, store: FlightStore, clock: ManualClock
+    broker: penstock.Broker, store: FlightStore, *, on_sql: bool
 ) -> None:
     broker.create_queue("q")
     expected = 0
@@ -396,11 +398,14 @@ def test_changed_bucket_sizes_leave_nothing_out(
         broker.ack([each.receipt for each in taken])
         expected += 29
     found = store.read_table("done", partitions=6).to_pylist()
-    assert sorted(row["sequence"] for row in found) == list(range(expected))
+    numbers = sorted(row["sequence"] for row in found)
+    assert len(set(numbers)) == expected
+    assert on_sql or numbers == list(range(expected))
     assert len({row["message_id"] for row in found}) == expected
     for begin in (0, 29, 50, 100, expected - 1):
-        some = store.read_table("done", columns=["sequence"], begin=begin).column(0).to_pylist()
-        assert sorted(some) == list(range(begin, expected))
+        least = numbers[begin]
+        some = store.read_table("done", columns=["sequence"], begin=least).column(0).to_pylist()
+        assert sorted(some) == numbers[begin:]
     assert store.read_table("active", partitions=6).num_rows == 5 * 37 - expected
 
 
@@ -494,7 +499,7 @@ def test_idle_snapshots_expire(
 
 
 def test_snapshots_are_bounded(life: penstock.Broker, store: FlightStore) -> None:
-    unread = [store.plan_read("queues").tickets[0] for _ in range(limits.MAX_VIEWS)]
+    unread = [store.plan_read("queues").tickets[0] for _ in range(life.max_views)]
     with pytest.raises(InvalidInput, match="snapshots are being read"):
         store.plan_read("queues")
     with pytest.raises(InvalidInput, match="snapshots are being read"):
@@ -532,7 +537,7 @@ def test_a_stretch_that_is_not_there_is_refused(
     clock.advance(2 * 3_600_000)
     life.sweep()
     life.publish([Message(b"late")])
-    clock.advance(10)
+    clock.advance(60_000)
     life.sweep()
     assert life.log_stats().earliest == 61
     with pytest.raises(InvalidInput, match="is kept from offset 61 on"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,35 +10,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from tests.sql.postgres import MISSING, PostgresServer
+from tests.sql.postgres import PostgresServer, serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def _server(*, durable: bool) -> Iterator[PostgresServer]:
-    if MISSING:
-        if os.environ.get("CI") == "true":
-            pytest.fail(MISSING)
-        pytest.skip(MISSING)
-    server = PostgresServer(durable=durable)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.remove()
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[PostgresServer]:
-    """Have one server for all tests of this worker, which does not wait for its disk."""
-    yield from _server(durable=False)
-
-
 @pytest.fixture
 def own_postgres() -> Iterator[PostgresServer]:
     """Have a server that can be killed: what it has committed is on its disk."""
-    yield from _server(durable=True)
+    yield from serving(durable=True)
 
 
 @pytest.fixture

@@ -12,8 +12,13 @@ import subprocess
 import tempfile
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psycopg
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 START_S = 120
 NUMBERS = itertools.count(1)
@@ -170,3 +175,17 @@ class PostgresServer:
     def remove(self) -> None:
         self.stop(signal.SIGQUIT)
         shutil.rmtree(self._place, ignore_errors=True)
+
+
+def serving(*, durable: bool) -> Iterator[PostgresServer]:
+    """Have a server, for a fixture; without one tests are skipped, but not where all must run."""
+    if MISSING:
+        if os.environ.get("CI") == "true":
+            pytest.fail(MISSING)
+        pytest.skip(MISSING)
+    server = PostgresServer(durable=durable)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.remove()

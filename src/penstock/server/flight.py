@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from penstock.broker import Broker
     from penstock.clock import Clock
-    from penstock.stores.pinned import Pinned
+    from penstock.stores.pinning import PinnedStore
     from penstock.stores.plans import Filled
 
 __all__ = ["PUTS", "FlightService", "translated"]
@@ -45,7 +45,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
     def __init__(self, broker: Broker, location: str, clock: Clock, **options: Any) -> None:
         self._broker = broker
         self._clock = clock
-        self.snapshots = Snapshots(clock)
+        self.snapshots = Snapshots(clock, broker.max_views)
         self.stages = staging.Stages(clock)
         self._restorer = Restorer(broker)
         self._actions: Final[dict[str, tuple[type[Any], Callable[[Any], Any], str]]] = {
@@ -107,7 +107,8 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             filter_text=command.filter,
         )
         queues = [command.queue] if isinstance(command.queue, str) else command.queue
-        pinned = self._broker.view(stats=command.table == "stats")
+        table = command.table
+        pinned = self._broker.view(stats=table == "stats", marks=table in {"done", "failed"})
         try:
             parts = partition(
                 pinned,
@@ -172,7 +173,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         check_count(ticket.end, "end", ticket.begin, limits.MAX_OFFSET)
 
         def make() -> Snapshot:
-            pinned = self._broker.view()
+            pinned = self._broker.view(marks=False)
             try:
                 _check_stretch(pinned, ticket)
             except BaseException:
@@ -321,7 +322,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         }
 
     def _stats(self, _: wire.Nothing) -> dict[str, Any]:
-        with self._broker.view(stats=True) as pinned:
+        with self._broker.view(stats=True, marks=False) as pinned:
             return {
                 "queues": pinned.stats,
                 "store": pinned.totals,
@@ -333,16 +334,16 @@ def _counts(filled: Filled) -> dict[str, int]:
     return {"added": filled.added, "already": filled.already, "missing": filled.missing}
 
 
-def _facts(pinned: Pinned) -> dict[str, Any]:
+def _facts(pinned: PinnedStore) -> dict[str, Any]:
     return {
         "at_ms": pinned.at_ms,
         "log_end": pinned.log_stats.end,
         "earliest": pinned.log_stats.earliest,
-        "store_id": f"{pinned.identity.store_id:08x}",
+        "store_id": pinned.store_id,
     }
 
 
-def _check_stretch(pinned: Pinned, ticket: wire.LogTicket) -> None:
+def _check_stretch(pinned: PinnedStore, ticket: wire.LogTicket) -> None:
     """Refuse a stretch that can't be read whole: rows must not be missed without a word."""
     stats = pinned.log_stats
     if ticket.log not in stats.cursors:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from penstock.clock import Clock
-    from penstock.stores.pinned import Pinned
+    from penstock.stores.pinning import PinnedStore
     from penstock.tables import Part, Selection
 
 __all__ = ["Snapshot", "Snapshots"]
@@ -26,7 +26,7 @@ __all__ = ["Snapshot", "Snapshots"]
 class Snapshot:
     """A pinned store, cut into parts for one reader."""
 
-    def __init__(self, pinned: Pinned, parts: list[Part], selection: Selection) -> None:
+    def __init__(self, pinned: PinnedStore, parts: list[Part], selection: Selection) -> None:
         self.pinned = pinned
         self.parts = parts
         self.selection = selection
@@ -51,8 +51,9 @@ class Snapshot:
 class Snapshots:
     """The live snapshots of a server. Thread-safe."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, most: int) -> None:
         self._clock = clock
+        self._most = most
         self._lock = threading.Lock()
         self._live: dict[str, Snapshot] = {}
         self._making = 0
@@ -81,7 +82,7 @@ class Snapshots:
         return name
 
     def _make_room(self) -> None:
-        if len(self._live) + self._making < limits.MAX_VIEWS:
+        if len(self._live) + self._making < self._most:
             return
         finished = [
             (snapshot.used_at_ms, name)
@@ -90,7 +91,7 @@ class Snapshots:
         ]
         if not finished:
             raise InvalidInput(
-                f"{limits.MAX_VIEWS} snapshots are being read, which is all there may be: "
+                f"{self._most} snapshots are being read, which is all there may be: "
                 "try again when a reader has finished"
             )
         self._live.pop(min(finished)[1]).pinned.close()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         SweepCounts,
     )
     from penstock.stores.audit import AuditReport
-    from penstock.stores.pinned import Pinned
+    from penstock.stores.pinning import PinnedStore
     from penstock.stores.plans import (
         BackfillPlan,
         Collected,
@@ -229,8 +229,17 @@ class Store(Protocol):
     def drop_payloads(self, message_ids: Sequence[int], now_ms: int, *, dry_run: bool) -> Collected:
         """Delete payloads that nothing refers to."""
 
-    def pin(self, now_ms: int, *, stats: bool = False) -> Pinned:
-        """Pin the present state for reading in bulk."""
+    def pin(self, now_ms: int, *, stats: bool = False, marks: bool = True) -> PinnedStore:
+        """Pin the present state for reading in bulk; ``stats``: with the stats of every queue.
+
+        No done or failed message that comes later has a lower sequence number than any that is
+        there, so that who has read them may trim up to the highest. ``marks=False``: it may, which
+        is cheaper where processes share a store.
+        """
+
+    @property
+    def max_views(self) -> int:
+        """How many states a server may have pinned at a time."""
 
     def trim(
         self,

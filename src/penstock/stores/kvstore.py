@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.limits import MAX_VIEWS
 from penstock.stores.core import Core
 from penstock.stores.coverage import Coverage, Stretch
 from penstock.stores.intake import Intake
@@ -139,7 +140,13 @@ class KvStore:
         identity = self.core.identity
         return StoreInfo(f"{identity.store_id:08x}", identity.design, identity.routing)
 
-    def pin(self, now_ms: int, *, stats: bool = False) -> Pinned:
+    def pin(
+        self,
+        now_ms: int,
+        *,
+        stats: bool = False,
+        marks: bool = True,  # noqa: ARG002 - one process gives out all numbers, in order
+    ) -> Pinned:
         """Pin the present state for reading; ``stats``: with the stats of every queue."""
         core = self.core
         # The rows do not say whether a delay is over: what is due must have been moved.
@@ -152,6 +159,11 @@ class KvStore:
             totals=self.store_stats(),
             stats=[self.queue_stats(name, now_ms) for name in sorted(core.queues)] if stats else [],
         )
+
+    @property
+    def max_views(self) -> int:
+        """How many states a server may have pinned at a time: each keeps deleted data on disk."""
+        return MAX_VIEWS
 
     def collectable(self, message_ids: Sequence[int]) -> set[int]:
         """Return those messages that no queue can come to hold any more: the log has let go.

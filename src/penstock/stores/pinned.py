@@ -10,32 +10,33 @@ from __future__ import annotations
 import logging
 import threading
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from penstock.codec import log as log_codec
 from penstock.codec import opendata, records
 from penstock.codec.stored import decode_lease, decode_stored_item
 from penstock.errors import CorruptRecord, InvalidInput
-from penstock.limits import MAX_ATTEMPTS, MAX_OFFSET
+from penstock.limits import MAX_ATTEMPTS, MAX_BUCKET_EXPONENT, MAX_OFFSET
 from penstock.model import State
 from penstock.stores.active import NO_LEASE
 from penstock.stores.coverage import CoverageTable
 from penstock.stores.history import sequence_of
 from penstock.stores.metadata_log import MetadataLog
+from penstock.stores.pinning import Depths, Held, Keys, cut_range
 from penstock.stores.queues import QueueTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
-    from penstock.codec.stored import LeaseRecord
     from penstock.kv import Table, View
-    from penstock.model import LogStats, QueueStats, StoreStats
+    from penstock.model import LogStats, QueueSpec, QueueStats, StoreStats
     from penstock.stores.core import Identity
     from penstock.stores.metadata_log import Segment
+    from penstock.stores.pinning import LiveRow
     from penstock.stores.queues import Queue
 
-__all__ = ["LiveRow", "Pinned", "live_keys"]
+__all__ = ["Pinned"]
 
 log_ = logging.getLogger(__name__)
 
@@ -46,12 +47,8 @@ LIVE_ROWS: Final = 1_024
 _AVAILABLE: Final = State.AVAILABLE.value
 _DELAYED: Final = State.DELAYED.value
 _IN_FLIGHT: Final = State.IN_FLIGHT.value
-
-
-# A message that waits or is in flight: message id, the state's name, attempts, when it is visible,
-# lease (zeros while it waits), metadata. A plain tuple: the garbage collector lets go of those, and
-# they come by the ten thousand.
-LiveRow: TypeAlias = tuple[int, str, int, int, bytes, bytes]
+# A bucket's number: its size in the highest bits, then what counts.
+_NUMBER_BITS: Final = 60
 
 
 class Pinned:
@@ -82,20 +79,36 @@ class Pinned:
     # Read when they are first asked for: whoever pins a store holds up everybody else.
 
     @cached_property
-    def queues(self) -> dict[str, Queue]:
-        """Every queue, by name, with its counters."""
+    def _queues(self) -> dict[str, Queue]:
         found = QueueTable(self.table("queues")).load()
         return {queue.name: queue for queue in sorted(found, key=lambda queue: queue.name)}
+
+    @cached_property
+    def queues(self) -> dict[str, QueueSpec]:
+        """Every queue's settings, by name."""
+        return {name: queue.spec for name, queue in self._queues.items()}
 
     @cached_property
     def draining(self) -> set[str]:
         """The names of queues that take no more messages."""
         coverage = CoverageTable(self.table("queues"))
-        return {name for name, queue in self.queues.items() if coverage.get(queue).draining}
+        return {name for name, queue in self._queues.items() if coverage.get(queue).draining}
+
+    @property
+    def store_id(self) -> str:
+        """Which store it is."""
+        return f"{self.identity.store_id:08x}"
+
+    def depths(self, queue: str) -> Depths:
+        """Count a queue's messages."""
+        counts = self._queues[queue].counts
+        return Depths(
+            counts.available, counts.delayed, counts.in_flight, counts.done, counts.failed
+        )
 
     @cached_property
     def _segments(self) -> list[Segment]:
-        table, identity = self.table("log"), f"{self.identity.store_id:08x}"
+        table, identity = self.table("log"), self.store_id
         return MetadataLog(table, identity, self._leave_out).segments
 
     def __enter__(self) -> Self:
@@ -125,12 +138,60 @@ class Pinned:
         self._left_out += 1
         return False
 
+    # --- ranges of keys --------------------------------------------------------------------
+
+    def about(self, table: str, queue: str) -> int:
+        """Say about how many rows a queue has in active, attempts, done or failed."""
+        counts = self._queues[queue].counts
+        if table == "active":
+            return counts.available + counts.delayed + counts.in_flight
+        if table == "attempts":
+            return counts.acked_total + counts.released_total + counts.lease_expired_total
+        return counts.done if table == "done" else counts.failed
+
+    def cut(self, table: str, queue: str, count: int, least: int = 0) -> Iterator[Keys]:
+        """Cut a queue's rows of one of these into about ``count`` ranges for each of its runs."""
+        for name, prefix, width in _ranges(self.identity.design, table, self._queues[queue]):
+            yield from self._key_ranges(name, prefix, width, count, least)
+
+    def _key_ranges(
+        self, table: str, prefix: bytes, width: int, count: int, least: int
+    ) -> Iterator[Keys]:
+        """Cut the keys under a prefix by the u64 after it, from the one on that may hold ``least``.
+
+        In a bucket's number the highest bits are its size, so that numbers lie in a few dense runs.
+        """
+        source = self.table(table)
+        for run in range(MAX_BUCKET_EXPONENT + 1):
+            start = least - least % opendata.capacity(run)
+            if start >> _NUMBER_BITS:
+                return
+            low = prefix + (run << _NUMBER_BITS | start).to_bytes(8, "big")
+            # One byte longer than any key of the run.
+            high = prefix + ((run + 1 << _NUMBER_BITS) - 1).to_bytes(8, "big")
+            bounds = _ends(source, low, high + b"\xff" * (width + 1))
+            if bounds is None:
+                continue
+            at = len(prefix)
+            first, last = (int.from_bytes(key[at : at + 8], "big") for key in bounds)
+            for begin, end in cut_range(first, last + 1, count):
+                low, high = (prefix + each.to_bytes(8, "big") for each in (begin, end))
+                yield Keys(table, low, high, table != "history")
+
+    def message_ids(self, begin: int, end: int) -> tuple[int, int] | None:
+        """Return the first and the last id in [begin, end) whose payload is kept."""
+        bounds = _ends(self._payloads, opendata.payload_key(begin), opendata.payload_key(end))
+        if bounds is None:
+            return None
+        first, last = (int.from_bytes(key[2:], "big") for key in bounds)
+        return first, last
+
     # --- the log -------------------------------------------------------------------------
 
     def log_rows(self, log: int, begin: int, end: int) -> Iterator[list[tuple[int, bytes]]]:
         """Read messages (id, metadata) of [begin, end) of a log, one stored entry at a time."""
         table = self.table("log")
-        key = log_codec.metadata_log_key(f"{self.identity.store_id:08x}", str(log))
+        key = log_codec.metadata_log_key(self.store_id, str(log))
         end = min(end, self.log_stats.end)
         segments = self._segments
         for at, segment in enumerate(segments):
@@ -167,21 +228,26 @@ class Pinned:
         for key, payload in pages_of(self._payloads, first, last):
             yield int.from_bytes(key[2:], "big"), payload
 
+    def payload_sizes(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Read how large every kept payload of ids in [begin, end) is."""
+        for message_id, payload in self.payload_rows(begin, end):
+            yield message_id, len(payload)
+
     # --- messages of queues --------------------------------------------------------------
 
-    def live_rows(self, table: str, begin: bytes, end: bytes) -> Iterator[list[LiveRow]]:
-        """Read live messages of a range of keys of a table that :func:`live_keys` names."""
+    def live_rows(self, keys: Keys) -> Iterator[list[LiveRow]]:
+        """Read live messages of a range of keys."""
         decode = {
             "available": self._waiting_row,
             "in_progress": _flying_row,
             "buckets": self._bucket_rows,
-        }[table]
+        }[keys.table]
         rows: list[LiveRow] = []
-        for key, record in pages_of(self.table(table), begin, end):
+        for key, record in pages_of(self.table(keys.table), keys.begin, keys.end):
             try:
                 rows += decode(record)
             except CorruptRecord as error:
-                self._leave_out(table, key, record, str(error))
+                self._leave_out(keys.table, key, record, str(error))
             if len(rows) >= LIVE_ROWS:
                 yield rows
                 rows = []
@@ -217,29 +283,31 @@ class Pinned:
         ]
         return rows
 
-    def leases(self, names: Sequence[bytes]) -> dict[bytes, LeaseRecord]:
-        """Read leases by name; those that are gone or do not decode are left out."""
-        found = {}
-        for name, record in zip(names, self._leases.multi_get(list(names)), strict=True):
+    def leases(self, rows: Sequence[LiveRow]) -> list[Held | None]:
+        """Say who holds each of some live messages; None: nobody, or nobody knows."""
+        names = sorted({row[4] for row in rows if row[1] == _IN_FLIGHT})
+        found: dict[bytes, Held] = {}
+        for name, record in zip(names, self._leases.multi_get(names), strict=True):
             if record is not None:
                 try:
-                    found[name] = decode_lease(record)
+                    lease = decode_lease(record)
                 except CorruptRecord as error:
                     self._leave_out("leases", name, record, str(error))
-        return found
+                else:
+                    found[name] = Held(lease.consumer, lease.claimed_at_ms, lease.expiry_ms)
+        return [found.get(row[4]) for row in rows]
 
     def ended_rows(
-        self, state: State, begin: bytes, end: bytes, low: int = 0, high: int = MAX_OFFSET
-    ) -> Iterator[tuple[int, Sequence[tuple[Any, ...]]]]:
-        """Read done or failed messages of keys [begin, end) whose sequence is in [low, high).
+        self, state: State, keys: Keys, low: int = 0, high: int = MAX_OFFSET
+    ) -> Iterator[tuple[Sequence[int], Sequence[tuple[Any, ...]]]]:
+        """Read done or failed messages whose sequence is in [low, high), with their sequences.
 
-        They come a part at a time, with the sequence number of the first: message id, key, when
-        it ended, attempts, metadata, and of failed ones the reason.
+        Of each: message id, key, when it ended, attempts, metadata, and of failed ones the reason.
         """
         decode: Callable[[bytes], Sequence[tuple[Any, ...]]] = (
             records.decode_done if state is State.DONE else records.decode_failed
         )
-        for key, record in pages_of(self.table("history"), begin, end):
+        for key, record in pages_of(self.table("history"), keys.begin, keys.end):
             first = sequence_of(key)
             if first >= high:
                 continue
@@ -254,13 +322,11 @@ class Pinned:
                 rows = rows[max(0, low - first) : high - first]
                 first = max(first, low)
             if rows:
-                yield first, rows
+                yield range(first, first + len(rows)), rows
 
-    def attempt_rows(
-        self, begin: bytes, end: bytes
-    ) -> Iterator[tuple[int, int, records.AttemptRecord]]:
-        """Read ended attempts (message id, attempt, record) of a range of keys."""
-        for key, record in pages_of(self.table("history"), begin, end):
+    def attempt_rows(self, keys: Keys) -> Iterator[tuple[int, int, records.AttemptRecord]]:
+        """Read ended attempts: message id, attempt, record."""
+        for key, record in pages_of(self.table("history"), keys.begin, keys.end):
             try:
                 stored = records.decode_attempt(record)
             except CorruptRecord as error:
@@ -278,16 +344,14 @@ class Pinned:
         """
         held: set[int] = set()
         before = self._left_out
-        for queue in self.queues.values():
-            for table, begin, end in live_keys(self.identity.design, queue):
-                for live in self.live_rows(table, begin, end):
+        for queue in self._queues:
+            for keys in self.cut("active", queue, 1):
+                for live in self.live_rows(keys):
                     held.update(message_ids.intersection(row[0] for row in live))
-            for state, prefix in (
-                (State.DONE, opendata.done_prefix(queue.id)),
-                (State.FAILED, opendata.failed_prefix(queue.id)),
-            ):
-                for _, ended in self.ended_rows(state, prefix, prefix + b"\xff" * 17):
-                    held.update(message_ids.intersection(row[0] for row in ended))
+            for state in (State.DONE, State.FAILED):
+                for keys in self.cut(state.value, queue, 1):
+                    for _, ended in self.ended_rows(state, keys):
+                        held.update(message_ids.intersection(row[0] for row in ended))
         if self._left_out > before:
             raise CorruptRecord(
                 f"{self._left_out - before} records can't be read (the log names them), so that "
@@ -338,13 +402,29 @@ def _flying_row(record: bytes) -> tuple[LiveRow]:
     return ((message_id, _IN_FLIGHT, attempts, visible_at_ms, lease, metadata),)
 
 
-def live_keys(design: str, queue: Queue) -> list[tuple[str, bytes, bytes]]:
-    """Return where a queue's live messages are: tables, each with a range of keys."""
+def _ranges(design: str, table: str, queue: Queue) -> list[tuple[str, bytes, int]]:
+    """Return tables, prefixes, and how many bytes follow the eight that are counted by."""
+    if table == "done":
+        return [("history", opendata.done_prefix(queue.id), 8)]
+    if table == "failed":
+        return [("history", opendata.failed_prefix(queue.id), 8)]
     if design == "buckets":
-        prefix = opendata.active_prefix(queue.id)
-        return [("buckets", prefix, prefix + b"\xff" * 9)]
-    number = queue.number.to_bytes(4, "big")
-    return [(table, number, number + b"\xff" * 9) for table in ("available", "in_progress")]
+        live = [("buckets", opendata.active_prefix(queue.id), 0)]
+    else:
+        number = queue.number.to_bytes(4, "big")
+        live = [(name, number, 0) for name in ("available", "in_progress")]
+    if table == "active":
+        return live
+    # Running attempts are told from what is in flight.
+    running = [each for each in live if each[0] != "available"]
+    return [("history", opendata.attempts_prefix(queue.id), 2), *running]
+
+
+def _ends(table: Table, begin: bytes, end: bytes) -> tuple[bytes, bytes] | None:
+    first = table.scan(begin, end, 1)
+    if not first:
+        return None
+    return first[0][0], table.scan_back(begin, end, 1)[0][0]
 
 
 def pages_of(table: Table, begin: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:

@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import pyarrow as pa
 
 from penstock.model import AttemptEnd, QueueSpec, State
-from penstock.stores.pinned import live_keys
 from penstock.tables.columns import about, decode_all, needs, repeated, times
 from penstock.tables.schemas import TIME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from penstock.codec.stored import LeaseRecord
     from penstock.filters import Filter
-    from penstock.stores.pinned import LiveRow, Pinned
+    from penstock.stores.pinning import Held, LiveRow, PinnedStore
     from penstock.tables.partitions import Numbers, Part, QueueKeys, WholeQueue
     from penstock.tables.schemas import Selection
 
@@ -33,9 +31,11 @@ _ENDS: Final = (AttemptEnd.ACKED.value, AttemptEnd.RELEASED.value, AttemptEnd.EX
 _Rows = list[tuple[Any, ...]]
 
 
-def read(pinned: Pinned, part: Part, selection: Selection) -> Iterator[pa.RecordBatch]:
+def read(pinned: PinnedStore, part: Part, selection: Selection) -> Iterator[pa.RecordBatch]:
     """Read a part of a table, a batch of bounded size at a time."""
-    reader: Callable[[Pinned, Any, Selection], Iterator[pa.RecordBatch]] = _READERS[selection.table]
+    reader: Callable[[PinnedStore, Any, Selection], Iterator[pa.RecordBatch]] = _READERS[
+        selection.table
+    ]
     yield from _joined(batch for piece in part for batch in reader(pinned, piece, selection))
 
 
@@ -59,19 +59,19 @@ def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 class _Source(NamedTuple):
     """Rows that carry metadata, and how to make the columns that are not told from it.
 
-    ``rows`` come a few at a time, each time with the number of the first. ``metadata`` is where in
-    a row the packed metadata is. A column is made from rows and their numbers, if it is wanted.
+    ``rows`` come a few at a time, with their numbers. ``metadata`` is where in a row the packed
+    metadata is. A column is made from rows and their numbers, if it is wanted.
     """
 
-    rows: Iterable[tuple[int, Sequence[tuple[Any, ...]]]]
+    rows: Iterable[tuple[Sequence[int], Sequence[tuple[Any, ...]]]]
     metadata: int
     columns: dict[str, Callable[[_Rows, Sequence[int]], pa.Array]]
 
 
-def _log(pinned: Pinned, piece: Numbers, selection: Selection) -> Iterator[pa.RecordBatch]:
+def _log(pinned: PinnedStore, piece: Numbers, selection: Selection) -> Iterator[pa.RecordBatch]:
     entries = pinned.log_rows(piece.log, piece.begin, piece.end)
     source = _Source(
-        ((0, rows) for rows in entries),
+        ((range(len(rows)), rows) for rows in entries),
         1,
         {
             "log": lambda rows, _: pa.repeat(pa.scalar(piece.log, pa.int32()), len(rows)),
@@ -82,15 +82,11 @@ def _log(pinned: Pinned, piece: Numbers, selection: Selection) -> Iterator[pa.Re
     return _batches(pinned, source, selection)
 
 
-def _live(pinned: Pinned, piece: QueueKeys, selection: Selection) -> Iterator[pa.RecordBatch]:
-    def leases(rows: _Rows) -> list[LeaseRecord | None]:
-        names = {row[4] for row in rows if row[1] == State.IN_FLIGHT}
-        known = pinned.leases(sorted(names))
-        return [known.get(row[4]) for row in rows]
-
-    found = pinned.live_rows(piece.table, piece.begin, piece.end)
+def _live(pinned: PinnedStore, piece: QueueKeys, selection: Selection) -> Iterator[pa.RecordBatch]:
+    leases: Callable[[Any], Sequence[Held | None]] = pinned.leases
+    found = pinned.live_rows(piece.keys)
     source = _Source(
-        ((0, rows) for rows in found),
+        ((range(len(rows)), rows) for rows in found),
         5,
         {
             "queue": lambda rows, _: repeated(piece.queue, len(rows)),
@@ -99,20 +95,20 @@ def _live(pinned: Pinned, piece: QueueKeys, selection: Selection) -> Iterator[pa
             "attempts": lambda rows, _: pa.array([row[2] for row in rows], pa.int32()),
             "visible_at": lambda rows, _: times([row[3] for row in rows]),
             "lease_deadline": lambda rows, _: times(
-                [None if lease is None else lease.expiry_ms for lease in leases(rows)]
+                [None if held is None else held.deadline_ms for held in leases(rows)]
             ),
             "consumer": lambda rows, _: pa.array(
-                [None if lease is None else lease.consumer for lease in leases(rows)], pa.string()
+                [None if held is None else held.consumer for held in leases(rows)], pa.string()
             ),
         },
     )
     return _batches(pinned, source, selection)
 
 
-def _ended(pinned: Pinned, piece: QueueKeys, selection: Selection) -> Iterator[pa.RecordBatch]:
+def _ended(pinned: PinnedStore, piece: QueueKeys, selection: Selection) -> Iterator[pa.RecordBatch]:
     state = State.DONE if selection.table == "done" else State.FAILED
     source = _Source(
-        pinned.ended_rows(state, piece.begin, piece.end, piece.low, piece.high),
+        pinned.ended_rows(state, piece.keys, piece.low, piece.high),
         4,
         {
             "queue": lambda rows, _: repeated(piece.queue, len(rows)),
@@ -131,9 +127,9 @@ def _gathered(source: _Source) -> Iterator[tuple[_Rows, list[int]]]:
     rows: _Rows = []
     numbers: list[int] = []
     packed = 0
-    for first, some in source.rows:
+    for places, some in source.rows:
         rows += some
-        numbers += range(first, first + len(some))
+        numbers += places
         # Those that come together were published together, and are much alike.
         packed += len(some) * len(some[-1][source.metadata])
         if len(rows) >= BATCH_ROWS or packed >= BATCH_PACKED_BYTES:
@@ -144,7 +140,9 @@ def _gathered(source: _Source) -> Iterator[tuple[_Rows, list[int]]]:
         yield rows, numbers
 
 
-def _batches(pinned: Pinned, source: _Source, selection: Selection) -> Iterator[pa.RecordBatch]:
+def _batches(
+    pinned: PinnedStore, source: _Source, selection: Selection
+) -> Iterator[pa.RecordBatch]:
     """Turn rows into batches of bounded size."""
     metadata, attributes = needs(selection)
     for gathered, all_numbers in _gathered(source):
@@ -205,13 +203,20 @@ def _cuts(count: int, sizes: Sequence[int] | None) -> Iterator[tuple[int, int]]:
 # --- messages ---------------------------------------------------------------------------------
 
 
-def _messages(pinned: Pinned, piece: Numbers, selection: Selection) -> Iterator[pa.RecordBatch]:
-    rows: list[tuple[int, bytes]] = []
+def _messages(
+    pinned: PinnedStore, piece: Numbers, selection: Selection
+) -> Iterator[pa.RecordBatch]:
+    rows: list[tuple[int, Any]] = []
     total = 0
     keep = selection.wants("payload")
-    for message_id, payload in pinned.payload_rows(piece.begin, piece.end):
-        # Only its size is asked for: a batch must not hold the payloads themselves.
-        rows.append((message_id, payload if keep else len(payload).to_bytes(4, "big")))
+    # Where only sizes are asked for, a batch must not hold the payloads themselves.
+    found: Iterator[tuple[int, Any]] = (
+        pinned.payload_rows(piece.begin, piece.end)
+        if keep
+        else pinned.payload_sizes(piece.begin, piece.end)
+    )
+    for message_id, payload in found:
+        rows.append((message_id, payload))
         total += len(payload) if keep else 0
         if len(rows) >= BATCH_ROWS or total >= BATCH_BYTES:
             yield from _kept(pinned, rows, selection)
@@ -221,7 +226,7 @@ def _messages(pinned: Pinned, piece: Numbers, selection: Selection) -> Iterator[
 
 
 def _kept(
-    pinned: Pinned, rows: list[tuple[int, bytes]], selection: Selection
+    pinned: PinnedStore, rows: list[tuple[int, Any]], selection: Selection
 ) -> Iterator[pa.RecordBatch]:
     wanted, attributes = needs(selection)
     known: dict[int, Any] = {}
@@ -251,7 +256,7 @@ def _kept(
     made = {name: column.take(spread) for name, column in made.items()}
     made["message_id"] = pa.array([row[0] for row in rows], pa.int64())
     if selection.wants("size"):
-        sizes = [len(row[1]) if has_payload else int.from_bytes(row[1], "big") for row in rows]
+        sizes = [len(row[1]) if has_payload else row[1] for row in rows]
         made["size"] = pa.array(sizes, pa.int64())
     if has_payload:
         made["payload"] = pa.array([row[1] for row in rows], pa.binary())
@@ -261,8 +266,10 @@ def _kept(
 # --- attempts ---------------------------------------------------------------------------------
 
 
-def _attempts(pinned: Pinned, piece: QueueKeys, selection: Selection) -> Iterator[pa.RecordBatch]:
-    source = _ended_attempts if piece.table == "history" else _running_attempts
+def _attempts(
+    pinned: PinnedStore, piece: QueueKeys, selection: Selection
+) -> Iterator[pa.RecordBatch]:
+    source = _running_attempts if piece.keys.live else _ended_attempts
     rows: _Rows = []
     for row in source(pinned, piece):
         rows.append(row)
@@ -273,8 +280,8 @@ def _attempts(pinned: Pinned, piece: QueueKeys, selection: Selection) -> Iterato
         yield _attempts_batch(piece, rows, selection)
 
 
-def _ended_attempts(pinned: Pinned, piece: QueueKeys) -> Iterator[tuple[Any, ...]]:
-    for message_id, attempt, stored in pinned.attempt_rows(piece.begin, piece.end):
+def _ended_attempts(pinned: PinnedStore, piece: QueueKeys) -> Iterator[tuple[Any, ...]]:
+    for message_id, attempt, stored in pinned.attempt_rows(piece.keys):
         outcome = _ENDS[stored.outcome] if stored.outcome < len(_ENDS) else "unknown"
         yield (
             message_id,
@@ -287,17 +294,15 @@ def _ended_attempts(pinned: Pinned, piece: QueueKeys) -> Iterator[tuple[Any, ...
         )
 
 
-def _running_attempts(pinned: Pinned, piece: QueueKeys) -> Iterator[tuple[Any, ...]]:
-    for some in _pages(pinned.live_rows(piece.table, piece.begin, piece.end)):
-        leases = pinned.leases(sorted({row[4] for row in some}))
-        for row in some:
-            lease = leases.get(row[4])
-            if lease is not None:
+def _running_attempts(pinned: PinnedStore, piece: QueueKeys) -> Iterator[tuple[Any, ...]]:
+    for some in _pages(pinned.live_rows(piece.keys)):
+        for row, held in zip(some, pinned.leases(some), strict=True):
+            if held is not None:
                 yield (
                     row[0],
                     row[2],
-                    lease.consumer,
-                    lease.claimed_at_ms,
+                    held.consumer,
+                    held.claimed_at_ms,
                     None,
                     AttemptEnd.RUNNING.value,
                     "",
@@ -329,21 +334,25 @@ def _attempts_batch(piece: QueueKeys, rows: _Rows, selection: Selection) -> pa.R
 # --- queues as a whole ------------------------------------------------------------------------
 
 
-def _queues(pinned: Pinned, piece: WholeQueue, selection: Selection) -> Iterator[pa.RecordBatch]:
-    queue = pinned.queues[piece.queue]
-    row: dict[str, Any] = {name: getattr(queue.spec, name) for name in QueueSpec.__struct_fields__}
-    row["ordering"] = queue.spec.ordering.value
-    row["labels"] = sorted(queue.spec.labels.items())
-    for name in ("available", "delayed", "in_flight", "done", "failed"):
-        row[name] = getattr(queue.counts, name)
+def _queues(
+    pinned: PinnedStore, piece: WholeQueue, selection: Selection
+) -> Iterator[pa.RecordBatch]:
+    spec = pinned.queues[piece.queue]
+    row: dict[str, Any] = {name: getattr(spec, name) for name in QueueSpec.__struct_fields__}
+    row["ordering"] = spec.ordering.value
+    row["labels"] = sorted(spec.labels.items())
+    row |= pinned.depths(piece.queue)._asdict()
     row["draining"] = piece.queue in pinned.draining
     yield _rows_batch(selection, [row])
 
 
-def _groups(pinned: Pinned, piece: WholeQueue, selection: Selection) -> Iterator[pa.RecordBatch]:
+def _groups(
+    pinned: PinnedStore, piece: WholeQueue, selection: Selection
+) -> Iterator[pa.RecordBatch]:
     found: dict[str, dict[str, Any]] = {}
-    for table, begin, end in live_keys(pinned.identity.design, pinned.queues[piece.queue]):
-        source = _Source(((0, rows) for rows in pinned.live_rows(table, begin, end)), 5, {})
+    for keys in pinned.cut("active", piece.queue, 1):
+        found_rows = pinned.live_rows(keys)
+        source = _Source(((range(len(rows)), rows) for rows in found_rows), 5, {})
         for rows, _ in _gathered(source):
             decoded = decode_all([row[5] for row in rows], attributes=False)
             for row, metadata in zip(rows, decoded, strict=True):
@@ -372,7 +381,9 @@ def _count(found: dict[str, dict[str, Any]], queue: str, state: str, metadata: A
         row["oldest_published_at"] = published if oldest is None else min(oldest, published)
 
 
-def _stats(pinned: Pinned, piece: WholeQueue, selection: Selection) -> Iterator[pa.RecordBatch]:
+def _stats(
+    pinned: PinnedStore, piece: WholeQueue, selection: Selection
+) -> Iterator[pa.RecordBatch]:
     rows: list[dict[str, Any]] = []
     described: list[Any] = [stats for stats in pinned.stats if stats.queue == piece.queue]
     if not piece.queue:
@@ -399,7 +410,7 @@ def _rows_batch(selection: Selection, rows: list[dict[str, Any]]) -> pa.RecordBa
     return _batch(selection, made)
 
 
-_READERS: Final[dict[str, Callable[[Pinned, Any, Selection], Iterator[pa.RecordBatch]]]] = {
+_READERS: Final[dict[str, Callable[[PinnedStore, Any, Selection], Iterator[pa.RecordBatch]]]] = {
     "log": _log,
     "messages": _messages,
     "active": _live,

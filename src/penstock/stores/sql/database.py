@@ -125,6 +125,8 @@ class Database:
         else:
             # Statements of many parts look dear to the planner, and are not.
             settings["jit"] = "off"
+            # Tables grow faster than the planner's idea of them: every statement has its index.
+            settings |= {"enable_seqscan": "off", "enable_bitmapscan": "off"}
             if self._relaxed:
                 settings["synchronous_commit"] = "off"
         parts = [
@@ -147,18 +149,22 @@ class Database:
         assert parameters.keys() == statement.parameters, (
             f"{name}: {parameters.keys() ^ statement.parameters}"
         )
-        return self.execute(statement.text, parameters)
+        return self.execute(statement.text, parameters, prepare=statement.planned_once)
 
     def parameters(self, name: str) -> frozenset[str]:
         """Return the parameters of a statement."""
         return self._statements[name].parameters
 
-    def execute(self, text: Any, parameters: Mapping[str, Any] | None = None) -> list[Row]:
+    def execute(
+        self, text: Any, parameters: Mapping[str, Any] | None = None, *, prepare: bool = False
+    ) -> list[Row]:
         """Run any text."""
         self.statements += 1
         try:
             # A text without parameters may hold many statements, which have no binary answer.
-            cursor = self.connect().execute(text, parameters, binary=parameters is not None)
+            cursor = self.connect().execute(
+                text, parameters, prepare=prepare, binary=parameters is not None
+            )
             return [] if cursor.description is None else cursor.fetchall()
         except psycopg.Error as error:
             raise self._judged(error) from error
@@ -243,7 +249,9 @@ def _conninfo(conninfo: str) -> str:
         told = conninfo_to_dict(conninfo)
     except psycopg.Error as error:
         raise InvalidUrl(f"the database can't be opened: {_said(error)}") from error
-    return make_conninfo(conninfo, **{name: value for name, value in _ALIVE.items() if name not in told})
+    return make_conninfo(
+        conninfo, **{name: value for name, value in _ALIVE.items() if name not in told}
+    )
 
 
 def translated(error: psycopg.Error) -> PenstockError:

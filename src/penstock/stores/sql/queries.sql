@@ -1,5 +1,7 @@
 -- Every statement of the SQL store. A statement is named; what it is for stands below its name.
 -- ":word" is a parameter. "-- dialect: NAME" makes a variant of the statement above it.
+-- "-- plan: once": whatever its parameters and however large the tables, one plan is right. Others
+-- are planned each time: a plan that was made for a queue of ten must not serve one of a million.
 -- Locks are taken in the order log_head, pointers, pointer_index, items, queue_counts, messages.
 
 -- ============================================================================================
@@ -31,6 +33,7 @@ SELECT decode(replace(gen_random_uuid()::text, '-', ''), 'hex');
 SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint;
 
 -- name: read_head
+-- plan: once
 -- Read the end of the log and the versions of what processes keep in memory.
 SELECT next_offset, specs_version, zones_version, filters_version, segment_ms, time_ms, published,
        duplicates, unrouted
@@ -50,6 +53,7 @@ SET specs_version = specs_version + 1, filters_version = filters_version + :filt
 RETURNING specs_version, filters_version;
 
 -- name: time_floor
+-- plan: once
 -- The latest time that anything has happened at.
 SELECT greatest((SELECT max(time_ms) FROM log_head), (SELECT max(time_ms) FROM queue_counts));
 
@@ -134,6 +138,7 @@ SELECT sum(live)::bigint, sum(in_flight)::bigint, sum(done)::bigint, sum(failed)
 FROM queue_counts WHERE queue = :queue;
 
 -- name: add_to_counts
+-- plan: once
 -- Add to a queue's depths and totals; give the first of the sequence numbers that were taken.
 UPDATE queue_counts
 SET live = live + :live, in_flight = in_flight + :in_flight, done = done + :done,
@@ -152,6 +157,7 @@ RETURNING next_sequence - :sequences;
 -- ============================================================================================
 
 -- name: find_dedup
+-- plan: once
 -- Which dedup ids are known, and for which messages.
 SELECT w.nth, d.message_id
 FROM unnest(:scopes::bytea[], :dedup_ids::bytea[]) WITH ORDINALITY AS w (scope, dedup_id, nth)
@@ -163,6 +169,7 @@ WHERE d.expires_at_ms > :now_ms;
 SELECT first_id FROM requests WHERE token = :token;
 
 -- name: publish
+-- plan: once
 -- Store messages, each into its queues, in one statement: the lock on log_head is held for no
 -- longer than the server needs, whatever becomes of the process that has sent it. No row comes
 -- back if what the process knows is out of date. A dedup id that another process has remembered
@@ -503,6 +510,7 @@ LEFT JOIN messages m ON m.message_id = t.message_id
 ORDER BY t.at;
 
 -- name: idle_zones
+-- plan: once
 -- Zones that have been empty for long enough to be collected.
 SELECT queue, zone, token FROM pointer_index
 WHERE empty_since_ms <= :before_ms ORDER BY empty_since_ms LIMIT :count;
@@ -575,6 +583,7 @@ ORDER BY i.queue, i.message_id;
 -- ============================================================================================
 
 -- name: ack
+-- plan: once
 -- Settle as done what is held under the leases that receipts name, in one statement. Tells which
 -- were held, and which of those in time.
 WITH wanted AS (
@@ -630,6 +639,7 @@ JOIN attempts a ON a.queue = w.queue AND a.message_id = w.message_id AND a.lease
 WHERE a.ending = :ending;
 
 -- name: extend
+-- plan: once
 -- Move the deadline of what is held under the leases that receipts name.
 WITH wanted AS (
     SELECT * FROM unnest(:queues::bigint[], :message_ids::bigint[], :leases::bytea[])
@@ -663,6 +673,7 @@ WITH wanted AS (
 SELECT queue, message_id, lease_id, vesting_ms > :now_ms FROM held;
 
 -- name: held
+-- plan: once
 -- What is held under a lease.
 SELECT message_id FROM items WHERE queue = :queue AND lease_id = :lease ORDER BY message_id;
 
@@ -728,6 +739,7 @@ FOR UPDATE OF i SKIP LOCKED;
 -- ============================================================================================
 
 -- name: any_expired
+-- plan: once
 -- Whether any lease is over.
 SELECT 1 FROM items WHERE lease_id IS NOT NULL AND vesting_ms <= :now_ms LIMIT 1;
 
@@ -740,6 +752,7 @@ WHERE i.queue = d.queue AND i.message_id = d.message_id
 RETURNING i.queue;
 
 -- name: next_due
+-- plan: once
 -- When the next lease, delay, unclaimed retention and dedup window is over.
 SELECT (SELECT min(vesting_ms) FROM items WHERE lease_id IS NOT NULL),
        (SELECT min(vesting_ms) FROM items WHERE delayed),
@@ -762,6 +775,7 @@ WHERE d.scope = old.scope AND d.dedup_id = old.dedup_id
 RETURNING 1;
 
 -- name: forget_requests
+-- plan: once
 -- Forget requests whose sender has long had its answer.
 DELETE FROM requests r
 USING (SELECT token FROM requests WHERE at_ms <= :before_ms LIMIT :count FOR UPDATE SKIP LOCKED)
@@ -894,6 +908,7 @@ WHERE d.queue = :queue AND d.sequence > :after
 ORDER BY d.sequence LIMIT :count;
 
 -- name: payloads
+-- plan: once
 -- Read payloads.
 SELECT message_id, payload FROM messages WHERE message_id = ANY (:message_ids::bigint[]);
 
@@ -1196,22 +1211,20 @@ WHERE NOT EXISTS (SELECT 1 FROM pointers q
 -- Pointers that vest later than the earliest item of their zone, or p says that they do.
 SELECT p.zone, concat('queue ', p.queue, ': the item vests at ', i.vesting_ms, ', Q_C at ',
                       q.vesting_ms, ', p at ', p.vesting_ms)
-FROM pointer_index p
-JOIN pointers q ON q.queue = p.queue AND q.token = p.token AND q.zone = p.zone
-JOIN queues s ON s.number = p.queue
-CROSS JOIN LATERAL (
-    SELECT CASE WHEN NOT s.fifo THEN (SELECT min(vesting_ms) FROM items i
-                                      WHERE i.queue = p.queue AND i.zone = p.zone)
-                WHEN EXISTS (SELECT 1 FROM items i WHERE i.queue = p.queue AND i.zone = p.zone
-                             AND i.lease_id IS NOT NULL)
-                THEN (SELECT min(vesting_ms) FROM items i WHERE i.queue = p.queue
-                      AND i.zone = p.zone AND i.lease_id IS NOT NULL)
-                ELSE (SELECT vesting_ms FROM items i WHERE i.queue = p.queue AND i.zone = p.zone
-                      ORDER BY message_id LIMIT 1) END AS vesting_ms
+FROM (
+    -- Of a FIFO zone that is held, who holds it; else its head.
+    SELECT queue, zone, CASE WHEN rank >= 0 THEN min(vesting_ms)
+                             WHEN bool_or(lease_id IS NOT NULL)
+                             THEN min(vesting_ms) FILTER (WHERE lease_id IS NOT NULL)
+                             ELSE (array_agg(vesting_ms ORDER BY message_id))[1] END AS vesting_ms
+    FROM (SELECT queue, zone, least(rank, 0) AS rank, vesting_ms, lease_id, message_id FROM items)
+        AS each
+    GROUP BY queue, zone, rank
 ) AS i
-WHERE i.vesting_ms IS NOT NULL
-  AND (q.vesting_ms > greatest(i.vesting_ms + :threshold_ms, :now_ms)
-       OR p.vesting_ms > greatest(i.vesting_ms + :threshold_ms, :now_ms));
+JOIN pointer_index p ON p.queue = i.queue AND p.zone = i.zone
+JOIN pointers q ON q.queue = p.queue AND q.token = p.token AND q.zone = p.zone
+WHERE q.vesting_ms > greatest(i.vesting_ms + :threshold_ms, :now_ms)
+   OR p.vesting_ms > greatest(i.vesting_ms + :threshold_ms, :now_ms);
 
 -- name: mend_pointers_late
 -- Have every pointer looked at now.
@@ -1356,3 +1369,124 @@ SET delayed = i.delayed AND i.lease_id IS NULL,
     rank = CASE WHEN q.fifo THEN -1 ELSE greatest(i.rank, 0) END,
     attempts = greatest(i.attempts, 0), forgiven = least(i.forgiven, greatest(i.attempts, 0))
 FROM queues q WHERE q.number = i.queue;
+
+-- ============================================================================================
+-- Reading in bulk, from a pinned state. Pages go on after the last row of the one before.
+-- ============================================================================================
+
+-- name: lock_sequences
+-- Wait for whoever has taken sequence numbers of done or failed messages, and let nobody take any
+-- until the commit. The highest number of each queue is what all its rows are raised to.
+SELECT queue, max(next_sequence) FROM (
+    SELECT queue, next_sequence FROM queue_counts ORDER BY queue, slot FOR UPDATE
+) AS locked GROUP BY queue;
+
+-- name: raise_sequences
+-- Have every row of a queue give out numbers from the same one on. They were locked before.
+UPDATE queue_counts c SET next_sequence = m.mark
+FROM unnest(:queues::bigint[], :marks::bigint[]) AS m (queue, mark)
+WHERE c.queue = m.queue AND c.next_sequence < m.mark;
+
+-- name: pinned_sequences
+-- Which sequence numbers have been given out.
+SELECT queue, max(next_sequence) FROM queue_counts GROUP BY queue;
+
+-- name: pinned_counts
+-- About how many rows each queue has: live, in flight, done, failed, attempts.
+SELECT queue, sum(live)::bigint, sum(in_flight)::bigint, sum(done)::bigint, sum(failed)::bigint,
+       sum(acked_total + released_total + lease_expired_total)::bigint
+FROM queue_counts GROUP BY queue;
+
+-- name: pinned_message_ends
+-- The first and the last message of a range.
+SELECT min(message_id), max(message_id) FROM messages
+WHERE message_id >= :begin AND message_id < :end;
+
+-- name: pinned_item_ends
+-- The first and the last live message of a queue.
+SELECT min(message_id), max(message_id) FROM items WHERE queue = :queue;
+
+-- name: pinned_attempt_ends
+-- The first and the last message of a queue that has been tried.
+SELECT min(message_id), max(message_id) FROM attempts WHERE queue = :queue;
+
+-- name: pinned_done_ends
+-- The lowest and the highest sequence of a queue's done messages.
+SELECT min(sequence), max(sequence) FROM done WHERE queue = :queue AND sequence >= :least;
+
+-- name: pinned_failed_ends
+-- The lowest and the highest sequence of a queue's failed messages.
+SELECT min(sequence), max(sequence) FROM failed WHERE queue = :queue AND sequence >= :least;
+
+-- name: pinned_sizes
+-- How large payloads are, which need not be read for it.
+SELECT message_id, octet_length(payload) FROM messages
+WHERE message_id >= :begin AND message_id < :end
+ORDER BY message_id LIMIT :count;
+
+-- name: pinned_items
+-- Live messages. The metadata is looked up for each row: a join might be done by reading all.
+SELECT i.message_id, i.attempts, i.visible_at_ms, i.vesting_ms, i.lease_id IS NOT NULL, i.consumer,
+       i.claimed_at_ms, (SELECT m.metadata FROM messages m WHERE m.message_id = i.message_id)
+FROM items i
+WHERE i.queue = :queue AND i.message_id >= :begin AND i.message_id < :end
+ORDER BY i.message_id LIMIT :count;
+
+-- name: pinned_held
+-- Live messages that are in flight, without their metadata.
+SELECT i.message_id, i.attempts, i.visible_at_ms, i.vesting_ms, true, i.consumer, i.claimed_at_ms,
+       ''::bytea
+FROM items i
+WHERE i.queue = :queue AND i.message_id >= :begin AND i.message_id < :end
+  AND i.lease_id IS NOT NULL AND i.vesting_ms > :now_ms
+ORDER BY i.message_id LIMIT :count;
+
+-- name: pinned_done
+-- Done messages.
+SELECT d.sequence, d.message_id, d.ended_at_ms, d.attempts,
+       (SELECT m.metadata FROM messages m WHERE m.message_id = d.message_id), ''::bytea
+FROM done d
+WHERE d.queue = :queue AND d.sequence >= :begin AND d.sequence < :end
+ORDER BY d.sequence LIMIT :count;
+
+-- name: pinned_failed
+-- Failed messages.
+SELECT d.sequence, d.message_id, d.ended_at_ms, d.attempts,
+       (SELECT m.metadata FROM messages m WHERE m.message_id = d.message_id), d.reason
+FROM failed d
+WHERE d.queue = :queue AND d.sequence >= :begin AND d.sequence < :end
+ORDER BY d.sequence LIMIT :count;
+
+-- name: pinned_attempts
+-- Attempts that have ended.
+SELECT message_id, number, claimed_at_ms, consumer, ended_at_ms, ending, reason FROM attempts
+WHERE queue = :queue AND (message_id, number) > (:after, :after_number) AND message_id < :end
+ORDER BY message_id, number LIMIT :count;
+
+-- ============================================================================================
+-- Looking at tokens and zones: `penstock cluster`. Reads only.
+-- ============================================================================================
+
+-- name: token_status
+-- Each token that has pointers: how many, how many of them have vested, and when the first did.
+SELECT token, count(*), count(*) FILTER (WHERE vesting_ms <= :now_ms), min(vesting_ms)
+FROM pointers GROUP BY token ORDER BY token;
+
+-- name: count_empty_zones
+-- Zones that nothing was seen in, which are collected if it stays so.
+SELECT count(*) FROM pointer_index WHERE empty_since_ms IS NOT NULL;
+
+-- name: depth_of_all
+-- Messages of all queues that wait, and that are in flight.
+SELECT coalesce(sum(live - in_flight), 0)::bigint, coalesce(sum(in_flight), 0)::bigint
+FROM queue_counts;
+
+-- name: page_tokens
+-- Which token each zone has, from a zone on.
+SELECT queue, zone, token FROM pointer_index
+WHERE (queue, zone) > (:queue, :zone::bytea)
+ORDER BY queue, zone LIMIT :count;
+
+-- name: read_ring
+-- The ring that new zones get a token of; it stays so until the commit.
+SELECT ring_size, ring_high FROM instance FOR SHARE;

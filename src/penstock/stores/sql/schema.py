@@ -12,7 +12,7 @@ from penstock.errors import StoreMismatch
 if TYPE_CHECKING:
     from penstock.stores.sql.database import Database
 
-__all__ = ["FORMAT", "Migration", "migrations", "prepare"]
+__all__ = ["FORMAT", "Migration", "find", "migrations", "prepare"]
 
 FORMAT: Final = 1
 PRODUCT: Final = "penstock"
@@ -47,6 +47,19 @@ def prepare(database: Database) -> None:
     if _applied(database, known) == len(known):
         return
     database.do(lambda: _migrate(database, known))
+
+
+def find(database: Database) -> None:
+    """Refuse a database that has no store of the present schema; nothing is written."""
+    known = migrations()
+    done = _applied(database, known)
+    if done == 0:
+        raise StoreMismatch(f"there is no store in the schema {database.schema!r} of the database")
+    if done < len(known):
+        raise StoreMismatch(
+            f"the database has schema {done} of {len(known)}: whoever opens the store next brings "
+            "it up to date"
+        )
 
 
 def _applied(database: Database, known: list[Migration]) -> int:

@@ -15,17 +15,22 @@ __all__ = ["DIALECTS", "Statement", "parse_statements", "statements_of"]
 DIALECTS: Final = ("postgresql", "cockroachdb")
 _NAME: Final = re.compile(r"^-- name: (\w+)$")
 _DIALECT: Final = re.compile(r"^-- dialect: (\w+)$")
+_ONCE: Final = "-- plan: once"
 # Not a cast, which has two colons.
 _PARAMETER: Final = re.compile(r"(?<![:\w]):([a-z]\w*)")
 
 
 class Statement(NamedTuple):
-    """A statement: its name, what it is for, its text for psycopg and its parameters."""
+    """A statement: its name, what it is for, its text for psycopg and its parameters.
+
+    ``planned_once``: the server may keep a plan that does not depend on the parameters.
+    """
 
     name: str
     purpose: str
     text: str
     parameters: frozenset[str]
+    planned_once: bool
 
 
 def parse_statements(text: str, dialect: str) -> dict[str, Statement]:
@@ -35,6 +40,7 @@ def parse_statements(text: str, dialect: str) -> dict[str, Statement]:
     variant: str | None = None
     purpose: list[str] = []
     lines: list[str] = []
+    once = False
 
     def add() -> None:
         body = " ".join(line.partition("-- ")[0].strip() for line in lines).strip().rstrip(";")
@@ -48,7 +54,7 @@ def parse_statements(text: str, dialect: str) -> dict[str, Statement]:
             parameters = frozenset(_PARAMETER.findall(body))
             # Parameters go in binary: payloads are not to be spelt out.
             sql = _PARAMETER.sub(r"%(\1)b", body.replace("%", "%%"))
-            found[name] = Statement(name, " ".join(purpose), sql, parameters)
+            found[name] = Statement(name, " ".join(purpose), sql, parameters, once)
 
     for line in text.splitlines():
         named, dialected = _NAME.match(line), _DIALECT.match(line)
@@ -56,9 +62,11 @@ def parse_statements(text: str, dialect: str) -> dict[str, Statement]:
             add()
             lines = []
             if named:
-                name, variant, purpose = named[1], None, []
+                name, variant, purpose, once = named[1], None, [], False
             elif dialected:
                 variant = dialected[1]
+        elif line == _ONCE:
+            once = True
         elif line.startswith("--"):
             if not lines:
                 purpose.append(line.removeprefix("--").strip())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.errors import InvalidInput, PenstockError
-from penstock.limits import MAX_RING_SIZE
+from penstock.limits import MAX_DATABASE_VIEWS, MAX_RING_SIZE
 from penstock.stores.plans import Collected, StoreInfo
 from penstock.stores.sql.claiming import Claiming
 from penstock.stores.sql.core import Core
@@ -13,12 +13,13 @@ from penstock.stores.sql.database import Database
 from penstock.stores.sql.filling import Filling
 from penstock.stores.sql.intake import Intake
 from penstock.stores.sql.moving import Moving
+from penstock.stores.sql.pins import Pins
 from penstock.stores.sql.routing import Routing
 from penstock.stores.sql.schema import prepare
 from penstock.stores.sql.settling import Settling
 from penstock.stores.sql.statements import statements_of
 from penstock.stores.sql.tunables import Tunables
-from penstock.stores.sql.upkeep import Upkeep
+from penstock.stores.sql.upkeep import ALL, Upkeep
 from penstock.stores.sql.views import Views
 from penstock.stores.sql.watching import Watching
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from penstock.model import QueueSpec
     from penstock.stores.audit import AuditReport
-    from penstock.stores.pinned import Pinned
+    from penstock.stores.sql.pinned import SqlPinned
 
 __all__ = ["SqlStore", "open_store"]
 
@@ -120,6 +121,7 @@ class SqlStore:
         self.available = watching.available
         self.sweep = watching.sweep
         self._watching = watching
+        self._pins = Pins(core, lambda now_ms: upkeep.catch_up(now_ms, ALL))
 
     def follow(self, look: Callable[[], None]) -> None:
         """Have something called about every minute: a clock looks at the database's."""
@@ -201,12 +203,14 @@ class SqlStore:
         dropped: Collected = core.change(work)
         return dropped
 
-    def pin(self, now_ms: int, *, stats: bool = False) -> Pinned:  # noqa: ARG002
-        """Refuse: reading in bulk is not there yet for this store."""
-        raise PenstockError(
-            "a store on a SQL database can't be read in bulk yet (Flight tables, collect, "
-            "archive): query its tables, or use browse"
-        )
+    def pin(self, now_ms: int, *, stats: bool = False, marks: bool = True) -> SqlPinned:
+        """Pin what is committed for reading in bulk, on a connection of its own."""
+        return self._pins.pin(now_ms, stats=stats, marks=marks)
+
+    @property
+    def max_views(self) -> int:
+        """How many states a server may have pinned at a time: each has a connection."""
+        return MAX_DATABASE_VIEWS
 
     # --- time and durability ---------------------------------------------------------------
 
@@ -243,5 +247,6 @@ class SqlStore:
         """Do nothing: the database is never lost to one process alone."""
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Let go of the connections."""
+        self._pins.close()
         self.core.database.close()
