@@ -53,9 +53,10 @@ DAMAGE: dict[str, tuple[str, set[str]]] = {
         {"orphan_attempt"},
     ),
     "a message that nobody knows": (
-        "INSERT INTO messages VALUES (3, 0, '', '') ON CONFLICT (message_id) DO NOTHING; "
-        "DELETE FROM log WHERE message_id = 3; DELETE FROM items WHERE message_id = 3; "
-        "UPDATE messages SET refs = 0 WHERE message_id = 3",
+        (
+            "DELETE FROM log WHERE message_id = 3; DELETE FROM items WHERE message_id = 3; "
+            "UPDATE messages SET refs = 0 WHERE message_id = 3"
+        ),
         {"garbage", "counter"},
     ),
     "a log that goes on behind its end": ("UPDATE log_head SET next_offset = 2", {"sequence"}),

@@ -11,7 +11,7 @@ import sys
 import threading
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import pytest
@@ -190,14 +190,14 @@ class Cut:
         self._run = self._database.run
         self.times = 0
 
-    def __enter__(self) -> Cut:
-        self._database.run = self._lose  # type: ignore[method-assign]
+    def __enter__(self) -> Self:
+        setattr(self._database, "run", self._lose)  # noqa: B010
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._database.run  # type: ignore[method-assign]
+        delattr(self._database, "run")
 
-    def _lose(self, name: str, /, **parameters: object) -> list[tuple[object, ...]]:
+    def _lose(self, name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
         rows = self._run(name, **parameters)
         if name == self._statement and not self.times:
             self.times += 1
@@ -240,7 +240,7 @@ def test_a_publish_whose_answer_is_lost_while_queues_change(
         cut = Cut(broker, postgres, "publish")
         lose = cut._lose
 
-        def changed(name: str, /, **parameters: object) -> list[tuple[object, ...]]:
+        def changed(name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
             if name == "publish" and not cut.times:
                 try:
                     return lose(name, **parameters)
@@ -248,7 +248,7 @@ def test_a_publish_whose_answer_is_lost_while_queues_change(
                     other.create_queue("r", filter="queue = 'q'")
             return lose(name, **parameters)
 
-        cut._lose = changed  # type: ignore[method-assign]
+        setattr(cut, "_lose", changed)  # noqa: B010
         with cut:
             assert broker.publish([Message(b"1", {"queue": "q"})]) == [2]
         assert other.stats("q").available == 2
@@ -272,7 +272,9 @@ def test_an_extension_whose_answer_is_lost(broker: Broker, postgres: PostgresSer
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_release_whose_answer_is_lost(url: str, postgres: PostgresServer, last: bool) -> None:
+def test_a_release_whose_answer_is_lost(
+    url: str, postgres: PostgresServer, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with penstock.open(url, background=False, clock=ManualClock()) as broker:
         broker.create_queue("q", max_attempts=1 if last else 5)
         broker.send("q", b"x")
@@ -280,19 +282,19 @@ def test_a_release_whose_answer_is_lost(url: str, postgres: PostgresServer, last
         store = broker._store
         assert isinstance(store, SqlStore)
         database = store.core.database
-        execute, lost = database.execute, []
+        execute = database.execute
+        lost: list[str] = []
 
-        def lose(text: object, parameters: object = None) -> list[tuple[object, ...]]:
-            rows = execute(text, parameters)  # type: ignore[arg-type]
+        def lose(text: Any, *arguments: Any, **options: Any) -> list[tuple[Any, ...]]:
+            rows = execute(text, *arguments, **options)
             if text == "COMMIT" and not lost:
                 lost.append(text)
                 postgres.cut()
                 return execute("SELECT 1")
             return rows
 
-        database.execute = lose  # type: ignore[method-assign]
+        monkeypatch.setattr(database, "execute", lose)
         (outcome,) = broker.release([delivery.receipt], delay_ms=0)
-        del database.execute  # type: ignore[method-assign]
         assert lost
         assert outcome.status == ("failed" if last else "retrying")
         assert broker.stats("q").released_total == 1
