@@ -262,7 +262,7 @@ def test_a_zone_that_is_collected_meanwhile_is_made_again(url: str, store: Store
     with ThreadPoolExecutor(1) as pool:
         with core.database.transaction():
             found = core.database.run("idle_zones", before_ms=now_ms, count=10)
-            assert len(core.zones._collect(found, now_ms)) == 2  # type: ignore[arg-type]
+            assert len(core.zones._collect(found, now_ms)) == 2
             redriving = pool.submit(other.broker.redrive, "r")
             threading.Event().wait(0.2)
             assert not redriving.done()
