@@ -118,6 +118,7 @@ LAYERS = {
             "filters",
             "flight_client",
             "importers",
+            "opening",
             "reader",
             "server",
         ),

@@ -8,6 +8,7 @@
     slatedb+s3://BUCKET/PREFIX    a SlateDB database in an S3 bucket
     postgresql://USER@HOST/DB     tables in a PostgreSQL database, for any number of processes
     cockroachdb://USER@HOST/DB    the same in CockroachDB
+    URL;URL                       several databases as one store
     ...?schema=S&ring_size=N      SQL: the schema of the tables, and tokens of a new store
     ...?design=indexed|buckets    which of the two storage designs a new store gets
     ...?flush_ms=N                SlateDB: the least time from one write of its log to the next
@@ -19,7 +20,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 from urllib.parse import parse_qsl, urlencode
 
 import msgspec
@@ -28,21 +29,22 @@ from penstock.broker import Broker
 from penstock.clock import Clock, FollowingClock, SystemClock
 from penstock.errors import InvalidUrl, StorageFailed, StoreMismatch
 from penstock.kv.memory import MemoryEngine
-from penstock.limits import MAX_FLUSH_MS, MAX_RING_SIZE
+from penstock.limits import MAX_CLUSTERS, MAX_FLUSH_MS, MAX_RING_SIZE
 from penstock.stores import buckets, indexed
 from penstock.stores.core import FORMAT, SHARED_TABLES, Identity
 from penstock.stores.kvstore import KvStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from penstock.kv import Engine, Shape
     from penstock.kv.slatedb_place import Place
     from penstock.kv.slatedb_watch import Pulse
     from penstock.reader import Reader
     from penstock.stores.active import ActiveSet, Quarantine
+    from penstock.stores.sql import ClusterStore, SqlStore
 
-__all__ = ["DESIGNS", "Design", "make_store", "open", "open_reader", "watch_owner"]
+__all__ = ["DESIGNS", "Design", "make_store", "open", "open_reader", "sql_places", "watch_owner"]
 
 
 class Design(NamedTuple):
@@ -65,7 +67,7 @@ _IDENTITY_KEY: Final = b"meta"
 
 
 def open(  # noqa: A001 - penstock.open is the way in
-    url: str,
+    url: str | Sequence[str],
     *,
     durability: Literal["fsync", "relaxed"] = "fsync",
     dedup_window_ms: int = 300_000,
@@ -75,6 +77,7 @@ def open(  # noqa: A001 - penstock.open is the way in
 ) -> Broker:
     """Open a store, making it if it is not there.
 
+    Several URLs of SQL databases, as a list or with ``;`` in between, are one store.
     ``durability="relaxed"`` lets verbs return before the disk has their change: a crash of this
     process still loses nothing, a crash of the machine may lose the last tenth of a second.
     ``routing`` is chosen when a store is made, and kept: ``inline`` (the default) puts messages
@@ -86,6 +89,11 @@ def open(  # noqa: A001 - penstock.open is the way in
         raise InvalidUrl(f"durability {durability!r:.100}: 'fsync' or 'relaxed'")
     if routing not in {None, "inline", "pipeline"}:
         raise InvalidUrl(f"routing {routing!r:.100}: 'inline' or 'pipeline'")
+    urls = [str(each) for each in url] if isinstance(url, list | tuple) else _split(url)
+    if len(urls) == 1:
+        url = urls[0] if isinstance(url, list | tuple) else url
+    elif not urls or not all(each.startswith(_SQL_SCHEMES) for each in urls):
+        raise InvalidUrl("a store of several URLs is of SQL databases: postgresql:, cockroachdb:")
     if str(url).startswith(("penstock:", "penstocks:")):
         if (durability, dedup_window_ms, background, routing) != ("fsync", 300_000, True, None):
             raise InvalidUrl(f"{url!r:.200} is a server: what its store does is its own setting")
@@ -93,11 +101,11 @@ def open(  # noqa: A001 - penstock.open is the way in
         from penstock.client import connect  # noqa: PLC0415
 
         # It has the verbs of a broker, so that who is given either need not know which.
-        return cast(Broker, connect(url, clock=clock))
+        return cast(Broker, connect(str(url), clock=clock))
     clock = clock or SystemClock()
-    if str(url).startswith(_SQL_SCHEMES):
+    if urls[0].startswith(_SQL_SCHEMES):
         return _open_sql(
-            str(url),
+            urls,
             clock,
             relaxed=durability == "relaxed",
             dedup_window_ms=dedup_window_ms,
@@ -126,8 +134,14 @@ def open(  # noqa: A001 - penstock.open is the way in
         raise
 
 
+def _split(url: object) -> list[str]:
+    """Tell the URLs of several databases apart; what is none is left to whoever parses it."""
+    text = str(url)
+    return text.split(";") if text.startswith(_SQL_SCHEMES) else [text]
+
+
 def _open_sql(
-    url: str,
+    urls: Sequence[str],
     clock: Clock,
     *,
     relaxed: bool,
@@ -135,26 +149,43 @@ def _open_sql(
     background: bool,
     routing: str | None,
 ) -> Broker:
-    named = _parse_sql(url)
+    places = [_parse_sql(url) for url in urls]
     try:
-        from penstock.stores.sql import open_store  # noqa: PLC0415 - an extra
+        from penstock.stores.sql import Source, open_clusters, open_store  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        raise InvalidUrl(f"{named.dialect}: needs psycopg: pip install 'penstock[sql]'") from error
+        dialect = places[0].dialect
+        raise InvalidUrl(f"{dialect}: needs psycopg: pip install 'penstock[sql]'") from error
     # Processes on many machines must agree about when a lease is over.
     following = FollowingClock() if type(clock) is SystemClock else None
     clock = following or clock
-    store = open_store(
-        named.conninfo,
-        schema=named.schema,
-        dialect=named.dialect,
-        ring_size=named.ring_size,
-        store_id=int.from_bytes(clock.lease_id()[-4:], "big"),
-        routing=routing,
-        random=clock.random,
-        now_ms=clock.now_ms(),
-        relaxed=relaxed,
-        background=background,
-    )
+    settings: dict[str, Any] = {
+        "store_id": int.from_bytes(clock.lease_id()[-4:], "big"),
+        "routing": routing,
+        "random": clock.random,
+        "now_ms": clock.now_ms(),
+        "relaxed": relaxed,
+        "background": background,
+    }
+    store: SqlStore | ClusterStore
+    if len(places) > 1:
+        if any(named.cluster is not None for named in places):
+            raise InvalidUrl("cluster: for who reads one of several databases by itself")
+        sources = [
+            Source(named.conninfo, named.schema, named.dialect, named.ring_size, named.shown)
+            for named in places
+        ]
+        store = open_clusters(sources, **settings)
+    else:
+        (named,) = places
+        store = open_store(
+            named.conninfo,
+            schema=named.schema,
+            dialect=named.dialect,
+            ring_size=named.ring_size,
+            cluster=named.cluster or 0,
+            clusters=1 if named.cluster is None else 0,
+            **settings,
+        )
     try:
         if following is not None:
             following.follow(store.server_ms)
@@ -334,6 +365,19 @@ class _NamedSql(NamedTuple):
     conninfo: str
     schema: str
     ring_size: int | None
+    cluster: int | None
+    shown: str
+
+
+def sql_places(url: str) -> list[_NamedSql]:
+    """Say where the tables of a store on SQL databases are, one place for each."""
+    urls = _split(url)
+    if not all(each.startswith(_SQL_SCHEMES) for each in urls):
+        raise InvalidUrl(
+            f"{_without_password(str(url))!r:.200} is not on a SQL database: postgresql://HOST/DB, "
+            "cockroachdb://HOST/DB"
+        )
+    return [_parse_sql(each) for each in urls]
 
 
 def _parse_sql(url: str) -> _NamedSql:
@@ -341,20 +385,30 @@ def _parse_sql(url: str) -> _NamedSql:
     place, _, query = rest.partition("?")
     shown = _without_password(url)
     if "," in url and any(f",{scheme}" in url for scheme in _SQL_SCHEMES):
-        raise InvalidUrl(f"{shown!r:.200}: several databases are not supported yet: name one")
+        raise InvalidUrl(f"{shown!r:.200}: several databases are named with ; in between")
     if not place.startswith("//"):
         raise InvalidUrl(f"{shown!r:.200}: {dialect}://USER:PASSWORD@HOST:PORT/DATABASE")
     options = dict(parse_qsl(query, keep_blank_values=True))
     schema = options.pop("schema", "penstock")
     ring_size = options.pop("ring_size", None)
+    cluster = options.pop("cluster", None)
     if not re.fullmatch(r"[a-z_][a-z0-9_]{0,62}", schema) or schema.startswith("pg_"):
         raise InvalidUrl(f"schema {schema!r:.100}: lower case letters, digits and _")
     if ring_size is not None and not (
         ring_size.isdecimal() and 1 <= int(ring_size) <= MAX_RING_SIZE
     ):
         raise InvalidUrl(f"ring_size {ring_size!r:.100}: from 1 to {MAX_RING_SIZE}")
+    if cluster is not None and not (cluster.isdecimal() and int(cluster) < MAX_CLUSTERS):
+        raise InvalidUrl(f"cluster {cluster!r:.100}: from 0 to {MAX_CLUSTERS - 1}")
     conninfo = f"postgresql:{place}" + (f"?{urlencode(options)}" if options else "")
-    return _NamedSql(dialect, conninfo, schema, None if ring_size is None else int(ring_size))
+    return _NamedSql(
+        dialect,
+        conninfo,
+        schema,
+        None if ring_size is None else int(ring_size),
+        None if cluster is None else int(cluster),
+        shown,
+    )
 
 
 def _without_password(url: str) -> str:

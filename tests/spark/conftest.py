@@ -57,9 +57,14 @@ class World:
     """A broker behind a Flight server, and what every queue of it ought to hold."""
 
     def __init__(
-        self, path: Path, routing: str = "pipeline", clock: penstock.Clock | None = None
+        self,
+        path: Path,
+        routing: str = "pipeline",
+        clock: penstock.Clock | None = None,
+        url: str | None = None,
     ) -> None:
         self.path = path
+        self.url = url or f"rocksdb:{path}"
         self.clock = clock
         self.routing = routing
         self.port = 0
@@ -71,7 +76,7 @@ class World:
     def open(self) -> None:
         """Open the store and serve it, at the port of the last time if there was one."""
         self.broker = penstock.open(
-            f"rocksdb:{self.path}",
+            self.url,
             durability="relaxed",
             routing=self.routing,  # type: ignore[arg-type]
             clock=self.clock,

@@ -197,8 +197,6 @@ def test_what_this_store_does_not_do(url: str, tmp_path: Path) -> None:
     with penstock.open(url, background=False) as broker:
         with pytest.raises(PenstockError, match="backup"):
             broker.checkpoint(tmp_path / "copy")
-        with pytest.raises(PenstockError, match="bulk"):
-            broker.view()
 
 
 def test_the_ring_is_bounded(url: str) -> None:

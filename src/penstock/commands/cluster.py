@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Final
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -16,8 +17,8 @@ from penstock.commands.common import (
     show_table,
     store_option,
 )
-from penstock.limits import DEFAULT_SWEEP_BUDGET, MAX_RING_SIZE
-from penstock.opening import sql_place
+from penstock.limits import MAX_RING_SIZE
+from penstock.opening import sql_places
 
 if TYPE_CHECKING:
     from penstock.stores.sql import SqlStore
@@ -29,46 +30,70 @@ __all__ = ["commands"]
 SHOWN: Final = 20
 # Between two looks at how far the re-hash has got.
 LOOK_S: Final = 1.0
+SWEEP_BUDGET: Final = 1_000
 
 
 @click.group("cluster")
 def cluster() -> None:
-    """Look at a store on a SQL database, and change its ring while brokers run."""
+    """Look at a store on a SQL database, and change its ring."""
 
 
-def _look(url: str) -> ClusterLook:
-    place = sql_place(url)
+def _look(url: str, stack: ExitStack) -> dict[str, ClusterLook]:
+    """Connect to each database of a store; by what it is called."""
+    places = sql_places(url)
     try:
         from penstock.stores.sql.status import ClusterLook  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error.name} is missing: pip install penstock[sql]") from None
-    return ClusterLook(place.conninfo, schema=place.schema, dialect=place.dialect)
+    return {
+        place.shown: stack.enter_context(
+            ClusterLook(place.conninfo, schema=place.schema, dialect=place.dialect)
+        )
+        for place in places
+    }
 
 
-def _open(url: str, now_ms: int) -> SqlStore:
+def _open(url: str, now_ms: int, stack: ExitStack) -> list[SqlStore]:
+    """Open each database of a store by itself."""
     from penstock.stores.sql import open_store  # noqa: PLC0415 - an extra
 
-    place = sql_place(url)
-    return open_store(
-        place.conninfo,
-        schema=place.schema,
-        dialect=place.dialect,
-        store_id=0,
-        routing=None,
-        random=SystemClock().random,
-        now_ms=now_ms,
-    )
+    places, stores = sql_places(url), []
+    for number, place in enumerate(places):
+        alone = len(places) == 1 and place.cluster is None
+        store = open_store(
+            place.conninfo,
+            schema=place.schema,
+            dialect=place.dialect,
+            store_id=0,
+            routing=None,
+            random=SystemClock().random,
+            now_ms=now_ms,
+            cluster=number if place.cluster is None else place.cluster,
+            # One of several: without their number it is opened by itself.
+            clusters=1 if alone else 0,
+        )
+        stack.callback(store.close)
+        stores.append(store)
+    return stores
 
 
 @cluster.command("status")
 @store_option
 def status(store: str, *, as_json: bool) -> None:
     """Show tokens, zones, and how far a change of the ring has got."""
-    with _look(store) as look:
-        now = look.status()
+    with ExitStack() as stack:
+        found = {name: look.status() for name, look in _look(store, stack).items()}
+    _tell(found, {}, as_json=as_json)
+
+
+def _tell(found: dict[str, ClusterStatus], more: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        emit_json({**plain(now), "rehashed": now.rehashed})
-    else:
+        each = [{**plain(now), "rehashed": now.rehashed} for now in found.values()]
+        emit_json({**each[0], **more} if len(each) == 1 else {"databases": each, **more})
+        return
+    for name, now in found.items():
+        if len(found) > 1:
+            click.echo(name)
         _show(now)
 
 
@@ -91,7 +116,9 @@ def _show(now: ClusterStatus) -> None:
         for each in sorted(fullest, key=lambda each: each.token)
     ]  # fmt: skip
     show_table(
-        (":token", ":pointers", ":vested", ":oldest lag ms", ""), rows, empty="no token has pointers"
+        (":token", ":pointers", ":vested", ":oldest lag ms", ""),
+        rows,
+        empty="no token has pointers",
     )
     if len(now.tokens) > SHOWN:
         click.echo(f"the fullest {SHOWN} of {len(now.tokens):,} tokens that have pointers")
@@ -115,42 +142,40 @@ def resize(
     timeout_ms = None if timeout is None else duration(timeout)
     if not 1 <= ring_size <= MAX_RING_SIZE:
         raise click.BadParameter(f"{ring_size} is not from 1 to {MAX_RING_SIZE:,}", param_hint="N")
-    collected = collisions = 0
-    with _look(store) as look:
-        opened = _open(store, look.now_ms())
-        try:
-            opened.set_ring_size(ring_size, look.now_ms())
-            if wait and _wait(look, opened, timeout_ms):
-                # Claims need not look at the tokens of the old ring any more.
-                opened.set_ring_size(ring_size, look.now_ms())
-            collected, collisions = opened.core.zones.collected, opened.core.zones.collisions
-        finally:
-            opened.close()
-        now = look.status()
-    if as_json:
-        counters = {"collected": collected, "collisions": collisions}
-        emit_json({**plain(now), "rehashed": now.rehashed, "this_process": counters})
-    else:
-        _show(now)
-        if wait:
-            click.echo(f"{collected:,} zones were collected by this process")
-    ctx.exit(1 if wait and now.old_tokens else 0)
+    with ExitStack() as stack:
+        looks = _look(store, stack)
+        now_ms = next(iter(looks.values())).now_ms()
+        stores = _open(store, now_ms, stack)
+        for each in stores:
+            each.set_ring_size(ring_size, now_ms)
+        if wait and _wait(list(looks.values()), stores, timeout_ms):
+            # Claims need not look at the tokens of the old ring any more.
+            for each in stores:
+                each.set_ring_size(ring_size, now_ms)
+        collected = sum(each.core.zones.collected for each in stores)
+        found = {name: look.status() for name, look in looks.items()}
+    _tell(found, {"this_process": {"collected": collected}}, as_json=as_json)
+    if wait and not as_json:
+        click.echo(f"{collected:,} zones were collected by this process")
+    ctx.exit(1 if wait and any(now.old_tokens for now in found.values()) else 0)
 
 
-def _wait(look: ClusterLook, store: SqlStore, timeout_ms: int | None) -> bool:
+def _wait(looks: list[ClusterLook], stores: list[SqlStore], timeout_ms: int | None) -> bool:
     """Wait for the last zone of another ring to be collected; false if the time is over."""
-    end_ms = None if timeout_ms is None else look.now_ms() + timeout_ms
-    most = look.old_tokens()
+    end_ms = None if timeout_ms is None else looks[0].now_ms() + timeout_ms
+    most = 0
     with progress_bar("re-hashing") as progress:
-        while (old := look.old_tokens()) > 0:
+        while (old := sum(look.old_tokens() for look in looks)) > 0:
+            most = max(most, old)
             if progress is not None:
-                most = max(most, old)
                 progress(most - old, most)
-            now_ms = look.now_ms()
-            if end_ms is not None and now_ms >= end_ms:
+            if end_ms is not None and looks[0].now_ms() >= end_ms:
                 return False
             # No broker may be running that would collect them.
-            if not store.sweep(now_ms, DEFAULT_SWEEP_BUDGET).removed:
+            collected = sum(store.core.zones.collected for store in stores)
+            for look, store in zip(looks, stores, strict=True):
+                store.sweep(look.now_ms(), SWEEP_BUDGET)
+            if sum(store.core.zones.collected for store in stores) == collected:
                 threading.Event().wait(LOOK_S)
     return True
 

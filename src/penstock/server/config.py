@@ -39,6 +39,7 @@ __all__ = [
     "authenticates",
     "load",
     "parse_address",
+    "without_password",
 ]
 
 SECTIONS: Final = ("auth", "backup", "limits", "listen", "log", "metrics", "sqs", "tls")
@@ -393,6 +394,10 @@ def _shown(value: Any) -> Any:
     if isinstance(value, Size):
         return int(value)
     if isinstance(value, str):
-        # A store's URL may hold a password.
-        return re.sub(r"(://[^/:@]*):[^/@]*@", r"\1:…@", str(value))
+        return without_password(value)
     return value
+
+
+def without_password(text: str) -> str:
+    """Return text to be shown: the URL of a store may hold a password."""
+    return re.sub(r"(://[^/:@]*):[^/@]*@", r"\1:…@", text)

@@ -8,7 +8,9 @@
 
 What comes in one turn of the event loop shares scans, commits and the sync. Claims that find
 nothing are parked, without a thread, until their queue gets something or their time is up.
-Everything here runs on the loop's thread, but for what :meth:`Desk.call` is given.
+Everything here runs on the loop's thread, but for what :meth:`Desk.call` is given, and for joint
+changes of a store that is at the other end of a network: one thread waits for them, and for a
+database that is away, while the loop goes on. Still there is one joint change at a time.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ MAX_JOINT_MESSAGES: Final = 2_000
 # from them those that only look, which must not wait until a purge of millions is through.
 CALL_THREADS: Final = 4
 LOOK_THREADS: Final = 4
+# Designs whose changes wait for somebody else's machine.
+FAR: Final = frozenset({"sql"})
 
 
 class _Waiting:
@@ -85,6 +89,11 @@ class Desk:
         self.lost = asyncio.Event()
         self._callers = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="penstock-desk")
         self._lookers = ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="penstock-look")
+        self._changer: ThreadPoolExecutor | None = None
+        if broker.info().design in FAR:
+            self._changer = ThreadPoolExecutor(1, thread_name_prefix="penstock-change")
+        # Whether the thread makes a joint change.
+        self._changing = False
         broker.listen(self._woken)
 
     @property
@@ -179,8 +188,9 @@ class Desk:
         while self._under_way:
             await asyncio.sleep(0.001)
         self.broker.listen(None)
-        for threads in (self._callers, self._lookers):
-            await asyncio.to_thread(threads.shutdown)
+        for threads in (self._callers, self._lookers, self._changer):
+            if threads is not None:
+                await asyncio.to_thread(threads.shutdown)
 
     # --- gathering -------------------------------------------------------------------------
 
@@ -200,16 +210,41 @@ class Desk:
         """Make one joint change of what has gathered."""
         joint, made = self._next()
         self._scheduled = bool(self._gathered)
+        if not made:
+            if self._scheduled:
+                self._loop.call_soon(self._work)
+            return
+        if self._changer is not None:
+            self._changing = self._scheduled = True
+            change = self._loop.run_in_executor(self._changer, self.broker.begin, joint)
+            change.add_done_callback(lambda change: self._changed(made, change))
+            return
         if self._scheduled:
             self._loop.call_soon(self._work)
-        if not made:
-            return
         try:
             number = self.broker.begin(joint)
         except Exception as error:
             # Whatever it was, they must be told.
             self._answer(made, error)
             return
+        self._began(made, number)
+
+    def _changed(self, made: list[_Made], change: Future[int]) -> None:
+        """Go on after a joint change that the thread has made."""
+        error = change.exception()
+        if error is None:
+            self._began(made, change.result())
+        else:
+            self._answer(made, error if isinstance(error, Exception) else BrokerClosed(str(error)))
+        self._changing = False
+        self._scheduled = bool(self._gathered)
+        if self._scheduled:
+            self._loop.call_soon(self._work)
+        # What was told meanwhile may be for claims that wait only now.
+        self._retry()
+
+    def _began(self, made: list[_Made], number: int) -> None:
+        """Park claims that wait, and have the others answered when the change is durable."""
         # At once: whatever wakes them from now on comes to the loop after this.
         made = [each for each in made if not self._park(each[0])]
         if made:
@@ -316,6 +351,8 @@ class Desk:
 
     def _retry(self) -> None:
         """Have claims look again that wait for a queue of which there is news."""
+        if self._changing:
+            return
         with self._news_lock:
             news, self._news = self._news, {}
         if None in news:

@@ -420,7 +420,7 @@ async def _serve(server: Server, say: Callable[[str], None]) -> bool:
     loop.add_signal_handler(signal.SIGHUP, server.reload)
     await server.start()
     places = ", ".join(map(server.location, server.addresses))
-    say(f"serving {server.config.store} at {places}")
+    say(f"serving {configuring.without_password(server.config.store)} at {places}")
     _write_ports(server.config, server.addresses)
     _settle_in()
     lost = await _stopped_or_lost(server, stopping)

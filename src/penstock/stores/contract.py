@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, ServerUnreachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         Want,
     )
 
-__all__ = ["FiltersChanged", "Store"]
+__all__ = ["FiltersChanged", "PartAway", "Store"]
 
 
 class FiltersChanged(PenstockError):
@@ -55,6 +55,10 @@ class FiltersChanged(PenstockError):
 
     The broker looks again and tries again: nobody else sees this error.
     """
+
+
+class PartAway(ServerUnreachable):
+    """A part of the store that a verb needs does not answer; nothing was changed."""
 
 
 class Store(Protocol):

@@ -132,6 +132,28 @@ def _fresh(spark: SparkSession, frame: DataFrame, ends: Mapping[str, int]) -> Da
     return kept.select(*frame.columns)
 
 
+def _reach(
+    spark: SparkSession, location: str, state: str, queues: Sequence[str] | None, until_ms: int
+) -> DataFrame:
+    """Return up to which sequence nothing ended later than a time, by queue.
+
+    What is archived is told by sequence numbers, and so is what may be trimmed. Processes that
+    share a store give them out in no order of time: what is old can be beyond what is young.
+    """
+    ended = _ENDED[state]
+    rows = read(spark, location, state, queues=queues, columns=("queue", "sequence", ended))
+    young = F.when(F.col(ended) > F.timestamp_millis(F.lit(until_ms)), F.col("sequence"))
+    end = F.coalesce(F.min(young), F.max("sequence") + 1)
+    return pinned(rows.groupBy("queue").agg(end.alias("_until")))
+
+
+def _older(rows: DataFrame, reach: DataFrame, state: str, until_ms: int) -> DataFrame:
+    """Leave out what ended later than a time, and what is beyond it."""
+    old = rows.where(F.col(_ENDED[state]) <= F.timestamp_millis(F.lit(until_ms)))
+    joined = old.join(F.broadcast(reach), "queue")
+    return joined.where(F.col("sequence") < F.col("_until")).select(*rows.columns)
+
+
 def _choose(
     spark: SparkSession,
     location: str,
@@ -150,7 +172,7 @@ def _choose(
     for state in states:
         rows = read(spark, location, state, queues=queues, **options)
         if keep_ms:
-            rows = rows.where(F.col(_ENDED[state]) <= F.timestamp_millis(F.lit(until_ms)))
+            rows = _older(rows, _reach(spark, location, state, queues, until_ms), state, until_ms)
         tables[state] = pinned(_fresh(spark, rows, runs.ends(state, born)))
     now = known(location).created_at_ms
     # A queue that was made anew meanwhile has rows here that nobody can tell apart.

@@ -16,10 +16,15 @@ its zone has a pointer. No process owns anything, and every verb is one transact
     routing                     the metadata log: read, assign, backfill, restore
     views, audit                browse, stats; the invariants
     store                       all of it as one Store
+    clusters, spreading, joining  several databases as one Store: verbs go where a group belongs
+    members, agreeing           one of them: is it there; do all have the same queues
+    forming                     do they belong together, before anything is written
 """
 
 from __future__ import annotations
 
+from penstock.stores.sql.clusters import ClusterStore
+from penstock.stores.sql.forming import Source, open_clusters
 from penstock.stores.sql.store import SqlStore, open_store
 
-__all__ = ["SqlStore", "open_store"]
+__all__ = ["ClusterStore", "Source", "SqlStore", "open_clusters", "open_store"]

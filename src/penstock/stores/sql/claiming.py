@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from penstock import limits
 from penstock.codec.metadata import decode_metadata
 from penstock.errors import CorruptRecord
 from penstock.model import Delivery
@@ -63,19 +62,30 @@ class Claiming:
                 core.due(claim.deadline_ms)
         return [claim.deliveries for claim in claims]
 
+    def ready_zones(self, queue_name: str, now_ms: int) -> int:
+        """Return how many of the zones that a claim looks at seem to have something."""
+        core = self._core
+        core.refresh(now_ms)
+        queue = core.queue(queue_name)
+        tokens = list(range(core.ring_high))
+        return len(self._peek(queue, tokens, now_ms))
+
+    def _peek(self, queue: Queue, tokens: list[int], now_ms: int) -> list[tuple[Any, ...]]:
+        core = self._core
+        return core.database.do(
+            lambda: core.database.run(
+                "peek", queue=queue.number, tokens=tokens, now_ms=now_ms,
+                count=core.tunables.peek_max,
+            ),
+            again=True,
+        )  # fmt: skip
+
     def _take(self, queue: Queue, claims: Sequence[_Claim], now_ms: int) -> None:
         core, tunables = self._core, self._core.tunables
         # Visits that came to nothing, because others were there: they are made again, not for ever.
         lost = 0
         while (room := sum(claim.room for claim in claims)) and lost <= tunables.selection_max:
-            tokens = walk(core.ring_high, core.random)
-            found = core.database.do(
-                lambda tokens=tokens: core.database.run(  # type: ignore[misc]
-                    "peek", queue=queue.number, tokens=tokens, now_ms=now_ms,
-                    count=tunables.peek_max,
-                ),
-                again=True,
-            )  # fmt: skip
+            found = self._peek(queue, walk(core.ring_high, core.random), now_ms)
             if not found:
                 return
             # In turn, whichever token they are under.
@@ -119,7 +129,7 @@ class Claiming:
                 consumers=[claim.consumer for claim in claims],
                 lows=lows,
                 highs=highs,
-                room_bytes=[limits.MAX_CLAIM_BYTES - claim.bytes for claim in claims],
+                room_bytes=[claim.most_bytes - claim.bytes for claim in claims],
                 slot=core.slot,
                 turn=core.take_turns(len(chosen) + 1),
                 stamp=core.stamp(),
@@ -160,6 +170,7 @@ class _Claim:
     def __init__(self, core: Core, queue: Queue, want: Want, now_ms: int) -> None:
         self._queue = queue.name
         self._limit = want.limit
+        self.most_bytes = want.most_bytes
         self.lease = family_of(want.lease) + b"\0\0"
         self.deadline_ms = now_ms + want.lease_ms
         self.consumer = want.consumer.encode()
@@ -170,7 +181,7 @@ class _Claim:
     @property
     def full(self) -> bool:
         """Whether it has all the bytes that one claim may have."""
-        return self.bytes >= limits.MAX_CLAIM_BYTES
+        return self.bytes >= self.most_bytes
 
     @property
     def room(self) -> int:

@@ -16,6 +16,7 @@ from penstock.errors import QueueNotFound, StoreMismatch
 from penstock.model import Ordering, QueueSpec
 from penstock.stores.coverage import Coverage
 from penstock.stores.metadata_log import LogSettings
+from penstock.stores.sql.ring import first_offset
 from penstock.stores.sql.schema import FORMAT, PRODUCT
 from penstock.stores.sql.zones import Zones
 
@@ -86,6 +87,8 @@ class Core:
         ring_size: int | None,
         random: Callable[[], float],
         now_ms: int,
+        cluster: int = 0,
+        clusters: int = 1,
     ) -> None:
         self.database = database
         self.tunables = tunables
@@ -103,7 +106,7 @@ class Core:
         self._due_ms: int | None = None
         # When the retention of done and failed messages next has something to do.
         self.retention_ms: int | None = None
-        self.identity = self._identify(store_id, routing, ring_size, now_ms)
+        self.identity = self._identify(store_id, routing, ring_size, now_ms, (cluster, clusters))
         self.zones = Zones(self)
         self.queues: dict[str, Queue] = {}
         self.by_number: dict[int, Queue] = {}
@@ -117,11 +120,16 @@ class Core:
         self.changed_elsewhere = 0
 
     def _identify(
-        self, store_id: int, routing: str | None, ring_size: int | None, now_ms: int
+        self,
+        store_id: int,
+        routing: str | None,
+        ring_size: int | None,
+        now_ms: int,
+        place: tuple[int, int],
     ) -> Identity:
         database = self.database
         rows = database.run("load_instance")
-        if not rows:
+        if not rows and place[1]:
             with database.transaction():
                 database.run(
                     "make_instance",
@@ -132,9 +140,15 @@ class Core:
                     ring_size=ring_size or self.tunables.ring_size,
                     log_settings=msgspec.msgpack.encode(LogSettings()),
                     filter_changes=msgspec.msgpack.encode([]),
+                    cluster=place[0],
+                    clusters=place[1],
                 )
-                database.run("make_head", segment_ms=-(1 << 62))
+                database.run(
+                    "make_head", first_offset=first_offset(place[0]), segment_ms=-(1 << 62)
+                )
             rows = database.run("load_instance")
+        if not rows:
+            raise StoreMismatch("the database holds no store: it can't be a part of one")
         product, format_, found_id, found_routing, *_ = rows[0]
         if product != PRODUCT or format_ > FORMAT:
             raise StoreMismatch(
@@ -147,7 +161,23 @@ class Core:
             raise StoreMismatch(
                 f"the store routes {found_routing}, it was opened with routing={routing!r}"
             )
+        self._check_place(place)
         return Identity(found_id, found_routing)
+
+    def _check_place(self, wanted: tuple[int, int]) -> None:
+        """Refuse one of several databases that are one store, unless it is opened as such."""
+        _, cluster, clusters = self.database.run("load_cluster")[0]
+        clusters = abs(clusters)
+        if (cluster, clusters) == (wanted[0], abs(wanted[1])):
+            return
+        if clusters == 1:
+            raise StoreMismatch("the database is a store of its own, not one of several")
+        # Whatever their number: to be read by itself.
+        if (cluster, 0) != wanted:
+            raise StoreMismatch(
+                f"the database is number {cluster} of the {clusters} that are one store: name all "
+                f"of them, with ';' in between, or read it by itself with ?cluster={cluster}"
+            )
 
     # --- fresh names -----------------------------------------------------------------------
 

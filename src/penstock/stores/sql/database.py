@@ -80,6 +80,8 @@ class Database:
         self._statements: Mapping[str, Statement] = {}
         self._connection: psycopg.Connection[Row] | None = None
         self._depth = 0
+        # How often it is tried to connect again before a verb fails.
+        self.patience = MAX_DATABASE_REPEATS
         # What the store has cost so far, and had to do again.
         self.statements = 0
         self.repeated = 0
@@ -140,6 +142,12 @@ class Database:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+    def another(self) -> Database:
+        """Return what makes another connection to the same place."""
+        twin = Database(self._conninfo, self.schema, self.dialect)
+        twin.use(self._statements)
+        return twin
 
     # --- statements ------------------------------------------------------------------------
 
@@ -212,6 +220,7 @@ class Database:
         """
         if self._depth:
             return work()
+        lost = 0
         for left in range(MAX_DATABASE_REPEATS, -1, -1):
             try:
                 return work()
@@ -222,10 +231,12 @@ class Database:
                 wait_s = 0.0
             except (Lost, ServerUnreachable) as error:
                 # A database that restarts is given time; one that stays away fails the verb.
-                if not left or (isinstance(error, Lost) and error.unknown and not again):
+                lost += 1
+                gives_up = not left or lost > self.patience
+                if gives_up or (isinstance(error, Lost) and error.unknown and not again):
                     raise
                 self.reconnected += 1
-                wait_s = _RETRY_WAIT_S * (MAX_DATABASE_REPEATS - left + 1)
+                wait_s = _RETRY_WAIT_S * lost
             if wait_s:
                 threading.Event().wait(wait_s)
         raise AssertionError("the loop ends by itself")

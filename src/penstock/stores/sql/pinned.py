@@ -44,6 +44,8 @@ ASKED: Final = 10_000
 _AVAILABLE: Final = State.AVAILABLE.value
 _DELAYED: Final = State.DELAYED.value
 _IN_FLIGHT: Final = State.IN_FLIGHT.value
+_ENDED: Final = {State.DONE: "pinned_done", State.FAILED: "pinned_failed"}
+_ENDS: Final = {"done": "pinned_done_ends", "failed": "pinned_failed_ends"}
 
 
 class _Rows(NamedTuple):
@@ -213,7 +215,7 @@ class SqlPinned:
         """Cut a queue's rows into at most ``count`` ranges, and those in flight by themselves."""
         number = self._queues[queue].number
         if table in {"done", "failed"}:
-            ends = self._run(f"pinned_{table}_ends", queue=number, least=least)
+            ends = self._run(_ENDS[table], queue=number, least=least)
             yield from _cut(table, number, ends, count, live=False)
             return
         if table == "attempts":
@@ -323,9 +325,7 @@ class SqlPinned:
         Of each: message id, nothing, when it ended, attempts, metadata, and the reason.
         """
         number, begin, end = _numbers(keys)
-        pages = self._pages(
-            f"pinned_{state.value}", max(begin, low), min(end, high), 4, queue=number
-        )
+        pages = self._pages(_ENDED[state], max(begin, low), min(end, high), 4, queue=number)
         for rows in pages:
             yield (
                 [row[0] for row in rows],

@@ -15,7 +15,7 @@ all rows are locked and, still locked, raised to the highest number of their que
 
 That nothing came in between is looked at in the snapshot itself: a queue that was made meanwhile
 had no rows to lock, and a database may order its transactions otherwise than it lets them wait. If
-a number from a mark on was given out, it is all done again.
+a number from a mark on was given out, it is all done again; the locks see to it that this ends.
 """
 
 from __future__ import annotations

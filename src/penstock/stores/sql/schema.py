@@ -12,7 +12,7 @@ from penstock.errors import StoreMismatch
 if TYPE_CHECKING:
     from penstock.stores.sql.database import Database
 
-__all__ = ["FORMAT", "Migration", "find", "migrations", "prepare"]
+__all__ = ["FORMAT", "Migration", "applied", "find", "migrations", "prepare"]
 
 FORMAT: Final = 1
 PRODUCT: Final = "penstock"
@@ -44,7 +44,7 @@ def prepare(database: Database) -> None:
     Several processes may do it at once: one does, the others wait.
     """
     known = migrations()
-    if _applied(database, known) == len(known):
+    if applied(database, known) == len(known):
         return
     database.do(lambda: _migrate(database, known))
 
@@ -52,7 +52,7 @@ def prepare(database: Database) -> None:
 def find(database: Database) -> None:
     """Refuse a database that has no store of the present schema; nothing is written."""
     known = migrations()
-    done = _applied(database, known)
+    done = applied(database, known)
     if done == 0:
         raise StoreMismatch(f"there is no store in the schema {database.schema!r} of the database")
     if done < len(known):
@@ -62,8 +62,8 @@ def find(database: Database) -> None:
         )
 
 
-def _applied(database: Database, known: list[Migration]) -> int:
-    """Return how many steps have been done."""
+def applied(database: Database, known: list[Migration]) -> int:
+    """Return how many steps have been done; nothing is written."""
     tables = {
         str(row[0])
         for row in database.execute(
@@ -99,7 +99,7 @@ def _migrate(database: Database, known: list[Migration]) -> None:
     with database.transaction():
         if database.dialect == "postgresql":
             database.execute(f"SELECT pg_advisory_xact_lock({_LOCK})")
-        done = _applied(database, known)
+        done = applied(database, known)
         if done == 0:
             name = sql.Identifier(database.schema)
             database.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(name))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from penstock.errors import InvalidInput, PenstockError
 from penstock.limits import MAX_DATABASE_VIEWS, MAX_RING_SIZE
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from penstock.model import QueueSpec
     from penstock.stores.audit import AuditReport
+    from penstock.stores.sql.core import Queue
     from penstock.stores.sql.pinned import SqlPinned
 
 __all__ = ["SqlStore", "open_store"]
@@ -47,8 +48,14 @@ def open_store(
     tunables: Tunables | None = None,
     relaxed: bool = False,
     background: bool = False,
+    cluster: int = 0,
+    clusters: int = 1,
 ) -> SqlStore:
-    """Open a store, making it if the database has none; nothing is written if it is not ours."""
+    """Open a store, making it if the database has none; nothing is written if it is not ours.
+
+    ``cluster`` and ``clusters`` say which of several databases it is that are one store:
+    :mod:`penstock.stores.sql.clusters`. Without a number of them it is read by itself.
+    """
     if tunables is None:
         # Where contention is dear, pointers are spread from the beginning.
         tunables = Tunables(ring_size=16 if dialect == "cockroachdb" else 1)
@@ -65,11 +72,16 @@ def open_store(
             ring_size=ring_size,
             random=random,
             now_ms=now_ms,
+            cluster=cluster,
+            clusters=clusters,
         )
     except BaseException:
         database.close()
         raise
-    return SqlStore(core, background=background)
+    store = SqlStore(core, background=background)
+    if not clusters:
+        store.only_read()
+    return store
 
 
 class SqlStore:
@@ -120,12 +132,36 @@ class SqlStore:
         self.take_woken = watching.take_woken
         self.available = watching.available
         self.sweep = watching.sweep
+        self.ready_zones = claiming.ready_zones
+        self.remove_drained = upkeep.remove_drained
         self._watching = watching
+        self._upkeep = upkeep
         self._pins = Pins(core, lambda now_ms: upkeep.catch_up(now_ms, ALL))
 
     def follow(self, look: Callable[[], None]) -> None:
         """Have something called about every minute: a clock looks at the database's."""
         self._watching.follow = look
+
+    # --- one of several databases ------------------------------------------------------------
+
+    def ask_before_removal(self, may_go: Callable[[Queue], bool]) -> None:
+        """Have a drained queue removed only if nothing of it is elsewhere."""
+        self._upkeep.may_go = may_go
+
+    def only_read(self) -> None:
+        """Refuse what all databases of the store must agree on; settling and trimming go on."""
+
+        def refuse(*_: object, **__: object) -> NoReturn:
+            raise InvalidInput(
+                "this is one of several databases that are one store, opened by itself: messages "
+                "are published and queues are changed with all of them"
+            )
+
+        # A broker purges a queue before it deletes it.
+        for name in ("create", "update", "delete", "drain"):
+            setattr(self, f"{name}_queue", refuse)
+        self.publish = self.purge = refuse
+        self.ask_before_removal(lambda _: False)
 
     # --- queues ----------------------------------------------------------------------------
 

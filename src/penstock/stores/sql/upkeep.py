@@ -57,6 +57,8 @@ class Upkeep:
         self._moving = moving
         # When it was last looked how long ended messages are kept.
         self._looked_ms: int | None = None
+        # Whether a drained queue may be removed, as far as nothing of it is here.
+        self.may_go: Callable[[Queue], bool] = lambda _: True
 
     # --- what is due -----------------------------------------------------------------------
 
@@ -124,7 +126,7 @@ class Upkeep:
         removed += self._retention(now_ms, budget)
         if unclaimed_ms <= now_ms:
             removed += self._expire_unclaimed(now_ms, budget)
-        removed += self._routing.trim(now_ms, budget) + self._remove_drained(now_ms)
+        removed += self._routing.trim(now_ms, budget) + self.remove_drained(now_ms)
         if dedup_ms <= now_ms:
             forgotten = len(database.run("forget_dedup", now_ms=now_ms, count=budget))
         database.run("forget_requests", before_ms=now_ms - REQUESTS_MS, count=budget)
@@ -350,8 +352,8 @@ class Upkeep:
 
     # --- queues ----------------------------------------------------------------------------
 
-    def create_queue(self, spec: QueueSpec, now_ms: int) -> None:
-        """Add a queue, which takes messages from here on."""
+    def create_queue(self, spec: QueueSpec, now_ms: int, *, number: int | None = None) -> None:
+        """Add a queue, which takes messages from here on; under a number that it has elsewhere."""
         core, database = self._core, self._core.database
 
         def work() -> Queue:
@@ -360,7 +362,12 @@ class Upkeep:
                 # Another process was faster: the caller is to look at it.
                 raise FiltersChanged
             live = [Stretch(end, None, spec.filter)]
-            queue = Queue(database.run("next_queue")[0][0], spec, Coverage(live, known_from=0))
+            if number is None:
+                own = database.run("next_queue")[0][0]
+            else:
+                database.run("take_queue_number", number=number)
+                own = number
+            queue = Queue(own, spec, Coverage(live, known_from=0))
             database.run(
                 "add_queue",
                 number=queue.number,
@@ -378,15 +385,26 @@ class Upkeep:
         queue: Queue = core.change(work)
         core.adopt(queue)
 
-    def update_queue(self, spec: QueueSpec, now_ms: int, *, from_offset: int | None = None) -> None:
-        """Change settings; another filter counts from an offset on (the log's end)."""
+    def update_queue(
+        self,
+        spec: QueueSpec,
+        now_ms: int,
+        *,
+        from_offset: int | None = None,
+        leap: bool = False,
+    ) -> None:
+        """Change settings; another filter counts from an offset on (the log's end).
+
+        ``leap``: whatever older version of them is here.
+        """
         core, database = self._core, self._core.database
         core.queue(spec.name)
 
         def work() -> Queue:
             head = core.lock_head()
             queue = core.lock_queue(spec.name)
-            if queue.spec.version != spec.version - 1:
+            behind = spec.version - queue.spec.version
+            if behind != 1 and not (leap and behind > 1):
                 raise FiltersChanged
             begin = head.next_offset if from_offset is None else from_offset
             lowest = self._routing.routed_up_to()
@@ -472,9 +490,10 @@ class Upkeep:
 
         queue: Queue = core.change(work)
         core.adopt(queue)
-        self._remove_drained(now_ms)
+        self.remove_drained(now_ms)
 
-    def _remove_drained(self, now_ms: int) -> int:
+    def remove_drained(self, now_ms: int) -> int:
+        """Remove queues that take no more messages and have none; say how many messages went."""
         core = self._core
         draining = [queue for queue in core.queues.values() if queue.coverage.draining]
         if not draining:
@@ -488,7 +507,7 @@ class Upkeep:
             waits = core.database.run(
                 "pick_items", queue=queue.number, state=3, now_ms=now_ms, count=1
             )
-            if not waits and not self._moving.is_pending(queue):
+            if not waits and not self._moving.is_pending(queue) and self.may_go(queue):
                 removed += self.delete_queue(queue.name, now_ms)
         return removed
 

@@ -100,7 +100,9 @@ class Zones:
 
     def ensure(self, wanted: Mapping[Zone, int], now_ms: int) -> None:
         """Have zones a pointer that is early enough, in the transaction that puts items in them."""
-        database, zones = self._core.database, sorted(wanted)
+        core, database, zones = self._core, self._core.database, sorted(wanted)
+        # A token of a ring that another process has made smaller would be looked at by nobody.
+        core.ring_size, core.ring_high = database.run("read_ring")[0]
         queues, names = [queue for queue, _ in zones], [name for _, name in zones]
         while True:
             database.run(
@@ -109,7 +111,7 @@ class Zones:
                 zones=names,
                 tokens=[self.token(zone) for zone in zones],
                 vestings=[wanted[zone] for zone in zones],
-                turn=self._core.take_turns(1),
+                turn=core.take_turns(1),
             )
             # One that was being collected is gone when its row has been waited for.
             if database.run("hold_zones", queues=queues, zones=names)[0][0] == len(zones):

@@ -1,0 +1,620 @@
+"""Many brokers on one PostgreSQL: throughput, contention, many zones, fairness.
+
+Starts a PostgreSQL of its own (fsync on), in a directory of its own. Four parts:
+
+* throughput: publish, and claim and ack, by 1 to 8 broker processes on one database, and what a
+  message costs: CPU of the brokers and of PostgreSQL, statements, transactions;
+* contention: claims that came to nothing or were aborted, for each that won: this store's way,
+  the same without randomness and tokens, and two naive claimers at the head of one table;
+* zones: what a claim costs with few vested zones among 1,000 and among 100,000;
+* fairness: claims until a group of one message is served, alone and beside a large group.
+
+    python benchmarks/cluster.py [--parts throughput contention zones fairness] [--seconds 2]
+    python benchmarks/cluster.py --servers 1 2 4      # also on several PostgreSQL servers
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+import threading
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import psycopg
+from common import console, describe, show
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.sql.postgres import MISSING, PostgresServer
+
+import penstock
+from penstock.broker import Broker
+from penstock.clock import SystemClock
+from penstock.stores.sql import open_store
+from penstock.stores.sql.tunables import Tunables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from multiprocessing.connection import Connection
+
+    from penstock.stores.sql.core import Core
+
+PAYLOAD = b"x" * 1_000
+TICKS = os.sysconf("SC_CLK_TCK")
+SPAWN = multiprocessing.get_context("spawn")
+Start: TypeAlias = "Callable[[], None]"
+# Messages of one claim in the part on contention.
+CLAIM = 5
+
+
+# --- brokers and their cost -----------------------------------------------------------------------
+
+
+def open_broker(
+    url: str, *, tunables: Tunables | None = None, relaxed: bool = False, background: bool = True
+) -> tuple[Broker, Core]:
+    """Open a store with tunables of one's own; return its parts as well, which count."""
+    clock = SystemClock()
+    store = open_store(
+        url,
+        schema="penstock",
+        dialect="postgresql",
+        store_id=1,
+        routing=None,
+        random=clock.random,
+        now_ms=clock.now_ms(),
+        tunables=tunables,
+        relaxed=relaxed,
+        background=background,
+    )
+    return Broker(store, clock=clock, relaxed=relaxed, background=background), store.core
+
+
+def fill(broker: Broker, messages: int, zones: int, queue: str = "q") -> None:
+    for first in range(0, messages, 1_000):
+        size = min(1_000, messages - first)
+        broker.publish(
+            [
+                penstock.Message(PAYLOAD, {"queue": queue}, group=f"g{(first + n) % zones}")
+                for n in range(size)
+            ]
+        )
+
+
+class Server:
+    """A PostgreSQL server, its databases and what they have cost."""
+
+    def __init__(self) -> None:
+        self._server = PostgresServer(durable=True)
+        self._server.start()
+        with self._server.connect() as one:
+            row = one.execute("SELECT pg_backend_pid()").fetchone()
+            assert row is not None
+            # Every backend is a child of the one that is asked for.
+            self._parent = int(_stat(str(row[0]))[1])
+
+    def url(self) -> str:
+        """Make a database."""
+        return self._server.url(self._server.create())
+
+    def seconds(self) -> float:
+        """Return the CPU time of all its processes so far, of those that have ended as well."""
+        ticks = sum(map(int, _stat(str(self._parent))[11:15]))
+        for place in Path("/proc").iterdir():
+            try:
+                fields = _stat(place.name) if place.name.isdigit() else []
+            except OSError:
+                continue
+            if fields and int(fields[1]) == self._parent:
+                ticks += sum(map(int, fields[11:13]))
+        return ticks / TICKS
+
+    def transactions(self, url: str) -> int:
+        """Return how many transactions a database has had, aborted ones as well."""
+        with psycopg.connect(url) as one:
+            row = one.execute(
+                "SELECT xact_commit + xact_rollback FROM pg_stat_database "
+                "WHERE datname = current_database()"
+            ).fetchone()
+        assert row is not None
+        return int(row[0])
+
+    def remove(self) -> None:
+        """End it, and remove its directory."""
+        self._server.remove()
+
+
+def _stat(process: str) -> list[str]:
+    """Return the fields of a process after its name, which may hold anything."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
+def _serve(pipe: Connection) -> None:
+    """Do what the crew is told, one thing after the other."""
+    while (told := pipe.recv()) is not None:
+        work, arguments = told
+
+        def start() -> None:
+            pipe.send(None)
+            pipe.recv()
+
+        pipe.send(work(start, *arguments))
+
+
+class Crew:
+    """Processes that are started once: on a busy machine that takes longer than what they do."""
+
+    def __init__(self, processes: int) -> None:
+        self._pipes: list[Connection] = []
+        self._workers = []
+        for _ in range(processes):
+            mine, its = SPAWN.Pipe()
+            self._pipes.append(mine)
+            self._workers.append(SPAWN.Process(target=_serve, args=(its,), daemon=True))
+            self._workers[-1].start()
+
+    def do(
+        self, work: Callable[..., Counter[str]], processes: int, *arguments: Any
+    ) -> Counter[str]:
+        """Do something in so many processes at once; return what they have counted, in sum."""
+        pipes = self._pipes[:processes]
+        for pipe in pipes:
+            pipe.send((work, arguments))
+        # All are ready before any begins.
+        for pipe in pipes:
+            pipe.recv()
+        for pipe in pipes:
+            pipe.send(None)
+        counted: Counter[str] = Counter()
+        for pipe in pipes:
+            counted.update(pipe.recv())
+        return counted
+
+    def close(self) -> None:
+        """End them."""
+        for pipe, worker in zip(self._pipes, self._workers, strict=True):
+            pipe.send(None)
+            worker.join()
+
+
+# --- throughput -----------------------------------------------------------------------------------
+
+
+def _open(urls: list[str]) -> Broker:
+    where: Any = urls[0] if len(urls) == 1 else urls
+    return penstock.open(where)
+
+
+def _statements(broker: Broker) -> int:
+    """Count the statements of a broker's store; of several databases, nobody counts them."""
+    core = getattr(broker._store, "core", None)  # noqa: SLF001
+    return 0 if core is None else core.database.statements
+
+
+def publishing(start: Start, urls: list[str], batch: int, seconds: float) -> Counter[str]:
+    """Publish for a while."""
+    with _open(urls) as broker:
+        start()
+        began, cpu, statements, done = perf_counter(), process_time(), _statements(broker), 0
+        while perf_counter() - began < seconds:
+            fill_one = [
+                penstock.Message(PAYLOAD, {"queue": "q"}, group=f"g{(done + n) % 64}")
+                for n in range(batch)
+            ]
+            done += len(broker.publish(fill_one))
+        return _counted(broker, done, perf_counter() - began, process_time() - cpu, statements)
+
+
+def working(start: Start, urls: list[str], batch: int, seconds: float) -> Counter[str]:
+    """Claim and ack for a while, or until nothing is left."""
+    with _open(urls) as broker:
+        start()
+        began, cpu, statements, done = perf_counter(), process_time(), _statements(broker), 0
+        while perf_counter() - began < seconds:
+            deliveries = broker.claim("q", limit=batch, lease_ms=60_000)
+            if not deliveries:
+                break
+            done += sum(map(bool, broker.ack([each.receipt for each in deliveries])))
+        return _counted(broker, done, perf_counter() - began, process_time() - cpu, statements)
+
+
+def _counted(broker: Broker, done: int, spent: float, cpu: float, statements: int) -> Counter[str]:
+    return Counter(
+        {
+            "messages": done,
+            "rate": round(done / spent),
+            "cpu_us": round(cpu * 1e6),
+            "statements": _statements(broker) - statements,
+        }
+    )
+
+
+def opening(start: Start, urls: list[str]) -> Counter[str]:
+    """Open a store and close it: what it costs is not the messages'."""
+    with _open(urls):
+        start()
+    return Counter()
+
+
+def throughput(
+    servers: list[Server], crew: Crew, options: argparse.Namespace
+) -> Iterator[list[object]]:
+    """Measure both verbs for each number of processes."""
+    for processes in options.processes:
+        urls = [server.url() for server in servers]
+        with _open(urls) as broker:
+            broker.create_queue("q")
+            fill(broker, options.ahead, 64)
+        before = sum(map(Server.transactions, servers, urls))
+        crew.do(opening, 1, urls)
+        opened = sum(map(Server.transactions, servers, urls)) - before
+        for verb, work in (("publish", publishing), ("claim and ack", working)):
+            cpu = sum(server.seconds() for server in servers)
+            before = sum(map(Server.transactions, servers, urls))
+            run = crew.do(work, processes, urls, options.batch, options.seconds)
+            messages = max(1, run["messages"])
+            cpu = sum(server.seconds() for server in servers) - cpu
+            after = sum(map(Server.transactions, servers, urls))
+            made = after - before - processes * opened
+            yield [
+                f"{verb}, {processes} processes",
+                f"{run['rate']:,}",
+                f"{run['cpu_us'] / messages:,.0f}",
+                f"{cpu * 1e6 / messages:,.0f}",
+                f"{run['statements'] / messages:.2f}" if run["statements"] else "",
+                f"{made / messages:.2f}",
+            ]
+
+
+# --- contention -----------------------------------------------------------------------------------
+
+
+class Way(NamedTuple):
+    """A way to claim: its name, and how a process does it."""
+
+    name: str
+    work: Callable[..., Counter[str]]
+    argument: Any
+
+
+def visiting(start: Start, url: str, seconds: float, tunables: Tunables) -> Counter[str]:
+    """Claim and ack by the store; count the visits that won nothing."""
+    broker, core = open_broker(url, tunables=tunables)
+    counts: Counter[str] = Counter()
+    run = core.database.run
+
+    def counting(name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
+        rows = run(name, **parameters)
+        if name == "visit":
+            counts["won" if any(row[3] is not None for row in rows) else "lost"] += 1
+        return rows
+
+    core.database.run = counting  # type: ignore[method-assign]
+    with broker:
+        start()
+        began, repeated = perf_counter(), core.database.repeated
+        while perf_counter() - began < seconds:
+            deliveries = broker.claim("q", limit=CLAIM, lease_ms=60_000)
+            counts["messages"] += len(deliveries)
+            broker.ack([each.receipt for each in deliveries])
+        counts["rate"] = round(counts["messages"] / (perf_counter() - began))
+        counts["lost"] += core.database.repeated - repeated
+        counts["passed"] = core.zones.collisions
+    return counts
+
+
+# Both take the oldest messages of one table, whatever their zone.
+_LOCK_HEAD = "SELECT id FROM naive WHERE vesting_ms <= %s ORDER BY id LIMIT %s FOR UPDATE"
+_SEE_HEAD = "SELECT id, lease_id FROM naive WHERE vesting_ms <= %s ORDER BY id LIMIT %s"
+_LEASE = "UPDATE naive SET vesting_ms = %s, lease_id = %s WHERE id = ANY (%s)"
+_CHANGE = """
+UPDATE naive n SET vesting_ms = %s, lease_id = %s
+FROM unnest(%s::bigint[], %s::bigint[]) AS s (id, lease_id)
+WHERE n.id = s.id AND n.lease_id IS NOT DISTINCT FROM s.lease_id RETURNING n.id
+"""
+
+
+def naive(start: Start, url: str, seconds: float, how: str) -> Counter[str]:
+    """Claim and ack at the head of one table; count what was aborted or came to nothing."""
+    counts: Counter[str] = Counter()
+    clock = SystemClock()
+    with psycopg.connect(url, autocommit=True) as one:
+        one.execute("SET enable_seqscan = off")
+        if how == "serializable":
+            one.execute("SET default_transaction_isolation = 'serializable'")
+        start()
+        began = perf_counter()
+        while perf_counter() - began < seconds:
+            now_ms, lease = clock.now_ms(), int(clock.random() * (1 << 62))
+            try:
+                if how == "serializable":
+                    with one.transaction():
+                        ids = [row[0] for row in one.execute(_LOCK_HEAD, (now_ms, CLAIM))]
+                        one.execute(_LEASE, (now_ms + 60_000, lease, ids))
+                else:
+                    seen = one.execute(_SEE_HEAD, (now_ms, CLAIM)).fetchall()
+                    told = ([row[0] for row in seen], [row[1] for row in seen])
+                    ids = [row[0] for row in one.execute(_CHANGE, (now_ms + 60_000, lease, *told))]
+            except (psycopg.errors.SerializationFailure, psycopg.errors.DeadlockDetected):
+                counts["lost"] += 1
+                continue
+            counts["won" if ids else "lost"] += 1
+            counts["messages"] += len(ids)
+            _ack(one, ids)
+        counts["rate"] = round(counts["messages"] / (perf_counter() - began))
+    return counts
+
+
+def _ack(one: psycopg.Connection[Any], ids: list[int]) -> None:
+    """Delete what was claimed, again while that is aborted: only claims are compared."""
+    while True:
+        try:
+            one.execute("DELETE FROM naive WHERE id = ANY (%s)", (ids,))
+        except psycopg.errors.SerializationFailure:
+            continue
+        return
+
+
+def contention(server: Server, crew: Crew, options: argparse.Namespace) -> Iterator[list[object]]:
+    """Have many processes claim from one queue, each way."""
+    ways = (
+        Way("random selection, 16 tokens", visiting, Tunables(ring_size=16)),
+        Way("random selection, 1 token", visiting, Tunables(ring_size=1)),
+        Way("ten at random, 1 token", visiting, Tunables(selection_share=1.0)),
+        Way("sequential, 1 token", visiting, Tunables(ring_size=1, sequential=True)),
+        Way("naive: head FOR UPDATE, SERIALIZABLE", naive, "serializable"),
+        Way("naive: compare and set on the head", naive, "compare"),
+    )
+    for zones in options.contended:
+        for name, work, argument in ways:
+            url = server.url()
+            if work is naive:
+                with psycopg.connect(url, autocommit=True) as one:
+                    one.execute("CREATE TABLE naive (id bigint PRIMARY KEY, vesting_ms bigint, "
+                                "lease_id bigint, payload bytea)")  # fmt: skip
+                    one.execute("CREATE INDEX ON naive (vesting_ms, id)")
+                    one.execute("INSERT INTO naive SELECT n, 0, NULL, %s "
+                                "FROM generate_series(1, 100000) n", (PAYLOAD,))  # fmt: skip
+                    one.execute("VACUUM ANALYZE naive")
+            else:
+                broker, _ = open_broker(url, tunables=argument, relaxed=True)
+                with broker:
+                    broker.create_queue("q")
+                    fill(broker, options.messages, zones)
+            run = crew.do(work, options.claimers, url, options.seconds, argument)
+            won = max(1, run["won"])
+            yield [
+                f"{zones} zones, {name}" if work is not naive else name,
+                f"{run['rate']:,}",
+                f"{run['won']:,}",
+                f"{run['lost']:,}",
+                f"{run['lost'] / won:.3f}",
+                f"{run['passed'] / won:.2f}" if work is not naive else "",
+            ]
+
+
+# --- many zones -----------------------------------------------------------------------------------
+
+# Zones that were emptied a moment ago: they have a pointer that does not vest.
+_EMPTY_ZONES = """
+WITH named AS (
+    SELECT convert_to('g' || n, 'UTF8') AS zone FROM generate_series(0, %(zones)s - 1) n
+), indexed AS (
+    INSERT INTO penstock.pointer_index
+    SELECT %(queue)s, zone, 0, %(never_ms)s, NULL FROM named
+)
+INSERT INTO penstock.pointers SELECT %(queue)s, 0, zone, %(never_ms)s, 0, NULL FROM named
+"""
+
+
+def plan_of(core: Core, statement: str, **parameters: Any) -> tuple[int, int]:
+    """Have a statement explained while it runs: rows that its scans gave, blocks it touched."""
+    text = core.database._statements[statement].text  # noqa: SLF001
+    explained = core.database.execute(
+        f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {text}", parameters
+    )[0][0]
+    rows = 0
+    todo = [explained[0]["Plan"]]
+    blocks = todo[0]["Shared Hit Blocks"] + todo[0]["Shared Read Blocks"]
+    while todo:
+        node = todo.pop()
+        todo += node.get("Plans", [])
+        if node.get("Relation Name") or "Index Name" in node:
+            rows += round((node["Actual Rows"] + node.get("Rows Removed by Filter", 0))
+                          * node["Actual Loops"])  # fmt: skip
+    return rows, blocks
+
+
+def sparse(url: str, zones: int, vested: int, rounds: int) -> list[float]:
+    """Serve a few zones among many; return what a claim costs.
+
+    Milliseconds of a claim and of a look, statements of a claim, rows and blocks of its scan.
+    """
+    broker, core = open_broker(url, relaxed=True, background=False)
+    with broker:
+        broker.create_queue("q")
+        number = core.queue("q").number
+        told = {"zones": zones, "queue": number, "never_ms": 1 << 62}
+        with psycopg.connect(url, autocommit=True) as one:
+            one.execute(_EMPTY_ZONES, told)
+            one.execute("VACUUM ANALYZE penstock.pointers")
+            one.execute("VACUUM ANALYZE penstock.pointer_index")
+        claims: list[float] = []
+        looks: list[float] = []
+        statements = rows = blocks = 0
+        for nth in range(rounds):
+            broker.publish(
+                [
+                    penstock.Message(
+                        b"x", {"queue": "q"}, group=f"g{(n * (zones // vested) + nth) % zones}"
+                    )
+                    for n in range(vested)
+                ]
+            )
+            now_ms = SystemClock().now_ms()
+            rows, blocks = plan_of(core, "peek", queue=number, tokens=[0], now_ms=now_ms, count=100)
+            left = vested
+            while left > 0:
+                began = perf_counter()
+                core.database.run("vested_queues", queues=[number], tokens=[0], now_ms=now_ms)
+                looks.append(perf_counter() - began)
+                before, began = core.database.statements, perf_counter()
+                deliveries = broker.claim("q", limit=10)
+                claims.append(perf_counter() - began)
+                statements += core.database.statements - before
+                left -= len(deliveries)
+                broker.ack([each.receipt for each in deliveries])
+            # An emptied zone is looked at once more after a moment, which is not measured.
+            threading.Event().wait(0.4)
+            assert not broker.claim("q", limit=1_000)
+    return [
+        statistics.median(claims) * 1e3,
+        statistics.median(looks) * 1e3,
+        statements / len(claims),
+        rows,
+        blocks,
+    ]
+
+
+def many_zones(server: Server, _: Crew, options: argparse.Namespace) -> Iterator[list[object]]:
+    """Compare few zones with many, for the same number of vested ones."""
+    for vested in options.vested:
+        rounds = max(2, 100 // vested)
+        few = sparse(server.url(), max(1_000, vested), vested, rounds)
+        many = sparse(server.url(), options.zones, vested, rounds)
+        for zones, costs in ((max(1_000, vested), few), (options.zones, many)):
+            yield [
+                f"{vested:,} of {zones:,}",
+                f"{costs[0]:.2f}",
+                f"{costs[1]:.2f}",
+                f"{costs[2]:.2f}",
+                f"{costs[3]:,}",
+                f"{costs[4]:,}",
+            ]
+        yield ["ratio", *(f"{b / a:.2f}" if a else "" for a, b in zip(few, many, strict=True))]
+
+
+# --- fairness -------------------------------------------------------------------------------------
+
+
+def claims_until_served(broker: Broker, small: int, limit: int, prefix: str) -> list[int]:
+    """Count the claims that each group of one message waits for."""
+    for _ in range(5):
+        broker.ack([each.receipt for each in broker.claim("q", limit=limit)])
+    broker.publish(
+        [penstock.Message(b"x", {"queue": "q"}, group=f"{prefix}-{n}") for n in range(small)]
+    )
+    waited: list[int] = []
+    claims = 0
+    while len(waited) < small:
+        claims += 1
+        deliveries = broker.claim("q", limit=limit)
+        waited += [claims for each in deliveries if each.group != "large"]
+        broker.ack([each.receipt for each in deliveries])
+        assert claims <= 10 * (small + 10), "small groups starve"
+    return sorted(waited)
+
+
+def fairness(server: Server, _: Crew, options: argparse.Namespace) -> Iterator[list[object]]:
+    """Compare groups of one message alone with the same beside a large one."""
+    counts: dict[tuple[int, str], list[int]] = {}
+    for name, large in (("alone", 0), ("beside", options.large)):
+        broker, _core = open_broker(server.url(), relaxed=True)
+        with broker:
+            broker.create_queue("q")
+            for _first in range(0, large, 1_000):
+                broker.publish([penstock.Message(b"x", {"queue": "q"}, group="large")] * 1_000)
+            for limit in (1, 10):
+                for small in (1, options.small):
+                    counts[limit * 1_000_000 + small, name] = claims_until_served(
+                        broker, small, limit, f"s{limit}-{small}"
+                    )
+    for limit in (1, 10):
+        for small in (1, options.small):
+            alone, beside = (
+                counts[limit * 1_000_000 + small, name] for name in ("alone", "beside")
+            )
+            at = int(small * 0.99)
+            yield [
+                f"{small} groups, {limit} per claim",
+                alone[small // 2],
+                beside[small // 2],
+                alone[at],
+                beside[at],
+                f"{beside[at] / alone[at]:.2f}",
+            ]
+
+
+# --- all ------------------------------------------------------------------------------------------
+
+Part: TypeAlias = "Callable[[Server, Crew, argparse.Namespace], Iterator[list[object]]]"
+PARTS: dict[str, tuple[Part, str,
+                       Sequence[str]]] = {
+    "contention": (
+        contention,
+        "{claimers} processes claim and ack from one queue, {batch_claim} messages a claim",
+        ("", "messages/s", "won", "lost or aborted", "for each won", "pointers passed by"),
+    ),
+    "zones": (
+        many_zones,
+        "vested zones of all zones: claims of 10, relaxed",
+        ("", "claim, ms", "look, ms", "statements/claim", "rows scanned", "blocks"),
+    ),
+    "fairness": (
+        fairness,
+        "claims until served: groups of one message, alone and beside a group of {large:,}",
+        ("", "p50 alone", "p50 beside", "p99 alone", "p99 beside", "p99 ratio"),
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", default=["throughput", *PARTS])
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--servers", type=int, nargs="+", default=[1], help="for throughput")
+    parser.add_argument("--batch", type=int, default=10, help="messages of one verb")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of one measurement")
+    parser.add_argument("--ahead", type=int, default=5_000, help="messages there beforehand")
+    parser.add_argument("--claimers", type=int, default=8)
+    parser.add_argument("--contended", type=int, nargs="+", default=[4, 256], help="zones")
+    parser.add_argument("--messages", type=int, default=10_000, help="that are contended for")
+    parser.add_argument("--zones", type=int, default=100_000)
+    parser.add_argument("--vested", type=int, nargs="+", default=[10, 100, 1_000])
+    parser.add_argument("--large", type=int, default=100_000)
+    parser.add_argument("--small", type=int, default=100)
+    options = parser.parse_args()
+    if MISSING:
+        sys.exit(MISSING)
+    describe()
+    with ExitStack() as stack:
+        crew = Crew(max(options.claimers, *options.processes))
+        stack.callback(crew.close)
+        servers = []
+        for _ in range(max(options.servers)):
+            servers.append(Server())
+            stack.callback(servers[-1].remove)
+        with psycopg.connect(servers[0].url()) as one:
+            console.print(f"PostgreSQL {one.info.server_version // 10_000}, fsync on")
+        for count in options.servers if "throughput" in options.parts else ():
+            show(
+                f"brokers on {count} PostgreSQL, {options.batch} messages a verb, 1 KB, 64 groups",
+                ("", "messages/s", "broker CPU us", "PostgreSQL CPU us", "statements",
+                 "transactions"),
+                list(throughput(servers[:count], crew, options)),
+            )  # fmt: skip
+        for name, (part, title, header) in PARTS.items():
+            if name in options.parts:
+                rows = list(part(servers[0], crew, options))
+                show(title.format(batch_claim=CLAIM, **vars(options)), header, rows)
+
+
+if __name__ == "__main__":
+    main()
