@@ -193,9 +193,10 @@ def _open(urls: list[str]) -> Broker:
 
 
 def _statements(broker: Broker) -> int:
-    """Count the statements of a broker's store; of several databases, nobody counts them."""
-    core = getattr(broker._store, "core", None)  # noqa: SLF001
-    return 0 if core is None else core.database.statements
+    """Count the statements of a broker's store so far, in all of its databases."""
+    store: Any = broker._store  # noqa: SLF001
+    cores = [member.core for member in getattr(store, "members", [store])]
+    return sum(core.database.statements for core in cores)
 
 
 def publishing(start: Start, urls: list[str], batch: int, seconds: float) -> Counter[str]:
@@ -254,11 +255,14 @@ def throughput(
             fill(broker, options.ahead, 64)
         before = sum(map(Server.transactions, servers, urls))
         crew.do(opening, 1, urls)
+        threading.Event().wait(0.5)
         opened = sum(map(Server.transactions, servers, urls)) - before
         for verb, work in (("publish", publishing), ("claim and ack", working)):
             cpu = sum(server.seconds() for server in servers)
             before = sum(map(Server.transactions, servers, urls))
             run = crew.do(work, processes, urls, options.batch, options.seconds)
+            # Connections that were closed are counted when their processes have ended.
+            threading.Event().wait(0.5)
             messages = max(1, run["messages"])
             cpu = sum(server.seconds() for server in servers) - cpu
             after = sum(map(Server.transactions, servers, urls))

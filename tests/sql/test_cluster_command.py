@@ -139,6 +139,16 @@ def test_where_there_is_no_store_none_is_made(url: str, words: tuple[str, ...]) 
     assert "does not exist" in refused(*words, "--store", url + "_not")
 
 
+def test_only_commands_that_are_to_make_a_store_do(url: str) -> None:
+    for words in (["queues"], ["send", "q", "x"], ["stats"], ["check"]):
+        result = CliRunner().invoke(cli, [*words, "--store", url])
+        assert result.exit_code == 1
+        assert "there is no store at postgresql://" in result.stderr
+    assert CliRunner().invoke(cli, ["create", "q", "--store", url]).exit_code == 0
+    assert CliRunner().invoke(cli, ["send", "q", "x", "--store", url]).exit_code == 0
+    assert seen(url)["waiting"] == 1
+
+
 def test_a_password_is_not_shown() -> None:
     said = refused("status", "--store", "mysql://me:secret@host/db")
     assert "secret" not in said

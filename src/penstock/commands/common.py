@@ -86,7 +86,25 @@ def open_store(url: str, *, make: bool = False) -> penstock.Broker:
     place = rest.partition("?")[0]
     if not make and scheme == "rocksdb" and place and not Path(place).exists():
         raise click.ClickException(f"there is no store at {place}; 'penstock create' makes one")
+    if not make and scheme in {"postgresql", "cockroachdb"}:
+        _check_there(url)
     return penstock.open(url, background=False)
+
+
+def _check_there(url: str) -> None:
+    from penstock.opening import sql_places  # noqa: PLC0415 - other stores do without
+
+    places = sql_places(url)
+    try:
+        from penstock.stores.sql.status import is_there  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError:
+        # Opening it says what is missing.
+        return
+    for place in places:
+        if not is_there(place.conninfo, schema=place.schema, dialect=place.dialect):
+            raise click.ClickException(
+                f"there is no store at {place.shown}; 'penstock create' makes one"
+            )
 
 
 def read_only_option(command: _Command) -> _Command:

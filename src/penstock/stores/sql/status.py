@@ -12,13 +12,13 @@ import msgspec
 
 from penstock.stores.sql.database import Database
 from penstock.stores.sql.ring import token_of
-from penstock.stores.sql.schema import find
+from penstock.stores.sql.schema import applied, find, migrations
 from penstock.stores.sql.statements import statements_of
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["ClusterLook", "ClusterStatus", "TokenStatus"]
+__all__ = ["ClusterLook", "ClusterStatus", "TokenStatus", "is_there"]
 
 # Zones that are read at a time to see whose token is of another ring.
 PAGE: Final = 10_000
@@ -143,3 +143,12 @@ class ClusterLook:
             if len(rows) < PAGE:
                 return zones, old
             queue, zone, _ = rows[-1]
+
+
+def is_there(conninfo: str, *, schema: str, dialect: str) -> bool:
+    """Whether a database has a store, of whatever version; nothing is written."""
+    database = Database(conninfo, schema, dialect)
+    try:
+        return applied(database, migrations()) > 0
+    finally:
+        database.close()
