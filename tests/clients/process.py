@@ -105,7 +105,7 @@ class Served:
             aws_access_key_id=self.key_id,
             aws_secret_access_key=self.secret,
             endpoint_url=self.url,
-            config=Config(retries={"max_attempts": 0}, read_timeout=30),
+            config=Config(retries={"max_attempts": 0}, connect_timeout=60, read_timeout=60),
         )
 
     @property
@@ -125,7 +125,7 @@ class Served:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(20)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import msgspec
 import uvloop
 
 import penstock
@@ -15,7 +17,7 @@ from penstock.server.desk import Desk
 from penstock.server.native import NativeListener
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
     from types import TracebackType
 
     from penstock.broker import Broker
@@ -24,7 +26,28 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# How long something may take that happens at once on a machine that is not busy.
+SLOW_SECONDS = 60
+
 VERB_NAMES = {name for name, verb in vars(Verbs).items() if isinstance(verb, Verb)}
+
+
+def pause(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    """Wait for what another thread or process does."""
+    end = time.perf_counter() + SLOW_SECONDS
+    while not condition():
+        assert time.perf_counter() < end, "it did not come about"
+        pause(0.01)
+
+
+def make_impatient(client: Client, patience_ms: int) -> None:
+    """Shorten the patience of a client that has connected, however long that took."""
+    core = client._link.core
+    core._options = msgspec.structs.replace(core._options, patience_ms=patience_ms)
 
 
 class Served:
@@ -81,7 +104,7 @@ class Served:
     ) -> None:
         self.stop()
 
-    def stop(self, *, grace_ms: int = 2_000) -> None:
+    def stop(self, *, grace_ms: int = SLOW_SECONDS * 1000) -> None:
         """Answer what is in hand, and end."""
         if self._running:
             self.do(self._stop(grace_ms))

@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 
 
-def wait(condition: Any, seconds: float = 20) -> None:
+# How long something may take that happens at once on a machine that is not busy.
+SLOW_SECONDS = 60
+
+
+def wait(condition: Any, seconds: float = SLOW_SECONDS) -> None:
     clock, waiting = SystemClock(), threading.Condition()
     end = clock.now_ms() + seconds * 1000
     while not condition():
@@ -80,9 +84,9 @@ def request(
 ) -> Answer:
     connection: http.client.HTTPConnection
     if tls is None:
-        connection = http.client.HTTPConnection(*address, timeout=20)
+        connection = http.client.HTTPConnection(*address, timeout=SLOW_SECONDS)
     else:
-        connection = http.client.HTTPSConnection(*address, timeout=20, context=tls)
+        connection = http.client.HTTPSConnection(*address, timeout=SLOW_SECONDS, context=tls)
     try:
         headers = {"authorization": f"Bearer {token}"} if token else {}
         connection.request(method, path, body, headers)
@@ -133,7 +137,7 @@ class Process:
         self.process.send_signal(number)
 
     def finish(self) -> str:
-        said = self.process.communicate(timeout=30)[0]
+        said = self.process.communicate(timeout=2 * SLOW_SECONDS)[0]
         return str(said)
 
     def stop(self) -> str:
