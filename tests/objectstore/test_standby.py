@@ -222,6 +222,31 @@ def test_an_owner_that_was_paused_is_fenced(
     assert standby.stop() == 0
 
 
+@pytest.mark.parametrize("place", ["file"], indirect=True)
+def test_of_two_standbys_one_takes_over(serve: Callable[..., Served]) -> None:
+    ports = free_ports(3)
+    owner = serve("owner", ports[0])
+    options = ("--standby", "--standby-after", AFTER)
+    standbys = [serve(f"standby-{port}", port, *options) for port in ports[1:]]
+    with penstock.connect(owner.native) as client:
+        client.create_queue("q")
+        sent = [client.send("q", b"to the first")]
+    owner.process.kill()
+
+    def statuses() -> list[int]:
+        return sorted(status_of(each.http, "/ready") or 0 for each in standbys)
+
+    # Both may have taken it, one after the other: the first of them stands by again then.
+    wait(lambda: statuses() == [200, 503])
+    threading.Event().wait(2)
+    wait(lambda: statuses() == [200, 503])
+    (second,) = [each for each in standbys if each.ready()]
+    with penstock.connect(second.native) as client:
+        sent.append(client.send("q", b"to the next"))
+        assert [entry.message_id for entry in client.browse("q")] == sent
+    assert [each.stop() for each in standbys] == [0, 0]
+
+
 def silent(pulse: Pulse, after_ms: int, give_up_s: float) -> bool:
     async def wait_for_it() -> bool:
         stopping = asyncio.Event()

@@ -68,7 +68,7 @@ def store_option(command: _Command) -> _Command:
         envvar="PENSTOCK_STORE",
         required=True,
         show_envvar=True,
-        help="The store, such as rocksdb:./data.",
+        help="The store, such as rocksdb:./data; writing to one on object storage takes it over.",
     )
     return json_option(add(command))
 
