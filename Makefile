@@ -9,7 +9,7 @@ NPM := $(CLIENTS)/node/.installed
 FUZZ_SECONDS ?= 60
 
 .PHONY: demo demo-embedded test check lint types format bench bench-embedded bench-depth bench-fairness \
-  bench-routing bench-pipeline bench-server bench-server_sqs bench-engines soak fuzz clients java clean
+  bench-routing bench-pipeline bench-server bench-server_sqs bench-engines bench-worker soak fuzz clients java clean
 
 demo: $(STAMP) java     ## publish, Spark pipeline, workers, report
 	$(BIN)/python examples/pipeline_demo.py
@@ -50,10 +50,10 @@ fuzz: $(STAMP)          ## every parser under a coverage-guided fuzzer, FUZZ_SEC
 	done
 
 bench: bench-embedded bench-depth bench-fairness bench-routing bench-pipeline bench-server \
-  bench-server_sqs bench-engines
+  bench-server_sqs bench-engines bench-worker
 
 bench-embedded bench-depth bench-fairness bench-routing bench-pipeline bench-server \
-bench-server_sqs bench-engines: bench-%: $(STAMP)
+bench-server_sqs bench-engines bench-worker: bench-%: $(STAMP)
 	$(BIN)/python benchmarks/$*.py
 
 $(STAMP): pyproject.toml

@@ -143,6 +143,11 @@ class Client(Verbs, Waiting):
     ) -> None:
         self.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed: it makes no more connections."""
+        return self._closed
+
     def close(self) -> None:
         """Let go of the connection. Calls that are under way raise."""
         if os.getpid() != self._pid:

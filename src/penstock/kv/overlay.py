@@ -6,29 +6,37 @@ available. On an overlay it can do so without writing to the database below.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from penstock.errors import InvalidInput
 from penstock.kv.memory import MemoryEngine, MemoryTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from penstock.errors import PenstockError
     from penstock.kv import Batch, Table
 
-__all__ = ["Overlay"]
+__all__ = ["Below", "Changes", "Overlay", "OverlayView"]
+
+Changes: TypeAlias = "dict[bytes, bytes | None]"
+"""Rows by key; None for one that is gone."""
 
 # A value of the overlay begins with one of these.
 _GONE = b"\0"
 _KEPT = b"\1"
 
 
-class _Below(Protocol):
-    def table(self, name: str) -> Table: ...
+class Below(Protocol):
+    """Tables that do not change."""
 
-    def close(self) -> None: ...
+    def table(self, name: str) -> Table:
+        """Return a table."""
+
+    def close(self) -> None:
+        """Let go of them."""
 
 
 class OverlayTable:
@@ -52,27 +60,56 @@ class OverlayTable:
 
     def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), ascending."""
-        changed = dict(self.above.scan(begin, end, len(self.above.rows)))
-        # So many at most are covered by changes.
-        rows = self._below.scan(begin, end, limit + len(changed)) if limit > 0 else ()
-        return _merged(rows, changed)[:limit]
+        found: list[tuple[bytes, bytes]] = []
+        while len(found) < limit and begin < end:
+            wanted = limit - len(found)
+            rows = self._below.scan(begin, end, wanted)
+            # Rows below end here for now: changes beyond are for the next round.
+            until = rows[-1][0] + b"\0" if len(rows) == wanted else end
+            keys = self.above.rows.irange(begin, until, inclusive=(True, False))
+            found += islice(self._merged(rows, keys), wanted)
+            begin = until
+        return found
 
     def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), descending."""
-        changed = dict(self.above.scan(begin, end, len(self.above.rows)))
-        rows = self._below.scan_back(begin, end, limit + len(changed)) if limit > 0 else ()
-        return _merged(rows, changed)[::-1][:limit]
+        found: list[tuple[bytes, bytes]] = []
+        while len(found) < limit and begin < end:
+            wanted = limit - len(found)
+            rows = self._below.scan_back(begin, end, wanted)
+            until = rows[-1][0] if len(rows) == wanted else begin
+            keys = self.above.rows.irange(until, end, inclusive=(True, False), reverse=True)
+            found += islice(self._merged(rows, keys, back=True), wanted)
+            end = until
+        return found
+
+    def _merged(
+        self, rows: Sequence[tuple[bytes, bytes]], keys: Iterator[bytes], *, back: bool = False
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """Put changes over rows, both in the same order; a change to a row takes its place."""
+        changes = self.above.rows
+        key = next(keys, None)
+        for row in rows:
+            while key is not None and (key > row[0] if back else key < row[0]):
+                value = _value(changes[key])
+                if value is not None:
+                    yield key, value
+                key = next(keys, None)
+            if key != row[0]:
+                yield row
+        while key is not None:
+            value = _value(changes[key])
+            if value is not None:
+                yield key, value
+            key = next(keys, None)
 
 
 def _value(changed: bytes) -> bytes | None:
     return None if changed == _GONE else changed[1:]
 
 
-def _merged(
-    rows: Iterable[tuple[bytes, bytes]], changed: Mapping[bytes, bytes]
-) -> list[tuple[bytes, bytes]]:
-    both = {**dict(rows), **{key: _value(value) for key, value in changed.items()}}
-    return [(key, value) for key, value in sorted(both.items()) if value is not None]
+def _mark(value: bytes | None) -> bytes:
+    return _GONE if value is None else _KEPT + value
 
 
 class OverlayBatch:
@@ -110,18 +147,41 @@ class OverlayView:
         """Return a table as it was."""
         return self._tables[name]
 
+    def changes(self, name: str, begin: bytes = b"", end: bytes | None = None) -> Changes:
+        """Return the changes to keys of [begin, end) of a table; None for a row that is gone."""
+        rows = self._tables[name].above.rows
+        keys = rows.irange(begin, end, inclusive=(True, False))
+        return {key: _value(rows[key]) for key in keys}
+
+    def changed_before(self, name: str, begin: bytes, end: bytes) -> bytes | None:
+        """Return the last key of [begin, end) of a table that was changed and is there."""
+        rows = self._tables[name].above.rows
+        keys = rows.irange(begin, end, inclusive=(True, False), reverse=True)
+        return next((key for key in keys if rows[key] != _GONE), None)
+
     def close(self) -> None:
         """Drop the copies."""
         self._tables.clear()
 
 
 class Overlay:
-    """An engine over tables that do not change while it is there. Closing it closes them."""
+    """An engine over tables that do not change while it is there. Closing it closes them.
 
-    def __init__(self, below: _Below, tables: Iterable[str]) -> None:
+    ``changes`` are there from the beginning, by table and key; None for a row that is gone.
+    """
+
+    def __init__(
+        self,
+        below: Below,
+        tables: Iterable[str],
+        changes: Mapping[str, Mapping[bytes, bytes | None]] | None = None,
+    ) -> None:
         self._below = below
         above = MemoryEngine(tables)
         self._tables = {name: OverlayTable(below.table(name), above.table(name)) for name in tables}
+        for name, rows in (changes or {}).items():
+            if name in self._tables:
+                above.table(name).rows.update((key, _mark(rows[key])) for key in rows)
 
     def table(self, name: str) -> OverlayTable:
         """Return a table named at open."""
@@ -136,7 +196,7 @@ class Overlay:
         assert isinstance(batch, OverlayBatch)
         for table, key, value, end in batch.changes:
             if end is None:
-                table.above.rows[key] = _GONE if value is None else _KEPT + value
+                table.above.rows[key] = _mark(value)
                 continue
             while rows := table.scan(key, end, 1_000):
                 for doomed, _ in rows:

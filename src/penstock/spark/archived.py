@@ -27,7 +27,7 @@ from pyspark.sql.datasource import InputPartition
 from penstock.errors import InvalidInput, QueueNotFound, StorageFailed
 from penstock.filters import parse
 from penstock.spark.archive_runs import Runs
-from penstock.spark.stores import store
+from penstock.spark.stores import source
 from penstock.tables.schemas import schema_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from penstock.filters import Filter
     from penstock.spark.options import Options
-    from penstock.spark.stores import Store
+    from penstock.spark.stores import Source
 
 __all__ = ["ArchivedPartition", "AttemptsPartition", "FreshPartition", "plan", "read_part"]
 
@@ -84,7 +84,7 @@ class AttemptsPartition(InputPartition):
 
 def plan(options: Options, columns: Sequence[str]) -> list[InputPartition]:
     """Pin the live rows and find the archived ones that belong to them."""
-    client = store(options.location)
+    client = source(options.location)
     for _ in range(_TRIES):
         runs = _runs(options)
         runs.check_store(client.store_id)
@@ -116,7 +116,7 @@ def _archived(runs: Runs) -> set[str]:
     return {reach.queue for run in runs.runs for reach in run.reaches}
 
 
-def _queues(client: Store) -> dict[str, int]:
+def _queues(client: Source) -> dict[str, int]:
     """Ask which queues there are, and when each was made."""
     found = client.plan_read("queues", columns=["name", "created_at_ms"])
     # Read to its end, so that the broker need not keep the snapshot.
@@ -125,7 +125,7 @@ def _queues(client: Store) -> dict[str, int]:
 
 
 def _live(
-    client: Store,
+    client: Source,
     options: Options,
     columns: Sequence[str],
     runs: Runs,
@@ -218,7 +218,7 @@ def read_part(
     options: Options, columns: Sequence[str], partition: InputPartition
 ) -> Iterator[pa.RecordBatch]:
     """Read one part; batches have at least the columns."""
-    client = store(options.location)
+    client = source(options.location)
     if isinstance(partition, FreshPartition):
         for batch in client.read(partition.ticket):
             yield batch.filter(_fresh(batch, partition.ends))
@@ -236,7 +236,7 @@ def _fresh(batch: pa.RecordBatch, ends: Mapping[str, int]) -> pa.Array:
 
 
 def _read_attempts(
-    client: Store, options: Options, columns: Sequence[str], partition: AttemptsPartition
+    client: Source, options: Options, columns: Sequence[str], partition: AttemptsPartition
 ) -> Iterator[pa.RecordBatch]:
     ticket = partition.ticket
     alone = [name for name, files in partition.queues.items() if not files]
