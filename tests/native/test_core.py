@@ -248,6 +248,17 @@ def test_a_server_that_has_lost_its_store_is_left_for_the_next_owner(talk: Talk)
     assert talk.results["safe"] == []
 
 
+def test_what_a_server_said_before_it_is_left_counts(talk: Talk) -> None:
+    talk.call("refused", calls.claim("q"))
+    talk.call("answered", calls.ping())
+    refused, answered = talk.sent()
+    frames = [wire.Failure(refused.id, "StoreFenced", "another has it"), (1, answered.id, 7)]
+    talk.core.received(b"".join(encoder.frame(frame) for frame in frames), talk.now_ms)
+    assert talk.told()["answered"] == 7
+    assert isinstance(talk.results["refused"], StoreFenced)
+    assert talk.core.hang_up
+
+
 def test_patience_ends_with_servers_that_have_lost_their_store(talk: Talk) -> None:
     talk.call("safe", calls.queues())
     for _ in range(3):

@@ -120,6 +120,8 @@ class Core:
         self._tries = 0
         self._away_since_ms = now_ms
         self._why = "no connection yet"
+        # What a server has said that has lost its store: it is to be left.
+        self._fenced = ""
         self._max_frame_bytes = limits.MAX_FRAME_BYTES
         self._repeat_ms: float = limits.MAX_REPEAT_MS
         self._encoder = wire.Encoder()
@@ -240,6 +242,10 @@ class Core:
                 self._read(wire.read_server_frame(frame), now_ms)
         except InvalidInput as error:
             self._give_up(f"the server sent what can't be read: {error}")
+        if self._fenced:
+            # Now that everything is read which it had said before.
+            self._give_up(self._fenced)
+            self._fenced = ""
 
     def resume(self, now_ms: int) -> None:
         """Send what has waited: the connection stands, or takes bytes again."""
@@ -344,7 +350,7 @@ class Core:
             self._fail(pending, error)
         # It greets until it has ended, and each time there would be no pause before the next.
         self._tries = max(self._tries, FENCED_TRIES)
-        self._give_up(f"the server said: {error}")
+        self._fenced = f"the server said: {error}"
 
     def _settle(self, request_id: int, value: msgspec.Raw | bytes, now_ms: int) -> None:
         pending = self._sent.pop(request_id, None)
