@@ -7,6 +7,8 @@ CLIENTS := $(VENV)/clients
 AWSCLI := $(CLIENTS)/awscli/.installed
 NPM := $(CLIENTS)/node/.installed
 FUZZ_SECONDS ?= 60
+# Much of the tests' time is waiting for disks, servers and clocks.
+WORKERS ?= $(shell expr 2 \* $$(nproc))
 
 .PHONY: demo demo-embedded test check lint types format bench bench-embedded bench-depth bench-fairness \
   bench-routing bench-pipeline bench-server bench-server_sqs bench-engines bench-worker soak fuzz clients java clean
@@ -19,12 +21,12 @@ demo-embedded: $(STAMP) ## the same without Spark: the broker inside one process
 
 test: $(STAMP) java clients ## the whole test suite, with lint and types
 	$(MAKE) lint types
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not spark and not soak"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not spark and not soak"
 	$(BIN)/python -m pytest -m "spark and not soak"
 
 check: $(STAMP)         ## lint, types and the quick tests: under two minutes
 	$(MAKE) lint types
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow and not spark and not soak"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not spark and not soak"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
