@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import logging
 import zlib
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from bisect import bisect_left
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import msgspec
 
 from penstock.clock import SystemClock, TimeGuard
 from penstock.codec import log as log_codec
 from penstock.codec import opendata
+from penstock.codec.stored import decode_lease
 from penstock.errors import CorruptRecord, InvalidInput
 from penstock.kv.memory import MemoryEngine
 from penstock.kv.overlay import Overlay
@@ -37,7 +40,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from penstock.clock import Clock
-    from penstock.kv.overlay import Below, Changes, OverlayView
+    from penstock.kv import View
+    from penstock.kv.overlay import Below, Changes, OverlayTable
     from penstock.kv.slatedb_moment import Moment
     from penstock.stores.kvstore import KvStore
     from penstock.stores.metadata_log import Segment
@@ -63,6 +67,9 @@ _NO_TOTALS: Final = StoreStats(**dict.fromkeys(StoreStats.__struct_fields__, 0))
 # In the table of the log: what is neither an entry nor a note of messages that no queue took.
 _LOG_FACTS: Final = ((b"", b"\x02\x11"), (b"\x02\x12", b"\x03\x01\x00\x00\x00\x01"))
 _ENTRY_END: Final = b"\xff" * 10
+# Where the messages are that leases hold, and the tables that say who holds them.
+_HELD: Final[Mapping[str, str]] = {"buckets": "buckets", "indexed": "in_progress"}
+_LEASED: Final = {"active", "attempts"}
 _LEVEL: Final = 1
 
 
@@ -95,6 +102,8 @@ class Ticket(msgspec.Struct, frozen=True):
     stats: list[QueueStats]
     wanted: Wanted
     pieces: list[list[Any]]
+    # Of tables that leases belong to: the names of queues by their numbers.
+    numbers: dict[int, str]
     rows: dict[str, dict[bytes, bytes | None]]
 
     def packed(self) -> bytes:
@@ -122,8 +131,14 @@ class Plan(NamedTuple):
 def narrowed(ticket: bytes, queues: Sequence[str]) -> bytes:
     """Make of a ticket one for some of its queues alone."""
     known = Ticket.unpacked(ticket)
-    pieces = _coded(of_queues(known.part(), queues))
-    return msgspec.structs.replace(known, pieces=pieces).packed()
+    part = of_queues(known.part(), queues)
+    tables = DESIGNS[known.identity.design].tables
+    numbers = {number: name for number, name in known.numbers.items() if name in queues}
+    rows = _KeyRows(Overlay(MemoryEngine(tables), tables, known.rows), known.identity, numbers)
+    cut = {piece.table for piece in known.part() if isinstance(piece, QueueKeys)} | {"leases"}
+    kept = {table: each for table, each in known.rows.items() if table not in cut}
+    made = {**kept, **rows.of(part)}
+    return msgspec.structs.replace(known, pieces=_coded(part), numbers=numbers, rows=made).packed()
 
 
 def files_of(ticket: Ticket) -> Files:
@@ -150,8 +165,9 @@ def read_ticket(ticket: Ticket, files: Files) -> Iterator[pa.RecordBatch]:
 class Looking:
     """A store on object storage that is looked at again and again.
 
-    ``following``: only the last moment and the one before are read; what earlier ones kept is
-    given back.
+    A look costs what has come since the one before, and what that one has seen can't be planned on
+    any more; tickets are good on. ``following``: only tickets of the last moment and the one before
+    are read; what earlier ones kept is given back.
     """
 
     def __init__(self, url: str, *, clock: Clock | None = None, following: bool = False) -> None:
@@ -161,41 +177,43 @@ class Looking:
         self._tail = Tail(self._place, following=following)
         self._below: Files | None = None
         self._checkpoint = ""
+        self._seen: Seen | None = None
 
     def look(self) -> Seen:
         """Return what is durable now."""
         moment = self._tail.look()
+        if self._seen is not None and self._seen.moment == moment:
+            return self._seen
         if self._below is None or self._checkpoint != moment.checkpoint:
             self.close()
             self._below = Files(self._place, moment.checkpoint, moment.made_ms, rows=moment.rows)
             self._checkpoint = moment.checkpoint
-        return Seen(self.url, moment, self._below, self._clock)
+        self._seen = Seen(self.url, moment, self._below, self._clock)
+        return self._seen
 
     def close(self) -> None:
         """Let go of the files."""
+        self._seen = None
         if self._below is not None:
             self._below.close()
             self._below = None
 
 
 class Seen:
-    """A store at one moment: planned here, read anywhere."""
+    """A store at one moment: planned here, before the next look, and read anywhere."""
 
     def __init__(self, url: str, moment: Moment, below: Files, clock: Clock) -> None:
         self._url = url
-        self._moment = moment
+        self.moment = moment
         self._families = dict(below.families)
-        self._below = _Kept(below)
         self._clock = clock
-        names = {family: name for name, family in self._families.items()}
-        self._changes: dict[str, Changes] = {name: {} for name in self._families}
-        for key, value in moment.rows.items():
-            name = names.get(key[:1])
-            if name is not None:
-                self._changes[name][key[1:]] = value
-        system = Overlay(self._below, ["default"], self._changes).table("default")
+        changes = {name: moment.rows.table(family) for name, family in self._families.items()}
+        files = _Kept(below)
+        system = Overlay(files, ["default"], changes).table("default")
         self.identity: Identity = identity_in(url, system)
-        self._engine = Overlay(self._below, DESIGNS[self.identity.design].tables, self._changes)
+        self._tables = DESIGNS[self.identity.design].tables
+        # Nothing may be written to it: these rows are every look's.
+        self._engine = Overlay(files, self._tables, changes)
         self._log = MetadataLog(self._engine.table("log"), self.store_id, _leave_out)
         self.log_stats = self._stats_of_log()
 
@@ -204,8 +222,18 @@ class Seen:
         """Which store it is."""
         return f"{self.identity.store_id:08x}"
 
+    def table(self, name: str) -> OverlayTable:
+        """Return a table; raise if somebody has looked since, and it is another one now."""
+        if self.moment.rows.version != self.moment.version:
+            raise InvalidInput(f"{self._url} was looked at again: plan on what was seen then")
+        return self._engine.table(name)
+
+    def close(self) -> None:
+        """Do nothing: what is open belongs to whoever looks."""
+
     def _opened(self) -> tuple[Overlay, KvStore]:
-        engine = Overlay(self._below, DESIGNS[self.identity.design].tables, self._changes)
+        # What opening a store changes goes on top.
+        engine = Overlay(self, self._tables)
         return engine, make_store(engine, self.identity.design, self._clock)
 
     # --- tables --------------------------------------------------------------------------
@@ -218,8 +246,8 @@ class Seen:
         with store.pin(now_ms, stats=wanted.table == "stats") as pinned:
             pinned.log_stats = self._ended(pinned.log_stats)
             parts = partition(pinned, wanted.table, partitions, queues=queues)
-            view = engine.view()
-            tickets = [self._ticket(wanted, part, pinned, view) for part in parts]
+            rows = _KeyRows(engine, self.identity, self._numbers(wanted, pinned))
+            tickets = [self._ticket(wanted, part, pinned, rows) for part in parts]
             return Plan(selection.schema, tickets, pinned.at_ms)
 
     def watermarks(self) -> LogStats:
@@ -231,15 +259,19 @@ class Seen:
         end = min(stats.end, self.log_stats.end)
         return msgspec.structs.replace(stats, end=end, routed_up_to=min(stats.routed_up_to, end))
 
-    def _ticket(self, wanted: Wanted, part: Part, pinned: Pinned, view: OverlayView) -> bytes:
+    def _numbers(self, wanted: Wanted, pinned: Pinned) -> dict[int, str]:
+        queues = pinned.queues.items() if wanted.table in _LEASED else ()
+        return {queue.number: name for name, queue in queues}
+
+    def _ticket(self, wanted: Wanted, part: Part, pinned: Pinned, rows: _KeyRows) -> bytes:
+        named = {piece.queue for piece in part if not isinstance(piece, Numbers)}
         stats = pinned.stats
         if wanted.table == "stats":
-            named = {piece.queue for piece in part if isinstance(piece, WholeQueue)}
             stats = [each for each in stats if each.queue in named]
         return Ticket(
             url=self._url,
-            checkpoint=self._moment.checkpoint,
-            made_ms=self._moment.made_ms,
+            checkpoint=self.moment.checkpoint,
+            made_ms=self.moment.made_ms,
             families=self._families,
             identity=self.identity,
             at_ms=pinned.at_ms,
@@ -248,35 +280,32 @@ class Seen:
             stats=list(stats),
             wanted=wanted,
             pieces=_coded(part),
-            rows=self._rows_of(wanted, part, pinned, view),
+            numbers={number: name for number, name in rows.numbers.items() if name in named},
+            rows=self._rows_of(wanted, part, pinned, rows),
         ).packed()
 
     def _rows_of(
-        self, wanted: Wanted, part: Part, pinned: Pinned, view: OverlayView
+        self, wanted: Wanted, part: Part, pinned: Pinned, rows: _KeyRows
     ) -> dict[str, Changes]:
         """Return the rows that reading a part may come across and that are in no file yet."""
-        found: dict[str, Changes] = {}
+        found = rows.of(part)
 
         def add(table: str, begin: bytes = b"", end: bytes | None = None) -> None:
-            found.setdefault(table, {}).update(view.changes(table, begin, end))
+            found.setdefault(table, {}).update(rows.changes(table, begin, end))
 
         for piece in part:
-            if isinstance(piece, QueueKeys):
-                add(piece.table, piece.begin, piece.end)
-            elif isinstance(piece, Numbers):
+            if isinstance(piece, Numbers):
                 every = wanted.table == "messages"
                 if every or wanted.payload:
                     first, last = map(opendata.payload_key, (piece.begin, piece.end))
                     add("payloads", first, last)
                 for log in self.log_stats.cursors if every else [piece.log]:
-                    self._add_log(add, view, log, piece.begin, piece.end)
-            elif wanted.table == "groups":
-                for keys in live_keys(self.identity.design, pinned.queues[piece.queue]):
-                    add(*keys)
-        if wanted.table in {"queues", "groups"}:
-            add("queues")
-        if wanted.table in {"active", "attempts"}:
-            add("leases")
+                    self._add_log(add, rows.table("log"), log, piece.begin, piece.end)
+            elif isinstance(piece, WholeQueue) and wanted.table in {"queues", "groups"}:
+                found.setdefault("queues", {}).update(rows.by_queue.get(piece.queue.encode(), {}))
+                if wanted.table == "groups":
+                    for keys in live_keys(self.identity.design, pinned.queues[piece.queue]):
+                        add(*keys)
         if wanted.payload and wanted.table not in {"log", "messages"}:
             # A payload that is in no file yet belongs to rows that are in none either.
             for message_id in self._ids(wanted, part, pinned, found):
@@ -287,13 +316,13 @@ class Seen:
     def _ids(
         self, wanted: Wanted, part: Part, pinned: Pinned, rows: dict[str, Changes]
     ) -> Iterator[int]:
-        tables = DESIGNS[self.identity.design].tables
+        tables = self._tables
         chosen = select(wanted.table, columns=["message_id"])
         alone = self._pinned(Overlay(MemoryEngine(tables), tables, rows), pinned.at_ms)
         for batch in read(alone, part, chosen):
             yield from batch.column("message_id").to_pylist()
 
-    def _pinned(self, view: Overlay, at_ms: int) -> Pinned:
+    def _pinned(self, view: View, at_ms: int) -> Pinned:
         return Pinned(
             view, self.identity, at_ms=at_ms, log=self.log_stats, totals=_NO_TOTALS, stats=()
         )
@@ -302,19 +331,19 @@ class Seen:
 
     def plan_log(self, wanted: Wanted, stretches: Iterable[tuple[int, int, int]]) -> list[bytes]:
         """Make tickets for stretches (log, begin, end) of the log."""
-        view = self._engine.view()
-        pinned = self._pinned(self._engine, self._clock.now_ms())
+        pinned = self._pinned(self, self._clock.now_ms())
+        rows = _KeyRows(self, self.identity, {})
         tickets = []
         for log, begin, end in stretches:
             self._check_stretch(log, begin, end)
-            tickets.append(self._ticket(wanted, [Numbers(log, begin, end)], pinned, view))
+            tickets.append(self._ticket(wanted, [Numbers(log, begin, end)], pinned, rows))
         return tickets
 
     def read_log(
         self, log: int, begin: int, end: int, *, columns: Sequence[str]
     ) -> Iterator[pa.RecordBatch]:
         """Read a stretch of a log here."""
-        pinned = self._pinned(self._engine, self._clock.now_ms())
+        pinned = self._pinned(self, self._clock.now_ms())
         part: Part = [Numbers(log, begin, end)]
         return read(pinned, part, select("log", columns=list(columns)))
 
@@ -371,7 +400,7 @@ class Seen:
         return log_codec.metadata_log_key(self.store_id, str(log))
 
     def _add_log(
-        self, add: Callable[..., None], view: OverlayView, log: int, begin: int, end: int
+        self, add: Callable[..., None], table: OverlayTable, log: int, begin: int, end: int
     ) -> None:
         """Add the entries of a stretch, with the one that it may begin in."""
         for facts in _LOG_FACTS:
@@ -383,9 +412,80 @@ class Seen:
             prefix = log_codec.entry_prefix(segment.number, key)
             at = max(0, begin - segment.start_offset)
             exact = log_codec.entry_key(segment.number, key, at)
-            first = view.changed_before("log", prefix, exact + b"\0") or prefix
+            first = table.changed_before(prefix, exact + b"\0") or prefix
             width = min(end, MAX_OFFSET) - segment.start_offset
             add("log", first, log_codec.entry_key(segment.number, key, width))
+
+
+class _Over(Protocol):
+    """Changes over tables."""
+
+    def table(self, name: str) -> OverlayTable:
+        """Return a table."""
+
+
+class _KeyRows:
+    """Changed rows, by the parts of a table that have use for them."""
+
+    def __init__(self, over: _Over, identity: Identity, numbers: Mapping[int, str]) -> None:
+        self.table = over.table
+        self.numbers = numbers
+        self._design = identity.design
+
+    def changes(self, table: str, begin: bytes = b"", end: bytes | None = None) -> Changes:
+        """Return the changes to keys of a table."""
+        return self.table(table).changes(begin, end)
+
+    def of(self, part: Part) -> dict[str, Changes]:
+        """Return those in the keys of a part, and the leases under which its messages are held."""
+        found: dict[str, Changes] = {}
+        for piece in part:
+            if not isinstance(piece, QueueKeys):
+                continue
+            rows = self.changes(piece.table, piece.begin, piece.end)
+            found.setdefault(piece.table, {}).update(rows)
+            if self.numbers and piece.table == _HELD[self._design]:
+                held = self._held
+                first, last = (bisect_left(held, (key,)) for key in (piece.begin, piece.end))
+                names = {name for _, name in held[first:last]}
+                found.setdefault("leases", {}).update((name, self._leases[name]) for name in names)
+        return found
+
+    @cached_property
+    def by_queue(self) -> dict[bytes, Changes]:
+        """What is kept of a queue as a whole: under its name, behind two bytes."""
+        found: dict[bytes, Changes] = {}
+        for key, value in self.changes("queues").items():
+            found.setdefault(key[2:], {})[key] = value
+        return found
+
+    @cached_property
+    def _leases(self) -> Changes:
+        return self.changes("leases")
+
+    @cached_property
+    def _held(self) -> list[tuple[bytes, bytes]]:
+        """The keys of rows that leases hold, each with the lease's own; in order."""
+        # Told from the lease, not from the rows: of one that was extended the rows may be in files.
+        found: set[tuple[bytes, bytes]] = set()
+        for name, record in self._leases.items():
+            try:
+                lease = None if record is None else decode_lease(record)
+                queue = None if lease is None else self.numbers.get(lease.queue)
+                if lease is not None and queue is not None:
+                    found.update(
+                        (self._row_key(lease.queue, queue, each), name) for each in lease.ids
+                    )
+            except CorruptRecord:
+                # Whoever reads it leaves it out.
+                continue
+        return sorted(found)
+
+    def _row_key(self, number: int, queue: str, claim: bytes) -> bytes:
+        if self._design == "buckets":
+            bucket = opendata.bucket_of(int.from_bytes(claim, "big"))
+            return opendata.active_key(queue.encode(), bucket)
+        return number.to_bytes(4, "big") + claim
 
 
 class _Kept:

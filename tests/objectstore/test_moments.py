@@ -14,10 +14,11 @@ from slatedb.uniffi import (
     GarbageCollectorOptions,
     GarbageCollectorScheduleOptions,
 )
+from sortedcontainers import SortedDict
 
 import penstock
 from penstock import InvalidInput, InvalidUrl, ManualClock, Message, StorageFailed, StoreMismatch
-from penstock.kv import slatedb_moment
+from penstock.kv import overlay, slatedb_moment
 from penstock.kv.memory import MemoryEngine
 from penstock.kv.overlay import Overlay
 from penstock.kv.slatedb_calls import call
@@ -246,6 +247,75 @@ def test_a_ticket_can_be_narrowed_to_queues(plain: str) -> None:
         assert {row["queue"] for row in rows_of([narrowed(ticket, ["b"])])} == {"b"}
 
 
+# --- what tickets carry ---------------------------------------------------------------------------
+
+
+def carried(tickets: Sequence[bytes]) -> dict[str, list[bytes]]:
+    """Return the keys of all rows in tickets, as often as they come, by table."""
+    found: dict[str, list[bytes]] = {}
+    for ticket in tickets:
+        for table, rows in Ticket.unpacked(ticket).rows.items():
+            found.setdefault(table, []).extend(rows)
+    return found
+
+
+def test_all_tickets_together_carry_a_row_once(place: str) -> None:
+    clock = ManualClock()
+    with penstock.open(place, clock=clock, background=False) as broker:
+        for name in "abcde":
+            broker.create_queue(name, filter="x = 1", bucket_exponent=0)
+        broker.publish([Message(b"m", {"x": 1}) for _ in range(40)])
+        leases = 0
+        for name in "abc":
+            for turn in range(20):
+                broker.claim(name, consumer=f"{name}{turn}")
+                leases += 1
+        seen = Looking(place, clock=clock).look()
+        before = expected(broker, clock)
+        for row in before["active"]:
+            del row["payload"]
+        for table in ("active", "attempts", "queues", "groups"):
+            tickets = seen.plan(Wanted(table), queues=None, partitions=16).tickets
+            assert len(tickets) >= 5
+            rows = carried(tickets)
+            for keys in rows.values():
+                assert len(keys) == len(set(keys)), table
+            if table in {"active", "attempts"}:
+                assert len(rows["leases"]) == leases
+            else:
+                assert len(rows["queues"]) == 5 * 3
+            assert rows_of(tickets) == before[table]
+        (whole,) = seen.plan(Wanted("attempts"), queues=None, partitions=1).tickets
+        cut = [narrowed(whole, names) for names in (["a", "e"], ["b"], ["c", "d"])]
+        assert sorted(carried(cut)["leases"]) == sorted(carried([whole])["leases"])
+        assert len(carried(cut[1:2])["leases"]) == 20
+        assert rows_of(cut) == before["attempts"]
+
+
+def test_a_lease_that_was_extended_goes_with_rows_that_are_in_files(place: str) -> None:
+    clock = ManualClock()
+    with penstock.open(place, clock=clock, background=False) as broker:
+        for name in "ab":
+            broker.create_queue(name, filter="x = 1", bucket_exponent=1)
+        broker.publish([Message(b"m", {"x": 1}) for _ in range(30)])
+        held = {name: broker.claim(name, limit=5) for name in "ab" for _ in range(4)}
+        to_files(broker)
+        clock.advance(1_000)
+        for some in held.values():
+            broker.extend([each.receipt for each in some], lease_ms=77_000)
+        seen = Looking(place, clock=clock).look()
+        tickets = seen.plan(Wanted("active"), queues=None, partitions=8).tickets
+        rows = carried(tickets)
+        assert len(set(rows["leases"])) == 2
+        # The messages of a lease may be in more parts than one.
+        assert len(rows["leases"]) < 2 * len(tickets)
+        assert not rows.get("buckets")
+        assert not rows.get("in_progress")
+        found = [{**row, "payload": b"m"} for row in rows_of(tickets)]
+        assert found == expected(broker, clock)["active"]
+        assert len({row["lease_deadline"] for row in found} - {None}) == 2
+
+
 # --- looking on and on ----------------------------------------------------------------------------
 
 
@@ -269,6 +339,133 @@ def test_looks_go_on_from_where_the_last_one_was(plain: str) -> None:
                 assert seen[name].log_stats.end == number + 1
                 assert len(rows_of(plans(seen[name], ("log",))["log"])) == number
         assert len(marks(plain)) == 4
+
+
+class Counted(SortedDict):  # type: ignore[misc]
+    """Counts how often a row is touched, whether it is read, put or copied."""
+
+    touched = 0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        Counted.touched += len(self)
+        within = vars(self)["irange"]
+
+        def irange(*bounds: Any, **how: Any) -> Iterator[Any]:
+            for key in within(*bounds, **how):
+                Counted.touched += 1
+                yield key
+
+        self.irange = irange
+
+    def __iter__(self) -> Iterator[Any]:
+        Counted.touched += len(self)
+        yield from super().__iter__()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        Counted.touched += 1
+        super().__setitem__(key, value)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        Counted.touched += 1
+        return super().get(key, default)
+
+    def update(self, rows: Any) -> None:
+        # From a tenth on, all are sorted again.
+        Counted.touched += len(rows) + (len(self) if 10 * len(rows) > len(self) else 0)
+        super().update(rows)
+
+
+def test_a_look_costs_what_has_come_since(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (overlay, slatedb_moment):
+        monkeypatch.setattr(module, "SortedDict", Counted)
+    monkeypatch.setattr(Counted, "touched", 0)
+    with penstock.open(plain, background=False) as broker:
+        broker.create_queue("a", filter="x = 1")
+        for _ in range(6):
+            broker.publish([Message(b"m", {"x": 1}) for _ in range(500)])
+        looking = Looking(plain, following=True)
+        seen = looking.look()
+        assert Counted.touched > 3_000
+        engine = broker._store.core.engine  # type: ignore[attr-defined]
+        for _ in range(3):
+            Counted.touched = 0
+            # The first sign of life is new, others are like it.
+            engine._beat_at = engine._flushed_at = 0
+            before, number = seen, max(logged(plain))
+            engine._beat()
+            assert max(logged(plain)) > number
+            seen = looking.look()
+            assert Counted.touched < 60
+        assert seen is before
+        assert Counted.touched < 5
+        for turn in range(5):
+            end = seen.log_stats.end
+            tickets = seen.plan_log(Wanted("log"), [(0, 1, end)])
+            Counted.touched = 0
+            broker.publish([Message(b"new", {"x": 1}) for _ in range(3)])
+            seen = looking.look()
+            new = seen.plan_log(Wanted("log", payload=True), [(0, end, end + 3)])
+            assert Counted.touched < 120, turn
+            assert [row["payload"] for row in rows_of(new)] == [b"new"] * 3
+            assert len(rows_of(tickets)) == end - 1
+
+
+def test_what_was_seen_is_good_until_the_next_look(
+    plain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with penstock.open(plain, background=False) as broker:
+        broker.create_queue("a", filter="x = 1")
+        fill(broker, 20)
+        looking = Looking(plain)
+        seen = looking.look()
+        fill(broker, 20)
+        # A look that fails changes nothing.
+        with monkeypatch.context() as patch:
+            patch.setattr(slatedb_moment.Tail, "_manifest", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                looking.look()
+        assert len(rows_of(plans(seen, ("messages",))["messages"])) == 20
+        begun = seen.read_log(0, 1, 21, columns=["offset"])
+        later = looking.look()
+        assert len(rows_of(plans(later, ("messages",))["messages"])) == 40
+        for plan in (
+            lambda: list(begun),
+            lambda: plans(seen, ("log",)),
+            lambda: plans(seen, ("done",)),
+            seen.watermarks,
+        ):
+            with pytest.raises(InvalidInput, match="looked at again"):
+                plan()
+
+
+def test_a_log_that_is_far_ahead_of_the_files(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slatedb_moment, "MAX_MOMENT_BYTES", 100_000)
+    with penstock.open(plain, background=False) as broker:
+        broker.create_queue("a", filter="x = 1")
+        looking = Looking(plain, following=True)
+        payload = bytes(10_000)
+        for _ in range(20):
+            broker.publish([Message(payload, {"x": 1})])
+        assert looking.look().moment.rows.bytes > 200_000
+        (first,) = marks(plain)
+        # There are newer files: it begins again with those.
+        to_files(broker)
+        broker.publish([Message(payload, {"x": 1})])
+        assert looking.look().moment.rows.bytes < 50_000
+        assert len(marks(plain)) == 2
+        assert first in marks(plain)
+        # The same rows again and again are no more than the last of them.
+        for _ in range(40):
+            broker.update_queue("a", labels={"x": "y" * 200})
+            broker.update_queue("a", labels={"x": "z" * 200})
+        assert looking.look().moment.rows.bytes < 50_000
+        for _ in range(40):
+            broker.publish([Message(payload, {"x": 1})])
+        with pytest.raises(StorageFailed, match="ahead of its files"):
+            looking.look()
+        to_files(broker)
+        assert looking.look().log_stats.end == broker.log_stats().end
 
 
 def test_a_checkpoint_is_not_used_for_long(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +503,9 @@ def test_a_snapshot_is_renewed_while_it_is_read_and_refused_when_it_is_gone(plai
         assert marks(plain)[ticket.checkpoint] > soon
         call(admin.delete_checkpoint(ticket.checkpoint), DONE_S)
         files._renew_at_s = 0
-        with pytest.raises(StorageFailed, match=r"too old.*Run the query again"):
+        with pytest.raises(
+            StorageFailed, match=r"too old.* 20 minutes or more. Run the query again"
+        ):
             list(read_ticket(ticket, files))
         files.close()
         with pytest.raises(StorageFailed, match="too old"):

@@ -186,6 +186,22 @@ def test_archived_rows_come_once(spark: SparkSession, site: Site, tmp_path: Path
         assert len(site.rows(table)) < len(rows) + 20
 
 
+def test_live_attempts_travel_once_beside_archived_ones(
+    spark: SparkSession, site: Site, tmp_path: Path
+) -> None:
+    site.work(30)
+    archive(spark, site.serving.location, tmp_path / "archive")
+    site.work(20)
+    options = {"store": site.url, "table": "attempts", "includeArchive": str(tmp_path / "archive")}
+    checked = read_options(options, streaming=False)
+    parts = TableReader(checked, spark_schema(checked)).partitions()
+    assert len(parts) == 2
+    tickets = [moments.Ticket.unpacked(part.ticket) for part in parts]  # type: ignore[attr-defined]
+    for table in ("history", "leases"):
+        keys = [key for ticket in tickets for key in ticket.rows.get(table, {})]
+        assert len(keys) == len(set(keys)) >= 2, table
+
+
 def test_a_report_without_the_broker(spark: SparkSession, site: Site, tmp_path: Path) -> None:
     site.work(80)
     expected = report(spark, site.serving.location)

@@ -7,10 +7,11 @@ available. On an overlay it can do so without writing to the database below.
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+
+from sortedcontainers import SortedDict
 
 from penstock.errors import InvalidInput
-from penstock.kv.memory import MemoryEngine, MemoryTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,14 +20,13 @@ if TYPE_CHECKING:
     from penstock.errors import PenstockError
     from penstock.kv import Batch, Table
 
-__all__ = ["Below", "Changes", "Overlay", "OverlayView"]
+__all__ = ["MISSING", "Below", "Changes", "Overlay", "OverlayTable", "OverlayView"]
 
 Changes: TypeAlias = "dict[bytes, bytes | None]"
 """Rows by key; None for one that is gone."""
 
-# A value of the overlay begins with one of these.
-_GONE = b"\0"
-_KEPT = b"\1"
+MISSING: Final[Any] = object()
+"""For a key that nobody has changed."""
 
 
 class Below(Protocol):
@@ -42,7 +42,7 @@ class Below(Protocol):
 class OverlayTable:
     """A table below, with changes over it. It is its own family handle."""
 
-    def __init__(self, below: Table, above: MemoryTable) -> None:
+    def __init__(self, below: Table, above: Any) -> None:
         self.family: OverlayTable = self
         self._below = below
         self.above = above
@@ -53,10 +53,34 @@ class OverlayTable:
 
     def multi_get(self, keys: list[bytes]) -> list[bytes | None]:
         """Read many values."""
-        changed = dict(zip(keys, self.above.multi_get(keys), strict=True))
-        left = [key for key, value in changed.items() if value is None]
-        below = dict(zip(left, self._below.multi_get(left), strict=True)) if left else {}
-        return [below[key] if (value := changed[key]) is None else _value(value) for key in keys]
+        found = {key: self.above.get(key, MISSING) for key in keys}
+        left = [key for key, value in found.items() if value is MISSING]
+        if left:
+            found.update(zip(left, self._below.multi_get(left), strict=True))
+        return [found[key] for key in keys]
+
+    def changes(self, begin: bytes = b"", end: bytes | None = None) -> Changes:
+        """Return the changes to keys of [begin, end); of an overlay over another, of both."""
+        below = self._below
+        found = below.changes(begin, end) if isinstance(below, OverlayTable) else {}
+        keys = self.above.irange(begin, end, inclusive=(True, False))
+        found.update((key, self.above[key]) for key in keys)
+        return found
+
+    def changed_before(self, begin: bytes, end: bytes) -> bytes | None:
+        """Return the last key of [begin, end) that was changed and is there."""
+        keys = self.above.irange(begin, end, inclusive=(True, False), reverse=True)
+        last: bytes | None = next((key for key in keys if self.above[key] is not None), None)
+        if isinstance(self._below, OverlayTable):
+            other = self._below.changed_before(begin, end)
+            while other is not None and self.above.get(other, MISSING) is None:
+                other = self._below.changed_before(begin, other)
+            last = max(filter(None, (last, other)), default=None)
+        return last
+
+    def copy(self) -> OverlayTable:
+        """Return the table as it is now: the changes are copied, what is below does not change."""
+        return OverlayTable(self._below, self.above.copy())
 
     def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), ascending."""
@@ -66,7 +90,7 @@ class OverlayTable:
             rows = self._below.scan(begin, end, wanted)
             # Rows below end here for now: changes beyond are for the next round.
             until = rows[-1][0] + b"\0" if len(rows) == wanted else end
-            keys = self.above.rows.irange(begin, until, inclusive=(True, False))
+            keys = self.above.irange(begin, until, inclusive=(True, False))
             found += islice(self._merged(rows, keys), wanted)
             begin = until
         return found
@@ -78,7 +102,7 @@ class OverlayTable:
             wanted = limit - len(found)
             rows = self._below.scan_back(begin, end, wanted)
             until = rows[-1][0] if len(rows) == wanted else begin
-            keys = self.above.rows.irange(until, end, inclusive=(True, False), reverse=True)
+            keys = self.above.irange(until, end, inclusive=(True, False), reverse=True)
             found += islice(self._merged(rows, keys, back=True), wanted)
             end = until
         return found
@@ -87,29 +111,21 @@ class OverlayTable:
         self, rows: Sequence[tuple[bytes, bytes]], keys: Iterator[bytes], *, back: bool = False
     ) -> Iterator[tuple[bytes, bytes]]:
         """Put changes over rows, both in the same order; a change to a row takes its place."""
-        changes = self.above.rows
+        changes = self.above
         key = next(keys, None)
         for row in rows:
             while key is not None and (key > row[0] if back else key < row[0]):
-                value = _value(changes[key])
+                value = changes[key]
                 if value is not None:
                     yield key, value
                 key = next(keys, None)
             if key != row[0]:
                 yield row
         while key is not None:
-            value = _value(changes[key])
+            value = changes[key]
             if value is not None:
                 yield key, value
             key = next(keys, None)
-
-
-def _value(changed: bytes) -> bytes | None:
-    return None if changed == _GONE else changed[1:]
-
-
-def _mark(value: bytes | None) -> bytes:
-    return _GONE if value is None else _KEPT + value
 
 
 class OverlayBatch:
@@ -135,29 +151,14 @@ class OverlayBatch:
 
 
 class OverlayView:
-    """All tables as they were: the changes are copied, what is below does not change."""
+    """All tables as they were."""
 
     def __init__(self, tables: Mapping[str, OverlayTable]) -> None:
-        self._tables = {
-            name: OverlayTable(table._below, MemoryTable(table.above.rows.copy()))  # noqa: SLF001
-            for name, table in tables.items()
-        }
+        self._tables = {name: table.copy() for name, table in tables.items()}
 
     def table(self, name: str) -> OverlayTable:
         """Return a table as it was."""
         return self._tables[name]
-
-    def changes(self, name: str, begin: bytes = b"", end: bytes | None = None) -> Changes:
-        """Return the changes to keys of [begin, end) of a table; None for a row that is gone."""
-        rows = self._tables[name].above.rows
-        keys = rows.irange(begin, end, inclusive=(True, False))
-        return {key: _value(rows[key]) for key in keys}
-
-    def changed_before(self, name: str, begin: bytes, end: bytes) -> bytes | None:
-        """Return the last key of [begin, end) of a table that was changed and is there."""
-        rows = self._tables[name].above.rows
-        keys = rows.irange(begin, end, inclusive=(True, False), reverse=True)
-        return next((key for key in keys if rows[key] != _GONE), None)
 
     def close(self) -> None:
         """Drop the copies."""
@@ -167,7 +168,8 @@ class OverlayView:
 class Overlay:
     """An engine over tables that do not change while it is there. Closing it closes them.
 
-    ``changes`` are there from the beginning, by table and key; None for a row that is gone.
+    ``changes`` are there from the beginning, by table and key; None for a row that is gone. Those
+    of a table that are a SortedDict are not copied.
     """
 
     def __init__(
@@ -177,11 +179,11 @@ class Overlay:
         changes: Mapping[str, Mapping[bytes, bytes | None]] | None = None,
     ) -> None:
         self._below = below
-        above = MemoryEngine(tables)
-        self._tables = {name: OverlayTable(below.table(name), above.table(name)) for name in tables}
-        for name, rows in (changes or {}).items():
-            if name in self._tables:
-                above.table(name).rows.update((key, _mark(rows[key])) for key in rows)
+        self._tables = {}
+        for name in tables:
+            rows = (changes or {}).get(name, {})
+            above = rows if isinstance(rows, SortedDict) else SortedDict(rows)
+            self._tables[name] = OverlayTable(below.table(name), above)
 
     def table(self, name: str) -> OverlayTable:
         """Return a table named at open."""
@@ -196,11 +198,11 @@ class Overlay:
         assert isinstance(batch, OverlayBatch)
         for table, key, value, end in batch.changes:
             if end is None:
-                table.above.rows[key] = _mark(value)
+                table.above[key] = value
                 continue
             while rows := table.scan(key, end, 1_000):
                 for doomed, _ in rows:
-                    table.above.rows[doomed] = _GONE
+                    table.above[doomed] = None
 
     def view(self) -> OverlayView:
         """Copy the changes."""

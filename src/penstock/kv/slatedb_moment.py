@@ -11,6 +11,7 @@ log are numbered without gaps and never change, so this is a state that the data
 from __future__ import annotations
 
 import contextlib
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar, cast
 
 from slatedb.uniffi import (
@@ -21,9 +22,11 @@ from slatedb.uniffi import (
     RowEntryKind,
     SlateDbWalReader,
 )
+from sortedcontainers import SortedDict
 
 from penstock.clock import SystemClock
 from penstock.errors import StorageFailed, StoreMismatch
+from penstock.kv.overlay import MISSING
 from penstock.kv.slatedb import families_of
 from penstock.kv.slatedb_calls import CallTimeout, call
 from penstock.kv.slatedb_place import NO_DATABASE, translate_open
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from penstock.kv.overlay import Changes
     from penstock.kv.slatedb_place import Place
 
-__all__ = ["CheckpointReader", "Moment", "Tail"]
+__all__ = ["Ahead", "CheckpointReader", "Moment", "Tail"]
 
 T = TypeVar("T")
 
@@ -47,17 +50,93 @@ _NAME: Final = "penstock-moment"
 _TRIES: Final = 5
 # After this long a checkpoint is renewed by who reads it, and not used for another moment.
 _FRESH_MS: Final = MAX_READER_SNAPSHOT_MS // 3
+# What a row takes in memory besides its bytes: two objects, and its places in a dictionary and in
+# a list.
+_ROW_BYTES: Final = 160
+# An owner writes a file from 32 MiB on and has as much again come in meanwhile: of small rows that
+# is about this many times the bound.
+_REFUSED: Final = 3
 # What the library says of objects that the owner has thrown away, and of checkpoints.
 _TRUNCATED: Final = "WAL was truncated"
 _NO_CHECKPOINT: Final = ("checkpoint missing", "invalid DB state")
 
 
+class Ahead:
+    """Rows that are in the log and in no file yet: in order, by table, None for one that is gone.
+
+    They are kept once, however often somebody looks, so a look changes what earlier ones have
+    found: ``version`` says so.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[bytes, Any] = {}
+        self.bytes = 0
+        self.version = 0
+
+    def table(self, family: bytes) -> Any:
+        """Return the rows of a table, a SortedDict."""
+        return self._tables.setdefault(family, SortedDict())
+
+    def get(self, key: bytes) -> Any:
+        """Return what is known of a whole key; MISSING if that is nothing."""
+        rows = self._tables.get(key[:1])
+        return MISSING if rows is None else rows.get(key[1:], MISSING)
+
+    def first(self) -> tuple[bytes, bytes] | None:
+        """Return some row that is there."""
+        rows = (
+            (family + key, value) for family, t in self._tables.items() for key, value in t.items()
+        )
+        return next((row for row in rows if row[1] is not None), None)
+
+    def take(self, fresh: _Fresh) -> None:
+        """Take changes over."""
+        if not fresh.changes:
+            return
+        found: dict[bytes, Changes] = {}
+        for key, value in fresh.changes.items():
+            found.setdefault(key[:1], {})[key[1:]] = value
+        for family, rows in found.items():
+            self.table(family).update(rows)
+        self.bytes = fresh.bytes
+        self.version += 1
+
+    def end(self) -> None:
+        """Let go of the rows: whoever still has them is told so."""
+        for rows in self._tables.values():
+            rows.clear()
+        self.version += 1
+
+
+class _Fresh:
+    """What a look finds that is not known: nothing is changed until all of it was read."""
+
+    def __init__(self, known: Ahead) -> None:
+        self._known = known
+        self.changes: Changes = {}
+        self.bytes = known.bytes
+
+    def put(self, key: bytes, value: bytes | None) -> None:
+        before = self.changes.get(key, MISSING)
+        if before is MISSING:
+            before = self._known.get(key)
+        if before is MISSING:
+            self.bytes += _ROW_BYTES + len(key) + len(value or b"")
+        elif before == value:
+            # Such as the sign of life of an owner that has nothing to do.
+            return
+        else:
+            self.bytes += len(value or b"") - len(before or b"")
+        self.changes[key] = value
+
+
 class Moment(NamedTuple):
-    """A checkpoint, when it was made, and the rows on top of it: by whole key, None for gone."""
+    """A checkpoint, when it was made, and the rows on top of it, good for one version of them."""
 
     checkpoint: str
     made_ms: int
-    rows: Changes
+    rows: Ahead
+    version: int
 
 
 class _Mark(NamedTuple):
@@ -89,8 +168,7 @@ class Tail:
         self._mark: _Mark | None = None
         self._before: list[str] = []
         self._last = 0
-        self._rows: dict[bytes, tuple[int, bytes | None]] = {}
-        self._bytes = 0
+        self._ahead = Ahead()
 
     def look(self) -> Moment:
         """Return the moment that it is now: everything that is durable."""
@@ -98,8 +176,8 @@ class Tail:
             try:
                 mark = self._mark or self._begin()
                 if self._go_on(mark):
-                    rows = {key: value for key, (_, value) in self._rows.items()}
-                    return Moment(mark.checkpoint, mark.made_ms, rows)
+                    ahead = self._ahead
+                    return Moment(mark.checkpoint, mark.made_ms, ahead, ahead.version)
             except _Truncated:
                 pass
             self._mark = None
@@ -122,7 +200,8 @@ class Tail:
         manifest = self._manifest(made.manifest_id)
         self._mark = _Mark(made.id, made_ms, manifest.replay_after_wal_id, manifest.last_l0_seq)
         self._last = manifest.replay_after_wal_id
-        self._rows, self._bytes = {}, 0
+        self._ahead.end()
+        self._ahead = Ahead()
         return self._mark
 
     def _give_back(self) -> None:
@@ -135,42 +214,46 @@ class Tail:
         """Read what has come to the log; whether the mark will do."""
         log = SlateDbWalReader(self.place.path, self._store)
         last: int = self._call(log.last_wal_file_id(self._last))
-        self._read(log, mark, last)
+        fresh = _Fresh(self._ahead)
+        self._read(log, mark, last, fresh)
         # Nothing from where the newest files end on is ever thrown away: if that is no later than
         # what was found to be the end, none was missed.
         newest = self._manifest(None)
         if newest.replay_after_wal_id > last:
             return False
-        if newest.replay_after_wal_id > mark.after and self._bytes > MAX_MOMENT_BYTES:
+        if newest.replay_after_wal_id > mark.after and fresh.bytes > MAX_MOMENT_BYTES:
             return False
-        if self._bytes > 4 * MAX_MOMENT_BYTES:
+        if fresh.bytes > _REFUSED * MAX_MOMENT_BYTES:
             raise StorageFailed(
-                f"{self.place}: its log is {self._bytes >> 20} MiB ahead of its files, more than "
-                "can be read beside its owner: try again in a while"
+                f"{self.place}: its log is ahead of its files by {fresh.bytes >> 20} MiB or more, "
+                "more than can be read beside its owner: try again in a while"
             )
-        return self._clock.now_ms() - mark.made_ms < _FRESH_MS
+        if self._clock.now_ms() - mark.made_ms >= _FRESH_MS:
+            return False
+        self._ahead.take(fresh)
+        self._last = last
+        return True
 
-    def _read(self, log: SlateDbWalReader, mark: _Mark, last: int) -> None:
-        if last <= self._last:
+    def _read(self, log: SlateDbWalReader, mark: _Mark, last: int, fresh: _Fresh) -> None:
+        """Read objects up to the last, or until they are too many."""
+        at = self._last
+        if last <= at:
             return
-        objects = self._call(log.iterator(self._last + 1))
-        while self._last < last:
+        objects = self._call(log.iterator(at + 1))
+        while at < last and fresh.bytes <= _REFUSED * MAX_MOMENT_BYTES:
             found = self._call(objects.next())
-            if found is None or found.last_consumed_wal_file_id != self._last + 1:
+            at += 1
+            if found is None or found.last_consumed_wal_file_id != at:
                 raise _Truncated
-            for row in found.rows:
+            # An object may have a key more than once; its rows are later than those before it.
+            for row in sorted(found.rows, key=attrgetter("seq")):
                 if row.seq > mark.seq:
-                    self._put(row)
-            self._last += 1
+                    fresh.put(row.key, self._value(row))
 
-    def _put(self, row: RowEntry) -> None:
+    def _value(self, row: RowEntry) -> bytes | None:
         if row.kind is RowEntryKind.MERGE:
             raise StoreMismatch(f"{self.place} holds rows of a kind that Penstock does not write")
-        known = self._rows.get(row.key)
-        if known is None or known[0] <= row.seq:
-            value = None if row.kind is RowEntryKind.TOMBSTONE else row.value or b""
-            self._rows[row.key] = (row.seq, value)
-            self._bytes += len(row.key) + len(value or b"")
+        return None if row.kind is RowEntryKind.TOMBSTONE else row.value or b""
 
     def _manifest(self, number: int | None) -> VersionedManifest:
         manifest = self._call(self._admin.read_manifest(number))
@@ -201,7 +284,7 @@ class CheckpointReader:
         checkpoint: str,
         made_ms: int,
         families: Mapping[str, bytes] | None = None,
-        rows: Mapping[bytes, bytes | None] | None = None,
+        rows: Ahead | None = None,
     ) -> None:
         self.place = place
         self._checkpoint = checkpoint
@@ -218,7 +301,7 @@ class CheckpointReader:
             self._too_old(error)
         self._rows = Rows(self._reader, place, self.keep)
         try:
-            self.families = families or _families(self._rows, rows or {}, place)
+            self.families = families or _families(self._rows, rows or Ahead(), place)
         except BaseException:
             self.close()
             raise
@@ -247,10 +330,11 @@ class CheckpointReader:
 
     def _too_old(self, error: BaseException) -> NoReturn:
         minutes = max(0, self._clock.now_ms() - self._made_ms) // 60_000
+        # It may have been read last when it was not to be renewed yet.
+        kept = (MAX_READER_SNAPSHOT_MS - _FRESH_MS) // 60_000
         raise StorageFailed(
-            f"{self.place}: the snapshot that was taken {minutes} minutes ago is too old: it is "
-            f"kept until nobody has read it for {MAX_READER_SNAPSHOT_MS // 60_000} minutes. Run "
-            "the query again"
+            f"{self.place}: the snapshot that was taken {minutes} minutes ago is too old: nobody "
+            f"has read it for {kept} minutes or more. Run the query again"
         ) from error
 
     def close(self) -> None:
@@ -263,19 +347,18 @@ class CheckpointReader:
 class _Laid:
     """Rows on top of rows, as far as it takes to find out which tables there are."""
 
-    def __init__(self, below: Rows, above: Mapping[bytes, bytes | None]) -> None:
+    def __init__(self, below: Rows, above: Ahead) -> None:
         self._below = below
         self._above = above
 
     def get(self, key: bytes) -> bytes | None:
-        return self._above[key] if key in self._above else self._below.get(key)
+        known: bytes | None = self._above.get(key)
+        return self._below.get(key) if known is MISSING else known
 
     def scan(self, begin: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
-        changed = [(key, value) for key, value in self._above.items() if value is not None]
-        return changed[:limit] or self._below.scan(begin, end, limit)
+        row = self._above.first()
+        return self._below.scan(begin, end, limit) if row is None else [row]
 
 
-def _families(
-    below: Rows, above: Mapping[bytes, bytes | None], place: Place
-) -> Mapping[str, bytes]:
+def _families(below: Rows, above: Ahead, place: Place) -> Mapping[str, bytes]:
     return families_of(cast(Rows, _Laid(below, above)), place)

@@ -95,7 +95,7 @@ def plan(options: Options, columns: Sequence[str]) -> list[InputPartition]:
         # A queue that was made anew meanwhile has a history of its own.
         now = _queues(client)
         if same and all(now.get(queue) == born.get(queue) for queue in _archived(runs)):
-            return _partitions(options, runs, born, live)
+            return _partitions(client, options, runs, born, live)
     raise StorageFailed(
         f"the archive {options.include_archive} or its queues have changed {_TRIES} times while a "
         "read was planned: try again when no archive job is running"
@@ -153,7 +153,7 @@ def _live(
 
 
 def _partitions(
-    options: Options, runs: Runs, born: Mapping[str, int], live: Sequence[bytes]
+    client: Source, options: Options, runs: Runs, born: Mapping[str, int], live: Sequence[bytes]
 ) -> list[InputPartition]:
     wanted = None if options.queues is None else set(options.queues)
     files = [
@@ -164,7 +164,7 @@ def _partitions(
         for folder in [_folder(runs, options.table, run.number, part.queue, part.date)]
     ]
     if options.table == "attempts":
-        return _attempts(options, files, born, live)
+        return _attempts(client, options, files, born, live)
     ends = runs.ends(options.table, born)
     made: list[InputPartition] = [FreshPartition(ticket, ends) for ticket in live]
     dealt = _dealt({str(at): each.rows for at, each in enumerate(files)}, options.partitions)
@@ -173,6 +173,7 @@ def _partitions(
 
 
 def _attempts(
+    client: Source,
     options: Options,
     files: Sequence[_Files],
     born: Mapping[str, int],
@@ -183,9 +184,11 @@ def _attempts(
     for each in files:
         queues.setdefault(each.queue, []).append(each)
     weights = {name: 1 + sum(each.rows for each in some) for name, some in queues.items()}
-    ticket = live[0] if live else None
+    # What a task has no use for need not travel.
     return [
-        AttemptsPartition(ticket, {name: queues[name] for name in some})
+        AttemptsPartition(
+            client.narrowed(live[0], some) if live else None, {name: queues[name] for name in some}
+        )
         for some in _dealt(weights, options.partitions)
     ]
 

@@ -109,6 +109,8 @@ class DirectStore:
     def _look(self) -> Seen:
         if self._looking is None:
             self._looking = moments.Looking(self._url, following=self._following)
+        # A look that fails may have moved on from what the one before has seen.
+        self._seen = None
         self._seen = self._looking.look()
         return self._seen
 
