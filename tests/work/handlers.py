@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import threading
 from multiprocessing import parent_process
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING
 from penstock import Retry
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from penstock import Delivery
 
 NOT_CALLABLE = 7
@@ -71,3 +74,26 @@ class Noting:
 
     def before(self, delivery: Delivery) -> None:
         (self.place / f"before-{os.getpid()}").touch()
+
+
+def generates(delivery: Delivery) -> Iterator[int]:
+    yield 1
+
+
+def leaves_somebody_behind(delivery: Delivery) -> None:
+    """Die at the first attempt, and leave a process that has all that this one had open."""
+    if delivery.attempts == 1:
+        pid = os.fork()
+        if pid == 0:
+            threading.Event().wait(600)
+            os._exit(0)
+        (Path(str(delivery.attributes["place"])) / "left-behind").write_text(str(pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ends_what_it_started(delivery: Delivery) -> None:
+    """Fail if a program that it starts can't be ended by the usual signals."""
+    for name in ("TERM", "INT"):
+        code = subprocess.call(["/bin/sh", "-c", f"kill -{name} $$; exit 3"])
+        if code != -getattr(signal, f"SIG{name}"):
+            raise ValueError(f"SIG{name} did nothing")

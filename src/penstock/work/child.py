@@ -22,6 +22,7 @@ from penstock.work.handling import handle, handle_async, is_async, resolve
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from multiprocessing.connection import Connection
+    from types import FrameType
 
     from penstock.model import Delivery
     from penstock.work.handling import Handler
@@ -35,7 +36,10 @@ READY: Final = "ready"
 def serve(pipe: Connection, handler: Handler | str, middleware: Sequence[object]) -> None:
     """Answer deliveries until the pipe ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+        # Not SIG_IGN, which programs that a handler starts would inherit.
+        signal.signal(number, _leave_to_parent)
+    # What a handler starts must not keep the pipe open when this process has died.
+    os.set_inheritable(pipe.fileno(), False)  # noqa: FBT003 - no name for it
     threading.Thread(target=_end_with_parent, name="penstock-parent", daemon=True).start()
     try:
         function = resolve(handler)
@@ -52,6 +56,10 @@ def serve(pipe: Connection, handler: Handler | str, middleware: Sequence[object]
             pipe.send(READY)
             while True:
                 pipe.send(run(pipe.recv()))
+
+
+def _leave_to_parent(number: int, frame: FrameType | None) -> None:
+    """Do nothing about a signal."""
 
 
 def _run_async(

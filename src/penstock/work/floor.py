@@ -34,6 +34,7 @@ log = logging.getLogger("penstock.work")
 
 CUT_OFF: Final = released("cut off: the worker was stopped", failed=True)
 NOT_BEGUN: Final = released("not begun: the worker was stopped", delay_ms=0)
+STRANDED: Final = released("not begun: no handler is free", delay_ms=0)
 
 
 class Floor:
@@ -107,6 +108,7 @@ class Floor:
         self._leases.hold([each.receipt for each in deliveries], lease_ms=source.lease_ms)
         with self._lock:
             self._hands.add(deliveries, max_attempts=source.max_attempts)
+            self._give_back_stranded()
             self._work.notify(len(deliveries))
         if self.on_ready is not None:
             self.on_ready()
@@ -117,20 +119,23 @@ class Floor:
         """Begin the next message; None if there is none: now, or with ``wait`` ever."""
         while True:
             with self._lock:
-                while (task := self._hands.begin(self._leases.now_ms())) is None:
+                while (receipt := self._hands.next_receipt()) is None:
                     if not wait or self._ended:
                         return None
                     self._clock.wait(self._work, None)
-                if self._hands.room():
-                    self._room.notify_all()
-            if self._leases.live(task.delivery.receipt):
-                if self.on_begun is not None:
-                    self.on_begun()
-                return task
-            self.lost([task.delivery.receipt])
-            with self._lock:
-                self._hands.finish(task)
-                self._room.notify_all()
+                task = None
+                if self._leases.live(receipt):
+                    task = self._hands.begin(self._leases.now_ms())
+                    if self._hands.room():
+                        self._room.notify_all()
+                else:
+                    lost = self._lose([receipt])
+            if task is None:
+                self._tell_lost(*lost)
+                continue
+            if self.on_begun is not None:
+                self.on_begun()
+            return task
 
     def done(self, task: Task, verdict: Verdict) -> None:
         """Say what came of a message that was taken."""
@@ -158,13 +163,36 @@ class Floor:
         if verdict.failed:
             self._failures.tell(verdict, delivery.queue, delivery.message_id)
 
+    def open_slot(self) -> None:
+        """Say that one more message can be worked on at a time."""
+        with self._lock:
+            self._hands.open_slot()
+            self._room.notify_all()
+
+    def shut_slot(self) -> None:
+        """Say that one message less can be worked on, nobody knows for how long."""
+        with self._lock:
+            self._hands.shut_slot()
+            self._give_back_stranded()
+        self._tell_idle()
+
     # --- for leases, limits and the settler ----------------------------------------------------
 
     def lost(self, receipts: list[str]) -> None:
         """Note leases that were lost."""
         with self._lock:
-            unbegun, running = self._hands.lose(receipts)
-            self._room.notify_all()
+            unbegun, running = self._lose(receipts)
+        self._tell_lost(unbegun, running)
+
+    def _lose(self, receipts: list[str]) -> tuple[list[Task], list[Task]]:
+        unbegun, running = self._hands.lose(receipts)
+        # An extension whose answer is on its way must not hold them again.
+        self._leases.forget([task.delivery.receipt for task in (*unbegun, *running)])
+        self._give_back_stranded()
+        self._room.notify_all()
+        return unbegun, running
+
+    def _tell_lost(self, unbegun: list[Task], running: list[Task]) -> None:
         self._meters.add("lost", len(unbegun) + len(running))
         for task in running:
             log.warning(
@@ -183,6 +211,7 @@ class Floor:
         with self._lock:
             overdue, next_ms = self._hands.overdue(now_ms, limit_ms)
             self._settler.put(verdict, [task.delivery.receipt for task in overdue], hurry=True)
+            self._give_back_stranded()
         for task in overdue:
             self._count(task, verdict)
         if overdue:
@@ -233,6 +262,12 @@ class Floor:
         with self._lock:
             self._ended = True
             self._work.notify_all()
+
+    def _give_back_stranded(self) -> None:
+        back = self._hands.stranded()
+        if back:
+            log.warning("no handler is free: %d messages that wait are given back", len(back))
+            self._settler.put(STRANDED, [task.delivery.receipt for task in back], hurry=True)
 
     def _tell_idle(self) -> None:
         if self._hands.closing and self.idle:

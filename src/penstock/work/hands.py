@@ -5,10 +5,11 @@
     claimed ──▶ waiting ──begin──▶ running ──finish──▶ its verdict counts        (ENDED)
                   │                  │  ├─ its lease was lost: nothing is settled (LOST)
                   │                  │  └─ given back before it returned          (LATE)
-                  └─ lose            └─ overdue, abandon: given back, its slot stays taken
+                  └─ lose, stranded  └─ overdue, abandon: given back, its slot stays taken
 
 Once it is closing, what waits is set aside to be given back, except for messages on their last
-attempt: the store would fail those, so they are begun.
+attempt: the store would fail those, so they are begun. The same goes for what is stranded, because
+every slot is taken by a handler whose end does not count any more, or because there is no slot.
 """
 
 from __future__ import annotations
@@ -48,9 +49,11 @@ class Task:
 class Hands:
     """What a worker has in its hands."""
 
-    def __init__(self, concurrency: int, prefetch: int) -> None:
-        self._concurrency = concurrency
+    def __init__(self, slots: int, prefetch: int) -> None:
+        self._slots = slots
         self._prefetch = prefetch
+        # Slots that are taken by what was lost or given back: nobody knows for how long.
+        self._stuck = 0
         self._waiting: dict[str, Task] = {}
         self._running: dict[str, Task] = {}
         self._aside: dict[str, Task] = {}
@@ -74,10 +77,32 @@ class Hands:
 
     def room(self) -> int:
         """Return how many more to claim now: none while more than half of the prefetch waits."""
-        if self.closing or len(self._waiting) > self._prefetch // 2:
+        if self.closing or not self._able or len(self._waiting) > self._prefetch // 2:
             return 0
         taken = len(self._waiting) + len(self._running)
-        return max(0, self._concurrency + self._prefetch - taken)
+        return max(0, self._slots + self._prefetch - taken)
+
+    @property
+    def _able(self) -> bool:
+        """Whether a slot is free, or will be."""
+        return self._slots > self._stuck
+
+    def open_slot(self) -> None:
+        """Note one more slot."""
+        self._slots += 1
+
+    def shut_slot(self) -> None:
+        """Note that a slot is gone, until it is opened again."""
+        self._slots -= 1
+
+    def stranded(self) -> list[Task]:
+        """Return what waits and no slot can take, to be given back."""
+        if self._able:
+            return []
+        back = [task for task in self._waiting.values() if not task.is_last]
+        for task in back:
+            del self._waiting[task.delivery.receipt]
+        return back
 
     def add(self, deliveries: Iterable[Delivery], *, max_attempts: int) -> None:
         """Take messages in."""
@@ -86,18 +111,23 @@ class Hands:
             aside = self.closing and not task.is_last
             (self._aside if aside else self._waiting)[each.receipt] = task
 
+    def next_receipt(self) -> str | None:
+        """Return the receipt of the next one to work on."""
+        return next(iter(self._waiting), None)
+
     def begin(self, now_ms: int) -> Task | None:
         """Return the next one to work on."""
-        if not self._waiting:
+        receipt = self.next_receipt()
+        if receipt is None:
             return None
-        receipt = next(iter(self._waiting))
         task = self._running[receipt] = self._waiting.pop(receipt)
         task.began_ms = now_ms
         return task
 
     def finish(self, task: Task) -> End:
         """Note that a handler has returned; its slot is free."""
-        self._running.pop(task.delivery.receipt, None)
+        if self._running.pop(task.delivery.receipt, None) and (task.given_back or task.lost):
+            self._stuck -= 1
         if task.given_back:
             return End.LATE
         return End.LOST if task.lost else End.ENDED
@@ -113,6 +143,7 @@ class Hands:
             task = self._running.get(receipt)
             if task is not None and not (task.lost or task.given_back):
                 task.lost = True
+                self._stuck += 1
                 running.append(task)
         return unbegun, running
 
@@ -125,6 +156,7 @@ class Hands:
             at_ms = task.began_ms + limit_ms
             if at_ms <= now_ms:
                 task.given_back = True
+                self._stuck += 1
                 due.append(task)
             else:
                 next_ms = at_ms if next_ms is None else min(next_ms, at_ms)
@@ -152,4 +184,5 @@ class Hands:
         running = [t for t in self._running.values() if not (t.given_back or t.lost)]
         for task in running:
             task.given_back = True
+        self._stuck += len(running)
         return unbegun, running

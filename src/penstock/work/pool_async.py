@@ -1,18 +1,21 @@
 """Coroutine handlers: tasks of one event loop, on a thread of its own.
 
 A handler that is over its time limit is cancelled. One that goes on in spite of it keeps its
-message, and its slot, until it returns; then it has failed all the same.
+message, and its slot, until it returns; then it has failed all the same. A task that calls
+``sys.exit`` takes asyncio's loop with it; here the loop goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from typing import TYPE_CHECKING, cast
 
 from penstock.work.floor import CUT_OFF
 from penstock.work.handling import handle_async
-from penstock.work.verdicts import over_limit
+from penstock.work.pool_threads import watched
+from penstock.work.verdicts import over_limit, verdict_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from penstock.work.verdicts import Verdict
 
 __all__ = ["AsyncPool"]
+
+log = logging.getLogger("penstock.work")
 
 
 class AsyncPool:
@@ -39,6 +44,7 @@ class AsyncPool:
         *,
         concurrency: int,
         time_limit_ms: int | None,
+        on_broken: Callable[[BaseException], None],
     ) -> None:
         self._floor = floor
         self._handler = cast("Callable[[Delivery], Awaitable[object]]", handler)
@@ -48,10 +54,14 @@ class AsyncPool:
         self._over_limit = over_limit(time_limit_ms or 0)
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._on_broken = on_broken
         self._cutting = False
+        self._stopping = False
         self._ended = False
         self._pumping = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="penstock-work-loop", daemon=True)
+        self._thread = threading.Thread(
+            target=watched, args=(self._run, on_broken), name="penstock-work-loop", daemon=True
+        )
         floor.on_ready = self._wake
 
     def start(self) -> None:
@@ -66,6 +76,7 @@ class AsyncPool:
 
     def join(self, within_ms: int) -> None:
         """Stop the loop; a handler that would not be cancelled is left where it is."""
+        self._stopping = True
         self._call(self._loop.stop)
         if self._thread.ident is not None:
             self._thread.join(within_ms / 1000)
@@ -79,14 +90,18 @@ class AsyncPool:
                 self._loop.call_soon_threadsafe(act)
 
     def _wake(self) -> None:
-        self._call(self._pump)
+        self._call(self._watched_pump)
 
     # --- on the loop ---------------------------------------------------------------------------
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
+            while not self._stopping:
+                try:
+                    self._loop.run_forever()
+                except (SystemExit, KeyboardInterrupt):
+                    log.exception("a task of a handler would have ended the loop")
         finally:
             with self._pumping:
                 self._ended = True
@@ -97,6 +112,9 @@ class AsyncPool:
                 self._loop.run_until_complete(asyncio.wait(self._tasks, timeout=0.1))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
+
+    def _watched_pump(self) -> None:
+        watched(self._pump, self._on_broken)
 
     def _pump(self) -> None:
         while not self._cutting and len(self._tasks) < self._concurrency:
@@ -109,7 +127,10 @@ class AsyncPool:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._pump()
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._on_broken(error)
+        self._watched_pump()
 
     def _cancel(self) -> None:
         for task in self._tasks:
@@ -123,6 +144,8 @@ class AsyncPool:
                 verdict = await handle_async(self._handler, self._middleware, task.delivery)
         except (TimeoutError, asyncio.CancelledError):
             verdict = CUT_OFF
+        except BaseException as error:
+            verdict = verdict_of(error)
         if limit.expired():
             verdict = self._over_limit
         elif self._cutting and verdict.failed:

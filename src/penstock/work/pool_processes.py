@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Final
 from penstock.errors import InvalidInput, PenstockError
 from penstock.work.child import READY, serve
 from penstock.work.floor import CUT_OFF
+from penstock.work.pool_threads import watched
 from penstock.work.verdicts import Verdict, over_limit, released
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from multiprocessing.context import SpawnProcess
 
     from penstock.model import Delivery
@@ -31,13 +32,28 @@ if TYPE_CHECKING:
     from penstock.work.meters import Meters
     from penstock.work.trying import Standing
 
-__all__ = ["ProcessPool", "check_sendable"]
+__all__ = ["ProcessPool", "check_possible", "check_sendable"]
 
 log = logging.getLogger("penstock.work")
 
 _SPAWN: Final = multiprocessing.get_context("spawn")
 # How long a child that is told to go may take for it.
 LEAVE_SECONDS: Final = 1.0
+# How often to look whether a child is alive whose pipes say nothing.
+LOOK_MS: Final = 1_000
+
+
+def check_possible() -> None:
+    """Refuse to begin in a process that can't have children."""
+    here = multiprocessing.current_process()
+    # Set by multiprocessing while a child imports the module that its parent was started with.
+    if getattr(here, "_inheriting", False):
+        raise InvalidInput(
+            "a child process has come upon a worker of its own, since children import the script "
+            'of their parent: put the worker below if __name__ == "__main__":'
+        )
+    if here.daemon:
+        raise InvalidInput("a daemonic process can't have child processes: use mode='threads'")
 
 
 def check_sendable(handler: Handler | str, middleware: Sequence[object]) -> None:
@@ -72,7 +88,7 @@ class _Child:
     def wait_until_ready(self) -> str:
         """Return an empty text, or why this child is of no use."""
         try:
-            connection.wait([self._pipe, self.process.sentinel])
+            self._wait(None)
             said = self._pipe.recv() if self._pipe.poll() else ""
         except (EOFError, OSError):
             said = ""
@@ -84,9 +100,7 @@ class _Child:
         """Return what came of a message; None if the child has died over it."""
         try:
             self._pipe.send(delivery)
-            seconds = None if limit_ms is None else limit_ms / 1000
-            ready = connection.wait([self._pipe, self.process.sentinel], seconds)
-            if not ready and limit_ms is not None:
+            if not self._wait(limit_ms) and limit_ms is not None:
                 self.kill()
                 self.spent = True
                 return over_limit(limit_ms)
@@ -98,6 +112,22 @@ class _Child:
             self.kill()
         self.spent = True
         return None
+
+    def _wait(self, limit_ms: int | None) -> bool:
+        """Wait until it has answered or died, for so long at the most; say whether it has.
+
+        Both pipes stay open while anybody has them whom the child has forked, dead or not.
+        """
+        left_ms = limit_ms
+        while left_ms is None or left_ms > 0:
+            step_ms = LOOK_MS if left_ms is None else min(left_ms, LOOK_MS)
+            if connection.wait([self._pipe, self.process.sentinel], step_ms / 1000):
+                return True
+            if not self.process.is_alive():
+                return True
+            if left_ms is not None:
+                left_ms -= step_ms
+        return False
 
     def how_it_died(self) -> str:
         """Say what ended the process, in words."""
@@ -139,6 +169,7 @@ class ProcessPool:
         time_limit_ms: int | None,
         meters: Meters,
         standing: Standing,
+        on_broken: Callable[[BaseException], None],
     ) -> None:
         self._floor = floor
         self._handler = handler
@@ -150,7 +181,12 @@ class ProcessPool:
         self._children: set[_Child] = set()
         self._cutting = False
         self._threads = [
-            threading.Thread(target=self._work, name=f"penstock-child-{n}", daemon=True)
+            threading.Thread(
+                target=watched,
+                args=(self._work, on_broken),
+                name=f"penstock-child-{n}",
+                daemon=True,
+            )
             for n in range(concurrency)
         ]
 
@@ -182,7 +218,7 @@ class ProcessPool:
             return sorted(child.process.pid or 0 for child in self._children)
 
     def _work(self) -> None:
-        child = self._new_child()
+        child = self._new_child(is_open=False)
         while child is not None:
             task = self._floor.take()
             if task is None:
@@ -201,17 +237,25 @@ class ProcessPool:
                 log.warning("%s; a new one takes its place", died)
             self._floor.done(task, verdict)
             self._gone(child)
-            child = self._new_child()
+            child = self._new_child(is_open=True)
         if child is not None:
             self._gone(child)
 
-    def _new_child(self) -> _Child | None:
-        """Start a child that can work, however often that must be tried."""
+    def _new_child(self, *, is_open: bool) -> _Child | None:
+        """Start a child that can work, however often that must be tried.
+
+        Its slot stays open while a child is replaced, and is shut if that can't be done.
+        """
         while not self._cutting:
             made = self._start_child()
             if isinstance(made, _Child):
                 self._standing.worked()
+                if not is_open:
+                    self._floor.open_slot()
                 return made
+            if is_open:
+                is_open = False
+                self._floor.shut_slot()
             if self._floor.closing:
                 return None
             self._floor.pause(self._standing.failed(PenstockError(made)))
@@ -224,7 +268,7 @@ class ProcessPool:
                 return "no child process is needed"
             try:
                 child = _Child(self._handler, self._middleware)
-            except OSError as error:
+            except Exception as error:
                 return f"no child process can be started: {error}"
             self._children.add(child)
         why = child.wait_until_ready()

@@ -12,15 +12,24 @@ from typing import TYPE_CHECKING, Protocol
 
 from penstock.work.handling import handle
 from penstock.work.trying import Ticker
+from penstock.work.verdicts import verdict_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.clock import Clock
     from penstock.work.floor import Floor
     from penstock.work.handling import Handler
 
-__all__ = ["Pool", "ThreadPool"]
+__all__ = ["Pool", "ThreadPool", "watched"]
+
+
+def watched(work: Callable[[], None], on_broken: Callable[[BaseException], None]) -> None:
+    """Do what a thread of a pool does, and tell if it ends by an error: it would be missed."""
+    try:
+        work()
+    except BaseException as error:
+        on_broken(error)
 
 
 class Pool(Protocol):
@@ -53,11 +62,14 @@ class ThreadPool:
         concurrency: int,
         time_limit_ms: int | None,
         clock: Clock,
+        on_broken: Callable[[BaseException], None],
     ) -> None:
         self._floor = floor
         self._run = partial(handle, handler, middleware)
         self._threads = [
-            threading.Thread(target=self._work, name=f"penstock-work-{n}", daemon=True)
+            threading.Thread(
+                target=watched, args=(self._work, on_broken), name=f"penstock-work-{n}", daemon=True
+            )
             for n in range(concurrency)
         ]
         self._limits: Ticker | None = None
@@ -86,4 +98,8 @@ class ThreadPool:
 
     def _work(self) -> None:
         while (task := self._floor.take()) is not None:
-            self._floor.done(task, self._run(task.delivery))
+            try:
+                verdict = self._run(task.delivery)
+            except BaseException as error:
+                verdict = verdict_of(error)
+            self._floor.done(task, verdict)

@@ -59,12 +59,17 @@ class Runtime:
         *,
         on_idle: Callable[[], None],
         on_error: Callable[[Exception], None],
+        on_broken: Callable[[BaseException], None],
     ) -> None:
-        """``on_idle`` is told when a stopping worker has nothing left to do."""
+        """``on_idle`` is told when a stopping worker has nothing left to do.
+
+        ``on_error`` is told of trouble with the store, ``on_broken`` of a pool that has ended.
+        """
         self.meters = Meters()
         self._clock = clock
         self._on_error = on_error
         self._on_idle = on_idle
+        self._on_broken = on_broken
         self._standings: list[Standing] = []
         self._leases = Leases(broker, clock, self._standing("extending leases"))
         self._keeping = Ticker("penstock-leases", self._leases.tick, clock)
@@ -72,7 +77,10 @@ class Runtime:
             broker, clock, self._leases, self.meters, self._standing("settling")
         )
         self.floor = Floor(
-            Hands(settings.concurrency, settings.prefetch or 0),
+            # A child process is a slot once it is ready.
+            Hands(
+                0 if settings.mode == "processes" else settings.concurrency, settings.prefetch or 0
+            ),
             clock=clock,
             leases=self._leases,
             settler=self._settler,
@@ -95,11 +103,17 @@ class Runtime:
 
     def start(self) -> None:
         """Begin to work."""
-        self._keeping.start()
-        self._settler.start()
-        self.pool.start()
-        for feeder in self._feeders:
-            feeder.start()
+        try:
+            self._keeping.start()
+            self._settler.start()
+            self.pool.start()
+            for feeder in self._feeders:
+                feeder.start()
+        except BaseException:
+            # Such as no more threads: those that have begun are to end.
+            self.floor.close()
+            self.floor.end()
+            raise
 
     def drain(self) -> None:
         """Claim no more; what has not begun goes back when the last claim has been answered."""
@@ -176,11 +190,17 @@ class Runtime:
                 time_limit_ms=limit_ms,
                 meters=self.meters,
                 standing=self._standing("starting child processes"),
+                on_broken=self._on_broken,
             )
         function = resolve(handler)
         if is_async(function):
             return AsyncPool(
-                self.floor, function, middleware, concurrency=concurrency, time_limit_ms=limit_ms
+                self.floor,
+                function,
+                middleware,
+                concurrency=concurrency,
+                time_limit_ms=limit_ms,
+                on_broken=self._on_broken,
             )
         return ThreadPool(
             self.floor,
@@ -189,4 +209,5 @@ class Runtime:
             concurrency=concurrency,
             time_limit_ms=limit_ms,
             clock=self._clock,
+            on_broken=self._on_broken,
         )

@@ -1,9 +1,10 @@
 """Settles messages in batches: many handlers' ends become one ack.
 
 A handler's end waits a few milliseconds for others, or until nothing else is being worked on;
-while one call is under way the next batch gathers. What can't be settled because the store does
-not answer is tried again; its lease is kept meanwhile, and if that can't be done either, the
-store refuses it in the end and has given the message out again by then.
+while one call is under way the next batch gathers. Acks go first: releases are a call for each
+reason, and only a few of them are made before it looks for acks again. What can't be settled
+because the store does not answer is tried again; its lease is kept meanwhile, and if that can't be
+done either, the store refuses it in the end and has given the message out again by then.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ log = logging.getLogger("penstock.work")
 
 # How long an end waits for others to share its call.
 LINGER_MS: Final = 2
+# Releases that are made before it looks for acks again.
+MOST_RELEASES: Final = 10
+# How long to wait after a failure while there is not much time left.
+LAST_PAUSE_MS: Final = 250
 
 
 class Batch(NamedTuple):
@@ -60,15 +65,17 @@ class Ends:
         self._count += len(batch.receipts)
 
     def take(self) -> list[Batch]:
-        """Return everything, in as few calls as it takes."""
+        """Return all acks and then some releases, in as few calls as it takes."""
+        acks = [kind for kind in self._kinds if kind[0] is Act.ACK]
+        releases = [kind for kind in self._kinds if kind[0] is not Act.ACK]
         most = limits.MAX_RECEIPTS
-        batches = [
-            Batch(*kind, receipts[at : at + most])
-            for kind, receipts in self._kinds.items()
-            for at in range(0, len(receipts), most)
-        ]
-        self._kinds = {}
-        self._count = 0
+        batches = []
+        for kind in (*acks, *releases[:MOST_RELEASES]):
+            receipts = self._kinds.pop(kind)
+            self._count -= len(receipts)
+            batches += [
+                Batch(*kind, receipts[at : at + most]) for at in range(0, len(receipts), most)
+            ]
         return batches
 
 
@@ -94,6 +101,7 @@ class Settler:
         self._ends = Ends()
         self._under_way = 0
         self._hurry = False
+        self._stopping = False
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="penstock-settler", daemon=True)
 
@@ -124,6 +132,7 @@ class Settler:
         until_ms = self._leases.now_ms() + within_ms
         with self._moved:
             self._hurry = True
+            self._stopping = True
             self._moved.notify_all()
             while self.unsettled and (left_ms := until_ms - self._leases.now_ms()) > 0:
                 self._clock.wait(self._moved, left_ms)
@@ -138,7 +147,7 @@ class Settler:
             with self._moved:
                 while not (len(self._ends) or self._stopped):
                     self._clock.wait(self._moved, None)
-                if not (self._hurry or self._stopped):
+                if not (self._hurry or self._stopping or self._stopped):
                     self._clock.wait(self._moved, LINGER_MS)
                 if self._stopped:
                     return
@@ -157,9 +166,13 @@ class Settler:
                 self._pause(wait_ms)
 
     def _pause(self, wait_ms: int) -> None:
-        until_ms = self._leases.now_ms() + wait_ms
+        begun_ms = self._leases.now_ms()
         with self._moved:
-            while not self._stopped and (left_ms := until_ms - self._leases.now_ms()) > 0:
+            while not self._stopped:
+                most_ms = min(wait_ms, LAST_PAUSE_MS) if self._stopping else wait_ms
+                left_ms = begun_ms + most_ms - self._leases.now_ms()
+                if left_ms <= 0:
+                    return
                 self._clock.wait(self._moved, left_ms)
 
     def _settle(self, batch: Batch) -> int:

@@ -11,17 +11,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from penstock.errors import InvalidInput
 from penstock.model import Ordering
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.broker import Broker
+    from penstock.clock import Clock
     from penstock.model import Delivery
 
 __all__ = ["BrokerSource", "Claimed", "Source", "source_of"]
 
 WHOLE_QUEUE: Final = ("",)
+# How often the settings of a queue are read; they are as well after a claim that failed.
+LOOK_AGAIN_MS: Final = 10_000
 
 
 class Claimed(NamedTuple):
@@ -48,16 +52,24 @@ class Source(Protocol):
 class BrokerSource:
     """A queue of a broker or of a client: one zone, and claims that wait."""
 
-    def __init__(self, broker: Broker, queue: str, *, lease_ms: int | None, consumer: str) -> None:
-        spec = broker.queue(queue)
+    def __init__(
+        self,
+        broker: Broker,
+        queue: str,
+        *,
+        clock: Clock,
+        lease_ms: int | None,
+        consumer: str,
+        fifo: bool,
+    ) -> None:
         self.queue = queue
-        self.lease_ms = spec.lease_ms if lease_ms is None else lease_ms
-        self.max_attempts = spec.max_attempts
-        # Several messages of one group would be given out together, to handlers that run side by
-        # side; and those behind one that fails would have to be given back, an attempt poorer.
-        self._most = 1 if spec.ordering is Ordering.FIFO else None
         self._broker = broker
+        self._clock = clock
+        self._own_lease_ms = lease_ms
         self._consumer = consumer
+        self._fifo = fifo
+        self._look_at: float | None = None
+        self._look()
 
     def peek(self) -> Sequence[str]:
         """Name the whole queue: a claim that finds nothing costs no more than a look."""
@@ -65,17 +77,40 @@ class BrokerSource:
 
     def claim(self, zone: str, *, limit: int, wait_ms: int) -> Claimed:  # noqa: ARG002
         """Claim, waiting for the first message."""
-        return Claimed(
-            self._broker.claim(
-                self.queue,
-                limit=self._most or limit,
-                lease_ms=self.lease_ms,
-                wait_ms=wait_ms,
-                consumer=self._consumer,
-            )
+        if self._look_at is None or self._clock.seconds() >= self._look_at:
+            self._look()
+        # Until it has worked: the queue may be another when it can be claimed from again.
+        look_at, self._look_at = self._look_at, None
+        deliveries = self._broker.claim(
+            self.queue,
+            limit=self._most or limit,
+            lease_ms=self.lease_ms,
+            wait_ms=wait_ms,
+            consumer=self._consumer,
         )
+        self._look_at = look_at
+        return Claimed(deliveries)
+
+    def _look(self) -> None:
+        """Read the queue's settings."""
+        spec = self._broker.queue(self.queue)
+        in_order = spec.ordering is Ordering.FIFO
+        if in_order and not self._fifo:
+            raise InvalidInput(
+                f"queue {self.queue!r} is FIFO: a thread that is over its time limit can't be "
+                "ended, and the next message of its group would run beside it. Use "
+                "mode='processes' or an async function, or no time limit"
+            )
+        self.lease_ms = spec.lease_ms if self._own_lease_ms is None else self._own_lease_ms
+        self.max_attempts = spec.max_attempts
+        # Several messages of one group would be given out together, to handlers that run side by
+        # side; and those behind one that fails would have to be given back, an attempt poorer.
+        self._most = 1 if in_order else None
+        self._look_at = self._clock.seconds() + LOOK_AGAIN_MS / 1000
 
 
-def source_of(broker: Broker, queue: str, *, lease_ms: int | None, consumer: str) -> Source:
-    """Return the source that fits a store."""
-    return BrokerSource(broker, queue, lease_ms=lease_ms, consumer=consumer)
+def source_of(
+    broker: Broker, queue: str, *, clock: Clock, lease_ms: int | None, consumer: str, fifo: bool
+) -> Source:
+    """Return the source that fits a store; FIFO queues are refused without ``fifo``."""
+    return BrokerSource(broker, queue, clock=clock, lease_ms=lease_ms, consumer=consumer, fifo=fifo)

@@ -3,7 +3,7 @@
 Everything that a worker does is tried again for ever, since messages that it can't settle come
 back by themselves when their lease ends. The log tells of a change, not of every try. Only a
 broker of this very process that is closed, or has lost its store to another, and a client that was
-closed, end the worker: they can't get better.
+closed or refused for good, end the worker: they can't get better.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ PAUSES: Final = QueueSpec(name="worker", filter="", backoff_base_ms=250, backoff
 MOST_KINDS: Final = 1_000
 
 
-def is_final(error: Exception, broker: object) -> bool:
+def is_final(error: BaseException, broker: object) -> bool:
     """Whether trying again can't help."""
     if isinstance(broker, Broker):
         return isinstance(error, BrokerClosed | StoreFenced)
-    # A server that is stopping says the same of itself, and the next one may be on its way.
-    return isinstance(error, BrokerClosed) and bool(getattr(broker, "closed", False))
+    # Not by the error: a server that is stopping says that it is closed, and the next one may be on
+    # its way; a client that was refused for good raises what it was refused with.
+    return bool(getattr(broker, "closed", False))
 
 
 class Standing:

@@ -30,6 +30,10 @@ class Retry(Exception):
     ``delay_ms`` takes the place of the queue's back-off; ``reason`` is kept in the history.
     """
 
+    # For subclasses that do not call this class's constructor.
+    reason: str = ""
+    delay_ms: int | None = None
+
     def __init__(self, reason: str = "", *, delay_ms: int | None = None) -> None:
         """Note what the handler wants; a delay that the store would refuse is refused here."""
         super().__init__(reason)
@@ -78,12 +82,24 @@ def over_limit(time_limit_ms: int) -> Verdict:
 
 
 def verdict_of(error: BaseException) -> Verdict:
-    """Judge a handler by what it raised."""
+    """Judge a handler by what it raised, whatever that is."""
+    try:
+        return _judged(error)
+    except BaseException as failure:
+        # Of an error that can't be looked at: who asks is to have an answer all the same.
+        text = f"{type(error).__name__}, which can't be read: {type(failure).__name__}"
+        return released(_cut(text), failed=True)
+
+
+def _judged(error: BaseException) -> Verdict:
     if isinstance(error, Settled):
         return Verdict(Act.LEAVE)
     if isinstance(error, Retry):
         reason = _cut(error.reason or "retry")
-        return Verdict(Act.RELEASE, error.delay_ms, reason, failed=True, place="Retry")
+        delay_ms = error.delay_ms
+        if delay_ms is not None:
+            check_duration(delay_ms, "delay_ms")
+        return Verdict(Act.RELEASE, delay_ms, reason, failed=True, place="Retry")
     reason = "".join(traceback.format_exception_only(error)).strip()
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -25,7 +25,7 @@ from penstock.clock import Clock, SystemClock
 from penstock.errors import InvalidInput
 from penstock.opening import open as open_store
 from penstock.validation import check_queue_name
-from penstock.work.handling import resolve
+from penstock.work.handling import check_middleware, is_async, resolve
 from penstock.work.meters import Meters
 from penstock.work.runtime import Runtime
 from penstock.work.settings import Settings
@@ -97,7 +97,11 @@ class Worker:
         self._queues = _queues(queue)
         self._handler = handler
         self._middleware = tuple(middleware)
-        resolve(handler)
+        function = resolve(handler)
+        check_middleware(function, self._middleware)
+        # A thread over its time limit goes on beside whoever gets the next message of its group.
+        can_end = mode == "processes" or is_async(function)
+        self._fifo = can_end or time_limit_ms is None
         if mode == "processes":
             from penstock.work.pool_processes import check_sendable  # noqa: PLC0415
 
@@ -110,7 +114,7 @@ class Worker:
         self._error: BaseException | None = None
         self._over = threading.Event()
         # A signal handler may put into it at any moment, also into the middle of another put.
-        self._told: queues.SimpleQueue[tuple[str, Exception | None]] = queues.SimpleQueue()
+        self._told: queues.SimpleQueue[tuple[str, BaseException | None]] = queues.SimpleQueue()
 
     # --- running -----------------------------------------------------------------------------
 
@@ -145,8 +149,10 @@ class Worker:
     def join(self, timeout_ms: int | None = None) -> bool:
         """Wait for the end, for so long at the most; say whether it has come.
 
-        Raises what :meth:`run` would have raised.
+        Raises what :meth:`run` would have raised. One whose start failed is at its end.
         """
+        if not self._over.is_set():
+            self._running()
         over = self._over.wait(None if timeout_ms is None else timeout_ms / 1000)
         if over:
             self._raise()
@@ -175,7 +181,10 @@ class Worker:
         return self._runtime.stats()
 
     def is_lost(self, delivery: Delivery) -> bool:
-        """Whether the lease of a message was lost: a handler may look, and give up."""
+        """Whether the lease of a message was lost: a handler may look, and give up.
+
+        Not from a child process, which has no worker.
+        """
         return not self._running().live(delivery.receipt)
 
     def _running(self) -> Runtime:
@@ -188,18 +197,24 @@ class Worker:
     def _open(self) -> None:
         if self._runtime is not None:
             raise InvalidInput("a worker runs once: make another")
-        own = isinstance(self._store, str)
-        # A client has the verbs of a broker: who is given either need not know which.
-        broker = open_store(self._store) if isinstance(self._store, str) else self._store
-        self._broker = cast("Broker", broker)
+        self._over.clear()
+        settings = self._settings
         try:
-            settings = self._settings
+            if settings.mode == "processes":
+                from penstock.work.pool_processes import check_possible  # noqa: PLC0415
+
+                check_possible()
+            # A client has the verbs of a broker: who is given either need not know which.
+            broker = open_store(self._store) if isinstance(self._store, str) else self._store
+            self._broker = cast("Broker", broker)
             sources = [
                 source_of(
                     self._broker,
                     name,
+                    clock=self._clock,
                     lease_ms=settings.lease_ms,
                     consumer=settings.consumer or "",
+                    fifo=self._fifo,
                 )
                 for name in self._queues
             ]
@@ -212,13 +227,14 @@ class Worker:
                 self._clock,
                 on_idle=lambda: self._told.put((IDLE, None)),
                 on_error=self._failed,
+                on_broken=lambda error: self._told.put((BROKEN, error)),
             )
+            self._runtime = runtime
+            runtime.start()
         except BaseException:
-            if own:
-                self._broker.close()
+            self._close()
+            self._over.set()
             raise
-        self._runtime = runtime
-        runtime.start()
         log.info(
             "working on %s: %d %s", ", ".join(self._queues), settings.concurrency, settings.mode
         )
@@ -227,14 +243,19 @@ class Worker:
         if is_final(error, self._broker):
             self._told.put((BROKEN, error))
 
+    def _close(self) -> None:
+        """Close a store of its own."""
+        broker, self._broker = self._broker, None
+        if isinstance(self._store, str) and broker is not None:
+            broker.close()
+
     def _look_after(self) -> None:
         runtime = self._running()
         try:
             broken = self._wait()
-            runtime.finish(settle=broken is None)
+            runtime.finish(settle=broken is None or not is_final(broken, self._broker))
             self._error = broken
-            if isinstance(self._store, str) and self._broker is not None:
-                self._broker.close()
+            self._close()
         except BaseException as error:
             # Raised by run() and join(): nobody would see it on a thread of its own.
             self._error = error
@@ -242,7 +263,7 @@ class Worker:
             log.info("stopped")
             self._over.set()
 
-    def _wait(self) -> Exception | None:
+    def _wait(self) -> BaseException | None:
         """Wait until the worker is to end; return what has broken it, if anything has."""
         word, error = self._told.get()
         while word == IDLE:
