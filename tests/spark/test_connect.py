@@ -191,6 +191,8 @@ except InvalidInput as error:
 """
 
 
+# Through Connect or not, a job is the same code beyond the session.
+@pytest.mark.soak
 def test_routing_and_jobs(client: Callable[[str, str], dict[str, Any]], world: Any) -> None:
     world.make_queues()
     world.publish(1_000)
