@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import boto3
 from botocore.config import Config
+from tests.waiting import wait_until
 
 from penstock.server.security import add_key
 
@@ -30,10 +30,7 @@ def pause(seconds: float) -> None:
 
 def eventually(condition: Callable[[], object], why: str, seconds: float = 60) -> None:
     """Wait for what another process does."""
-    end = time.perf_counter() + seconds
-    while not condition():
-        assert time.perf_counter() < end, f"waited too long: {why}"
-        pause(0.05)
+    wait_until(condition, seconds, f"waited too long: {why}")
 
 
 class Served:

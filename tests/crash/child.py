@@ -24,10 +24,22 @@ from penstock.testing.auditor import Kind, Note
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 CLOCK = SystemClock()
 QUEUES = ("standard", "fifo")
 SHORT_MS, LONG_MS = 200, 10_000
+
+
+def notes_of(path: Path) -> list[Note]:
+    """Read notes; a kill may have cut the last line of a process short."""
+    notes = []
+    for line in path.read_bytes().splitlines():
+        try:
+            notes.append(msgspec.json.decode(line, type=Note))
+        except msgspec.DecodeError:
+            continue
+    return notes
 
 
 class Notebook:

@@ -7,19 +7,22 @@ import sys
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from tests.crash.child import notes_of
+from tests.waiting import wait_until
 
 import penstock
 from penstock import ManualClock, State, StoreLocked, SystemClock
-from penstock.testing.auditor import Kind, Note, audit
+from penstock.testing.auditor import Kind, audit
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from penstock import Broker, Entry
 
@@ -61,28 +64,12 @@ def pages(broker: Broker, queue: str, state: State) -> Iterator[Entry]:
             return
 
 
-def notes_of(path: Path) -> list[Note]:
-    """Read notes; a kill may have cut the last line of a process short."""
-    notes = []
-    for line in path.read_bytes().splitlines():
-        try:
-            notes.append(msgspec.json.decode(line, type=Note))
-        except msgspec.DecodeError:
-            continue
-    return notes
-
-
 def seen(place: Path, queue: str) -> Counter[Kind]:
     """Count the notes of a queue by their kind."""
     return Counter(note.kind for note in notes_of(place / f"notes.{queue}"))
 
 
-def wait(condition: Callable[[], bool]) -> None:
-    clock = SystemClock()
-    until = clock.seconds() + PATIENCE_S
-    while not condition():
-        assert clock.seconds() < until, "waited too long"
-        threading.Event().wait(0.05)
+wait = partial(wait_until, seconds=PATIENCE_S)
 
 
 @pytest.mark.slow

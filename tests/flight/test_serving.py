@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.flight as fl
 import pytest
+from tests.ports import free_ports
+from tests.waiting import wait_until
 
 import penstock
 from penstock import InvalidInput, InvalidUrl, Message, QueueNotFound, limits
-from penstock.clock import SystemClock
 from penstock.errors import ServerUnreachable
 from penstock.flight_client import FlightStore
 from penstock.server import in_process_server
@@ -29,32 +29,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 PAYLOADS = pa.schema([("payload", pa.binary()), ("dedup_id", pa.string())])
-
-
-def wait_until(condition: object, seconds: float = 60) -> None:
-    clock, waiting = SystemClock(), threading.Condition()
-    end = clock.now_ms() + seconds * 1000
-    while not condition():  # type: ignore[operator]
-        assert clock.now_ms() < end, "waited too long"
-        with waiting:
-            clock.wait(waiting, 20)
-
-
-def lasting_port() -> int:
-    """Find a port for a server that comes back to it.
-
-    Outside of what the system gives away by itself: nobody takes it while the server is gone.
-    """
-    for number in range(1_000):
-        port = 20_000 + (os.getpid() * 7 + number) % 10_000
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no port is free")
 
 
 class Served:
@@ -116,7 +90,7 @@ def test_sigterm_ends_it_in_order(served: Served, tmp_path: Path) -> None:
 
 
 def test_what_was_published_outlives_a_kill(tmp_path: Path) -> None:
-    served = Served(tmp_path, lasting_port())
+    served = Served(tmp_path, free_ports(1)[0])
     try:
         assert publish(served.store, "a", "b", "c") == 3
         plan = served.store.plan_read("log")
@@ -224,7 +198,7 @@ def test_a_client_waits_for_a_server_to_come_back(
 ) -> None:
     monkeypatch.setattr("penstock.flight_client.BACKOFF_MS", (100,) * 600)
     monkeypatch.setattr(limits, "MAX_UNREACHABLE_MS", 60_000)
-    server = in_process_server(broker, port=lasting_port())
+    server = in_process_server(broker, port=free_ports(1)[0])
     store = FlightStore(server.location)
     before = store.info()
     port = server.port

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
@@ -17,7 +16,7 @@ from penstock.server.desk import Desk
 from penstock.server.native import NativeListener
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Coroutine
     from types import TracebackType
 
     from penstock.broker import Broker
@@ -34,14 +33,6 @@ VERB_NAMES = {name for name, verb in vars(Verbs).items() if isinstance(verb, Ver
 
 def pause(seconds: float) -> None:
     threading.Event().wait(seconds)
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    """Wait for what another thread or process does."""
-    end = time.perf_counter() + SLOW_SECONDS
-    while not condition():
-        assert time.perf_counter() < end, "it did not come about"
-        pause(0.01)
 
 
 def make_impatient(client: Client, patience_ms: int) -> None:

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, assert_type
 
 import pytest
-from tests.native.serving import SLOW_SECONDS, VERB_NAMES, eventually
+from tests.native.serving import SLOW_SECONDS, VERB_NAMES
+from tests.waiting import wait_until as eventually
 
 import penstock
 from penstock.client.verbs import Verbs

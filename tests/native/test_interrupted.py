@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.native.serving import SLOW_SECONDS, eventually
+from tests.native.serving import SLOW_SECONDS
+from tests.waiting import wait_until as eventually
 
 import penstock
 from penstock.client import threads

@@ -13,7 +13,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
-from tests.native.serving import SLOW_SECONDS, Served, eventually, make_impatient, pause
+from tests.native.serving import SLOW_SECONDS, Served, make_impatient, pause
+from tests.waiting import wait_until as eventually
 
 import penstock
 from penstock.client import Uncertain

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import pytest
-from tests.native.serving import SLOW_SECONDS, Served, eventually, make_impatient
+from tests.native.serving import SLOW_SECONDS, Served, make_impatient
+from tests.waiting import wait_until as eventually
 
 import penstock
 from penstock import limits

@@ -8,18 +8,17 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
-from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.ports import free_ports
 
 from penstock.clock import SystemClock
 
@@ -31,31 +30,6 @@ START_S = 180
 ANSWER_S = 60
 HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding"}
 PREFIXES = itertools.count(1)
-
-
-def free_ports(count: int) -> list[int]:
-    """Find ports that nobody has, below those that the system gives to whoever asks for any.
-
-    So they are still free when a server that was killed comes back, or another takes its place.
-    """
-    first, above = 10_000, 32_768
-    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    if given.exists():
-        lowest = int(given.read_text().split()[0])
-        above = lowest if lowest > first + 1_000 else above
-    begin = int(SystemClock().random() * (above - first))
-    with ExitStack() as stack:
-        ports: list[int] = []
-        for at in range(above - first):
-            port = first + (begin + at) % (above - first)
-            listening = stack.enter_context(socket.socket())
-            with suppress(OSError):
-                listening.bind(("127.0.0.1", port))
-                ports.append(port)
-            if len(ports) == count:
-                break
-    assert len(ports) == count, "there are no free ports"
-    return ports
 
 
 # Beside this Python first: an environment need not be activated for its tests to run.

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.crash.child import Notebook, publisher, worker
-from tests.objectstore.test_owners import QUEUES, acked, judge, notes_of, wait
+from tests.crash.child import Notebook, notes_of, publisher, worker
+from tests.objectstore.test_owners import QUEUES, acked, judge, wait
 
 import penstock
 from penstock import BrokerClosed, PenstockError, StorageFailed, SystemClock

@@ -7,19 +7,21 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
+from tests.crash.child import notes_of
+from tests.waiting import wait_until
 
 import penstock
 from penstock import ManualClock, State, StoreFenced, SystemClock
-from penstock.testing.auditor import Kind, Note, audit
+from penstock.testing.auditor import Kind, audit
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from penstock import Broker, Entry
 
@@ -69,23 +71,7 @@ def entries(broker: Broker, queue: str, *states: State) -> Iterator[Entry]:
                 break
 
 
-def notes_of(path: Path) -> list[Note]:
-    notes = []
-    for line in path.read_bytes().splitlines():
-        try:
-            notes.append(msgspec.json.decode(line, type=Note))
-        except msgspec.DecodeError:
-            # A kill may have cut the last line short.
-            continue
-    return notes
-
-
-def wait(condition: Callable[[], object]) -> None:
-    clock = SystemClock()
-    until = clock.seconds() + PATIENCE_S
-    while not condition():
-        assert clock.seconds() < until, "waited too long"
-        threading.Event().wait(0.05)
+wait = partial(wait_until, seconds=PATIENCE_S)
 
 
 def acked(notes: Path) -> int:

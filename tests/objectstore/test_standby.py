@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from tests.crash.child import Notebook, publisher, worker
-from tests.objectstore.conftest import free_ports
-from tests.objectstore.test_owners import PATIENCE_S, QUEUES, acked, judge, notes_of, wait
+from tests.crash.child import Notebook, notes_of, publisher, worker
+from tests.objectstore.test_owners import PATIENCE_S, QUEUES, acked, judge, wait
+from tests.ports import free_ports
 
 import penstock
 from penstock import InvalidInput, InvalidUrl, PenstockError, SystemClock

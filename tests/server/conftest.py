@@ -8,14 +8,13 @@ import signal
 import ssl
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import trustme
+from tests.waiting import wait_until as wait_for
 
-from penstock.clock import SystemClock
 from penstock.server.security import add_key
 
 if TYPE_CHECKING:
@@ -26,15 +25,6 @@ ROOT = Path(__file__).parents[2]
 
 # How long something may take that happens at once on a machine that is not busy.
 SLOW_SECONDS = 60
-
-
-def wait(condition: Any, seconds: float = SLOW_SECONDS) -> None:
-    clock, waiting = SystemClock(), threading.Condition()
-    end = clock.now_ms() + seconds * 1000
-    while not condition():
-        assert clock.now_ms() < end, "waited too long"
-        with waiting:
-            clock.wait(waiting, 20)
 
 
 class Certificates(NamedTuple):
@@ -117,7 +107,7 @@ class Process:
                 stderr=log,
                 text=True,
             )
-        wait(lambda: self.port_file.exists() or self.process.poll() is not None)
+        wait_for(lambda: self.port_file.exists() or self.process.poll() is not None)
         assert self.port_file.exists(), self.log.read_text()
         lines = [line.split() for line in self.port_file.read_text().splitlines()]
         self.ports = {name: int(port) for name, port in lines}
@@ -154,7 +144,7 @@ class Process:
 
 @pytest.fixture
 def wait_until() -> Callable[..., None]:
-    return wait
+    return wait_for
 
 
 @pytest.fixture(scope="session")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.ports import free_ports
 
 import penstock
-from penstock.clock import SystemClock
 from penstock.filters import Row, parse
 from penstock.server import in_process_server
 
@@ -45,30 +44,10 @@ limits.MAX_UNREACHABLE_MS = 600_000
 MANY_TRIES = 300
 
 
-def free_port() -> int:
-    """Find a port for who must be told one, or comes back to it.
-
-    It is below those that the system hands out, so that no connection takes it meanwhile.
-    """
-    clock = SystemClock()
-    while True:
-        port = 15_000 + int(clock.random() * 15_000)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                continue
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
-
-
 @pytest.fixture(scope="session")
 def new_port() -> Callable[[], int]:
     """Give a way to find a free port."""
-    return free_port
+    return lambda: free_ports(1)[0]
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -101,14 +100,6 @@ def serving(
 def pause(seconds: float) -> None:
     """Let real time pass: the server under test runs by the machine's clock."""
     threading.Event().wait(seconds)
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
-    """Wait for what is bound to come, however slow the machine is."""
-    deadline = time.perf_counter() + seconds
-    while not condition():
-        assert time.perf_counter() < deadline, "waited too long"
-        pause(0.02)
 
 
 def client_of(served: Served, **options: Any) -> Any:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from botocore.exceptions import ClientError
-from tests.sqs.serving import wait_until
 from tests.sqs.test_messages import code_of, name_of, receive
 from tests.sqs.test_queues import attributes_of, spec_of
+from tests.waiting import wait_until
 
 from penstock.model import Message
 

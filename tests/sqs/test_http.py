@@ -16,7 +16,8 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.sqs.serving import Served, client_of, serving, wait_until
+from tests.sqs.serving import Served, client_of, serving
+from tests.waiting import wait_until
 
 from penstock import limits
 from penstock.errors import InvalidInput

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from botocore.exceptions import ClientError
-from tests.sqs.serving import pause, wait_until
+from tests.sqs.serving import pause
+from tests.waiting import wait_until
 
 from penstock.clock import SystemClock
 from penstock.model import Message, State

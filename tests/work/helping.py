@@ -6,6 +6,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests import waiting
+
 from penstock import Message, SystemClock
 from penstock.errors import StorageFailed
 
@@ -19,11 +21,7 @@ PATIENCE_SECONDS = 120.0
 
 def wait_until(condition: Callable[[], object], what: str = "") -> None:
     """Wait for something that must happen, however slow the machine is."""
-    clock = SystemClock()
-    until = clock.seconds() + PATIENCE_SECONDS
-    while not condition():
-        assert clock.seconds() < until, f"it did not happen: {what or condition}"
-        threading.Event().wait(0.005)
+    waiting.wait_until(condition, PATIENCE_SECONDS, f"it did not happen: {what or condition}")
 
 
 def fill(broker: Broker, queue: str, count: int, **options: Any) -> list[int]:

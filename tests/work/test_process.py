@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 from click.testing import CliRunner
+from tests.crash.child import notes_of
 from tests.work.helping import alive, fill, reasons, wait_until
 
 import penstock
 from penstock import ManualClock, Message, State, SystemClock, Worker
 from penstock.cli import cli
-from penstock.testing.auditor import Kind, Note, audit
+from penstock.testing.auditor import Kind, audit
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -205,17 +206,6 @@ def test_a_server_that_is_killed_and_comes_back(tmp_path: Path) -> None:
 
 
 # --- kills under load -----------------------------------------------------------------------------
-
-
-def notes_of(path: Path) -> list[Note]:
-    """Read notes; a kill may have cut the last line of a process short."""
-    notes = []
-    for line in path.read_bytes().splitlines():
-        try:
-            notes.append(msgspec.json.decode(line, type=Note))
-        except msgspec.DecodeError:
-            continue
-    return notes
 
 
 @pytest.mark.slow
