@@ -197,7 +197,7 @@ def test_tickets_show_the_planners_moment_whatever_comes_later(place: str) -> No
     assert expected(churn_again, clock) != before
     churn_again.close()
     with pytest.raises(penstock.StoreFenced):
-        broker.send("a", b"")
+        broker.send("a", b"", x=1)
     broker.close()
 
 

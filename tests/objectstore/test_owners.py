@@ -153,6 +153,10 @@ def test_every_verb_of_a_fenced_broker_fails(place: str) -> None:
     second = penstock.open(place)
     with pytest.raises(StoreFenced, match="another broker has opened"):
         first.send("q", b"two")
+    # What changes something fails at once, what only looks when a thread of its own has been told.
+    with pytest.raises(StoreFenced):
+        first.ack([held.receipt])
+    wait(lambda: first._shell.lost is not None)
     for verb in (
         lambda: first.ack([held.receipt]),
         lambda: first.extend([held.receipt], lease_ms=3_600_000),
