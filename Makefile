@@ -7,9 +7,11 @@ CLIENTS := $(VENV)/clients
 AWSCLI := $(CLIENTS)/awscli/.installed
 NPM := $(CLIENTS)/node/.installed
 FUZZ_SECONDS ?= 60
+# Much of the tests' time is waiting for disks, servers and clocks.
+WORKERS ?= $(shell expr 2 \* $$(nproc))
 
 .PHONY: demo demo-embedded test check lint types format bench bench-embedded bench-depth bench-fairness \
-  bench-routing bench-pipeline bench-server bench-server_sqs bench-engines bench-cluster soak fuzz clients java clean
+  bench-routing bench-pipeline bench-server bench-server_sqs bench-engines bench-worker bench-cluster soak fuzz clients java clean
 
 demo: $(STAMP) java     ## publish, Spark pipeline, workers, report
 	$(BIN)/python examples/pipeline_demo.py
@@ -19,12 +21,12 @@ demo-embedded: $(STAMP) ## the same without Spark: the broker inside one process
 
 test: $(STAMP) java clients ## the whole test suite, with lint and types
 	$(MAKE) lint types
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not spark and not soak"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not spark and not soak"
 	$(BIN)/python -m pytest -m "spark and not soak"
 
 check: $(STAMP)         ## lint, types and the quick tests: under two minutes
 	$(MAKE) lint types
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow and not spark and not soak"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not spark and not soak"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -50,10 +52,10 @@ fuzz: $(STAMP)          ## every parser under a coverage-guided fuzzer, FUZZ_SEC
 	done
 
 bench: bench-embedded bench-depth bench-fairness bench-routing bench-pipeline bench-server \
-  bench-server_sqs bench-engines bench-cluster
+  bench-server_sqs bench-engines bench-worker bench-cluster
 
 bench-embedded bench-depth bench-fairness bench-routing bench-pipeline bench-server \
-bench-server_sqs bench-engines bench-cluster: bench-%: $(STAMP)
+bench-server_sqs bench-engines bench-worker bench-cluster: bench-%: $(STAMP)
 	$(BIN)/python benchmarks/$*.py
 
 $(STAMP): pyproject.toml

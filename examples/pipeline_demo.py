@@ -165,7 +165,7 @@ def _took(clock: SystemClock, since_ms: int) -> str:
     return f"after {(clock.now_ms() - since_ms) / 1000:.1f} s"
 
 
-def _until(shop: Shop, what: Any, patience_ms: int = 120_000) -> None:
+def _until(shop: Shop, what: Any, patience_ms: int = 600_000) -> None:
     end_ms = shop.clock.now_ms() + patience_ms
     while not what():
         if shop.clock.now_ms() > end_ms:

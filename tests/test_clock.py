@@ -67,7 +67,7 @@ def test_waiting_ends_with_the_timeout() -> None:
     begun = time.monotonic()
     with condition:
         SystemClock().wait(condition, 20)
-    assert 0.01 < time.monotonic() - begun < 5
+    assert 0.01 < time.monotonic() - begun < 60
 
 
 def test_waiting_ends_when_notified() -> None:
@@ -83,10 +83,10 @@ def test_waiting_ends_when_notified() -> None:
     ready = threading.Event()
     thread = threading.Thread(target=sleeper)
     thread.start()
-    assert ready.wait(5)
+    assert ready.wait(60)
     with condition:
         condition.notify()
-    assert woken.wait(5)
+    assert woken.wait(60)
     thread.join()
 
 
@@ -116,7 +116,7 @@ def test_waiting_on_a_manual_clock_takes_a_moment_at_most() -> None:
         ManualClock().wait(condition, 365 * 86_400_000)
         ManualClock().wait(condition, None)
         ManualClock().wait(condition, 0)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60
 
 
 # --- time inside a store --------------------------------------------------------------------------

@@ -69,14 +69,19 @@ from penstock.tailing import route_once
 
 if TYPE_CHECKING:
     from penstock.client import connect, connect_async
+    from penstock.work import Retry, Settled, Worker, WorkerStats
 else:
 
     def __getattr__(name: str) -> Any:
-        # Loaded when used: who opens a store of its own needs no client.
+        # Loaded when used: who opens a store of its own needs no client, and no worker.
         if name in {"connect", "connect_async"}:
             from penstock import client  # noqa: PLC0415
 
             return getattr(client, name)
+        if name in {"Retry", "Settled", "Worker", "WorkerStats"}:
+            from penstock import work  # noqa: PLC0415
+
+            return getattr(work, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -119,7 +124,9 @@ __all__ = [
     "QueueSpec",
     "QueueStats",
     "Reader",
+    "Retry",
     "ServerUnreachable",
+    "Settled",
     "State",
     "StorageFailed",
     "StoreFenced",
@@ -128,6 +135,8 @@ __all__ = [
     "StoreStats",
     "SweepCounts",
     "SystemClock",
+    "Worker",
+    "WorkerStats",
     "__version__",
     "connect",
     "connect_async",

@@ -31,6 +31,7 @@ COMMANDS: Final = {
     "ack": ("working", "Settle messages as done."),
     "release": ("working", "Give messages back, to be tried again or to fail."),
     "extend": ("working", "Move the end of a lease."),
+    "work": ("work", "Run a function for every message of a queue."),
     "redrive": ("moving", "Make failed messages available again."),
     "move": ("moving", "Move messages into another queue."),
     "purge": ("moving", "Remove messages by state."),

@@ -51,7 +51,7 @@ _QUICK: Final = frozenset(
 _WORK: Final = frozenset({"commit_stages"})
 _ROW: Final = re.compile(r"^row (\d+)")
 _BEFORE: Final = re.compile(r"\((\d+) rows before were published\)$")
-_SILENT: Final = ("Detail: TimedOut", "Detail: Unavailable")
+_SILENT: Final = ("Detail: TimedOut", "Detail: Unavailable", "Detail: Cancelled")
 _clock: Final = SystemClock()
 _waiting: Final = threading.Condition()
 
@@ -578,7 +578,10 @@ def _translated(location: str) -> Iterator[None]:
 
 
 def _is_silence(error: BaseException) -> bool:
-    if isinstance(error, fl.FlightUnavailableError | fl.FlightTimedOutError):
+    if isinstance(
+        error, fl.FlightUnavailableError | fl.FlightTimedOutError | fl.FlightCancelledError
+    ):
+        # A server that closes cancels the calls that it has not answered.
         return True
     # Arrow forgets the kind for some of its calls, and only tells it in words.
     return isinstance(error, OSError) and str(error).endswith(_SILENT)

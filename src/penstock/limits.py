@@ -158,10 +158,19 @@ MAX_FLUSH_MS: Final = 10_000
 READ_CACHE_BYTES: Final = 64 * 1024 * 1024
 # How long a reader that is not the writer keeps to one moment.
 MAX_READER_SNAPSHOT_MS: Final = 30 * 60_000
+# Rows of the log that one who reads a moment has in memory before it looks for newer files.
+MAX_MOMENT_BYTES: Final = 64 * 1024 * 1024
+# Stores that a process of Spark's keeps open for reading.
+MAX_DIRECT_READERS: Final = 4
 # An owner that has nothing else to write gives a sign of life this often; who takes less than the
 # second for its end would take a store from an owner that is only a little late.
 HEARTBEAT_MS: Final = 2_000
 MIN_STANDBY_AFTER_MS: Final = 3_000
+
+# --- workers ------------------------------------------------------------------------------------
+MAX_CONCURRENCY: Final = 10_000
+# Handlers' ends that the store has not confirmed; with more of them a worker claims nothing.
+MAX_UNSETTLED: Final = 1_000
 
 # --- SQL databases ------------------------------------------------------------------------------
 MAX_RING_SIZE: Final = 4_096

@@ -37,14 +37,24 @@ from penstock.stores.kvstore import KvStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from penstock.kv import Engine, Shape
+    from penstock.kv import Engine, Shape, Table
     from penstock.kv.slatedb_place import Place
     from penstock.kv.slatedb_watch import Pulse
     from penstock.reader import Reader
     from penstock.stores.active import ActiveSet, Quarantine
     from penstock.stores.sql import ClusterStore, SqlStore
 
-__all__ = ["DESIGNS", "Design", "make_store", "open", "open_reader", "sql_places", "watch_owner"]
+__all__ = [
+    "DESIGNS",
+    "Design",
+    "identity_in",
+    "make_store",
+    "open",
+    "open_reader",
+    "place_to_read",
+    "sql_places",
+    "watch_owner",
+]
 
 
 class Design(NamedTuple):
@@ -208,23 +218,17 @@ def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
     The owner is not asked and not disturbed. Needs the same credentials as a broker: a mark in the
     database keeps the files of this moment for as long as the reader is open.
     """
-    named = _parse(url)
-    if not named.scheme.startswith("slatedb"):
-        raise InvalidUrl(f"{url!r:.200} can't be read beside its owner: slatedb+file, slatedb+s3")
-    place = _slatedb_place(named)
+    place = place_to_read(url)
     from penstock.kv.overlay import Overlay  # noqa: PLC0415 - an extra
     from penstock.kv.slatedb_reader import ReaderMoved, SlateReader  # noqa: PLC0415
     from penstock.reader import Reader  # noqa: PLC0415
 
     clock = clock or SystemClock()
-    if place.holds_something_else():
-        raise StoreMismatch(f"{place.root} is not empty and holds no SlateDB database")
     below = SlateReader(place)
     try:
         while True:
             try:
-                record = below.table("default").get(_IDENTITY_KEY) or b""
-                design = _check_identity(str(place), record, named.design, None)
+                design = identity_in(url, below.table("default")).design
                 engine = Overlay(below, DESIGNS[design].tables)
                 return Reader(make_store(engine, design, clock), clock)
             except ReaderMoved:
@@ -233,6 +237,25 @@ def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
     except BaseException:
         below.close()
         raise
+
+
+def place_to_read(url: str) -> Place:
+    """Return where a store is that can be read beside its owner; nothing is made or opened."""
+    named = _parse(url)
+    if not named.scheme.startswith("slatedb"):
+        raise InvalidUrl(f"{url!r:.200} can't be read beside its owner: slatedb+file, slatedb+s3")
+    place = _slatedb_place(named)
+    if place.holds_something_else():
+        raise StoreMismatch(f"{place.root} is not empty and holds no SlateDB database")
+    if place.kind == "file" and not Path(place.root).is_dir():
+        raise StoreMismatch(f"{place} holds no store")
+    return place
+
+
+def identity_in(url: str, table: Table) -> Identity:
+    """Return what the store at a URL says about itself; raise if it is not one to be read."""
+    named = _parse(url)
+    return _check_identity(url, table.get(_IDENTITY_KEY) or b"", named.design, None)
 
 
 def watch_owner(url: str, *, routing: str | None = None, check: bool = True) -> Pulse:
@@ -335,11 +358,11 @@ def _look_at(place: Place, named: _Named, routing: str | None) -> str:
     found = peek(place, "default", _IDENTITY_KEY)
     if found is None or found.record is None:
         return named.design or DEFAULT_SLATEDB_DESIGN
-    return _check_identity(str(place), found.record, named.design, routing)
+    return _check_identity(str(place), found.record, named.design, routing).design
 
 
-def _check_identity(place: str, record: bytes, design: str | None, routing: str | None) -> str:
-    """Hold what was asked for against what is there; return the design."""
+def _check_identity(place: str, record: bytes, design: str | None, routing: str | None) -> Identity:
+    """Hold what was asked for against what is there; return the latter."""
     try:
         found = msgspec.msgpack.decode(record, type=Identity)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -355,7 +378,7 @@ def _check_identity(place: str, record: bytes, design: str | None, routing: str 
         raise StoreMismatch(
             f"{place} routes {found.routing}, it was opened with routing={routing!r}"
         )
-    return found.design
+    return found
 
 
 class _NamedSql(NamedTuple):

@@ -288,7 +288,7 @@ def test_demo(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
         env={"PYTHONPATH": ":".join(sys.path)},
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr

@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import boto3
 from botocore.config import Config
+from tests.waiting import wait_until
 
 from penstock.server.security import add_key
 
@@ -30,10 +30,7 @@ def pause(seconds: float) -> None:
 
 def eventually(condition: Callable[[], object], why: str, seconds: float = 60) -> None:
     """Wait for what another process does."""
-    end = time.perf_counter() + seconds
-    while not condition():
-        assert time.perf_counter() < end, f"waited too long: {why}"
-        pause(0.05)
+    wait_until(condition, seconds, f"waited too long: {why}")
 
 
 class Served:
@@ -105,7 +102,7 @@ class Served:
             aws_access_key_id=self.key_id,
             aws_secret_access_key=self.secret,
             endpoint_url=self.url,
-            config=Config(retries={"max_attempts": 0}, read_timeout=30),
+            config=Config(retries={"max_attempts": 0}, connect_timeout=60, read_timeout=60),
         )
 
     @property
@@ -125,7 +122,7 @@ class Served:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(20)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

@@ -53,7 +53,7 @@ def post(operation: str, arguments: dict[str, object], *, more: str = "") -> byt
 
 def connect(port: int) -> socket.socket:
     """Connect to a port of this machine."""
-    return socket.create_connection(("127.0.0.1", port), timeout=30)
+    return socket.create_connection(("127.0.0.1", port), timeout=60)
 
 
 def read_all(connection: socket.socket) -> bytes:

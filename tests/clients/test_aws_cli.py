@@ -31,7 +31,7 @@ class Aws:
             env=self._environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
 

@@ -41,15 +41,19 @@ SPARE_FILES = 400
 IDLE_BYTES = 16 * 1024
 
 
+# Longer than any test waits: who is let go in time is not let go for this.
+PATIENT = ("--limits-request", "30m", "--limits-first-byte", "30m", "--limits-idle", "30m")
+
+
 @pytest.fixture
 def server(serve: Callable[..., Served]) -> Served:
-    return serve("--limits-request", "3s", "--limits-body", "64KB")
+    return serve(*PATIENT, "--limits-body", "64KB")
 
 
 @contextmanager
-def others(served: Served) -> Iterator[list[float]]:
-    """Have other clients work meanwhile; gives the seconds of each of their rounds."""
-    took: list[float] = []
+def others(served: Served) -> Iterator[Callable[[], None]]:
+    """Have other clients work meanwhile; gives what waits until they have got somewhere."""
+    rounds = {"http": 0, "native": 0}
     failures: list[BaseException] = []
     stop = threading.Event()
     sqs = served.sqs()
@@ -65,43 +69,40 @@ def others(served: Served) -> Iterator[list[float]]:
         [delivery] = client.claim("native")
         client.ack([delivery.receipt])
 
-    def work(do: Callable[[], None]) -> None:
+    def work(how: str, do: Callable[[], None]) -> None:
         try:
             while not stop.is_set():
-                began = time.perf_counter()
                 do()
-                took.append(time.perf_counter() - began)
+                rounds[how] += 1
                 stop.wait(0.02)
         except BaseException as error:
             failures.append(error)
 
+    def go_on() -> None:
+        before = dict(rounds)
+        eventually(
+            lambda: failures or all(rounds[how] > before[how] + 2 for how in rounds),
+            "others to be served",
+        )
+        assert not failures
+
     with penstock.connect(served.native) as client:
         client.create_queue("native")
         threads = [
-            threading.Thread(target=work, args=(by_http,)),
-            threading.Thread(target=work, args=(lambda: natively(client),)),
+            threading.Thread(target=work, args=("http", by_http)),
+            threading.Thread(target=work, args=("native", lambda: natively(client))),
         ]
         for thread in threads:
             thread.start()
         try:
-            yield took
-            eventually(lambda: len(took) >= 10 or failures, "others to be served")
+            yield go_on
+            go_on()
         finally:
             stop.set()
             for thread in threads:
                 thread.join(60)
     assert not failures
     assert not any(thread.is_alive() for thread in threads)
-    # Far above what it takes, and far below what waiting for somebody else would take.
-    assert max(took) < 10, f"a round took {max(took):.1f} s"
-    assert sorted(took)[len(took) // 2] < 1
-
-
-def closes_within(connection: socket.socket, seconds: float) -> bytes:
-    began = time.perf_counter()
-    answer = read_all(connection)
-    assert time.perf_counter() - began < seconds
-    return answer
 
 
 # --- idle -----------------------------------------------------------------------------------------
@@ -112,9 +113,10 @@ def test_ten_thousand_idle_connections(serve: Callable[..., Served]) -> None:
         count = min(IDLE, allowed - SPARE_FILES)
         assert count >= 500, f"{allowed} open files are too few to try"
         # Nobody is to be let go for being silent while they are counted.
-        server = serve("--limits-first-byte", "10m", "--limits-idle", "10m")
-        with others(server):
-            pause(1)
+        server = serve(*PATIENT)
+        with others(server) as go_on:
+            for _ in range(3):
+                go_on()
         before = server.resident_bytes
         for number in range(count):
             if number % 2:
@@ -122,14 +124,11 @@ def test_ten_thousand_idle_connections(serve: Callable[..., Served]) -> None:
             else:
                 stack.enter_context(connect(server.ports["native"])).sendall(HELLO)
         eventually(lambda: open_connections(server) >= count, "the connections to be taken")
-        with others(server) as took:
-            pause(3)
+        with others(server) as go_on:
+            for _ in range(10):
+                go_on()
         each = (server.resident_bytes - before) / count
-        slowest_ms = max(took) * 1000
-        sys.stdout.write(
-            f"{count} idle connections, {each:.0f} bytes each; {len(took)} rounds of others "
-            f"meanwhile, the slowest {slowest_ms:.0f} ms\n"
-        )
+        sys.stdout.write(f"{count} idle connections, {each:.0f} bytes each\n")
         assert each < IDLE_BYTES, f"{each:.0f} bytes for each of {count} idle connections"
         assert open_connections(server) >= count
         stack.close()
@@ -150,18 +149,38 @@ def open_connections(server: Served) -> int:
 
 
 def dribble(connection: socket.socket, data: bytes, every: float) -> None:
-    """Send byte by byte until the other side has had enough."""
-    try:
+    """Send byte by byte until either side has had enough."""
+    with suppress(OSError):
         for byte in data:
             connection.sendall(bytes([byte]))
             pause(every)
-    except ConnectionError:
-        pass
 
 
-def test_who_dribbles_is_told_and_let_go(server: Served) -> None:
+def test_who_dribbles_keeps_nobody_waiting(server: Served) -> None:
     request = post("ListQueues", {"QueueNamePrefix": "x" * 500})
-    with others(server), ExitStack() as stack:
+    hello = HELLO + frame([25, 1])
+    with others(server) as go_on, ExitStack() as stack:
+        threads = []
+        for port, data in ((server.ports["http"], request), (server.ports["native"], hello)):
+            slow = [stack.enter_context(connect(port)) for _ in range(20)]
+            threads += [
+                threading.Thread(target=dribble, args=(each, data[:-1], 0.1)) for each in slow[:10]
+            ]
+            for each in slow[10:]:
+                each.sendall(data[:-1])
+        for thread in threads:
+            thread.start()
+        go_on()
+        stack.close()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+
+
+def test_who_dribbles_is_told_and_let_go(serve: Callable[..., Served]) -> None:
+    server = serve("--limits-request", "3s")
+    request = post("ListQueues", {"QueueNamePrefix": "x" * 500})
+    with ExitStack() as stack:
         slow = [stack.enter_context(connect(server.ports["http"])) for _ in range(50)]
         threads = [
             threading.Thread(target=dribble, args=(each, request[number:], 0.1))
@@ -171,7 +190,7 @@ def test_who_dribbles_is_told_and_let_go(server: Served) -> None:
             each.sendall(request[:-1])
         for thread in threads:
             thread.start()
-        answers = [closes_within(each, 15) for each in slow]
+        answers = [read_all(each) for each in slow]
         for thread in threads:
             thread.join(60)
     # Of those that went on sending, some find the connection reset before they read.
@@ -179,8 +198,7 @@ def test_who_dribbles_is_told_and_let_go(server: Served) -> None:
     assert {status(each) for each in answers[:20] if each} <= {400, 408}
 
 
-def test_dribbled_requests_in_time_are_answered(serve: Callable[..., Served]) -> None:
-    server = serve()
+def test_dribbled_requests_in_time_are_answered(server: Served) -> None:
     with connect(server.ports["http"]) as connection:
         request = post("ListQueues", {}, more="Connection: close\r\n")
         dribble(connection, request, 0.001)
@@ -189,7 +207,7 @@ def test_dribbled_requests_in_time_are_answered(serve: Callable[..., Served]) ->
 
 def test_a_native_greeting_may_be_dribbled(server: Served) -> None:
     with connect(server.ports["native"]) as connection:
-        dribble(connection, HELLO, 0.01)
+        dribble(connection, HELLO, 0.001)
         assert connection.recv(4)
 
 
@@ -203,20 +221,28 @@ def test_half_a_request_and_then_no_more(server: Served) -> None:
             with connect(server.ports["http"]) as connection:
                 connection.sendall(request[:cut])
                 connection.shutdown(socket.SHUT_WR)
-                closes_within(connection, 5)
+                read_all(connection)
         hello = HELLO + frame([25, 1])
+        began = time.perf_counter()
         for cut in (0, 3, len(HELLO) - 1, len(hello) - 1):
             with connect(server.ports["native"]) as connection:
                 connection.sendall(hello[:cut])
                 connection.shutdown(socket.SHUT_WR)
-                closes_within(connection, 5)
+                read_all(connection)
+        # A minute is what all four take that are closed for being silent only.
+        assert time.perf_counter() - began < 40
 
 
 def test_a_whole_request_and_then_no_more_is_answered(server: Served) -> None:
-    with connect(server.ports["http"]) as connection:
-        connection.sendall(post("ListQueues", {}))
-        connection.shutdown(socket.SHUT_WR)
-        assert status(closes_within(connection, 5)) == 200
+    def answered() -> bool:
+        with connect(server.ports["http"]) as connection:
+            connection.sendall(post("ListQueues", {}))
+            connection.shutdown(socket.SHUT_WR)
+            answer = read_all(connection)
+        return answer != b"" and status(answer) == 200
+
+    # An answer that is long in the making is dropped: on a busy machine, any may be.
+    eventually(answered, "an answer")
 
 
 # --- too large ------------------------------------------------------------------------------------
@@ -244,7 +270,7 @@ def test_oversized_http_is_refused(server: Served, request_: bytes, expected: in
         for each in connections:
             threading.Thread(target=swallow, args=(each, request_), daemon=True).start()
         for each in connections:
-            assert status(closes_within(each, 15)) == expected
+            assert status(read_all(each)) == expected
 
 
 def swallow(connection: socket.socket, data: bytes) -> None:
@@ -269,7 +295,7 @@ def test_oversized_frames_get_a_farewell(server: Served, data: bytes) -> None:
         for each in connections:
             swallow(each, data)
         for each in connections:
-            bye = last_frame(closes_within(each, 15))
+            bye = last_frame(read_all(each))
             assert isinstance(bye, Bye)
             assert bye.name == "InvalidInput"
             assert "allowed are 1 to" in bye.message
@@ -277,8 +303,8 @@ def test_oversized_frames_get_a_farewell(server: Served, data: bytes) -> None:
 
 
 def test_a_large_frame_that_is_begun_costs_what_has_come(server: Served) -> None:
-    with others(server), ExitStack() as stack:
-        pause(0.5)
+    with others(server) as go_on, ExitStack() as stack:
+        go_on()
         before = server.resident_bytes
         for _ in range(50):
             connection = stack.enter_context(connect(server.ports["native"]))
@@ -305,7 +331,7 @@ def test_a_text_that_is_not_utf8_costs_only_its_request(server: Served) -> None:
 def test_a_greeting_that_is_not_utf8_gets_a_farewell(server: Served) -> None:
     with connect(server.ports["native"]) as connection:
         connection.sendall(HELLO.replace(b"p", b"\xe5"))
-        assert isinstance(last_frame(closes_within(connection, 15)), Bye)
+        assert isinstance(last_frame(read_all(connection)), Bye)
     assert not server.complaints()
 
 

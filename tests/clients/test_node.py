@@ -35,7 +35,7 @@ def run(served: Served, script: str, place: Path, prefix: str) -> dict[str, int]
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,8 +2,8 @@
 
 ``child.py work URL NOTES ROUND`` has threads use a store and note what they do;
 ``child.py fill URL NOTES BYTES`` publishes until files can't grow; ``child.py hold URL`` opens a
-store and waits; ``child.py move URL`` moves messages to and fro. A note is written straight to
-the file: what was noted outlives a kill.
+store and waits; ``child.py move URL`` moves messages to and fro and says how many so far. A note
+is written straight to the file: what was noted outlives a kill.
 """
 
 from __future__ import annotations
@@ -24,9 +24,22 @@ from penstock.testing.auditor import Kind, Note
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 CLOCK = SystemClock()
 QUEUES = ("standard", "fifo")
+SHORT_MS, LONG_MS = 200, 10_000
+
+
+def notes_of(path: Path) -> list[Note]:
+    """Read notes; a kill may have cut the last line of a process short."""
+    notes = []
+    for line in path.read_bytes().splitlines():
+        try:
+            notes.append(msgspec.json.decode(line, type=Note))
+        except msgspec.DecodeError:
+            continue
+    return notes
 
 
 class Notebook:
@@ -68,9 +81,14 @@ def publisher(broker: Broker, book: Notebook, queue: str, name: str) -> None:
 
 
 def worker(broker: Broker, book: Notebook, queue: str) -> None:
+    # Leases are short, so that some run out. How short depends on the machine: on one that takes
+    # longer than that to settle, all of them would.
+    longest_ms = SHORT_MS
     while True:
         began = CLOCK.now_ms()
-        deliveries = broker.claim(queue, limit=1 + draw(5), lease_ms=40 + draw(200), wait_ms=50)
+        choice = draw(10)
+        lease_ms = 40 + draw(longest_ms if choice else SHORT_MS)
+        deliveries = broker.claim(queue, limit=1 + draw(5), lease_ms=lease_ms, wait_ms=50)
         for d in deliveries:
             book.write(
                 Kind.DELIVERED,
@@ -82,14 +100,13 @@ def worker(broker: Broker, book: Notebook, queue: str) -> None:
                 attempts=d.attempts,
                 group=d.group,
             )
-        choice = draw(10)
         if choice == 0:
             continue
         receipts = [d.receipt for d in deliveries]
         if choice == 1:
             for receipt in receipts:
                 book.write(Kind.EXTENDING, receipt=receipt)
-            for outcome in broker.extend(receipts, lease_ms=300):
+            for outcome in broker.extend(receipts, lease_ms=100 + longest_ms):
                 if outcome:
                     deadline_ms = outcome.lease_deadline_ms
                     book.write(Kind.EXTENDED, receipt=outcome.receipt, deadline_ms=deadline_ms)
@@ -101,10 +118,13 @@ def worker(broker: Broker, book: Notebook, queue: str) -> None:
         else:
             outcomes = broker.ack(receipts)
         kinds = {"done": Kind.ACKED, "retrying": Kind.RELEASED, "failed": Kind.FAILED}
-        for outcome in outcomes:
-            book.write(
-                kinds.get(outcome.status.value, Kind.REFUSED), began, receipt=outcome.receipt
-            )
+        ends = [kinds.get(outcome.status.value, Kind.REFUSED) for outcome in outcomes]
+        for kind, outcome in zip(ends, outcomes, strict=True):
+            book.write(kind, began, receipt=outcome.receipt)
+        if Kind.REFUSED in ends:
+            longest_ms = min(2 * longest_ms, LONG_MS)
+        elif ends:
+            longest_ms = max(longest_ms // 2, SHORT_MS)
 
 
 def work(url: str, notes: str, round_: str) -> None:
@@ -155,12 +175,14 @@ def move(url: str) -> None:
     moving.STEP_MESSAGES = 7  # type: ignore[misc]
     broker = penstock.open(url)
     say("moving")
+    moved = 0
     while True:
         for queue, to in (("a", "b"), ("b", "c"), ("c", "a")):
             for state in ("available", "failed"):
-                broker.move(queue, to, state=state)
+                moved += broker.move(queue, to, state=state)
             held = [delivery.receipt for delivery in broker.claim(to, limit=50)]
             broker.release(held, delay_ms=0, reason="again")
+            say(str(moved))
 
 
 PROGRAMS: dict[str, Callable[..., None]] = {

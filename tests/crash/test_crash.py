@@ -7,15 +7,18 @@ import sys
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from tests.crash.child import notes_of
+from tests.waiting import wait_until
 
 import penstock
 from penstock import ManualClock, State, StoreLocked, SystemClock
-from penstock.testing.auditor import Kind, Note, audit
+from penstock.testing.auditor import Kind, audit
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 CHILD = Path(__file__).with_name("child.py")
 DESIGNS = ["indexed", "buckets"]
 ROUNDS = 4
+QUEUES = ("standard", "fifo")
+PATIENCE_S = 120
 
 
 @contextmanager
@@ -59,15 +64,12 @@ def pages(broker: Broker, queue: str, state: State) -> Iterator[Entry]:
             return
 
 
-def notes_of(path: Path) -> list[Note]:
-    """Read notes; a kill may have cut the last line of a process short."""
-    notes = []
-    for line in path.read_bytes().splitlines():
-        try:
-            notes.append(msgspec.json.decode(line, type=Note))
-        except msgspec.DecodeError:
-            continue
-    return notes
+def seen(place: Path, queue: str) -> Counter[Kind]:
+    """Count the notes of a queue by their kind."""
+    return Counter(note.kind for note in notes_of(place / f"notes.{queue}"))
+
+
+wait = partial(wait_until, seconds=PATIENCE_S)
 
 
 @pytest.mark.slow
@@ -75,17 +77,24 @@ def notes_of(path: Path) -> list[Note]:
 def test_killed_at_any_moment(design: str, tmp_path: Path) -> None:
     url = f"rocksdb:{tmp_path}/store?design={design}"
     clock = SystemClock()
+
+    def has_worked(rounds: int) -> bool:
+        counts = [seen(tmp_path, queue) for queue in QUEUES]
+        acked, released = (min(each[k] for each in counts) for k in (Kind.ACKED, Kind.RELEASED))
+        return acked > 6 * rounds and released > 2 * rounds
+
     for round_ in range(ROUNDS):
         with child("work", url, tmp_path / "notes", round_) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "working\n"
             threading.Event().wait(0.3 + clock.random())
+            wait(lambda: has_worked(round_ + 1))  # noqa: B023 - called before the round is over
             assert process.poll() is None, "the child ended by itself"
     # Time stands still from here: nothing moves from one state to another between two looks.
     still = ManualClock(clock.now_ms())
     with penstock.open(url, background=False, clock=still) as broker:
         assert_clean(broker)
-        for queue in ("standard", "fifo"):
+        for queue in QUEUES:
             notes = notes_of(tmp_path / f"notes.{queue}")
             waiting = browse(broker, queue, State.AVAILABLE, State.DELAYED, State.IN_FLIGHT)
             over = browse(broker, queue, State.DONE, State.FAILED)
@@ -100,9 +109,6 @@ def test_killed_at_any_moment(design: str, tmp_path: Path) -> None:
             stats = broker.stats(queue)
             assert stats.available + stats.delayed + stats.in_flight == len(waiting)
             assert stats.done + stats.failed == len(over)
-            seen = Counter(note.kind for note in notes)
-            assert seen[Kind.ACKED] > 20, seen
-            assert seen[Kind.RELEASED] > 5, seen
         totals = broker.store_stats()
         assert (totals.quarantined_total, totals.healed_total) == (0, 0)
 
@@ -118,11 +124,14 @@ def test_killed_in_a_move(design: str, tmp_path: Path) -> None:
         sent = [penstock.Message(b"%d" % n, {"queue": "a"}) for n in range(500)]
         ids = broker.publish(sent)
     moved = tried = 0
-    for _ in range(ROUNDS):
+    for round_ in range(ROUNDS):
         with child("move", url) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "moving\n"
             threading.Event().wait(0.2 + clock.random() / 2)
+            # In one round at least a kill comes after much has been moved.
+            while round_ == ROUNDS - 1 and moved + int(process.stdout.readline()) <= len(sent):
+                pass
             assert process.poll() is None, "the child ended by itself"
         with penstock.open(url, background=False, clock=ManualClock(clock.now_ms())) as broker:
             assert_clean(broker)
@@ -144,7 +153,7 @@ def test_killed_in_a_move(design: str, tmp_path: Path) -> None:
 def test_a_full_disk(design: str, tmp_path: Path) -> None:
     url = f"rocksdb:{tmp_path}/store?design={design}"
     with child("fill", url, "-", 1_000_000) as process:
-        out, error = process.communicate(timeout=50)
+        out, error = process.communicate(timeout=300)
     assert process.returncode == 0, error
     raised, again, confirmed = msgspec.json.decode(out)
     assert raised in {"DiskFull", "StorageFailed"}

@@ -47,6 +47,15 @@ def test_delayed_retries(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-2:] == ["attempt 5: delivered", "waiting 0, failed 0, done 1"]
 
 
+def test_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown("worker", capsys)
+    assert lines[0] == "199 of 200 orders were charged, each once: 199"
+    assert lines[1:3] == ["Retry: 20 times", "StolenCard: 3 times"]
+    assert lines[3] == "handlers ran 222 times; given back: 23"
+    assert lines[4].startswith("given up: order 66, ")
+    assert lines[4].endswith("StolenCard: the card of order 66")
+
+
 def test_backfill(capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown("backfill", capsys)
     assert lines[0].startswith("After a week: 6384 orders, 336 messages")

@@ -7,18 +7,20 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.flight as fl
 import pytest
+from tests.ports import free_ports
+from tests.waiting import wait_until
 
 import penstock
-from penstock import InvalidInput, InvalidUrl, Message, QueueNotFound
-from penstock.clock import SystemClock
+from penstock import InvalidInput, InvalidUrl, Message, QueueNotFound, limits
 from penstock.errors import ServerUnreachable
 from penstock.flight_client import FlightStore
 from penstock.server import in_process_server
+from penstock.tables import read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,15 +29,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 PAYLOADS = pa.schema([("payload", pa.binary()), ("dedup_id", pa.string())])
-
-
-def wait_until(condition: object, seconds: float = 20) -> None:
-    clock, waiting = SystemClock(), threading.Condition()
-    end = clock.now_ms() + seconds * 1000
-    while not condition():  # type: ignore[operator]
-        assert clock.now_ms() < end, "waited too long"
-        with waiting:
-            clock.wait(waiting, 20)
 
 
 class Served:
@@ -59,7 +52,7 @@ class Served:
         self.store = FlightStore(f"grpc://127.0.0.1:{self.port}")
 
     def finish(self) -> str:
-        return self.process.communicate(timeout=30)[0]
+        return self.process.communicate(timeout=60)[0]
 
     def kill(self) -> None:
         self.process.kill()
@@ -96,10 +89,13 @@ def test_sigterm_ends_it_in_order(served: Served, tmp_path: Path) -> None:
         assert broker.store_stats().published_total == 2
 
 
-def test_what_was_published_outlives_a_kill(served: Served, tmp_path: Path) -> None:
-    assert publish(served.store, "a", "b", "c") == 3
-    plan = served.store.plan_read("log")
-    served.kill()
+def test_what_was_published_outlives_a_kill(tmp_path: Path) -> None:
+    served = Served(tmp_path, free_ports(1)[0])
+    try:
+        assert publish(served.store, "a", "b", "c") == 3
+        plan = served.store.plan_read("log")
+    finally:
+        served.kill()
     again = Served(tmp_path, served.port)
     try:
         # The same client, on the same port: it connects anew by itself.
@@ -128,7 +124,7 @@ def test_wrong_addresses(address: str) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
     assert ended.returncode == 1
@@ -143,45 +139,66 @@ def test_a_port_that_is_taken(broker: penstock.Broker, server: FlightListener) -
 # --- stopping and coming back -------------------------------------------------------------------
 
 
-def test_closing_waits_for_a_read(broker: penstock.Broker) -> None:
-    payload = b"x" * 500_000
-    for _ in range(3):
-        broker.publish(Message(payload) for _ in range(100))
+@pytest.fixture
+def go_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Hold every read after its first batch until this is set.
+
+    A client that does not read holds it up as well, but nobody knows how much fits into buffers.
+    """
+    let_on = threading.Event()
+
+    def held(*args: Any) -> Iterator[pa.RecordBatch]:
+        batches = iter(read(*args))
+        yield next(batches)
+        let_on.wait(600)
+        yield from batches
+
+    monkeypatch.setattr("penstock.server.flight.read", held)
+    yield let_on
+    let_on.set()
+
+
+def test_closing_waits_for_a_read(broker: penstock.Broker, go_on: threading.Event) -> None:
+    broker.publish(Message(b"x" * 500_000) for _ in range(100))
     server = in_process_server(broker)
     store = FlightStore(server.location)
     reader = store.read(store.plan_read("log", payload=True).tickets[0])
     count = next(reader).num_rows
-    assert count < 300
-    closing = threading.Thread(target=server.close)
+    assert count < 100
+    closing = threading.Thread(target=server.close, kwargs={"grace_ms": 600_000})
     closing.start()
     closing.join(0.3)
     assert closing.is_alive()
+    go_on.set()
     count += sum(batch.num_rows for batch in reader)
-    assert count == 300
-    closing.join(20)
+    assert count == 100
+    closing.join(60)
     assert not closing.is_alive()
-    assert broker.log_stats().end == 301
+    assert broker.log_stats().end == 101
 
 
-def test_a_read_that_never_ends_is_ended(broker: penstock.Broker) -> None:
-    payload = b"x" * 500_000
-    for _ in range(3):
-        broker.publish(Message(payload) for _ in range(100))
+def test_a_read_that_never_ends_is_ended(broker: penstock.Broker, go_on: threading.Event) -> None:
+    broker.publish(Message(b"x" * 500_000) for _ in range(100))
     server = in_process_server(broker)
     store = FlightStore(server.location)
     reader = store.read(store.plan_read("log", payload=True).tickets[0])
-    next(reader)
+    assert next(reader).num_rows < 100
     closing = threading.Thread(target=server.close, kwargs={"grace_ms": 300})
     closing.start()
-    closing.join(1)
+    # It gives up on the read before it ends, and does not wait for whoever reads to notice.
+    closing.join(60)
+    assert not closing.is_alive()
+    go_on.set()
     with pytest.raises(InvalidInput, match="closed while it was being read"):
         list(reader)
-    closing.join(20)
-    assert not closing.is_alive()
 
 
-def test_a_client_waits_for_a_server_to_come_back(broker: penstock.Broker) -> None:
-    server = in_process_server(broker)
+def test_a_client_waits_for_a_server_to_come_back(
+    broker: penstock.Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.flight_client.BACKOFF_MS", (100,) * 600)
+    monkeypatch.setattr(limits, "MAX_UNREACHABLE_MS", 60_000)
+    server = in_process_server(broker, port=free_ports(1)[0])
     store = FlightStore(server.location)
     before = store.info()
     port = server.port
@@ -193,7 +210,7 @@ def test_a_client_waits_for_a_server_to_come_back(broker: penstock.Broker) -> No
     asking.join(0.3)
     assert not found
     with in_process_server(broker, port=port):
-        asking.join(20)
+        asking.join(60)
         assert found == [before]
 
 
@@ -323,6 +340,6 @@ def test_importing_penstock_loads_no_arrow() -> None:
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         check=False,
-        timeout=60,
+        timeout=120,
     )
     assert ended.returncode == 0

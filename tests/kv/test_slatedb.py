@@ -21,6 +21,7 @@ from penstock.kv.slatedb_cache import UNKNOWN, ReadCache
 from penstock.kv.slatedb_calls import FILLER, CallTimeout, call, call_all, filled
 from penstock.kv.slatedb_place import Place, place_of
 from penstock.kv.slatedb_reader import NoDatabase, SlateReader, peek
+from penstock.kv.slatedb_rows import SILENCE_S
 from penstock.opening import DESIGNS, open_reader
 
 if TYPE_CHECKING:
@@ -123,15 +124,15 @@ def test_a_directory_of_other_files_is_refused_and_left_alone(tmp_path: Path) ->
 
 
 def test_somebody_elses_database_is_refused_and_not_taken_over(place: Place) -> None:
-    theirs: Db = call(DbBuilder("", place.store()).build(), 10)
-    call(theirs.put(b"theirs", b"kept"), 10)
-    call(theirs.flush(), 10)
+    theirs: Db = call(DbBuilder("", place.store()).build(), SILENCE_S)
+    call(theirs.put(b"theirs", b"kept"), SILENCE_S)
+    call(theirs.flush(), SILENCE_S)
     with pytest.raises(StoreMismatch, match="not a Penstock store"):
         penstock.open(str(place))
     # They are still the owner.
-    call(theirs.put(b"more", b"kept"), 10)
-    call(theirs.flush(), 10)
-    call(theirs.shutdown(), 10)
+    call(theirs.put(b"more", b"kept"), SILENCE_S)
+    call(theirs.flush(), SILENCE_S)
+    call(theirs.shutdown(), SILENCE_S)
 
 
 def test_a_damaged_database_is_a_mismatch(place: Place, tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_a_store_of_tomorrow_is_refused_and_not_taken_over(
 def test_a_layout_of_tomorrow_is_refused(place: Place) -> None:
     owner = SlateEngine(place, TABLES)
     layout = msgspec.msgpack.encode((2, ["default"]))
-    call(owner._db.write(filled([(b"\0layout", layout)])), 10)
+    call(owner._db.write(filled([(b"\0layout", layout)])), SILENCE_S)
     owner.sync()
     with pytest.raises(StoreMismatch, match=r"layout 2.*use a newer one"):
         peek(place, "default", b"meta")
@@ -214,7 +215,7 @@ def test_a_second_engine_fences_the_first(place: Place) -> None:
     ):
         with pytest.raises(StoreFenced):
             verb()
-    assert told.wait(5)
+    assert told.wait(60)
     first.close()
     assert second.table("things").get(b"k") == b"durable"
     second.close()
@@ -225,7 +226,7 @@ def test_an_engine_that_does_nothing_finds_out_by_itself(place: Place) -> None:
     told = threading.Event()
     first.on_lost(lambda _: told.set())
     second = SlateEngine(place, TABLES)
-    assert told.wait(10)
+    assert told.wait(60)
     with pytest.raises(StoreFenced):
         first.check()
     first.close()
@@ -243,7 +244,7 @@ def test_a_long_log_is_made_short(place: Place, monkeypatch: pytest.MonkeyPatch)
     for number in range(6):
         put(engine, **{f"k{number}": "v"})
         engine.sync()
-    for _ in range(100):
+    for _ in range(1_200):
         if engine._log_objects < 5:
             break
         threading.Event().wait(0.05)
@@ -366,11 +367,11 @@ def test_both_ways_of_filling_a_batch_write_the_same(place: Place) -> None:
     rows_and_deletes = [*rows, (b"gone", None)]
     found = []
     for name, filler in (("one", FILLER), ("two", None)):
-        db: Db = call(DbBuilder(name, place.store()).build(), 10)
-        call(db.write(filled(rows_and_deletes, filler)), 10)
+        db: Db = call(DbBuilder(name, place.store()).build(), SILENCE_S)
+        call(db.write(filled(rows_and_deletes, filler)), SILENCE_S)
         keys = [b"a", b"\0nul", b"empty", b"gone"]
-        found.append(call_all([db.get(key) for key in keys], 10))
-        call(db.shutdown(), 10)
+        found.append(call_all([db.get(key) for key in keys], SILENCE_S))
+        call(db.shutdown(), SILENCE_S)
     assert found == [[b"2", b"x\0y", b"", None]] * 2
 
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import msgspec
 import uvloop
 
 import penstock
@@ -24,7 +25,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# How long something may take that happens at once on a machine that is not busy.
+SLOW_SECONDS = 60
+
 VERB_NAMES = {name for name, verb in vars(Verbs).items() if isinstance(verb, Verb)}
+
+
+def pause(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
+def make_impatient(client: Client, patience_ms: int) -> None:
+    """Shorten the patience of a client that has connected, however long that took."""
+    core = client._link.core
+    core._options = msgspec.structs.replace(core._options, patience_ms=patience_ms)
 
 
 class Served:
@@ -81,7 +95,7 @@ class Served:
     ) -> None:
         self.stop()
 
-    def stop(self, *, grace_ms: int = 2_000) -> None:
+    def stop(self, *, grace_ms: int = SLOW_SECONDS * 1000) -> None:
         """Answer what is in hand, and end."""
         if self._running:
             self.do(self._stop(grace_ms))

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, assert_type
 
 import pytest
-from tests.native.serving import VERB_NAMES
+from tests.native.serving import SLOW_SECONDS, VERB_NAMES
+from tests.waiting import wait_until as eventually
 
 import penstock
 from penstock.client.verbs import Verbs
@@ -27,8 +28,10 @@ from penstock.model import Backfilled, Delivery, Message, State
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from tests.native.conftest import Steered
     from tests.native.serving import Served
 
+    from penstock.broker import Broker
     from penstock.client import AsyncClient, Client
 
 OWN = {"ping"}
@@ -41,7 +44,7 @@ def message(body: bytes = b"", **fields: Any) -> Message:
 def run(served: Served, work: Callable[[AsyncClient], Awaitable[None]], **options: Any) -> None:
     async def main() -> None:
         async with await penstock.connect_async(served.url, **options) as client:
-            await asyncio.wait_for(work(client), 20)
+            await asyncio.wait_for(work(client), 2 * SLOW_SECONDS)
 
     asyncio.run(main())
 
@@ -222,7 +225,7 @@ def test_type_checkers_know_both_clients(served: Served, client: Client) -> None
 
 def test_requests_are_pipelined(served: Served) -> None:
     async def work(client: AsyncClient) -> None:
-        waiting = asyncio.ensure_future(client.claim("q", wait_ms=10_000))
+        waiting = asyncio.ensure_future(client.claim("q", wait_ms=600_000))
         await asyncio.gather(*(client.stats("q") for _ in range(50)))
         assert not waiting.done()
         await client.send("q", b"x")
@@ -233,9 +236,9 @@ def test_requests_are_pipelined(served: Served) -> None:
 
 def test_a_cancelled_claim_takes_nothing(served: Served) -> None:
     async def work(client: AsyncClient) -> None:
-        waiting = asyncio.ensure_future(client.claim("q", wait_ms=10_000))
-        await asyncio.sleep(0.05)
-        assert served.desk.parked == 1
+        waiting = asyncio.ensure_future(client.claim("q", wait_ms=600_000))
+        while not served.desk.parked:
+            await asyncio.sleep(0.01)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -250,28 +253,34 @@ def test_a_cancelled_claim_takes_nothing(served: Served) -> None:
 # --- leases ---------------------------------------------------------------------------------------
 
 
-def pause(seconds: float) -> None:
-    threading.Event().wait(seconds)
+def deadlines(broker: Broker) -> list[int | None]:
+    return [entry.lease_deadline_ms for entry in broker.browse("q", state="in_flight")]
 
 
-def test_kept_leases_outlive_themselves(served: Served, client: Client) -> None:
+def test_kept_leases_outlive_themselves(steered: Steered) -> None:
+    clock, broker, client = steered
     client.publish([message(b"1"), message(b"2")])
     deliveries = client.claim("q", limit=2, lease_ms=600)
     with client.keep(deliveries, lease_ms=600) as kept:
-        pause(1.5)
+        for _ in range(4):
+            later_ms = clock.advance(400) + 600
+            eventually(lambda: deadlines(broker) == [later_ms] * 2)  # noqa: B023 - asked at once
         assert all(client.ack([deliveries[0].receipt]))
         assert kept.lost == frozenset()
-    pause(1)
+    clock.advance(600)
+    broker.sweep()
     assert [d.payload for d in client.claim("q", limit=2)] == [b"2"]
 
 
-def test_a_lease_that_is_lost_is_told(served: Served, client: Client) -> None:
+def test_a_lease_that_is_lost_is_told(steered: Steered) -> None:
+    clock, broker, client = steered
     client.publish([message(b"1"), message(b"2")])
     deliveries = client.claim("q", limit=2)
     lost: list[Any] = []
     with client.keep(deliveries, lease_ms=300, on_lost=lost.append) as kept:
-        served.broker.release([deliveries[0].receipt])
-        pause(0.3)
+        broker.release([deliveries[0].receipt])
+        clock.advance(150)
+        eventually(lambda: lost)
         assert kept.lost == {deliveries[0].receipt}
     assert lost == [deliveries[0]]
 
@@ -298,27 +307,31 @@ def test_consuming(served: Served, client: Client) -> None:
     assert client.stats("q").done == 50
 
 
-def test_what_was_fetched_ahead_does_not_expire(served: Served, client: Client) -> None:
+def test_what_was_fetched_ahead_does_not_expire(steered: Steered) -> None:
+    clock, broker, client = steered
     client.publish([message(b"%d" % n) for n in range(5)])
     with client.consume("q", prefetch=5, lease_ms=500) as consumer:
         first = next(consumer)
-        pause(1.2)
+        for _ in range(3):
+            later_ms = clock.advance(400) + 500
+            eventually(lambda: deadlines(broker) == [later_ms] * 5)  # noqa: B023 - asked at once
         rest = [next(consumer) for _ in range(4)]
         assert all(client.ack([d.receipt for d in [first, *rest]]))
     assert client.stats("q").lease_expired_total == 0
 
 
-def test_what_lost_its_lease_is_not_handed_out(served: Served, client: Client) -> None:
+def test_what_lost_its_lease_is_not_handed_out(steered: Steered) -> None:
+    clock, broker, client = steered
     client.publish([message(b"%d" % n) for n in range(3)])
     with client.consume("q", prefetch=3, lease_ms=600) as consumer:
         next(consumer)
-        in_flight = served.broker.browse("q", state="in_flight")
-        served.broker.purge("q", states=["in_flight"])
-        pause(0.6)
+        in_flight = broker.browse("q", state="in_flight")
+        broker.purge("q", states=["in_flight"])
+        clock.advance(300)
+        eventually(lambda: len(consumer.lost) >= 2)
         client.send("q", b"new")
         assert next(consumer).payload == b"new"
     assert len(in_flight) == 3
-    assert len(consumer.lost) >= 2
 
 
 def test_a_closed_consumer_gives_back_what_nobody_saw(served: Served, client: Client) -> None:
@@ -336,7 +349,10 @@ def test_a_consumer_of_no_queue_raises(client: Client) -> None:
         next(consumer)
 
 
-def test_closing_the_client_ends_what_it_runs(served: Served) -> None:
+def test_closing_the_client_ends_what_it_runs(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.client.link.CLOSE_SECONDS", SLOW_SECONDS)
     client = penstock.connect(served.url)
     client.publish([message(b"%d" % n) for n in range(3)])
     consumer = client.consume("q", prefetch=3)

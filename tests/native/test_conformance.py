@@ -1,10 +1,11 @@
-"""The shipped suites, unchanged, through a client and a server; on RocksDB too in ``make soak``."""
+"""The shipped suites, unchanged, through a client and a server; the rest of it in ``make soak``."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any, cast
 
+import pytest
 from tests.native.serving import Remote
 
 from penstock.testing.conformance import UrlConformance
@@ -51,6 +52,11 @@ class TestMemoryRouting(_Served, UrlRoutingConformance):
     url = "memory:?design=buckets"
 
 
+@pytest.mark.slow
+class TestSlate(_ServedConformance):
+    url = "slatedb+file://{place}/store"
+
+
 if SOAK:
 
     class TestRocks(_ServedConformance):
@@ -58,3 +64,6 @@ if SOAK:
 
     class TestRocksRouting(_Served, UrlRoutingConformance):
         url = "rocksdb:{place}/store?design=buckets"
+
+    class TestSlateRouting(_Served, UrlRoutingConformance):
+        url = "slatedb+file://{place}/store"

@@ -17,6 +17,7 @@ from penstock.errors import (
     PenstockError,
     QueueNotFound,
     ServerUnreachable,
+    StoreFenced,
 )
 from penstock.gateways.native import wire
 from penstock.gateways.native.frames import FrameReader
@@ -223,6 +224,53 @@ def test_a_final_farewell_ends_the_client(talk: Talk) -> None:
     talk.told()
     assert [type(talk.results[name]) for name in "ab"] == [NotAllowed, NotAllowed]
     assert talk.core.hang_up
+
+
+def test_a_server_that_has_lost_its_store_is_left_for_the_next_owner(talk: Talk) -> None:
+    talk.call("safe", calls.queues())
+    talk.call("unsafe", calls.claim("q"))
+    safe, unsafe = talk.sent()
+    talk.say(wire.Failure(unsafe.id, "StoreFenced", "another has it"))
+    assert isinstance(talk.results["unsafe"], StoreFenced)
+    assert talk.core.hang_up
+    talk.lose()
+    # Not at once: the address may lead to the same server until it has ended.
+    assert talk.core.connect_at_ms - talk.now_ms >= 200
+    talk.greet()
+    (again,) = talk.sent()
+    assert type(again) is type(safe)
+    talk.say(wire.Failure(again.id, "StoreFenced", "another has it"))
+    assert "safe" not in talk.results
+    talk.lose()
+    talk.greet()
+    (third,) = talk.sent()
+    talk.say((1, third.id, []))
+    assert talk.results["safe"] == []
+
+
+def test_what_a_server_said_before_it_is_left_counts(talk: Talk) -> None:
+    talk.call("refused", calls.claim("q"))
+    talk.call("answered", calls.ping())
+    refused, answered = talk.sent()
+    frames = [wire.Failure(refused.id, "StoreFenced", "another has it"), (1, answered.id, 7)]
+    talk.core.received(b"".join(encoder.frame(frame) for frame in frames), talk.now_ms)
+    assert talk.told()["answered"] == 7
+    assert isinstance(talk.results["refused"], StoreFenced)
+    assert talk.core.hang_up
+
+
+def test_patience_ends_with_servers_that_have_lost_their_store(talk: Talk) -> None:
+    talk.call("safe", calls.queues())
+    for _ in range(3):
+        (request,) = talk.sent()
+        talk.say(wire.Failure(request.id, "StoreFenced", "another has it"))
+        assert "safe" not in talk.results
+        talk.lose()
+        talk.now_ms += 2_000
+        talk.greet()
+    (request,) = talk.sent()
+    talk.say(wire.Failure(request.id, "StoreFenced", "another has it"))
+    assert isinstance(talk.results["safe"], StoreFenced)
 
 
 def test_patience_ends(talk: Talk) -> None:

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import cast
 
-from tests.native.serving import Served
+from tests.native.serving import SLOW_SECONDS, Served
 
 import penstock
 from penstock.client.verbs import Verbs
@@ -36,7 +36,7 @@ def test_the_conversation_goes_as_written() -> None:
     with (
         penstock.open("memory:", clock=clock, background=False) as broker,
         Served(broker, clock=clock) as served,
-        socket.create_connection(("127.0.0.1", served.port), 10) as connection,
+        socket.create_connection(("127.0.0.1", served.port), SLOW_SECONDS) as connection,
         connection.makefile("rb") as answers,
     ):
         broker.create_queue("q")

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.native.serving import SLOW_SECONDS
+from tests.waiting import wait_until as eventually
 
 import penstock
 from penstock.client import threads
@@ -19,6 +21,7 @@ from penstock.errors import BrokerClosed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.native.conftest import Steered
     from tests.native.serving import Served
 
     from penstock.client import AsyncClient, Client
@@ -34,29 +37,38 @@ def ring(*_: object) -> None:
 
 
 @contextmanager
-def alarm(seconds: float) -> Iterator[None]:
-    """Interrupt the test's thread."""
+def alarm(served: Served) -> Iterator[None]:
+    """Interrupt the test's thread, once a claim of it waits at the server."""
+    over = threading.Event()
+
+    def wake() -> None:
+        while not served.desk.parked:
+            if over.wait(0.01):
+                return
+        # By now it waits for its answer, too.
+        if not over.wait(0.1):
+            signal.pthread_kill(here, signal.SIGALRM)
+
+    here = threading.get_ident()
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    thread = threading.Thread(target=wake)
+    thread.start()
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        over.set()
+        thread.join()
         signal.signal(signal.SIGALRM, before)
 
 
-def eventually(condition: Any) -> None:
-    for _ in range(400):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("it did not come about")
+def test_a_claim_cancelled_in_the_turn_of_its_answer_gives_back(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.client.link.CLOSE_SECONDS", SLOW_SECONDS)
 
-
-def test_a_claim_cancelled_in_the_turn_of_its_answer_gives_back(served: Served) -> None:
     async def main() -> None:
         async with await penstock.connect_async(served.url) as client:
-            task = asyncio.create_task(client.claim("q", wait_ms=20_000))
+            task = asyncio.create_task(client.claim("q", wait_ms=600_000))
             while not served.desk.parked:
                 await asyncio.sleep(0.01)
             cancel_with_the_answer(client, task)
@@ -84,8 +96,8 @@ def cancel_with_the_answer(client: AsyncClient, task: asyncio.Task[Any]) -> None
 
 
 def test_an_interrupted_claim_is_withdrawn(served: Served, client: Client) -> None:
-    with pytest.raises(AlarmError), alarm(0.2):
-        client.claim("q", wait_ms=20_000)
+    with pytest.raises(AlarmError), alarm(served):
+        client.claim("q", wait_ms=600_000)
     eventually(lambda: not served.desk.parked)
     served.broker.send("q", b"x")
     assert served.broker.stats("q").in_flight == 0
@@ -106,13 +118,13 @@ def test_an_interrupt_behind_the_answer_gives_back(
         patch.setattr(threads._Waiter, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             client.claim("q")
-    (delivery,) = client.claim("q", wait_ms=5_000)
+    (delivery,) = client.claim("q", wait_ms=60_000)
     assert delivery.attempts == 2
 
 
 def test_an_interrupted_consumer_goes_on(served: Served, client: Client) -> None:
     with client.consume("q") as deliveries:
-        with pytest.raises(AlarmError), alarm(0.2):
+        with pytest.raises(AlarmError), alarm(served):
             next(deliveries)
         served.broker.send("q", b"x")
         delivery = next(deliveries)
@@ -143,7 +155,8 @@ def test_what_was_not_handed_out_is_not_kept_for_nobody(
     assert delivery.payload == b"y"
 
 
-def test_on_lost_may_use_the_client(served: Served, client: Client) -> None:
+def test_on_lost_may_use_the_client(steered: Steered) -> None:
+    clock, broker, client = steered
     client.send("q", b"x")
     deliveries = client.claim("q")
     told: list[tuple[Delivery, int]] = []
@@ -152,7 +165,8 @@ def test_on_lost_may_use_the_client(served: Served, client: Client) -> None:
         told.append((delivery, client.stats("q").available))
 
     with client.keep(deliveries, lease_ms=300, on_lost=on_lost):
-        served.broker.release([deliveries[0].receipt], delay_ms=0)
+        broker.release([deliveries[0].receipt], delay_ms=0)
+        clock.advance(150)
         eventually(lambda: told)
     assert told == [(deliveries[0], 1)]
 
@@ -201,7 +215,7 @@ def test_a_client_is_not_for_the_children_of_its_process(served: Served) -> None
     served.broker.send("q", b"first")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKS, served.url],
-        timeout=30,
+        timeout=120,
         capture_output=True,
         check=False,
     )

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.ports import free_ports
 
 from penstock.clock import SystemClock
 
@@ -26,19 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 KEY, SECRET = "testkey", "testsecret"
-START_S = 60
+START_S = 180
+ANSWER_S = 60
 HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding"}
 PREFIXES = itertools.count(1)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 # Beside this Python first: an environment need not be activated for its tests to run.
@@ -100,7 +91,8 @@ class SeaweedFS:
     def make_bucket(self, name: str) -> None:
         url = f"http://127.0.0.1:{self.port}/{name}"
         try:
-            urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=5).close()
+            request = urllib.request.Request(url, method="PUT")
+            urllib.request.urlopen(request, timeout=ANSWER_S).close()
         except urllib.error.HTTPError as error:
             error.close()
             if error.code != 409:
@@ -114,7 +106,7 @@ class SeaweedFS:
 
 
 class Proxy:
-    """Passes requests on, counts them, and does to them what it is told to."""
+    """Passes requests on, notes them, and does to them what it is told to."""
 
     def __init__(self, target: int) -> None:
         self.status: int | None = None
@@ -123,7 +115,9 @@ class Proxy:
         # The answer is lost, and not the request: it is done, and said to have failed.
         self.done = False
         self.failed = 0
-        self.counts: dict[str, int] = {}
+        self.puts_go_on = threading.Event()
+        self.puts_go_on.set()
+        self.asked: list[tuple[str, str]] = []
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -137,24 +131,33 @@ class Proxy:
             def log_message(self, *arguments: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 128
+
+        self._server = Server(("127.0.0.1", 0), Handler)
         self.port = self._server.server_port
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def log_puts(self) -> int:
+        """Count the objects of the log that were to be written."""
+        return sum(command == "PUT" and "/wal/" in path for command, path in self.asked)
 
     def broken(self) -> bool:
         return self.status is not None
 
     def pass_on(self, request: BaseHTTPRequestHandler, target: int) -> None:
         body = request.rfile.read(int(request.headers.get("content-length", 0)))
-        self.counts[request.command] = self.counts.get(request.command, 0) + 1
+        self.asked.append((request.command, request.path))
+        if request.command == "PUT":
+            self.puts_go_on.wait()
         if self.delay_s:
             threading.Event().wait(self.delay_s)
         status = self.status if self.only in {None, request.command} else None
         if status is not None and not self.done:
             self.refuse(request, status)
             return
-        link = http.client.HTTPConnection("127.0.0.1", target, timeout=30)
+        link = http.client.HTTPConnection("127.0.0.1", target, timeout=ANSWER_S)
         try:
             link.request(request.command, request.path, body, dict(request.headers.items()))
             answer = link.getresponse()
@@ -183,6 +186,7 @@ class Proxy:
         request.end_headers()
 
     def close(self) -> None:
+        self.puts_go_on.set()
         self._server.shutdown()
         self._server.server_close()
 

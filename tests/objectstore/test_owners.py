@@ -7,15 +7,17 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
+from tests.crash.child import notes_of
+from tests.waiting import wait_until
 
 import penstock
 from penstock import ManualClock, State, StoreFenced, SystemClock
-from penstock.testing.auditor import Kind, Note, audit
+from penstock.testing.auditor import Kind, audit
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 CHILD = Path(__file__).parent.parent / "crash" / "child.py"
 QUEUES = ("standard", "fifo")
 PLACES = ["file", "s3"]
+PATIENCE_S = 120
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("seaweed")]
 
@@ -68,20 +71,18 @@ def entries(broker: Broker, queue: str, *states: State) -> Iterator[Entry]:
                 break
 
 
-def notes_of(path: Path) -> list[Note]:
-    notes = []
-    for line in path.read_bytes().splitlines():
-        try:
-            notes.append(msgspec.json.decode(line, type=Note))
-        except msgspec.DecodeError:
-            # A kill may have cut the last line short.
-            continue
-    return notes
+wait = partial(wait_until, seconds=PATIENCE_S)
+
+
+def acked(notes: Path) -> int:
+    """Count what all processes have noted to be acked so far."""
+    files = [notes.with_name(f"{notes.name}.{queue}") for queue in QUEUES]
+    written = (note for each in files if each.exists() for note in notes_of(each))
+    return sum(note.kind is Kind.ACKED for note in written)
 
 
 def judge(url: str, notes: Path) -> int:
     """Hold what all processes have noted against what is there; return how many were acked."""
-    acked = 0
     still = ManualClock(SystemClock().now_ms())
     with penstock.open(url, background=False, clock=still) as broker:
         assert_clean(broker)
@@ -96,8 +97,7 @@ def judge(url: str, notes: Path) -> int:
                 fifo=queue == "fifo",
             )
             assert not findings, f"{len(findings)} findings, the first:\n{findings[0]}"
-            acked += sum(note.kind is Kind.ACKED for note in written)
-    return acked
+    return acked(notes)
 
 
 def test_killed_at_any_moment(place: str, tmp_path: Path) -> None:
@@ -105,6 +105,7 @@ def test_killed_at_any_moment(place: str, tmp_path: Path) -> None:
     for round_ in range(3):
         with worker(place, notes, round_) as process:
             threading.Event().wait(0.7 + clock.random())
+            wait(lambda: acked(notes) > 4 * (round_ + 1))  # noqa: B023 - called within the round
             assert process.poll() is None, "the worker ended by itself"
     assert judge(place, notes) > 10
 
@@ -113,11 +114,14 @@ def test_taken_over_while_at_work(place: str, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     with worker(place, notes, 0) as first:
         threading.Event().wait(0.7)
+        wait(lambda: acked(notes) > 5)
         with worker(place, notes, 1) as second:
             # Its threads die of the error; a verb of each has failed by now.
-            _, said = first.communicate(timeout=30)
+            _, said = first.communicate(timeout=PATIENCE_S)
             assert said.count("penstock.errors.StoreFenced") >= 4
+            before = acked(notes)
             threading.Event().wait(0.7)
+            wait(lambda: acked(notes) > before + 5)
             assert second.poll() is None
     assert judge(place, notes) > 10
 
@@ -126,14 +130,17 @@ def test_taken_over_while_paused(place: str, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     with worker(place, notes, 0) as first:
         threading.Event().wait(0.7)
+        wait(lambda: acked(notes) > 5)
         first.send_signal(signal.SIGSTOP)
+        before = acked(notes)
         with worker(place, notes, 1) as second:
             threading.Event().wait(0.7)
             # What it had begun goes on now, and must not be seen by anybody.
             first.send_signal(signal.SIGCONT)
-            _, said = first.communicate(timeout=30)
+            _, said = first.communicate(timeout=PATIENCE_S)
             assert said.count("penstock.errors.StoreFenced") >= 4
             threading.Event().wait(0.5)
+            wait(lambda: acked(notes) > before + 5)
             assert second.poll() is None
     assert judge(place, notes) > 10
 
@@ -142,13 +149,17 @@ def test_every_verb_of_a_fenced_broker_fails(place: str) -> None:
     first = penstock.open(place)
     first.create_queue("q")
     first.send("q", b"one")
-    (held,) = first.claim("q")
+    (held,) = first.claim("q", lease_ms=3_600_000)
     second = penstock.open(place)
     with pytest.raises(StoreFenced, match="another broker has opened"):
         first.send("q", b"two")
+    # What changes something fails at once, what only looks when a thread of its own has been told.
+    with pytest.raises(StoreFenced):
+        first.ack([held.receipt])
+    wait(lambda: first._shell.lost is not None)
     for verb in (
         lambda: first.ack([held.receipt]),
-        lambda: first.extend([held.receipt], lease_ms=1_000),
+        lambda: first.extend([held.receipt], lease_ms=3_600_000),
         lambda: first.claim("q"),
         lambda: first.stats("q"),
         lambda: first.browse("q"),
@@ -172,14 +183,14 @@ def test_a_fenced_broker_that_only_waits_finds_out(place: str) -> None:
 
     def wait() -> None:
         try:
-            first.claim("q", wait_ms=60_000)
+            first.claim("q", wait_ms=2_000 * PATIENCE_S)
         except StoreFenced as error:
             failures.append(error)
 
     waiting = threading.Thread(target=wait)
     waiting.start()
     with penstock.open(place):
-        waiting.join(20)
+        waiting.join(PATIENCE_S)
         assert len(failures) == 1
         with pytest.raises(StoreFenced):
             first.stats("q")

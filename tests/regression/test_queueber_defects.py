@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from penstock import Delivery
 
 MEMORY = [f"memory:?design={design}" for design in DESIGNS]
+HOUR_MS = 3_600_000
 STORES = [*MEMORY, *(f"rocksdb:{{place}}/store?design={design}" for design in DESIGNS)]
 
 
@@ -46,7 +47,7 @@ def at_once(work: Callable[[int], None], threads: int) -> None:
 
     def run(number: int) -> None:
         try:
-            gate.wait(10)
+            gate.wait(60)
             work(number)
         except BaseException as error:
             errors.append(error)
@@ -55,7 +56,7 @@ def at_once(work: Callable[[int], None], threads: int) -> None:
     for thread in running:
         thread.start()
     for thread in running:
-        thread.join(60)
+        thread.join(300)
     assert not any(thread.is_alive() for thread in running)
     if errors:
         raise errors[0]
@@ -99,7 +100,7 @@ def test_1_the_last_message_takes_the_expiry_entry_with_it(design: str, verb: st
 
 @every_store
 def test_2_concurrent_claims_never_share_a_message(opened: Broker) -> None:
-    opened.create_queue("q")
+    opened.create_queue("q", lease_ms=HOUR_MS)
     ids = publish(opened, 600)
     taken: list[Delivery] = []
 
@@ -115,7 +116,7 @@ def test_2_concurrent_claims_never_share_a_message(opened: Broker) -> None:
 
 @every_store
 def test_4_many_workers_find_every_record(opened: Broker) -> None:
-    opened.create_queue("q", max_attempts=1000, bucket_exponent=1)
+    opened.create_queue("q", max_attempts=1000, bucket_exponent=1, lease_ms=HOUR_MS)
     done: list[int] = []
     ids: list[int] = []
 
@@ -130,24 +131,26 @@ def test_4_many_workers_find_every_record(opened: Broker) -> None:
             misses = 0 if batch else misses + 1
             back = [delivery for delivery in batch[:1] if delivery.attempts < 3]
             receipts = [delivery.receipt for delivery in back]
-            assert all(opened.extend(receipts, lease_ms=60_000))
+            assert all(opened.extend(receipts, lease_ms=2 * HOUR_MS))
             assert all(opened.release(receipts, delay_ms=number % 2))
             rest = batch[len(back) :]
             assert all(opened.ack([delivery.receipt for delivery in rest]))
             done.extend(delivery.message_id for delivery in rest)
 
     at_once(work, 6)
-    while batch := opened.claim("q", limit=100, wait_ms=50):
+    # What was released a moment ago may still be delayed.
+    while len(done) < len(ids) and (batch := opened.claim("q", limit=100, wait_ms=60_000)):
         assert all(opened.ack([delivery.receipt for delivery in batch]))
         done.extend(delivery.message_id for delivery in batch)
     assert sorted(done) == sorted(ids)
+    assert not opened.claim("q")
     totals = opened.store_stats()
     assert (totals.healed_total, totals.quarantined_total) == (0, 0)
 
 
 @every_store
 def test_5_of_two_claims_at_once_one_gets_the_message(opened: Broker) -> None:
-    opened.create_queue("q")
+    opened.create_queue("q", lease_ms=HOUR_MS)
     for _ in range(25):
         (message_id,) = publish(opened, 1)
         taken: list[int] = []
@@ -162,11 +165,15 @@ def test_5_of_two_claims_at_once_one_gets_the_message(opened: Broker) -> None:
 def test_3_a_waiting_claim_sees_the_moment_a_delay_is_over(opened: Broker) -> None:
     clock = SystemClock()
     opened.create_queue("q")
-    publish(opened, 1, delay_ms=250)
-    began = clock.now_ms()
-    (delivery,) = opened.claim("q", wait_ms=10_000)
-    assert 240 <= clock.now_ms() - began < 2_000
-    assert delivery.published_at_ms + 250 <= clock.now_ms()
+    late_ms: list[int] = []
+    # A machine may stall, but not each time: a claim that looks again only now and then is late
+    # each time.
+    while len(late_ms) < 10 and (not late_ms or late_ms[-1] >= 1_750):
+        publish(opened, 1, delay_ms=250)
+        (delivery,) = opened.claim("q", wait_ms=60_000)
+        late_ms.append(clock.now_ms() - delivery.published_at_ms - 250)
+        assert late_ms[-1] >= 0
+    assert late_ms[-1] < 1_750, late_ms
 
 
 @every_store

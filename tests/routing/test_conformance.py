@@ -5,6 +5,8 @@ Opening a store on SlateDB takes a tenth of a second: what is not run here is ru
 
 import os
 
+import pytest
+
 from penstock.testing.routing import UrlRoutingConformance
 
 SOAK = os.environ.get("PENSTOCK_HYPOTHESIS_PROFILE") == "soak"
@@ -26,10 +28,12 @@ class TestRocksBuckets(UrlRoutingConformance):
     url = "rocksdb:{place}/store?design=buckets"
 
 
+@pytest.mark.slow
+class TestSlateBuckets(UrlRoutingConformance):
+    url = "slatedb+file://{place}/store?design=buckets"
+
+
 if SOAK:
 
     class TestSlateIndexed(UrlRoutingConformance):
         url = "slatedb+file://{place}/store?design=indexed"
-
-    class TestSlateBuckets(UrlRoutingConformance):
-        url = "slatedb+file://{place}/store?design=buckets"

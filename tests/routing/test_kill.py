@@ -53,10 +53,12 @@ def test_a_killed_tailer_leaves_queues_and_cursors_in_step(tmp_path: Path, desig
     before = 0
     for round_ in range(ROUNDS):
         with subprocess.Popen([sys.executable, CHILD, url], stdout=subprocess.PIPE) as child:
-            assert child.stdout is not None
-            assert child.stdout.readline() == b"routing\n"
-            threading.Event().wait(0.05 + 0.1 * round_)
-            child.kill()
+            try:
+                assert child.stdout is not None
+                assert child.stdout.readline() == b"routing\n"
+                threading.Event().wait(0.05 + 0.1 * round_)
+            finally:
+                child.kill()
         with penstock.open(url, background=False) as broker:
             assert_clean(broker)
             routed = check(broker)

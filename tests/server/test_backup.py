@@ -125,7 +125,7 @@ def test_of_two_backups_of_one_name_one_is_kept_whole(
     sync = backups._sync
 
     def together(directory: Path) -> int:
-        both.wait(20)
+        both.wait(60)
         return sync(directory)
 
     monkeypatch.setattr(backups, "_sync", together)
@@ -142,7 +142,7 @@ def test_of_two_backups_of_one_name_one_is_kept_whole(
         for each in threads:
             each.start()
         for each in threads:
-            each.join(30)
+            each.join(120)
     assert sorted(type(each).__name__ for each in outcomes) == ["InvalidInput", "int"]
     assert "is there already" in str(outcomes)
     assert not list(tmp_path.glob("*.part-*"))
@@ -192,7 +192,8 @@ class Load:
 
     def end(self) -> None:
         self._ending.set()
-        self._thread.join(20)
+        self._thread.join(60)
+        assert not self._thread.is_alive()
 
 
 def test_backups_under_load_and_a_kill(
@@ -205,7 +206,7 @@ def test_backups_under_load_and_a_kill(
     place = f"http://127.0.0.1:{server.ports['http']}"
     bounds = []
     for number in range(3):
-        wait_until(lambda: load.answered > 30 * (number + 1))  # noqa: B023 - asked at once
+        wait_until(lambda: load.answered > 10 * (number + 1))  # noqa: B023 - asked at once
         before = load.answered
         if number < 2:
             made = cli("backup", f"b{number}", "--server", place)
@@ -217,7 +218,7 @@ def test_backups_under_load_and_a_kill(
     killing = threading.Thread(target=lambda: _try(server))
     killing.start()
     server.kill()
-    killing.join(20)
+    killing.join(60)
     load.end()
     for number, (low, high) in enumerate(bounds):
         backups.restore(tmp_path / "backups" / f"b{number}", tmp_path / f"r{number}")

@@ -57,7 +57,7 @@ def test_claims_made_together_share_a_bound(
     async def story() -> None:
         desk = Desk(broker, asyncio.get_running_loop())
         # Those that the bound leaves out look again by themselves.
-        claims = [desk.claim("q", wait_ms=20_000) for _ in range(12)]
+        claims = [desk.claim("q", wait_ms=60_000) for _ in range(12)]
         answers = await asyncio.gather(*claims)
         assert [len(each) for each in answers] == [1] * 12
         await desk.close()
@@ -105,7 +105,7 @@ def test_a_verb_over_many_lets_others_in(broker: Broker, verb: str) -> None:
             # Between two steps of it, on another thread: what would wait if it held the lock.
             other = threading.Thread(target=look)
             other.start()
-            other.join(20)
+            other.join(60)
         return take_turns(change)  # type: ignore[arg-type]
 
     broker._shell.apply = counted  # type: ignore[method-assign, assignment]
@@ -126,15 +126,15 @@ def test_a_wake_up_is_not_lost_with_who_left() -> None:
         with penstock.open("memory:") as broker:
             broker.create_queue("q")
             desk = Desk(broker, asyncio.get_running_loop())
-            gone = desk.claim("q", wait_ms=30_000)
-            stays = desk.claim("q", wait_ms=30_000)
+            gone = desk.claim("q", wait_ms=600_000)
+            stays = desk.claim("q", wait_ms=600_000)
             while desk.parked < 2:
                 await asyncio.sleep(0)
             broker.publish([Message(b"", {"queue": "q"})])
             # The first has been told to look again; before it does, its client leaves.
             desk._retry()
             gone.cancel()
-            assert len(await asyncio.wait_for(stays, 10)) == 1
+            assert len(await asyncio.wait_for(stays, 60)) == 1
             await desk.close()
 
     asyncio.run(story())

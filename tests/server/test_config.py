@@ -196,7 +196,7 @@ def penstock(*arguments: str, **environment: str) -> subprocess.CompletedProcess
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 

@@ -28,7 +28,7 @@ def server() -> Iterator[Server]:
 
 
 def post(server: Server, headers: dict[str, str]) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(*server.addresses["http"], timeout=20)
+    connection = http.client.HTTPConnection(*server.addresses["http"], timeout=60)
     try:
         connection.request(
             "POST", "/", FORM, {"content-type": "application/x-www-form-urlencoded", **headers}
@@ -85,7 +85,7 @@ def test_clients_of_this_machine_are_served(server: Server, headers: dict[str, s
 
 
 def test_the_pages_for_operators_are_guarded_too(server: Server) -> None:
-    connection = http.client.HTTPConnection(*server.addresses["http"], timeout=20)
+    connection = http.client.HTTPConnection(*server.addresses["http"], timeout=60)
     connection.request("GET", "/metrics", headers={"host": "evil.example"})
     assert connection.getresponse().status == 403
     connection.close()
@@ -114,7 +114,7 @@ def test_with_keys_the_key_decides(keys: dict[str, str], tmp_path: Path, ask: An
         assert post(server, {"host": "any.example", "origin": "http://evil.example"})[0] == 403
         answer = ask(server.addresses["http"], "GET", "/metrics", token=keys["root"])
         assert answer.status == 200
-        connection = http.client.HTTPConnection(*server.addresses["http"], timeout=20)
+        connection = http.client.HTTPConnection(*server.addresses["http"], timeout=60)
         bearer = {"authorization": f"Bearer {keys['root']}", "host": "any.example"}
         connection.request("GET", "/metrics", headers=bearer)
         assert connection.getresponse().status == 200

@@ -57,7 +57,7 @@ def test_health_and_readiness(broker: penstock.Broker, ask: Any, wait_until: Any
         assert ask(address, "GET", "/ready")[:2] == (200, b"ready\n")
         assert ask(address, "HEAD", "/ready")[:2] == (200, b"")
         server._listening = False
-        wait_until(lambda: ask(address, "GET", "/ready")[:2] == (503, b"not ready\n"), 2)
+        wait_until(lambda: ask(address, "GET", "/ready")[:2] == (503, b"not ready\n"))
         assert ask(address, "GET", "/health").status == 200
 
 
@@ -68,8 +68,10 @@ def test_those_who_ask_for_readiness_share_one_look(
 
     def look(_: Any) -> bool:
         looks.append(1)
-        return busy.wait(20)
+        return busy.wait(60)
 
+    # However late the last of them is heard, it is not too late for the first one's answer.
+    monkeypatch.setattr("penstock.server.operations._READY_SECONDS", 600)
     with running(broker, **HTTP) as server:
         monkeypatch.setattr(type(server), "ready", property(look))
         with ThreadPoolExecutor(20) as threads:
@@ -79,8 +81,8 @@ def test_those_who_ask_for_readiness_share_one_look(
             wait_until(lambda: looks and _asking(server) == 20)
             assert len(looks) == 1
             busy.set()
-            assert {each.result(20).status for each in asked} == {200}
-        assert len(looks) <= 2
+            assert {each.result(60).status for each in asked} == {200}
+        assert len(looks) == 1
 
 
 def _asking(server: Server) -> int:
@@ -152,13 +154,13 @@ def test_parked_claims_are_counted(broker: penstock.Broker, ask: Any, wait_until
     with running(broker, **HTTP) as server:
 
         async def park() -> Any:
-            return await server.desk.claim("q", wait_ms=60_000)
+            return await server.desk.claim("q", wait_ms=600_000)
 
         waiting = asyncio.run_coroutine_threadsafe(park(), server.desk._loop)
         wait_until(lambda: server.desk.parked == 1)
         page = ask(server.addresses["http"], "GET", "/metrics").body
         assert at(page, "penstock_parked_claims") == 1
-    assert waiting.result(10) == []
+    assert waiting.result(60) == []
 
 
 def test_the_lag_of_a_pipeline(ask: Any) -> None:
@@ -331,7 +333,7 @@ def test_a_new_certificate_is_taken_up(
         address = server.addresses["http"]
 
         def seen() -> str:
-            return ssl.get_server_certificate(address, timeout=10)
+            return ssl.get_server_certificate(address, timeout=60)
 
         before = seen()
         certificate.write_bytes(certs.client_certificate.read_bytes())

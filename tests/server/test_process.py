@@ -60,12 +60,12 @@ def test_waiting_claims_are_handed_back(serve: Callable[..., Any], wait_until: A
         client.create_queue("q")
         answers: list[Any] = []
         waiting = threading.Thread(
-            target=lambda: answers.append(client.claim("q", wait_ms=60_000)), daemon=True
+            target=lambda: answers.append(client.claim("q", wait_ms=600_000)), daemon=True
         )
         waiting.start()
         wait_until(lambda: b"penstock_parked_claims 1.0" in server.ask("GET", "/metrics").body)
         server.stop()
-        waiting.join(10)
+        waiting.join(60)
         assert answers == [[]]
     assert server.process.returncode == 0
 
@@ -73,7 +73,7 @@ def test_waiting_claims_are_handed_back(serve: Callable[..., Any], wait_until: A
 def test_a_read_that_goes_on_is_finished(serve: Callable[..., Any], tmp_path: Path) -> None:
     with penstock.open(f"rocksdb:{tmp_path}/db", durability="relaxed") as broker:
         broker.publish([Message(b"x" * 500_000)] * 100)
-    server = serve()
+    server = serve("--grace", "10m")
     store = FlightStore(server.flight)
     reader = store.read(store.plan_read("log", payload=True).tickets[0])
     rows = next(reader).num_rows
@@ -111,7 +111,7 @@ def test_a_port_that_is_taken_leaves_nothing_behind(tmp_path: Path) -> None:
             [sys.executable, "-m", "penstock.cli", "serve", "--store", f"rocksdb:{tmp_path}/db",
              "--flight", "127.0.0.1:0", "--http", f"127.0.0.1:{port}"],
             cwd=ROOT, env={"PYTHONPATH": "src", "PATH": ""}, capture_output=True, text=True,
-            timeout=30, check=False,
+            timeout=120, check=False,
         )  # fmt: skip
     assert ended.returncode == 1
     assert f"can't listen on 127.0.0.1:{port}" in ended.stderr

@@ -36,22 +36,34 @@ def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Broker]:
         assert_clean(opened)
 
 
-def run(broker: Broker, story: Callable[[Callable[[], Awaitable[Any]]], Awaitable[None]]) -> None:
+class Door:
+    """Where clients connect; each gets a queue."""
+
+    def __init__(self, listener: QueueberListener, desk: Desk) -> None:
+        self._listener = listener
+        self._desk = desk
+        self.clients: list[Any] = []
+
+    async def __call__(self) -> Any:
+        stream = await capnp.AsyncIoStream.create_connection(*self._listener.address)
+        self.clients.append(capnp.TwoPartyClient(stream))
+        return self.clients[-1].bootstrap().cast_as(SCHEMA.Queue)
+
+    async def until_waiting(self, count: int) -> None:
+        while self._desk.parked != count:
+            await asyncio.sleep(0.005)
+
+
+def run(broker: Broker, story: Callable[[Door], Awaitable[None]]) -> None:
     async def whole() -> None:
         desk = Desk(broker, asyncio.get_running_loop())
         listener = QueueberListener(desk, "127.0.0.1", 0, queue="work")
         await listener.start()
-        clients: list[Any] = []
-
-        async def connect() -> Any:
-            stream = await capnp.AsyncIoStream.create_connection(*listener.address)
-            clients.append(capnp.TwoPartyClient(stream))
-            return clients[-1].bootstrap().cast_as(SCHEMA.Queue)
-
+        door = Door(listener, desk)
         try:
-            await asyncio.wait_for(story(connect), 60)
+            await asyncio.wait_for(story(door), 120)
         finally:
-            for client in clients:
+            for client in door.clients:
                 client.close()
             await listener.stop(1_000)
             await desk.close()
@@ -132,7 +144,7 @@ def test_leases_are_never_shared(broker: Broker) -> None:
     async def story(connect: Any) -> None:
         one, two = await connect(), await connect()
         waiting = [asyncio.ensure_future(poll(each, timeout=0)) for each in (one, two)]
-        await asyncio.sleep(0.05)
+        await connect.until_waiting(2)
         ids = await add(one, b"a", b"b")
         first, second = await asyncio.gather(*waiting)
         assert first.lease != second.lease
@@ -147,9 +159,9 @@ def test_timeouts_delays_and_expiry(broker: Broker) -> None:
         empty = await poll(queue, timeout=1)
         assert (len(empty.items), empty.lease) == (0, b"")
         (late,) = await add(queue, b"later", delay=1)
-        got = await poll(queue, lease=1, timeout=20)
+        got = await poll(queue, lease=1, timeout=60)
         assert [item.id for item in got.items] == [late]
-        again = await poll(queue, timeout=20)
+        again = await poll(queue, timeout=60)
         assert [item.id for item in again.items] == [late]
         assert not await remove(queue, late, got.lease)
         assert not await extend(queue, got.lease, 5)
@@ -175,11 +187,11 @@ def test_a_client_that_leaves_takes_nothing_with_it(broker: Broker) -> None:
     async def story(connect: Any) -> None:
         gone, stays = await connect(), await connect()
         leaving = asyncio.ensure_future(poll(gone, timeout=0))
-        await asyncio.sleep(0.05)
+        await connect.until_waiting(1)
         leaving.cancel()
-        await asyncio.sleep(0.05)
+        await connect.until_waiting(0)
         await add(stays, b"one")
-        got = await poll(stays, timeout=5)
+        got = await poll(stays, timeout=20)
         assert len(got.items) == 1
 
     run(broker, story)

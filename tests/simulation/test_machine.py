@@ -29,13 +29,13 @@ def run(url: str, examples: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("design", ["indexed", "buckets"])
 def test_memory(design: str) -> None:
-    run(f"memory:?design={design}", 150)
+    run(f"memory:?design={design}", 100)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("design", ["indexed", "buckets"])
 def test_rocksdb(design: str) -> None:
-    run("rocksdb:{place}/store?design=" + design, 20)
+    run("rocksdb:{place}/store?design=" + design, 12)
 
 
 @pytest.mark.slow

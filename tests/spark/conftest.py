@@ -7,6 +7,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.ports import free_ports
 
 import penstock
 from penstock.filters import Row, parse
@@ -22,6 +23,33 @@ if TYPE_CHECKING:
     from penstock.server import FlightListener
 
 
+# Read by every Python that the session starts: after the waits that a client has anyway it goes on
+# waiting, for a server that takes longer to come back on a busy machine.
+PATIENCE = """
+from itertools import chain, islice, repeat
+from pathlib import Path
+from penstock import flight_client, limits
+
+
+class Waits:
+    own = flight_client.BACKOFF_MS
+
+    def __iter__(self):
+        return islice(chain(self.own, repeat(1_000)), int(Path({note!r}).read_text()))
+
+
+flight_client.BACKOFF_MS = Waits()
+limits.MAX_UNREACHABLE_MS = 600_000
+"""
+MANY_TRIES = 300
+
+
+@pytest.fixture(scope="session")
+def new_port() -> Callable[[], int]:
+    """Give a way to find a free port."""
+    return lambda: free_ports(1)[0]
+
+
 @pytest.fixture(scope="session")
 def java() -> None:
     """Skip without Java; but not where the tests must be complete."""
@@ -34,21 +62,46 @@ def java() -> None:
 
 
 @pytest.fixture(scope="session")
-def spark(java: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+def tries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give the file that says how often Spark's Python asks for a broker that does not answer."""
+    note = tmp_path_factory.mktemp("patience") / "tries"
+    note.write_text(str(MANY_TRIES))
+    return note
+
+
+@pytest.fixture
+def impatient(tries: Path) -> Iterator[None]:
+    """Have Spark's Python give up on a broker that is not there at once."""
+    tries.write_text("1")
+    yield
+    tries.write_text(str(MANY_TRIES))
+
+
+@pytest.fixture(scope="session")
+def spark(
+    java: None, tries: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SparkSession]:
     """Give the session; a task is tried up to four times, as on a cluster."""
     from penstock.spark import session  # noqa: PLC0415 - pyspark may be missing
 
     place = tmp_path_factory.mktemp("spark")
-    running = session(
-        "local[2,4]",
-        conf={
-            "spark.local.dir": str(place / "local"),
-            "spark.sql.warehouse.dir": str(place / "warehouse"),
-            "spark.sql.shuffle.partitions": "2",
-            "spark.log.level": "OFF",
-            "spark.sql.adaptive.enabled": "false",
-        },
-    )
+    tries.with_name("sitecustomize.py").write_text(PATIENCE.format(note=str(tries)))
+    known = os.environ.get("PYTHONPATH")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tries.parent), known])))
+        running = session(
+            "local[2,4]",
+            conf={
+                "spark.local.dir": str(place / "local"),
+                "spark.sql.warehouse.dir": str(place / "warehouse"),
+                "spark.sql.shuffle.partitions": "2",
+                "spark.log.level": "OFF",
+                "spark.sql.adaptive.enabled": "false",
+                # Compiling every plan takes longer than running it on a few rows.
+                "spark.sql.codegen.wholeStage": "false",
+                "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+            },
+        )
     yield running
     running.stop()
 
@@ -62,12 +115,13 @@ class World:
         routing: str = "pipeline",
         clock: penstock.Clock | None = None,
         url: str | None = None,
+        port: int = 0,
     ) -> None:
         self.path = path
         self.url = url or f"rocksdb:{path}"
         self.clock = clock
         self.routing = routing
-        self.port = 0
+        self.port = port
         self.published: dict[int, tuple[dict[str, Value], str, int, int]] = {}
         self._serving: FlightListener | None = None
         self.location = ""
@@ -167,6 +221,12 @@ class World:
             .options(location=self.location, table=table, **options)
             .load()
         )
+
+
+@pytest.fixture(scope="session")
+def world_type() -> type[World]:
+    """Give the class, for fixtures that outlive a test."""
+    return World
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Routing on a cluster of its own: a master and two workers, each in its own process."""
+"""Routing on a cluster of its own: master, worker and two executors, each in its own process."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ import sys
 from penstock.spark import session
 from penstock.spark.route import route
 spark = session(sys.argv[3], conf={"spark.log.level": "OFF", "spark.executor.memory": "600m",
+                                   "spark.executor.cores": "1",
+                                   "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1",
                                    "spark.driver.host": "127.0.0.1",
                                    "spark.executorEnv.PYTHONPATH": sys.argv[4]})
 assert spark.sparkContext.master == sys.argv[3]
@@ -42,13 +44,6 @@ query = route(sys.argv[1], spark=spark, checkpoint=sys.argv[2], trigger=sys.argv
               max_offsets=int(sys.argv[6]))
 query.awaitTermination()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def spark_class(place: Path, *arguments: str) -> subprocess.Popen[bytes]:
@@ -60,6 +55,7 @@ def spark_class(place: Path, *arguments: str) -> subprocess.Popen[bytes]:
         "SPARK_LOCAL_DIRS": str(place / "local"),
         "PYSPARK_PYTHON": sys.executable,
         "SPARK_DAEMON_MEMORY": "300m",
+        "SPARK_DAEMON_JAVA_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     }
     return subprocess.Popen(
         [str(home / "bin" / "spark-class"), *arguments],
@@ -72,10 +68,10 @@ def spark_class(place: Path, *arguments: str) -> subprocess.Popen[bytes]:
 
 @pytest.fixture(scope="module")
 def cluster(
-    java: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
-    """Give the address of a cluster with two workers, and the processes of these."""
-    port = free_port()
+    java: None, new_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, int]]:
+    """Give the address of a cluster of two executors, and the group that these are of."""
+    port = new_port()
     deploy = "org.apache.spark.deploy"
     here = ["--host", "127.0.0.1"]
     place = tmp_path_factory.mktemp("cluster")
@@ -85,19 +81,20 @@ def cluster(
         )
     ]
     address = f"spark://127.0.0.1:{port}"
-    for _ in range(100):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        threading.Event().wait(0.2)
-    sizes = ["--cores", "1", "--memory", "700m", "--webui-port", "0"]
-    running += [
-        spark_class(place, f"{deploy}.worker.Worker", *here, *sizes, address) for _ in range(2)
-    ]
-    yield address, running[1:]
-    for process in running:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    try:
+        wait_for(lambda: listens(port))
+        sizes = ["--cores", "2", "--memory", "1400m", "--webui-port", "0"]
+        running.append(spark_class(place, f"{deploy}.worker.Worker", *here, *sizes, address))
+        yield address, running[-1].pid
+    finally:
+        for process in running:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def driver(
@@ -107,21 +104,20 @@ def driver(
     return [sys.executable, "-c", ROUTE, *settings]
 
 
-def executors(workers: list[subprocess.Popen[bytes]]) -> list[int]:
-    """Return the executors that the workers have started; they are of the workers' groups."""
-    groups = {worker.pid for worker in workers}
+def executors(group: int) -> list[int]:
+    """Return the executors of a group of processes."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
             command = place.joinpath("cmdline").read_bytes()
-            if b"CoarseGrainedExecutorBackend" in command and os.getpgid(int(place.name)) in groups:
+            if b"CoarseGrainedExecutorBackend" in command and os.getpgid(int(place.name)) == group:
                 found.append(int(place.name))
         except OSError:
             continue
     return found
 
 
-def wait_for(what: Callable[[], bool], seconds: int = 240) -> None:
+def wait_for(what: Callable[[], bool], seconds: int = 600) -> None:
     deadline_ms = clock.now_ms() + seconds * 1000
     while not what():
         assert clock.now_ms() < deadline_ms, "it did not happen in time"
@@ -134,7 +130,7 @@ def test_routing_on_a_cluster(cluster: Any, world: Any, tmp_path: Path) -> None:
     world.publish(50_000)
     run = subprocess.run(
         driver(cluster[0], world.location, tmp_path / "ckpt", "available now", 20_000),
-        timeout=180,
+        timeout=600,
         capture_output=True,
         text=True,
         check=False,
@@ -145,26 +141,29 @@ def test_routing_on_a_cluster(cluster: Any, world: Any, tmp_path: Path) -> None:
     assert world.content() == world.naive()
 
 
-def test_an_executor_that_is_killed(
-    cluster: Any, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_executors_that_are_killed(
+    cluster: tuple[str, int], world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    master, workers = cluster
+    master, group = cluster
     world.make_queues()
-    world.publish(2_000)
+    world.publish(1_000)
     add = Stages.add
     killed: list[int] = []
     armed = threading.Event()
+    one_by_one = threading.Lock()
 
     def killing(self: Any, stage: Any) -> None:
-        # A task waits for this answer, so a micro-batch is under way.
-        if armed.is_set() and not killed:
-            killed.extend(executors(workers)[:1])
-            os.kill(killed[0], signal.SIGKILL)
+        # A task waits for this answer: whichever of them has it dies in the middle of it.
+        with one_by_one:
+            if armed.is_set() and not killed:
+                killed.extend(executors(group))
+                for pid in killed:
+                    os.kill(pid, signal.SIGKILL)
         add(self, stage)
 
     monkeypatch.setattr(Stages, "add", killing)
     child = subprocess.Popen(
-        driver(master, world.location, tmp_path / "ckpt", "0 seconds", 25_000),
+        driver(master, world.location, tmp_path / "ckpt", "0 seconds", 1_000),
         env={**os.environ, "PYSPARK_PYTHON": sys.executable},
         start_new_session=True,
         stdout=subprocess.DEVNULL,
@@ -177,19 +176,18 @@ def test_an_executor_that_is_killed(
 
     try:
         wait_for(routed)
-        wait_for(lambda: len(executors(workers)) == 2)
+        wait_for(lambda: len(executors(group)) == 2)
         armed.set()
-        # Two tasks for each micro-batch: one for either executor.
-        world.publish(40_000)
+        world.publish(2_000)
         wait_for(routed)
-        assert killed
-        # The worker starts another in its place, which takes part again.
-        wait_for(lambda: len(executors(workers)) == 2)
+        assert len(killed) == 2
+        # The worker starts others in their place.
+        wait_for(lambda: len(set(executors(group)) - set(killed)) == 2)
         world.publish(1_000)
         wait_for(routed)
     finally:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-    assert killed[0] not in executors(workers)
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
     assert world.content() == world.naive()
     assert_clean(world.broker)

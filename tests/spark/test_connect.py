@@ -24,6 +24,7 @@ pytest.importorskip("grpc_status", reason="Spark Connect needs penstock[connect]
 import pyspark
 
 import penstock
+from penstock.clock import SystemClock
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -31,15 +32,17 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.xdist_group("spark")]
 
+SECONDS = 300
+clock = SystemClock()
 SOURCE = str(Path(penstock.__file__).parents[1])
 
 
 @pytest.fixture(scope="module")
-def server(java: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(
+    java: None, new_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     """Start a Connect server; give its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    port = new_port()
     place = tmp_path_factory.mktemp("connect")
     home = Path(pyspark.__file__).parent
     settings = {
@@ -71,15 +74,21 @@ def server(java: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    for _ in range(600):
-        assert running.poll() is None
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        threading.Event().wait(0.1)
-    yield f"sc://127.0.0.1:{port}"
-    os.killpg(running.pid, signal.SIGKILL)
-    running.wait()
+    try:
+        deadline_ms = clock.now_ms() + 1000 * SECONDS
+        while not listens(port):
+            assert running.poll() is None
+            assert clock.now_ms() < deadline_ms, "the server does not listen"
+            threading.Event().wait(0.1)
+        yield f"sc://127.0.0.1:{port}"
+    finally:
+        os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 OPENING = """
@@ -104,7 +113,7 @@ def client(server: str, tmp_path: Path) -> Callable[[str, str], dict[str, Any]]:
     def run(location: str, program: str) -> dict[str, Any]:
         done = subprocess.run(
             [sys.executable, "-c", OPENING + program + CLOSING, server, location, str(tmp_path)],
-            timeout=180,
+            timeout=2 * SECONDS,
             capture_output=True,
             text=True,
             check=False,
@@ -129,7 +138,7 @@ stream = spark.readStream.format("penstock").options(
     location=location, table="log", startingOffsets="earliest", maxOffsetsPerTrigger="40")
 query = (stream.load().select("offset").writeStream.format("memory").queryName("seen")
          .option("checkpointLocation", str(place / "seen")).trigger(availableNow=True).start())
-query.awaitTermination(120)
+assert query.awaitTermination(300)
 answers["streamed"] = sorted(row["offset"] for row in spark.table("seen").collect())
 try:
     reader.option("table", "done").option("queue", "never").load().count()
@@ -161,7 +170,7 @@ from penstock.spark import jobs, pipeline
 from penstock.spark.route import route, status
 query = route(location, spark=spark, checkpoint=place / "route", trigger="available now",
               max_offsets=300)
-query.awaitTermination(120)
+assert query.awaitTermination(300)
 answers["behind"] = status(location).behind
 answers["late"] = jobs.backfill(spark, location, "late").added
 told = []
@@ -182,6 +191,8 @@ except InvalidInput as error:
 """
 
 
+# Through Connect or not, a job is the same code beyond the session.
+@pytest.mark.soak
 def test_routing_and_jobs(client: Callable[[str, str], dict[str, Any]], world: Any) -> None:
     world.make_queues()
     world.publish(1_000)

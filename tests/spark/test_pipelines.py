@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("spark")]
 
+SECONDS = 300
 EXAMPLE = Path(__file__).parents[2] / "examples" / "spark_enrich.py"
 
 
 def run(made: Any, checkpoint: Path, *, max_offsets: int = 1_000) -> None:
     query = made.start(checkpoint=checkpoint, trigger=AVAILABLE_NOW, max_offsets=max_offsets)
-    assert query.awaitTermination(60)
+    assert query.awaitTermination(SECONDS)
 
 
 def with_tier(spark: SparkSession) -> Any:
@@ -129,7 +130,7 @@ def test_transformations_that_can_not_be(spark: SparkSession, world: Any, tmp_pa
         made = pipeline(spark, world.location).transform(step)
         query = made.start(checkpoint=tmp_path / f"ckpt{number}", trigger=AVAILABLE_NOW)
         with pytest.raises(StreamingQueryException, match=says):
-            query.awaitTermination(60)
+            query.awaitTermination(SECONDS)
 
 
 def test_the_example(spark: SparkSession) -> None:

@@ -22,14 +22,17 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("spark")]
 
+HOUR_MS = 3_600_000
+
 
 @pytest.fixture
 def full(make_world: Callable[..., Any]) -> Any:
     """Give a store with something in every table."""
     world = make_world(routing="inline")
     broker = world.broker
-    broker.create_queue("books", filter="kind = 'book'", max_attempts=1)
-    broker.create_queue("later", filter="kind = 'book' AND price > 90", delay_ms=60_000)
+    # Leases and delays that no test is slow enough to see the end of.
+    broker.create_queue("books", filter="kind = 'book'", max_attempts=1, lease_ms=HOUR_MS)
+    broker.create_queue("later", filter="kind = 'book' AND price > 90", delay_ms=HOUR_MS)
     broker.publish(
         penstock.Message(
             f"payload {number}".encode(),
@@ -178,7 +181,7 @@ def test_errors_say_what_is_wrong(
         reader.load().collect()
 
 
-def test_no_broker_there(spark: SparkSession) -> None:
+def test_no_broker_there(spark: SparkSession, impatient: None) -> None:
     reader = spark.read.format("penstock").options(location="grpc://127.0.0.1:1", table="queues")
     with pytest.raises(Exception, match=r"no broker answers at grpc://127\.0\.0\.1:1"):
         reader.load().collect()

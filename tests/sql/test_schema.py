@@ -194,9 +194,11 @@ def test_a_password_is_not_told() -> None:
 
 
 def test_what_this_store_does_not_do(url: str, tmp_path: Path) -> None:
-    with penstock.open(url, background=False) as broker:
-        with pytest.raises(PenstockError, match="backup"):
-            broker.checkpoint(tmp_path / "copy")
+    with (
+        penstock.open(url, background=False) as broker,
+        pytest.raises(PenstockError, match="backup"),
+    ):
+        broker.checkpoint(tmp_path / "copy")
 
 
 def test_the_ring_is_bounded(url: str) -> None:

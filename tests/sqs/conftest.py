@@ -1,4 +1,4 @@
-"""A server with a store in memory that all tests of a module share, and a queue for each test."""
+"""A server with a store that all tests of a module share, and a queue for each test."""
 
 from __future__ import annotations
 
@@ -22,9 +22,14 @@ if TYPE_CHECKING:
 _NUMBERS = itertools.count(1)
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as server:
+@pytest.fixture(scope="module", params=["memory", "slatedb"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    store = "memory:"
+    if request.param == "slatedb":
+        store = f"slatedb+file://{tmp_path_factory.mktemp('sqs')}/store"
+    with serving(store=store) as server:
         yield server
 
 

@@ -102,13 +102,29 @@ def run(report: Path, *more: str) -> dict[str, str]:
             cwd=place,
             env=environment,
             check=False,
-            timeout=600,
+            timeout=1_800,
         )
     outcomes: dict[str, str] = {}
     for case in ET.parse(report).iter("testcase"):
         kinds = {child.tag for child in case}
         outcome = "failed" if kinds & {"failure", "error"} else "passed"
         outcomes[str(case.get("name"))] = "skipped" if "skipped" in kinds else outcome
+    return outcomes
+
+
+def run_patiently(report: Path) -> dict[str, str]:
+    """Run the suite, and up to twice more what fails though it is not expected to.
+
+    Some of moto's tests leave a server no more than a second, and some time it.
+    """
+    outcomes = run(report)
+    for _ in range(2):
+        odd = {name for name, outcome in outcomes.items() if outcome == "failed"}
+        odd -= set(expected().fails)
+        if not odd:
+            break
+        again = run(report, "-k", " or ".join({name.partition("[")[0] for name in odd}))
+        outcomes |= {name: outcome for name, outcome in again.items() if name in odd}
     return outcomes
 
 
@@ -120,7 +136,7 @@ def say(*words: object) -> None:
 def main() -> None:
     """Run the suite and say what is not as the list has it."""
     report = fetched() / "report.xml"
-    outcomes = run(report)
+    outcomes = run_patiently(report)
     say(dict(Counter(outcomes.values())), "report:", report)
     failed = {name for name, outcome in outcomes.items() if outcome == "failed"}
     known = set(expected().fails)

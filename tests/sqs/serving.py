@@ -69,7 +69,7 @@ def serving(
             await ask_to_stop.wait()
             service.close()
             desk.hand_back()
-            await http.stop(2_000)
+            await http.stop(60_000)
             await desk.close()
         stop.set()
 
@@ -85,7 +85,7 @@ def serving(
 
     thread = threading.Thread(target=run, name="sqs-under-test")
     thread.start()
-    started.wait(10)
+    started.wait(60)
     if not box or isinstance(box[0], BaseException):
         raise RuntimeError("the server did not start") from (box[0] if box else None)
     served: Served = box[0]
@@ -93,7 +93,7 @@ def serving(
         yield served
     finally:
         served.loop.call_soon_threadsafe(box[1].set)
-        thread.join(10)
+        thread.join(120)
     assert stop.is_set(), "the server did not stop"
 
 
@@ -109,7 +109,7 @@ def client_of(served: Served, **options: Any) -> Any:
         "aws_access_key_id": "AKIATEST",
         "aws_secret_access_key": "not-a-secret",
         "endpoint_url": served.url,
-        "config": Config(retries={"max_attempts": 0}, read_timeout=30, max_pool_connections=64),
+        "config": Config(retries={"max_attempts": 0}, read_timeout=60, max_pool_connections=64),
         **options,
     }
     return boto3.session.Session().client("sqs", **settings)

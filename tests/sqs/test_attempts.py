@@ -132,7 +132,7 @@ def test_what_is_deleted_is_let_go(broker: Broker) -> None:
 def test_a_client_that_leaves_in_the_turn_of_its_answer_keeps_nothing(broker: Broker) -> None:
     async def main() -> None:
         place = place_of(broker)
-        task = asyncio.create_task(_received(place, "try", wait_time_seconds=5))
+        task = asyncio.create_task(_received(place, "try", wait_time_seconds=20))
         while not place.desk.parked:
             await asyncio.sleep(0.01)
         answer = place.desk._answer

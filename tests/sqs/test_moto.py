@@ -21,7 +21,7 @@ def test_the_suite_of_moto(tmp_path: Path) -> None:
         if os.environ.get("CI"):
             raise
         pytest.skip(f"moto's source distribution can't be fetched: {error}")
-    outcomes = moto_suite.run(tmp_path / "report.xml")
+    outcomes = moto_suite.run_patiently(tmp_path / "report.xml")
     failed = {name for name, outcome in outcomes.items() if outcome == "failed"}
     assert failed == set(moto_suite.expected().fails)
     assert sum(outcome == "passed" for outcome in outcomes.values()) >= 143

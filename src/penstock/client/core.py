@@ -35,7 +35,13 @@ from penstock.client.calls import (
     ping,
     release,
 )
-from penstock.errors import BrokerClosed, InvalidInput, PenstockError, ServerUnreachable
+from penstock.errors import (
+    BrokerClosed,
+    InvalidInput,
+    PenstockError,
+    ServerUnreachable,
+    StoreFenced,
+)
 from penstock.gateways.native import wire
 from penstock.gateways.native.failures import error_of
 from penstock.gateways.native.frames import FrameReader
@@ -48,6 +54,8 @@ PING_MS: Final = 10_000
 SILENCE_MS: Final = 10_000
 BACKOFF_BASE_MS: Final = 50
 BACKOFF_CAP_MS: Final = 5_000
+# How long the pause is after a server has lost its store, as if it had been tried so often.
+FENCED_TRIES: Final = 3
 # The share of a server's dedup window in which a publish may be sent again: the rest is for the
 # way there.
 REPEAT_SHARE: Final = 0.8
@@ -78,7 +86,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 class _Pending:
     """A call that is not over."""
 
-    __slots__ = ("call", "repeated", "sent_ms", "since_ms", "told", "withdrawn")
+    __slots__ = ("call", "fenced_ms", "repeated", "sent_ms", "since_ms", "told", "withdrawn")
 
     def __init__(self, call: Call[Any], told: Told, since_ms: int) -> None:
         self.call = call
@@ -86,6 +94,8 @@ class _Pending:
         self.since_ms = since_ms
         # When it was sent for the first time.
         self.sent_ms: int | None = None
+        # When a server first said that the store is another's.
+        self.fenced_ms: int | None = None
         self.repeated = False
         self.withdrawn = False
 
@@ -110,6 +120,8 @@ class Core:
         self._tries = 0
         self._away_since_ms = now_ms
         self._why = "no connection yet"
+        # What a server has said that has lost its store: it is to be left.
+        self._fenced = ""
         self._max_frame_bytes = limits.MAX_FRAME_BYTES
         self._repeat_ms: float = limits.MAX_REPEAT_MS
         self._encoder = wire.Encoder()
@@ -230,6 +242,10 @@ class Core:
                 self._read(wire.read_server_frame(frame), now_ms)
         except InvalidInput as error:
             self._give_up(f"the server sent what can't be read: {error}")
+        if self._fenced:
+            # Now that everything is read which it had said before.
+            self._give_up(self._fenced)
+            self._fenced = ""
 
     def resume(self, now_ms: int) -> None:
         """Send what has waited: the connection stands, or takes bytes again."""
@@ -285,7 +301,11 @@ class Core:
         elif isinstance(frame, wire.Failure):
             pending = self._sent.pop(frame.id, None)
             if pending is not None:
-                self._fail(pending, error_of(frame.name, frame.message, frame.place))
+                error = error_of(frame.name, frame.message, frame.place)
+                if isinstance(error, StoreFenced):
+                    self._leave(pending, error, now_ms)
+                else:
+                    self._fail(pending, error)
         elif isinstance(frame, wire.Part):
             parts = self._parts.setdefault(frame.id, [])
             parts.append(frame.data)
@@ -317,6 +337,20 @@ class Core:
         elif self.phase is Phase.READY:
             self.phase = Phase.LEAVING
         self._why = f"the server said: {bye.message}"
+
+    def _leave(self, pending: _Pending, error: StoreFenced, now_ms: int) -> None:
+        """Turn away from a server whose store has another owner: that one may answer by now."""
+        if pending.fenced_ms is None:
+            pending.fenced_ms = now_ms
+        patient = now_ms - pending.fenced_ms < self._options.patience_ms
+        if patient and may_repeat(pending.call):
+            # Settled with all others that this server does not answer any more.
+            self._sent[pending.call.request.id] = pending
+        else:
+            self._fail(pending, error)
+        # It greets until it has ended, and each time there would be no pause before the next.
+        self._tries = max(self._tries, FENCED_TRIES)
+        self._fenced = f"the server said: {error}"
 
     def _settle(self, request_id: int, value: msgspec.Raw | bytes, now_ms: int) -> None:
         pending = self._sent.pop(request_id, None)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from penstock import limits
 from penstock.client import calls
 from penstock.client.keeping import Keeper
-from penstock.errors import BrokerClosed, PenstockError, ServerUnreachable
+from penstock.errors import BrokerClosed, PenstockError, ServerUnreachable, StoreFenced
 from penstock.validation import check_count, check_duration
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Holder:
             batch = receipts[at : at + limits.MAX_RECEIPTS]
             try:
                 outcomes = await self._link.call(calls.extend(batch, lease_ms=lease_ms))
-            except (ServerUnreachable, BrokerClosed) as error:
+            except (ServerUnreachable, StoreFenced, BrokerClosed) as error:
                 # Tried again at the next beat, until the deadline says that they are lost.
                 log.warning("%d leases could not be extended: %s", len(batch), error)
                 return
@@ -259,7 +259,7 @@ class Fetcher(Holder):
             )
             try:
                 deliveries = await self._link.call(call)
-            except ServerUnreachable as error:
+            except (ServerUnreachable, StoreFenced) as error:
                 log.warning("fetching from %s goes on: %s", self._queue, error)
                 await asyncio.sleep(RETRY_SECONDS)
                 continue

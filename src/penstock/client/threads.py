@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from penstock.client.calls import Call
-from penstock.client.core import Options
+from penstock.client.core import Options, Phase
 from penstock.client.holding import Fetcher, Holder
 from penstock.client.link import Link, target_of
 from penstock.client.verbs import Verbs, Waiting
@@ -142,6 +142,11 @@ class Client(Verbs, Waiting):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it makes no more connections: it was closed, or refused for good."""
+        return self._closed or self._link.core.phase is Phase.CLOSED
 
     def close(self) -> None:
         """Let go of the connection. Calls that are under way raise."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.reader import Reader
 
 __all__ = [
+    "check_there",
     "duration",
     "emit_json",
     "json_option",
@@ -68,7 +69,7 @@ def store_option(command: _Command) -> _Command:
         envvar="PENSTOCK_STORE",
         required=True,
         show_envvar=True,
-        help="The store, such as rocksdb:./data.",
+        help="The store, such as rocksdb:./data; writing to one on object storage takes it over.",
     )
     return json_option(add(command))
 
@@ -82,13 +83,19 @@ def json_option(command: _Command) -> _Command:
 
 def open_store(url: str, *, make: bool = False) -> penstock.Broker:
     """Open a store; one that is not there is made only by the commands that are to make it."""
+    if not make:
+        check_there(url)
+    return penstock.open(url, background=False)
+
+
+def check_there(url: str) -> None:
+    """Refuse a directory that opening would make."""
     scheme, _, rest = url.partition(":")
     place = rest.partition("?")[0]
-    if not make and scheme == "rocksdb" and place and not Path(place).exists():
+    if scheme == "rocksdb" and place and not Path(place).exists():
         raise click.ClickException(f"there is no store at {place}; 'penstock create' makes one")
-    if not make and scheme in {"postgresql", "cockroachdb"}:
+    if scheme in {"postgresql", "cockroachdb"}:
         _check_there(url)
-    return penstock.open(url, background=False)
 
 
 def _check_there(url: str) -> None:

@@ -6,35 +6,43 @@ available. On an overlay it can do so without writing to the database below.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+
+from sortedcontainers import SortedDict
 
 from penstock.errors import InvalidInput
-from penstock.kv.memory import MemoryEngine, MemoryTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from penstock.errors import PenstockError
     from penstock.kv import Batch, Table
 
-__all__ = ["Overlay"]
+__all__ = ["MISSING", "Below", "Changes", "Overlay", "OverlayTable", "OverlayView"]
 
-# A value of the overlay begins with one of these.
-_GONE = b"\0"
-_KEPT = b"\1"
+Changes: TypeAlias = "dict[bytes, bytes | None]"
+"""Rows by key; None for one that is gone."""
+
+MISSING: Final[Any] = object()
+"""For a key that nobody has changed."""
 
 
-class _Below(Protocol):
-    def table(self, name: str) -> Table: ...
+class Below(Protocol):
+    """Tables that do not change."""
 
-    def close(self) -> None: ...
+    def table(self, name: str) -> Table:
+        """Return a table."""
+
+    def close(self) -> None:
+        """Let go of them."""
 
 
 class OverlayTable:
     """A table below, with changes over it. It is its own family handle."""
 
-    def __init__(self, below: Table, above: MemoryTable) -> None:
+    def __init__(self, below: Table, above: Any) -> None:
         self.family: OverlayTable = self
         self._below = below
         self.above = above
@@ -45,34 +53,79 @@ class OverlayTable:
 
     def multi_get(self, keys: list[bytes]) -> list[bytes | None]:
         """Read many values."""
-        changed = dict(zip(keys, self.above.multi_get(keys), strict=True))
-        left = [key for key, value in changed.items() if value is None]
-        below = dict(zip(left, self._below.multi_get(left), strict=True)) if left else {}
-        return [below[key] if (value := changed[key]) is None else _value(value) for key in keys]
+        found = {key: self.above.get(key, MISSING) for key in keys}
+        left = [key for key, value in found.items() if value is MISSING]
+        if left:
+            found.update(zip(left, self._below.multi_get(left), strict=True))
+        return [found[key] for key in keys]
+
+    def changes(self, begin: bytes = b"", end: bytes | None = None) -> Changes:
+        """Return the changes to keys of [begin, end); of an overlay over another, of both."""
+        below = self._below
+        found = below.changes(begin, end) if isinstance(below, OverlayTable) else {}
+        keys = self.above.irange(begin, end, inclusive=(True, False))
+        found.update((key, self.above[key]) for key in keys)
+        return found
+
+    def changed_before(self, begin: bytes, end: bytes) -> bytes | None:
+        """Return the last key of [begin, end) that was changed and is there."""
+        keys = self.above.irange(begin, end, inclusive=(True, False), reverse=True)
+        last: bytes | None = next((key for key in keys if self.above[key] is not None), None)
+        if isinstance(self._below, OverlayTable):
+            other = self._below.changed_before(begin, end)
+            while other is not None and self.above.get(other, MISSING) is None:
+                other = self._below.changed_before(begin, other)
+            last = max(filter(None, (last, other)), default=None)
+        return last
+
+    def copy(self) -> OverlayTable:
+        """Return the table as it is now: the changes are copied, what is below does not change."""
+        return OverlayTable(self._below, self.above.copy())
 
     def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), ascending."""
-        changed = dict(self.above.scan(begin, end, len(self.above.rows)))
-        # So many at most are covered by changes.
-        rows = self._below.scan(begin, end, limit + len(changed)) if limit > 0 else ()
-        return _merged(rows, changed)[:limit]
+        found: list[tuple[bytes, bytes]] = []
+        while len(found) < limit and begin < end:
+            wanted = limit - len(found)
+            rows = self._below.scan(begin, end, wanted)
+            # Rows below end here for now: changes beyond are for the next round.
+            until = rows[-1][0] + b"\0" if len(rows) == wanted else end
+            keys = self.above.irange(begin, until, inclusive=(True, False))
+            found += islice(self._merged(rows, keys), wanted)
+            begin = until
+        return found
 
     def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), descending."""
-        changed = dict(self.above.scan(begin, end, len(self.above.rows)))
-        rows = self._below.scan_back(begin, end, limit + len(changed)) if limit > 0 else ()
-        return _merged(rows, changed)[::-1][:limit]
+        found: list[tuple[bytes, bytes]] = []
+        while len(found) < limit and begin < end:
+            wanted = limit - len(found)
+            rows = self._below.scan_back(begin, end, wanted)
+            until = rows[-1][0] if len(rows) == wanted else begin
+            keys = self.above.irange(until, end, inclusive=(True, False), reverse=True)
+            found += islice(self._merged(rows, keys, back=True), wanted)
+            end = until
+        return found
 
-
-def _value(changed: bytes) -> bytes | None:
-    return None if changed == _GONE else changed[1:]
-
-
-def _merged(
-    rows: Iterable[tuple[bytes, bytes]], changed: Mapping[bytes, bytes]
-) -> list[tuple[bytes, bytes]]:
-    both = {**dict(rows), **{key: _value(value) for key, value in changed.items()}}
-    return [(key, value) for key, value in sorted(both.items()) if value is not None]
+    def _merged(
+        self, rows: Sequence[tuple[bytes, bytes]], keys: Iterator[bytes], *, back: bool = False
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """Put changes over rows, both in the same order; a change to a row takes its place."""
+        changes = self.above
+        key = next(keys, None)
+        for row in rows:
+            while key is not None and (key > row[0] if back else key < row[0]):
+                value = changes[key]
+                if value is not None:
+                    yield key, value
+                key = next(keys, None)
+            if key != row[0]:
+                yield row
+        while key is not None:
+            value = changes[key]
+            if value is not None:
+                yield key, value
+            key = next(keys, None)
 
 
 class OverlayBatch:
@@ -98,13 +151,10 @@ class OverlayBatch:
 
 
 class OverlayView:
-    """All tables as they were: the changes are copied, what is below does not change."""
+    """All tables as they were."""
 
     def __init__(self, tables: Mapping[str, OverlayTable]) -> None:
-        self._tables = {
-            name: OverlayTable(table._below, MemoryTable(table.above.rows.copy()))  # noqa: SLF001
-            for name, table in tables.items()
-        }
+        self._tables = {name: table.copy() for name, table in tables.items()}
 
     def table(self, name: str) -> OverlayTable:
         """Return a table as it was."""
@@ -116,12 +166,24 @@ class OverlayView:
 
 
 class Overlay:
-    """An engine over tables that do not change while it is there. Closing it closes them."""
+    """An engine over tables that do not change while it is there. Closing it closes them.
 
-    def __init__(self, below: _Below, tables: Iterable[str]) -> None:
+    ``changes`` are there from the beginning, by table and key; None for a row that is gone. Those
+    of a table that are a SortedDict are not copied.
+    """
+
+    def __init__(
+        self,
+        below: Below,
+        tables: Iterable[str],
+        changes: Mapping[str, Mapping[bytes, bytes | None]] | None = None,
+    ) -> None:
         self._below = below
-        above = MemoryEngine(tables)
-        self._tables = {name: OverlayTable(below.table(name), above.table(name)) for name in tables}
+        self._tables = {}
+        for name in tables:
+            rows = (changes or {}).get(name, {})
+            above = rows if isinstance(rows, SortedDict) else SortedDict(rows)
+            self._tables[name] = OverlayTable(below.table(name), above)
 
     def table(self, name: str) -> OverlayTable:
         """Return a table named at open."""
@@ -136,11 +198,11 @@ class Overlay:
         assert isinstance(batch, OverlayBatch)
         for table, key, value, end in batch.changes:
             if end is None:
-                table.above.rows[key] = _GONE if value is None else _KEPT + value
+                table.above[key] = value
                 continue
             while rows := table.scan(key, end, 1_000):
                 for doomed, _ in rows:
-                    table.above.rows[doomed] = _GONE
+                    table.above[doomed] = None
 
     def view(self) -> OverlayView:
         """Copy the changes."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from penstock.kv.slatedb_place import Place
 
-__all__ = ["Found", "NoDatabase", "ReaderMoved", "SlateReader", "peek"]
+__all__ = ["Found", "NoDatabase", "ReaderMoved", "SlateReader", "build", "peek"]
 
 # Few: wrong credentials and missing buckets are told of soon.
 _RETRIES: Final = 2
@@ -57,7 +57,7 @@ class SlateReader:
         self._seconds = SystemClock().seconds
         self._until_s = self._seconds() + MAX_READER_SNAPSHOT_MS / 1000
         mode = ReaderMode.MANAGED_CHECKPOINT() if pinned else ReaderMode.FOLLOW_LATEST()
-        self._reader = _build(place, mode, replay=replay)
+        self._reader = build(place, mode, replay=replay)
         self._rows = Rows(self._reader, place, self.check)
         self._moment = 0
         self.settle()
@@ -103,7 +103,8 @@ class SlateReader:
         self._rows.close()
 
 
-def _build(place: Place, mode: ReaderMode, *, replay: bool) -> DbReader:
+def build(place: Place, mode: ReaderMode, *, replay: bool) -> DbReader:
+    """Open the library's reader."""
     builder = DbReaderBuilder(place.path, place.store())
     builder.with_reader_mode(mode)
     builder.with_options(

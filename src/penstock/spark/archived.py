@@ -27,7 +27,7 @@ from pyspark.sql.datasource import InputPartition
 from penstock.errors import InvalidInput, QueueNotFound, StorageFailed
 from penstock.filters import parse
 from penstock.spark.archive_runs import Runs
-from penstock.spark.stores import store
+from penstock.spark.stores import source
 from penstock.tables.schemas import schema_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from penstock.filters import Filter
     from penstock.spark.options import Options
-    from penstock.spark.stores import Store
+    from penstock.spark.stores import Source
 
 __all__ = ["ArchivedPartition", "AttemptsPartition", "FreshPartition", "plan", "read_part"]
 
@@ -84,7 +84,7 @@ class AttemptsPartition(InputPartition):
 
 def plan(options: Options, columns: Sequence[str]) -> list[InputPartition]:
     """Pin the live rows and find the archived ones that belong to them."""
-    client = store(options.location)
+    client = source(options.location)
     for _ in range(_TRIES):
         runs = _runs(options)
         runs.check_store(client.store_id)
@@ -95,7 +95,7 @@ def plan(options: Options, columns: Sequence[str]) -> list[InputPartition]:
         # A queue that was made anew meanwhile has a history of its own.
         now = _queues(client)
         if same and all(now.get(queue) == born.get(queue) for queue in _archived(runs)):
-            return _partitions(options, runs, born, live)
+            return _partitions(client, options, runs, born, live)
     raise StorageFailed(
         f"the archive {options.include_archive} or its queues have changed {_TRIES} times while a "
         "read was planned: try again when no archive job is running"
@@ -116,7 +116,7 @@ def _archived(runs: Runs) -> set[str]:
     return {reach.queue for run in runs.runs for reach in run.reaches}
 
 
-def _queues(client: Store) -> dict[str, int]:
+def _queues(client: Source) -> dict[str, int]:
     """Ask which queues there are, and when each was made."""
     found = client.plan_read("queues", columns=["name", "created_at_ms"])
     # Read to its end, so that the broker need not keep the snapshot.
@@ -125,7 +125,7 @@ def _queues(client: Store) -> dict[str, int]:
 
 
 def _live(
-    client: Store,
+    client: Source,
     options: Options,
     columns: Sequence[str],
     runs: Runs,
@@ -153,7 +153,7 @@ def _live(
 
 
 def _partitions(
-    options: Options, runs: Runs, born: Mapping[str, int], live: Sequence[bytes]
+    client: Source, options: Options, runs: Runs, born: Mapping[str, int], live: Sequence[bytes]
 ) -> list[InputPartition]:
     wanted = None if options.queues is None else set(options.queues)
     files = [
@@ -164,7 +164,7 @@ def _partitions(
         for folder in [_folder(runs, options.table, run.number, part.queue, part.date)]
     ]
     if options.table == "attempts":
-        return _attempts(options, files, born, live)
+        return _attempts(client, options, files, born, live)
     ends = runs.ends(options.table, born)
     made: list[InputPartition] = [FreshPartition(ticket, ends) for ticket in live]
     dealt = _dealt({str(at): each.rows for at, each in enumerate(files)}, options.partitions)
@@ -173,6 +173,7 @@ def _partitions(
 
 
 def _attempts(
+    client: Source,
     options: Options,
     files: Sequence[_Files],
     born: Mapping[str, int],
@@ -183,9 +184,11 @@ def _attempts(
     for each in files:
         queues.setdefault(each.queue, []).append(each)
     weights = {name: 1 + sum(each.rows for each in some) for name, some in queues.items()}
-    ticket = live[0] if live else None
+    # What a task has no use for need not travel.
     return [
-        AttemptsPartition(ticket, {name: queues[name] for name in some})
+        AttemptsPartition(
+            client.narrowed(live[0], some) if live else None, {name: queues[name] for name in some}
+        )
         for some in _dealt(weights, options.partitions)
     ]
 
@@ -218,7 +221,7 @@ def read_part(
     options: Options, columns: Sequence[str], partition: InputPartition
 ) -> Iterator[pa.RecordBatch]:
     """Read one part; batches have at least the columns."""
-    client = store(options.location)
+    client = source(options.location)
     if isinstance(partition, FreshPartition):
         for batch in client.read(partition.ticket):
             yield batch.filter(_fresh(batch, partition.ends))
@@ -236,7 +239,7 @@ def _fresh(batch: pa.RecordBatch, ends: Mapping[str, int]) -> pa.Array:
 
 
 def _read_attempts(
-    client: Store, options: Options, columns: Sequence[str], partition: AttemptsPartition
+    client: Source, options: Options, columns: Sequence[str], partition: AttemptsPartition
 ) -> Iterator[pa.RecordBatch]:
     ticket = partition.ticket
     alone = [name for name, files in partition.queues.items() if not files]

@@ -19,7 +19,15 @@ from penstock.tables.access import locate
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LOCATION_VARIABLE", "TABLES", "Options", "Place", "read_options", "write_options"]
+__all__ = [
+    "LOCATION_VARIABLE",
+    "TABLES",
+    "Options",
+    "Place",
+    "is_direct",
+    "read_options",
+    "write_options",
+]
 
 LOCATION_VARIABLE: Final = "PENSTOCK_FLIGHT"
 
@@ -41,6 +49,7 @@ ROUTING_TABLES: Final = ("matches", "stretches")
 
 _READ: Final = {
     "location",
+    "store",
     "token",
     "ca",
     "table",
@@ -75,13 +84,14 @@ _WRITE: Final = {"location", "token", "ca", "table", "epoch", "checkpointlocatio
 _OF_SPARK: Final = {"path", "checkpointlocation", "queryname"}
 
 DEFAULT_PARTITIONS: Final = 4
+_DIRECT: Final = ("slatedb+s3:", "slatedb+file:")
 
 Place = str | dict[int, int]
 """``earliest``, ``latest``, or the offset to begin (or end) at for each log."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """Options that were checked."""
+    """Options that were checked. ``location`` is a broker's address, or the URL of a store."""
 
     location: str
     table: str
@@ -121,6 +131,8 @@ def read_options(given: Mapping[str, str], *, streaming: bool | None = None) -> 
         _refuse(options, {"maxoffsetspertrigger"}, "are for streams, not for a batch read")
     if "startingtimestamp" in options and "startingoffsets" in options:
         raise InvalidInput("startingOffsets and startingTimestamp exclude each other")
+    if "store" in options:
+        _check_direct(options, table)
     return Options(
         location=_location(options),
         table=table,
@@ -142,7 +154,11 @@ def read_options(given: Mapping[str, str], *, streaming: bool | None = None) -> 
 
 def write_options(given: Mapping[str, str]) -> Options:
     """Check the options of a write: ``messages`` are published, ``assignments`` are routed."""
-    options = _lowered(given, _WRITE)
+    options = _lowered(given, {*_WRITE, "store"})
+    if "store" in options:
+        raise InvalidInput(
+            "a store is written by the broker that owns it: give its 'location', not a 'store'"
+        )
     table = options.get("table", "messages")
     if table not in {"messages", "assignments"}:
         raise InvalidInput(f"table {table!r:.100} can't be written; 'messages' can be published")
@@ -169,7 +185,28 @@ def _refuse(options: Mapping[str, str], names: set[str], why: str) -> None:
         raise InvalidInput(f"options {', '.join(wrong)} {why}")
 
 
+def is_direct(location: str) -> bool:
+    """Whether a store is read from where it is kept, and not from a broker."""
+    return location.startswith(_DIRECT)
+
+
+def _check_direct(options: Mapping[str, str], table: str) -> None:
+    """Refuse what takes a broker."""
+    if not is_direct(options["store"]):
+        raise InvalidInput(
+            f"store is slatedb+s3://BUCKET/PREFIX or slatedb+file:///DIR, not "
+            f"{options['store']!r:.200}; any other store is read from its broker: 'location'"
+        )
+    if "location" in options:
+        raise InvalidInput("store and location exclude each other: read the bucket, or the broker")
+    _refuse(options, {"token", "ca", "epoch"}, "are for a broker: give its 'location'")
+    if table in ROUTING_TABLES:
+        raise InvalidInput(f"table {table!r} is for routing, which takes a broker: 'location'")
+
+
 def _location(options: Mapping[str, str]) -> str:
+    if "store" in options:
+        return options["store"]
     location = options.get("location") or os.environ.get(LOCATION_VARIABLE)
     if not location:
         raise InvalidInput(

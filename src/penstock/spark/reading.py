@@ -9,31 +9,33 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from penstock.spark import archived
 from penstock.spark.columns import Shape, check_columns, spark_schema
 from penstock.spark.offsets import Stretch, between, check_kept, cut, resolve
-from penstock.spark.stores import offset_at, store
+from penstock.spark.stores import offset_at, source, store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import pyarrow as pa
     from pyspark.sql.types import StructType
 
     from penstock.spark.options import Options
+    from penstock.spark.stores import Source
 
-__all__ = ["LogPartition", "TableReader", "TicketPartition", "read_stretch"]
+__all__ = ["LogPartition", "TableReader", "TicketPartition", "log_partitions", "read_stretch"]
 
 
 class TicketPartition(InputPartition):
-    """A part of a snapshot that the broker holds for a while."""
+    """A part of a snapshot that the broker holds for a while, or that is kept in the bucket."""
 
     def __init__(self, ticket: bytes) -> None:
         self.ticket = ticket
 
 
 class LogPartition(InputPartition):
-    """A stretch of a log; needs no snapshot, as a log only grows."""
+    """A stretch of a log. From a broker it needs no snapshot, as a log only grows."""
 
-    def __init__(self, stretch: Stretch) -> None:
+    def __init__(self, stretch: Stretch, ticket: bytes | None = None) -> None:
         self.stretch = stretch
+        self.ticket = ticket
 
 
 class TableReader(DataSourceReader):
@@ -45,13 +47,14 @@ class TableReader(DataSourceReader):
         self._shape = Shape(schema)
 
     def partitions(self) -> list[InputPartition]:
-        """Plan the read: ask the broker for a snapshot, or cut up the log."""
+        """Plan the read: take a snapshot, or cut up the log."""
         options = self._options
         if options.table == "log":
-            return [LogPartition(stretch) for stretch in self._stretches()]
+            client = source(options.location)
+            return log_partitions(client, options, self._shape, self._stretches(client))
         if options.include_archive is not None:
             return archived.plan(options, self._shape.names)
-        plan = store(options.location).plan_read(
+        plan = source(options.location).plan_read(
             options.table,
             queue=options.queues,
             payload=options.payload,
@@ -64,17 +67,16 @@ class TableReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one part."""
         if isinstance(partition, TicketPartition):
-            for batch in store(self._options.location).read(partition.ticket):
+            for batch in source(self._options.location).read(partition.ticket):
                 yield self._shape.fit(batch)
         elif isinstance(partition, LogPartition):
-            yield from read_stretch(self._options, self._shape, partition.stretch)
+            yield from read_stretch(self._options, self._shape, partition)
         else:
             for batch in archived.read_part(self._options, self._shape.names, partition):
                 yield self._shape.fit(batch)
 
-    def _stretches(self) -> list[Stretch]:
+    def _stretches(self, client: Source) -> list[Stretch]:
         options = self._options
-        client = store(options.location)
         stats = client.log_stats()
         if options.stretches is not None:
             wanted = [Stretch(*bounds) for bounds in options.stretches]
@@ -87,10 +89,29 @@ class TableReader(DataSourceReader):
         return cut(kept, options.partitions)
 
 
-def read_stretch(options: Options, shape: Shape, stretch: Stretch) -> Iterator[pa.RecordBatch]:
-    """Read a stretch of a log; the broker refuses one that is no longer there whole."""
-    batches = store(options.location).read_log(
-        *stretch, payload=options.payload, columns=tuple(shape.names), filter=options.filter
+def log_partitions(
+    client: Source, options: Options, shape: Shape, stretches: Sequence[Stretch]
+) -> list[InputPartition]:
+    """Make partitions of stretches of a log."""
+    tickets = client.plan_log(
+        stretches, payload=options.payload, columns=tuple(shape.names), filter=options.filter
     )
+    pairs = zip(stretches, tickets, strict=True)
+    return [LogPartition(stretch, ticket) for stretch, ticket in pairs]
+
+
+def read_stretch(
+    options: Options, shape: Shape, partition: LogPartition
+) -> Iterator[pa.RecordBatch]:
+    """Read a stretch of a log; one that is no longer there whole is refused."""
+    if partition.ticket is not None:
+        batches = source(options.location).read(partition.ticket)
+    else:
+        batches = store(options.location).read_log(
+            *partition.stretch,
+            payload=options.payload,
+            columns=tuple(shape.names),
+            filter=options.filter,
+        )
     for batch in batches:
         yield shape.fit(batch)

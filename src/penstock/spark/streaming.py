@@ -23,8 +23,8 @@ from penstock.spark.offsets import (
     logs_of,
     resolve,
 )
-from penstock.spark.reading import LogPartition, read_stretch
-from penstock.spark.stores import offset_at, store
+from penstock.spark.reading import LogPartition, log_partitions, read_stretch
+from penstock.spark.stores import offset_at, source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from penstock.spark.options import Options
+    from penstock.spark.stores import Source
 
 __all__ = ["LogStreamReader", "most_rows"]
 
@@ -53,7 +54,7 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name, as all below
         """Return where a stream without a checkpoint begins."""
-        client = store(self._options.location)
+        client = self._source()
         stats = client.log_stats()
         start = resolve(self._options.starting or "latest", stats, "startingOffsets")
         if self._options.starting_ms is not None:
@@ -67,40 +68,44 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """Return where the next micro-batch ends; ``start`` if there is nothing."""
-        client = store(self._options.location)
+        client = self._source()
         check_store(start, client.store_id)
         ends = self._ends()
         return _offset(limited(logs_of(start), ends, most_rows(limit)), client.store_id)
 
     def reportLatestOffset(self) -> Offset:  # noqa: N802
         """Return how far the log goes, for the query's progress."""
-        client = store(self._options.location)
-        return _offset(resolve("latest", client.log_stats(), ""), client.store_id)
+        client = self._source()
+        return _offset(resolve("latest", client.last_log_stats(), ""), client.store_id)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Note how far the log goes: what comes later is for the next run."""
-        self._until = resolve("latest", store(self._options.location).log_stats(), "")
+        self._until = resolve("latest", self._source().log_stats(), "")
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """Cut a micro-batch into tasks."""
-        client = store(self._options.location)
+        client = self._source()
         check_store(start, client.store_id)
         kept = check_kept(
             between(logs_of(start), logs_of(end)),
-            client.log_stats().earliest,
+            client.last_log_stats().earliest,
             fail=self._options.fail_on_data_loss,
         )
-        return [LogPartition(stretch) for stretch in cut(kept, self._options.partitions)]
+        stretches = cut(kept, self._options.partitions)
+        return log_partitions(client, self._options, self._shape, stretches)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one part of a micro-batch."""
         assert isinstance(partition, LogPartition)
-        yield from read_stretch(self._options, self._shape, partition.stretch)
+        yield from read_stretch(self._options, self._shape, partition)
+
+    def _source(self) -> Source:
+        return source(self._options.location, following=True)
 
     def _ends(self) -> dict[int, int]:
         if self._until is not None:
             return self._until
-        return resolve("latest", store(self._options.location).log_stats(), "")
+        return resolve("latest", self._source().log_stats(), "")
 
 
 def most_rows(limit: ReadLimit) -> int | None:

@@ -140,6 +140,16 @@ class Pinned:
 
     # --- ranges of keys --------------------------------------------------------------------
 
+    @property
+    def numbers(self) -> dict[int, str]:
+        """The names of queues by the numbers that leases know them by."""
+        return {queue.number: name for name, queue in self._queues.items()}
+
+    def live_keys(self, queue: str) -> list[tuple[str, bytes, bytes]]:
+        """Return where a queue's live messages may be: tables, each with a range of keys."""
+        found = _ranges(self.identity.design, "active", self._queues[queue])
+        return [(table, prefix, prefix + b"\xff" * 17) for table, prefix, _ in found]
+
     def about(self, table: str, queue: str) -> int:
         """Say about how many rows a queue has in active, attempts, done or failed."""
         counts = self._queues[queue].counts

@@ -17,7 +17,11 @@ def main(location: str, path: str, step: str) -> None:
         if now == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    spark = session("local[1]", conf={"spark.log.level": "OFF"})
+    quick = {
+        "spark.sql.codegen.wholeStage": "false",
+        "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    }
+    spark = session("local[1]", conf={"spark.log.level": "OFF", **quick})
     archive(spark, location, path, progress=tell)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -51,6 +53,13 @@ class Past:
         assert self.earliest > max(self.old)
         self.new = world.publish(100)
 
+    def moved_to(self, world: Any) -> Past:
+        """Give the same past to a world whose store is a copy; the archive is only read."""
+        other = copy.copy(self)
+        other.world, other.broker, other.clock = world, world.broker, world.clock
+        world.published = dict(self.world.published)
+        return other
+
     def take(self, queue: str, count: int, *, fail: bool) -> None:
         held = [each.receipt for each in self.broker.claim(queue, limit=count)]
         assert len(held) == count
@@ -69,10 +78,22 @@ class Past:
         ]
 
 
+@pytest.fixture(scope="module")
+def made(world_type: Any, spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Past:
+    """Make the past once: archiving takes a while."""
+    place = tmp_path_factory.mktemp("past")
+    world = world_type(place / "store", routing="inline", clock=penstock.ManualClock())
+    try:
+        return Past(world, spark, place / "archive")
+    finally:
+        world.close()
+
+
 @pytest.fixture
-def past(make_world: Callable[..., Any], spark: SparkSession, tmp_path: Path) -> Past:
-    world = make_world(routing="inline", clock=penstock.ManualClock())
-    return Past(world, spark, tmp_path / "archive")
+def past(made: Past, make_world: Callable[..., Any], tmp_path: Path) -> Past:
+    shutil.copytree(made.world.path, tmp_path / "store0")
+    clock = penstock.ManualClock(made.clock.now_ms(), seed=1)
+    return made.moved_to(make_world(routing="inline", clock=clock))
 
 
 def test_a_queue_is_filled_from_archive_store_and_log(

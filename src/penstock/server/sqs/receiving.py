@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from penstock import limits
 from penstock.gateways.sqs import digests, messages
 from penstock.gateways.sqs.faults import SqsFault
+from penstock.gateways.sqs.handles import handle_of
 from penstock.gateways.sqs.requests import AttributeValue, ReceiveMessage
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def _shown(
     body, encoded = messages.shown_body(delivery.payload)
     shown: dict[str, Any] = {
         "MessageId": messages.message_uuid(place.store_id, delivery.message_id),
-        "ReceiptHandle": delivery.receipt,
+        "ReceiptHandle": handle_of(delivery),
         "MD5OfBody": digests.of_body(body.encode() if encoded else delivery.payload),
         "Body": body,
     }

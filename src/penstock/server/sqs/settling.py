@@ -1,6 +1,6 @@
 """DeleteMessage, ChangeMessageVisibility, and their batches.
 
-A receipt handle is Penstock's receipt, which fences: once a lease has ended it changes nothing
+A receipt handle has Penstock's receipt, which fences: once a lease has ended it changes nothing
 any more. A delete with such a handle succeeds on a standard queue, as in SQS, which promises no
 more than that the message *may* be gone; on a FIFO queue, and for a visibility timeout, it is an
 error.
@@ -8,10 +8,11 @@ error.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from penstock.errors import InvalidReceipt, PenstockError
 from penstock.gateways.sqs.faults import SqsFault
+from penstock.gateways.sqs.handles import message_of, receipt_of
 from penstock.gateways.sqs.requests import (
     ChangeMessageVisibility,
     ChangeMessageVisibilityBatch,
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["change_visibility", "change_visibility_batch", "delete", "delete_batch"]
 
-_KEY_CHARS: Final = 16
-
 
 async def delete(place: Place, call: Call, request: SqsRequest) -> dict[str, Any]:
     """Settle a message as done."""
@@ -41,16 +40,17 @@ async def delete(place: Place, call: Call, request: SqsRequest) -> dict[str, Any
     name = call.queue_of(request)
     call.principal.check("consume", name)
     view = place.catalog.known(name) or await place.catalog.view(name)
-    receipt = request.receipt_handle
-    if not receipt:
+    handle = request.receipt_handle
+    if not handle:
         raise SqsFault.missing("ReceiptHandle")
+    receipt = receipt_of(handle)
     try:
         (outcome,) = await place.desk.ack([receipt], queue=name)
     except InvalidReceipt:
         raise SqsFault.bad_receipt() from None
     place.attempts.forget(receipt)
     if not outcome and view.fifo:
-        await _check_settled(place, name, receipt)
+        await _check_settled(place, name, handle)
     return {}
 
 
@@ -62,17 +62,17 @@ async def delete_batch(place: Place, call: Call, request: SqsRequest) -> dict[st
     view = await place.catalog.view(name)
     entries = request.entries or []
     check_entries(entries, "DeleteMessageBatch")
-    receipts = [entry.receipt_handle or "" for entry in entries]
-    outcomes = await _each(receipts, lambda receipts: place.desk.ack(receipts, queue=name))
+    handles = [entry.receipt_handle or "" for entry in entries]
+    outcomes = await _each(handles, lambda receipts: place.desk.ack(receipts, queue=name))
     successful: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
-    for entry, receipt, outcome in zip(entries, receipts, outcomes, strict=True):
+    for entry, handle, outcome in zip(entries, handles, outcomes, strict=True):
         fault = outcome if isinstance(outcome, SqsFault) else None
         if fault is None:
-            place.attempts.forget(receipt)
+            place.attempts.forget(receipt_of(handle))
         if fault is None and not outcome and view.fifo:
             try:
-                await _check_settled(place, name, receipt)
+                await _check_settled(place, name, handle)
             except SqsFault as expired:
                 fault = expired
         if fault is None:
@@ -94,7 +94,7 @@ async def change_visibility(place: Place, call: Call, request: SqsRequest) -> di
         raise SqsFault.missing("VisibilityTimeout")
     seconds = check_visibility(request.visibility_timeout)
     try:
-        (outcome,) = await _hold(place, name, [request.receipt_handle], seconds)
+        (outcome,) = await _hold(place, name, [receipt_of(request.receipt_handle)], seconds)
     except InvalidReceipt:
         raise SqsFault.bad_receipt() from None
     if not outcome:
@@ -120,16 +120,16 @@ async def change_visibility_batch(place: Place, call: Call, request: SqsRequest)
         except SqsFault as fault:
             faults[index] = fault
     for seconds, indexes in by_timeout.items():
-        receipts = [entries[index].receipt_handle or "" for index in indexes]
+        handles = [entries[index].receipt_handle or "" for index in indexes]
         outcomes = await _each(
-            receipts,
+            handles,
             lambda receipts, seconds=seconds: _hold(place, name, receipts, seconds),  # type: ignore[misc]
         )
-        for index, receipt, outcome in zip(indexes, receipts, outcomes, strict=True):
+        for index, handle, outcome in zip(indexes, handles, outcomes, strict=True):
             if isinstance(outcome, SqsFault):
                 faults[index] = outcome
             elif not outcome:
-                faults[index] = _not_held(receipt)
+                faults[index] = _not_held(handle)
     return {
         "Successful": [
             {"Id": entry.id} for index, entry in enumerate(entries) if index not in faults
@@ -147,45 +147,47 @@ def _hold(place: Place, name: str, receipts: list[str], seconds: int) -> Awaitab
 
 
 async def _each(
-    receipts: list[str], verb: Callable[[list[str]], Awaitable[list[Outcome]]]
+    handles: list[str], verb: Callable[[list[str]], Awaitable[list[Outcome]]]
 ) -> list[Outcome | SqsFault]:
     """Do all of them at once, or, if one is no receipt, one by one."""
     try:
-        return list(await verb(receipts))
+        return list(await verb([receipt_of(handle) for handle in handles]))
     except InvalidReceipt:
         pass
     outcomes: list[Outcome | SqsFault] = []
-    for receipt in receipts:
+    for handle in handles:
         try:
-            outcomes += await verb([receipt])
+            outcomes += await verb([receipt_of(handle)])
         except InvalidReceipt:
             outcomes.append(
                 SqsFault(
                     "ReceiptHandleIsInvalid",
-                    f'The input receipt handle "{receipt[:200]}" is not a valid receipt handle.',
+                    f'The input receipt handle "{handle[:200]}" is not a valid receipt handle.',
                 )
             )
     return outcomes
 
 
-def _not_held(receipt: str) -> SqsFault:
+def _not_held(handle: str) -> SqsFault:
     return SqsFault.value(
-        receipt,
+        handle,
         "ReceiptHandle",
         "Message does not exist or is not available for visibility timeout change.",
     )
 
 
-async def _check_settled(place: Place, name: str, receipt: str) -> None:
+async def _check_settled(place: Place, name: str, handle: str) -> None:
     """Accept a delete of what was deleted before; a client may repeat it for want of an answer."""
-    key = int(receipt[-_KEY_CHARS:], 16)
+    number = message_of(handle)
 
     def deleted(broker: Broker) -> bool:
+        if number is None:
+            return False
         try:
-            attempts = broker.attempts(name, key)
+            attempts = broker.attempts(name, number)
         except PenstockError:
             return False
         return bool(attempts) and attempts[-1].end is AttemptEnd.ACKED
 
     if not await place.desk.call(deleted):
-        raise SqsFault.value(receipt, "ReceiptHandle", "The receipt handle has expired.")
+        raise SqsFault.value(handle, "ReceiptHandle", "The receipt handle has expired.")

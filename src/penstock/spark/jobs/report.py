@@ -10,7 +10,7 @@ from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock.spark.jobs.common import known, pinned, read
 from penstock.spark.jobs.report_page import page
-from penstock.spark.stores import store
+from penstock.spark.stores import source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,7 +35,8 @@ def report(
     attempts did not succeed. ``attempts``: how many messages took how many. ``slowest``: groups
     by the time to done. ``starving``: groups whose oldest message has waited longest. ``timeline``:
     done and failed by time. ``routing``: how far the logs are routed. Times are in milliseconds,
-    of messages whose history is kept; retention and archived runs are not in it.
+    of messages whose history is kept; retention and archived runs are not in it. ``location`` is a
+    broker's, or the URL of a store on object storage, which is then read without its broker.
 
     >>> report(spark, "grpc://127.0.0.1:8815")["slowest"].show()          # doctest: +SKIP
     """
@@ -209,10 +210,10 @@ def _timeline(ended: DataFrame) -> DataFrame:
 
 
 def _routing(spark: SparkSession, location: str) -> DataFrame:
-    client = store(location)
+    client = source(location)
     marks = client.watermarks()
     # A store that routes inline has no use for cursors.
-    piped = client.info().routing == "pipeline"
+    piped = client.routing == "pipeline"
     rows = [
         (log, at, marks.end, max(0, marks.end - at) if piped else 0)
         for log, at in marks.cursors.items()

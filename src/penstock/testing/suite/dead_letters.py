@@ -91,7 +91,7 @@ class DeadLetterSuite(Suite):
         self.put(b"x")
         delivery = self.take_one()
         broker.release([delivery.receipt])
-        (dead,) = broker.claim("dead", wait_ms=20_000)
+        (dead,) = broker.claim("dead", wait_ms=60_000)
         assert dead.payload == b"x"
 
     def test_a_fifo_queue_has_a_fifo_dead_letter_queue(self) -> None:

@@ -336,9 +336,9 @@ class MovingSuite(Suite):
         broker.create_queue("to")
         self.put(b"x")
         with ThreadPoolExecutor(1) as pool:
-            claimed = pool.submit(broker.claim, "to", wait_ms=20_000)
+            claimed = pool.submit(broker.claim, "to", wait_ms=60_000)
             assert broker.move("q", "to", state="available") == 1
-            assert [delivery.payload for delivery in claimed.result(timeout=30)] == [b"x"]
+            assert [delivery.payload for delivery in claimed.result(timeout=120)] == [b"x"]
 
     # --- what can't be ---------------------------------------------------------------------
 

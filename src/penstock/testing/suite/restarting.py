@@ -136,6 +136,11 @@ class RestartingSuite(Suite):
         assert len(times) == 2
 
 
+# A claim that nobody wakes waits for all of it; one that was woken has come back long before.
+WAIT_MS = 60_000
+WOKEN_MS = WAIT_MS // 2
+
+
 class WaitingSuite(Suite):
     """Claims that wait, on the real clock: short times, generous bounds."""
 
@@ -145,50 +150,54 @@ class WaitingSuite(Suite):
         self.broker.create_queue("q", **settings)
 
     def wait_while(
-        self, act: Callable[[], object], *, wait_ms: int = 10_000
+        self, act: Callable[[], object] | None, *, wait_ms: int = WAIT_MS
     ) -> tuple[list[Delivery], int]:
-        """Begin a waiting claim, act, and return what came and how long after the act."""
+        """Begin a waiting claim and act; return what came and how long the claim took.
+
+        Without anything to act on, what the claim waits for comes by itself.
+        """
         clock = SystemClock()
         result: list[tuple[list[Delivery], int]] = []
         errors: list[Exception] = []
 
         def claim() -> None:
+            began_ms = clock.now_ms()
             try:
-                result.append((self.broker.claim("q", wait_ms=wait_ms), clock.now_ms()))
+                result.append((self.broker.claim("q", wait_ms=wait_ms), clock.now_ms() - began_ms))
             except Exception as error:
                 errors.append(error)
 
         thread = threading.Thread(target=claim)
         thread.start()
-        threading.Event().wait(0.05)
-        assert not result, "the claim did not wait"
-        acted_ms = clock.now_ms()
-        act()
-        thread.join(20)
+        if act is not None:
+            threading.Event().wait(0.05)
+            # A short wait may be over by now, on a machine that has stalled.
+            assert not result or wait_ms < WAIT_MS, "the claim did not wait"
+            act()
+        thread.join(2 * WAIT_MS / 1000)
         assert not thread.is_alive()
         if errors:
             raise errors[0]
-        deliveries, ended_ms = result[0]
-        return deliveries, ended_ms - acted_ms
+        return result[0]
 
     def test_woken_by_a_publish(self) -> None:
         self.run()
         deliveries, took_ms = self.wait_while(lambda: self.put(b"1"))
         assert [d.payload for d in deliveries] == [b"1"]
-        assert took_ms < 2000
+        assert took_ms < WOKEN_MS
 
     def test_woken_when_a_delay_comes_due(self) -> None:
         self.run()
         deliveries, took_ms = self.wait_while(lambda: self.put(b"1", delay_ms=200))
         assert len(deliveries) == 1
-        assert 190 <= took_ms < 2000
+        assert 190 <= took_ms < WOKEN_MS
 
     def test_woken_by_a_delay_that_was_there_before(self) -> None:
         self.run()
         self.put(b"1", delay_ms=300)
-        deliveries, took_ms = self.wait_while(lambda: None)
+        deliveries, took_ms = self.wait_while(None)
         assert len(deliveries) == 1
-        assert took_ms < 2000
+        assert took_ms < WOKEN_MS
 
     def test_woken_by_a_release(self) -> None:
         self.run()
@@ -196,15 +205,15 @@ class WaitingSuite(Suite):
         receipt = self.take_one().receipt
         deliveries, took_ms = self.wait_while(lambda: self.broker.release([receipt], delay_ms=0))
         assert [d.attempts for d in deliveries] == [2]
-        assert took_ms < 2000
+        assert took_ms < WOKEN_MS
 
     def test_woken_by_an_expiry(self) -> None:
         self.run()
         self.put(b"1")
         self.take_one(lease_ms=300)
-        deliveries, took_ms = self.wait_while(lambda: None)
+        deliveries, took_ms = self.wait_while(None)
         assert [d.attempts for d in deliveries] == [2]
-        assert took_ms < 2000
+        assert took_ms < WOKEN_MS
 
     def test_woken_by_a_redrive(self) -> None:
         self.run(max_attempts=1)
@@ -212,7 +221,7 @@ class WaitingSuite(Suite):
         self.fail_one()
         deliveries, took_ms = self.wait_while(lambda: self.broker.redrive("q"))
         assert len(deliveries) == 1
-        assert took_ms < 2000
+        assert took_ms < WOKEN_MS
 
     def test_woken_when_a_fifo_group_is_free_again(self) -> None:
         self.run(ordering="fifo")
@@ -220,18 +229,18 @@ class WaitingSuite(Suite):
         receipt = self.take_one().receipt
         deliveries, took_ms = self.wait_while(lambda: self.broker.ack([receipt]))
         assert [d.payload for d in deliveries] == [b"2"]
-        assert took_ms < 2000
+        assert took_ms < WOKEN_MS
 
     @pytest.mark.parametrize("state", ["delayed", "in_flight"])
     def test_woken_when_a_fifo_head_is_purged(self, state: str) -> None:
         self.run(ordering="fifo")
         self.put(b"1", group="g", delay_ms=HOUR_MS if state == "delayed" else 0)
         self.put(b"2", group="g")
-        self.take()
+        self.take(lease_ms=HOUR_MS)
         purge = lambda: self.broker.purge("q", states=[state])  # noqa: E731
-        deliveries, took_ms = self.wait_while(purge, wait_ms=5000)
+        deliveries, took_ms = self.wait_while(purge)
         assert [d.payload for d in deliveries] == [b"2"]
-        assert took_ms < 2000
+        assert took_ms < WOKEN_MS
 
     def test_not_woken_to_return_empty(self) -> None:
         self.run()
@@ -243,13 +252,13 @@ class WaitingSuite(Suite):
             self.broker.purge("q", states=["available"])
 
         deliveries, took_ms = self.wait_while(tease, wait_ms=400)
-        assert deliveries or took_ms >= 300
+        assert deliveries or took_ms >= 390
 
     def test_an_empty_wait_ends_at_its_time(self) -> None:
         self.run()
-        deliveries, took_ms = self.wait_while(lambda: None, wait_ms=300)
+        deliveries, took_ms = self.wait_while(None, wait_ms=300)
         assert deliveries == []
-        assert 200 <= took_ms < 3000
+        assert 290 <= took_ms < WOKEN_MS
 
     def test_a_close_wakes_with_an_error(self) -> None:
         self.run()
@@ -266,7 +275,7 @@ class WaitingSuite(Suite):
         got: list[bytes] = []
 
         def claim() -> None:
-            got.extend(d.payload for d in self.broker.claim("q", wait_ms=10_000))
+            got.extend(d.payload for d in self.broker.claim("q", wait_ms=WAIT_MS))
 
         threads = [threading.Thread(target=claim) for _ in range(6)]
         for thread in threads:
@@ -274,7 +283,7 @@ class WaitingSuite(Suite):
         threading.Event().wait(0.05)
         self.put(*(b"%d" % n for n in range(6)))
         for thread in threads:
-            thread.join(15)
+            thread.join(2 * WAIT_MS / 1000)
         assert sorted(got) == [b"%d" % n for n in range(6)]
 
     def test_waiting_works_without_a_sweeper(self) -> None:
@@ -282,4 +291,4 @@ class WaitingSuite(Suite):
         self.broker.create_queue("q")
         deliveries, took_ms = self.wait_while(lambda: self.put(b"1", delay_ms=100))
         assert len(deliveries) == 1
-        assert took_ms < 2000
+        assert took_ms < WOKEN_MS

@@ -369,7 +369,7 @@ class TailingSuite(RoutedSuite):
             while not self.broker._shell._waiters:  # noqa: SLF001 - nothing else says that it waits
                 threading.Event().wait(0.001)
             self.route()
-            (delivery,) = waiting.result(timeout=10)
+            (delivery,) = waiting.result(timeout=120)
         assert delivery.message_id == message_id
 
     def test_two_tailers_at_once_route_everything_once(self) -> None:
@@ -377,7 +377,7 @@ class TailingSuite(RoutedSuite):
         start = threading.Barrier(3)
 
         def tail(limit: int) -> int:
-            start.wait(10)
+            start.wait(60)
             placed = 0
             while (page := self.broker.read_log(limit=limit)).records:
                 placed += self.hand_back(page).placed
@@ -414,8 +414,8 @@ class TailingSuite(RoutedSuite):
 
         with ThreadPoolExecutor(3) as pool:
             readers = [pool.submit(follow), pool.submit(follow)]
-            pool.submit(write).result(timeout=60)
+            pool.submit(write).result(timeout=300)
             while route_once(self.broker):
                 pass
-            assert [reader.result(timeout=60) for reader in readers] == [published, published]
+            assert [reader.result(timeout=300) for reader in readers] == [published, published]
         assert self.held("q") == published

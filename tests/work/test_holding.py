@@ -1,0 +1,324 @@
+"""What a worker holds, and for how long: nothing is kept from others that it can't work on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from tests.work.helping import Gate, Spied, fill, reasons, wait_until
+
+import penstock
+from penstock import (
+    BrokerClosed,
+    Delivery,
+    InvalidInput,
+    ManualClock,
+    NotAllowed,
+    QueueNotFound,
+    Worker,
+)
+from penstock.gateways.native.wire import Bye
+from penstock.server import running
+from penstock.work.floor import Floor
+from penstock.work.hands import Hands
+from penstock.work.leases import Leases
+from penstock.work.meters import Meters
+from penstock.work.settling import MOST_RELEASES, Batch, Ends, Settler
+from penstock.work.source import LOOK_AGAIN_MS, source_of
+from penstock.work.trying import Failures, Standing, is_final
+from penstock.work.verdicts import ACKED, Act
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock import Broker
+    from penstock.work import Source
+
+MINUTE_MS = 60_000
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def broker(clock: ManualClock) -> Iterator[Broker]:
+    with penstock.open("memory:", clock=clock) as made:
+        made.create_queue("q", lease_ms=MINUTE_MS, backoff_base_ms=1, backoff_cap_ms=1)
+        yield made
+
+
+def delivery(number: int, attempts: int = 1) -> Delivery:
+    return Delivery(number, "q", b"x", {}, "", 0, attempts, 1_000, f"receipt-{number}", 0)
+
+
+# --- leases ---------------------------------------------------------------------------------------
+
+
+def test_what_was_lost_is_kept_no_more_by_an_answer_that_comes_late(
+    broker: Broker, clock: ManualClock
+) -> None:
+    gate = Gate()
+    spy = Spied(broker)
+    fill(broker, "q", 2)
+    watched = cast("Broker", spy)
+    with Worker(watched, "q", gate, concurrency=1, prefetch=1, clock=clock, wait_ms=0) as worker:
+        wait_until(lambda: worker.stats().claimed == 2 and gate.begun)
+        spy.held = {"extend", "claim"}
+        clock.advance(MINUTE_MS // 3)
+        wait_until(lambda: "extend" in spy.calls)
+        # The worker gives up on them a little earlier than the store does.
+        clock.advance(MINUTE_MS // 3 * 2 - MINUTE_MS // 20)
+        gate.open.set()
+        wait_until(lambda: worker.stats().lost == 1)
+        spy.held = {"claim"}
+        runtime = worker._running()
+        wait_until(lambda: not runtime._leases._keeper._group_of)
+        spy.held = set()
+        wait_until(lambda: (clock.advance(1_000), worker.stats().processed == 2)[1])
+    assert broker.stats("q").done == 2
+
+
+def test_what_was_lost_before_it_began_takes_no_slot(broker: Broker, clock: ManualClock) -> None:
+    standing = Standing("extending", clock, lambda _: None)
+    leases = Leases(broker, clock, standing)
+    settler = Settler(broker, clock, leases, Meters(), standing)
+    meters = Meters()
+    floor = Floor(
+        Hands(1, 4),
+        clock=clock,
+        leases=leases,
+        settler=settler,
+        meters=meters,
+        failures=Failures(),
+        on_idle=lambda: None,
+    )
+    for number, lease_ms in ((1, 1_000), (2, MINUTE_MS)):
+        source = SimpleNamespace(queue="q", lease_ms=lease_ms, max_attempts=5)
+        floor.bring(cast("Source", source), [delivery(number)])
+    clock.advance(1_000)
+    task = floor.take(wait=False)
+    assert task is not None
+    assert task.delivery.message_id == 2
+    assert (floor.counts, settler.unsettled) == ((1, 0), 0)
+    shown = meters.shown(in_progress=0, prefetched=0, unsettled=0, troubles=())
+    assert shown.lost == 1
+
+
+# --- messages that no slot can take ---------------------------------------------------------------
+
+
+def test_without_a_slot_that_could_take_them_messages_are_stranded() -> None:
+    hands = Hands(1, 4)
+    hands.add([delivery(n) for n in range(3)], max_attempts=5)
+    hands.add([delivery(3, attempts=5)], max_attempts=5)
+    task = hands.begin(0)
+    assert task is not None
+    assert hands.stranded() == []
+    assert hands.overdue(100, 100)[0] == [task]
+    # One on its last attempt would fail by being given back.
+    assert [each.delivery.message_id for each in hands.stranded()] == [1, 2]
+    assert (hands.waiting, hands.stranded(), hands.room()) == (1, [], 0)
+    hands.finish(task)
+    assert hands.room() == 4
+    last = hands.begin(0)
+    assert last is not None
+    hands.lose(["receipt-3"])
+    assert hands.room() == 0
+    hands.finish(last)
+    assert hands.room() == 5
+
+
+def test_slots_come_and_go() -> None:
+    hands = Hands(0, 4)
+    assert hands.room() == 0
+    hands.open_slot()
+    assert hands.room() == 5
+    hands.add([delivery(1)], max_attempts=5)
+    assert hands.stranded() == []
+    hands.shut_slot()
+    assert [each.delivery.message_id for each in hands.stranded()] == [1]
+    assert hands.room() == 0
+
+
+def test_threads_that_hang_do_not_hold_what_waits(
+    broker: Broker, clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = Gate()
+    ids = fill(broker, "q", 3)
+    worker = Worker(
+        broker,
+        "q",
+        gate,
+        concurrency=1,
+        prefetch=2,
+        time_limit_ms=10_000,
+        clock=clock,
+        wait_ms=0,
+    )
+    with worker:
+        wait_until(lambda: worker.stats().claimed == 3 and gate.begun)
+        clock.advance(10_000)
+        wait_until(lambda: worker.stats().released == 3)
+        assert worker.stats().prefetched == 0
+        assert reasons(broker, "q", ids[1]) == ["not begun: no handler is free"]
+        assert "no handler is free" in caplog.text
+        claimed = worker.stats().claimed
+        for _ in range(20):
+            clock.advance(1_000)
+            threading.Event().wait(0.005)
+        assert worker.stats().claimed == claimed
+        wait_until(lambda: broker.stats("q").available == 3)
+        gate.open.set()
+        wait_until(lambda: (clock.advance(100), worker.stats().processed == 3)[1])
+    assert worker.stats().late == 1
+
+
+# --- settling -------------------------------------------------------------------------------------
+
+
+def settler_of(broker: Broker, clock: ManualClock) -> Settler:
+    standing = Standing("settling", clock, lambda _: None)
+    leases = Leases(broker, clock, standing)
+    return Settler(broker, clock, leases, Meters(), standing)
+
+
+def test_a_stop_does_not_wait_for_a_pause_to_end(broker: Broker, clock: ManualClock) -> None:
+    spy = Spied(broker)
+    spy.failing = {"ack"}
+    fill(broker, "q", 1)
+    (claimed,) = broker.claim("q")
+    settler = settler_of(cast("Broker", spy), clock)
+    settler.start()
+    settler.put(ACKED, [claimed.receipt], hurry=True)
+    # After so many failures a pause is longer than what a stop has for settling.
+    wait_until(lambda: (clock.advance(1_000), len(spy.calls.get("ack", [])) >= 8)[1])
+    tried = len(spy.calls["ack"])
+    left: list[int] = []
+    stopping = threading.Thread(target=lambda: left.append(settler.stop(5_000)))
+    stopping.start()
+    wait_until(lambda: settler._stopping)
+    # Tried again every now and then, not just once.
+    wait_until(lambda: (clock.advance(1), len(spy.calls["ack"]) >= tried + 2)[1])
+    spy.failing = set()
+    for _ in range(300):
+        clock.advance(1)
+    wait_until(lambda: not stopping.is_alive())
+    assert left == [0]
+    assert broker.stats("q").done == 1
+
+
+def test_acks_do_not_wait_for_releases_of_many_kinds() -> None:
+    ends = Ends()
+    for n in range(MOST_RELEASES + 3):
+        ends.put(Batch(Act.RELEASE, None, f"reason {n}", [f"r{n}"]))
+    ends.put(Batch(Act.ACK, None, "", ["a"]))
+    first = ends.take()
+    assert first[0] == Batch(Act.ACK, None, "", ["a"])
+    assert [batch.reason for batch in first[1:]] == [f"reason {n}" for n in range(MOST_RELEASES)]
+    assert len(ends) == 3
+    ends.put(Batch(Act.ACK, None, "", ["b"]))
+    second = ends.take()
+    assert [batch.receipts[0] for batch in second] == [
+        "b",
+        *(f"r{MOST_RELEASES + n}" for n in range(3)),
+    ]
+    assert (len(ends), ends.take()) == (0, [])
+
+
+# --- clients --------------------------------------------------------------------------------------
+
+
+def test_a_client_that_was_refused_for_good_ends_the_worker() -> None:
+    with running("memory:", native="127.0.0.1:0") as server:
+        with penstock.connect(server.location("native")) as client:
+            client.create_queue("q")
+            worker = Worker(client, "q", lambda _: None, wait_ms=20).start()
+            assert not client.closed
+            bye = Bye("NotAllowed", "the key was removed", final=True)
+            client._loop.call_soon_threadsafe(client._link.core._bid_farewell, bye)
+            with pytest.raises(NotAllowed, match="the key was removed"):
+                wait_until(lambda: worker.join(100))
+            assert is_final(NotAllowed("x"), client)
+        with pytest.raises(BrokerClosed):
+            client.queue("q")
+
+
+# --- FIFO queues ----------------------------------------------------------------------------------
+
+
+def test_a_time_limit_of_threads_is_refused_on_a_fifo_queue(broker: Broker) -> None:
+    async def waits(_: Delivery) -> None:
+        await asyncio.sleep(0)
+
+    broker.create_queue("ordered", ordering="fifo")
+    queues = ["q", "ordered"]
+    with pytest.raises(InvalidInput, match=r"'ordered' is FIFO.*time limit"):
+        Worker(broker, queues, lambda _: None, time_limit_ms=1_000).start()
+    with Worker(broker, queues, waits, time_limit_ms=1_000, wait_ms=0):
+        pass
+    with Worker(broker, "q", lambda _: None, time_limit_ms=1_000, wait_ms=0):
+        pass
+
+
+# --- beginning and ending -------------------------------------------------------------------------
+
+
+def test_join_of_a_worker_that_does_not_run(broker: Broker) -> None:
+    worker = Worker(broker, "later", lambda _: None, wait_ms=0)
+    with pytest.raises(InvalidInput, match="not been started"):
+        worker.join(0)
+    with pytest.raises(QueueNotFound):
+        worker.start()
+    assert worker.join(0)
+    broker.create_queue("later")
+    with worker:
+        assert not worker.join(0)
+    assert worker.join(0)
+
+
+def test_threads_that_can_not_be_started(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(broker, "q", lambda _: None, wait_ms=0)
+
+    def full(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr("penstock.work.feeding.Feeder.start", full)
+    with pytest.raises(RuntimeError, match="new thread"):
+        worker.start()
+    assert worker.join(0)
+    wait_until(lambda: not any("work" in t.name for t in set(threading.enumerate()) - before))
+
+
+def test_a_queue_is_looked_at_again(
+    broker: Broker, clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    look = partial(source_of, broker, "q", clock=clock, lease_ms=None, consumer="", fifo=True)
+    source = look()
+    assert (source.lease_ms, source.max_attempts) == (MINUTE_MS, 5)
+    broker.update_queue("q", max_attempts=2, lease_ms=1_000)
+    source.claim("", limit=1, wait_ms=0)
+    assert source.max_attempts == 5
+    clock.advance(LOOK_AGAIN_MS)
+    source.claim("", limit=1, wait_ms=0)
+    assert (source.lease_ms, source.max_attempts) == (1_000, 2)
+    kept: Any = look(lease_ms=7_000)
+    strict = look(fifo=False)
+    broker.delete_queue("q")
+    for each in (source, kept, strict):
+        with pytest.raises(QueueNotFound):
+            each.claim("", limit=1, wait_ms=0)
+    broker.create_queue("q", ordering="fifo")
+    fill(broker, "q", 3)
+    assert len(source.claim("", limit=10, wait_ms=0).deliveries) == 1
+    assert kept.lease_ms == 7_000
+    with pytest.raises(InvalidInput, match="is FIFO"):
+        strict.claim("", limit=10, wait_ms=0)
