@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from penstock.clock import Clock
     from penstock.committer import Durability, Told
+    from penstock.model import Contention
     from penstock.shell import Shell, Woken
     from penstock.stores.contract import Store
 
@@ -116,6 +117,15 @@ class JointVerbs:
     def durability(self) -> Durability:
         """Say how often, for how many commits and how long the store was synced."""
         return self._shell.durability
+
+    def contention(self) -> Contention | None:
+        """Say what sharing the store with other processes has cost; None if it has one owner."""
+        return self._store.contention()
+
+    @property
+    def away(self) -> str | None:
+        """Why the store does not answer at present; known at once, whatever is under way."""
+        return self._store.away
 
     @property
     def dedup_window_ms(self) -> int:

@@ -21,7 +21,7 @@ import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, quote, urlencode
 
 import msgspec
 
@@ -173,6 +173,7 @@ def _open_sql(
         "routing": routing,
         "random": clock.random,
         "now_ms": clock.now_ms(),
+        "clock": clock.now_ms,
         "relaxed": relaxed,
         "background": background,
     }
@@ -411,7 +412,16 @@ def _parse_sql(url: str) -> _NamedSql:
         raise InvalidUrl(f"{shown!r:.200}: several databases are named with ; in between")
     if not place.startswith("//"):
         raise InvalidUrl(f"{shown!r:.200}: {dialect}://USER:PASSWORD@HOST:PORT/DATABASE")
+    # What libpq can't read it quotes, and that may be a part of the password.
+    who, _, _ = place[2:].rpartition("@")
+    if not re.fullmatch(r"(?:[^\s@/%]|%(?!00)[0-9A-Fa-f]{2})*", who):
+        raise InvalidUrl(
+            f"{dialect}: user or password has characters that are to be written as %XX, like %40 "
+            "for @ and %2F for /"
+        )
     options = dict(parse_qsl(query, keep_blank_values=True))
+    if not all(re.fullmatch(r"[a-z_]+", name) for name in options):
+        raise InvalidUrl(f"{dialect}: options are ?NAME=VALUE&NAME=VALUE; a ? elsewhere is %3F")
     schema = options.pop("schema", "penstock")
     ring_size = options.pop("ring_size", None)
     cluster = options.pop("cluster", None)
@@ -423,7 +433,8 @@ def _parse_sql(url: str) -> _NamedSql:
         raise InvalidUrl(f"ring_size {ring_size!r:.100}: from 1 to {MAX_RING_SIZE}")
     if cluster is not None and not (cluster.isdecimal() and int(cluster) < MAX_CLUSTERS):
         raise InvalidUrl(f"cluster {cluster!r:.100}: from 0 to {MAX_CLUSTERS - 1}")
-    conninfo = f"postgresql:{place}" + (f"?{urlencode(options)}" if options else "")
+    told = urlencode(options, quote_via=quote)
+    conninfo = f"postgresql:{place}" + (f"?{told}" if told else "")
     return _NamedSql(
         dialect,
         conninfo,
@@ -435,7 +446,8 @@ def _parse_sql(url: str) -> _NamedSql:
 
 
 def _without_password(url: str) -> str:
-    return re.sub(r"(?<=:)[^:@/]*(?=@)", "...", url)
+    shown = re.sub(r"(?<=:)(?!//).*(?=@)", "...", url, flags=re.DOTALL)
+    return re.sub(r"(?<=password=)[^&;]*", "...", shown)
 
 
 class _Named(NamedTuple):
@@ -452,8 +464,8 @@ def _parse(url: object) -> _Named:
     place, _, query = rest.partition("?")
     if not colon or scheme not in {"memory", "rocksdb", "slatedb+file", "slatedb+s3"}:
         raise InvalidUrl(
-            f"no store is named by {url!r:.200}; known are memory:, rocksdb:PATH, "
-            "slatedb+file:///DIR, slatedb+s3://BUCKET/PREFIX, postgresql://HOST/DB, "
+            f"no store is named by {_without_password(str(url))!r:.200}; known are memory:, "
+            "rocksdb:PATH, slatedb+file:///DIR, slatedb+s3://BUCKET/PREFIX, postgresql://HOST/DB, "
             "cockroachdb://HOST/DB and penstock://HOST:PORT"
         )
     if scheme == "rocksdb" and not place:

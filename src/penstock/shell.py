@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from penstock.clock import TimeGuard
 from penstock.committer import Committer
-from penstock.errors import BrokerClosed
+from penstock.errors import BrokerClosed, StoreFenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +54,7 @@ class Shell:
         self.lost: PenstockError | None = None
         store.on_lost(self._lose)
         self._committer = Committer(
-            store.sync, lambda: store.commits, relaxed=relaxed, seconds=clock.seconds
+            self._sync, lambda: store.commits, relaxed=relaxed, seconds=clock.seconds
         )
         self._sweeper: threading.Thread | None = None
         if background:
@@ -66,8 +66,7 @@ class Shell:
     def apply(self, change: Callable[[int], T]) -> T:
         """Make a change, told the time, and return when it is durable."""
         with self._lock:
-            result = change(self._now_ms())
-            self._after_change()
+            result = self._do(change, self._now_ms())
             number = self._store.commits
         self._committer.wait(number)
         return result
@@ -75,8 +74,7 @@ class Shell:
     def begin(self, change: Callable[[int], T]) -> tuple[T, int]:
         """Make a change and return at once; its number is what :meth:`tell` wants."""
         with self._lock:
-            result = change(self._now_ms())
-            self._after_change()
+            result = self._do(change, self._now_ms())
             return result, self._store.commits
 
     def tell(self, number: int, told: Told) -> None:
@@ -96,9 +94,7 @@ class Shell:
     def look(self, read: Callable[[int], T]) -> T:
         """Read, told the time; what comes due on the way need not be durable."""
         with self._lock:
-            result = read(self._now_ms())
-            self._after_change()
-        return result
+            return self._do(read, self._now_ms())
 
     def apply_when_ready(
         self, queue: str, wait_ms: int, change: Callable[[int], list[T]]
@@ -108,8 +104,7 @@ class Shell:
             now_ms = self._now_ms()
             until_ms = now_ms + wait_ms
             while True:
-                result = change(now_ms)
-                self._after_change()
+                result = self._do(change, now_ms)
                 if result or now_ms >= until_ms:
                     break
                 self._wait_for(queue, until_ms - now_ms, now_ms)
@@ -141,15 +136,39 @@ class Shell:
             raise self.lost.with_traceback(None)
         return self._guard.now_ms(self._clock.now_ms())
 
+    def _do(self, work: Callable[[int], T], now_ms: int) -> T:
+        """Do something with the store, told the time; called with the lock held."""
+        try:
+            result = work(now_ms)
+            self._after_change()
+        except StoreFenced as error:
+            self._note_loss(error)
+            raise
+        return result
+
+    def _sync(self) -> None:
+        try:
+            self._store.sync()
+        except StoreFenced as error:
+            # Before those who wait for it are told: what they then look at is not theirs any more.
+            self._lose(error)
+            raise
+
     def _lose(self, why: PenstockError) -> None:
         """Have every verb fail from here on, also those that wait for messages."""
         with self._lock:
-            self.lost = why
-            if self._listener is not None:
-                self._listener(None, None)
-            self._alarm.notify_all()
-            for waiting in self._waiters.values():
-                waiting.notify_all()
+            self._note_loss(why)
+
+    def _note_loss(self, why: PenstockError) -> None:
+        """Be told that the store is lost, once or more often; called with the lock held."""
+        if self.lost is not None:
+            return
+        self.lost = why
+        if self._listener is not None:
+            self._listener(None, None)
+        self._alarm.notify_all()
+        for waiting in self._waiters.values():
+            waiting.notify_all()
 
     def _after_change(self) -> None:
         """Wake who waits for what has just happened; called with the lock held."""
@@ -197,6 +216,9 @@ class Shell:
                     self._after_change()
                     due_ms = counts.next_due_ms
                     wait_ms = IDLE_SWEEP_MS if due_ms is None else due_ms - now_ms
+                except StoreFenced as error:
+                    self._note_loss(error)
+                    return
                 except Exception:
                     # Whatever it was, leases must go on expiring.
                     log.exception("the sweep failed; it will be tried again")

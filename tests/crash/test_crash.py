@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from tests.crash.child import notes_of
+from tests.noting import notes_of
 from tests.waiting import wait_until
 
 import penstock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -12,6 +13,9 @@ import uvloop
 import penstock
 from penstock.client.verbs import Verb, Verbs
 from penstock.clock import SystemClock
+from penstock.gateways.native import wire
+from penstock.gateways.native.frames import FrameReader
+from penstock.model import Message
 from penstock.server.desk import Desk
 from penstock.server.native import NativeListener
 
@@ -28,7 +32,14 @@ T = TypeVar("T")
 # How long something may take that happens at once on a machine that is not busy.
 SLOW_SECONDS = 60
 
+encoder = wire.Encoder()
+HELLO = encoder.frame(wire.Hello(wire.MAGIC, wire.VERSION))
+
 VERB_NAMES = {name for name, verb in vars(Verbs).items() if isinstance(verb, Verb)}
+
+
+def message(body: bytes = b"") -> Message:
+    return Message(body, {"queue": "q"})
 
 
 def pause(seconds: float) -> None:
@@ -119,6 +130,58 @@ class Served:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+
+class Raw:
+    """A connection by hand."""
+
+    def __init__(self, served: Served, greeting: bytes = HELLO) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", served.port), SLOW_SECONDS)
+        self._reader = FrameReader()
+        self.send(greeting)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def ask(self, value: object) -> wire.ServerFrame:
+        self.send(encoder.frame(value))
+        return self.read()
+
+    def read(self) -> wire.ServerFrame:
+        while (frame := self._reader.take()) is None:
+            data = self.socket.recv(65536)
+            if not data:
+                raise EOFError
+            self._reader.feed(data)
+        return wire.read_server_frame(frame)
+
+    def result(self, kind: Any = None) -> Any:
+        frame = self.read()
+        assert isinstance(frame, wire.Result), frame
+        return msgspec.msgpack.decode(frame.value)
+
+    def whole(self) -> Any:
+        """Read a result that may come in parts."""
+        data = b""
+        while isinstance(frame := self.read(), wire.Part):
+            data += frame.data
+            if frame.last:
+                return msgspec.msgpack.decode(data)
+        assert isinstance(frame, wire.Result), frame
+        return msgspec.msgpack.decode(frame.value)
+
+    def ended(self) -> bool:
+        try:
+            self.read()
+        except (EOFError, OSError):
+            return True
+        return False
 
 
 class _Waiters:

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.crash.child import Notebook, notes_of, publisher, worker
+from tests.crash.child import publisher, worker
+from tests.noting import Notebook, notes_of
 from tests.objectstore.test_owners import QUEUES, acked, judge, wait
 
 import penstock

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from tests.crash.child import Notebook, notes_of, publisher, worker
+from tests.crash.child import publisher, worker
+from tests.noting import Notebook, notes_of
 from tests.objectstore.test_owners import PATIENCE_S, QUEUES, acked, judge, wait
 from tests.ports import free_ports
 

@@ -108,6 +108,16 @@ def test_a_store_that_cant_sync_is_not_ready(
                   "penstock_store_healthy") == 0  # fmt: skip
 
 
+def test_a_store_of_one_owner_has_no_contention(broker: penstock.Broker, ask: Any) -> None:
+    assert broker.contention() is None
+    assert broker.away is None
+    with running(broker, **HTTP) as server:
+        page = ask(server.addresses["http"], "GET", "/metrics").body
+    assert b"penstock_store_healthy 1.0" in page
+    assert b"collisions" not in page
+    assert b"penstock_statements" not in page
+
+
 def test_a_closed_broker_is_not_healthy() -> None:
     broker = penstock.open("memory:")
     broker.close()

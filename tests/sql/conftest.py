@@ -16,10 +16,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@pytest.fixture
-def own_postgres() -> Iterator[PostgresServer]:
-    """Have a server that can be killed: what it has committed is on its disk."""
+@pytest.fixture(scope="module")
+def durable_postgres() -> Iterator[PostgresServer]:
     yield from serving(durable=True)
+
+
+@pytest.fixture
+def own_postgres(durable_postgres: PostgresServer) -> Iterator[PostgresServer]:
+    """Have a server that can be killed: what it has committed is on its disk."""
+    yield durable_postgres
+    if not durable_postgres.running:
+        durable_postgres.start()
 
 
 @pytest.fixture

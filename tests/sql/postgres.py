@@ -7,15 +7,15 @@ import itertools
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from tests.ports import free_ports
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,12 +42,6 @@ elif shutil.which("setpriv") is None:
     MISSING = "no setpriv, which ends a server with the tests that have started it (util-linux)"
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 class PostgresServer:
     """A server that ends with this process, whatever ends it."""
 
@@ -56,7 +50,7 @@ class PostgresServer:
         self._bin = BINARIES
         self._place = Path(tempfile.mkdtemp(prefix="penstock-pg-"))
         self._durable = durable
-        self.port = free_port()
+        (self.port,) = free_ports(1)
         self._process: subprocess.Popen[bytes] | None = None
         self._places: dict[str, str] = {}
         self._spare: list[str] = []
@@ -101,12 +95,17 @@ class PostgresServer:
                 env={"PATH": os.environ.get("PATH", ""), "LC_ALL": "C"},
                 cwd="/",
             )
-        for _ in range(START_S * 20):
-            if self._answers():
-                return
-            assert self._process.poll() is None, (self._place / "log").read_text()[-2000:]
-            threading.Event().wait(0.05)
-        raise AssertionError("PostgreSQL does not answer")
+        process = self._process
+        wait_until(
+            lambda: process.poll() is not None or self._answers(),
+            START_S,
+            "PostgreSQL does not answer",
+        )
+        assert process.poll() is None, (self._place / "log").read_text()[-2000:]
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None
 
     def _answers(self) -> bool:
         try:

@@ -20,6 +20,7 @@ from penstock import ManualClock, Message
 from penstock.cli import cli
 from penstock.stores.sql import SqlStore, status
 from penstock.stores.sql.ring import token_of
+from penstock.stores.sql.statements import statements_of
 from penstock.stores.sql.tunables import Tunables
 from penstock.testing.checking import assert_clean
 
@@ -288,3 +289,12 @@ def test_the_command_as_a_process(url: str) -> None:
     assert resized.returncode == 0, resized.stderr
     assert "ring of 5" in resized.stdout
     assert resized.stderr == ""
+
+
+def test_ranges_are_split_on_cockroachdb_alone(url: str) -> None:
+    with penstock.open(url, background=False) as broker:
+        broker.create_queue("q")
+    assert "no ranges to split" in refused("split", "q", "--store", url)
+    for name in ("split_pointers", "split_vesting"):
+        assert "SPLIT AT" in statements_of("cockroachdb")[name].text
+        assert name not in statements_of("postgresql")

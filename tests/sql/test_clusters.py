@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import pytest
-from tests.sql.test_faults import PATIENCE_S, judge, wait_for_acks, worker
+from tests.sql.test_faults import judge, wait_for_acks, worker
+from tests.waiting import wait_until
 
 import penstock
 from penstock import (
+    DiskFull,
     InvalidInput,
     InvalidUrl,
     ManualClock,
@@ -28,6 +28,7 @@ from penstock import (
     StoreMismatch,
 )
 from penstock.broker_joint import Joint, Publish
+from penstock.server.metrics import Metrics
 from penstock.stores.sql import ClusterStore
 from penstock.stores.sql.ring import cluster_of_group, cluster_of_id
 from penstock.testing.checking import assert_clean
@@ -38,7 +39,7 @@ from penstock.testing.suite.delivery import DeliverySuite
 from penstock.testing.suite.fifo import FifoSuite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tests.sql.postgres import PostgresServer
 
@@ -238,8 +239,8 @@ def test_the_log_of_all(broker: Broker) -> None:
     stats = broker.log_stats()
     pages = [broker.read_log(log) for log in range(stats.logs)]
     assert [page.log for page in pages] == [0, 1, 2, 3]
-    assert [record.group for page in pages[:2] for record in page.records] == [FIRST]
-    assert [record.group for page in pages[2:] for record in page.records] == [SECOND] * 2
+    assert [record.group for page in pages[::2] for record in page.records] == [FIRST]
+    assert [record.group for page in pages[1::2] for record in page.records] == [SECOND] * 2
     assert (stats.end, sorted(stats.cursors)) == ((1 << 48) + 3, [0, 1, 2, 3])
     broker.create_queue("late", filter="kind = 'x'")
     assert broker.backfill("late").added == 3
@@ -254,13 +255,8 @@ def test_the_log_of_all(broker: Broker) -> None:
 def test_what_several_databases_do_not_do(broker: Broker, urls: list[str]) -> None:
     put(broker, FIRST)
     for refused in (
-        broker.view,
         broker.take_epoch,
-        lambda: broker.trim("q", state="done", before=5),
         lambda: broker.update_queue("q", filter="a = 1", from_offset=1),
-        lambda: broker.backfill_plan("q"),
-        lambda: broker.backfill("q", from_=datetime(2030, 1, 1, tzinfo=UTC)),
-        lambda: broker.fill("q", 0, 1, []),
     ):
         with pytest.raises(InvalidInput, match="2 databases"):
             refused()
@@ -498,6 +494,64 @@ def test_a_broker_that_runs_mends_it_too(broker: Broker, urls: list[str]) -> Non
         assert [queue.name for queue in other.queues()] == ["q"]
 
 
+@pytest.mark.parametrize("what", ["delete", "update", "drain"])
+def test_who_was_held_up_leaves_a_queue_made_anew_alone(
+    broker: Broker, urls: list[str], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    with penstock.open(urls, background=False, clock=ManualClock(seed=1)) as other:
+        store = store_of(other)
+        first, second = (member.store for member in store.members)
+        old = broker.queue("q")
+        if what == "delete":
+            first.delete_queue("q", 0)
+        elif what == "update":
+            first.update_queue(msgspec.structs.replace(old, version=2, lease_ms=7), 0)
+        else:
+            first.drain_queue("q", 0)
+        verb = f"{what}_queue"
+        behind = getattr(second, verb)
+
+        def late(*arguments: Any, **options: Any) -> Any:
+            # Somebody else has brought it into line, and made a queue of that name again.
+            monkeypatch.undo()
+            if what != "delete":
+                broker.delete_queue("q")
+            broker.create_queue("q", lease_ms=9_000)
+            put(broker, FIRST, SECOND)
+            return behind(*arguments, **options)
+
+        monkeypatch.setattr(second, verb, late)
+        store._agreement.settle(store.members[1], 0)
+        for member in store.members:
+            member.core.reload()
+            (queue,) = member.core.queues.values()
+            assert (queue.spec.lease_ms, queue.coverage.draining) == (9_000, False)
+    stats = broker.stats("q")
+    assert (stats.available, stats.enqueued_total) == (2, 2)
+    put(broker, SECOND)
+    assert len(broker.claim("q", limit=5)) == 3
+
+
+def test_a_claim_that_waits_looks_at_every_database(urls: list[str]) -> None:
+    with penstock.open(urls) as broker, penstock.open(urls) as other:
+        broker.create_queue("q")
+        for group in (SECOND, FIRST):
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(broker.claim, "q", wait_ms=60_000)
+                put(other, group)
+                assert [d.group for d in waiting.result(timeout=60)] == [group]
+
+
+def test_errors_of_opening_say_which_database(urls: list[str]) -> None:
+    with pytest.raises(PenstockError, match=r"postgresql://postgres.*/nothing: ") as caught:
+        penstock.open([urls[0], urls[1].rpartition("/")[0] + "/nothing"])
+    assert isinstance(caught.value, InvalidUrl)
+    secret = urls[1].replace("postgres@", "nobody:hush@")
+    with pytest.raises(PenstockError, match="nobody") as caught:
+        penstock.open([urls[0], secret])
+    assert "hush" not in str(caught.value)
+
+
 # --- one of them is away --------------------------------------------------------------------------
 
 
@@ -507,12 +561,44 @@ def apart(postgres: PostgresServer, own_postgres: PostgresServer) -> list[str]:
     return [postgres.url(postgres.create()), own_postgres.url(own_postgres.create())]
 
 
-def wait_for(done: Callable[[], bool], what: str) -> None:
-    for _ in range(PATIENCE_S * 20):
-        if done():
-            return
-        threading.Event().wait(0.05)
-    pytest.fail(f"{what} has not come")
+def fails(*_: object, **__: object) -> None:
+    raise ServerUnreachable("the database does not answer")
+
+
+def test_one_that_goes_away_is_the_only_one(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = store_of(broker).members
+    ids = put(broker, FIRST, SECOND)
+    held = broker.claim("q", limit=2)
+    broker.delete_queue("q", drain=True)
+    monkeypatch.setattr(second.store, "held", fails)
+    # What is held in the other is extended.
+    assert [o.receipt for o in broker.extend(held[0].lease, lease_ms=9_000)] == [
+        d.receipt for d in held if d.message_id == ids[0]
+    ]
+    monkeypatch.undo()
+    assert not second.up
+    assert second._probe is not None
+    second._probe.join(60)
+    assert all(broker.ack([d.receipt for d in held]))
+    # Asked by the first whether the drained queue may go.
+    monkeypatch.setattr(second.core, "refresh", fails)
+    assert first.store.remove_drained(0) == 0
+    assert (first.up, second.up) == (True, False)
+    monkeypatch.undo()
+    second._probe.join(60)
+
+
+def test_other_failures_say_whose_they_are(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise DiskFull("the database has no room left")
+
+    monkeypatch.setattr(store_of(broker).members[1].store, "publish", full)
+    with pytest.raises(DiskFull, match=r"cluster 1 \(postgresql:.*no room left"):
+        put(broker, SECOND)
+    monkeypatch.undo()
+    assert store_of(broker).members[1].up
 
 
 @pytest.mark.slow
@@ -528,6 +614,13 @@ def test_the_others_go_on_without_one(
         # The first one of these finds out.
         taken = [d.group for _ in range(4) for d in broker.claim("q")]
         assert taken == [FIRST, FIRST]
+        assert broker.away is None
+        metrics = Metrics()
+        metrics.watch(broker, parked=lambda: 0, connections=dict)
+        page = metrics.page()
+        assert b"penstock_store_healthy 1.0" in page
+        assert b"penstock_collisions_total" in page
+        assert b"penstock_queues" not in page
         put(broker, FIRST)
         with pytest.raises(ServerUnreachable, match="cluster 1"):
             put(broker, SECOND)
@@ -579,7 +672,7 @@ def test_a_publish_of_which_a_part_is_stored(
         with pytest.raises(StorageFailed, match=r"1 of 3 messages are stored.*cluster 1"):
             broker.publish(messages)
         own_postgres.start()
-        wait_for(lambda: store_of(broker).members[1].up, "the second database")
+        wait_until(lambda: store_of(broker).members[1].up, why="the second database")
         assert broker.publish(messages) == [(1 << 48) + 1, 1, (1 << 48) + 2]
         assert broker.stats("q").available == 3
 
@@ -596,14 +689,14 @@ def test_a_database_in_whose_place_another_one_is(
             put(broker, SECOND)
         own_postgres.start()
         member = store_of(broker).members[1]
-        wait_for(lambda: member.up, "the second database")
+        wait_until(lambda: member.up, why="the second database")
         with own_postgres.connect(name) as connection:
             connection.execute("UPDATE penstock.instance SET store_id = store_id + 1")
         own_postgres.stop()
         with pytest.raises(ServerUnreachable):
             put(broker, SECOND)
         own_postgres.start()
-        wait_for(lambda: "another database" in str(member._away), "a look at it")
+        wait_until(lambda: "another database" in str(member._away), why="a look at it")
         with pytest.raises(ServerUnreachable, match="another database"):
             put(broker, SECOND)
 

@@ -5,21 +5,27 @@ Judged by what the processes have noted, against what is in the store at the end
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
 import pytest
+from tests.noting import notes_of
+from tests.waiting import wait_until
+from tests.work.helping import alive
+from tests.work.test_process import CHILD as WORKER
+from tests.work.test_process import Running, started
 
 import penstock
 from penstock import ManualClock, Message, State, StorageFailed, SystemClock
 from penstock.stores.sql import SqlStore
-from penstock.testing.auditor import Kind, Note, audit
+from penstock.testing.auditor import Kind, audit
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -54,17 +60,6 @@ def worker(url: str, notes: Path, name: object) -> Iterator[subprocess.Popen[str
     assert "Exception in thread" not in said, said
 
 
-def notes_of(path: Path) -> list[Note]:
-    notes = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            notes.append(msgspec.json.decode(line, type=Note))
-        except msgspec.DecodeError:
-            # A kill may have cut a line short.
-            continue
-    return notes
-
-
 def acked(notes: Path) -> int:
     return sum(
         note.kind is Kind.ACKED
@@ -76,11 +71,7 @@ def acked(notes: Path) -> int:
 def wait_for_acks(notes: Path, more: int) -> None:
     """Wait until so many more messages have been acked."""
     wanted = acked(notes) + more
-    for _ in range(PATIENCE_S * 20):
-        if acked(notes) >= wanted:
-            return
-        threading.Event().wait(0.05)
-    pytest.fail(f"the processes come no further: {acked(notes)} of {wanted} acks")
+    wait_until(lambda: acked(notes) >= wanted, PATIENCE_S, "the processes come no further")
 
 
 def entries(broker: Broker, queue: str, *states: State) -> Iterator[Entry]:
@@ -94,8 +85,9 @@ def entries(broker: Broker, queue: str, *states: State) -> Iterator[Entry]:
                 break
 
 
-def judge(url: str, notes: Path) -> None:
-    """Hold what all processes have noted against what is there."""
+def judge(url: str, notes: Path) -> Counter[Kind]:
+    """Hold what all processes have noted against what is there; count the notes."""
+    seen: Counter[Kind] = Counter()
     still = ManualClock(SystemClock().now_ms())
     with penstock.open(url, background=False, clock=still) as broker:
         assert_clean(broker)
@@ -113,11 +105,13 @@ def judge(url: str, notes: Path) -> None:
             stats = broker.stats(queue)
             published = sum(note.kind is Kind.PUBLISHED for note in written)
             assert stats.enqueued_total >= published > 0
+            seen.update(note.kind for note in written)
+    return seen
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment(own_postgres: PostgresServer, tmp_path: Path) -> None:
-    url, notes = own_postgres.url(own_postgres.create()), tmp_path / "notes"
+def test_killed_at_any_moment(postgres: PostgresServer, tmp_path: Path) -> None:
+    url, notes = postgres.url(postgres.create()), tmp_path / "notes"
     clock = SystemClock()
     with worker(url, notes, "stays"):
         for round_ in range(3):
@@ -173,6 +167,76 @@ def test_connections_that_are_cut(postgres: PostgresServer, tmp_path: Path) -> N
             cut += postgres.cut()
         wait_for_acks(notes, 20)
     assert cut >= 15
+    judge(url, notes)
+
+
+# --- worker runtimes ------------------------------------------------------------------------------
+
+
+def running_worker(stack: ExitStack, url: str, notes: Path, name: str, *queues: str) -> Running:
+    """Have a process with a worker for each queue; those whose name says so have children."""
+    mode = "processes" if name == "processes" else "threads"
+    running = stack.enter_context(started(WORKER, url, notes, mode, name, *queues))
+    running.wait_for("working")
+    return running
+
+
+@pytest.mark.slow
+def test_workers_that_are_killed(postgres: PostgresServer, tmp_path: Path) -> None:
+    url, notes = postgres.url(postgres.create()), tmp_path / "notes"
+    clock = SystemClock()
+    with ExitStack() as stays:
+        other = running_worker(stays, url, notes, "stays", *QUEUES)
+        with ExitStack() as dies:
+            worker = running_worker(dies, url, notes, "processes", "fifo")
+            line = next(line for line in worker.lines if line.startswith("working"))
+            children = [int(pid) for pid in line.split()[1:]]
+            # One that has died meanwhile, of the handler, has been replaced.
+            for child in filter(alive, children):
+                os.kill(child, signal.SIGKILL)
+            wait_for_acks(notes, 20)
+            assert worker.process.poll() is None, worker.lines
+        with ExitStack() as dies:
+            running_worker(dies, url, notes, "threads", *QUEUES)
+            threading.Event().wait(clock.random() / 4)
+        wait_for_acks(notes, 40)
+        assert other.process.poll() is None, other.lines
+    seen = judge(url, notes)
+    assert min(seen[Kind.ACKED], seen[Kind.RELEASED]) > 20, seen
+    wait_until(lambda: not any(map(alive, children)), PATIENCE_S, "orphans end")
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_paused_for_longer_than_its_leases(
+    postgres: PostgresServer, tmp_path: Path
+) -> None:
+    url, notes = postgres.url(postgres.create()), tmp_path / "notes"
+    with ExitStack() as stack:
+        paused = running_worker(stack, url, notes, "paused", *QUEUES)
+        running_worker(stack, url, notes, "goes-on", *QUEUES)
+        paused.process.send_signal(signal.SIGSTOP)
+        threading.Event().wait(1.2)
+        wait_for_acks(notes, 40)
+        paused.process.send_signal(signal.SIGCONT)
+        # What it held is not its own any more, and it knows.
+        paused.wait_for("refused")
+        wait_for_acks(notes, 20)
+        assert paused.process.poll() is None, paused.lines
+    judge(url, notes)
+
+
+@pytest.mark.slow
+def test_a_database_that_crashes_under_workers(
+    own_postgres: PostgresServer, tmp_path: Path
+) -> None:
+    url, notes = own_postgres.url(own_postgres.create()), tmp_path / "notes"
+    with ExitStack() as stack:
+        workers = [running_worker(stack, url, notes, name, *QUEUES) for name in ("one", "two")]
+        own_postgres.stop(signal.SIGQUIT)
+        threading.Event().wait(0.3)
+        own_postgres.start()
+        wait_for_acks(notes, 40)
+        assert [each.process.poll() for each in workers] == [None, None]
     judge(url, notes)
 
 
@@ -255,6 +319,33 @@ def test_a_publish_whose_answer_is_lost_while_queues_change(
         assert other.stats("r").available == 0
 
 
+def test_a_publish_that_is_repeated_does_not_trust_what_it_knew(
+    broker: Broker, postgres: PostgresServer, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = broker._store
+    assert isinstance(store, SqlStore)
+    database, run = store.core.database, store.core.database.run
+    tries: list[str] = []
+
+    def late(name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
+        if name == "publish" and not tries:
+            # Somebody else empties the zone while the connection is lost, and looks at it again.
+            tries.append(name)
+            clock = ManualClock(seed=1)
+            with penstock.open(url, background=False, clock=clock) as other:
+                other.ack([each.receipt for each in other.claim("q", limit=9)])
+                for _ in range(2):
+                    assert other.claim("q") == []
+                    clock.advance(1_000)
+            postgres.cut()
+        return run(name, **parameters)
+
+    monkeypatch.setattr(database, "run", late)
+    broker.send("q", b"after")
+    assert tries
+    assert [each.payload for each in broker.claim("q")] == [b"after"]
+
+
 def test_an_ack_whose_answer_is_lost_was_an_ack(broker: Broker, postgres: PostgresServer) -> None:
     (delivery,) = broker.claim("q")
     with Cut(broker, postgres, "ack") as cut:
@@ -321,9 +412,14 @@ def test_a_database_that_is_away_fails_the_verb_and_comes_back(
     url = own_postgres.url(own_postgres.create())
     with penstock.open(url, background=False) as broker:
         broker.create_queue("q")
+        assert isinstance(broker._store, SqlStore)
+        broker._store.core.database.patience = 3
         own_postgres.stop()
         with pytest.raises(StorageFailed):
             broker.send("q", b"x")
+        away = [broker.away]
         own_postgres.start()
         broker.send("q", b"y")
+        away.append(broker.away)
+        assert [why is None for why in away] == [False, True]
         assert [d.payload for d in broker.claim("q", limit=9)] == [b"y"]

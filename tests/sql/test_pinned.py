@@ -320,7 +320,7 @@ def test_closing_ends_the_transaction_and_keeps_a_few_connections(
         with pytest.raises(InvalidInput, match="was closed"):
             list(view.log_rows(0, 0, 100))
     assert open_transactions(postgres) == 0
-    spare = store_of(life)._pins._spare
+    spare = store_of(life).pins._spare
     assert len(spare) == pins.SPARE
     with life.view():
         assert len(spare) == pins.SPARE - 1

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import threading
+import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,6 +17,9 @@ from penstock.stores.sql import SqlStore, schema
 from penstock.stores.sql.statements import DIALECTS, parse_statements, statements_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import psycopg
     from tests.sql.postgres import PostgresServer
 
 SOURCE = Path(schema.__file__).parent
@@ -157,6 +161,63 @@ def test_a_user_that_may_not_make_tables(postgres: PostgresServer, url: str) -> 
         assert found == []
 
 
+@pytest.mark.parametrize("rights", ["", "USAGE, CREATE"])
+def test_a_user_that_may_not_use_the_tables(
+    postgres: PostgresServer, url: str, rights: str
+) -> None:
+    """They are there, though he does not see them: he is not told that they are missing."""
+    penstock.open(url, background=False).close()
+    name = url.rpartition("/")[2]
+    with postgres.connect(name) as admin:
+        admin.execute("DROP ROLE IF EXISTS visitor")
+        admin.execute("CREATE ROLE visitor LOGIN")
+        try:
+            admin.execute(f"GRANT CREATE ON DATABASE {name} TO visitor")
+            if rights:
+                admin.execute(f"GRANT {rights} ON SCHEMA penstock TO visitor")
+            with pytest.raises(StorageFailed, match="does not allow"):
+                penstock.open(postgres.url(name, "visitor"))
+        finally:
+            admin.execute("DROP OWNED BY visitor; DROP ROLE visitor")
+
+
+def test_a_database_that_is_only_read(postgres: PostgresServer, url: str) -> None:
+    reading = f"{url}?options=-c%20default_transaction_read_only%3Don"
+    with pytest.raises(StorageFailed, match="read-only"):
+        penstock.open(reading)
+    with penstock.open(url, background=False) as broker:
+        broker.create_queue("q")
+    with penstock.open(reading, background=False) as broker:
+        assert broker.stats("q").available == 0
+        with pytest.raises(StorageFailed, match="read-only"):
+            broker.send("q", b"")
+
+
+def test_a_database_of_another_encoding(postgres: PostgresServer) -> None:
+    """What users write goes in as bytes."""
+    with postgres.connect() as admin:
+        admin.execute("CREATE DATABASE latin ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0")
+    text = "\u2603 \U0001f600\0"
+    try:
+        with penstock.open(postgres.url("latin"), background=False) as broker:
+            broker.create_queue("q", description=text.replace("\0", ""), max_attempts=1)
+            message = penstock.Message(
+                text.encode(), {"queue": "q", "x": text}, group=text, dedup_id=text
+            )
+            assert broker.publish([message, message]) == [1, 1]
+            (delivery,) = broker.claim("q", consumer=text)
+            assert (delivery.payload, delivery.group) == (text.encode(), text)
+            assert delivery.attributes["x"] == text
+            broker.release([delivery.receipt], reason=text)
+            (entry,) = broker.browse("q", state="failed")
+            assert entry.reason == text
+            (attempt,) = broker.attempts("q", 1)
+            assert attempt.consumer == text
+            assert broker.check().clean
+    finally:
+        postgres.drop("latin")
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -191,6 +252,26 @@ def test_a_password_is_not_told() -> None:
     with pytest.raises(InvalidUrl) as refused:
         penstock.open("postgresql://u:s3cret@h/a,postgresql://u:s3cret@h/b")
     assert "s3cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        # Characters that have another meaning in a URL, and what libpq says of them.
+        *(f"postgresql://u:zeb{sign}quux@127.0.0.1:1/db" for sign in "%@/? :#\n"),
+        "postgresql://u:zeb%00quux@127.0.0.1:1/db",
+        "postgresql://:zebquux@127.0.0.1:1/db?schema=A-B",
+        "postgresql:u:zebquux@h/db",
+        "postgresql://h/db?password=zebquux,postgresql://h/db",
+        "postgres://u:zebquux@h/db",
+    ],
+)
+def test_no_part_of_a_password_is_told(url: str) -> None:
+    with pytest.raises((InvalidUrl, ServerUnreachable)) as caught:
+        penstock.open(url)
+    told = "".join(traceback.format_exception(caught.value)[-1:])
+    assert "zeb" not in told
+    assert "quux" not in told
 
 
 def test_what_this_store_does_not_do(url: str, tmp_path: Path) -> None:
@@ -231,3 +312,58 @@ def test_variants_of_a_dialect() -> None:
         parse_statements(text + text, "postgresql")
     with pytest.raises(ValueError, match="no dialect"):
         parse_statements(text.replace("cockroachdb", "oracle"), "postgresql")
+
+
+def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield plan
+    for part in plan.get("Plans", []):
+        yield from nodes(part)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("find_idle", {"queue": -1, "zone": b"", "count": 1_000}),
+        ("find_orphans", {"queue": -1, "message_id": 0, "count": 1_000}),
+        ("collect_zones", {"queues": [1] * 100, "zones": [b"%d" % n for n in range(100)]}),
+        ("next_due", {}),
+        ("any_expired", {"now_ms": 5}),
+        ("pending_dead_letters", {"queues": [1, 2]}),
+        ("next_retention", {"queues": [1, 2]}),
+    ],
+)
+def test_what_is_asked_all_the_time_does_not_read_everything(
+    many: psycopg.Connection[Any], name: str, parameters: dict[str, Any]
+) -> None:
+    text = statements_of("postgresql")[name].text
+    (row,) = many.execute(f"EXPLAIN (ANALYZE, FORMAT JSON) {text}", parameters).fetchall()
+    for node in nodes(row[0][0]["Plan"]):
+        removed = sum(node.get(f"Rows Removed by {why}", 0) for why in ("Filter", "Index Recheck"))
+        assert (node["Actual Rows"] + removed) * node["Actual Loops"] < 10_000, node
+
+
+@pytest.fixture(scope="module")
+def many(postgres: PostgresServer) -> Iterator[psycopg.Connection[Any]]:
+    """Have much of everything, as a process of the store sees it."""
+    name = postgres.create()
+    with penstock.open(postgres.url(name), background=False) as broker:
+        broker.create_queue("q", ordering="standard")
+        broker.create_queue("r")
+        store = broker._store
+        assert isinstance(store, SqlStore)
+        connection = store.core.database.connect()
+        connection.execute(
+            """
+            INSERT INTO items SELECT 1, n, convert_to((n % 2000)::text, 'UTF8'), 255, 0, NULL, 0, 0,
+                0, 0, NULL, 1, false, '' FROM generate_series(1, 20000) AS n;
+            INSERT INTO items SELECT 2, n, convert_to((n % 2000)::text, 'UTF8'), 255, n, NULL, 0, 0,
+                0, 0, NULL, 1, true, '' FROM generate_series(1, 20000) AS n;
+            INSERT INTO pointer_index SELECT q, convert_to(n::text, 'UTF8'), 0, 0, NULL
+                FROM generate_series(0, 1999) AS n, generate_series(1, 2) AS q;
+            INSERT INTO done SELECT 1, n, n, n, 1 FROM generate_series(1, 20000) AS n;
+            INSERT INTO failed SELECT 1, n, n, n, 1, '' FROM generate_series(1, 20000) AS n;
+            ANALYZE
+            """
+        )
+        yield connection
+    postgres.drop(name)

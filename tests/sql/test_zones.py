@@ -7,12 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.waiting import wait_until
 
 import penstock
 from penstock import ManualClock, Message
+from penstock.stores.plans import Want
 from penstock.stores.sql import SqlStore
+from penstock.stores.sql.claiming import LOST_MAX, Claiming
+from penstock.stores.sql.crowding import PATIENCE, PAUSE_MAX_MS, Crowding
 from penstock.stores.sql.ring import choose, token_of, walk
 from penstock.stores.sql.tunables import Tunables
+from penstock.stores.sql.watching import PLANS_MS
 from penstock.stores.sql.zones import NEVER_MS
 from penstock.testing.checking import assert_clean
 
@@ -370,11 +375,11 @@ def test_zones_keep_their_token_until_they_are_collected(url: str) -> None:
 def test_walking_and_choosing() -> None:
     assert walk(1, lambda: 0.9) == [0]
     assert walk(4, lambda: 0.5) == [2, 3, 0, 1]
-    assert list(choose(5, 0.1, 10, lambda: 0.5)) == [0, 1, 2, 3, 4]
-    assert list(choose(11, 0.1, 10, lambda: 0.0)) == [0]
-    drawn = choose(100, 0.1, 10, ManualClock(seed=3).random)
+    assert list(choose(5, 2, lambda: 0.0)) == [0, 1]
+    drawn = choose(100, 10, ManualClock(seed=3).random)
     assert len(set(drawn)) == 10
-    assert len({tuple(choose(100, 0.1, 10, ManualClock(seed=n).random)) for n in range(9)}) > 5
+    assert set(drawn) < set(range(100))
+    assert len({tuple(choose(100, 10, ManualClock(seed=n).random)) for n in range(9)}) > 5
     assert {token_of(7, b"%d" % n, 5) for n in range(50)} == set(range(5))
 
 
@@ -397,43 +402,147 @@ def test_a_zone_with_many_gives_few_while_others_wait(store: Store) -> None:
 # --- compare and set ------------------------------------------------------------------------------
 
 
-def visit(store: Store, seen: bytes | None) -> int:
-    """Visit zone a as one who has seen a lease; return how many messages that gives."""
-    core = store.core
-    rows = core.database.run(
-        "visit",
-        queue=core.queue("q").number,
-        zones=[b"a"],
-        tokens=[0],
-        seen=[seen],
-        quotas=[1],
-        leases=[store.clock.lease_id()],
-        deadlines=[store.clock.now_ms() + 1_000],
-        consumers=[b""],
-        lows=[0],
-        highs=[1],
-        room_bytes=[1 << 20],
-        slot=core.slot,
-        turn=0,
-        stamp=core.stamp(),
-        cool_ms=0,
-        never_ms=NEVER_MS,
-        now_ms=store.clock.now_ms(),
-    )
+def visit_parameters(store: Store, *zones: bytes, width: int = 1) -> dict[str, Any]:
+    """Return the parameters of a visit that wants one message of each zone."""
+    core, now_ms = store.core, store.clock.now_ms()
+    return {
+        "queue": core.queue("q").number,
+        "zones": list(zones),
+        "tokens": [0] * len(zones),
+        "width": width,
+        "room": width,
+        "quota_max": 1,
+        "leases": [store.clock.lease_id()],
+        "deadlines": [now_ms + 1_000],
+        "consumers": [b""],
+        "lows": [0],
+        "highs": [width],
+        "room_bytes": [1 << 20],
+        "slot": core.slot,
+        "turn": 0,
+        "stamp": core.stamp(),
+        "cool_ms": 0,
+        "never_ms": NEVER_MS,
+        "now_ms": now_ms,
+    }
+
+
+def visit(store: Store) -> int:
+    """Visit zone a; return how many messages that gives."""
+    rows = store.core.database.run("visit", **visit_parameters(store, b"a"))
     return sum(row[3] is not None for row in rows)
 
 
-def test_a_fresh_pointer_can_be_won_and_only_once(store: Store) -> None:
+def test_a_fresh_pointer_can_be_won_and_what_happened_before_is_no_loss(store: Store) -> None:
     store.put("a", "a", "a")
     assert store.query("SELECT lease_id FROM pointers") == [(None,)]
-    assert visit(store, b"somebody's") == 0
-    assert visit(store, None) == 1
-    assert visit(store, None) == 0
+    assert visit(store) == 1
     ((lease,),) = store.query("SELECT lease_id FROM pointers")
-    assert visit(store, bytes(lease)) == 1
-    assert visit(store, bytes(lease)) == 0
+    assert lease is not None
+    assert visit(store) == 1
+    assert store.query("SELECT lease_id FROM pointers") != [(lease,)]
+    assert visit(store) == 1
+    assert visit(store) == 0
     store.clock.advance(1_000)
     assert len(store.broker.claim("q", limit=9)) == 3
+
+
+@pytest.mark.parametrize("fifo", [False, True])
+def test_a_pointer_that_changes_while_the_visit_begins_is_passed_by(
+    url: str, store: Store, fifo: bool
+) -> None:
+    """The visit has read the pointer and not locked it yet when another one is there and gone."""
+    store.broker.create_queue("r", filter="queue = 'q'", ordering="fifo" if fifo else "standard")
+    name = "visit_fifo" if fifo else "visit"
+    other, third = Store(url, seed=1), Store(url, seed=2)
+    store.put("a", "a")
+    store.query("CREATE TABLE gate (one integer); INSERT INTO gate VALUES (1)")
+    told = visit_parameters(store, b"a") | {"queue": store.core.queue("r").number}
+    text = store.core.database._statements[name].text
+    gated = text.replace(
+        "WHERE q.vesting_ms <=",
+        "WHERE (SELECT max(one) FROM (SELECT one FROM gate FOR UPDATE) g) = 1 AND q.vesting_ms <=",
+        1,
+    )
+    assert gated != text
+
+    waiting = """
+        SELECT 1 FROM pg_stat_activity
+        WHERE datname = current_database() AND wait_event_type = 'Lock' AND query LIKE 'WITH%'
+    """
+    with ThreadPoolExecutor(1) as pool:
+        with other.core.database.transaction():
+            other.query("SELECT one FROM gate FOR UPDATE")
+            visiting = pool.submit(store.core.database.execute, gated, told)
+            wait_until(lambda: third.query(waiting), why="the visit does not wait at the gate")
+            third.query("UPDATE pointers SET lease_id = 'somebody'")
+        assert visiting.result(timeout=60) == []
+    assert len(store.core.database.run(name, **told)) == 1
+    store.query("DROP TABLE gate")
+    store.clock.advance(1_000)
+    assert len(store.broker.claim("q", limit=9)) == 2
+    for each in (other, third):
+        each.broker.close()
+
+
+def test_zones_that_others_are_at_are_passed_by(url: str, store: Store) -> None:
+    other = Store(url, seed=1)
+    store.put("a", "b", "b", "c")
+    before = store.core.database.statements
+    with other.core.database.transaction():
+        other.query("SELECT 1 FROM pointers WHERE zone = 'a' FOR UPDATE")
+        assert [d.group for d in store.broker.claim("q")] == ["b"]
+        assert store.core.database.statements - before == 2
+        assert store.core.zones.collisions == 1
+        # What it has room for is shared between those that are free.
+        assert [d.group for d in store.broker.claim("q", limit=2)] == ["c", "b"]
+    assert [d.group for d in store.broker.claim("q")] == ["a"]
+    other.broker.close()
+
+
+def test_a_claim_that_finds_no_zone_free_waits_a_little_and_gives_up(
+    url: str, store: Store
+) -> None:
+    other = Store(url, seed=1)
+    paused: list[float] = []
+    claiming = Claiming(store.core, store.broker._store._upkeep, pause=paused.append)  # type: ignore[attr-defined]
+    store.put("a")
+    wants = [Want(1, 1_000, "", store.clock.lease_id())]
+    with other.core.database.transaction():
+        other.query("SELECT 1 FROM pointers FOR UPDATE")
+        assert claiming.claim("q", wants, store.clock.now_ms()) == [[]]
+    assert len(paused) == LOST_MAX
+    assert 0 < paused[0] < paused[-1] < 0.1
+    assert len(claiming.claim("q", wants, store.clock.now_ms())[0]) == 1
+    other.broker.close()
+
+
+def test_where_zones_are_scarce_fewer_are_taken_at_a_time() -> None:
+    crowding = Crowding()
+
+    def note(wanted: int, won: int, passed: int) -> int:
+        crowding.note(7, 10, wanted=wanted, won=won, passed=passed)
+        return crowding.width(7, 10)
+
+    assert note(10, 10, 5) == 10
+    assert note(10, 8, 9) == 4
+    assert crowding.width(8, 10) == 10
+    assert crowding.width(7, 3) == 3
+    assert note(4, 2, 9) == 1
+    pauses = [crowding.pause_ms(7)]
+    for _ in range(9):
+        assert note(1, 0, 4) == 1
+        pauses.append(crowding.pause_ms(7))
+    assert pauses == sorted(pauses)
+    assert pauses[0] < pauses[-1] == pauses[-2] == PAUSE_MAX_MS
+    # Not while others are met.
+    assert {note(1, 1, 3) for _ in range(99)} == {1}
+    widths = [note(1, 1, 0) for _ in range(9 * PATIENCE)]
+    assert widths == sorted(widths)
+    assert set(widths) == set(range(1, 11))
+    assert widths[PATIENCE - 2] == 1
+    assert crowding.pause_ms(7) == crowding.pause_ms(8)
+    assert not crowding._crowds
 
 
 def test_collisions_are_counted_and_refusals_too(url: str, store: Store) -> None:
@@ -472,3 +581,62 @@ def test_statements_of_each_verb(store: Store, count: int) -> None:
     _, extending = cost(lambda: store.broker.extend(receipts, lease_ms=5_000))
     _, acking = cost(lambda: store.broker.ack(receipts))
     assert (publishing, claiming, extending, acking) == (1, 2, 1, 1)
+
+
+def test_statements_of_a_claim_from_many_zones(store: Store) -> None:
+    database = store.core.database
+    store.put(*(f"{n}" for n in range(40)))
+    before = database.statements
+    assert len({d.group for d in store.broker.claim("q", limit=10)}) == 10
+    assert database.statements - before == 2
+    # One that takes all there is does not look again.
+    store.broker.create_queue("r")
+    store.put("a", "b", "c", queue="r")
+    store.broker.claim("r", limit=1)
+    before = database.statements
+    assert len(store.broker.claim("r", limit=10)) == 2
+    assert database.statements - before == 2
+
+
+@pytest.mark.parametrize("ordering", ["standard", "fifo"])
+def test_a_visit_finds_pointers_by_their_zone(store: Store, ordering: str) -> None:
+    """Also by a plan that was made when there was one pointer, and the planner knew that."""
+    store.broker.create_queue("r", ordering=ordering)
+    database = store.core.database
+    store.put("a", queue="r")
+    store.query("ANALYZE; SET plan_cache_mode = force_generic_plan")
+    name = "visit_fifo" if ordering == "fifo" else "visit"
+    told = visit_parameters(store, b"a") | {"queue": store.core.queue("r").number}
+    text = database._statements[name].text
+    todo = [database.execute(f"EXPLAIN (FORMAT JSON) {text}", told)[0][0][0]["Plan"]]
+    looked = 0
+    while todo:
+        node = todo.pop()
+        todo += node.get("Plans", [])
+        if node.get("Relation Name", "").startswith("pointer") and "Scan" in node["Node Type"]:
+            looked += 1
+            assert "zone =" in node.get("Index Cond", ""), node
+    assert looked == 5
+
+
+def test_plans_are_kept_for_a_while(store: Store) -> None:
+    """Those of an empty table would read all of a full one."""
+    database = store.core.database
+
+    def plans() -> int:
+        text = "SELECT sum(generic_plans) FROM pg_prepared_statements WHERE statement ~ 'lanes'"
+        ((number,),) = store.query(text)
+        return int(number)
+
+    def cost() -> int:
+        before = database.statements
+        store.broker.ack([d.receipt for d in store.broker.claim("q")])
+        return database.statements - before
+
+    store.put(*["a"] * 20)
+    assert {cost() for _ in range(9)} == {3}
+    assert plans() > 0
+    store.clock.advance(PLANS_MS)
+    # It is asked as well whether queues have changed.
+    assert cost() == 5
+    assert cost() == 3

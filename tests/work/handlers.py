@@ -66,6 +66,29 @@ def waits_for_file(delivery: Delivery) -> None:
         threading.Event().wait(0.01)
 
 
+def line(delivery: Delivery, word: str) -> None:
+    """Write to a file that all processes of a test share what a handler does."""
+    place = Path(str(delivery.attributes["place"]))
+    told = f"{word} {delivery.queue} {delivery.group} {delivery.payload.decode()} {os.getpid()}\n"
+    with (place / "lines").open("a") as file:
+        file.write(told)
+
+
+def writes_down(delivery: Delivery) -> None:
+    """Write down its beginning and its end; nothing ends before the test says so."""
+    line(delivery, "begin")
+    while not (Path(str(delivery.attributes["place"])) / "go").exists():
+        threading.Event().wait(0.01)
+    line(delivery, "end")
+
+
+async def writes_down_async(delivery: Delivery) -> None:
+    line(delivery, "begin")
+    while not (Path(str(delivery.attributes["place"])) / "go").exists():
+        await asyncio.sleep(0.01)
+    line(delivery, "end")
+
+
 class Noting:
     """Middleware that can be sent to a child: it writes a file for each of its calls."""
 

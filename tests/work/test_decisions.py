@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def delivery(number: int, attempts: int = 1) -> Delivery:
-    return Delivery(number, "q", b"x", {}, "", 0, attempts, 1_000, f"receipt-{number}", 0)
+    return Delivery(number, "q", b"x", {}, "", 0, attempts, 1_000, f"receipt-{number}", 13_000)
 
 
 # --- verdicts -------------------------------------------------------------------------------------
@@ -428,7 +428,7 @@ def test_settings_that_are_left_open() -> None:
 
 def test_counters() -> None:
     meters = Meters()
-    meters.claimed([delivery(1), delivery(2, attempts=3)], now_ms=3_000)
+    meters.claimed([delivery(1), delivery(2, attempts=3)], lease_ms=10_000)
     meters.handled(0.02, failed=True, attempts=3)
     answers = (OutcomeStatus.DONE, OutcomeStatus.STALE, OutcomeStatus.EXPIRED)
     assert meters.settled(Act.ACK, [Outcome("r", each) for each in answers]) == 2

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 from click.testing import CliRunner
-from tests.crash.child import notes_of
+from tests.noting import notes_of
 from tests.work.helping import alive, fill, reasons, wait_until
 
 import penstock
@@ -212,11 +212,10 @@ def test_a_server_that_is_killed_and_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["threads", "processes"])
 def test_killed_under_load(mode: str, tmp_path: Path) -> None:
     url = f"rocksdb:{tmp_path}/store"
-    notes_path = tmp_path / "notes"
     clock = SystemClock()
     children: list[int] = []
     for round_ in range(ROUNDS):
-        with started(CHILD, url, notes_path, mode, round_) as running:
+        with started(CHILD, url, tmp_path / "notes", mode, round_, "q") as running:
             running.wait_for("working")
             line = next(line for line in running.lines if line.startswith("working"))
             children += map(int, line.split()[1:])
@@ -228,7 +227,7 @@ def test_killed_under_load(mode: str, tmp_path: Path) -> None:
         states = (State.AVAILABLE, State.DELAYED, State.IN_FLIGHT)
         waiting = [e for state in states for e in broker.browse("q", state=state, limit=10_000)]
         over = [e for s in ("done", "failed") for e in broker.browse("q", state=s, limit=10_000)]
-        notes = notes_of(notes_path)
+        notes = notes_of(tmp_path / "notes.q")
         findings = audit(
             notes,
             in_queue=[(e.message_id, (e.payload or b"").decode()) for e in waiting],

@@ -519,7 +519,7 @@ class Zones:
     def claim(self, zone: str, *, limit: int, wait_ms: int) -> Claimed:
         self.visits.append((zone, limit, wait_ms))
         if zone == "taken":
-            return Claimed([], collided=True)
+            return Claimed([], collisions=1)
         return Claimed(self.broker.claim("q", limit=limit, lease_ms=self.lease_ms))
 
 

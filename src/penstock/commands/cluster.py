@@ -160,6 +160,20 @@ def resize(
     ctx.exit(1 if wait and any(now.old_tokens for now in found.values()) else 0)
 
 
+@cluster.command("split")
+@click.argument("queue")
+@store_option
+def split(queue: str, store: str, *, as_json: bool) -> None:
+    """Give each token of QUEUE a range of its own, which another node may serve (CockroachDB)."""
+    with ExitStack() as stack:
+        now_ms = next(iter(_look(store, stack).values())).now_ms()
+        made = [each.split_tokens(queue, now_ms) for each in _open(store, now_ms, stack)]
+    if as_json:
+        emit_json({"queue": queue, "ranges": sum(made)})
+    else:
+        click.echo(f"{queue} has a range for each of {made[0]:,} tokens")
+
+
 def _wait(looks: list[ClusterLook], stores: list[SqlStore], timeout_ms: int | None) -> bool:
     """Wait for the last zone of another ring to be collected; false if the time is over."""
     end_ms = None if timeout_ms is None else looks[0].now_ms() + timeout_ms

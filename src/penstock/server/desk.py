@@ -20,7 +20,7 @@ import threading
 from asyncio import Future
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
 from penstock import limits
 from penstock.broker_joint import Ack, Change, Claim, Joint, Publish
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.broker_joint import Request
     from penstock.model import Delivery, Message, Outcome
 
-__all__ = ["Desk"]
+__all__ = ["Desk", "Turnstile"]
 
 T = TypeVar("T")
 
@@ -57,15 +57,28 @@ LOOK_THREADS: Final = 4
 FAR: Final = frozenset({"sql"})
 
 
+class Turnstile(Protocol):
+    """Who says whether a claim that waits may have what has come for it."""
+
+    def enter(self) -> bool:
+        """Say whether it may look now; if not, it is cancelled, and others look instead."""
+
+    def leave(self) -> None:
+        """Be told that it found nothing and waits, until it enters again."""
+
+
 class _Waiting:
     """A claim that may wait: until when, and the alarm that ends it while it is parked."""
 
-    __slots__ = ("alarm", "claim", "future", "until")
+    __slots__ = ("alarm", "claim", "future", "turnstile", "until")
 
-    def __init__(self, claim: Claim, future: Future[Any], until: float) -> None:
+    def __init__(
+        self, claim: Claim, future: Future[Any], until: float, turnstile: Turnstile | None
+    ) -> None:
         self.claim = claim
         self.future = future
         self.until = until
+        self.turnstile = turnstile
         self.alarm: TimerHandle | None = None
 
 
@@ -127,8 +140,12 @@ class Desk:
         lease_ms: int | None = None,
         wait_ms: int = 0,
         consumer: str = "",
+        turnstile: Turnstile | None = None,
     ) -> Future[list[Delivery]]:
-        """Claim, as :meth:`Broker.claim`; cancel the future when nobody waits for it any more."""
+        """Claim, as :meth:`Broker.claim`; cancel the future when nobody waits for it any more.
+
+        One with a turnstile is taken to be inside when it comes.
+        """
         check_count(limit, "limit", 1, limits.MAX_CLAIM_LIMIT)
         check_duration(wait_ms, "wait_ms", high=limits.MAX_WAIT_MS)
         check_text(consumer, "consumer", limits.MAX_CONSUMER_BYTES)
@@ -137,7 +154,7 @@ class Desk:
         claim = Claim(queue, limit, lease_ms, consumer)
         future = self._gather(claim)
         if wait_ms and self._open:
-            waiting = _Waiting(claim, future, self._loop.time() + wait_ms / 1000)
+            waiting = _Waiting(claim, future, self._loop.time() + wait_ms / 1000, turnstile)
             self._waiting[id(claim)] = waiting
             future.add_done_callback(lambda _: self._forget(waiting))
         return future
@@ -258,13 +275,14 @@ class Desk:
         made: list[_Made] = []
         room = MAX_JOINT_MESSAGES
         gathered = self._gathered
+        passed_on: dict[str, int] = {}
         while gathered and room > 0:
             request, future = each = gathered.popleft()
             if future.done():
                 self._under_way -= 1
                 if isinstance(request, Claim):
                     # It may have been woken for a message that another one could have.
-                    self._woken(request.queue, 1)
+                    passed_on[request.queue] = passed_on.get(request.queue, 0) + 1
                 continue
             if isinstance(request, Publish):
                 joint.publishes.append(request)
@@ -279,6 +297,8 @@ class Desk:
                 joint.changes.append(request)
                 room -= 1
             made.append(each)
+        for queue, count in passed_on.items():
+            self._woken(queue, count)
         return joint, made
 
     def _answer(self, made: list[_Made], failure: Exception | None) -> None:
@@ -314,6 +334,8 @@ class Desk:
         waiting.alarm = self._loop.call_at(waiting.until, self._forget, waiting, True)  # noqa: FBT003
         self._parked.setdefault(request.queue, {})[id(request)] = waiting
         self._under_way -= 1
+        if waiting.turnstile is not None:
+            waiting.turnstile.leave()
         return True
 
     def _unpark(self, waiting: _Waiting) -> bool:
@@ -345,7 +367,12 @@ class Desk:
             return
         with self._news_lock:
             first = not self._news
-            self._news[queue] = available
+            known = self._news.get(queue, 0)
+            # One too many that looks is no harm, where one too few would wait for no reason.
+            if known is None or available is None:
+                self._news[queue] = None
+            else:
+                self._news[queue] = max(known, available)
         if first:
             self._loop.call_soon_threadsafe(self._retry)
 
@@ -360,6 +387,15 @@ class Desk:
         for queue, available in news.items():
             parked = list(self._parked.get(queue or "", {}).values())
             # The first ones, as many as could get something; all of them, if the queue is gone.
-            for waiting in parked if available is None else parked[: max(1, available)]:
+            left = len(parked) if available is None else max(1, available)
+            for waiting in parked:
+                if not left:
+                    break
                 self._unpark(waiting)
-                self._add(waiting.claim, waiting.future)
+                if waiting.future.done():
+                    continue
+                if waiting.turnstile is None or waiting.turnstile.enter():
+                    left -= 1
+                    self._add(waiting.claim, waiting.future)
+                else:
+                    waiting.future.cancel()

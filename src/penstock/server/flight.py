@@ -348,15 +348,15 @@ def _check_stretch(pinned: PinnedStore, ticket: wire.LogTicket) -> None:
     stats = pinned.log_stats
     if ticket.log not in stats.cursors:
         raise InvalidInput(f"no log {ticket.log}; there are logs 0 to {max(stats.cursors)}")
-    # Offsets begin at 1.
-    if max(ticket.begin, 1) < min(stats.earliest, ticket.end):
+    first, earliest, end = stats.span(ticket.log)
+    if max(ticket.begin, first) < min(earliest, ticket.end):
         raise InvalidInput(
             f"offsets from {ticket.begin} on were asked for; log {ticket.log} is kept from offset "
-            f"{stats.earliest} on"
+            f"{earliest} on"
         )
-    if ticket.end > stats.end:
+    if ticket.end > end:
         raise InvalidInput(
-            f"offsets up to {ticket.end} were asked for; log {ticket.log} ends at {stats.end}"
+            f"offsets up to {ticket.end} were asked for; log {ticket.log} ends at {end}"
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import threading
 from bisect import bisect_left
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -20,7 +21,7 @@ from prometheus_client.core import (
 )
 
 from penstock import limits
-from penstock.errors import PenstockError, QueueNotFound
+from penstock.errors import PenstockError, QueueNotFound, ServerUnreachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -61,6 +62,14 @@ _STORE: Final = {
     "quarantined_total": "Records that did not decode.",
     "healed_total": "Records mended since the store was opened.",
     "stale_receipts_total": "Receipts refused since the store was opened.",
+}
+# Of stores that processes share, of which others have no series.
+_CONTENTION: Final = {
+    "collisions": ("collisions", "Zones that another process came to before a claim did."),
+    "collected": ("pointers_collected", "Pointers of empty zones that were removed."),
+    "repeated": ("transactions_repeated", "Transactions that the database had undone."),
+    "reconnected": ("reconnects", "Tries made again because the database did not answer."),
+    "statements": ("statements", "Statements sent to the database."),
 }
 
 
@@ -145,8 +154,19 @@ class Metrics:
         """Give every series, as prometheus-client asks for them."""
         yield from self._edge()
         if self._broker is not None:
-            yield from _store(self._broker)
-            yield from self._by_queue(self._broker)
+            yield from self._asked(self._broker)
+            yield from _contention(self._broker)
+            yield GaugeMetricFamily(
+                "penstock_store_healthy", "1 if the store answers and syncing works.",
+                healthy(self._broker),
+            )  # fmt: skip
+
+    def _asked(self, broker: Broker) -> Iterator[Metric]:
+        """Give what the store has to be asked for; while any of it is away, that is left out."""
+        if broker.away is None:
+            with suppress(ServerUnreachable):
+                yield from _store(broker)
+                yield from self._by_queue(broker)
 
     def _edge(self) -> Iterator[Metric]:
         with self._lock:
@@ -239,26 +259,33 @@ def _store(broker: Broker) -> Iterator[Metric]:
         "penstock_routing_lag", "Messages of a log that are not routed yet.", labels=["log"]
     )
     for number, cursor in sorted(log.cursors.items()):
-        behind = log.end - cursor if log.routing == "pipeline" else 0
+        behind = log.span(number).end - cursor if log.routing == "pipeline" else 0
         lag.add_metric([str(number)], max(0, behind))
     yield lag
-    yield GaugeMetricFamily("penstock_log_messages", "Offsets kept.", log.end - log.earliest)
+    yield GaugeMetricFamily("penstock_log_messages", "Offsets kept.", log.kept)
     cost = broker.durability()
     yield CounterMetricFamily("penstock_syncs", "Syncs of the store.", cost.syncs)
     yield CounterMetricFamily(
         "penstock_synced_commits", "Commits made durable; over syncs: the group.", cost.commits
     )
     yield CounterMetricFamily("penstock_sync_seconds", "Time spent in syncs.", cost.seconds)
-    yield GaugeMetricFamily("penstock_store_healthy", "1 if syncing works.", healthy(broker))
+
+
+def _contention(broker: Broker) -> Iterator[Metric]:
+    found = broker.contention()
+    if found is None:
+        return
+    for field, (name, about) in _CONTENTION.items():
+        yield CounterMetricFamily(f"penstock_{name}", about, getattr(found, field))
 
 
 def healthy(broker: Broker) -> bool:
-    """Whether the store is open and what is written becomes durable."""
-    return failure(broker) is None
+    """Whether the store is open, answers, and what is written becomes durable."""
+    return broker.away is None and failure(broker) is None
 
 
 def failure(broker: Broker) -> PenstockError | None:
-    """Return what is wrong with the store, if anything is."""
+    """Return what has ended the store for this process, if anything has."""
     failures: list[PenstockError | None] = []
     try:
         # Of nothing the answer comes at once: whether syncing has failed before.

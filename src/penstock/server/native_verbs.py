@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
     from penstock.broker import Broker
     from penstock.model import Backfilled
-    from penstock.server.desk import Desk
+    from penstock.server.desk import Desk, Turnstile
     from penstock.server.security import Principal
 
-__all__ = ["VERBS"]
+__all__ = ["VERBS", "Verb", "claim_in_turn"]
 
 # What a record of the log is taken to weigh.
 RECORD_BYTES: Final = 256
@@ -27,15 +27,19 @@ def _light(_request: Any, _message_bytes: int) -> int:
     return 0
 
 
-def _by_limit(request: wire.Claim | wire.Browse, message_bytes: int) -> int:
+def _by_limit(request: wire.Claim, message_bytes: int) -> int:
     return max(0, request.limit) * message_bytes
+
+
+def _by_page(request: wire.Browse, message_bytes: int) -> int:
+    return max(0, request.limit) * (message_bytes if request.payloads else RECORD_BYTES)
 
 
 def _by_records(request: wire.ReadLog, _message_bytes: int) -> int:
     return max(0, request.limit) * RECORD_BYTES
 
 
-class _Verb(NamedTuple):
+class Verb(NamedTuple):
     """How a request is checked and run.
 
     ``weight`` says about how many bytes its answer takes, told what a message weighs.
@@ -145,8 +149,18 @@ def _ack(desk: Desk, r: wire.Ack) -> Future[Any]:
 
 
 def _claim(desk: Desk, r: wire.Claim) -> Future[Any]:
+    return claim_in_turn(desk, r, None)
+
+
+def claim_in_turn(desk: Desk, r: wire.Claim, turnstile: Turnstile | None) -> Future[Any]:
+    """Claim; one that has waited asks the turnstile before it looks again."""
     return desk.claim(
-        r.queue, limit=r.limit, lease_ms=r.lease_ms, wait_ms=r.wait_ms, consumer=r.consumer
+        r.queue,
+        limit=r.limit,
+        lease_ms=r.lease_ms,
+        wait_ms=r.wait_ms,
+        consumer=r.consumer,
+        turnstile=turnstile,
     )
 
 
@@ -163,47 +177,47 @@ def _move(broker: Any, r: wire.Move) -> int:
     return moved
 
 
-VERBS: Final[dict[type[Any], _Verb]] = {
-    wire.Publish: _Verb(_publishes, _publish, at_the_desk=True),
-    wire.Claim: _Verb(_consumes, _claim, _by_limit, at_the_desk=True),
-    wire.Ack: _Verb(_settles, _ack, at_the_desk=True),
-    wire.Release: _Verb(_settles, _release, at_the_desk=True),
-    wire.Extend: _Verb(_settles, _extend, at_the_desk=True),
-    wire.Browse: _Verb(_consumes, _at_once(_browse), _by_limit),
-    wire.Attempts: _Verb(_consumes, _at_once(lambda b, r: b.attempts(r.queue, r.message_id))),
-    wire.Stats: _Verb(_consumes, _at_once(lambda b, r: b.stats(r.queue))),
-    wire.StoreStats: _Verb(_looks, _at_once(lambda b, _: b.store_stats())),
-    wire.Queues: _Verb(_looks, _at_once(lambda b, _: b.queues())),
-    wire.Queue: _Verb(_looks_at, _at_once(lambda b, r: b.queue(r.name))),
-    wire.CreateQueue: _Verb(_creates, _at_once(lambda b, r: b.create_queue(r.name, **r.settings))),
-    wire.UpdateQueue: _Verb(
+VERBS: Final[dict[type[Any], Verb]] = {
+    wire.Publish: Verb(_publishes, _publish, at_the_desk=True),
+    wire.Claim: Verb(_consumes, _claim, _by_limit, at_the_desk=True),
+    wire.Ack: Verb(_settles, _ack, at_the_desk=True),
+    wire.Release: Verb(_settles, _release, at_the_desk=True),
+    wire.Extend: Verb(_settles, _extend, at_the_desk=True),
+    wire.Browse: Verb(_consumes, _at_once(_browse), _by_page),
+    wire.Attempts: Verb(_consumes, _at_once(lambda b, r: b.attempts(r.queue, r.message_id))),
+    wire.Stats: Verb(_consumes, _at_once(lambda b, r: b.stats(r.queue))),
+    wire.StoreStats: Verb(_looks, _at_once(lambda b, _: b.store_stats())),
+    wire.Queues: Verb(_looks, _at_once(lambda b, _: b.queues())),
+    wire.Queue: Verb(_looks_at, _at_once(lambda b, r: b.queue(r.name))),
+    wire.CreateQueue: Verb(_creates, _at_once(lambda b, r: b.create_queue(r.name, **r.settings))),
+    wire.UpdateQueue: Verb(
         _updates,
         _at_once(lambda b, r: b.update_queue(r.name, from_offset=r.from_offset, **r.changes)),
     ),
-    wire.DeleteQueue: _Verb(
+    wire.DeleteQueue: Verb(
         _administers, _in_time(lambda b, r: b.delete_queue(r.name, drain=r.drain))
     ),
-    wire.Redrive: _Verb(
+    wire.Redrive: Verb(
         _administers,
         _in_time(lambda b, r: b.redrive(r.queue, message_ids=r.message_ids, where=r.where)),
     ),
-    wire.Purge: _Verb(_administers, _in_time(lambda b, r: b.purge(r.queue, states=r.states))),
-    wire.Move: _Verb(_moves, _in_time(_move)),
-    wire.ReadLog: _Verb(
+    wire.Purge: Verb(_administers, _in_time(lambda b, r: b.purge(r.queue, states=r.states))),
+    wire.Move: Verb(_moves, _in_time(_move)),
+    wire.ReadLog: Verb(
         _looks,
         _at_once(lambda b, r: b.read_log(r.log, begin=r.begin, limit=r.limit)),
         _by_records,
     ),
-    wire.Assign: _Verb(
+    wire.Assign: Verb(
         _administers,
         _at_once(lambda b, r: b.assign(r.log, r.cursor, r.assignments, epoch=r.epoch)),
     ),
-    wire.TakeEpoch: _Verb(_administers, _at_once(lambda b, _: b.take_epoch())),
-    wire.Backfill: _Verb(_administers, _in_time(_backfill)),
-    wire.ConfigureLog: _Verb(
+    wire.TakeEpoch: Verb(_administers, _at_once(lambda b, _: b.take_epoch())),
+    wire.Backfill: Verb(_administers, _in_time(_backfill)),
+    wire.ConfigureLog: Verb(
         _administers,
         _at_once(lambda b, r: b.configure_log(logs=r.logs, retention_ms=r.retention_ms)),
     ),
-    wire.LogStats: _Verb(_looks, _at_once(lambda b, _: b.log_stats())),
-    wire.Info: _Verb(_looks, _at_once(lambda b, _: b.info())),
+    wire.LogStats: Verb(_looks, _at_once(lambda b, _: b.log_stats())),
+    wire.Info: Verb(_looks, _at_once(lambda b, _: b.info())),
 }

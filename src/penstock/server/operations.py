@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["routes"]
 
 _READY_SECONDS: Final = 0.1
+# How often it is looked, while the answer is waited for, whether the store has gone away.
+_AWAY_SECONDS: Final = 0.1
 
 
 class _Backup(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,15 +58,24 @@ class _Pages:
 
     async def ready(self, _: Request) -> Response:
         """Say whether requests are welcome."""
+        # That a database is away is known at once, while a verb that waits for it has the store.
+        while self._server.broker.away is None:
+            probe = self._look()
+            await asyncio.wait({probe}, timeout=_AWAY_SECONDS)
+            if probe.done():
+                if probe.result():
+                    return Response(body=b"ready\n")
+                break
+        return Response(503, b"not ready\n")
+
+    def _look(self) -> asyncio.Future[bool]:
         # Asked on a thread, since the store may be busy for a moment; those who ask meanwhile share
         # the answer, so that they never keep more than one thread waiting.
         loop = asyncio.get_running_loop()
         if self._probe is None or (self._probe.done() and loop.time() > self._probe_until):
             self._probe = asyncio.ensure_future(asyncio.to_thread(lambda: self._server.ready))
             self._probe.add_done_callback(self._probed)
-        if await asyncio.shield(self._probe):
-            return Response(body=b"ready\n")
-        return Response(503, b"not ready\n")
+        return self._probe
 
     def _probed(self, probe: asyncio.Future[bool]) -> None:
         self._probe_until = asyncio.get_running_loop().time() + _READY_SECONDS

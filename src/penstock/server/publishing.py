@@ -61,7 +61,7 @@ class Publisher:
 
     def _publish(self, messages: list[Message]) -> None:
         deduped = any(message.dedup_id is not None for message in messages)
-        end = self._broker.log_stats().end if deduped else 0
+        log = self._broker.log_stats() if deduped else None
         try:
             ids = self._broker.publish(messages)
         except InvalidMessage as error:
@@ -72,7 +72,8 @@ class Publisher:
         self._row += len(messages)
         self.published += len(messages)
         # A duplicate has the id of a message from before, or of one that came first in here.
-        self.duplicates += len(ids) - len({each for each in ids if each >= end})
+        if log is not None:
+            self.duplicates += len(ids) - len({id_ for id_ in ids if id_ >= log.span_at(id_).end})
 
     def _messages(self, batch: pa.RecordBatch) -> Iterator[Message]:
         rows = batch.num_rows

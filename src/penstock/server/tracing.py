@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from penstock.broker import Broker
     from penstock.model import Delivery, Message, Outcome
+    from penstock.server.desk import Turnstile
 
 __all__ = ["TRACEPARENT", "TracedDesk", "traced"]
 
@@ -87,6 +88,7 @@ class TracedDesk(Desk):
         lease_ms: int | None = None,
         wait_ms: int = 0,
         consumer: str = "",
+        turnstile: Turnstile | None = None,
     ) -> Future[list[Delivery]]:
         """Claim; the span links to the traces of what was given out."""
         span = self._span("claim", queue)
@@ -101,7 +103,12 @@ class TracedDesk(Desk):
         return self._ending(
             span,
             lambda: super(TracedDesk, self).claim(
-                queue, limit=limit, lease_ms=lease_ms, wait_ms=wait_ms, consumer=consumer
+                queue,
+                limit=limit,
+                lease_ms=lease_ms,
+                wait_ms=wait_ms,
+                consumer=consumer,
+                turnstile=turnstile,
             ),
             link,
         )

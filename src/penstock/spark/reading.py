@@ -9,7 +9,7 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from penstock.spark import archived
 from penstock.spark.columns import Shape, check_columns, spark_schema
 from penstock.spark.offsets import Stretch, between, check_kept, cut, resolve
-from penstock.spark.stores import offset_at, source, store
+from penstock.spark.stores import offsets_at, source, store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -83,9 +83,9 @@ class TableReader(DataSourceReader):
         else:
             start = resolve(options.starting or "earliest", stats, "startingOffsets")
             if options.starting_ms is not None:
-                start = dict.fromkeys(start, offset_at(client, options.starting_ms))
-            wanted = between(start, resolve(options.ending, stats, "endingOffsets"))
-        kept = check_kept(wanted, stats.earliest, fail=options.fail_on_data_loss)
+                start = offsets_at(client, options.starting_ms)
+            wanted = between(start, resolve(options.ending, stats, "endingOffsets"), stats)
+        kept = check_kept(wanted, stats, fail=options.fail_on_data_loss)
         return cut(kept, options.partitions)
 
 

@@ -24,7 +24,7 @@ from penstock.spark.offsets import (
     resolve,
 )
 from penstock.spark.reading import LogPartition, log_partitions, read_stretch
-from penstock.spark.stores import offset_at, source
+from penstock.spark.stores import offsets_at, source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +58,7 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         stats = client.log_stats()
         start = resolve(self._options.starting or "latest", stats, "startingOffsets")
         if self._options.starting_ms is not None:
-            start = dict.fromkeys(start, offset_at(client, self._options.starting_ms))
+            start = offsets_at(client, self._options.starting_ms)
         return _offset(start, client.store_id)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
@@ -70,8 +70,10 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Return where the next micro-batch ends; ``start`` if there is nothing."""
         client = self._source()
         check_store(start, client.store_id)
-        ends = self._ends()
-        return _offset(limited(logs_of(start), ends, most_rows(limit)), client.store_id)
+        stats = client.log_stats()
+        ends = self._until or resolve("latest", stats, "")
+        until = limited(logs_of(start), ends, most_rows(limit), stats)
+        return _offset(until, client.store_id)
 
     def reportLatestOffset(self) -> Offset:  # noqa: N802
         """Return how far the log goes, for the query's progress."""
@@ -86,9 +88,10 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Cut a micro-batch into tasks."""
         client = self._source()
         check_store(start, client.store_id)
+        stats = client.last_log_stats()
         kept = check_kept(
-            between(logs_of(start), logs_of(end)),
-            client.last_log_stats().earliest,
+            between(logs_of(start), logs_of(end), stats),
+            stats,
             fail=self._options.fail_on_data_loss,
         )
         stretches = cut(kept, self._options.partitions)
@@ -101,11 +104,6 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _source(self) -> Source:
         return source(self._options.location, following=True)
-
-    def _ends(self) -> dict[int, int]:
-        if self._until is not None:
-            return self._until
-        return resolve("latest", self._source().log_stats(), "")
 
 
 def most_rows(limit: ReadLimit) -> int | None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Assigned,
         Attempt,
         Backfilled,
+        Contention,
         Cursor,
         Delivery,
         LogPage,
@@ -263,8 +264,11 @@ class Store(Protocol):
     def backfill(self, queue_name: str, begin: int, end: int, now_ms: int) -> Backfilled:
         """Do one bounded step of filling a queue from the log."""
 
-    def offset_at(self, time_ms: int) -> int:
-        """Return an offset at or before the first message of that time."""
+    def offsets_at(self, time_ms: int) -> list[int]:
+        """Return an offset at or before the first message of that time.
+
+        Where offsets are in several ranges (``LogStats.all_spans``), one of each.
+        """
 
     def configure_log(self, logs: int | None, retention_ms: int | None, now_ms: int) -> None:
         """Change the number of logs, or how long they are kept."""
@@ -293,6 +297,13 @@ class Store(Protocol):
 
     def store_stats(self) -> StoreStats:
         """Return what concerns the whole store."""
+
+    def contention(self) -> Contention | None:
+        """Say what sharing the store has cost, from memory; None: it has one owner."""
+
+    @property
+    def away(self) -> str | None:
+        """Why the store does not answer at present, from memory alone and from any thread."""
 
     def available(self, queue_name: str) -> int | None:
         """Return how many messages of a queue are available, as last counted; None: it is gone."""

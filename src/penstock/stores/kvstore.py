@@ -131,6 +131,14 @@ class KvStore:
         """Return 0: a store on a key-value engine has one owner."""
         return 0
 
+    def contention(self) -> None:
+        """Return nothing: a store on a key-value engine has one owner."""
+
+    @property
+    def away(self) -> str | None:
+        """Return None: it answers, or it is lost for good."""
+        return None
+
     def routing(self) -> str:
         """Return how the store routes."""
         return self.core.identity.routing
@@ -189,6 +197,10 @@ class KvStore:
     def offset_at(self, time_ms: int) -> int:
         """Return an offset at or before the first message of that time."""
         return self.core.log.offset_at(time_ms)
+
+    def offsets_at(self, time_ms: int) -> list[int]:
+        """Return the same: all offsets are in one range."""
+        return [self.offset_at(time_ms)]
 
     def specs(self) -> list[QueueSpec]:
         """Return the settings of every queue, by name."""

@@ -26,7 +26,7 @@ _COUNTERS: Final = {
     "lost": "Leases that ended in this worker's hands.",
     "stale": "Acks and releases that the store refused.",
     "late": "Handlers that returned after their message was given back.",
-    "collisions": "Claims that another worker forestalled.",
+    "collisions": "Visits that another process forestalled.",
     "replaced": "Child processes that died or were killed.",
 }
 _GAUGES: Final = {

@@ -92,8 +92,7 @@ class Feeder:
                 limit=min(room, self._dequeue_max),
                 wait_ms=self._wait_ms if len(zones) == 1 else 0,
             )
-            if claimed.collided:
-                self._meters.add("collisions")
+            self._meters.add("collisions", claimed.collisions)
             if claimed.deliveries:
                 found += len(claimed.deliveries)
                 self._floor.bring(self._source, claimed.deliveries)

@@ -104,7 +104,7 @@ class Floor:
 
     def bring(self, source: Source, deliveries: Sequence[Delivery]) -> None:
         """Take claimed messages in."""
-        self._meters.claimed(deliveries, self._clock.now_ms())
+        self._meters.claimed(deliveries, lease_ms=source.lease_ms)
         self._leases.hold([each.receipt for each in deliveries], lease_ms=source.lease_ms)
         with self._lock:
             self._hands.add(deliveries, max_attempts=source.max_attempts)

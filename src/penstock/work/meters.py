@@ -45,7 +45,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     ``released`` what the store took back for any reason, of which ``exhausted`` were out of
     attempts. ``lost`` are leases that ended in a worker's hands, ``stale`` acks and releases that
     the store refused, ``late`` handlers that returned after their message was given back,
-    ``collisions`` claims that another worker forestalled, ``replaced`` child processes that died
+    ``collisions`` visits that another process forestalled, ``replaced`` child processes that died
     or were killed. ``troubles`` names what does not work at present.
     """
 
@@ -105,13 +105,15 @@ class Meters:
         with self._lock:
             self._counts[name] += count
 
-    def claimed(self, deliveries: Sequence[Delivery], now_ms: int) -> None:
-        """Count messages that came in; the lag of a first attempt is its age."""
+    def claimed(self, deliveries: Sequence[Delivery], *, lease_ms: int) -> None:
+        """Count messages that came in under such a lease; the lag of a first attempt is its age."""
         with self._lock:
             self._counts["claimed"] += len(deliveries)
             for each in deliveries:
                 if each.attempts == 1:
-                    self._lag.add(max(0, now_ms - each.published_at_ms) / 1000)
+                    # By the store's clock, which has both times, and not by this machine's.
+                    claimed_at_ms = each.lease_deadline_ms - lease_ms
+                    self._lag.add(max(0, claimed_at_ms - each.published_at_ms) / 1000)
 
     def handled(self, seconds: float, *, failed: bool, attempts: int) -> None:
         """Count a handler's end."""

@@ -1,27 +1,28 @@
 """Where a worker's messages come from: the seam between the runtime and a store.
 
 A source is visited in two steps, as a scanner and a manager would: :meth:`Source.peek` names the
-zones that are worth a visit now, :meth:`Source.claim` takes messages of one of them. Stores that
-see to fairness between groups by themselves have one zone, the whole queue, and can wait for a
-message inside the claim. A store whose zones are contended names those it has chosen, and says so
-when another worker was there first.
+zones that are worth a visit now, :meth:`Source.claim` takes messages of one of them. All stores see
+to fairness between groups by themselves: they have one zone, the whole queue, and can wait for a
+message inside the claim. A store that processes share scans its zones within the claim, and counts
+how often another was there first.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from penstock.errors import InvalidInput
 from penstock.model import Ordering
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.broker import Broker
     from penstock.clock import Clock
-    from penstock.model import Delivery
+    from penstock.model import Contention, Delivery
 
-__all__ = ["BrokerSource", "Claimed", "Source", "source_of"]
+__all__ = ["BrokerSource", "Claimed", "Collisions", "Source", "source_of"]
 
 WHOLE_QUEUE: Final = ("",)
 # How often the settings of a queue are read; they are as well after a claim that failed.
@@ -29,10 +30,10 @@ LOOK_AGAIN_MS: Final = 10_000
 
 
 class Claimed(NamedTuple):
-    """What one visit gave; ``collided``: somebody else was there first."""
+    """What one visit gave, and how often somebody else was there first."""
 
     deliveries: list[Delivery]
-    collided: bool = False
+    collisions: int = 0
 
 
 class Source(Protocol):
@@ -49,6 +50,26 @@ class Source(Protocol):
         """Take up to ``limit`` messages of a zone; a store that can, waits for the first."""
 
 
+class Collisions:
+    """The collisions of a broker, which all sources of a worker share. Thread-safe."""
+
+    def __init__(self, broker: Broker) -> None:
+        # A client has no such verb: its server counts them, for all its clients.
+        self._contention: Callable[[], Contention | None] = getattr(
+            broker, "contention", lambda: None
+        )
+        self._lock = threading.Lock()
+        self._told = 0
+        self.take()
+
+    def take(self) -> int:
+        """Return how many there were since the last call, whoever made it."""
+        with self._lock:
+            found = self._contention()
+            before, self._told = self._told, 0 if found is None else found.collisions
+            return self._told - before
+
+
 class BrokerSource:
     """A queue of a broker or of a client: one zone, and claims that wait."""
 
@@ -61,8 +82,10 @@ class BrokerSource:
         lease_ms: int | None,
         consumer: str,
         fifo: bool,
+        collisions: Collisions | None = None,
     ) -> None:
         self.queue = queue
+        self._collisions = collisions or Collisions(broker)
         self._broker = broker
         self._clock = clock
         self._own_lease_ms = lease_ms
@@ -89,7 +112,7 @@ class BrokerSource:
             consumer=self._consumer,
         )
         self._look_at = look_at
-        return Claimed(deliveries)
+        return Claimed(deliveries, self._collisions.take())
 
     def _look(self) -> None:
         """Read the queue's settings."""
@@ -110,7 +133,22 @@ class BrokerSource:
 
 
 def source_of(
-    broker: Broker, queue: str, *, clock: Clock, lease_ms: int | None, consumer: str, fifo: bool
+    broker: Broker,
+    queue: str,
+    *,
+    clock: Clock,
+    lease_ms: int | None,
+    consumer: str,
+    fifo: bool,
+    collisions: Collisions | None = None,
 ) -> Source:
     """Return the source that fits a store; FIFO queues are refused without ``fifo``."""
-    return BrokerSource(broker, queue, clock=clock, lease_ms=lease_ms, consumer=consumer, fifo=fifo)
+    return BrokerSource(
+        broker,
+        queue,
+        clock=clock,
+        lease_ms=lease_ms,
+        consumer=consumer,
+        fifo=fifo,
+        collisions=collisions,
+    )

@@ -29,7 +29,7 @@ from penstock.work.handling import check_middleware, is_async, resolve
 from penstock.work.meters import Meters
 from penstock.work.runtime import Runtime
 from penstock.work.settings import Settings
-from penstock.work.source import source_of
+from penstock.work.source import Collisions, source_of
 from penstock.work.trying import is_final
 
 if TYPE_CHECKING:
@@ -207,6 +207,7 @@ class Worker:
             # A client has the verbs of a broker: who is given either need not know which.
             broker = open_store(self._store) if isinstance(self._store, str) else self._store
             self._broker = cast("Broker", broker)
+            collisions = Collisions(self._broker)
             sources = [
                 source_of(
                     self._broker,
@@ -215,6 +216,7 @@ class Worker:
                     lease_ms=settings.lease_ms,
                     consumer=settings.consumer or "",
                     fifo=self._fifo,
+                    collisions=collisions,
                 )
                 for name in self._queues
             ]

@@ -19,6 +19,8 @@ its zone has a pointer. No process owns anything, and every verb is one transact
     clusters, spreading, joining  several databases as one Store: verbs go where a group belongs
     members, agreeing           one of them: is it there; do all have the same queues
     forming                     do they belong together, before anything is written
+    pins, pinned                a moment, to be read in bulk
+    pinned_together, logs_together  the same of several databases; their logs, and the past
 """
 
 from __future__ import annotations

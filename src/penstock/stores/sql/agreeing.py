@@ -2,7 +2,8 @@
 
 Whoever changes something does so there, and then brings the others into line by what stands there.
 If it dies in between, or one of them is away, somebody else does: at open, when a database is back,
-and whenever a process finds them to differ.
+and whenever a process finds them to differ. Each step names the number of the queue that it is for:
+who was held up must not do it to one that was made anew under the same name.
 
 A queue has the same number everywhere, which the first database gives out and never again. So one
 that another database has and the first has not, looked at in this order, was deleted: it is not
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from penstock.errors import PenstockError, QueueNotFound
+from penstock.errors import PenstockError, QueueNotFound, StorageFailed
 from penstock.stores.contract import FiltersChanged
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Agreement:
         removed, changed = 0, False
         for queue in list(own.queues.values()):
             if queue.number not in truth.by_number:
-                removed += store.delete_queue(queue.name, now_ms)
+                removed += store.delete_queue(queue.name, now_ms, number=queue.number)
                 changed = True
         for true in list(truth.queues.values()):
             present = own.by_number.get(true.number)
@@ -84,10 +85,10 @@ class Agreement:
                     changed = True
                 continue
             if present.spec.version < true.spec.version:
-                store.update_queue(true.spec, now_ms, leap=True)
+                store.update_queue(true.spec, now_ms, leap=true.number)
                 changed = True
             if true.coverage.draining and not present.coverage.draining:
-                store.drain_queue(true.name, now_ms)
+                store.drain_queue(true.name, now_ms, number=true.number)
                 changed = True
         if _log_of(own) != _log_of(truth):
             store.configure_log(*_log_of(truth), now_ms)
@@ -99,8 +100,12 @@ class Agreement:
         for member in self._others:
             if not member.up:
                 return False
-            with member.use() as store:
-                store.core.refresh()
+            try:
+                with member.use() as store:
+                    store.core.refresh()
+            except StorageFailed:
+                # It must not pass for a failure of the first one, which asks.
+                return False
             if queue.number in member.core.by_number:
                 return False
         return True

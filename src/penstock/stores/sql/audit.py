@@ -133,6 +133,7 @@ def _parameters(core: Core, name: str, now_ms: int) -> dict[str, int]:
     known = {
         "now_ms": now_ms,
         "threshold_ms": core.tunables.threshold_ms,
+        "cool_ms": core.tunables.cool_ms,
         "slot": core.slot,
     }
     return {each: known[each] for each in core.database.parameters(name)}

@@ -3,23 +3,29 @@
 A claim looks at pointers that have vested, chooses among them, and visits those: one statement for
 all of them compares and sets the pointers, leases items and puts the pointers back. It goes on
 until it has what it wants, or no pointer is left that has vested.
+
+A visit is told of more zones than it takes, and takes the first that are free: zones that others
+are at cost nothing but being passed by. If fewer were free than it wanted, others need them too,
+and the next visits of that queue take fewer at a time; if none was, and the claim has nothing yet,
+it waits for a moment.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import threading
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock.codec.metadata import decode_metadata
 from penstock.errors import CorruptRecord
 from penstock.model import Delivery
 from penstock.stores.leases import family_of
 from penstock.stores.receipts import lease_token
+from penstock.stores.sql.crowding import Crowding
 from penstock.stores.sql.ring import choose, walk
 from penstock.stores.sql.zones import NEVER_MS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Any
+    from collections.abc import Callable, Sequence
 
     from penstock.stores.plans import Want
     from penstock.stores.sql.core import Core, Queue
@@ -29,14 +35,32 @@ __all__ = ["Claiming"]
 
 # What comes due elsewhere that a claim which finds nothing sees to.
 CATCH_UP_BUDGET: Final = 1_000
+# Zones that a visit is told of beside those that it is to take.
+SPARE: Final = 7
+# How often a visit is made again that came to nothing because others were there.
+LOST_MAX: Final = 3
+
+
+class Pointer(NamedTuple):
+    """A pointer that had vested when it was looked at."""
+
+    zone: bytes
+    token: int
+    vesting_ms: int
+    turn: int
 
 
 class Claiming:
     """Claim."""
 
-    def __init__(self, core: Core, upkeep: Upkeep) -> None:
+    def __init__(
+        self, core: Core, upkeep: Upkeep, pause: Callable[[float], object] | None = None
+    ) -> None:
         self._core = core
         self._upkeep = upkeep
+        self._crowding = Crowding()
+        # Waits for so many seconds.
+        self._pause = pause or threading.Event().wait
 
     def claim(self, queue_name: str, wants: Sequence[Want], now_ms: int) -> list[list[Delivery]]:
         """Take messages for several claims, each under its own lease.
@@ -70,45 +94,67 @@ class Claiming:
         tokens = list(range(core.ring_high))
         return len(self._peek(queue, tokens, now_ms))
 
-    def _peek(self, queue: Queue, tokens: list[int], now_ms: int) -> list[tuple[Any, ...]]:
+    def _peek(self, queue: Queue, tokens: list[int], now_ms: int) -> list[Pointer]:
         core = self._core
-        return core.database.do(
+        rows = core.database.do(
             lambda: core.database.run(
                 "peek", queue=queue.number, tokens=tokens, now_ms=now_ms,
                 count=core.tunables.peek_max,
             ),
             again=True,
         )  # fmt: skip
+        return [Pointer(*row) for row in rows]
 
     def _take(self, queue: Queue, claims: Sequence[_Claim], now_ms: int) -> None:
         core, tunables = self._core, self._core.tunables
-        # Visits that came to nothing, because others were there: they are made again, not for ever.
+        found: list[Pointer] = []
+        # Whether there may be vested pointers beside those that were found.
+        more = True
         lost = 0
-        while (room := sum(claim.room for claim in claims)) and lost <= tunables.selection_max:
-            found = self._peek(queue, walk(core.ring_high, core.random), now_ms)
+        while room := sum(claim.room for claim in claims):
             if not found:
-                return
-            # In turn, whichever token they are under.
-            found.sort(key=lambda row: (row[3], row[4]))
-            most = len(found) if tunables.sequential else tunables.selection_max
-            chosen = [found[at] for at in choose(
-                len(found), tunables.selection_share, most, core.random
-            )][: min(room, tunables.selection_max)]  # fmt: skip
-            quotas = _shares(room, len(chosen))
-            if len(found) > len(chosen):
-                quotas = [min(quota, tunables.dequeue_max) for quota in quotas]
-            if not self._visit(queue, claims, chosen, quotas, now_ms):
+                found = self._peek(queue, walk(core.ring_high, core.random), now_ms) if more else []
+                if not found:
+                    return
+                more = len(found) >= tunables.peek_max
+                # In turn, whichever token they are under.
+                found.sort(key=lambda pointer: (pointer.vesting_ms, pointer.turn))
+            most = tunables.selection_max
+            width = min(room, len(found), self._crowding.width(queue.number, most))
+            places = self._choose(len(found), width)
+            visit = self._visit(queue, claims, [found[at] for at in places], width, now_ms)
+            self._crowding.note(
+                queue.number, most, wanted=width, won=visit.won, passed=visit.passed
+            )
+            # Whoever was passed by is looked at anew: others have been there.
+            more = more or bool(visit.passed)
+            gone = set(places[: visit.won + visit.passed])
+            found = [pointer for at, pointer in enumerate(found) if at not in gone] + visit.left
+            if not visit.moved:
                 lost += 1
+                if lost > LOST_MAX or any(claim.deliveries for claim in claims):
+                    return
+                found, more = [], True
+                pause_ms = self._crowding.pause_ms(queue.number) * (0.5 + core.random())
+                self._pause(pause_ms / 1000)
+
+    def _choose(self, count: int, width: int) -> Sequence[int]:
+        """Choose zones to visit among those that were found, and some to spare."""
+        tunables = self._core.tunables
+        wanted = min(count, width + SPARE)
+        if count <= tunables.selection_max or tunables.sequential:
+            return range(wanted)
+        return choose(count, wanted, self._core.random)
 
     def _visit(
         self,
         queue: Queue,
         claims: Sequence[_Claim],
-        chosen: Sequence[tuple[Any, ...]],
-        quotas: list[int],
+        offered: Sequence[Pointer],
+        width: int,
         now_ms: int,
-    ) -> bool:
-        """Visit zones, and deliver what they give; say whether anything is different now."""
+    ) -> _Visit:
+        """Visit the first zones that are free, and deliver what they give."""
         core = self._core
         lows, highs = [], []
         low = 0
@@ -120,10 +166,11 @@ class Claiming:
             lambda: core.database.run(
                 "visit_fifo" if queue.fifo else "visit",
                 queue=queue.number,
-                zones=[row[0] for row in chosen],
-                tokens=[row[1] for row in chosen],
-                seen=[row[2] for row in chosen],
-                quotas=quotas,
+                zones=[pointer.zone for pointer in offered],
+                tokens=[pointer.token for pointer in offered],
+                width=width,
+                room=low,
+                quota_max=core.tunables.dequeue_max if len(offered) > width else low,
                 leases=[claim.lease for claim in claims],
                 deadlines=[claim.deadline_ms for claim in claims],
                 consumers=[claim.consumer for claim in claims],
@@ -131,7 +178,7 @@ class Claiming:
                 highs=highs,
                 room_bytes=[claim.most_bytes - claim.bytes for claim in claims],
                 slot=core.slot,
-                turn=core.take_turns(len(chosen) + 1),
+                turn=core.take_turns(len(offered) + 1),
                 stamp=core.stamp(),
                 cool_ms=core.tunables.cool_ms,
                 never_ms=NEVER_MS,
@@ -140,20 +187,24 @@ class Claiming:
         )
         core.commits += 1
         by_lease = {claim.lease: claim for claim in claims}
-        visited = set()
+        # Place of a zone -> whether it has more to give
+        visited: dict[int, bool] = {}
         expired = moved = False
         broken: list[int] = []
-        for zone, vesting_ms, has_expired, message_id, attempts, lease, metadata, payload in rows:
-            visited.add(zone)
+        for nth, vesting_ms, has_expired, message_id, attempts, lease, metadata, payload in rows:
+            visited[nth - 1] = vesting_ms <= now_ms
             expired = expired or has_expired
             moved = moved or vesting_ms > now_ms or message_id is not None
             if vesting_ms > now_ms:
-                core.zones.forget((queue.number, zone))
+                core.zones.forget((queue.number, offered[nth - 1].zone))
             if message_id is not None:
                 claim = by_lease[lease]
                 if not claim.deliver(message_id, attempts, metadata, payload):
                     broken.append(message_id)
-        core.zones.collisions += len(chosen) - len(visited)
+        # Those behind the last that was wanted were not looked at.
+        reached = max(visited) + 1 if len(visited) == width else len(offered)
+        passed = reached - len(visited)
+        core.zones.collisions += passed
         if expired and self._upkeep.expire(now_ms, CATCH_UP_BUDGET, queue)[0]:
             moved = True
         if broken:
@@ -161,7 +212,21 @@ class Claiming:
         if any(claim.full for claim in claims):
             # Others that wait are to look again.
             core.wake(queue)
-        return moved
+        left = [offered[at] for at, gives in sorted(visited.items()) if gives]
+        return _Visit(moved, len(visited), passed, left)
+
+
+class _Visit(NamedTuple):
+    """What came of a visit.
+
+    ``moved``: anything is different now. ``won``: zones that were free, ``passed`` those before
+    the last of them that were not. ``left``: of those visited, who has more to give.
+    """
+
+    moved: bool
+    won: int
+    passed: int
+    left: list[Pointer]
 
 
 class _Claim:
@@ -214,9 +279,3 @@ class _Claim:
             )
         )
         return True
-
-
-def _shares(room: int, count: int) -> list[int]:
-    """Share a batch between zones; what can't be shared evenly goes to the first."""
-    each, more = divmod(room, count)
-    return [each + (at < more) for at in range(count)]

@@ -8,22 +8,23 @@ under one lease, and the message id in a receipt says where to go.
 
 What each verb promises holds within a database. Between them: a publish of messages that go to
 several may be stored in part (it says so), order and dedup ids are those of groups that share a
-database, and there is no state of all of them at one moment. Queues: see ``agreeing``.
+database, and what is read in bulk is of one moment for each of them. Queues: see ``agreeing``.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, TypeVar
-
-import msgspec
 
 from penstock.errors import InvalidInput, PenstockError, QueueNotFound, StorageFailed
 from penstock.limits import MAX_DATABASE_VIEWS, MAX_LOGS, MAX_PAGE_BYTES
-from penstock.model import Backfilled, Page, SweepCounts
+from penstock.model import Page, SweepCounts
 from penstock.stores.plans import Collected, StoreInfo
 from penstock.stores.sql import joining
 from penstock.stores.sql.agreeing import Agreement
-from penstock.stores.sql.ring import cluster_of_id, first_offset
+from penstock.stores.sql.logs_together import Logs
+from penstock.stores.sql.pinned_together import pin_together
+from penstock.stores.sql.ring import cluster_of_id
 from penstock.stores.sql.spreading import Spreading
 
 if TYPE_CHECKING:
@@ -34,16 +35,15 @@ if TYPE_CHECKING:
     from penstock.codec.metadata import Metadata
     from penstock.model import (
         Attempt,
-        LogPage,
-        LogStats,
+        Contention,
         QueueSpec,
         QueueStats,
         State,
         StoreStats,
     )
     from penstock.stores.audit import AuditReport
-    from penstock.stores.plans import LiveFilters
     from penstock.stores.sql.members import Member
+    from penstock.stores.sql.pinned_together import PinnedTogether
 
 __all__ = ["ClusterStore"]
 
@@ -67,6 +67,15 @@ class ClusterStore:
         self.extend_lease = spreading.extend_lease
         self.held = spreading.held
         self._welcome = spreading.welcome
+        logs = Logs(self.members, self._agreement)
+        self.read_log = logs.read_log
+        self.filters_at = logs.filters_at
+        self.offsets_at = logs.offsets_at
+        self.log_stats = logs.log_stats
+        self.backfill = logs.backfill
+        self.backfill_plan = logs.backfill_plan
+        self.fill = logs.fill
+        self.restore = logs.restore
 
     def begin(self, now_ms: int) -> None:
         """Bring the databases into line: somebody may have died over a change."""
@@ -265,43 +274,20 @@ class ClusterStore:
         """Return how the store routes: inline."""
         return self._truth.store.routing()
 
+    def contention(self) -> Contention:
+        """Say what sharing the databases has cost this process."""
+        return joining.join_contention([member.store.contention() for member in self.members])
+
+    @property
+    def away(self) -> str | None:
+        """Why nothing can be done: none of the databases answers."""
+        if any(member.up for member in self.members):
+            return None
+        return f"none of the {len(self.members)} databases answers"
+
     def info(self) -> StoreInfo:
         """Say which store this is."""
         return self._truth.store.info()
-
-    def _width(self) -> int:
-        """Return how many logs a database has, or has had, at most."""
-        return max(count for member in self.members for _, count in member.core.settings.changes)
-
-    def read_log(self, log: int, begin: int | None, limit: int) -> LogPage:
-        """Read a page of a log; those of a database follow those of the one before."""
-        number, own = divmod(log, self._width())
-        if number >= len(self.members):
-            raise InvalidInput(f"no log {log}: there are {len(self.members) * self._width()}")
-        with self.members[number].use() as store:
-            return msgspec.structs.replace(store.read_log(own, begin, limit), log=log)
-
-    def filters_at(self, offset: int) -> LiveFilters:
-        """Return the filters that are live at an offset, in the database that has it."""
-        with self._member_of(offset).use() as store:
-            return store.filters_at(offset)
-
-    def backfill(self, queue_name: str, begin: int, end: int, now_ms: int) -> Backfilled:
-        """Do one bounded step of filling a queue from the log of one database."""
-        number = cluster_of_id(begin)
-        if number >= len(self.members):
-            return Backfilled(scanned=0, added=0, missing=0, next=end)
-        # There is nothing between the end of a log and the beginning of the next one.
-        following = end if number + 1 == len(self.members) else first_offset(number + 1)
-        with self.members[number].use() as store:
-            log = store.log_stats()
-            begin, until = max(begin, log.earliest), min(end, log.routed_up_to)
-            if begin >= until:
-                return Backfilled(scanned=0, added=0, missing=0, next=min(end, following))
-            step = store.backfill(queue_name, begin, until, now_ms)
-        if step.next < until:
-            return step
-        return msgspec.structs.replace(step, next=min(end, following))
 
     def configure_log(self, logs: int | None, retention_ms: int | None, now_ms: int) -> None:
         """Change the number of logs, of which each database has the same, or how long they last."""
@@ -315,11 +301,6 @@ class ClusterStore:
             truth.configure_log(None if logs is None else logs // count, retention_ms, now_ms)
         self._spread(now_ms)
 
-    def log_stats(self) -> LogStats:
-        """Describe the logs of all databases."""
-        parts = self._all(lambda store: store.log_stats())
-        return joining.join_log_stats(parts, self._width())
-
     def _refuse(self, what: str) -> NoReturn:
         raise InvalidInput(f"{what} is not there for a store of {len(self.members)} databases")
 
@@ -329,32 +310,50 @@ class ClusterStore:
 
     take_epoch = route_plan = assign
 
-    def backfill_plan(self, *_: object, **__: object) -> NoReturn:
-        """Refuse: what is matched elsewhere is read from a pinned state."""
-        self._refuse("filling a queue with what was matched elsewhere")
+    # --- reading in bulk -----------------------------------------------------------------------
 
-    fill = restore = backfill_plan
-
-    def offset_at(self, time_ms: int) -> NoReturn:  # noqa: ARG002
-        """Refuse: each database has its own."""
-        self._refuse("an offset of a time (each has its own: name offsets)")
-
-    def pin(self, now_ms: int, *, stats: bool = False, marks: bool = True) -> NoReturn:  # noqa: ARG002
-        """Refuse: there is no state of all databases at one moment."""
-        self._refuse(
-            "reading in bulk (read each by itself: its URL with ?cluster=NUMBER, from 0 on)"
+    def pin(self, now_ms: int, *, stats: bool = False, marks: bool = True) -> PinnedTogether:
+        """Pin every database for reading in bulk, one after the other."""
+        self._welcome(now_ms)
+        self._agreement.check(now_ms)
+        return pin_together(
+            self.members,
+            now_ms,
+            stats=stats,
+            marks=marks,
+            settle=lambda member: self._agreement.settle(member, now_ms),
         )
 
-    def trim(self, *_: object, **__: object) -> NoReturn:
-        """Refuse: each database has its own sequence numbers."""
-        self._refuse(
-            "trimming by sequence (trim each by itself: its URL with ?cluster=NUMBER, from 0 on)"
-        )
+    def trim(
+        self,
+        queue_name: str,
+        state: State,
+        before: int,
+        now_ms: int,
+        *,
+        limit: int,
+        created_at_ms: int | None = None,
+    ) -> int:
+        """Remove done or failed messages whose sequence number is below ``before``, up to a limit.
+
+        What was read from a pinned state may be: see ``pinned_together``.
+        """
+        removed = 0
+        for member in self._holders(queue_name, now_ms):
+            if removed < limit:
+                with member.use() as store:
+                    removed += store.trim(
+                        queue_name, state, before, now_ms, limit=limit - removed,
+                        created_at_ms=created_at_ms,
+                    )  # fmt: skip
+        return removed
 
     @property
     def max_views(self) -> int:
         """How many states a server may have pinned at a time."""
-        return MAX_DATABASE_VIEWS
+        # Each is a connection to every database, and some may be on one server.
+        servers = Counter(member.core.database.server for member in self.members)
+        return max(1, MAX_DATABASE_VIEWS // max(servers.values()))
 
     # --- looking -------------------------------------------------------------------------------
 

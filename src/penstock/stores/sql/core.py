@@ -8,6 +8,7 @@ of ``log_head`` whether what it knows is out of date.
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -22,6 +23,7 @@ from penstock.stores.sql.zones import Zones
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from penstock.stores.sql.database import Database
     from penstock.stores.sql.tunables import Tunables
@@ -87,12 +89,15 @@ class Core:
         ring_size: int | None,
         random: Callable[[], float],
         now_ms: int,
+        clock: Callable[[], int] | None = None,
         cluster: int = 0,
         clusters: int = 1,
     ) -> None:
         self.database = database
         self.tunables = tunables
         self.random = random
+        # What time it is when something has taken its time; without a clock nothing takes any.
+        self.clock = clock or (lambda: now_ms)
         self.process_id: bytes = database.run("fresh_id")[0][0]
         self.slot = self.process_id[-1] % SLOTS
         self._stamps = 0
@@ -107,6 +112,8 @@ class Core:
         # When the retention of done and failed messages next has something to do.
         self.retention_ms: int | None = None
         self.identity = self._identify(store_id, routing, ring_size, now_ms, (cluster, clusters))
+        # What the store is called: one of several databases, opened by itself, is another one.
+        self.known_as = self.identity.store_id
         self.zones = Zones(self)
         self.queues: dict[str, Queue] = {}
         self.by_number: dict[int, Queue] = {}
@@ -258,13 +265,13 @@ class Core:
             if (text := queue.coverage.filter_at((1 << 63) - 1)) is not None
         }
 
-    def queue(self, name: str) -> Queue:
-        """Look a queue up by name."""
+    def queue(self, name: str, number: int | None = None) -> Queue:
+        """Look a queue up by name; with ``number``, one that was made anew is another."""
         queue = self.queues.get(name)
         if queue is None:
             self.refresh()
             queue = self.queues.get(name)
-        if queue is None:
+        if queue is None or number not in {None, queue.number}:
             raise QueueNotFound(f"no queue named {name!r}")
         return queue
 
@@ -274,9 +281,9 @@ class Core:
             self.refresh()
         return self.by_number.get(number)
 
-    def lock_queue(self, name: str) -> Queue:
-        """Hold a queue until the commit, as it is now."""
-        number = self.queue(name).number
+    def lock_queue(self, name: str, number: int | None = None) -> Queue:
+        """Hold a queue until the commit, as it is now; with ``number``, none that was made anew."""
+        number = self.queue(name, number).number
         rows = self.database.run("lock_queue", number=number)
         if not rows:
             raise QueueNotFound(f"no queue named {name!r}")
@@ -301,20 +308,29 @@ class Core:
 
     # --- transactions, waking, alarms --------------------------------------------------------
 
-    def change(self, work: Callable[[], T], *, again: bool = False) -> T:
-        """Do something in one transaction; if it fails, what is known is read again."""
+    def change(
+        self,
+        work: Callable[[], T],
+        *,
+        again: bool = False,
+        noting: AbstractContextManager[None] | None = None,
+    ) -> T:
+        """Do something in one transaction; if it fails, what is known is read again.
+
+        ``noting`` is around each attempt, with its commit.
+        """
 
         def attempt() -> T:
-            with self.database.transaction():
-                return work()
+            try:
+                with self.zones.sure(), noting or nullcontext(), self.database.transaction():
+                    return work()
+            except BaseException:
+                # Memory may have run ahead of what is committed, and so would the next attempt.
+                self._stale = True
+                self.head = self.head._replace(specs_version=-1)
+                raise
 
-        try:
-            result = self.database.do(attempt, again=again)
-        except BaseException:
-            # Memory may have run ahead of what is committed.
-            self._stale = True
-            self.head = self.head._replace(specs_version=-1)
-            raise
+        result = self.database.do(attempt, again=again)
         self.commits += 1
         return result
 

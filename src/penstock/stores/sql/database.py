@@ -50,6 +50,8 @@ Row = tuple[Any, ...]
 IDLE_IN_TRANSACTION_MS: Final = 5_000
 # 40001 serialization_failure, 40P01 deadlock_detected, 55P03 lock_not_available.
 _ABORTED: Final = frozenset({"40001", "40P01", "55P03"})
+# A message came into a queue twice, with what was tried.
+_COMES_TWICE: Final = frozenset({"items_pkey", "attempts_pkey"})
 # Classes and codes that say that there is no such place: invalid_authorization, no such database.
 _WRONG_PLACE: Final = ("28", "3D")
 # Shutting down, crashed, starting up, too many connections.
@@ -86,6 +88,8 @@ class Database:
         self.statements = 0
         self.repeated = 0
         self.reconnected = 0
+        # Why the last try to connect has failed, if it has.
+        self.away: str | None = None
 
     def use(self, statements: Mapping[str, Statement]) -> None:
         """Take the statements that :meth:`run` knows by name."""
@@ -103,13 +107,16 @@ class Database:
                 self._conninfo, autocommit=True, connect_timeout=MAX_DATABASE_CONNECT_MS // 1000
             )
         except psycopg.Error as error:
+            self.away = _said(error)
             raise translated(error) from error
         try:
             self._configure(connection)
         except psycopg.Error as error:
             connection.close()
+            self.away = _said(error)
             raise translated(error) from error
         self._connection = connection
+        self.away = None
         return connection
 
     def _configure(self, connection: psycopg.Connection[Row]) -> None:
@@ -142,6 +149,12 @@ class Database:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+    @property
+    def server(self) -> tuple[object, object]:
+        """Where it is: host and port."""
+        told = conninfo_to_dict(self._conninfo)
+        return told.get("host"), told.get("port")
 
     def another(self) -> Database:
         """Return what makes another connection to the same place."""
@@ -190,9 +203,9 @@ class Database:
         if self._depth:
             yield
             return
-        self.execute("BEGIN")
-        self._depth = 1
         try:
+            self.execute("BEGIN")
+            self._depth = 1
             yield
         except BaseException as error:
             self._depth = 0
@@ -272,7 +285,11 @@ def translated(error: psycopg.Error) -> PenstockError:
     if code in _ABORTED:
         return Aborted(f"the database has aborted a transaction: {said}")
     if code.startswith("23"):
-        return Refused(said, error.diag.constraint_name or error.diag.column_name or "")
+        rule = error.diag.constraint_name or error.diag.column_name or ""
+        if rule in _COMES_TWICE:
+            # Another process has brought the same message into the queue: it is seen next time.
+            return Aborted(f"a message has come into a queue meanwhile: {said}")
+        return Refused(said, rule)
     if code.startswith(_WRONG_PLACE):
         return InvalidUrl(f"the database can't be opened: {said}")
     if code == "42501":

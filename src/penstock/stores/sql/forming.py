@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.errors import InvalidInput, InvalidUrl, StoreMismatch
+from penstock.errors import InvalidInput, InvalidUrl, PenstockError, StoreMismatch
 from penstock.limits import MAX_CLUSTERS
 from penstock.stores.sql.clusters import ClusterStore
 from penstock.stores.sql.database import Database
@@ -13,7 +14,7 @@ from penstock.stores.sql.schema import applied, migrations
 from penstock.stores.sql.store import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from penstock.stores.sql.store import SqlStore
 
@@ -48,6 +49,7 @@ def open_clusters(
     routing: str | None,
     random: Callable[[], float],
     now_ms: int,
+    clock: Callable[[], int] | None = None,
     relaxed: bool = False,
     background: bool = False,
 ) -> ClusterStore:
@@ -58,7 +60,10 @@ def open_clusters(
         raise InvalidUrl(f"{len(sources)} databases: a store has up to {MAX_CLUSTERS}")
     if len({(source.conninfo, source.schema) for source in sources}) < len(sources):
         raise InvalidUrl("a database is named twice")
-    found = [_look(source) for source in sources]
+    found = []
+    for source in sources:
+        with _naming(source):
+            found.append(_look(source))
     numbers = arrange(found, [source.shown for source in sources])
     known = next((each.store_id for each in found if each is not None), store_id)
     made = all(each is not None and each.clusters > 0 for each in found)
@@ -66,20 +71,22 @@ def open_clusters(
     try:
         # The first one first: if several processes make the store, it says under which id.
         for number, source in sorted(zip(numbers, sources, strict=True)):
-            store = open_store(
-                source.conninfo,
-                schema=source.schema,
-                dialect=source.dialect,
-                ring_size=source.ring_size,
-                store_id=known,
-                routing="inline",
-                random=random,
-                now_ms=now_ms,
-                relaxed=relaxed,
-                background=background,
-                cluster=number,
-                clusters=len(sources) if made else -len(sources),
-            )
+            with _naming(source):
+                store = open_store(
+                    source.conninfo,
+                    schema=source.schema,
+                    dialect=source.dialect,
+                    ring_size=source.ring_size,
+                    store_id=known,
+                    routing="inline",
+                    random=random,
+                    now_ms=now_ms,
+                    clock=clock,
+                    relaxed=relaxed,
+                    background=background,
+                    cluster=number,
+                    clusters=len(sources) if made else -len(sources),
+                )
             stores.append(store)
             known = stores[0].core.identity.store_id
             _check_same(store, known, source)
@@ -99,6 +106,16 @@ def open_clusters(
         joined.close()
         raise
     return joined
+
+
+@contextmanager
+def _naming(source: Source) -> Iterator[None]:
+    """Have an error say which database it is about."""
+    try:
+        yield
+    except PenstockError as error:
+        error.args = (f"{source.shown}: {error}",)
+        raise
 
 
 def _check_same(store: SqlStore, store_id: int, source: Source) -> None:

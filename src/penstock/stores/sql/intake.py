@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import repeat
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from zlib import crc32
 
 from penstock.codec.metadata import Metadata, encode_metadata
@@ -221,9 +221,10 @@ class Intake:
             batch.add(message, names)
         duplicates = len(messages) - len(batch.refs)
         unrouted = 0 if routes is None else batch.refs.count(0)
-        first_id = self._send(
-            token, batch, fresh, now_ms + dedup_window_ms, now_ms, (duplicates, unrouted)
-        )
+        with core.zones.sure(batch.wanted):
+            first_id = self._send(
+                token, batch, fresh, now_ms + dedup_window_ms, now_ms, (duplicates, unrouted)
+            )
         if first_id is None:
             return None
         self._after(batch, bool(fresh), now_ms + dedup_window_ms, now_ms)
@@ -255,9 +256,15 @@ class Intake:
         counted: tuple[int, int],
     ) -> int | None:
         core = self._core
-        zones = core.zones.unsure(batch.wanted, now_ms)
-        rows = core.database.do(
-            lambda: core.database.run(
+        # A try after the first may come much later: what was known of zones then is not trusted.
+        first = [core.zones.unsure(batch.wanted, now_ms)]
+        counts = sorted((core.queues[name].number, n) for name, n in batch.by_queue.items())
+
+        def work() -> list[tuple[Any, ...]]:
+            wanted = first.pop() if first else batch.wanted
+            # In the order in which everybody locks them.
+            zones = dict(sorted(wanted.items()))
+            return core.database.run(
                 "publish",
                 token=token,
                 count=len(batch.refs),
@@ -281,8 +288,8 @@ class Intake:
                 vestings=batch.vestings,
                 expiries=batch.expiries,
                 sizes=batch.sizes,
-                count_queues=[core.queues[name].number for name in batch.by_queue],
-                count_numbers=list(batch.by_queue.values()),
+                count_queues=[queue for queue, _ in counts],
+                count_numbers=[number for _, number in counts],
                 slot=core.slot,
                 zone_queues=[queue for queue, _ in zones],
                 zone_names=[name for _, name in zones],
@@ -292,10 +299,10 @@ class Intake:
                 stamp=core.stamp(),
                 threshold_ms=core.tunables.threshold_ms,
                 now_ms=now_ms,
-            ),
-            # The token is there if it had been done.
-            again=True,
-        )
+            )
+
+        # The token is there if it had been done.
+        rows = core.database.do(work, again=True)
         return int(rows[0][0]) if rows else None
 
     def _after(self, batch: _Batch, remembers: bool, expires_ms: int, now_ms: int) -> None:  # noqa: FBT001

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
-from penstock.model import LogStats, QueueStats, StoreStats, SweepCounts
+from penstock.model import Contention, LogSpan, LogStats, QueueStats, StoreStats, SweepCounts
 from penstock.stores.audit.report import KEPT, AuditReport
+from penstock.stores.sql.ring import first_offset
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ __all__ = [
     "soonest",
 ]
 
-_Counts = TypeVar("_Counts", QueueStats, StoreStats, SweepCounts)
+_Counts = TypeVar("_Counts", Contention, QueueStats, StoreStats, SweepCounts)
 
 # Fields that are not sums.
 _OTHERS: Final = frozenset({"queue", "oldest_age_ms", "next_due_ms"})
@@ -66,16 +67,29 @@ def join_store_stats(parts: Sequence[StoreStats]) -> StoreStats:
     return StoreStats(**_sums(parts))
 
 
+def join_contention(parts: Sequence[Contention]) -> Contention:
+    """Add up what sharing the databases has cost."""
+    return Contention(**_sums(parts))
+
+
 def join_sweeps(parts: Sequence[SweepCounts]) -> SweepCounts:
     """Add up what was done; the next thing is due when the first of them has one."""
     return SweepCounts(**_sums(parts), next_due_ms=soonest([part.next_due_ms for part in parts]))
 
 
-def join_log_stats(parts: Sequence[LogStats], width: int) -> LogStats:
-    """Describe logs of which each database has up to ``width``, one after the other.
+def join_log_stats(parts: Sequence[LogStats]) -> LogStats:
+    """Describe logs of which each database has some.
 
-    Offsets of a database are all above those of the one before it.
+    They take turns, so that none gets another number when there are more of them. Offsets of a
+    database are all above those of the one before it.
     """
+    cursors: dict[int, int] = {}
+    spans: dict[int, LogSpan] = {}
+    for number, part in enumerate(parts):
+        for own, cursor in part.cursors.items():
+            log = own * len(parts) + number
+            cursors[log] = cursor
+            spans[log] = LogSpan(first_offset(number), part.earliest, part.end)
     return LogStats(
         routing=parts[0].routing,
         logs=sum(part.logs for part in parts),
@@ -84,11 +98,8 @@ def join_log_stats(parts: Sequence[LogStats], width: int) -> LogStats:
         routed_up_to=max(part.routed_up_to for part in parts),
         segments=sum(part.segments for part in parts),
         retention_ms=parts[0].retention_ms,
-        cursors={
-            number * width + log: cursor
-            for number, part in enumerate(parts)
-            for log, cursor in part.cursors.items()
-        },
+        cursors=dict(sorted(cursors.items())),
+        spans=spans,
     )
 
 

@@ -11,7 +11,7 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from penstock.errors import PenstockError, ServerUnreachable
+from penstock.errors import PenstockError, ServerUnreachable, StorageFailed
 from penstock.limits import MAX_CLUSTER_REPEATS
 from penstock.stores.contract import PartAway
 
@@ -70,6 +70,9 @@ class Member:
         except ServerUnreachable as error:
             self._lose(str(error))
             raise ServerUnreachable(f"{self.name} of the store: {error}") from error
+        except StorageFailed as error:
+            error.args = (f"{self.name} of the store: {error}",)
+            raise
 
     def queue(self, name: str) -> Queue:
         """Look a queue up: one that is known is found also while the database is away."""

@@ -1,7 +1,7 @@
 """Messages go from one queue to another: by the verb ``move``, or because they have failed.
 
-A message is taken out of one queue and put into the other in one transaction. It brings its
-attempts along, all of them forgiven.
+What has failed may also go back to where it was (``redrive``). A message is taken out of one queue
+and put into the other in one transaction. It brings its attempts along, all of them forgiven.
 """
 
 from __future__ import annotations
@@ -82,6 +82,33 @@ class Moving:
                 # None of them can be read: they stay where they are.
                 break
         return moved
+
+    def redrive(self, queue: Queue, chosen: dict[int, Metadata], now_ms: int) -> int:
+        """Make failed messages of a queue available again, if they still are; say how many."""
+        core = self._core
+
+        def work() -> int:
+            if not core.database.run("share_queues", numbers=[queue.number]):
+                return 0
+            taken = core.database.run("take_failed", queue=queue.number, message_ids=list(chosen))
+            arrivals = [
+                Arrival(
+                    queue,
+                    message_id,
+                    chosen[message_id].group.encode(),
+                    chosen[message_id].priority,
+                    now_ms,
+                    attempts,
+                    chosen[message_id].size,
+                )
+                for message_id, attempts in taken
+            ]
+            add_items(core, arrivals, now_ms)
+            count = len(arrivals)
+            core.add_counts(queue.number, now_ms, live=count, failed=-count, redriven=count)
+            return count
+
+        return core.change(work) if chosen else 0
 
     # --- dead letters ------------------------------------------------------------------------
 
@@ -180,17 +207,21 @@ class Moving:
         arriving = [each for each in leaving if each.message_id not in live]
         self._put_in(queue, to, arriving, before, known, now_ms)
         gone = len(ids)
-        out = {"failed": -gone} if state is State.FAILED else {"live": -gone}
-        core.add_counts(queue.number, now_ms, moved_out=gone, **out)
-        core.add_counts(
-            to.number,
-            now_ms,
-            live=len(arriving),
-            done=-len(done),
-            failed=-len(failed),
-            moved_in=len(arriving) - len(before),
-            redriven=len(before),
-        )
+        counts = {
+            queue.number: {
+                "failed" if state is State.FAILED else "live": -gone,
+                "moved_out": gone,
+            },
+            to.number: {
+                "live": len(arriving),
+                "done": -len(done),
+                "failed": -len(failed),
+                "moved_in": len(arriving) - len(before),
+                "redriven": len(before),
+            },
+        }
+        for number, added in sorted(counts.items()):
+            core.add_counts(number, now_ms, **added)
         core.wake(to, gone)
         if queue.fifo:
             # The head of a group may be gone, which others of it have waited for.

@@ -76,7 +76,7 @@ class SqlPinned:
         self._let_go = let_go
         self._closed = ""
         self.at_ms = at_ms
-        self.store_id = f"{core.identity.store_id:08x}"
+        self.store_id = f"{core.known_as:08x}"
         self.log_stats = self._log_stats(head, core.identity.routing)
         self.totals = StoreStats(
             published_total=head.published,
@@ -142,6 +142,11 @@ class SqlPinned:
                 self._run("load_queues"), key=lambda row: str(row[1])
             )
         }
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of every queue, by name."""
+        return {name: queue.number for name, queue in self._queues.items()}
 
     @cached_property
     def queues(self) -> dict[str, QueueSpec]:
@@ -224,10 +229,10 @@ class SqlPinned:
         ends = self._run("pinned_item_ends", queue=number)
         yield from _cut("held" if table == "attempts" else "items", number, ends, count, live=True)
 
-    def message_ids(self, begin: int, end: int) -> tuple[int, int] | None:
+    def message_runs(self, begin: int, end: int) -> list[tuple[int, int]]:
         """Return the first and the last id in [begin, end) whose payload is kept."""
         first, last = self._run("pinned_message_ends", begin=begin, end=end)[0]
-        return None if first is None else (first, last)
+        return [] if first is None else [(first, last)]
 
     # --- rows ----------------------------------------------------------------------------
 

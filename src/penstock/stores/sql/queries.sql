@@ -1,6 +1,6 @@
 -- Every statement of the SQL store. A statement is named; what it is for stands below its name.
 -- ":word" is a parameter. "-- dialect: NAME" makes a variant of the statement above it.
--- "-- plan: once": whatever its parameters and however large the tables, one plan is right. Others
+-- "-- plan: once": one plan is right whatever the parameters; it is kept for a few seconds. Others
 -- are planned each time: a plan that was made for a queue of ten must not serve one of a million.
 -- Locks are taken in the order log_head, pointers, pointer_index, items, queue_counts, messages.
 
@@ -45,7 +45,7 @@ SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint;
 -- plan: once
 -- Read the end of the log and the versions of what processes keep in memory.
 SELECT next_offset, specs_version, zones_version, filters_version, segment_ms, time_ms, published,
-       duplicates, unrouted
+       duplicates, unrouted + (SELECT coalesce(sum(c.unrouted), 0) FROM log_cursors c)::bigint
 FROM log_head;
 
 -- name: lock_head
@@ -75,11 +75,31 @@ UPDATE instance SET log_settings = :log_settings;
 UPDATE instance SET filter_changes = :filter_changes;
 
 -- name: put_ring
--- Give zones that come from here on a token of another ring.
+-- Give zones that come from here on a token of another ring. Waits for who makes some of this one.
+UPDATE instance SET ring_size = :ring_size;
+
+-- name: put_ring_high
+-- The next step, which sees all zones that were made before: claims look at their tokens as well.
 UPDATE instance
-SET ring_size = :ring_size,
-    ring_high = greatest(:ring_size, (SELECT coalesce(max(token), 0) + 1 FROM pointer_index))
+SET ring_high = greatest(ring_size, (SELECT coalesce(max(token), 0) + 1 FROM pointer_index))
 RETURNING ring_high;
+
+-- name: forget_plans
+-- Have the plans that are kept made anew: one of a table that was empty reads all of a full one.
+-- dialect: postgresql
+DISCARD PLANS;
+
+-- name: split_pointers
+-- Give each token of a queue a range of its own, which another node may serve: Q_C itself.
+-- dialect: cockroachdb
+ALTER TABLE pointers SPLIT AT
+SELECT :queue::bigint, t.token FROM generate_series(0, :tokens::bigint - 1) AS t (token);
+
+-- name: split_vesting
+-- The same for the index that claims look at.
+-- dialect: cockroachdb
+ALTER INDEX pointers@pointers_vesting SPLIT AT
+SELECT :queue::bigint, t.token FROM generate_series(0, :tokens::bigint - 1) AS t (token);
 
 -- name: take_epoch
 -- Fence every pipeline that took an epoch before.
@@ -234,13 +254,18 @@ WITH head AS (
     SELECT z.queue, z.zone, z.token, z.vesting_ms, NULL
     FROM head h, unnest(:zone_queues::bigint[], :zone_names::bytea[], :zone_tokens::bigint[],
                         :zone_vestings::bigint[]) AS z (queue, zone, token, vesting_ms)
-    ON CONFLICT DO NOTHING
+    WHERE NOT EXISTS (SELECT 1 FROM pointer_index p WHERE p.queue = z.queue AND p.zone = z.zone)
+    -- One that somebody has made since this statement began is not seen, but run into here.
+    ON CONFLICT (queue, zone) DO UPDATE
+    SET vesting_ms = least(pointer_index.vesting_ms, excluded.vesting_ms), empty_since_ms = NULL
     RETURNING queue, zone, token, vesting_ms
 ), pointed AS (
     INSERT INTO pointers SELECT queue, token, zone, vesting_ms, :turn, NULL FROM new
+    ON CONFLICT (queue, token, zone) DO UPDATE
+    SET vesting_ms = least(pointers.vesting_ms, excluded.vesting_ms), lease_id = :stamp
 ), lowered AS (
     UPDATE pointers q
-    SET vesting_ms = z.vesting_ms, turn = :turn, lease_id = :stamp
+    SET vesting_ms = least(q.vesting_ms, z.vesting_ms), turn = :turn, lease_id = :stamp
     FROM head h, unnest(:zone_queues::bigint[], :zone_names::bytea[], :zone_vestings::bigint[])
         AS z (queue, zone, vesting_ms)
     JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
@@ -302,7 +327,7 @@ SELECT count(*) FROM (
 -- Have pointers vest earlier, if they would be late for what has come into their zones.
 WITH lowered AS (
     UPDATE pointers q
-    SET vesting_ms = z.vesting_ms, turn = :turn, lease_id = :stamp
+    SET vesting_ms = least(q.vesting_ms, z.vesting_ms), turn = :turn, lease_id = :stamp
     FROM unnest(:queues::bigint[], :zones::bytea[], :vestings::bigint[])
         AS z (queue, zone, vesting_ms)
     JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
@@ -315,11 +340,12 @@ UPDATE pointer_index p SET vesting_ms = l.vesting_ms, empty_since_ms = NULL
 FROM lowered l WHERE p.queue = l.queue AND p.zone = l.zone;
 
 -- name: peek
+-- plan: once
 -- Look at pointers that have vested, token by token in the order given, locking nothing.
-SELECT q.zone, q.token, q.lease_id, q.vesting_ms, q.turn
+SELECT q.zone, q.token, q.vesting_ms, q.turn
 FROM unnest(:tokens::bigint[]) WITH ORDINALITY AS t (token, nth)
 CROSS JOIN LATERAL (
-    SELECT zone, token, lease_id, vesting_ms, turn FROM pointers
+    SELECT zone, token, vesting_ms, turn FROM pointers
     WHERE queue = :queue AND token = t.token AND vesting_ms <= :now_ms
     ORDER BY vesting_ms, turn LIMIT :count
 ) AS q
@@ -335,19 +361,39 @@ WHERE EXISTS (
 );
 
 -- name: visit
--- Visit zones of a standard queue: compare and set on each pointer, lease what is visible, and
--- put the pointer back at the zone's earliest vesting time. A pointer that somebody else has
--- changed or holds is passed by. What is leased goes to the wants in order. Expired items are not
--- taken: their attempt has to be written down first.
+-- plan: once
+-- Visit zones of a standard queue: the first of those named that are free, up to a number. Compare
+-- and set on each pointer, share the room between them, lease what is visible, and put the pointer
+-- back at the zone's earliest vesting time. What is leased goes to the wants in order. Expired
+-- items are not taken: their attempt has to be written down first.
+-- Free is a pointer that nobody holds, and that nobody has changed since this statement began:
+-- items are read as of its beginning, so the pointer must be of that moment too. "seen" reads
+-- pointers as of then; a lock brings their latest version, for which alone the condition of "free"
+-- is judged again. Whatever was changed before the statement began is no loss.
+-- The plan is kept while tables grow: pointers are found by an array beside the join, which leaves
+-- the planner no other index than that of the zone.
 -- A zone with nothing more to see is raised in p at once, in Q_C only after a while (cool_ms): who
 -- has read p before has its items committed by then.
-WITH RECURSIVE won AS MATERIALIZED (
-    SELECT q.zone, q.token, c.quota, c.nth
-    FROM unnest(:zones::bytea[], :tokens::bigint[], :seen::bytea[], :quotas::bigint[])
-        WITH ORDINALITY AS c (zone, token, seen, quota, nth)
+WITH RECURSIVE seen AS MATERIALIZED (
+    SELECT q.zone, q.token, q.lease_id, c.nth
+    FROM unnest(:zones::bytea[], :tokens::bigint[]) WITH ORDINALITY AS c (zone, token, nth)
     JOIN pointers q ON q.queue = :queue AND q.token = c.token AND q.zone = c.zone
-    WHERE q.lease_id IS NOT DISTINCT FROM c.seen
+    WHERE q.vesting_ms <= :now_ms
+      AND q.token = ANY (:tokens::bigint[]) AND q.zone = ANY (:zones::bytea[])
+), free AS MATERIALIZED (
+    SELECT q.zone, q.token, s.nth
+    FROM seen s
+    JOIN pointers q ON q.queue = :queue AND q.token = s.token AND q.zone = s.zone
+    WHERE q.lease_id IS NOT DISTINCT FROM s.lease_id
+      AND q.token = ANY (ARRAY(SELECT token FROM seen))
+      AND q.zone = ANY (ARRAY(SELECT zone FROM seen))
+    ORDER BY s.nth LIMIT :width
     FOR UPDATE OF q SKIP LOCKED
+), won AS MATERIALIZED (
+    SELECT zone, token, nth,
+           least(:quota_max, floor((:room - place + number) / number)::bigint) AS quota
+    FROM (SELECT zone, token, nth, row_number() OVER (ORDER BY nth) AS place,
+                 count(*) OVER () AS number FROM free) AS shared
 ), lanes (zone, rank) AS (
     SELECT w.zone, (SELECT i.rank FROM items i WHERE i.queue = :queue AND i.zone = w.zone
                     AND i.rank >= 0 ORDER BY i.rank LIMIT 1)
@@ -418,8 +464,13 @@ WITH RECURSIVE won AS MATERIALIZED (
     SET vesting_ms = CASE WHEN p.vesting_ms > :now_ms THEN a.vesting_ms
                           ELSE least(a.vesting_ms, :now_ms + :cool_ms) END,
         turn = :turn + a.nth, lease_id = :stamp
-    FROM after a JOIN pointer_index p ON p.queue = :queue AND p.zone = a.zone
+    FROM after a
+    CROSS JOIN LATERAL (
+        SELECT vesting_ms FROM pointer_index p WHERE p.queue = :queue AND p.zone = a.zone LIMIT 1
+    ) AS p
     WHERE q.queue = :queue AND q.token = a.token AND q.zone = a.zone
+      AND q.token = ANY (ARRAY(SELECT token FROM won))
+      AND q.zone = ANY (ARRAY(SELECT zone FROM won))
     RETURNING q.zone
 ), known AS (
     UPDATE pointer_index p
@@ -428,25 +479,42 @@ WITH RECURSIVE won AS MATERIALIZED (
                               THEN coalesce(p.empty_since_ms, :now_ms) END
     FROM after a JOIN put_back b ON b.zone = a.zone
     WHERE p.queue = :queue AND p.zone = a.zone
+      AND p.zone = ANY (ARRAY(SELECT zone FROM won))
       AND (p.vesting_ms > :now_ms OR a.vesting_ms > :now_ms) AND p.vesting_ms <> a.vesting_ms
 )
-SELECT a.zone, a.vesting_ms, EXISTS (SELECT 1 FROM visible v WHERE v.zone = a.zone AND v.expired),
+SELECT a.nth, a.vesting_ms, EXISTS (SELECT 1 FROM visible v WHERE v.zone = a.zone AND v.expired),
        t.message_id, t.attempts, t.lease_id, m.metadata, m.payload
 FROM after a
 LEFT JOIN leased t ON t.zone = a.zone
-LEFT JOIN messages m ON m.message_id = t.message_id
+LEFT JOIN LATERAL (
+    SELECT metadata, payload FROM messages m WHERE m.message_id = t.message_id LIMIT 1
+) AS m ON true
 ORDER BY t.at;
 
 -- name: visit_fifo
+-- plan: once
 -- Visit zones of a FIFO queue, as above: what is taken is the run of visible items that the zone
 -- begins with, and nothing while anything of the zone is held.
-WITH won AS MATERIALIZED (
-    SELECT q.zone, q.token, c.quota, c.nth
-    FROM unnest(:zones::bytea[], :tokens::bigint[], :seen::bytea[], :quotas::bigint[])
-        WITH ORDINALITY AS c (zone, token, seen, quota, nth)
+WITH seen AS MATERIALIZED (
+    SELECT q.zone, q.token, q.lease_id, c.nth
+    FROM unnest(:zones::bytea[], :tokens::bigint[]) WITH ORDINALITY AS c (zone, token, nth)
     JOIN pointers q ON q.queue = :queue AND q.token = c.token AND q.zone = c.zone
-    WHERE q.lease_id IS NOT DISTINCT FROM c.seen
+    WHERE q.vesting_ms <= :now_ms
+      AND q.token = ANY (:tokens::bigint[]) AND q.zone = ANY (:zones::bytea[])
+), free AS MATERIALIZED (
+    SELECT q.zone, q.token, s.nth
+    FROM seen s
+    JOIN pointers q ON q.queue = :queue AND q.token = s.token AND q.zone = s.zone
+    WHERE q.lease_id IS NOT DISTINCT FROM s.lease_id
+      AND q.token = ANY (ARRAY(SELECT token FROM seen))
+      AND q.zone = ANY (ARRAY(SELECT zone FROM seen))
+    ORDER BY s.nth LIMIT :width
     FOR UPDATE OF q SKIP LOCKED
+), won AS MATERIALIZED (
+    SELECT zone, token, nth,
+           least(:quota_max, floor((:room - place + number) / number)::bigint) AS quota
+    FROM (SELECT zone, token, nth, row_number() OVER (ORDER BY nth) AS place,
+                 count(*) OVER () AS number FROM free) AS shared
 ), held AS (
     SELECT w.zone, i.vesting_ms FROM won w
     CROSS JOIN LATERAL (
@@ -502,8 +570,13 @@ WITH won AS MATERIALIZED (
     SET vesting_ms = CASE WHEN p.vesting_ms > :now_ms THEN a.vesting_ms
                           ELSE least(a.vesting_ms, :now_ms + :cool_ms) END,
         turn = :turn + a.nth, lease_id = :stamp
-    FROM after a JOIN pointer_index p ON p.queue = :queue AND p.zone = a.zone
+    FROM after a
+    CROSS JOIN LATERAL (
+        SELECT vesting_ms FROM pointer_index p WHERE p.queue = :queue AND p.zone = a.zone LIMIT 1
+    ) AS p
     WHERE q.queue = :queue AND q.token = a.token AND q.zone = a.zone
+      AND q.token = ANY (ARRAY(SELECT token FROM won))
+      AND q.zone = ANY (ARRAY(SELECT zone FROM won))
     RETURNING q.zone
 ), known AS (
     UPDATE pointer_index p
@@ -512,14 +585,17 @@ WITH won AS MATERIALIZED (
                               THEN coalesce(p.empty_since_ms, :now_ms) END
     FROM after a JOIN put_back b ON b.zone = a.zone
     WHERE p.queue = :queue AND p.zone = a.zone
+      AND p.zone = ANY (ARRAY(SELECT zone FROM won))
       AND (p.vesting_ms > :now_ms OR a.vesting_ms > :now_ms) AND p.vesting_ms <> a.vesting_ms
 )
-SELECT a.zone, a.vesting_ms, EXISTS (SELECT 1 FROM held h WHERE h.zone = a.zone
+SELECT a.nth, a.vesting_ms, EXISTS (SELECT 1 FROM held h WHERE h.zone = a.zone
                                      AND h.vesting_ms <= :now_ms),
        t.message_id, t.attempts, t.lease_id, m.metadata, m.payload
 FROM after a
 LEFT JOIN leased t ON t.zone = a.zone
-LEFT JOIN messages m ON m.message_id = t.message_id
+LEFT JOIN LATERAL (
+    SELECT metadata, payload FROM messages m WHERE m.message_id = t.message_id LIMIT 1
+) AS m ON true
 ORDER BY t.at;
 
 -- name: idle_zones
@@ -549,10 +625,10 @@ WITH gone AS (
     DELETE FROM pointer_index p
     USING unnest(:queues::bigint[], :zones::bytea[]) AS z (queue, zone)
     WHERE p.queue = z.queue AND p.zone = z.zone
-      AND NOT EXISTS (SELECT 1 FROM items i WHERE i.queue = z.queue AND i.zone = z.zone
-                      AND i.rank >= 0)
-      AND NOT EXISTS (SELECT 1 FROM items i WHERE i.queue = z.queue AND i.zone = z.zone
-                      AND i.rank < 0)
+      AND (SELECT 1 FROM items i WHERE i.queue = z.queue AND i.zone = z.zone AND i.rank >= 0
+           LIMIT 1) IS NULL
+      AND (SELECT 1 FROM items i WHERE i.queue = z.queue AND i.zone = z.zone AND i.rank < 0
+           LIMIT 1) IS NULL
     RETURNING p.queue, p.zone, p.token
 ), dropped AS (
     DELETE FROM pointers q USING gone g
@@ -560,21 +636,34 @@ WITH gone AS (
 )
 SELECT queue, zone FROM gone;
 
+-- name: revive_zones
+-- The fourth: zones that have items after all are looked at, and no longer taken for empty.
+WITH looked AS (
+    UPDATE pointers q SET vesting_ms = least(q.vesting_ms, :now_ms), lease_id = :stamp
+    FROM unnest(:queues::bigint[], :zones::bytea[]) AS z (queue, zone)
+    JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
+    WHERE q.queue = p.queue AND q.token = p.token AND q.zone = p.zone
+)
+UPDATE pointer_index p SET vesting_ms = least(p.vesting_ms, :now_ms), empty_since_ms = NULL
+FROM unnest(:queues::bigint[], :zones::bytea[]) AS z (queue, zone)
+WHERE p.queue = z.queue AND p.zone = z.zone;
+
 -- name: bump_zones
 -- Have every process forget what it knows of zones.
 UPDATE log_head SET zones_version = zones_version + 1 RETURNING zones_version;
 
 -- name: find_idle
 -- Go through the zones, a page at a time, for such as have nothing in them and nobody has noticed.
+-- Not EXISTS, which the planner may answer by reading all items.
 SELECT p.queue, p.zone,
        p.empty_since_ms IS NULL
-       AND NOT EXISTS (SELECT 1 FROM items i WHERE i.queue = p.queue AND i.zone = p.zone
-                       AND i.rank >= 0)
-       AND NOT EXISTS (SELECT 1 FROM items i WHERE i.queue = p.queue AND i.zone = p.zone
-                       AND i.rank < 0)
-FROM pointer_index p
-WHERE (p.queue, p.zone) > (:queue, :zone)
-ORDER BY p.queue, p.zone LIMIT :count;
+       AND (SELECT 1 FROM items i WHERE i.queue = p.queue AND i.zone = p.zone AND i.rank >= 0
+            LIMIT 1) IS NULL
+       AND (SELECT 1 FROM items i WHERE i.queue = p.queue AND i.zone = p.zone AND i.rank < 0
+            LIMIT 1) IS NULL
+FROM (SELECT queue, zone, empty_since_ms FROM pointer_index
+      WHERE (queue, zone) > (:queue, :zone) ORDER BY queue, zone LIMIT :count) AS p
+ORDER BY p.queue, p.zone;
 
 -- name: mark_idle
 -- Note that zones have nothing in them; the collection looks again.
@@ -613,12 +702,22 @@ WITH wanted AS (
     FROM held WHERE vesting_ms > :now_ms
 ), gone AS (
     DELETE FROM items i USING good g WHERE i.queue = g.queue AND i.message_id = g.message_id
+), lowered AS (
+    -- A zone of a FIFO queue may be free again.
+    UPDATE pointers q
+    SET vesting_ms = :now_ms, turn = :turn, lease_id = :stamp
+    FROM (SELECT DISTINCT queue, zone FROM good WHERE rank < 0 ORDER BY queue, zone) AS z
+    JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
+    WHERE q.queue = p.queue AND q.token = p.token AND q.zone = p.zone AND p.vesting_ms > :now_ms
+    RETURNING q.queue, q.zone
 ), counted AS (
     UPDATE queue_counts c
     SET live = live - n.number, in_flight = in_flight - n.number, done = done + n.number,
         acked_total = acked_total + n.number, next_sequence = next_sequence + n.number,
         time_ms = greatest(time_ms, :now_ms)
-    FROM (SELECT queue, count(*) AS number FROM good GROUP BY queue) AS n
+    -- After the pointers, as everybody locks them.
+    FROM (SELECT count(*) FROM lowered) AS before,
+         (SELECT queue, count(*) AS number FROM good GROUP BY queue ORDER BY queue) AS n
     WHERE c.queue = n.queue AND c.slot = :slot
     RETURNING c.queue, c.next_sequence - n.number AS first
 ), ended AS (
@@ -628,14 +727,6 @@ WITH wanted AS (
 ), tried AS (
     INSERT INTO attempts
     SELECT queue, message_id, attempts, consumer, claimed_at_ms, :now_ms, 0, '', lease_id FROM good
-), lowered AS (
-    -- A zone of a FIFO queue may be free again.
-    UPDATE pointers q
-    SET vesting_ms = :now_ms, turn = :turn, lease_id = :stamp
-    FROM (SELECT DISTINCT queue, zone FROM good WHERE rank < 0) AS z
-    JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
-    WHERE q.queue = p.queue AND q.token = p.token AND q.zone = p.zone AND p.vesting_ms > :now_ms
-    RETURNING q.queue, q.zone
 ), known AS (
     UPDATE pointer_index p SET vesting_ms = :now_ms, empty_since_ms = NULL
     FROM lowered l WHERE p.queue = l.queue AND p.zone = l.zone
@@ -670,8 +761,8 @@ WITH wanted AS (
 ), lowered AS (
     -- A deadline may be sooner than it was.
     UPDATE pointers q
-    SET vesting_ms = :deadline_ms, turn = :turn, lease_id = :stamp
-    FROM (SELECT DISTINCT queue, zone FROM moved) AS z
+    SET vesting_ms = least(q.vesting_ms, :deadline_ms), turn = :turn, lease_id = :stamp
+    FROM (SELECT DISTINCT queue, zone FROM moved ORDER BY queue, zone) AS z
     JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
     WHERE q.queue = p.queue AND q.token = p.token AND q.zone = p.zone
       AND p.vesting_ms > :deadline_ms
@@ -680,8 +771,11 @@ WITH wanted AS (
     UPDATE pointer_index p SET vesting_ms = :deadline_ms
     FROM lowered l WHERE p.queue = l.queue AND p.zone = l.zone
 ), counted AS (
+    -- After the pointers, as everybody locks them.
     UPDATE queue_counts c SET time_ms = greatest(time_ms, :now_ms)
-    FROM (SELECT DISTINCT queue FROM moved) AS n WHERE c.queue = n.queue AND c.slot = :slot
+    FROM (SELECT count(*) FROM lowered) AS first,
+         (SELECT DISTINCT queue FROM moved ORDER BY queue) AS n
+    WHERE c.queue = n.queue AND c.slot = :slot
 )
 SELECT queue, message_id, lease_id, vesting_ms > :now_ms FROM held;
 
@@ -1092,12 +1186,8 @@ SELECT cursor FROM log_cursors WHERE log = :log FOR UPDATE;
 INSERT INTO log_cursors VALUES (:log, :cursor) ON CONFLICT DO NOTHING;
 
 -- name: move_cursor
--- Move a log's cursor.
-UPDATE log_cursors SET cursor = :cursor WHERE log = :log;
-
--- name: count_unrouted
--- Count messages that no queue took.
-UPDATE log_head SET unrouted = unrouted + :unrouted, time_ms = greatest(time_ms, :now_ms);
+-- Move a log's cursor, and count messages that no queue took.
+UPDATE log_cursors SET cursor = :cursor, unrouted = unrouted + :unrouted WHERE log = :log;
 
 -- name: trim_log
 -- Remove what lies below the log, a bounded part at a time.
@@ -1221,7 +1311,8 @@ WHERE NOT EXISTS (SELECT 1 FROM pointers q
                   WHERE p.queue = q.queue AND p.zone = q.zone AND p.token = q.token);
 
 -- name: pointers_late
--- Pointers that vest later than the earliest item of their zone, or p says that they do.
+-- Pointers that vest later than the earliest item of their zone. One that is about to be looked at
+-- again may, for so long; and p is brought into line by that look.
 SELECT p.zone, concat('queue ', p.queue, ': the item vests at ', i.vesting_ms, ', Q_C at ',
                       q.vesting_ms, ', p at ', p.vesting_ms)
 FROM (
@@ -1236,8 +1327,7 @@ FROM (
 ) AS i
 JOIN pointer_index p ON p.queue = i.queue AND p.zone = i.zone
 JOIN pointers q ON q.queue = p.queue AND q.token = p.token AND q.zone = p.zone
-WHERE q.vesting_ms > greatest(i.vesting_ms + :threshold_ms, :now_ms)
-   OR p.vesting_ms > greatest(i.vesting_ms + :threshold_ms, :now_ms);
+WHERE q.vesting_ms > greatest(i.vesting_ms + :threshold_ms, :now_ms + :cool_ms);
 
 -- name: mend_pointers_late
 -- Have every pointer looked at now.

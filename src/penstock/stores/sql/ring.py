@@ -52,11 +52,8 @@ def walk(ring_high: int, random: Callable[[], float]) -> list[int]:
     return [(start + step) % ring_high for step in range(ring_high)]
 
 
-def choose(count: int, share: float, most: int, random: Callable[[], float]) -> Sequence[int]:
-    """Choose which of ``count`` pointers to visit: a few are visited all, of many a random part."""
-    if count <= most:
-        return range(count)
-    wanted = min(most, max(1, int(count * share)))
+def choose(count: int, wanted: int, random: Callable[[], float]) -> Sequence[int]:
+    """Choose which of ``count`` pointers to visit, at random."""
     places = list(range(count))
     # The first steps of a shuffle.
     for at in range(wanted):

@@ -114,7 +114,8 @@ class Routing:
         core = self._core
         core.refresh()
         self._check_log(log)
-        log_end, earliest = core.head.next_offset, self.earliest()
+        log_end, segments = core.head.next_offset, self._segments()
+        earliest = segments[0][1] if segments else log_end
         cursors = self._cursors(earliest)
         begin = max(cursors[log] if begin is None else begin, earliest)
         filters, until = self._filters_at(begin)
@@ -128,6 +129,9 @@ class Routing:
             elif change == begin and any(cursor < change for cursor in others):
                 end = begin
         rows = self.rows(log, begin, end, limit + 1)
+        if segments and begin < segments[-1][1] and begin < self.earliest():
+            # Retention was faster: what is gone must not be passed by as if it had not been.
+            return self.read_log(log, begin, limit)
         following = rows[limit][0] if len(rows) > limit else end
         records = []
         for message_id, encoded in rows[:limit]:
@@ -214,10 +218,7 @@ class Routing:
         held = {message_id: count for message_id, count in refs.items() if count}
         if held:
             database.run("refer", message_ids=list(held), refs=list(held.values()))
-        unrouted = len(refs) - len(held)
-        if unrouted:
-            database.run("count_unrouted", unrouted=unrouted, now_ms=now_ms)
-        database.run("move_cursor", log=log, cursor=cursor.end)
+        database.run("move_cursor", log=log, cursor=cursor.end, unrouted=len(refs) - len(held))
         status = AssignStatus.APPLIED if begin == cursor.begin else AssignStatus.TRIMMED
         return Assigned(status, cursor.end, len(arrivals))
 
@@ -285,7 +286,7 @@ class Routing:
         counts: dict[int, int] = {}
         for each in arrivals:
             counts[each.queue.number] = counts.get(each.queue.number, 0) + 1
-        for number, count in counts.items():
+        for number, count in sorted(counts.items()):
             self._core.add_counts(number, now_ms, live=count, enqueued=count)
 
     def take_epoch(self, now_ms: int) -> int:  # noqa: ARG002 - the contract's

@@ -67,8 +67,10 @@ def applied(database: Database, known: list[Migration]) -> int:
     tables = {
         str(row[0])
         for row in database.execute(
-            "SELECT table_name::text FROM information_schema.tables "
-            "WHERE table_schema = %(schema)b::text",
+            # Those that the user may not even see as well: they are not to be made again.
+            "SELECT c.relname::text FROM pg_catalog.pg_class c "
+            "JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace "
+            "WHERE n.nspname = %(schema)b::text AND c.relkind IN ('r', 'p', 'v', 'm', 'f')",
             {"schema": database.schema},
         )
     }
@@ -80,9 +82,10 @@ def applied(database: Database, known: list[Migration]) -> int:
             f"the schema {database.schema!r} of the database holds tables that are not Penstock's "
             f"({shown}); name another with ?schema=NAME"
         )
-    done = [(int(row[0]), str(row[1])) for row in database.execute(
-        "SELECT number, name::text FROM migrations ORDER BY number"
-    )]  # fmt: skip
+    # By its whole name: without the right to use the schema it would not be found at all.
+    name = sql.Identifier(database.schema, "migrations")
+    query = sql.SQL("SELECT number, name::text FROM {} ORDER BY number").format(name)
+    done = [(int(row[0]), str(row[1])) for row in database.execute(query)]
     if len(done) > len(known):
         raise StoreMismatch(
             f"the database has schema {done[-1][0]}; this version of Penstock knows up to "

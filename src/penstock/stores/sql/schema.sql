@@ -68,9 +68,12 @@ CREATE TABLE log_segments (
     start_offset    bigint NOT NULL,
     start_ms        bigint NOT NULL
 );
+-- unrouted: messages that a tailer has assigned to no queue. log_head counts those of publishes; who
+-- assigns holds no lock of it, and need not.
 CREATE TABLE log_cursors (
     log             integer PRIMARY KEY,
-    cursor          bigint NOT NULL
+    cursor          bigint NOT NULL,
+    unrouted        bigint NOT NULL DEFAULT 0
 );
 
 -- A message, once for all queues; refs counts the queues that hold it, in whatever state.

@@ -158,16 +158,12 @@ class Settling:
                     back.append((number, message_id, zone, now_ms + wait_ms))
             self.end([key[:2] for key, good in judged.items() if good], RELEASED, reason, now_ms)
             self.give_back(back, now_ms)
-            for number, count in ended.items():
+            for number, count in sorted(ended.items()):
                 over = [key[1] for key in failed if key[0] == number]
                 self.fail(number, sorted(over), reason, now_ms, released=count, ended=count)
 
-        def change() -> None:
-            with repeated:
-                core.change(work)
-
         if wanted:
-            core.database.do(change, again=True)
+            core.change(work, again=True, noting=repeated)
         if repeated.lost:
             for key, has_failed in self._ended(wanted, RELEASED):
                 judged[key] = True

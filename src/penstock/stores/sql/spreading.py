@@ -232,9 +232,14 @@ class Spreading:
         parse_lease_token(self._store_id, token)
         found: dict[int, str] = {}
         for member in self._members:
-            if member.up:
+            try:
                 with member.use() as store:
                     found |= store.held(token)
+            except StorageFailed:
+                if member.up:
+                    raise
+        if not any(member.up for member in self._members):
+            self._truth.check()
         return found
 
     def _settle(

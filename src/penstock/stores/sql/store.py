@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
+from zlib import crc32
 
 from penstock.errors import InvalidInput, PenstockError
 from penstock.limits import MAX_DATABASE_VIEWS, MAX_RING_SIZE
+from penstock.model import Contention
 from penstock.stores.plans import Collected, StoreInfo
 from penstock.stores.sql.claiming import Claiming
 from penstock.stores.sql.core import Core
@@ -44,6 +46,7 @@ def open_store(
     routing: str | None,
     random: Callable[[], float],
     now_ms: int,
+    clock: Callable[[], int] | None = None,
     ring_size: int | None = None,
     tunables: Tunables | None = None,
     relaxed: bool = False,
@@ -72,6 +75,7 @@ def open_store(
             ring_size=ring_size,
             random=random,
             now_ms=now_ms,
+            clock=clock,
             cluster=cluster,
             clusters=clusters,
         )
@@ -136,7 +140,7 @@ class SqlStore:
         self.remove_drained = upkeep.remove_drained
         self._watching = watching
         self._upkeep = upkeep
-        self._pins = Pins(core, lambda now_ms: upkeep.catch_up(now_ms, ALL))
+        self.pins = Pins(core, lambda now_ms: upkeep.catch_up(now_ms, ALL))
 
     def follow(self, look: Callable[[], None]) -> None:
         """Have something called about every minute: a clock looks at the database's."""
@@ -161,6 +165,9 @@ class SqlStore:
         for name in ("create", "update", "delete", "drain"):
             setattr(self, f"{name}_queue", refuse)
         self.publish = self.purge = refuse
+        # What was archived of it must not pass for an archive of all.
+        place = self.core.database.run("load_cluster")[0][1]
+        self.core.known_as = crc32(b"%d/%d" % (self.core.identity.store_id, place))
         self.ask_before_removal(lambda _: False)
 
     # --- queues ----------------------------------------------------------------------------
@@ -192,10 +199,29 @@ class SqlStore:
         """Return how the store routes."""
         return self.core.identity.routing
 
+    def contention(self) -> Contention:
+        """Say what sharing the database has cost this process."""
+        zones, database = self.core.zones, self.core.database
+        return Contention(
+            collisions=zones.collisions,
+            collected=zones.collected,
+            repeated=database.repeated,
+            reconnected=database.reconnected,
+            statements=database.statements,
+        )
+
+    @property
+    def away(self) -> str | None:
+        """Why there is no connection, if the last try to make one has failed."""
+        return self.core.database.away
+
+    def offsets_at(self, time_ms: int) -> list[int]:
+        """Return an offset at or before the first message of that time."""
+        return [self.offset_at(time_ms)]
+
     def info(self) -> StoreInfo:
         """Say which store this is."""
-        identity = self.core.identity
-        return StoreInfo(f"{identity.store_id:08x}", "sql", identity.routing)
+        return StoreInfo(f"{self.core.known_as:08x}", "sql", self.core.identity.routing)
 
     def set_ring_size(self, ring_size: int, now_ms: int) -> None:
         """Give zones that come from here on a token of another ring; others keep theirs."""
@@ -205,11 +231,23 @@ class SqlStore:
 
         def work() -> None:
             core.lock_head()
-            core.ring_high = core.database.run("put_ring", ring_size=ring_size)[0][0]
+            core.database.run("put_ring", ring_size=ring_size)
+            core.ring_high = core.database.run("put_ring_high")[0][0]
             core.ring_size = ring_size
             core.changed(now_ms)
 
         core.change(work)
+
+    def split_tokens(self, queue_name: str, now_ms: int) -> int:
+        """Give each token of a queue a range of its own; return how many. CockroachDB only."""
+        core = self.core
+        if core.database.dialect != "cockroachdb":
+            raise InvalidInput("a table of PostgreSQL is in one place: no ranges to split")
+        core.refresh(now_ms)
+        queue = core.queue(queue_name)
+        for statement in ("split_pointers", "split_vesting"):
+            core.database.run(statement, queue=queue.number, tokens=core.ring_high)
+        return core.ring_high
 
     # --- payloads --------------------------------------------------------------------------
 
@@ -241,7 +279,7 @@ class SqlStore:
 
     def pin(self, now_ms: int, *, stats: bool = False, marks: bool = True) -> SqlPinned:
         """Pin what is committed for reading in bulk, on a connection of its own."""
-        return self._pins.pin(now_ms, stats=stats, marks=marks)
+        return self.pins.pin(now_ms, stats=stats, marks=marks)
 
     @property
     def max_views(self) -> int:
@@ -284,5 +322,5 @@ class SqlStore:
 
     def close(self) -> None:
         """Let go of the connections."""
-        self._pins.close()
+        self.pins.close()
         self.core.database.close()

@@ -18,7 +18,6 @@ from penstock.model import State, SweepCounts
 from penstock.stores.contract import FiltersChanged
 from penstock.stores.coverage import Coverage, Stretch
 from penstock.stores.sql.core import SLOTS, Queue
-from penstock.stores.sql.intake import Arrival, add_items
 from penstock.stores.sql.settling import EXPIRED
 from penstock.stores.sql.zones import NEVER_MS
 
@@ -104,7 +103,7 @@ class Upkeep:
                 back.append((number, message_id, zone, now_ms))
         settling.end([(row[0], row[1]) for row in rows], EXPIRED, "", now_ms)
         settling.give_back(back, now_ms)
-        for number, total in ended.items():
+        for number, total in sorted(ended.items()):
             settling.fail(
                 number, over.get(number, []), "lease expired", now_ms, ended=total,
                 lease_expired=total,
@@ -245,7 +244,7 @@ class Upkeep:
         def work() -> int:
             rows = core.database.run("expire_unclaimed", now_ms=now_ms, count=budget)
             zones = {}
-            for number in {row[0] for row in rows}:
+            for number in sorted({row[0] for row in rows}):
                 ids = [row[1] for row in rows if row[0] == number]
                 queue = core.numbered(number)
                 if queue is not None:
@@ -277,11 +276,19 @@ class Upkeep:
     # --- purge and delete ------------------------------------------------------------------
 
     def purge(
-        self, queue_name: str, states: Iterable[State], now_ms: int, *, limit: int | None = None
+        self,
+        queue_name: str,
+        states: Iterable[State],
+        now_ms: int,
+        *,
+        limit: int | None = None,
+        number: int | None = None,
     ) -> int:
         """Remove messages of a queue that are in one of the states, up to a limit; say how many."""
         core = self._core
-        queue = core.queue(queue_name)
+        # Another process may have made it again, under another number.
+        core.refresh()
+        queue = core.queue(queue_name, number)
         self.catch_up(now_ms, ALL, queue)
         removed = 0
         for state in states:
@@ -343,6 +350,7 @@ class Upkeep:
 
         Nothing is removed if the queue was not made at ``created_at_ms``.
         """
+        self._core.refresh()
         queue = self._core.queue(queue_name)
         if created_at_ms is not None and queue.spec.created_at_ms != created_at_ms:
             return 0
@@ -391,20 +399,20 @@ class Upkeep:
         now_ms: int,
         *,
         from_offset: int | None = None,
-        leap: bool = False,
+        leap: int | None = None,
     ) -> None:
         """Change settings; another filter counts from an offset on (the log's end).
 
-        ``leap``: whatever older version of them is here.
+        ``leap``: whatever older version of them the queue of this number has.
         """
         core, database = self._core, self._core.database
         core.queue(spec.name)
 
         def work() -> Queue:
             head = core.lock_head()
-            queue = core.lock_queue(spec.name)
+            queue = core.lock_queue(spec.name, leap)
             behind = spec.version - queue.spec.version
-            if behind != 1 and not (leap and behind > 1):
+            if behind != 1 and (leap is None or behind < 1):
                 raise FiltersChanged
             begin = head.next_offset if from_offset is None else from_offset
             lowest = self._routing.routed_up_to()
@@ -441,47 +449,56 @@ class Upkeep:
         self._moving.unpark()
         self.look_again()
 
-    def delete_queue(self, queue_name: str, now_ms: int) -> int:
+    def delete_queue(self, queue_name: str, now_ms: int, *, number: int | None = None) -> int:
         """Remove a queue with everything in it; say how many messages went."""
-        core = self._core
-        queue = core.queue(queue_name)
-        removed = self.purge(queue_name, State, now_ms)
+        removed = self.purge(queue_name, State, now_ms, number=number)
+        return removed + self._delete(queue_name, now_ms, number=number)
 
-        def work() -> int:
+    def _delete(
+        self, queue_name: str, now_ms: int, *, drained: bool = False, number: int | None = None
+    ) -> int:
+        """Remove a queue with what is left in it; a drained one only if nothing waits there."""
+        core = self._core
+
+        def work() -> tuple[Queue | None, int]:
             end = core.lock_head().next_offset
+            # As of now: another process may have deleted it, and made it again.
+            queue = core.queues.get(queue_name)
+            if queue is None or number not in {None, queue.number}:
+                return None, 0
             if not core.database.run("lock_queue", number=queue.number):
-                # Another process was faster.
-                return 0
-            # What has come since the purge: nothing can come any more.
-            more = 0
+                return None, 0
+            # Nothing can come any more, but what is held may end: it is done or failed then.
+            live = core.database.run(
+                "pick_items", queue=queue.number, state=3, now_ms=now_ms, count=ALL
+            )
+            if live and drained:
+                return None, 0
+            more = self._remove(queue, [row[0] for row in live], 3, now_ms) if live else 0
             for name in ("trim_done_by_time", "trim_failed_by_time"):
                 rows = core.database.run(name, queue=queue.number, before=(1 << 63) - 1, count=ALL)
                 self.let_go(queue, [row[0] for row in rows])
                 more += len(rows)
-            rows = core.database.run(
-                "pick_items", queue=queue.number, state=3, now_ms=now_ms, count=ALL
-            )
-            if rows:
-                more += self._remove(queue, [row[0] for row in rows], 3, now_ms)
             core.database.run("remove_queue", number=queue.number)
             core.changed(now_ms, filters_from=end)
-            return more
+            return queue, more
 
-        removed += core.change(work)
-        core.queues.pop(queue.name, None)
-        core.by_number.pop(queue.number, None)
-        core.wake(queue)
+        queue, removed = core.change(work)
+        if queue is not None:
+            core.queues.pop(queue.name, None)
+            core.by_number.pop(queue.number, None)
+            core.wake(queue)
         self.look_again()
-        return removed
+        return int(removed)
 
-    def drain_queue(self, queue_name: str, now_ms: int) -> None:
+    def drain_queue(self, queue_name: str, now_ms: int, *, number: int | None = None) -> None:
         """Let no more messages in; a sweep removes the queue once nothing waits in it."""
         core = self._core
         core.queue(queue_name)
 
         def work() -> Queue:
             end = core.lock_head().next_offset
-            queue = core.lock_queue(queue_name)
+            queue = core.lock_queue(queue_name, number)
             queue.coverage.close(end)
             queue.coverage.draining = True
             self._routing.put_coverage(queue)
@@ -508,7 +525,8 @@ class Upkeep:
                 "pick_items", queue=queue.number, state=3, now_ms=now_ms, count=1
             )
             if not waits and not self._moving.is_pending(queue) and self.may_go(queue):
-                removed += self.delete_queue(queue.name, now_ms)
+                removed += self.purge(queue.name, (State.DONE, State.FAILED), now_ms)
+                removed += self._delete(queue.name, now_ms, drained=True)
         return removed
 
     # --- redrive ---------------------------------------------------------------------------
@@ -527,6 +545,7 @@ class Upkeep:
         Say how many, and where the next page begins.
         """
         core = self._core
+        core.refresh()
         queue = core.queue(queue_name)
         self.catch_up(now_ms, ALL, queue)
         if message_ids is not None:
@@ -546,30 +565,7 @@ class Upkeep:
                 continue
             if where is None or where(metadata):
                 chosen[message_id] = metadata
-        redriven = core.change(lambda: self._redrive(queue, chosen, now_ms)) if chosen else 0
-        return redriven, further
-
-    def _redrive(self, queue: Queue, chosen: dict[int, Metadata], now_ms: int) -> int:
-        core = self._core
-        if not core.database.run("share_queues", numbers=[queue.number]):
-            return 0
-        taken = core.database.run("take_failed", queue=queue.number, message_ids=list(chosen))
-        arrivals = [
-            Arrival(
-                queue,
-                message_id,
-                chosen[message_id].group.encode(),
-                chosen[message_id].priority,
-                now_ms,
-                attempts,
-                chosen[message_id].size,
-            )
-            for message_id, attempts in taken
-        ]
-        add_items(core, arrivals, now_ms)
-        count = len(arrivals)
-        core.add_counts(queue.number, now_ms, live=count, failed=-count, redriven=count)
-        return count
+        return self._moving.redrive(queue, chosen, now_ms), further
 
     # --- move ------------------------------------------------------------------------------
 
@@ -585,6 +581,7 @@ class Upkeep:
     ) -> int:
         """Move messages in a state into another queue: all, by ids, so many; say how many."""
         core = self._core
+        core.refresh()
         self._moving.check(queue_name, to_name)
         self.catch_up(now_ms, ALL, core.queue(queue_name))
         queue, to = core.queue(queue_name), core.queue(to_name)

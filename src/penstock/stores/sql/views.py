@@ -120,18 +120,21 @@ class Views:
         sums = [int(each or 0) for each in database.run("sum_counts", queue=queue.number)[0]]
         live, in_flight, done, failed, *totals = sums
         delayed = database.run("count_delayed", queue=queue.number, now_ms=now_ms)[0][0]
-        oldest = database.run("oldest", queue=queue.number, now_ms=now_ms)
-        age_ms = None
-        if oldest:
-            age_ms = max(0, now_ms - decode_metadata(oldest[0][0]).published_at_ms)
-        ready = database.run(
-            "groups_ready_fifo" if queue.fifo else "groups_ready",
-            queue=queue.number,
-            now_ms=now_ms,
-        )[0][0]
+        available = max(0, live - in_flight - delayed)
+        age_ms, ready = None, 0
+        # Who has nothing to show would be looked for among all that are delayed.
+        if available:
+            oldest = database.run("oldest", queue=queue.number, now_ms=now_ms)
+            if oldest:
+                age_ms = max(0, now_ms - decode_metadata(oldest[0][0]).published_at_ms)
+            ready = database.run(
+                "groups_ready_fifo" if queue.fifo else "groups_ready",
+                queue=queue.number,
+                now_ms=now_ms,
+            )[0][0]
         return QueueStats(
             queue=queue.name,
-            available=max(0, live - in_flight - delayed),
+            available=available,
             delayed=delayed,
             in_flight=in_flight,
             done=done,

@@ -30,6 +30,9 @@ WOKEN: Final = 100
 UPKEEP_MS: Final = 200
 NET_MS: Final = 5_000
 FOLLOW_MS: Final = 60_000
+# For how long the server keeps plans. Planning costs more than a claim, and less than it does to be
+# wrong for long about how large a table is.
+PLANS_MS: Final = 5_000
 
 
 class Watching:
@@ -45,13 +48,14 @@ class Watching:
         self._watched: dict[int, int] = {}
         self._hints: dict[str, int] = {}
         self._now_ms = 0
-        self._upkeep_ms = self._net_ms = self._follow_ms = 0
+        self._upkeep_ms = self._net_ms = self._follow_ms = self._plans_ms = 0
         # Told every minute, so that a clock can follow the database's.
         self.follow: Callable[[], None] | None = None
 
     def claim(self, queue_name: str, wants: Sequence[Want], now_ms: int) -> list[list[Delivery]]:
         """Claim; what is looked for in vain is watched."""
         self._now_ms = now_ms
+        self._forget_plans(now_ms)
         answers = self._claiming.claim(queue_name, wants, now_ms)
         number = self._core.queue(queue_name).number
         if any(answers):
@@ -82,6 +86,7 @@ class Watching:
     def sweep(self, now_ms: int, budget: int) -> SweepCounts:
         """Do what is due, and look whether others have published."""
         self._now_ms = now_ms
+        self._forget_plans(now_ms)
         self._look(now_ms)
         due_ms = self._core.due_ms
         if self._background and now_ms < self._upkeep_ms and (due_ms is None or now_ms < due_ms):
@@ -132,6 +137,15 @@ class Watching:
             queue = core.by_number.get(number)
             if queue is not None:
                 core.wake(queue, WOKEN)
+
+    def _forget_plans(self, now_ms: int) -> None:
+        if self._plans_ms <= now_ms < self._plans_ms + PLANS_MS:
+            return
+        database = self._core.database
+        # Nothing is kept yet when the store has just been opened.
+        if self._plans_ms and database.dialect == "postgresql":
+            database.do(lambda: database.run("forget_plans"), again=True)
+        self._plans_ms = now_ms
 
     def _cast_nets(self, now_ms: int) -> None:
         if self.follow is not None and not self._follow_ms <= now_ms < self._follow_ms + FOLLOW_MS:

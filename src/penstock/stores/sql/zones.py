@@ -15,21 +15,24 @@
 seen the zone as of a moment ago, and somebody who read p before may be about to commit an item. So
 a pointer that goes from vested to not vested is first put ``cool_ms`` ahead and then looked at
 again; one that is written by anybody meanwhile has another ``lease_id``, and is not raised at all.
-A process that trusts its memory of p does so for ``trust_ms`` only. Should a process sleep for
-longer in between, its item is late by no more than the lease of another, or until the zone is
-collected: it is not lost.
+A process that trusts its memory of p does so for ``trust_ms`` only. One that finds, when it has
+committed, that this took longer (it waited for a lock, it was paused) looks at its pointers again,
+and lowers what was raised meanwhile. Should it die before that, its item is late by no more than
+the lease or the delay of another; in a zone that nothing else is in, until the collection comes by,
+which finds that the zone is not empty and has it looked at.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from penstock.stores.sql.ring import token_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from penstock.stores.sql.core import Core
 
@@ -54,6 +57,8 @@ class Zones:
         # Zones whose pointer was seen vested, and when.
         self._vested: OrderedDict[Zone, int] = OrderedDict()
         self._version = -1
+        # Zones that the transaction which is under way puts items into, and when those vest.
+        self._ensured: dict[Zone, int] = {}
         # How far the slow nets have got.
         self._idle_at: Zone = (-1, b"")
         self._orphan_at: tuple[int, int] = (-1, 0)
@@ -101,6 +106,7 @@ class Zones:
     def ensure(self, wanted: Mapping[Zone, int], now_ms: int) -> None:
         """Have zones a pointer that is early enough, in the transaction that puts items in them."""
         core, database, zones = self._core, self._core.database, sorted(wanted)
+        self._ensured |= wanted
         # A token of a ring that another process has made smaller would be looked at by nobody.
         core.ring_size, core.ring_high = database.run("read_ring")[0]
         queues, names = [queue for queue, _ in zones], [name for _, name in zones]
@@ -137,6 +143,27 @@ class Zones:
                 stamp=self._core.stamp(),
             )
 
+    @contextmanager
+    def sure(self, wanted: Mapping[Zone, int] | None = None) -> Iterator[None]:
+        """Have pointers early enough, however long that takes which is done and committed inside.
+
+        Without zones, of those that :meth:`ensure` is told of.
+        """
+        core = self._core
+        began_ms = core.clock()
+        self._ensured = {}
+        yield
+        zones = self._ensured if wanted is None else wanted
+        now_ms = core.clock()
+        # Half of the time, for clocks of others that are not quite the same.
+        patient_ms = (core.tunables.cool_ms - core.tunables.trust_ms) // 2
+        if zones and now_ms - began_ms > patient_ms:
+            self.look_again(zones, now_ms)
+
+    def look_again(self, zones: Mapping[Zone, int], now_ms: int) -> None:
+        """Lower pointers that somebody has raised who did not see what is committed now."""
+        self._core.database.do(lambda: self.lower(zones, now_ms), again=True)
+
     # --- letting go --------------------------------------------------------------------------
 
     def collect(self, now_ms: int) -> int:
@@ -170,15 +197,27 @@ class Zones:
             )
         if not held:
             return []
-        gone = database.run(
-            "collect_zones",
-            queues=[queue for queue, _ in held],
-            zones=[zone for _, zone in held],
-        )
+        gone: list[Zone] = [
+            (queue, zone)
+            for queue, zone in database.run(
+                "collect_zones",
+                queues=[queue for queue, _ in held],
+                zones=[zone for _, zone in held],
+            )
+        ]
+        kept = set(held).difference(gone)
+        if kept:
+            database.run(
+                "revive_zones",
+                queues=[queue for queue, _ in kept],
+                zones=[zone for _, zone in kept],
+                now_ms=before_ms + core.tunables.min_inactive_ms,
+                stamp=core.stamp(),
+            )
         if gone:
             version = database.run("bump_zones")[0][0]
             core.head = core.head._replace(zones_version=version)
-        return [(queue, zone) for queue, zone in gone]
+        return gone
 
     def look_for_idle(self, now_ms: int) -> int:
         """Go on with the look for empty zones that nobody visits; say how many there were."""

@@ -1,0 +1,321 @@
+"""Room for answers: what waits for it, in which order, and that nothing is claimed without it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.native.serving import Raw, Served, encoder, message, pause
+from tests.waiting import wait_until as eventually
+
+import penstock
+from penstock import limits
+from penstock.gateways.native import wire
+from penstock.model import Message
+from penstock.server import native_room
+from penstock.server.desk import Desk
+from penstock.server.native_room import Asked, Room, Sizes
+from penstock.server.native_verbs import VERBS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.server.native_connection import Connection
+
+MEGABYTE = 1024 * 1024
+ALL = limits.MAX_BYTES_AT_WORK
+
+
+class Hall:
+    """A room whose queues hold messages of known sizes."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.sizes = Sizes()
+        for queue, size in sizes.items():
+            self.sizes.saw(queue, size)
+        # As often as somebody is to look whether there is room now.
+        self.freed: list[str] = []
+        self.room = Room(self.sizes, lambda: self.freed.append("look"))
+
+    def ask(self, queue: str, limit: int = 1) -> Asked:
+        request = wire.Claim(1, queue, limit)
+        return Asked(request, VERBS[wire.Claim], 0, 0.0, self.room)
+
+    def admit(self, asked: Asked) -> bool:
+        """Let in or hold, as a connection does."""
+        if self.room.enter(asked):
+            return True
+        self.room.hold(asked)
+        return False
+
+    def let_in(self) -> list[Asked]:
+        found = []
+        while (asked := self.room.next()) is not None:
+            found.append(asked)
+        return found
+
+
+def test_sizes_go_up_at_once_and_down_by_and_by() -> None:
+    sizes = Sizes()
+    assert sizes.guess("q") == native_room.UNKNOWN_MESSAGE_BYTES
+    sizes.saw("q", 100)
+    assert sizes.guess("q") == 100
+    sizes.saw("q", 5_000)
+    assert sizes.guess("q") == 5_000
+    sizes.saw("q", 100)
+    assert 4_000 < sizes.guess("q") < 5_000
+    for _ in range(100):
+        sizes.saw("q", 100)
+    assert sizes.guess("q") == 100
+
+
+def test_sizes_are_of_so_many_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_room, "MAX_SIZES", 3)
+    sizes = Sizes()
+    for n in range(10):
+        sizes.saw(f"q{n}", n)
+        assert sizes.guess(f"q{n}") == n
+        assert len(sizes._by_queue) <= 3
+
+
+def test_as_many_are_let_in_as_there_is_room_for() -> None:
+    hall = Hall(big=MEGABYTE)
+    asked = [hall.ask("big") for _ in range(20)]
+    assert [hall.admit(each) for each in asked] == [True] * 8 + [False] * 12
+    assert hall.let_in() == []
+    asked[3].leave()
+    asked[5].leave()
+    assert hall.freed
+    assert hall.let_in() == asked[8:10]
+    assert hall.room.held == 10
+
+
+def test_one_that_needs_more_than_all_has_it_alone() -> None:
+    hall = Hall(big=MEGABYTE)
+    first, whole, last = hall.ask("big"), hall.ask("big", 1_000), hall.ask("big")
+    assert [hall.admit(each) for each in (first, whole, last)] == [True, False, False]
+    first.leave()
+    assert hall.let_in() == [whole]
+    whole.leave()
+    assert hall.let_in() == [last]
+
+
+def test_little_does_not_wait_behind_much() -> None:
+    hall = Hall(big=ALL, small=100)
+    assert [hall.admit(hall.ask("big")) for _ in range(3)] == [True, False, False]
+    assert all(hall.admit(hall.ask("small")) for _ in range(100))
+    assert hall.room.held == 2
+
+
+def test_much_does_not_wait_for_ever_behind_little() -> None:
+    hall = Hall(big=ALL, small=1)
+    while hall.admit(hall.ask("small")):
+        pass
+    assert hall.admit(hall.ask("big"))
+
+
+def test_held_requests_go_by_what_is_known_by_then() -> None:
+    hall = Hall()
+    asked = [hall.ask("q", 1_000) for _ in range(9)]
+    assert [hall.admit(each) for each in asked] == [True] + [False] * 8
+    hall.sizes.saw("q", 100)
+    assert hall.let_in() == asked[1:]
+
+
+def test_nobody_is_let_in_while_answers_are_not_read() -> None:
+    hall = Hall(small=100)
+    hall.room.shut()
+    asked = hall.ask("small")
+    assert not hall.admit(asked)
+    assert hall.let_in() == []
+    assert hall.freed == []
+    hall.room.reopen()
+    assert hall.freed == ["look"]
+    # In order: who comes now is behind.
+    assert not hall.room.enter(hall.ask("small"))
+    assert hall.let_in() == [asked]
+
+
+def test_who_was_answered_while_held_is_passed_over() -> None:
+    hall = Hall(big=ALL)
+    first, second, third = (hall.ask("big") for _ in range(3))
+    assert [hall.admit(each) for each in (first, second, third)] == [True, False, False]
+    second.gone = True
+    assert hall.room.held == 1
+    first.leave()
+    assert hall.let_in() == [third]
+    second.gone = False
+    hall.room.hold(second)
+    assert hall.room.clear() == [second]
+    assert hall.room.held == 0
+
+
+# --- through a server -----------------------------------------------------------------------------
+
+
+def at(served: Served, work: Callable[[Connection], Any]) -> Any:
+    """Do something with the only connection, on the server's loop."""
+
+    async def do() -> Any:
+        (connection,) = served.listener.connections
+        return work(connection)
+
+    return served.do(do())
+
+
+def fill_up(served: Served) -> Asked:
+    """Take the room for large answers, and return what to leave it with."""
+    blocker = Asked(
+        wire.Claim(0, "-", limits.MAX_CLAIM_LIMIT),
+        VERBS[wire.Claim],
+        0,
+        0.0,
+        Any,  # type: ignore[arg-type]
+    )
+
+    def take(connection: Connection) -> None:
+        blocker.room = connection._room
+        assert blocker.enter()
+
+    at(served, take)
+    return blocker
+
+
+def test_what_brings_little_goes_on_while_claims_are_held(served: Served) -> None:
+    served.broker.create_queue("small")
+    for _ in range(2):
+        served.broker.publish([message(b"x" * MEGABYTE), Message(b"y", {"queue": "small"})])
+    with Raw(served) as raw:
+        raw.read()
+        raw.send(encoder.frame(wire.Claim(1, "small", 1)))
+        (held,) = raw.whole()
+        blocker = fill_up(served)
+        for n in range(3):
+            raw.send(encoder.frame(wire.Claim(10 + n, "q", 1, None, 600_000 * (n % 2))))
+        raw.send(encoder.frame(wire.Browse(19, "q", "available", 10)))
+        assert isinstance(raw.ask(wire.Extend(2, [held["receipt"]], 60_000)), wire.Result)
+        assert isinstance(raw.ask(wire.Ack(3, [held["receipt"]])), wire.Result)
+        small = raw.ask(wire.Claim(4, "small", 1, None, 600_000))
+        assert isinstance(small, wire.Result)
+        assert small.id == 4
+        assert at(served, lambda connection: connection._room.held) == 4
+        assert served.broker.stats("q").in_flight == 0
+        at(served, lambda _: blocker.leave())
+        assert sum(len(raw.whole()) for _ in range(2)) == 2
+
+
+def test_a_held_claim_can_be_withdrawn(served: Served) -> None:
+    with Raw(served) as raw:
+        raw.read()
+        blocker = fill_up(served)
+        raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 600_000)))
+        eventually(lambda: at(served, lambda connection: connection._room.held) == 1)
+        raw.send(encoder.frame(wire.Cancel(2, 1)))
+        answers = {frame.id: bytes(frame.value) for frame in (raw.read(), raw.read())}  # type: ignore[union-attr]
+        assert answers == {1: b"\x90", 2: b"\xc3"}
+        assert at(served, lambda connection: connection._room.held) == 0
+        at(served, lambda _: blocker.leave())
+        served.broker.publish([message()])
+        assert isinstance(raw.ask(wire.Ping(3)), wire.Result)
+        assert served.broker.stats("q").in_flight == 0
+
+
+def test_a_stop_leaves_held_requests_undone(served: Served) -> None:
+    with Raw(served) as raw:
+        raw.read()
+        fill_up(served)
+        raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 600_000)))
+        raw.send(encoder.frame(wire.Claim(2, "q", 1)))
+        eventually(lambda: at(served, lambda connection: connection._room.held) == 2)
+        served.stop()
+        frames = [raw.read() for _ in range(3)]
+        assert {frame.id for frame in frames if isinstance(frame, wire.Undone)} == {1, 2}
+        assert raw.ended()
+
+
+def test_what_one_has_no_room_for_goes_to_others(served: Served) -> None:
+    with ExitStack() as stack:
+        clogged = stack.enter_context(Raw(served))
+        clogged.read()
+        for n in range(3):
+            clogged.send(encoder.frame(wire.Claim(n, "q", 1, None, 600_000)))
+        eventually(lambda: served.desk.parked == 3)
+        (connection,) = served.listener.connections
+        at(served, lambda each: each.pause_writing())
+        other = stack.enter_context(Raw(served))
+        other.read()
+        for n in range(2):
+            other.send(encoder.frame(wire.Claim(n, "q", 1, None, 600_000)))
+        eventually(lambda: served.desk.parked == 5)
+        served.broker.publish([message() for _ in range(3)])
+        got = [other.whole() for _ in range(2)]
+        assert [[each["attempts"] for each in some] for some in got] == [[1], [1]]
+        assert served.broker.stats("q").available == 1
+
+        async def resume() -> None:
+            connection.resume_writing()
+
+        served.do(resume())
+        (delivery,) = clogged.whole()
+        assert delivery["attempts"] == 1
+        eventually(lambda: served.desk.parked == 2)
+
+
+@pytest.mark.parametrize("wait_ms", [0, 600_000])
+def test_many_claims_of_a_slow_reader_cost_no_attempt(served: Served, wait_ms: int) -> None:
+    """Sizes that nobody could know before: small ones, and then large ones."""
+    served.broker.update_queue("q", max_attempts=1)
+    served.broker.publish([message(b"x" * 10) for _ in range(5)])
+    served.broker.publish([message(b"x" * 700_000) for _ in range(45)])
+    with Raw(served) as raw:
+        raw.read()
+        for n in range(50):
+            raw.send(encoder.frame(wire.Claim(n, "q", 1, 600_000, wait_ms)))
+        for n in range(50):
+            if n % 10 == 0:
+                pause(0.01)
+            assert [each["attempts"] for each in raw.whole()] == [1]
+    assert served.broker.stats("q").failed == 0
+    assert served.broker.stats("q").in_flight == 50
+
+
+def test_who_reads_slowly_is_not_cut_off(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_STALL_MS", 2_000)
+    with Raw(served) as raw:
+        raw.read()
+
+        def look(connection: Connection) -> bool:
+            """Play a reader that has taken something between two looks, and then nothing."""
+            now = served.loop.time()
+            connection.pause_writing()
+            connection._stuck_bytes = 1
+            connection._stuck_since = now - 60
+            connection.tidy(now)
+            reads = connection._stuck_since == now
+            connection.tidy(now + 1)
+            connection.tidy(now + 3)
+            return reads
+
+        assert at(served, look)
+        assert raw.ended()
+
+
+def test_claims_that_go_away_leave_what_they_were_woken_for_to_others() -> None:
+    async def story() -> None:
+        with penstock.open("memory:", background=False) as broker:
+            broker.create_queue("q")
+            desk = Desk(broker, asyncio.get_running_loop())
+            leaving = [desk.claim("q", wait_ms=600_000) for _ in range(3)]
+            staying = [desk.claim("q", wait_ms=600_000) for _ in range(3)]
+            while desk.parked < 6:
+                await asyncio.sleep(0)
+            broker.publish([message() for _ in range(3)])
+            for each in leaving:
+                each.cancel()
+            answers = await asyncio.wait_for(asyncio.gather(*staying), 60)
+            assert [len(each) for each in answers] == [1, 1, 1]
+            await desk.close()
+
+    asyncio.run(story())

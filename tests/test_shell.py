@@ -1,0 +1,88 @@
+"""What the shell makes of a store that another process has taken over."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.waiting import wait_until
+
+import penstock
+from penstock.errors import StoreFenced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from penstock import Broker
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    with penstock.open("memory:") as opened:
+        opened.create_queue("q")
+        yield opened
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise StoreFenced("another broker has opened it")
+
+
+@pytest.mark.parametrize(
+    ("part", "verb"),
+    [
+        ("sync", lambda broker: broker.send("q", b"")),
+        ("publish", lambda broker: broker.send("q", b"")),
+        ("claim", lambda broker: broker.claim("q")),
+        ("queue_stats", lambda broker: broker.stats("q")),
+    ],
+)
+def test_who_is_refused_is_the_one_that_notices(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, part: str, verb: Callable[[Broker], object]
+) -> None:
+    told: list[tuple[str | None, int | None]] = []
+    broker.listen(lambda queue, available: told.append((queue, available)))
+    with monkeypatch.context() as patched:
+        patched.setattr(broker._store, part, refuse)
+        with pytest.raises(StoreFenced) as first:
+            verb(broker)
+        # Nobody else has told it so, and nothing can be looked at any more.
+        with pytest.raises(StoreFenced):
+            broker.queues()
+    assert broker._shell.lost is first.value
+    broker._shell._lose(StoreFenced("told again, by who watches the store"))
+    assert broker._shell.lost is first.value
+    assert told.count((None, None)) == 1
+
+
+def test_a_refused_sync_ends_claims_that_wait(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[StoreFenced] = []
+
+    def wait() -> None:
+        try:
+            broker.claim("q", wait_ms=600_000)
+        except StoreFenced as error:
+            failures.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    wait_until(lambda: broker._shell._waiters)
+    with monkeypatch.context() as patched:
+        patched.setattr(broker._store, "sync", refuse)
+        with pytest.raises(StoreFenced):
+            broker.create_queue("other")
+        waiting.join(60)
+    assert len(failures) == 1
+
+
+def test_a_refused_sweep_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    with penstock.open("memory:") as broker, monkeypatch.context() as patched:
+        broker.create_queue("q", lease_ms=1)
+        broker.send("q", b"")
+        patched.setattr(broker._store, "sweep", refuse)
+        broker.claim("q")
+        wait_until(lambda: broker._shell.lost is not None)
+        with pytest.raises(StoreFenced):
+            broker.queues()
