@@ -22,7 +22,7 @@ demo-embedded: $(STAMP) ## the same without Spark: the broker inside one process
 test: $(STAMP) java clients ## the whole test suite, with lint and types
 	$(MAKE) lint types
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not spark and not soak"
-	$(BIN)/python -m pytest -m "spark and not soak"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "spark and not soak"
 
 check: $(STAMP)         ## lint, types and the quick tests: under two minutes
 	$(MAKE) lint types

@@ -136,6 +136,7 @@ def test_a_bad_row_leaves_earlier_chunks(broker: penstock.Broker, store: FlightS
     assert broker.log_stats().end == count + 11
 
 
+@pytest.mark.parametrize("url", ["rocksdb-buckets", "postgresql"], indirect=True)
 def test_large_payloads_are_cut_into_chunks(broker: penstock.Broker, store: FlightStore) -> None:
     payload = bytes(limits.MAX_PAYLOAD_BYTES)
     answer = publish(store, payload=[payload] * 9)

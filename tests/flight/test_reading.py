@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from penstock.model import Value
     from penstock.server import FlightListener
 
+# For what costs much and depends on the store little: one of each kind.
+SOME = pytest.mark.parametrize(
+    "url", ["memory-indexed", "rocksdb-buckets", "postgresql"], indirect=True
+)
 LIVE = (State.AVAILABLE, State.DELAYED, State.IN_FLIGHT)
 
 
@@ -259,6 +263,7 @@ def test_the_schema_is_the_declared_one(
                 assert field.nullable or not column.null_count, field.name
 
 
+@SOME
 @pytest.mark.parametrize("table", TABLES)
 def test_each_column_can_be_asked_for_alone(
     life: penstock.Broker, store: FlightStore, table: str
@@ -272,6 +277,7 @@ def test_each_column_can_be_asked_for_alone(
     assert store.read_table(table, columns=backwards).schema.names == backwards
 
 
+@SOME
 @pytest.mark.parametrize("table", sorted(FILTERED))
 @pytest.mark.parametrize(
     "text", ["n > 20 AND even", "\"group\" = 'g1' OR priority = 3", "size = 2", "n > 1000"]
@@ -548,9 +554,10 @@ def test_a_stretch_that_is_not_there_is_refused(
 # --- bounds and wrong inputs --------------------------------------------------------------------
 
 
+@SOME
 def test_batches_are_bounded(broker: penstock.Broker, store: FlightStore) -> None:
     for _ in range(7):
-        broker.publish(Message(b"x", {"n": n}) for n in range(10_000))
+        broker.publish([Message(b"x", {"n": n}) for n in range(10_000)])
     sizes = [b.num_rows for b in store.read(store.plan_read("log").tickets[0])]
     assert sum(sizes) == 70_000
     assert max(sizes) <= 50_000

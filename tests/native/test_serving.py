@@ -288,6 +288,7 @@ def test_what_comes_for_a_claim_behind_the_last_word_goes_back(served: Served) -
         (connection,) = served.listener.connections
         connection._deaf = True
         served.broker.publish([message()])
+        eventually(lambda: served.broker.stats("q").released_total == 1)
         (delivery,) = served.broker.claim("q", wait_ms=60_000)
         assert delivery.attempts == 2
 

@@ -77,6 +77,7 @@ class TestTwoDatabases(OnDatabases, BrokerConformance):
     """What every store does, over two databases."""
 
 
+@pytest.mark.soak
 class TestThreeDatabases(OnDatabases, DeliverySuite, FifoSuite):
     """Turns and order where some databases have nothing."""
 

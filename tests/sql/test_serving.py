@@ -24,6 +24,8 @@ from penstock.testing.auditor import Kind, Note, audit
 from penstock.testing.checking import assert_clean
 from penstock.testing.conformance import BrokerConformance
 from penstock.testing.routing import RoutingConformance
+from penstock.testing.suite.delivery import DeliverySuite
+from penstock.testing.suite.settling import SettlingSuite
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,8 +39,16 @@ if TYPE_CHECKING:
 CLOCKS_MS = 25
 
 
-class TestServed(_Served, OnPostgres, BrokerConformance):
-    """The whole suite, through a client, a server and a database."""
+class TestServed(_Served, OnPostgres, DeliverySuite, SettlingSuite):
+    """What is claimed and settled, through a client, a server and a database."""
+
+    # A function can't be sent.
+    test_redrive_by_function = None  # type: ignore[assignment]
+
+
+@pytest.mark.soak
+class TestServedWhole(_Served, OnPostgres, BrokerConformance):
+    """The whole suite."""
 
     # A broker that is served always has its sweeper.
     test_waiting_works_without_a_sweeper = None  # type: ignore[assignment]

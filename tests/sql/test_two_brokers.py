@@ -227,12 +227,29 @@ def test_many_waiting_claims_are_woken_by_the_other(url: str) -> None:
     with penstock.open(url) as first, penstock.open(url) as second:
         first.create_queue("q")
         with ThreadPoolExecutor(5) as pool:
-            waiting = [pool.submit(first.claim, "q", wait_ms=60_000) for _ in range(5)]
+            waiting = [pool.submit(first.claim, "q", wait_ms=60_000)]
             while not first._shell._waiters:
                 threading.Event().wait(0.001)
+            # Others of this process get something without waiting: the first still waits.
             second.publish([Message(b"%d" % n, {"queue": "q"}) for n in range(5)])
+            waiting += [pool.submit(first.claim, "q", wait_ms=60_000) for _ in range(4)]
             found = [each.result(timeout=50) for each in waiting]
         assert sorted(d.payload for each in found for d in each) == [b"%d" % n for n in range(5)]
+
+
+def test_a_claim_that_finds_something_leaves_others_waiting(url: str) -> None:
+    clock = ManualClock()
+    with (
+        penstock.open(url, background=False, clock=clock) as first,
+        penstock.open(url, background=False, clock=clock) as second,
+    ):
+        first.create_queue("q")
+        assert first.claim("q") == []
+        second.publish([Message(b"", {"queue": "q"})] * 2)
+        assert len(first.claim("q")) == 1
+        first._store.take_woken()
+        first._store.sweep(clock.now_ms(), 100)
+        assert "q" in first._store.take_woken()
 
 
 def test_a_claim_that_waits_for_a_queue_that_another_deletes(url: str) -> None:

@@ -842,7 +842,8 @@ ORDER BY i.vesting_ms LIMIT :count
 FOR UPDATE OF i SKIP LOCKED;
 
 -- ============================================================================================
--- What is due
+-- What is due. What is bounded by a count is picked first (MATERIALIZED): joined as a subquery it
+-- may be picked again for every row, each time others than those that are locked already.
 -- ============================================================================================
 
 -- name: any_expired
@@ -852,9 +853,12 @@ SELECT 1 FROM items WHERE lease_id IS NOT NULL AND vesting_ms <= :now_ms LIMIT 1
 
 -- name: come_due
 -- Note that delays are over: nothing depends on it but the count, and who is woken.
+WITH d AS MATERIALIZED (
+    SELECT queue, message_id FROM items WHERE delayed AND vesting_ms <= :now_ms
+    ORDER BY vesting_ms LIMIT :count FOR UPDATE SKIP LOCKED
+)
 UPDATE items i SET delayed = false
-FROM (SELECT queue, message_id FROM items WHERE delayed AND vesting_ms <= :now_ms
-      ORDER BY vesting_ms LIMIT :count FOR UPDATE SKIP LOCKED) AS d
+FROM d
 WHERE i.queue = d.queue AND i.message_id = d.message_id
 RETURNING i.queue;
 
@@ -875,25 +879,33 @@ FROM unnest(:queues::bigint[]) AS w (queue);
 
 -- name: forget_dedup
 -- Forget dedup ids whose window is over.
+WITH old AS MATERIALIZED (
+    SELECT scope, dedup_id FROM dedup WHERE expires_at_ms <= :now_ms
+    ORDER BY expires_at_ms LIMIT :count FOR UPDATE SKIP LOCKED
+)
 DELETE FROM dedup d
-USING (SELECT scope, dedup_id FROM dedup WHERE expires_at_ms <= :now_ms
-       ORDER BY expires_at_ms LIMIT :count FOR UPDATE SKIP LOCKED) AS old
+USING old
 WHERE d.scope = old.scope AND d.dedup_id = old.dedup_id
 RETURNING 1;
 
 -- name: forget_requests
 -- plan: once
 -- Forget requests whose sender has long had its answer.
+WITH old AS MATERIALIZED (
+    SELECT token FROM requests WHERE at_ms <= :before_ms LIMIT :count FOR UPDATE SKIP LOCKED
+)
 DELETE FROM requests r
-USING (SELECT token FROM requests WHERE at_ms <= :before_ms LIMIT :count FOR UPDATE SKIP LOCKED)
-    AS old
+USING old
 WHERE r.token = old.token;
 
 -- name: expire_unclaimed
 -- Remove messages that have waited for too long; tell of which queues.
+WITH old AS MATERIALIZED (
+    SELECT queue, message_id FROM items WHERE expires_at_ms <= :now_ms AND lease_id IS NULL
+    ORDER BY expires_at_ms LIMIT :count FOR UPDATE SKIP LOCKED
+)
 DELETE FROM items i
-USING (SELECT queue, message_id FROM items WHERE expires_at_ms <= :now_ms AND lease_id IS NULL
-       ORDER BY expires_at_ms LIMIT :count FOR UPDATE SKIP LOCKED) AS old
+USING old
 WHERE i.queue = old.queue AND i.message_id = old.message_id
 RETURNING i.queue, i.message_id, i.zone, i.rank;
 
@@ -905,33 +917,45 @@ WHERE queue = :queue AND lease_id IS NULL;
 
 -- name: trim_done_by_time
 -- Remove done messages that ended up to a time.
+WITH old AS MATERIALIZED (
+    SELECT sequence FROM done WHERE queue = :queue AND ended_at_ms <= :before
+    ORDER BY ended_at_ms LIMIT :count FOR UPDATE SKIP LOCKED
+)
 DELETE FROM done d
-USING (SELECT sequence FROM done WHERE queue = :queue AND ended_at_ms <= :before
-       ORDER BY ended_at_ms LIMIT :count FOR UPDATE SKIP LOCKED) AS old
+USING old
 WHERE d.queue = :queue AND d.sequence = old.sequence
 RETURNING d.message_id;
 
 -- name: trim_failed_by_time
 -- Remove failed messages that ended up to a time.
+WITH old AS MATERIALIZED (
+    SELECT sequence FROM failed WHERE queue = :queue AND ended_at_ms <= :before
+    ORDER BY ended_at_ms LIMIT :count FOR UPDATE SKIP LOCKED
+)
 DELETE FROM failed d
-USING (SELECT sequence FROM failed WHERE queue = :queue AND ended_at_ms <= :before
-       ORDER BY ended_at_ms LIMIT :count FOR UPDATE SKIP LOCKED) AS old
+USING old
 WHERE d.queue = :queue AND d.sequence = old.sequence
 RETURNING d.message_id;
 
 -- name: trim_done_to
 -- Remove done messages of lower sequence numbers.
+WITH old AS MATERIALIZED (
+    SELECT sequence FROM done WHERE queue = :queue AND sequence < :before
+    ORDER BY sequence LIMIT :count FOR UPDATE SKIP LOCKED
+)
 DELETE FROM done d
-USING (SELECT sequence FROM done WHERE queue = :queue AND sequence < :before
-       ORDER BY sequence LIMIT :count FOR UPDATE SKIP LOCKED) AS old
+USING old
 WHERE d.queue = :queue AND d.sequence = old.sequence
 RETURNING d.message_id;
 
 -- name: trim_failed_to
 -- Remove failed messages of lower sequence numbers.
+WITH old AS MATERIALIZED (
+    SELECT sequence FROM failed WHERE queue = :queue AND sequence < :before
+    ORDER BY sequence LIMIT :count FOR UPDATE SKIP LOCKED
+)
 DELETE FROM failed d
-USING (SELECT sequence FROM failed WHERE queue = :queue AND sequence < :before
-       ORDER BY sequence LIMIT :count FOR UPDATE SKIP LOCKED) AS old
+USING old
 WHERE d.queue = :queue AND d.sequence = old.sequence
 RETURNING d.message_id;
 
@@ -1191,17 +1215,23 @@ UPDATE log_cursors SET cursor = :cursor, unrouted = unrouted + :unrouted WHERE l
 
 -- name: trim_log
 -- Remove what lies below the log, a bounded part at a time.
+WITH old AS MATERIALIZED (
+    SELECT log, message_id FROM log WHERE log = :log AND message_id < :earliest
+    ORDER BY message_id LIMIT :count FOR UPDATE SKIP LOCKED
+)
 DELETE FROM log l
-USING (SELECT log, message_id FROM log WHERE log = :log AND message_id < :earliest
-       ORDER BY message_id LIMIT :count FOR UPDATE SKIP LOCKED) AS old
+USING old
 WHERE l.log = old.log AND l.message_id = old.message_id
 RETURNING 1;
 
 -- name: drop_unheld
 -- Remove messages that no queue holds and none can come to hold.
+WITH old AS MATERIALIZED (
+    SELECT message_id FROM messages WHERE refs = 0 AND message_id < :earliest
+    ORDER BY message_id LIMIT :count FOR UPDATE SKIP LOCKED
+)
 DELETE FROM messages m
-USING (SELECT message_id FROM messages WHERE refs = 0 AND message_id < :earliest
-       ORDER BY message_id LIMIT :count FOR UPDATE SKIP LOCKED) AS old
+USING old
 WHERE m.message_id = old.message_id
 RETURNING 1;
 

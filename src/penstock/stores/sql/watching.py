@@ -57,11 +57,9 @@ class Watching:
         self._now_ms = now_ms
         self._forget_plans(now_ms)
         answers = self._claiming.claim(queue_name, wants, now_ms)
-        number = self._core.queue(queue_name).number
-        if any(answers):
-            self._watched.pop(number, None)
-        else:
-            self._watched[number] = now_ms + WATCH_MS
+        if not all(answers):
+            # One that finds something does not end this: another claim may still wait.
+            self._watched[self._core.queue(queue_name).number] = now_ms + WATCH_MS
         return answers
 
     def take_woken(self) -> set[str]:
