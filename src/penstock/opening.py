@@ -9,7 +9,8 @@
     postgresql://USER@HOST/DB     tables in a PostgreSQL database, for any number of processes
     cockroachdb://USER@HOST/DB    the same in CockroachDB
     URL;URL                       several databases as one store
-    ...?schema=S&ring_size=N      SQL: the schema of the tables, and tokens of a new store
+    ...?schema=S&ring_size=N      SQL: the schema of the tables, tokens of a new store, and what
+                                  docs/sql.md has under "What can be tuned"
     ...?design=indexed|buckets    which of the two storage designs a new store gets
     ...?flush_ms=N                SlateDB: the least time from one write of its log to the next
     penstock://HOST:PORT          a server, by way of :func:`penstock.connect`
@@ -18,10 +19,9 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
-from urllib.parse import parse_qsl, quote, urlencode
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -29,10 +29,11 @@ from penstock.broker import Broker
 from penstock.clock import Clock, FollowingClock, SystemClock
 from penstock.errors import InvalidUrl, StorageFailed, StoreMismatch
 from penstock.kv.memory import MemoryEngine
-from penstock.limits import MAX_CLUSTERS, MAX_FLUSH_MS, MAX_RING_SIZE
+from penstock.limits import MAX_FLUSH_MS
 from penstock.stores import buckets, indexed
 from penstock.stores.core import FORMAT, SHARED_TABLES, Identity
 from penstock.stores.kvstore import KvStore
+from penstock.stores.sql_place import SQL_SCHEMES, parse_sql, split_urls, without_password
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +53,6 @@ __all__ = [
     "open",
     "open_reader",
     "place_to_read",
-    "sql_places",
     "watch_owner",
 ]
 
@@ -71,7 +71,6 @@ DESIGNS: Final[Mapping[str, Design]] = {
 DEFAULT_DESIGN: Final = "indexed"
 # Where every operation is dear.
 DEFAULT_SLATEDB_DESIGN: Final = "buckets"
-_SQL_SCHEMES: Final = ("postgresql:", "cockroachdb:")
 _MARK: Final = "PENSTOCK"
 _IDENTITY_KEY: Final = b"meta"
 
@@ -99,10 +98,10 @@ def open(  # noqa: A001 - penstock.open is the way in
         raise InvalidUrl(f"durability {durability!r:.100}: 'fsync' or 'relaxed'")
     if routing not in {None, "inline", "pipeline"}:
         raise InvalidUrl(f"routing {routing!r:.100}: 'inline' or 'pipeline'")
-    urls = [str(each) for each in url] if isinstance(url, list | tuple) else _split(url)
+    urls = [str(each) for each in url] if isinstance(url, list | tuple) else split_urls(url)
     if len(urls) == 1:
         url = urls[0] if isinstance(url, list | tuple) else url
-    elif not urls or not all(each.startswith(_SQL_SCHEMES) for each in urls):
+    elif not urls or not all(each.startswith(SQL_SCHEMES) for each in urls):
         raise InvalidUrl("a store of several URLs is of SQL databases: postgresql:, cockroachdb:")
     if str(url).startswith(("penstock:", "penstocks:")):
         if (durability, dedup_window_ms, background, routing) != ("fsync", 300_000, True, None):
@@ -113,7 +112,7 @@ def open(  # noqa: A001 - penstock.open is the way in
         # It has the verbs of a broker, so that who is given either need not know which.
         return cast(Broker, connect(str(url), clock=clock))
     clock = clock or SystemClock()
-    if urls[0].startswith(_SQL_SCHEMES):
+    if urls[0].startswith(SQL_SCHEMES):
         return _open_sql(
             urls,
             clock,
@@ -144,12 +143,6 @@ def open(  # noqa: A001 - penstock.open is the way in
         raise
 
 
-def _split(url: object) -> list[str]:
-    """Tell the URLs of several databases apart; what is none is left to whoever parses it."""
-    text = str(url)
-    return text.split(";") if text.startswith(_SQL_SCHEMES) else [text]
-
-
 def _open_sql(
     urls: Sequence[str],
     clock: Clock,
@@ -159,9 +152,9 @@ def _open_sql(
     background: bool,
     routing: str | None,
 ) -> Broker:
-    places = [_parse_sql(url) for url in urls]
+    places = [parse_sql(url) for url in urls]
     try:
-        from penstock.stores.sql import Source, open_clusters, open_store  # noqa: PLC0415
+        from penstock.stores.sql import open_clusters, open_store  # noqa: PLC0415
     except ModuleNotFoundError as error:
         dialect = places[0].dialect
         raise InvalidUrl(f"{dialect}: needs psycopg: pip install 'penstock[sql]'") from error
@@ -181,11 +174,7 @@ def _open_sql(
     if len(places) > 1:
         if any(named.cluster is not None for named in places):
             raise InvalidUrl("cluster: for who reads one of several databases by itself")
-        sources = [
-            Source(named.conninfo, named.schema, named.dialect, named.ring_size, named.shown)
-            for named in places
-        ]
-        store = open_clusters(sources, **settings)
+        store = open_clusters(places, **settings)
     else:
         (named,) = places
         store = open_store(
@@ -193,6 +182,7 @@ def _open_sql(
             schema=named.schema,
             dialect=named.dialect,
             ring_size=named.ring_size,
+            tuned=named.tuned,
             cluster=named.cluster or 0,
             clusters=1 if named.cluster is None else 0,
             **settings,
@@ -382,74 +372,6 @@ def _check_identity(place: str, record: bytes, design: str | None, routing: str 
     return found
 
 
-class _NamedSql(NamedTuple):
-    """What the URL of a database names."""
-
-    dialect: str
-    conninfo: str
-    schema: str
-    ring_size: int | None
-    cluster: int | None
-    shown: str
-
-
-def sql_places(url: str) -> list[_NamedSql]:
-    """Say where the tables of a store on SQL databases are, one place for each."""
-    urls = _split(url)
-    if not all(each.startswith(_SQL_SCHEMES) for each in urls):
-        raise InvalidUrl(
-            f"{_without_password(str(url))!r:.200} is not on a SQL database: postgresql://HOST/DB, "
-            "cockroachdb://HOST/DB"
-        )
-    return [_parse_sql(each) for each in urls]
-
-
-def _parse_sql(url: str) -> _NamedSql:
-    dialect, _, rest = url.partition(":")
-    place, _, query = rest.partition("?")
-    shown = _without_password(url)
-    if "," in url and any(f",{scheme}" in url for scheme in _SQL_SCHEMES):
-        raise InvalidUrl(f"{shown!r:.200}: several databases are named with ; in between")
-    if not place.startswith("//"):
-        raise InvalidUrl(f"{shown!r:.200}: {dialect}://USER:PASSWORD@HOST:PORT/DATABASE")
-    # What libpq can't read it quotes, and that may be a part of the password.
-    who, _, _ = place[2:].rpartition("@")
-    if not re.fullmatch(r"(?:[^\s@/%]|%(?!00)[0-9A-Fa-f]{2})*", who):
-        raise InvalidUrl(
-            f"{dialect}: user or password has characters that are to be written as %XX, like %40 "
-            "for @ and %2F for /"
-        )
-    options = dict(parse_qsl(query, keep_blank_values=True))
-    if not all(re.fullmatch(r"[a-z_]+", name) for name in options):
-        raise InvalidUrl(f"{dialect}: options are ?NAME=VALUE&NAME=VALUE; a ? elsewhere is %3F")
-    schema = options.pop("schema", "penstock")
-    ring_size = options.pop("ring_size", None)
-    cluster = options.pop("cluster", None)
-    if not re.fullmatch(r"[a-z_][a-z0-9_]{0,62}", schema) or schema.startswith("pg_"):
-        raise InvalidUrl(f"schema {schema!r:.100}: lower case letters, digits and _")
-    if ring_size is not None and not (
-        ring_size.isdecimal() and 1 <= int(ring_size) <= MAX_RING_SIZE
-    ):
-        raise InvalidUrl(f"ring_size {ring_size!r:.100}: from 1 to {MAX_RING_SIZE}")
-    if cluster is not None and not (cluster.isdecimal() and int(cluster) < MAX_CLUSTERS):
-        raise InvalidUrl(f"cluster {cluster!r:.100}: from 0 to {MAX_CLUSTERS - 1}")
-    told = urlencode(options, quote_via=quote)
-    conninfo = f"postgresql:{place}" + (f"?{told}" if told else "")
-    return _NamedSql(
-        dialect,
-        conninfo,
-        schema,
-        None if ring_size is None else int(ring_size),
-        None if cluster is None else int(cluster),
-        shown,
-    )
-
-
-def _without_password(url: str) -> str:
-    shown = re.sub(r"(?<=:)(?!//).*(?=@)", "...", url, flags=re.DOTALL)
-    return re.sub(r"(?<=password=)[^&;]*", "...", shown)
-
-
 class _Named(NamedTuple):
     """What a URL names."""
 
@@ -464,7 +386,7 @@ def _parse(url: object) -> _Named:
     place, _, query = rest.partition("?")
     if not colon or scheme not in {"memory", "rocksdb", "slatedb+file", "slatedb+s3"}:
         raise InvalidUrl(
-            f"no store is named by {_without_password(str(url))!r:.200}; known are memory:, "
+            f"no store is named by {without_password(str(url))!r:.200}; known are memory:, "
             "rocksdb:PATH, slatedb+file:///DIR, slatedb+s3://BUCKET/PREFIX, postgresql://HOST/DB, "
             "cockroachdb://HOST/DB and penstock://HOST:PORT"
         )

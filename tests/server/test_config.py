@@ -211,7 +211,7 @@ def test_the_command_shows_values_and_sources(file: Path) -> None:
     assert shown["grace"] == {"value": "9s", "source": "PENSTOCK_GRACE"}
     assert shown["log.access"] == {"value": False, "source": "--log-access"}
     assert shown["listen.http"]["source"] == f"file {file}"
-    assert shown["store"]["value"] == "postgresql://me:…@db/x"
+    assert shown["store"]["value"] == "postgresql://me:...@db/x"
     assert {setting.path for setting in SETTINGS.values()} == set(shown)
     table = penstock("config", "--grace", "3s")
     assert "3s" in table.stdout

@@ -15,6 +15,8 @@ from penstock import InvalidUrl, ManualClock, PenstockError, ServerUnreachable, 
 from penstock import StoreMismatch as Mismatch
 from penstock.stores.sql import SqlStore, schema
 from penstock.stores.sql.statements import DIALECTS, parse_statements, statements_of
+from penstock.stores.sql.tunables import Tunables
+from penstock.stores.sql_place import TUNED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -289,6 +291,24 @@ def test_the_ring_is_bounded(url: str) -> None:
         for size in (0, -1, 4_097):
             with pytest.raises(penstock.InvalidInput, match="ring_size"):
                 store.set_ring_size(size, 0)
+
+
+def test_what_a_url_tunes(url: str) -> None:
+    told = "?poll_ms=50&sequential=1&selection_max=4&ring_size=8"
+    with penstock.open(url + told, background=False) as broker:
+        store = broker._store
+        assert isinstance(store, SqlStore)
+        tunables = store.core.tunables
+        assert (tunables.poll_ms, tunables.selection_max, tunables.peek_max) == (50, 4, 100)
+        assert tunables.sequential is True
+        assert store.core.ring_size == 8
+    fields = set(Tunables.__struct_fields__)
+    assert fields - set(TUNED) == {"ring_size", "trust_ms", "cool_ms"}
+    for name, (least, most) in TUNED.items():
+        assert least <= getattr(Tunables(), name) <= most
+        for wrong in (least - 1, most + 1, "", "x", "٣"):
+            with pytest.raises(InvalidUrl, match=f"{name} .*from {least} to {most}"):
+                penstock.open(f"{url}?{name}={wrong}")
 
 
 # --- statements -----------------------------------------------------------------------------------

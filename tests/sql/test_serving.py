@@ -344,7 +344,7 @@ def test_a_server_answers_others_while_the_database_is_away(
         (delivery,) = client.claim("q", wait_ms=10_000)
         assert delivery.payload == b"x"
     said = server.log.read_text()
-    assert "serving postgresql://postgres:…@127.0.0.1" in said
+    assert "serving postgresql://postgres:...@127.0.0.1" in said
     assert "geheim" not in said
 
 

@@ -18,7 +18,7 @@ from penstock.commands.common import (
     store_option,
 )
 from penstock.limits import MAX_RING_SIZE
-from penstock.opening import sql_places
+from penstock.stores.sql_place import sql_places
 
 if TYPE_CHECKING:
     from penstock.stores.sql import SqlStore

@@ -13,6 +13,7 @@ import click
 import msgspec
 
 import penstock
+from penstock.stores.sql_place import sql_places
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -99,8 +100,6 @@ def check_there(url: str) -> None:
 
 
 def _check_there(url: str) -> None:
-    from penstock.opening import sql_places  # noqa: PLC0415 - other stores do without
-
     places = sql_places(url)
     try:
         from penstock.stores.sql.status import is_there  # noqa: PLC0415 - an extra

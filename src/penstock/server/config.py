@@ -24,6 +24,7 @@ from msgspec import Meta
 from penstock import limits
 from penstock.errors import InvalidInput
 from penstock.server.security import is_loopback
+from penstock.stores.sql_place import without_password
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,7 +40,6 @@ __all__ = [
     "authenticates",
     "load",
     "parse_address",
-    "without_password",
 ]
 
 SECTIONS: Final = ("auth", "backup", "limits", "listen", "log", "metrics", "sqs", "tls")
@@ -396,8 +396,3 @@ def _shown(value: Any) -> Any:
     if isinstance(value, str):
         return without_password(value)
     return value
-
-
-def without_password(text: str) -> str:
-    """Return text to be shown: the URL of a store may hold a password."""
-    return re.sub(r"(://[^/:@]*):[^/@]*@", r"\1:…@", text)

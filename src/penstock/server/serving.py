@@ -32,6 +32,7 @@ from penstock.server.logs import AccessLog
 from penstock.server.metrics import Metrics, failure, healthy
 from penstock.server.security import Keys, is_loopback, server_tls
 from penstock.server.standing import Taken, stand_by
+from penstock.stores.sql_place import without_password
 
 if TYPE_CHECKING:
     import ssl
@@ -420,7 +421,7 @@ async def _serve(server: Server, say: Callable[[str], None]) -> bool:
     loop.add_signal_handler(signal.SIGHUP, server.reload)
     await server.start()
     places = ", ".join(map(server.location, server.addresses))
-    say(f"serving {configuring.without_password(server.config.store)} at {places}")
+    say(f"serving {without_password(server.config.store)} at {places}")
     _write_ports(server.config, server.addresses)
     _settle_in()
     lost = await _stopped_or_lost(server, stopping)

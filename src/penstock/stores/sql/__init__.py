@@ -26,7 +26,7 @@ its zone has a pointer. No process owns anything, and every verb is one transact
 from __future__ import annotations
 
 from penstock.stores.sql.clusters import ClusterStore
-from penstock.stores.sql.forming import Source, open_clusters
+from penstock.stores.sql.forming import open_clusters
 from penstock.stores.sql.store import SqlStore, open_store
 
-__all__ = ["ClusterStore", "Source", "SqlStore", "open_clusters", "open_store"]
+__all__ = ["ClusterStore", "SqlStore", "open_clusters", "open_store"]

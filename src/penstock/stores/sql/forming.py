@@ -17,21 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from penstock.stores.sql.store import SqlStore
+    from penstock.stores.sql_place import SqlPlace
 
-__all__ = ["Found", "Source", "arrange", "open_clusters"]
+__all__ = ["Found", "arrange", "open_clusters"]
 
 # The step of the schema that says which of several databases one is.
 _CLUSTERED = 2
-
-
-class Source(NamedTuple):
-    """Where a database is; ``shown`` is its URL without the password."""
-
-    conninfo: str
-    schema: str
-    dialect: str
-    ring_size: int | None
-    shown: str
 
 
 class Found(NamedTuple):
@@ -43,7 +34,7 @@ class Found(NamedTuple):
 
 
 def open_clusters(
-    sources: Sequence[Source],
+    sources: Sequence[SqlPlace],
     *,
     store_id: int,
     routing: str | None,
@@ -77,6 +68,7 @@ def open_clusters(
                     schema=source.schema,
                     dialect=source.dialect,
                     ring_size=source.ring_size,
+                    tuned=source.tuned,
                     store_id=known,
                     routing="inline",
                     random=random,
@@ -109,7 +101,7 @@ def open_clusters(
 
 
 @contextmanager
-def _naming(source: Source) -> Iterator[None]:
+def _naming(source: SqlPlace) -> Iterator[None]:
     """Have an error say which database it is about."""
     try:
         yield
@@ -118,12 +110,12 @@ def _naming(source: Source) -> Iterator[None]:
         raise
 
 
-def _check_same(store: SqlStore, store_id: int, source: Source) -> None:
+def _check_same(store: SqlStore, store_id: int, source: SqlPlace) -> None:
     if store.core.identity.store_id != store_id:
         raise StoreMismatch(f"{source.shown} is of another store than the first of them")
 
 
-def _look(source: Source) -> Found | None:
+def _look(source: SqlPlace) -> Found | None:
     """Return what is there; None: nothing. Nothing is written."""
     database = Database(source.conninfo, source.schema, source.dialect)
     try:

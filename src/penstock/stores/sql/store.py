@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn
 from zlib import crc32
 
+import msgspec
+
 from penstock.errors import InvalidInput, PenstockError
 from penstock.limits import MAX_DATABASE_VIEWS, MAX_RING_SIZE
 from penstock.model import Contention
@@ -26,7 +28,7 @@ from penstock.stores.sql.views import Views
 from penstock.stores.sql.watching import Watching
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from penstock.model import QueueSpec
@@ -49,6 +51,7 @@ def open_store(
     clock: Callable[[], int] | None = None,
     ring_size: int | None = None,
     tunables: Tunables | None = None,
+    tuned: Mapping[str, int] | None = None,
     relaxed: bool = False,
     background: bool = False,
     cluster: int = 0,
@@ -57,11 +60,16 @@ def open_store(
     """Open a store, making it if the database has none; nothing is written if it is not ours.
 
     ``cluster`` and ``clusters`` say which of several databases it is that are one store:
-    :mod:`penstock.stores.sql.clusters`. Without a number of them it is read by itself.
+    :mod:`penstock.stores.sql.clusters`. Without a number of them it is read by itself. ``tuned``
+    are tunables as a URL names them.
     """
     if tunables is None:
         # Where contention is dear, pointers are spread from the beginning.
         tunables = Tunables(ring_size=16 if dialect == "cockroachdb" else 1)
+    if tuned:
+        told = {**msgspec.structs.asdict(tunables), **tuned}
+        # Not strictly: a URL says yes by 1.
+        tunables = msgspec.convert(told, Tunables, strict=False)
     database = Database(conninfo, schema, dialect, relaxed=relaxed)
     database.use(statements_of(dialect))
     try:
