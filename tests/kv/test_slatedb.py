@@ -20,7 +20,7 @@ from penstock.kv.slatedb import SlateEngine
 from penstock.kv.slatedb_cache import UNKNOWN, ReadCache
 from penstock.kv.slatedb_calls import FILLER, CallTimeout, call, call_all, filled
 from penstock.kv.slatedb_place import Place, place_of
-from penstock.kv.slatedb_reader import NoDatabase, SlateReader, peek
+from penstock.kv.slatedb_reader import NoDatabase, ReaderMoved, SlateReader, peek
 from penstock.kv.slatedb_rows import SILENCE_S
 from penstock.opening import DESIGNS, open_reader
 
@@ -273,6 +273,21 @@ def test_a_reader_keeps_to_one_moment(engine: SlateEngine, place: Place) -> None
     again.close()
     with pytest.raises(StorageFailed):
         again.table("things").get(b"a")
+
+
+def test_a_reader_that_has_moved_on(engine: SlateEngine, place: Place) -> None:
+    put(engine, a="1")
+    engine.sync()
+    for pinned in (True, False):
+        reader = SlateReader(place, pinned=pinned)
+        # As if the library had come to the owner's next write meanwhile.
+        reader._moment -= 1
+        if pinned:
+            with pytest.raises(ReaderMoved):
+                reader.table("things").get(b"a")
+        else:
+            assert reader.table("things").get(b"a") == b"1"
+        reader.close()
 
 
 def test_a_reader_refuses_when_its_moment_is_long_ago(engine: SlateEngine, place: Place) -> None:

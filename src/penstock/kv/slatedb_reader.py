@@ -48,7 +48,8 @@ class NoDatabase(StoreMismatch):
 class SlateReader:
     """A database as it was when the reader was opened. It takes no writes.
 
-    It keeps to that moment for :data:`~penstock.limits.MAX_READER_SNAPSHOT_MS`, then refuses.
+    It keeps to that moment for :data:`~penstock.limits.MAX_READER_SNAPSHOT_MS`, then refuses. One
+    that is not ``pinned`` is for a single record, of whatever moment.
     """
 
     def __init__(self, place: Place, *, pinned: bool = True, replay: bool = True) -> None:
@@ -78,7 +79,7 @@ class SlateReader:
 
     def check(self) -> None:
         """Raise if the library's reader has moved on, or if its moment is too long ago."""
-        if self._reader.status().durable_seq != self._moment:
+        if self._pinned and self._reader.status().durable_seq != self._moment:
             raise ReaderMoved(f"{self.place}: the reader has moved on; open it again")
         if self._seconds() > self._until_s:
             raise StorageFailed(
