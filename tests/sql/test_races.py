@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -217,6 +217,109 @@ def test_a_move_that_takes_long_is_not_passed_by(race: Race) -> None:
     assert first.claimed() == [moved]
 
 
+def stalled(race: Race, act: Callable[[], object], queue: str) -> list[int]:
+    """Have the second wait for its counters while the first claims, until that looks no more."""
+    first, second = race.first, race.second
+    first.core.slot, second.core.slot = 0, 1
+    with ThreadPoolExecutor(1) as pool:
+        with race.holding("SELECT 1 FROM queue_counts WHERE slot = 1"):
+            acting = pool.submit(act)
+            race.until_waiting(second)
+            taken = first.broker.claim(queue, limit=9, lease_ms=3_600_000)
+            for _ in range(2):
+                race.clock.advance(TUNABLES.cool_ms)
+                assert first.broker.claim(queue) == []
+        acting.result(timeout=60)
+    return [d.message_id for d in taken]
+
+
+def test_a_release_that_takes_long_is_not_passed_by(race: Race) -> None:
+    """The pointer has vested for another message, which is taken before the first is back."""
+    first, second = race.first, race.second
+    (id_,) = second.put("a")
+    (held,) = second.broker.claim("q")
+    other = second.put("a")
+    release = lambda: second.broker.release([held.receipt], delay_ms=0)  # noqa: E731
+    assert stalled(race, release, "q") == other
+    assert first.claimed() == [id_]
+
+
+@pytest.mark.parametrize("verb", ["ack", "release", "purge"])
+def test_the_next_of_a_group_is_not_passed_by(race: Race, verb: str) -> None:
+    """The last that is held of a group goes, or fails; others look at the group meanwhile."""
+    first, second = race.first, race.second
+    second.broker.create_queue("f", ordering="fifo", lease_ms=3_600_000, max_attempts=1)
+    ids = second.put("a", "a", "a", queue="f")
+    held = second.broker.claim("f", limit=2)
+    # Has the pointer vest, though the group is not free yet.
+    second.broker.ack([held[0].receipt])
+    acts: dict[str, Callable[[], object]] = {
+        "ack": lambda: second.broker.ack([held[1].receipt]),
+        "release": lambda: second.broker.release([held[1].receipt]),
+        "purge": lambda: second.broker.purge("f", states=["in_flight"]),
+    }
+    assert stalled(race, acts[verb], "f") == []
+    assert first.claimed("f") == ids[2:]
+
+
+def test_a_deadline_that_is_moved_slowly_is_not_passed_by(race: Race) -> None:
+    first, second = race.first, race.second
+    second.put("a")
+    (held,) = second.broker.claim("q", lease_ms=3_600_000)
+    other = second.put("a")
+    extend = lambda: second.broker.extend([held.receipt], lease_ms=10_000)  # noqa: E731
+    assert stalled(race, extend, "q") == other
+    with race.holding("SELECT 1 FROM instance") as connection:
+        rows = connection.execute("SELECT vesting_ms FROM pointers").fetchall()
+    assert rows == [(race.clock.now_ms() - 2 * TUNABLES.cool_ms + 10_000,)]
+    assert first.claimed() == []
+
+
+def test_a_publish_that_has_waited_before_it_began_to_write(race: Race) -> None:
+    """It trusts what it knew when the verb began, and looks for dedup ids first."""
+    first, second = race.first, race.second
+    second.put("a")
+
+    def empty() -> None:
+        first.work_off()
+        for _ in range(2):
+            race.clock.advance(TUNABLES.cool_ms)
+            assert first.broker.claim("q") == []
+
+    with before(second.database, "find_dedup", empty):
+        (late,) = second.put("a", dedup_id="once")
+    assert first.claimed() == [late]
+
+
+def test_a_second_look_that_fails_does_not_repeat_the_work(
+    race: Race, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It comes after the commit: the verb has succeeded, and the look is made up for."""
+    first, second = race.first, race.second
+    first.broker.create_queue("from")
+    (moved,) = first.put("a", queue="from")
+    first.put("a")
+
+    def empty() -> None:
+        first.work_off()
+        for _ in range(2):
+            race.clock.advance(TUNABLES.cool_ms)
+            assert first.broker.claim("q") == []
+
+    second.database.patience = 0
+    away = lambda: fail_with(ServerUnreachable("away"))  # noqa: E731
+    with (
+        before(second.database, "add_items", empty),
+        before(second.database, "lower_zones", away, nth=2),
+    ):
+        assert second.broker.move("from", "q", state="available") == 1
+    assert "looked at again" in caplog.text
+    assert first.broker.stats("q").moved_in_total == 1
+    assert first.claimed() == []
+    second.put("b")
+    assert moved in first.claimed()
+
+
 def test_zones_that_only_seem_empty_do_not_keep_others(race: Race) -> None:
     """Nobody claims; zones are found empty, then filled; each is looked at once, not for ever."""
     first = race.first
@@ -254,6 +357,47 @@ def test_a_zone_that_is_made_while_the_ring_shrinks(race: Race) -> None:
     assert first.core.ring_high > token
     (id_,) = second.put("a")
     assert first.claimed() == [id_]
+
+
+def test_a_ring_that_was_larger_is_forgotten(race: Race) -> None:
+    """Claims look at the tokens of the zones that are there, and at no more when those are gone."""
+    first, second = race.first, race.second
+    store = first.broker._store
+    assert isinstance(store, SqlStore)
+    store.set_ring_size(64, race.clock.now_ms())
+    number = first.core.queue("q").number
+    token = {n: first.core.zones.token((number, b"%d" % n)) for n in range(40)}
+    low = next(n for n in token if 0 < token[n] < 16)
+    first.put(*map(str, token))
+    store.set_ring_size(1, race.clock.now_ms())
+    assert first.core.ring_high == max(token.values()) + 1 > 32
+
+    def collect() -> None:
+        race.clock.advance(TUNABLES.cool_ms)
+        assert first.broker.claim("q", limit=100) == []
+        race.clock.advance(TUNABLES.min_inactive_ms)
+        first.broker.sweep()
+
+    kept = first.broker.claim("q", limit=100, lease_ms=3_600_000)
+    assert len(kept) == len(token)
+    (last,) = (d for d in kept if d.group == str(low))
+    first.broker.ack([d.receipt for d in kept if d is not last])
+    collect()
+    assert first.core.zones.collected == len(token) - 1
+    assert first.core.ring_high == token[low] + 1
+    # The other follows, and misses nothing.
+    first.broker.release([last.receipt], delay_ms=0)
+    assert second.claimed() == [last.message_id]
+    assert second.core.ring_high == token[low] + 1
+    race.clock.advance(3_600_000)
+    first.broker.sweep()
+    first.work_off()
+    collect()
+    assert first.core.ring_high == 1
+    race.clock.advance(1_000)
+    (id_,) = first.put(str(low))
+    assert second.claimed() == [id_]
+    assert second.core.ring_high == 1
 
 
 # --- queues ---------------------------------------------------------------------------------------
@@ -501,14 +645,16 @@ def test_zones_are_locked_in_one_order(postgres: PostgresServer, url: str) -> No
     race.close()
 
 
-@pytest.mark.parametrize("verb", ["ack", "extend"])
+@pytest.mark.parametrize("verb", ["ack", "extend", "release", "sweep"])
 def test_counters_are_locked_after_pointers(race: Race, verb: str) -> None:
     """A claim and a receipt of one zone, of processes that count in the same row."""
     first, second = race.first, race.second
-    first.broker.create_queue("f", ordering="fifo")
+    first.broker.create_queue(
+        "f", ordering="fifo", max_attempts=1, unclaimed_retention_ms=TUNABLES.cool_ms
+    )
     second.core.slot = first.core.slot
-    first.put("a", queue="f")
-    (held,) = first.broker.claim("f", lease_ms=60_000)
+    first.put("a", "a", queue="f")
+    (held,) = first.broker.claim("f", limit=1, lease_ms=60_000)
     race.clock.advance(TUNABLES.cool_ms)
     (id_,) = first.put("b", queue="f")
     with ThreadPoolExecutor(2) as pool:
@@ -516,13 +662,18 @@ def test_counters_are_locked_after_pointers(race: Race, verb: str) -> None:
             # It holds both pointers: the zone that is held is looked at once more.
             claim = pool.submit(second.claimed, "f")
             race.until_waiting(second)
-            if verb == "ack":
-                use = pool.submit(first.broker.ack, [held.receipt])
-            else:
-                use = pool.submit(first.broker.extend, [held.receipt], lease_ms=1_000)
+            acts: dict[str, Callable[[], object]] = {
+                "ack": lambda: first.broker.ack([held.receipt]),
+                "extend": lambda: first.broker.extend([held.receipt], lease_ms=1_000),
+                # It fails: there is no other attempt.
+                "release": lambda: first.broker.release([held.receipt]),
+                # Nobody has claimed the next of the group in time.
+                "sweep": first.broker.sweep,
+            }
+            use = pool.submit(acts[verb])
             race.until_waiting(first)
         assert claim.result(timeout=60) == [id_]
-        assert all(use.result(timeout=60))
+        assert use.result(timeout=60)
     assert first.database.repeated == second.database.repeated == 0
 
 
@@ -570,3 +721,20 @@ def test_a_connection_that_was_cut_between_two_verbs(race: Race) -> None:
     for act in acts:
         assert race.cut() >= 1
         act()
+
+
+def test_a_sweep_goes_on_after_statements_that_were_aborted(race: Race) -> None:
+    """Each by itself is tried again, and what the others do is done."""
+    first = race.first
+    names = ("come_due", "forget_dedup", "forget_requests", "idle_zones", "find_idle", "mark_idle")
+    first.put("a", delay_ms=1_000)
+    first.put("b", dedup_id="once")
+    first.broker.purge("q", states=["available"])
+    race.clock.advance(86_400_000)
+    with ExitStack() as stack:
+        for name in names:
+            abort = lambda: fail_with(Aborted("as in a deadlock"))  # noqa: E731
+            stack.enter_context(before(first.database, name, abort))
+        counts = first.broker.sweep()
+    assert (counts.came_due, counts.dedup_forgotten) == (1, 1)
+    assert first.database.repeated == len(names)

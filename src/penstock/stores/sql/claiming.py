@@ -71,20 +71,24 @@ class Claiming:
         core.refresh(now_ms)
         queue = core.queue(queue_name)
         claims = [_Claim(core, queue, want, now_ms) for want in wants]
-        # A group of a FIFO queue is in one lease at a time, so that claims can't share a visit.
-        for together in [[claim] for claim in claims] if queue.fifo else [claims]:
-            self._take(queue, together, now_ms)
-        if not any(claim.deliveries for claim in claims) and self._upkeep.catch_up(
-            now_ms, CATCH_UP_BUDGET
+        if self._serve(queue, claims, now_ms) and self._upkeep.catch_up(
+            now_ms, CATCH_UP_BUDGET, into=queue_name
         ):
             # What another queue has failed may be here now.
-            queue = core.queue(queue_name)
-            for together in [[claim] for claim in claims] if queue.fifo else [claims]:
-                self._take(queue, together, now_ms)
+            self._serve(queue, claims, now_ms)
         for claim in claims:
             if claim.deliveries:
                 core.due(claim.deadline_ms)
         return [claim.deliveries for claim in claims]
+
+    def _serve(self, queue: Queue, claims: Sequence[_Claim], now_ms: int) -> bool:
+        """Take messages for claims in order; say whether there are none, and nobody in the way."""
+        # A group of a FIFO queue is in one lease at a time, so that claims can't share a visit.
+        for together in [[claim] for claim in claims] if queue.fifo else [claims]:
+            if not self._take(queue, together, now_ms):
+                # Waits are bounded for all claims together: the broker lets nobody else in.
+                return False
+        return not any(claim.deliveries for claim in claims)
 
     def ready_zones(self, queue_name: str, now_ms: int) -> int:
         """Return how many of the zones that a claim looks at seem to have something."""
@@ -105,7 +109,8 @@ class Claiming:
         )  # fmt: skip
         return [Pointer(*row) for row in rows]
 
-    def _take(self, queue: Queue, claims: Sequence[_Claim], now_ms: int) -> None:
+    def _take(self, queue: Queue, claims: Sequence[_Claim], now_ms: int) -> bool:
+        """Visit zones until nothing is wanted or left; false if others were in the way."""
         core, tunables = self._core, self._core.tunables
         found: list[Pointer] = []
         # Whether there may be vested pointers beside those that were found.
@@ -115,7 +120,7 @@ class Claiming:
             if not found:
                 found = self._peek(queue, walk(core.ring_high, core.random), now_ms) if more else []
                 if not found:
-                    return
+                    return True
                 more = len(found) >= tunables.peek_max
                 # In turn, whichever token they are under.
                 found.sort(key=lambda pointer: (pointer.vesting_ms, pointer.turn))
@@ -133,10 +138,11 @@ class Claiming:
             if not visit.moved:
                 lost += 1
                 if lost > LOST_MAX or any(claim.deliveries for claim in claims):
-                    return
+                    return lost <= LOST_MAX
                 found, more = [], True
                 pause_ms = self._crowding.pause_ms(queue.number) * (0.5 + core.random())
                 self._pause(pause_ms / 1000)
+        return True
 
     def _choose(self, count: int, width: int) -> Sequence[int]:
         """Choose zones to visit among those that were found, and some to spare."""

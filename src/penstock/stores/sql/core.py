@@ -322,7 +322,7 @@ class Core:
 
         def attempt() -> T:
             try:
-                with self.zones.sure(), noting or nullcontext(), self.database.transaction():
+                with noting or nullcontext(), self.database.transaction():
                     return work()
             except BaseException:
                 # Memory may have run ahead of what is committed, and so would the next attempt.
@@ -330,7 +330,9 @@ class Core:
                 self.head = self.head._replace(specs_version=-1)
                 raise
 
-        result = self.database.do(attempt, again=again)
+        # Around all attempts: what comes after the commit must not have it done once more.
+        with self.zones.sure():
+            result = self.database.do(attempt, again=again)
         self.commits += 1
         return result
 

@@ -13,7 +13,7 @@ from penstock.stores.metadata_log import SEGMENT_MS
 from penstock.stores.sql.database import Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from penstock.model import Message
     from penstock.stores.sql.core import Core, Queue
@@ -94,6 +94,8 @@ class _Batch:
         self.sizes: list[int] = []
         self.by_queue: dict[str, int] = {}
         self.wanted: dict[tuple[int, bytes], int] = {}
+        # Zones whose pointers were looked at when it was stored: of the others nothing is new.
+        self.looked: Collection[tuple[int, bytes]] = ()
 
     def add(self, message: Message, names: Sequence[str]) -> None:
         """Take a message with the names of its queues."""
@@ -221,7 +223,7 @@ class Intake:
             batch.add(message, names)
         duplicates = len(messages) - len(batch.refs)
         unrouted = 0 if routes is None else batch.refs.count(0)
-        with core.zones.sure(batch.wanted):
+        with core.zones.sure(batch.wanted, since_ms=now_ms):
             first_id = self._send(
                 token, batch, fresh, now_ms + dedup_window_ms, now_ms, (duplicates, unrouted)
             )
@@ -264,6 +266,7 @@ class Intake:
             wanted = first.pop() if first else batch.wanted
             # In the order in which everybody locks them.
             zones = dict(sorted(wanted.items()))
+            batch.looked = zones.keys()
             return core.database.run(
                 "publish",
                 token=token,
@@ -308,10 +311,11 @@ class Intake:
     def _after(self, batch: _Batch, remembers: bool, expires_ms: int, now_ms: int) -> None:  # noqa: FBT001
         core = self._core
         for zone, vesting_ms in batch.wanted.items():
-            if vesting_ms <= now_ms:
-                core.zones.saw_vested(zone, now_ms)
-            else:
+            if vesting_ms > now_ms:
                 core.due(vesting_ms)
+            elif zone in batch.looked:
+                # Not those that were trusted: a steady publisher would trust them for ever.
+                core.zones.saw_vested(zone, now_ms)
         for name, count in batch.by_queue.items():
             core.wake(core.queues[name], count)
         for vesting_ms in batch.vestings:

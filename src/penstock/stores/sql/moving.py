@@ -112,9 +112,14 @@ class Moving:
 
     # --- dead letters ------------------------------------------------------------------------
 
-    def _with_failures(self) -> list[Queue]:
+    def _with_failures(self, to: str | None = None) -> list[Queue]:
+        """Return queues with failed messages for a dead letter queue: for any, or for this one."""
         core = self._core
-        wanted = {queue.number: queue for queue in core.queues.values() if queue.spec.dead_letter}
+        wanted = {
+            queue.number: queue
+            for queue in core.queues.values()
+            if (queue.spec.dead_letter if to is None else queue.spec.dead_letter == to)
+        }
         if not wanted:
             return []
         rows = core.database.do(
@@ -143,10 +148,10 @@ class Moving:
         to = self._core.queues.get(queue.spec.dead_letter)
         return None if to is None or to.coverage.draining else to
 
-    def dead_letters(self, now_ms: int, budget: int) -> int:
+    def dead_letters(self, now_ms: int, budget: int, into: str | None = None) -> int:
         """Move what has failed into dead letter queues, up to a budget; say how many."""
         moved = 0
-        for queue in self._with_failures():
+        for queue in self._with_failures(into):
             to, mark = self._target(queue), (queue.number, queue.spec.dead_letter)
             if to is not None:
                 self._parked.discard(mark)

@@ -80,9 +80,17 @@ UPDATE instance SET ring_size = :ring_size;
 
 -- name: put_ring_high
 -- The next step, which sees all zones that were made before: claims look at their tokens as well.
+-- Alone, when zones of a larger ring are gone. The caller has locked log_head.
 UPDATE instance
-SET ring_high = greatest(ring_size, (SELECT coalesce(max(token), 0) + 1 FROM pointer_index))
+SET ring_high = greatest(ring_size, (SELECT coalesce(max(token), 0) + 1 FROM pointer_index
+                                     WHERE token > 0))
 RETURNING ring_high;
+
+-- name: ring_in_use
+-- The ring, the tokens that claims look at, and those that would do.
+SELECT ring_size, ring_high,
+       greatest(ring_size, (SELECT coalesce(max(token), 0) + 1 FROM pointer_index WHERE token > 0))
+FROM instance;
 
 -- name: forget_plans
 -- Have the plans that are kept made anew: one of a table that was empty reads all of a full one.
@@ -687,7 +695,7 @@ ORDER BY i.queue, i.message_id;
 -- name: ack
 -- plan: once
 -- Settle as done what is held under the leases that receipts name, in one statement. Tells which
--- were held, and which of those in time.
+-- were held, which of those in time, and which zones of FIFO queues are free of them.
 WITH wanted AS (
     SELECT * FROM unnest(:queues::bigint[], :message_ids::bigint[], :leases::bytea[])
         AS w (queue, message_id, lease)
@@ -731,7 +739,9 @@ WITH wanted AS (
     UPDATE pointer_index p SET vesting_ms = :now_ms, empty_since_ms = NULL
     FROM lowered l WHERE p.queue = l.queue AND p.zone = l.zone
 )
-SELECT queue, message_id, lease_id, vesting_ms > :now_ms FROM held;
+SELECT queue, message_id, lease_id, vesting_ms > :now_ms,
+       CASE WHEN rank < 0 AND vesting_ms > :now_ms THEN zone END
+FROM held;
 
 -- name: find_ended
 -- Which of some receipts were settled, and whether to fail: by a verb that has got no answer.
@@ -744,7 +754,8 @@ WHERE a.ending = :ending;
 
 -- name: extend
 -- plan: once
--- Move the deadline of what is held under the leases that receipts name.
+-- Move the deadline of what is held under the leases that receipts name. Tells which were held,
+-- which of those in time, and the zones of those whose deadline is sooner now.
 WITH wanted AS (
     SELECT * FROM unnest(:queues::bigint[], :message_ids::bigint[], :leases::bytea[])
         AS w (queue, message_id, lease)
@@ -777,7 +788,9 @@ WITH wanted AS (
          (SELECT DISTINCT queue FROM moved ORDER BY queue) AS n
     WHERE c.queue = n.queue AND c.slot = :slot
 )
-SELECT queue, message_id, lease_id, vesting_ms > :now_ms FROM held;
+SELECT queue, message_id, lease_id, vesting_ms > :now_ms,
+       CASE WHEN vesting_ms > :now_ms AND vesting_ms > :deadline_ms THEN zone END
+FROM held;
 
 -- name: held
 -- plan: once
@@ -825,11 +838,6 @@ WITH gone AS (
 INSERT INTO failed
 SELECT :queue, (:first + nth - 1) * :slots + :slot, message_id, :now_ms, attempts, :reason
 FROM gone;
-
--- name: zones_of
--- The zones that items are in.
-SELECT DISTINCT zone FROM items
-WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[]);
 
 -- name: lock_expired
 -- Leases that are over: of all queues, or of one. What another process is at is passed by.

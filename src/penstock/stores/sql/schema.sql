@@ -189,6 +189,8 @@ CREATE TABLE pointer_index (
 );
 CREATE INDEX pointer_index_empty ON pointer_index (empty_since_ms)
     WHERE empty_since_ms IS NOT NULL;
+-- Which tokens are in use. A ring of one has none of it to keep.
+CREATE INDEX pointer_index_tokens ON pointer_index (token) WHERE token > 0;
 
 CREATE TABLE done (
     queue           integer NOT NULL,

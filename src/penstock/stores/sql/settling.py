@@ -44,6 +44,7 @@ class Settling:
         keys = self._keys(receipts, queue_name)
         wanted = list(dict.fromkeys(keys))
         repeated = _Repeated()
+        freed: dict[tuple[int, bytes], int] = {}
 
         def work() -> list[tuple[Any, ...]]:
             with repeated:
@@ -57,8 +58,11 @@ class Settling:
                     now_ms=now_ms,
                 )
 
-        rows = core.database.do(work, again=True) if wanted else []
-        judged = {(queue, message_id, lease): good for queue, message_id, lease, good in rows}
+        with core.zones.sure(freed):
+            rows = core.database.do(work, again=True) if wanted else []
+            # In a FIFO queue others of the zone may be next.
+            freed |= {(row[0], row[4]): now_ms for row in rows if row[4] is not None}
+        judged = {(queue, message_id, lease): good for queue, message_id, lease, good, _ in rows}
         if repeated.lost:
             judged |= {key: True for key, _ in self._ended(wanted, ACKED)}
         if rows:
@@ -81,22 +85,25 @@ class Settling:
         wanted = list(dict.fromkeys(keys))
         deadline_ms = now_ms + lease_ms
         rows = []
+        sooner: dict[tuple[int, bytes], int] = {}
         if wanted:
-            rows = core.database.do(
-                lambda: core.database.run(
-                    "extend",
-                    **_columns(wanted),
-                    deadline_ms=deadline_ms,
-                    slot=core.slot,
-                    turn=core.take_turns(1),
-                    stamp=core.stamp(),
-                    now_ms=now_ms,
-                ),
-                again=True,
-            )
+            with core.zones.sure(sooner):
+                rows = core.database.do(
+                    lambda: core.database.run(
+                        "extend",
+                        **_columns(wanted),
+                        deadline_ms=deadline_ms,
+                        slot=core.slot,
+                        turn=core.take_turns(1),
+                        stamp=core.stamp(),
+                        now_ms=now_ms,
+                    ),
+                    again=True,
+                )
+                sooner |= {(row[0], row[4]): deadline_ms for row in rows if row[4] is not None}
             core.commits += 1
             core.due(deadline_ms)
-        judged = {(queue, message_id, lease): good for queue, message_id, lease, good in rows}
+        judged = {(queue, message_id, lease): good for queue, message_id, lease, good, _ in rows}
         return self._outcomes(
             receipts, keys, judged, OutcomeStatus.EXTENDED, deadline_ms=deadline_ms
         )
@@ -140,6 +147,7 @@ class Settling:
             judged.clear()
             failed.clear()
             back: list[tuple[int, int, bytes, int]] = []
+            over: list[tuple[int, bytes]] = []
             ended: dict[int, int] = {}
             for row in core.database.run("lock_held", **_columns(wanted)):
                 number, message_id, lease, vesting_ms, attempts, forgiven, zone = row
@@ -154,13 +162,14 @@ class Settling:
                     wait_ms = backoff_ms(queue.spec, attempts - forgiven, random)
                 if _is_over(queue.spec.max_attempts, attempts, forgiven):
                     failed.add(key)
+                    over.append((number, zone))
                 else:
                     back.append((number, message_id, zone, now_ms + wait_ms))
             self.end([key[:2] for key, good in judged.items() if good], RELEASED, reason, now_ms)
-            self.give_back(back, now_ms)
+            self.give_back(back, over, now_ms)
             for number, count in sorted(ended.items()):
-                over = [key[1] for key in failed if key[0] == number]
-                self.fail(number, sorted(over), reason, now_ms, released=count, ended=count)
+                ids = sorted(key[1] for key in failed if key[0] == number)
+                self.fail(number, ids, reason, now_ms, released=count, ended=count)
 
         if wanted:
             core.change(work, again=True, noting=repeated)
@@ -190,19 +199,31 @@ class Settling:
                 now_ms=now_ms,
             )
 
-    def give_back(self, items: Sequence[tuple[int, int, bytes, int]], now_ms: int) -> None:
-        """Let items (queue, message, zone, from when on) wait again."""
+    def give_back(
+        self,
+        items: Sequence[tuple[int, int, bytes, int]],
+        over: Sequence[tuple[int, bytes]],
+        now_ms: int,
+    ) -> None:
+        """Let items (queue, message, zone, from when on) wait again.
+
+        ``over``: the zones of those that are going to fail. All pointers are written here: counters
+        are locked after them.
+        """
         core = self._core
-        if not items:
-            return
-        core.database.run(
-            "give_back",
-            queues=[each[0] for each in items],
-            message_ids=[each[1] for each in items],
-            vestings=[each[3] for each in items],
-            now_ms=now_ms,
-        )
+        if items:
+            core.database.run(
+                "give_back",
+                queues=[each[0] for each in items],
+                message_ids=[each[1] for each in items],
+                vestings=[each[3] for each in items],
+                now_ms=now_ms,
+            )
         zones: dict[tuple[int, bytes], int] = {}
+        for number, zone in over:
+            queue = core.numbered(number)
+            if queue is not None and queue.fifo:
+                zones[number, zone] = now_ms
         for number, _, zone, vesting_ms in items:
             key = (number, zone)
             zones[key] = min(vesting_ms, zones.get(key, vesting_ms))
@@ -228,7 +249,10 @@ class Settling:
         released: int = 0,
         lease_expired: int = 0,
     ) -> None:
-        """Let items fail, and count what has become of all ``ended`` ones of a queue."""
+        """Let items fail, and count what has become of all ``ended`` ones of a queue.
+
+        :meth:`give_back` was told of their zones.
+        """
         core = self._core
         queue = core.numbered(number)
         count = len(message_ids)
@@ -248,9 +272,6 @@ class Settling:
         if not count:
             return
         allowed = queue.spec.max_attempts if queue else 0
-        zones = None
-        if queue is not None and queue.fifo:
-            zones = core.database.run("zones_of", queue=number, message_ids=list(message_ids))
         core.database.run(
             "fail",
             queue=number,
@@ -261,8 +282,6 @@ class Settling:
             reason=(reason or f"released {allowed} times").encode(),
             now_ms=now_ms,
         )
-        if zones:
-            core.zones.lower({(number, zone): now_ms for (zone,) in zones}, now_ms)
         if queue is not None and queue.spec.failed_retention_ms:
             core.due_for_retention(now_ms + queue.spec.failed_retention_ms)
         if queue is not None and queue.spec.dead_letter:

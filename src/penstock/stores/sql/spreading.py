@@ -174,6 +174,10 @@ class Spreading:
             # One that seemed to have nothing is asked if nothing was found at all: it looks closer.
             if baskets.room and (zones[member] or not baskets.any):
                 claim.take(member, baskets.room)
+        if not all(baskets.deliveries):
+            # Whoever waits, waits for all of them, also for those that were not asked.
+            for member in order:
+                member.store.watch(queue_name, now_ms)
         # Behind the first that gave something, so that one behind those without has no turn more.
         self._turns[queue.number] = (claim.gave[0].number if claim.gave else turn) + 1
         if claim.error is not None and not baskets.any and len(claim.failed) == len(order):

@@ -115,6 +115,7 @@ class SqlStore:
         self.drain_queue = upkeep.drain_queue
         self.publish = Intake(core).publish
         self.claim = watching.claim
+        self.watch = watching.watch
         self.ack = settling.ack
         self.release = settling.release
         self.extend = settling.extend

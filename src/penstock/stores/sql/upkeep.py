@@ -7,7 +7,7 @@ and counts what it has taken, so that nothing is done or counted twice.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -59,19 +59,27 @@ class Upkeep:
         # Whether a drained queue may be removed, as far as nothing of it is here.
         self.may_go: Callable[[Queue], bool] = lambda _: True
 
+    def _run(self, name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
+        """Run a statement by itself, which may be done twice."""
+        database = self._core.database
+        return database.do(lambda: database.run(name, **parameters), again=True)
+
     # --- what is due -----------------------------------------------------------------------
 
-    def catch_up(self, now_ms: int, budget: int, queue: Queue | None = None) -> int:
-        """End leases that are over and move what has failed to where it belongs; say how many."""
+    def catch_up(
+        self, now_ms: int, budget: int, queue: Queue | None = None, into: str | None = None
+    ) -> int:
+        """End leases that are over and move what has failed to where it belongs; say how many.
+
+        ``into``: what belongs into that queue alone, however many others there are.
+        """
         leases, _ = self.expire(now_ms, budget, queue)
-        return leases + self._moving.dead_letters(now_ms, budget)
+        return leases + self._moving.dead_letters(now_ms, budget, into)
 
     def expire(self, now_ms: int, budget: int, queue: Queue | None = None) -> tuple[int, int]:
         """End leases whose deadline has come; say how many, and how many messages failed."""
         core = self._core
-        if not core.database.do(
-            lambda: core.database.run("any_expired", now_ms=now_ms), again=True
-        ):
+        if not self._run("any_expired", now_ms=now_ms):
             return 0, 0
         leases = failures = 0
         while budget > 0:
@@ -94,15 +102,16 @@ class Upkeep:
         )
         over: dict[int, list[int]] = {}
         ended: dict[int, int] = {}
-        back = []
+        back, zones_over = [], []
         for number, message_id, _, zone, is_over in rows:
             ended[number] = ended.get(number, 0) + 1
             if is_over:
                 over.setdefault(number, []).append(message_id)
+                zones_over.append((number, zone))
             else:
                 back.append((number, message_id, zone, now_ms))
         settling.end([(row[0], row[1]) for row in rows], EXPIRED, "", now_ms)
-        settling.give_back(back, now_ms)
+        settling.give_back(back, zones_over, now_ms)
         for number, total in sorted(ended.items()):
             settling.fail(
                 number, over.get(number, []), "lease expired", now_ms, ended=total,
@@ -113,7 +122,7 @@ class Upkeep:
 
     def sweep(self, now_ms: int, budget: int) -> SweepCounts:
         """Do what is due, up to about ``budget`` things; say what was done and what is next."""
-        core, database = self._core, self._core.database
+        core = self._core
         core.refresh(now_ms)
         lease_ms, delay_ms, unclaimed_ms, dedup_ms = self._dues()
         leases = failures = came_due = removed = forgotten = 0
@@ -127,8 +136,8 @@ class Upkeep:
             removed += self._expire_unclaimed(now_ms, budget)
         removed += self._routing.trim(now_ms, budget) + self.remove_drained(now_ms)
         if dedup_ms <= now_ms:
-            forgotten = len(database.run("forget_dedup", now_ms=now_ms, count=budget))
-        database.run("forget_requests", before_ms=now_ms - REQUESTS_MS, count=budget)
+            forgotten = len(self._run("forget_dedup", now_ms=now_ms, count=budget))
+        self._run("forget_requests", before_ms=now_ms - REQUESTS_MS, count=budget)
         core.zones.collect(now_ms)
         return SweepCounts(
             leases_expired=leases,
@@ -142,9 +151,7 @@ class Upkeep:
 
     def _dues(self) -> list[int]:
         """Return when the next lease, delay, unclaimed retention and dedup window is over."""
-        core = self._core
-        rows = core.database.do(lambda: core.database.run("next_due"), again=True)
-        return [NEVER_MS if time is None else time for time in rows[0]]
+        return [NEVER_MS if time is None else time for time in self._run("next_due")[0]]
 
     def _next_due_ms(self, now_ms: int) -> int | None:
         core = self._core
@@ -158,7 +165,7 @@ class Upkeep:
 
     def _come_due(self, now_ms: int, budget: int) -> int:
         core = self._core
-        rows = core.database.run("come_due", now_ms=now_ms, count=budget)
+        rows = self._run("come_due", now_ms=now_ms, count=budget)
         for number in {row[0] for row in rows}:
             queue = core.by_number.get(number)
             if queue is not None:
@@ -207,7 +214,7 @@ class Upkeep:
             if queue.spec.done_retention_ms or queue.spec.failed_retention_ms
         ]
         due = []
-        rows = core.database.run("next_retention", queues=[queue.number for queue in kept])
+        rows = self._run("next_retention", queues=[queue.number for queue in kept])
         for (_, done_ms, failed_ms), queue in zip(rows, kept, strict=True):
             if done_ms is not None and queue.spec.done_retention_ms:
                 due.append((queue, State.DONE, done_ms + queue.spec.done_retention_ms))
@@ -230,9 +237,9 @@ class Upkeep:
             rows = core.database.run(name, queue=queue.number, before=before, count=count)
             if rows:
                 ids = [row[0] for row in rows]
-                self.let_go(queue, ids)
                 gone = {state.value: -len(ids)}
                 core.add_counts(queue.number, now_ms, removed=len(ids), **gone)
+                self.let_go(queue, ids)
             return len(rows)
 
         removed: int = core.change(work)
@@ -243,18 +250,18 @@ class Upkeep:
 
         def work() -> int:
             rows = core.database.run("expire_unclaimed", now_ms=now_ms, count=budget)
-            zones = {}
-            for number in sorted({row[0] for row in rows}):
-                ids = [row[1] for row in rows if row[0] == number]
+            fifo = {(number, zone): now_ms for number, _, zone, rank in rows if rank < 0}
+            core.zones.lower(fifo, now_ms)
+            gone: dict[int, list[int]] = {}
+            for number, message_id, _, _ in sorted(rows):
+                gone.setdefault(number, []).append(message_id)
+            for number, ids in gone.items():
+                core.add_counts(number, now_ms, live=-len(ids), removed=len(ids))
+            for number, ids in gone.items():
                 queue = core.numbered(number)
                 if queue is not None:
                     self.let_go(queue, ids)
                     core.wake(queue)
-                core.add_counts(number, now_ms, live=-len(ids), removed=len(ids))
-            for number, _, zone, rank in rows:
-                if rank < 0:
-                    zones[number, zone] = now_ms
-            core.zones.lower(zones, now_ms)
             return len(rows)
 
         removed: int = core.change(work)
@@ -329,11 +336,11 @@ class Upkeep:
             now_ms=now_ms,
         )
         ids = [row[0] for row in rows]
-        self.let_go(queue, ids)
-        leased = sum(row[3] for row in rows)
-        core.add_counts(queue.number, now_ms, live=-len(ids), in_flight=-leased, removed=len(ids))
         if queue.fifo:
             core.zones.lower({(queue.number, row[1]): now_ms for row in rows}, now_ms)
+        leased = sum(row[3] for row in rows)
+        core.add_counts(queue.number, now_ms, live=-len(ids), in_flight=-leased, removed=len(ids))
+        self.let_go(queue, ids)
         return len(ids)
 
     def trim(

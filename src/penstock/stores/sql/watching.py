@@ -26,6 +26,8 @@ __all__ = ["Watching"]
 WATCH_MS: Final = 10_000
 # How many waiting claims are woken for a pointer that has vested: nobody knows what is behind it.
 WOKEN: Final = 100
+# After a sweep that could do nothing of what is due.
+STUCK_MS: Final = 50
 # Between two sweeps in the background that look at everything, and between two steps of the nets.
 UPKEEP_MS: Final = 200
 NET_MS: Final = 5_000
@@ -59,8 +61,14 @@ class Watching:
         answers = self._claiming.claim(queue_name, wants, now_ms)
         if not all(answers):
             # One that finds something does not end this: another claim may still wait.
-            self._watched[self._core.queue(queue_name).number] = now_ms + WATCH_MS
+            self.watch(queue_name, now_ms)
         return answers
+
+    def watch(self, queue_name: str, now_ms: int) -> None:
+        """Look for messages of a queue that somebody waits for."""
+        queue = self._core.queues.get(queue_name)
+        if queue is not None:
+            self._watched[queue.number] = now_ms + WATCH_MS
 
     def take_woken(self) -> set[str]:
         """Return the queues that may have got something to claim since the last call."""
@@ -101,6 +109,9 @@ class Watching:
         next_ms = now_ms + self._jittered(ahead_ms)
         if counts.next_due_ms is not None:
             next_ms = min(next_ms, counts.next_due_ms)
+        if next_ms <= now_ms and not counts.total:
+            # What is due and was not done another process is at: it is not asked for all the time.
+            next_ms = now_ms + STUCK_MS
         return SweepCounts(
             leases_expired=counts.leases_expired,
             came_due=counts.came_due,

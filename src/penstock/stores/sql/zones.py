@@ -17,9 +17,10 @@ a pointer that goes from vested to not vested is first put ``cool_ms`` ahead and
 again; one that is written by anybody meanwhile has another ``lease_id``, and is not raised at all.
 A process that trusts its memory of p does so for ``trust_ms`` only. One that finds, when it has
 committed, that this took longer (it waited for a lock, it was paused) looks at its pointers again,
-and lowers what was raised meanwhile. Should it die before that, its item is late by no more than
-the lease or the delay of another; in a zone that nothing else is in, until the collection comes by,
-which finds that the zone is not empty and has it looked at.
+and lowers what was raised meanwhile: after a publish, and after whatever else lets something be
+seen (release, expiry, in FIFO queues ack and removal). Should it die before that, its item is late
+by no more than the lease or the delay of another; in a zone that nothing else is in, until the
+collection comes by, which finds that the zone is not empty and has it looked at.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+from penstock.errors import PenstockError
 from penstock.stores.sql.ring import token_of
 
 if TYPE_CHECKING:
@@ -57,8 +59,10 @@ class Zones:
         # Zones whose pointer was seen vested, and when.
         self._vested: OrderedDict[Zone, int] = OrderedDict()
         self._version = -1
-        # Zones that the transaction which is under way puts items into, and when those vest.
-        self._ensured: dict[Zone, int] = {}
+        # Zones that the transaction which is under way lets something be seen in, and from when on.
+        self._lowered: dict[Zone, int] = {}
+        # Zones that were to be looked at again when the database was away.
+        self._owed: dict[Zone, int] = {}
         # How far the slow nets have got.
         self._idle_at: Zone = (-1, b"")
         self._orphan_at: tuple[int, int] = (-1, 0)
@@ -106,7 +110,6 @@ class Zones:
     def ensure(self, wanted: Mapping[Zone, int], now_ms: int) -> None:
         """Have zones a pointer that is early enough, in the transaction that puts items in them."""
         core, database, zones = self._core, self._core.database, sorted(wanted)
-        self._ensured |= wanted
         # A token of a ring that another process has made smaller would be looked at by nobody.
         core.ring_size, core.ring_high = database.run("read_ring")[0]
         queues, names = [queue for queue, _ in zones], [name for _, name in zones]
@@ -124,10 +127,16 @@ class Zones:
                 break
         self.lower(wanted, now_ms)
 
-    def lower(
-        self, wanted: Mapping[Zone, int], now_ms: int, threshold_ms: int | None = None
-    ) -> None:
-        """Have pointers vest when items do that have come (back) into their zones."""
+    def lower(self, wanted: Mapping[Zone, int], now_ms: int) -> None:
+        """Have pointers vest when items do that come (back) into their zones, or are next there.
+
+        Within a transaction of :meth:`Core.change`, which looks again if it takes long.
+        """
+        for zone, vesting_ms in wanted.items():
+            self._lowered[zone] = min(vesting_ms, self._lowered.get(zone, vesting_ms))
+        self._lower(wanted, now_ms)
+
+    def _lower(self, wanted: Mapping[Zone, int], now_ms: int) -> None:
         zones = sorted(wanted)
         if zones:
             self._core.database.run(
@@ -136,33 +145,43 @@ class Zones:
                 zones=[name for _, name in zones],
                 vestings=[wanted[zone] for zone in zones],
                 now_ms=now_ms,
-                threshold_ms=self._core.tunables.threshold_ms
-                if threshold_ms is None
-                else threshold_ms,
+                threshold_ms=self._core.tunables.threshold_ms,
                 turn=self._core.take_turns(1),
                 stamp=self._core.stamp(),
             )
 
     @contextmanager
-    def sure(self, wanted: Mapping[Zone, int] | None = None) -> Iterator[None]:
+    def sure(
+        self, wanted: Mapping[Zone, int] | None = None, *, since_ms: int | None = None
+    ) -> Iterator[None]:
         """Have pointers early enough, however long that takes which is done and committed inside.
 
-        Without zones, of those that :meth:`ensure` is told of.
+        Without zones, of those that :meth:`lower` is told of. ``since_ms``: as of when pointers
+        were trusted, if that was before.
         """
         core = self._core
-        began_ms = core.clock()
-        self._ensured = {}
+        began_ms = core.clock() if since_ms is None else min(core.clock(), since_ms)
+        self._lowered = {}
         yield
-        zones = self._ensured if wanted is None else wanted
+        zones = self._lowered if wanted is None else wanted
         now_ms = core.clock()
         # Half of the time, for clocks of others that are not quite the same.
         patient_ms = (core.tunables.cool_ms - core.tunables.trust_ms) // 2
-        if zones and now_ms - began_ms > patient_ms:
-            self.look_again(zones, now_ms)
+        late = zones if now_ms - began_ms > patient_ms else {}
+        if late or self._owed:
+            self.look_again(late, now_ms)
 
     def look_again(self, zones: Mapping[Zone, int], now_ms: int) -> None:
         """Lower pointers that somebody has raised who did not see what is committed now."""
-        self._core.database.do(lambda: self.lower(zones, now_ms), again=True)
+        owed = {**self._owed, **zones}
+        try:
+            self._core.database.do(lambda: self._lower(owed, now_ms), again=True)
+        except PenstockError as error:
+            # What was asked for is committed, and must neither fail for this nor be done again.
+            log.warning("%d zones are looked at again with the next change: %s", len(owed), error)
+            self._owed = owed
+        else:
+            self._owed = {}
 
     # --- letting go --------------------------------------------------------------------------
 
@@ -170,14 +189,35 @@ class Zones:
         """Remove the pointers of zones that have been empty for long enough; say how many."""
         core = self._core
         before_ms = now_ms - core.tunables.min_inactive_ms
-        found = core.database.run("idle_zones", before_ms=before_ms, count=COLLECT_MAX)
-        if not found:
-            return 0
-        gone: list[Zone] = core.change(lambda: self._collect(found, before_ms))
+        found = core.database.do(
+            lambda: core.database.run("idle_zones", before_ms=before_ms, count=COLLECT_MAX),
+            again=True,
+        )
+        gone: list[Zone] = core.change(lambda: self._collect(found, before_ms)) if found else []
         for zone in gone:
             self.forget(zone)
         self.collected += len(gone)
+        if core.ring_high > core.ring_size:
+            self._narrow(now_ms)
         return len(gone)
+
+    def _narrow(self, now_ms: int) -> None:
+        """Have claims look at fewer tokens, when zones of a larger ring are gone.
+
+        No zone is missed: whoever makes one takes a token below ``ring_size``, and a change of
+        that has waited for all who knew another. So nothing comes to be at the tokens above.
+        """
+        core, database = self._core, self._core.database
+        size, high, used = database.do(lambda: database.run("ring_in_use"), again=True)[0]
+        # By half or to the end: every process reads its queues again for it.
+        if high > size and (used == size or used * 2 <= high):
+            core.change(lambda: self._put_ring_high(now_ms), again=True)
+
+    def _put_ring_high(self, now_ms: int) -> None:
+        core = self._core
+        core.lock_head()
+        core.ring_high = core.database.run("put_ring_high")[0][0]
+        core.changed(now_ms)
 
     def _collect(self, found: list[tuple[int, bytes, int]], before_ms: int) -> list[Zone]:
         core, database = self._core, self._core.database
@@ -223,15 +263,21 @@ class Zones:
         """Go on with the look for empty zones that nobody visits; say how many there were."""
         core = self._core
         queue, zone = self._idle_at
-        rows = core.database.run("find_idle", queue=queue, zone=zone, count=NET_PAGE)
+        rows = core.database.do(
+            lambda: core.database.run("find_idle", queue=queue, zone=zone, count=NET_PAGE),
+            again=True,
+        )
         self._idle_at = (rows[-1][0], rows[-1][1]) if len(rows) == NET_PAGE else (-1, b"")
         idle = [(queue, zone) for queue, zone, empty in rows if empty]
         if idle:
-            core.database.run(
-                "mark_idle",
-                queues=[queue for queue, _ in idle],
-                zones=[zone for _, zone in idle],
-                now_ms=now_ms,
+            core.database.do(
+                lambda: core.database.run(
+                    "mark_idle",
+                    queues=[queue for queue, _ in idle],
+                    zones=[zone for _, zone in idle],
+                    now_ms=now_ms,
+                ),
+                again=True,
             )
         return len(idle)
 
@@ -239,7 +285,12 @@ class Zones:
         """Go on with the look for items whose zone has no pointer; say how many there were."""
         core = self._core
         queue, message_id = self._orphan_at
-        rows = core.database.run("find_orphans", queue=queue, message_id=message_id, count=NET_PAGE)
+        rows = core.database.do(
+            lambda: core.database.run(
+                "find_orphans", queue=queue, message_id=message_id, count=NET_PAGE
+            ),
+            again=True,
+        )
         self._orphan_at = (rows[-1][0], rows[-1][1]) if len(rows) == NET_PAGE else (-1, 0)
         orphaned: dict[Zone, int] = {}
         for number, _, zone, vesting_ms, orphan in rows:
