@@ -77,6 +77,28 @@ def test_a_refused_sync_ends_claims_that_wait(
     assert len(failures) == 1
 
 
+def test_a_listener_that_fails_keeps_nobody_waiting(broker: Broker) -> None:
+    failures: list[StoreFenced] = []
+
+    def wait() -> None:
+        try:
+            broker.claim("q", wait_ms=600_000)
+        except StoreFenced as error:
+            failures.append(error)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the loop is closed")
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    wait_until(lambda: broker._shell._waiters)
+    broker.listen(fail)
+    with pytest.raises(RuntimeError):
+        broker._shell._lose(StoreFenced("another broker has opened it"))
+    waiting.join(60)
+    assert len(failures) == 1
+
+
 def test_a_refused_sweep_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     with penstock.open("memory:") as broker, monkeypatch.context() as patched:
         broker.create_queue("q", lease_ms=1)

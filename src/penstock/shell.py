@@ -164,11 +164,12 @@ class Shell:
         if self.lost is not None:
             return
         self.lost = why
-        if self._listener is not None:
-            self._listener(None, None)
         self._alarm.notify_all()
         for waiting in self._waiters.values():
             waiting.notify_all()
+        # Last: whatever becomes of that, who waits here is woken.
+        if self._listener is not None:
+            self._listener(None, None)
 
     def _after_change(self) -> None:
         """Wake who waits for what has just happened; called with the lock held."""

@@ -138,18 +138,31 @@ def test_nobody_is_let_in_while_answers_are_not_read() -> None:
     assert hall.let_in() == [asked]
 
 
-def test_who_was_answered_while_held_is_passed_over() -> None:
-    hall = Hall(big=ALL)
-    first, second, third = (hall.ask("big") for _ in range(3))
-    assert [hall.admit(each) for each in (first, second, third)] == [True, False, False]
-    second.gone = True
+def test_who_is_dropped_is_held_no_longer() -> None:
+    hall = Hall(big=ALL // 2)
+    first, whole, last = hall.ask("big"), hall.ask("big", 2), hall.ask("big")
+    assert [hall.admit(each) for each in (first, whole, last)] == [True, False, False]
+    hall.freed.clear()
+    hall.room.drop(whole)
     assert hall.room.held == 1
-    first.leave()
-    assert hall.let_in() == [third]
-    second.gone = False
-    hall.room.hold(second)
-    assert hall.room.clear() == [second]
+    # Who was behind it may find room.
+    assert hall.freed == ["look"]
+    assert hall.let_in() == [last]
+    hall.room.hold(whole)
+    assert hall.room.clear() == [whole]
     assert hall.room.held == 0
+
+
+def test_who_turns_out_to_need_much_does_not_hold_up_the_others() -> None:
+    hall = Hall(grows=100, small=100, big=ALL)
+    assert hall.admit(hall.ask("big"))
+    hall.room.shut()
+    growing, small = hall.ask("grows"), hall.ask("small")
+    assert [hall.admit(each) for each in (growing, small)] == [False, False]
+    hall.room.reopen()
+    hall.sizes.saw("grows", ALL)
+    assert hall.let_in() == [small]
+    assert hall.room.held == 1
 
 
 # --- through a server -----------------------------------------------------------------------------
@@ -220,6 +233,90 @@ def test_a_held_claim_can_be_withdrawn(served: Served) -> None:
         served.broker.publish([message()])
         assert isinstance(raw.ask(wire.Ping(3)), wire.Result)
         assert served.broker.stats("q").in_flight == 0
+
+
+def test_a_claim_is_withdrawn_while_it_is_put_off(served: Served) -> None:
+    with Raw(served) as raw:
+        raw.read()
+        raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 600_000)))
+        eventually(lambda: served.desk.parked == 1)
+
+        def refuse_and_withdraw(connection: Connection) -> None:
+            connection._room.shut()
+            served.desk._woken("q", 1)
+            served.desk._retry()
+            assert connection._waits[1].refused
+            connection._withdraw(wire.Cancel(2, 1))
+
+        at(served, refuse_and_withdraw)
+        answers = {frame.id: bytes(frame.value) for frame in (raw.read(), raw.read())}  # type: ignore[union-attr]
+        assert answers == {1: b"\x90", 2: b"\xc3"}
+        assert isinstance(raw.ask(wire.Ping(3)), wire.Result)
+        assert at(served, lambda connection: connection._room.held) == 0
+        assert at(served, lambda connection: connection._bytes_at_work) == 0
+
+
+def test_a_held_claim_waits_no_longer_than_it_may(served: Served) -> None:
+    with Raw(served) as raw:
+        raw.read()
+        fill_up(served)
+        raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 50)))
+        assert raw.result() == []
+        assert at(served, lambda connection: connection._room.held) == 0
+        refused = raw.ask(wire.Claim(2, "q", 1, None, limits.MAX_WAIT_MS + 1))
+        assert isinstance(refused, wire.Failure)
+
+
+def test_the_time_that_a_claim_was_held_is_of_its_wait(served: Served) -> None:
+    with Raw(served) as raw:
+        raw.read()
+        blocker = fill_up(served)
+        raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 900_000)))
+        eventually(lambda: at(served, lambda connection: connection._room.held) == 1)
+
+        def let_in_later(connection: Connection) -> float:
+            # As if ten minutes had gone by.
+            asked = connection._waits[1]
+            assert asked.until is not None
+            asked.until -= 600
+            blocker.leave()
+            return asked.until
+
+        until = at(served, let_in_later)
+        eventually(lambda: served.desk.parked == 1)
+        (waiting,) = served.desk._waiting.values()
+        assert abs(waiting.until - until) < 300
+
+
+def test_held_requests_that_fail_at_once_make_way(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_REQUESTS_AT_WORK", 3)
+    with Raw(served) as raw:
+        raw.read()
+        blocker = fill_up(served)
+        for n in range(4):
+            raw.send(encoder.frame(wire.Claim(n, "q", limits.MAX_CLAIM_LIMIT + 1)))
+        eventually(lambda: not at(served, lambda connection: connection._reading))
+        at(served, lambda _: blocker.leave())
+        failures = [raw.read() for _ in range(4)]
+        assert all(isinstance(each, wire.Failure) for each in failures)
+        assert isinstance(raw.ask(wire.Ping(9)), wire.Result)
+
+
+def test_held_claims_count_by_their_bytes(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_BYTES_AT_WORK", 100_000)
+    with Raw(served) as raw:
+        raw.read()
+        blocker = fill_up(served)
+        for n in range(5):
+            raw.send(encoder.frame(wire.Claim(n, "q", 1, None, 600_000, "c" * 60_000)))
+        eventually(lambda: not at(served, lambda connection: connection._reading))
+        assert at(served, lambda connection: connection._room.held) == 2
+        at(served, lambda _: blocker.leave())
+        failures = [raw.read() for _ in range(5)]
+        assert all(isinstance(each, wire.Failure) for each in failures)
+        assert at(served, lambda connection: connection._bytes_at_work) == 0
 
 
 def test_a_stop_leaves_held_requests_undone(served: Served) -> None:

@@ -267,6 +267,18 @@ def test_a_lost_connection_takes_its_waiting_claims_along(served: Served) -> Non
         assert [d.attempts for d in client.claim("q")] == [1]
 
 
+def test_who_sends_nothing_more_has_no_claims_that_wait(served: Served) -> None:
+    with Raw(served) as raw:
+        raw.read()
+        raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 600_000)))
+        eventually(lambda: served.desk.parked == 1)
+        (connection,) = served.listener.connections
+        # As the loop calls it, which then sends what is unsent for as long as that takes.
+        served.loop.call_soon_threadsafe(connection.eof_received)
+        eventually(lambda: served.desk.parked == 0)
+        assert served.listener.connections
+
+
 def test_a_farewell_lets_waiting_claims_go(served: Served) -> None:
     with Raw(served) as raw:
         raw.read()
@@ -388,6 +400,20 @@ def test_a_wrong_token_is_refused_for_good(secured: Secured, token: str) -> None
         penstock.connect(secured[0].url, token=token)
     assert "wrong" not in str(caught.value)
     assert ("wants a key" if token == "" else "the key is not known") in str(caught.value)
+
+
+def test_what_comes_behind_a_wrong_token_is_read_and_dropped(secured: Secured) -> None:
+    served, _, _ = secured
+    with Raw(served, b"") as raw:
+        eventually(lambda: served.listener.connections)
+        (connection,) = served.listener.connections
+        raw.send(encoder.frame(wire.Hello(wire.MAGIC, wire.VERSION, "nobody:x")))
+        assert isinstance(raw.read(), wire.Bye)
+
+        async def reading() -> bool:
+            return connection._reading
+
+        assert served.do(reading())
 
 
 def test_keys_allow_what_they_say(secured: Secured) -> None:

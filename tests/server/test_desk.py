@@ -19,6 +19,7 @@ from penstock.errors import (
     QueueNotFound,
     StoreFenced,
 )
+from penstock.server import desk as desk_module
 from penstock.server.desk import Desk
 from penstock.testing.checking import assert_clean
 
@@ -159,6 +160,29 @@ def test_a_claim_waits_for_what_any_thread_publishes(broker: Broker) -> None:
         publisher.join()
 
     run(broker, story)
+
+
+def test_what_a_far_store_tells_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with penstock.open("memory:", background=False) as broker:
+        broker.create_queue("q")
+        monkeypatch.setattr(desk_module, "FAR", {broker.info().design})
+
+        async def story(desk: Desk) -> None:
+            waiting = [desk.claim("q", wait_ms=600_000) for _ in range(2)]
+            while desk.parked < 2:
+                await asyncio.sleep(0.001)
+            # It counts what has come since it was asked last.
+            broker.listen(lambda queue, _: desk._woken(queue, 1))
+            desk._changing = True
+            broker.publish([to("q")])
+            broker.publish([to("q")])
+            broker.listen(None)
+            await asyncio.sleep(0)
+            desk._changing = False
+            desk._retry()
+            assert [len(each) for each in await asyncio.gather(*waiting)] == [1, 1]
+
+        run(broker, story)
 
 
 def test_a_claim_waits_for_what_comes_due(broker: Broker) -> None:

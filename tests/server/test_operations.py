@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import penstock
-from penstock import Message, StorageFailed
+from penstock import Message, StorageFailed, StoreFenced
 from penstock.server import running
 from penstock.server.metrics import OTHERS, Metrics, healthy
 
@@ -106,6 +106,15 @@ def test_a_store_that_cant_sync_is_not_ready(
         assert ask(server.addresses["http"], "GET", "/ready").status == 503
         assert at(ask(server.addresses["http"], "GET", "/metrics").body,
                   "penstock_store_healthy") == 0  # fmt: skip
+
+
+def test_a_store_that_is_lost_is_shown_as_such() -> None:
+    with penstock.open("memory:", background=False) as broker:
+        metrics = Metrics()
+        metrics.watch(broker, parked=lambda: 0, connections=dict)
+        assert at(metrics.page(), "penstock_store_healthy") == 1
+        broker._shell._lose(StoreFenced("another broker has opened it"))
+        assert at(metrics.page(), "penstock_store_healthy") == 0
 
 
 def test_a_store_of_one_owner_has_no_contention(broker: penstock.Broker, ask: Any) -> None:

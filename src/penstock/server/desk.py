@@ -371,6 +371,9 @@ class Desk:
             # One too many that looks is no harm, where one too few would wait for no reason.
             if known is None or available is None:
                 self._news[queue] = None
+            elif self._changer is not None:
+                # What is far away is not counted anew: it tells only what has come since.
+                self._news[queue] = known + available
             else:
                 self._news[queue] = max(known, available)
         if first:

@@ -21,7 +21,7 @@ from prometheus_client.core import (
 )
 
 from penstock import limits
-from penstock.errors import PenstockError, QueueNotFound, ServerUnreachable
+from penstock.errors import PenstockError, QueueNotFound
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -162,9 +162,9 @@ class Metrics:
             )  # fmt: skip
 
     def _asked(self, broker: Broker) -> Iterator[Metric]:
-        """Give what the store has to be asked for; while any of it is away, that is left out."""
+        """Give what the store has to be asked for; left out where it is away, or lost."""
         if broker.away is None:
-            with suppress(ServerUnreachable):
+            with suppress(PenstockError):
                 yield from _store(broker)
                 yield from self._by_queue(broker)
 

@@ -20,6 +20,7 @@ from penstock.gateways.native.frames import FrameReader
 from penstock.server.native_room import Asked, Room
 from penstock.server.native_verbs import VERBS, claim_in_turn
 from penstock.server.security import ANYONE
+from penstock.validation import check_duration
 
 if TYPE_CHECKING:
     from asyncio import Future
@@ -111,6 +112,8 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """Close: who sends nothing more is not answered either."""
+        # Now, since it takes as long to close as it does to send what was answered before.
+        self._let_claims_go()
         return False
 
     def pause_writing(self) -> None:
@@ -160,10 +163,18 @@ class Connection(asyncio.Protocol):
         except InvalidInput as error:
             self._farewell(error, final=self._principal is None)
             return
+        if self._deaf:
+            return
         wanted = self._may_go_on()
         if wanted is not self._reading:
             self._reading = wanted
             (transport.resume_reading if wanted else transport.pause_reading)()
+
+    def _read_on(self) -> None:
+        """Begin what had to wait until others were through."""
+        if not self._reading:
+            self._work()
+            self._account()
 
     def _greet(self, frame: memoryview) -> None:
         hello = wire.read_hello(frame)
@@ -187,7 +198,7 @@ class Connection(asyncio.Protocol):
         asked = Asked(request, verb, len(frame), self._loop.time(), self._room)
         if kind is wire.Claim and request.wait_ms > 0:
             try:
-                self._check_waits(request.id)
+                self._check_wait(request)
             except InvalidInput as error:
                 self._fail(asked, error)
                 return
@@ -197,20 +208,40 @@ class Connection(asyncio.Protocol):
             if kind not in WITH_MESSAGES:
                 asked.size += verb.weight(request, 0)
             self._at_work += 1
-            self._bytes_at_work += asked.size
+        self._bytes_at_work += asked.size
         if kind in WITH_MESSAGES and not self._room.enter(asked):
-            self._room.hold(asked)
+            self._hold(asked)
         else:
             self._run(asked)
 
+    def _hold(self, asked: Asked) -> None:
+        """Have a request wait for room: a claim that waits for messages no longer than for them."""
+        self._room.hold(asked)
+        if asked.until is not None:
+            asked.alarm = self._loop.call_at(asked.until, self._give_up, asked)
+
+    def _give_up(self, asked: Asked) -> None:
+        """Answer a held claim with nothing, since its time is up."""
+        self._answer_empty(asked)
+        self._read_on()
+
+    def _answer_empty(self, asked: Asked) -> None:
+        self._room.drop(asked)
+        self._end(asked)
+        self._write(self._encoder.frame((1, asked.request.id, [])))
+        self._count(asked, "ok")
+
     def _run(self, asked: Asked) -> None:
         request, verb = asked.request, asked.verb
+        asked.disarm()
         try:
             if self._principal is not ANYONE:
                 verb.check(self._principal, request)
             if asked.until is None:
                 future = verb.run(self._desk, request)
             else:
+                left_ms = round((asked.until - self._loop.time()) * 1000)
+                request.wait_ms = max(0, left_ms)
                 future = claim_in_turn(self._desk, request, asked)
         except Exception as error:
             self._end(asked)
@@ -231,6 +262,8 @@ class Connection(asyncio.Protocol):
         self._letting_in = False
         while (asked := self._room.next()) is not None:
             self._run(asked)
+        # Those that failed at once have made way, and nobody else tells.
+        self._read_on()
 
     def _answer_at_once(self, request: wire.Request | wire.Failure) -> None:
         """Answer what needs no broker."""
@@ -257,25 +290,25 @@ class Connection(asyncio.Protocol):
             done = asked.future.cancel()
         self._write(self._encoder.frame((1, request.id, done)))
         if asked is not None and not at_the_desk:
-            asked.gone = True
-            self._end(asked)
-            self._write(self._encoder.frame((1, asked.request.id, [])))
+            self._answer_empty(asked)
 
-    def _check_waits(self, request_id: int) -> None:
+    def _check_wait(self, request: wire.Claim) -> None:
+        check_duration(request.wait_ms, "wait_ms", high=limits.MAX_WAIT_MS)
         if len(self._waits) >= limits.MAX_WAITING_CLAIMS:
             raise InvalidInput(
                 f"{limits.MAX_WAITING_CLAIMS} claims of this connection wait already"
             )
-        if request_id in self._waits:
-            raise InvalidInput(f"a claim waits under the id {request_id} already")
+        if request.id in self._waits:
+            raise InvalidInput(f"a claim waits under the id {request.id} already")
 
     def _end(self, asked: Asked) -> None:
         """Have a request at work no longer."""
+        self._bytes_at_work -= asked.size
         if asked.until is None:
             self._at_work -= 1
-            self._bytes_at_work -= asked.size
         else:
             self._waits.pop(asked.request.id, None)
+            asked.disarm()
         if asked.taken:
             asked.leave()
 
@@ -304,22 +337,19 @@ class Connection(asyncio.Protocol):
             self._fail(asked, error)
         elif self._listener.metrics is not None:
             self._count(asked, "ok")
-        if not self._reading:
-            self._work()
-            self._account()
+        self._read_on()
 
     def _put_off(self, asked: Asked) -> None:
         """Hold a claim for which the desk had something when there was no room."""
         asked.refused, asked.future = False, None
-        assert asked.until is not None
-        if asked.gone:
+        if self._waits.get(asked.request.id) is not asked:
+            # It was withdrawn, and answered, just now.
             return
         if self._leaving or self._deaf or self._transport is None:
             self._end(asked)
             self._write(self._encoder.frame(wire.Undone(asked.request.id)))
             return
-        asked.request.wait_ms = max(0, int((asked.until - self._loop.time()) * 1000))
-        self._room.hold(asked)
+        self._hold(asked)
 
     def _let_claims_go(self) -> None:
         """Forget claims for good: what comes for them goes to somebody else."""

@@ -15,13 +15,13 @@ is expected do not wait behind those of which much is. Nothing here knows of soc
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from penstock import limits
 
 if TYPE_CHECKING:
-    from asyncio import Future
+    from asyncio import Future, TimerHandle
     from collections.abc import Callable
 
     from penstock.server.native_verbs import Verb
@@ -65,7 +65,7 @@ class Asked:
     """
 
     __slots__ = (
-        "began", "future", "gone", "refused", "request", "room", "size", "taken", "until", "verb",
+        "alarm", "began", "future", "refused", "request", "room", "size", "taken", "until", "verb",
     )  # fmt: skip
 
     def __init__(self, request: Any, verb: Verb, size: int, began: float, room: Room) -> None:
@@ -81,8 +81,8 @@ class Asked:
         self.taken = 0
         # Whether the desk had messages for it, and there was no room.
         self.refused = False
-        # Whether it was answered while it was held.
-        self.gone = False
+        # What ends its wait while it is held.
+        self.alarm: TimerHandle | None = None
 
     def enter(self) -> bool:
         """Say whether it may look for messages again."""
@@ -92,6 +92,15 @@ class Asked:
     def leave(self) -> None:
         """Give its room to others: it waits."""
         self.room.leave(self)
+
+    def disarm(self) -> None:
+        """Have no alarm end it: it is held no longer."""
+        if self.alarm is not None:
+            self.alarm.cancel()
+            self.alarm = None
+
+
+_Lane: TypeAlias = "OrderedDict[Asked, None]"
 
 
 class Room:
@@ -105,12 +114,13 @@ class Room:
         self._open = True
         # Of little and of much, each: bytes that are expected, and requests that are held.
         self._expected = [0, 0]
-        self._held: tuple[deque[Asked], deque[Asked]] = (deque(), deque())
+        # Ordered dictionaries: the first one is at hand, and each can be taken out.
+        self._held: tuple[_Lane, _Lane] = (OrderedDict(), OrderedDict())
 
     @property
     def held(self) -> int:
         """How many requests wait for room."""
-        return sum(not asked.gone for lane in self._held for asked in lane)
+        return sum(map(len, self._held))
 
     def shut(self) -> None:
         """Let nobody in: answers are not read."""
@@ -137,25 +147,37 @@ class Room:
 
     def hold(self, asked: Asked) -> None:
         """Have a request wait for room, behind all of its kind."""
-        self._held[self._needed(asked) > SMALL_BYTES].append(asked)
+        self._held[self._needed(asked) > SMALL_BYTES][asked] = None
+        self._free()
+
+    def drop(self, asked: Asked) -> None:
+        """Hold a request no longer, if it is held; those behind it may find room."""
+        for lane in self._held:
+            lane.pop(asked, None)
         self._free()
 
     def next(self) -> Asked | None:
         """Let the next of the held requests in for which there is room; None: there is none."""
-        for lane in self._held:
+        # Little once more, since what was taken for much may be little.
+        for much in (False, True, False):
+            lane = self._held[much]
             while lane:
-                asked = lane[0]
+                asked = next(iter(lane))
                 # Looked at anew: more is known of its queue by now.
-                if not asked.gone and not self._take(asked, self._needed(asked)):
-                    break
-                lane.popleft()
-                if not asked.gone:
+                needed = self._needed(asked)
+                if (needed > SMALL_BYTES) is not much:
+                    del lane[asked]
+                    self._held[not much][asked] = None
+                elif self._take(asked, needed):
+                    del lane[asked]
                     return asked
+                else:
+                    break
         return None
 
     def clear(self) -> list[Asked]:
         """Return the held requests, and hold them no longer."""
-        held = [asked for lane in self._held for asked in lane if not asked.gone]
+        held = [asked for lane in self._held for asked in lane]
         for lane in self._held:
             lane.clear()
         return held

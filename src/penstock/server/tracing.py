@@ -181,7 +181,8 @@ class TracedDesk(Desk):
 
         def done(future: Future[T]) -> None:
             if future.cancelled():
-                span.set_status(self._trace.StatusCode.ERROR, "cancelled")
+                # Nobody waits for it any more, or it comes again: nothing has failed.
+                span.add_event("cancelled")
             elif (error := future.exception()) is not None:
                 span.set_status(self._trace.StatusCode.ERROR, type(error).__name__)
             elif seen is not None:
