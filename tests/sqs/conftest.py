@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +23,20 @@ if TYPE_CHECKING:
 _NUMBERS = itertools.count(1)
 
 
-@pytest.fixture(scope="module", params=["memory", "slatedb"])
+@pytest.fixture(scope="module", params=["memory", "slatedb", "postgresql"])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     store = "memory:"
     if request.param == "slatedb":
         store = f"slatedb+file://{tmp_path_factory.mktemp('sqs')}/store"
-    with serving(store=store) as server:
-        yield server
+    with ExitStack() as stack:
+        if request.param == "postgresql":
+            postgres = request.getfixturevalue("postgres")
+            name = postgres.create()
+            stack.callback(postgres.drop, name)
+            store = postgres.url(name)
+        yield stack.enter_context(serving(store=store))
 
 
 @pytest.fixture(scope="module")
