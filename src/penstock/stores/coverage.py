@@ -25,13 +25,13 @@ from penstock.filters import parse
 from penstock.limits import MAX_COVERAGE_STRETCHES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from penstock.filters import Filter, RowTuple
     from penstock.kv import Batch, Table
     from penstock.stores.queues import Queue
 
-__all__ = ["Coverage", "CoverageTable", "Stretch"]
+__all__ = ["Coverage", "CoverageTable", "Stretch", "Throughout"]
 
 _COVERAGE: Final = b"\x02\x13"
 
@@ -112,6 +112,22 @@ class Coverage(msgspec.Struct):
                     offset, moved = stretch.end, True
         return offset
 
+    def missing(self, begin: int, end: int, filter_text: str) -> list[tuple[int, int]]:
+        """Return the stretches of [begin, end) that this filter has not filled the queue from."""
+        done = sorted(
+            (stretch.begin, end if stretch.end is None else stretch.end)
+            for stretch in (*self.live, *self.backfilled)
+            if stretch.filter == filter_text
+        )
+        found = []
+        for first, last in done:
+            if begin < min(first, end):
+                found.append((begin, min(first, end)))
+            begin = max(begin, last)
+        if begin < end:
+            found.append((begin, end))
+        return found
+
     def note(self, begin: int, end: int, filter_text: str) -> None:
         """Note a backfilled stretch, joined to those of the same filter that it meets."""
         rest = []
@@ -133,6 +149,33 @@ class Coverage(msgspec.Struct):
                 if known.matches(row):
                     return True
         return False
+
+
+class Throughout(dict[str, bool]):
+    """Whether a queue wants all of a page that is matched to it, looked up once for each.
+
+    A queue may have been deleted (and made again) since it was matched: it wants nothing that
+    came before it.
+    """
+
+    def __init__(self, coverage_of: Callable[[str], Coverage | None], begin: int, end: int) -> None:
+        super().__init__()
+        self._coverage_of, self._begin, self._end = coverage_of, begin, end
+
+    def __missing__(self, name: str) -> bool:
+        coverage = self._coverage_of(name)
+        self[name] = coverage is not None and any(
+            stretch.begin <= self._begin and (stretch.end is None or self._end <= stretch.end)
+            for stretch in coverage.live
+        )
+        return self[name]
+
+    def at(self, name: str, offset: int) -> bool:
+        """Whether a queue wants what is matched to it at one offset."""
+        if self[name]:
+            return True
+        coverage = self._coverage_of(name)
+        return coverage is not None and coverage.filter_at(offset) is not None
 
 
 class CoverageTable:

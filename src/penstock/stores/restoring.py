@@ -9,10 +9,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
-from penstock.codec.metadata import Metadata, encode_metadata
+from penstock.codec.metadata import encode_metadata
 from penstock.errors import InvalidInput, InvalidQueue
 from penstock.filters import parse
 from penstock.stores.active import Item, lane_of
+from penstock.stores.log_records import metadata_of
 from penstock.stores.plans import Filled
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.stores.coverage import Coverage
     from penstock.stores.placing import Placing
 
-__all__ = ["Restoring", "check_known"]
+__all__ = ["Restoring", "check_known", "step_end"]
 
 # Bounds of one step: what commits together.
 RESTORE_MESSAGES: Final = 1_000
@@ -60,7 +61,7 @@ class Restoring:
         start = min(end, coverage.skip(begin, filter_text))
         ids = [record.message_id for record, _ in records]
         first = bisect_left(ids, start)
-        last = _step(records, first)
+        last = step_end(records, first)
         stop = end if last == len(records) else ids[last]
         if start >= stop:
             return Filled(0, first, 0, end)
@@ -142,7 +143,7 @@ def check_known(coverage: Coverage, queue_name: str, begin: int) -> None:
         )
 
 
-def _step(records: Sequence[tuple[LogRecord, bytes | None]], first: int) -> int:
+def step_end(records: Sequence[tuple[LogRecord, bytes | None]], first: int) -> int:
     """Return where a step of bounded size ends that begins with a record."""
     size = 0
     for at in range(first, len(records)):
@@ -153,16 +154,7 @@ def _step(records: Sequence[tuple[LogRecord, bytes | None]], first: int) -> int:
 
 
 def _item(record: LogRecord) -> Item:
-    metadata = encode_metadata(
-        Metadata(
-            record.published_at_ms,
-            record.group,
-            record.priority,
-            record.size,
-            record.delay_ms,
-            record.attributes,
-        )
-    )
+    metadata = encode_metadata(metadata_of(record))
     visible_at_ms = record.published_at_ms + record.delay_ms
     lane = lane_of(record.group, record.priority)
     return Item(record.message_id, record.message_id, lane, 0, 0, visible_at_ms, metadata)

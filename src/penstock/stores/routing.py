@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Final
 from penstock.codec.metadata import Metadata, decode_heads, decode_metadata
 from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue
 from penstock.filters import parse
-from penstock.model import Assigned, AssignStatus, Backfilled, Cursor, LogPage, LogRecord, LogStats
+from penstock.model import Assigned, AssignStatus, Backfilled, Cursor, LogPage, LogStats
 from penstock.stores.active import Item, lane_of
+from penstock.stores.coverage import Throughout
+from penstock.stores.log_records import decodes, record_of
 from penstock.stores.plans import BackfillPlan, Filled, LiveFilters, LogStretch, RoutePlan
 from penstock.stores.restoring import check_known
 
@@ -110,7 +112,7 @@ class Routing:
         records = []
         for message_id, encoded in page.rows:
             try:
-                records.append(_record(message_id, decode_metadata(encoded)))
+                records.append(record_of(message_id, decode_metadata(encoded)))
             except CorruptRecord:
                 # Nobody can route it; it stays in the log, and the tailer goes on.
                 log_.exception("message %d of log %d can't be routed", message_id, log)
@@ -234,14 +236,14 @@ class Routing:
         now_ms: int,
     ) -> tuple[list[Item], list[Sequence[str]]]:
         """Make items of a page's messages, and tell the queues of each that still want it."""
-        live = _Throughout(self._core, rows[0][0] if rows else end, end)
+        live = Throughout(self._core.coverage.get, rows[0][0] if rows else end, end)
         placed: list[Item] = []
         routes: list[Sequence[str]] = []
         find = assignments.get
         heads = decode_heads([encoded for _, encoded in rows])
         for (message_id, encoded), head in zip(rows, heads, strict=True):
             names = find(message_id, ())
-            if head is None or not (names or _decodes(encoded)):
+            if head is None or not (names or decodes(encoded)):
                 continue
             lane = lane_of(head.group, head.priority)
             # What was due before it was routed is due now.
@@ -363,19 +365,7 @@ class Routing:
         at = max(begin, 1 if archived else core.log.earliest)
         if archived and at < core.log.earliest:
             check_known(coverage, queue_name, at)
-        done = sorted(
-            (stretch.begin, end if stretch.end is None else stretch.end)
-            for stretch in (*coverage.live, *coverage.backfilled)
-            if stretch.filter == text
-        )
-        stretches = []
-        for first, last in done:
-            if at < min(first, end):
-                stretches.append((at, min(first, end)))
-            at = max(at, last)
-        if at < end:
-            stretches.append((at, end))
-        return BackfillPlan(stretches, text, end, core.log.earliest)
+        return BackfillPlan(coverage.missing(at, end, text), text, end, core.log.earliest)
 
     def fill(
         self,
@@ -432,53 +422,6 @@ class Routing:
         known = self._core.log.all_logs
         if not 0 <= log < known:
             raise InvalidInput(f"no log {log}; there are logs 0 to {known - 1}")
-
-
-class _Throughout(dict[str, bool]):
-    """Whether a queue wants all of a page that is matched to it, looked up once for each.
-
-    A queue may have been deleted (and made again) since it was matched: it wants nothing that
-    came before it.
-    """
-
-    def __init__(self, core: Core, begin: int, end: int) -> None:
-        super().__init__()
-        self._core, self._begin, self._end = core, begin, end
-
-    def __missing__(self, name: str) -> bool:
-        coverage = self._core.coverage.get(name)
-        self[name] = coverage is not None and any(
-            stretch.begin <= self._begin and (stretch.end is None or self._end <= stretch.end)
-            for stretch in coverage.live
-        )
-        return self[name]
-
-    def at(self, name: str, offset: int) -> bool:
-        """Whether a queue wants what is matched to it at one offset."""
-        if self[name]:
-            return True
-        coverage = self._core.coverage.get(name)
-        return coverage is not None and coverage.filter_at(offset) is not None
-
-
-def _decodes(encoded: bytes) -> bool:
-    try:
-        decode_metadata(encoded)
-    except CorruptRecord:
-        return False
-    return True
-
-
-def _record(message_id: int, metadata: Metadata) -> LogRecord:
-    return LogRecord(
-        message_id,
-        metadata.attributes,
-        metadata.group,
-        metadata.priority,
-        metadata.published_at_ms,
-        metadata.size,
-        metadata.delay_ms,
-    )
 
 
 def _row(metadata: Metadata) -> RowTuple:

@@ -14,8 +14,9 @@ from penstock.codec.metadata import Metadata, decode_metadata, encode_metadata
 from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue
 from penstock.filters import parse
 from penstock.model import Backfilled
+from penstock.stores.log_records import metadata_of
 from penstock.stores.plans import BackfillPlan, Filled
-from penstock.stores.restoring import RESTORE_BYTES, RESTORE_MESSAGES, check_known
+from penstock.stores.restoring import check_known, step_end
 from penstock.stores.routing import BACKFILL_WINDOW, FILL_MESSAGES, FILL_WINDOW
 from penstock.stores.sql.intake import Arrival, add_items
 from penstock.stores.sql.routing import delayed_until
@@ -59,19 +60,7 @@ class Filling:
         at = max(begin, 1 if archived else earliest)
         if archived and at < earliest:
             check_known(coverage, queue_name, at)
-        done = sorted(
-            (stretch.begin, end if stretch.end is None else stretch.end)
-            for stretch in (*coverage.live, *coverage.backfilled)
-            if stretch.filter == text
-        )
-        stretches = []
-        for first, last in done:
-            if at < min(first, end):
-                stretches.append((at, min(first, end)))
-            at = max(at, last)
-        if at < end:
-            stretches.append((at, end))
-        return BackfillPlan(stretches, text, end, earliest)
+        return BackfillPlan(coverage.missing(at, end, text), text, end, earliest)
 
     def backfill(self, queue_name: str, begin: int, end: int, now_ms: int) -> Backfilled:
         """Do one step of filling a queue from [begin, end) of the log; go on from ``next``."""
@@ -162,11 +151,11 @@ class Filling:
             start = min(end, queue.coverage.skip(begin, filter_text))
             ids = [record.message_id for record, _ in records]
             first = bisect_left(ids, start)
-            last = _step(records, first)
+            last = step_end(records, first)
             stop = end if last == len(records) else ids[last]
             if start >= stop:
                 return Filled(0, first, 0, end)
-            part = {record.message_id: (_metadata(record), body)
+            part = {record.message_id: (metadata_of(record), body)
                     for record, body in records[first:last]}  # fmt: skip
             wanted = self._wanted(
                 queue, [(each, encode_metadata(metadata)) for each, (metadata, _) in part.items()]
@@ -265,24 +254,3 @@ class Filling:
         known = self._core.by_number.get(queue.number)
         if known is not None:
             known.coverage = queue.coverage
-
-
-def _step(records: Sequence[tuple[LogRecord, bytes | None]], first: int) -> int:
-    """Return where a step of bounded size ends that begins with a record."""
-    size = 0
-    for at in range(first, len(records)):
-        size += records[at][0].size
-        if at - first >= RESTORE_MESSAGES or (size > RESTORE_BYTES and at > first):
-            return at
-    return len(records)
-
-
-def _metadata(record: LogRecord) -> Metadata:
-    return Metadata(
-        record.published_at_ms,
-        record.group,
-        record.priority,
-        record.size,
-        record.delay_ms,
-        record.attributes,
-    )

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from penstock.codec.metadata import Metadata, decode_heads, decode_metadata
+from penstock.codec.metadata import decode_heads, decode_metadata
 from penstock.errors import CorruptRecord, InvalidInput
-from penstock.model import Assigned, AssignStatus, Cursor, LogPage, LogRecord, LogStats
+from penstock.model import Assigned, AssignStatus, Cursor, LogPage, LogStats
+from penstock.stores.coverage import Throughout
+from penstock.stores.log_records import decodes, record_of
 from penstock.stores.metadata_log import SEGMENT_MS
 from penstock.stores.plans import LiveFilters, LogStretch, RoutePlan
 from penstock.stores.sql.intake import Arrival, add_items
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
+    from penstock.stores.coverage import Coverage
     from penstock.stores.sql.core import Core, Queue
 
 __all__ = ["Routing", "delayed_until"]
@@ -136,7 +139,7 @@ class Routing:
         records = []
         for message_id, encoded in rows[:limit]:
             try:
-                records.append(_record(message_id, decode_metadata(encoded)))
+                records.append(record_of(message_id, decode_metadata(encoded)))
             except CorruptRecord:
                 # Nobody can route it; it stays in the log, and the tailer goes on.
                 log_.exception("message %d of log %d can't be routed", message_id, log)
@@ -246,6 +249,10 @@ class Routing:
             raise InvalidInput(f"message {min(strangers)} is not in this page of log {log}")
         return rows
 
+    def _coverage(self, queue_name: str) -> Coverage | None:
+        queue = self._core.queues.get(queue_name)
+        return None if queue is None else queue.coverage
+
     def _arrivals(
         self,
         rows: Sequence[tuple[Any, ...]],
@@ -255,13 +262,13 @@ class Routing:
     ) -> tuple[list[Arrival], dict[int, int]]:
         """Make items of a page's messages for the queues that still want them; count those."""
         core = self._core
-        live = _Throughout(core, rows[0][0] if rows else end, end)
+        live = Throughout(self._coverage, rows[0][0] if rows else end, end)
         arrivals: list[Arrival] = []
         refs: dict[int, int] = {}
         heads = decode_heads([row[1] for row in rows])
         for (message_id, encoded), head in zip(rows, heads, strict=True):
             names = assignments.get(message_id, ())
-            if head is None or not (names or _decodes(encoded)):
+            if head is None or not (names or decodes(encoded)):
                 continue
             kept = [name for name in dict.fromkeys(names) if live.at(name, message_id)]
             refs[message_id] = len(kept)
@@ -445,53 +452,6 @@ class Routing:
             segments = segments[1:]
 
 
-class _Throughout(dict[str, bool]):
-    """Whether a queue wants all of a page that is matched to it, looked up once for each.
-
-    A queue may have been deleted (and made again) since it was matched: it wants nothing that
-    came before it.
-    """
-
-    def __init__(self, core: Core, begin: int, end: int) -> None:
-        super().__init__()
-        self._core, self._begin, self._end = core, begin, end
-
-    def __missing__(self, name: str) -> bool:
-        queue = self._core.queues.get(name)
-        self[name] = queue is not None and any(
-            stretch.begin <= self._begin and (stretch.end is None or self._end <= stretch.end)
-            for stretch in queue.coverage.live
-        )
-        return self[name]
-
-    def at(self, name: str, offset: int) -> bool:
-        """Whether a queue wants what is matched to it at one offset."""
-        if self[name]:
-            return True
-        queue = self._core.queues.get(name)
-        return queue is not None and queue.coverage.filter_at(offset) is not None
-
-
 def delayed_until(queue: Queue, published_at_ms: int, delay_ms: int) -> int:
     """Return when a message is visible: its own delay counts if it has one, or the queue's."""
     return published_at_ms + (delay_ms or queue.spec.delay_ms)
-
-
-def _decodes(encoded: bytes) -> bool:
-    try:
-        decode_metadata(encoded)
-    except CorruptRecord:
-        return False
-    return True
-
-
-def _record(message_id: int, metadata: Metadata) -> LogRecord:
-    return LogRecord(
-        message_id,
-        metadata.attributes,
-        metadata.group,
-        metadata.priority,
-        metadata.published_at_ms,
-        metadata.size,
-        metadata.delay_ms,
-    )
