@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from tests.judging import entries, judge_queue
 from tests.noting import notes_of
 from tests.waiting import wait_until
 
 import penstock
 from penstock import ManualClock, State, StoreLocked, SystemClock
-from penstock.testing.auditor import Kind, audit
+from penstock.testing.auditor import Kind
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock import Broker, Entry
 
 CHILD = Path(__file__).with_name("child.py")
 DESIGNS = ["indexed", "buckets"]
@@ -48,20 +48,6 @@ def child(*arguments: object) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.communicate()
-
-
-def browse(broker: Broker, queue: str, *states: State) -> list[Entry]:
-    return [entry for state in states for entry in pages(broker, queue, state)]
-
-
-def pages(broker: Broker, queue: str, state: State) -> Iterator[Entry]:
-    cursor: str | None = None
-    while True:
-        page = broker.browse(queue, state=state, limit=1000, cursor=cursor)
-        yield from page
-        cursor = page.next_cursor
-        if cursor is None:
-            return
 
 
 def seen(place: Path, queue: str) -> Counter[Kind]:
@@ -96,16 +82,7 @@ def test_killed_at_any_moment(design: str, tmp_path: Path) -> None:
         assert_clean(broker)
         for queue in QUEUES:
             notes = notes_of(tmp_path / f"notes.{queue}")
-            waiting = browse(broker, queue, State.AVAILABLE, State.DELAYED, State.IN_FLIGHT)
-            over = browse(broker, queue, State.DONE, State.FAILED)
-            bodies = [(e.message_id, (e.payload or b"").decode()) for e in waiting]
-            findings = audit(
-                notes,
-                in_queue=bodies,
-                settled=[entry.message_id for entry in over],
-                fifo=queue == "fifo",
-            )
-            assert not findings, f"{len(findings)} findings, the first:\n{findings[0]}"
+            waiting, over = judge_queue(broker, queue, notes, fifo=queue == "fifo")
             stats = broker.stats(queue)
             assert stats.available + stats.delayed + stats.in_flight == len(waiting)
             assert stats.done + stats.failed == len(over)
@@ -135,7 +112,7 @@ def test_killed_in_a_move(design: str, tmp_path: Path) -> None:
             assert process.poll() is None, "the child ended by itself"
         with penstock.open(url, background=False, clock=ManualClock(clock.now_ms())) as broker:
             assert_clean(broker)
-            found = [entry for queue in "abc" for entry in browse(broker, queue, *State)]
+            found = [entry for queue in "abc" for entry in entries(broker, queue, *State)]
             assert sorted(entry.message_id for entry in found) == ids
             by_id = {entry.message_id: entry.payload for entry in found}
             assert [by_id[id_] for id_ in ids] == [message.payload for message in sent]
@@ -161,14 +138,14 @@ def test_a_full_disk(design: str, tmp_path: Path) -> None:
     assert len(confirmed) > 5
     with penstock.open(url, background=False) as broker:
         for queue in ("a", "b"):
-            present = {entry.message_id: entry for entry in pages(broker, queue, State.AVAILABLE)}
+            present = {entry.message_id: entry for entry in entries(broker, queue, State.AVAILABLE)}
             for number, ids in enumerate(confirmed):
                 assert {present[i].payload for i in ids} == {b"%06d" % number * 1000}
             # What was not confirmed is there whole or not at all.
             more = [e for i, e in present.items() if i > max(map(max, confirmed))]
             assert len(more) % 3 == 0
             assert broker.stats(queue).available == len(present)
-        assert {e.message_id for e in pages(broker, "a", State.AVAILABLE)} == set(present)
+        assert {e.message_id for e in entries(broker, "a", State.AVAILABLE)} == set(present)
         broker.publish([penstock.Message(b"room again", {"x": 1})])
 
 

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.judging import judge_queue
 from tests.noting import notes_of
 from tests.waiting import wait_until
 
 import penstock
-from penstock import ManualClock, State, StoreFenced, SystemClock
-from penstock.testing.auditor import Kind, audit
+from penstock import ManualClock, StoreFenced, SystemClock
+from penstock.testing.auditor import Kind
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock import Broker, Entry
 
 CHILD = Path(__file__).parent.parent / "crash" / "child.py"
 QUEUES = ("standard", "fifo")
@@ -60,17 +60,6 @@ def worker(url: str, notes: Path, name: object) -> Iterator[subprocess.Popen[str
         process.communicate()
 
 
-def entries(broker: Broker, queue: str, *states: State) -> Iterator[Entry]:
-    for state in states:
-        cursor: str | None = None
-        while True:
-            page = broker.browse(queue, state=state, limit=1_000, cursor=cursor)
-            yield from page
-            cursor = page.next_cursor
-            if cursor is None:
-                break
-
-
 wait = partial(wait_until, seconds=PATIENCE_S)
 
 
@@ -88,15 +77,7 @@ def judge(url: str, notes: Path) -> int:
         assert_clean(broker)
         for queue in QUEUES:
             written = notes_of(notes.with_name(f"{notes.name}.{queue}"))
-            waiting = entries(broker, queue, State.AVAILABLE, State.DELAYED, State.IN_FLIGHT)
-            over = entries(broker, queue, State.DONE, State.FAILED)
-            findings = audit(
-                written,
-                in_queue=[(each.message_id, (each.payload or b"").decode()) for each in waiting],
-                settled=[each.message_id for each in over],
-                fifo=queue == "fifo",
-            )
-            assert not findings, f"{len(findings)} findings, the first:\n{findings[0]}"
+            judge_queue(broker, queue, written, fifo=queue == "fifo")
     return acked(notes)
 
 

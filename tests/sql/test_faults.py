@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
+from tests.judging import judge_queue
 from tests.noting import notes_of
 from tests.waiting import wait_until
 from tests.work.helping import alive
@@ -23,9 +24,9 @@ from tests.work.test_process import CHILD as WORKER
 from tests.work.test_process import Running, started
 
 import penstock
-from penstock import ManualClock, Message, State, StorageFailed, SystemClock
+from penstock import ManualClock, Message, StorageFailed, SystemClock
 from penstock.stores.sql import SqlStore
-from penstock.testing.auditor import Kind, audit
+from penstock.testing.auditor import Kind
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from tests.sql.postgres import PostgresServer
 
-    from penstock import Broker, Entry
+    from penstock import Broker
 
 CHILD = Path(__file__).with_name("child.py")
 QUEUES = ("standard", "fifo")
@@ -76,17 +77,6 @@ def wait_for_acks(notes: Path, more: int) -> None:
     wait_until(lambda: acked(notes) >= wanted, PATIENCE_S, "the processes come no further")
 
 
-def entries(broker: Broker, queue: str, *states: State) -> Iterator[Entry]:
-    for state in states:
-        cursor: str | None = None
-        while True:
-            page = broker.browse(queue, state=state, limit=1_000, cursor=cursor)
-            yield from page
-            cursor = page.next_cursor
-            if cursor is None:
-                break
-
-
 def judge(url: str, notes: Path) -> Counter[Kind]:
     """Hold what all processes have noted against what is there; count the notes."""
     seen: Counter[Kind] = Counter()
@@ -95,15 +85,7 @@ def judge(url: str, notes: Path) -> Counter[Kind]:
         assert_clean(broker)
         for queue in QUEUES:
             written = notes_of(notes.with_name(f"{notes.name}.{queue}"))
-            waiting = entries(broker, queue, State.AVAILABLE, State.DELAYED, State.IN_FLIGHT)
-            over = entries(broker, queue, State.DONE, State.FAILED)
-            findings = audit(
-                written,
-                in_queue=[(each.message_id, (each.payload or b"").decode()) for each in waiting],
-                settled=[each.message_id for each in over],
-                fifo=queue == "fifo",
-            )
-            assert not findings, f"{len(findings)} findings, the first:\n{findings[0]}"
+            judge_queue(broker, queue, written, fifo=queue == "fifo")
             stats = broker.stats(queue)
             published = sum(note.kind is Kind.PUBLISHED for note in written)
             assert stats.enqueued_total >= published > 0
