@@ -277,6 +277,7 @@ PUBLIC = [
     "Settled",
     "State",
     "StorageFailed",
+    "StoreDamaged",
     "StoreFenced",
     "StoreLocked",
     "StoreMismatch",

@@ -18,6 +18,7 @@
     ├── CorruptRecord         a record that does not decode (quarantined where it was met)
     ├── StorageFailed         the engine refused a read or write
     │   ├── DiskFull              ... for want of space
+    │   ├── StoreDamaged          ... because what is on disk can't be read (the message says where)
     │   ├── StoreFenced           ... because another broker has opened the store and owns it now
     │   └── ServerUnreachable     no broker answers at the other end of the network
     └── ImportFailed          a foreign database that can't be read
@@ -45,6 +46,7 @@ __all__ = [
     "QueueNotFound",
     "ServerUnreachable",
     "StorageFailed",
+    "StoreDamaged",
     "StoreFenced",
     "StoreLocked",
     "StoreMismatch",
@@ -127,6 +129,13 @@ class StorageFailed(PenstockError):
 
 class DiskFull(StorageFailed):
     """The storage engine has no space left."""
+
+
+class StoreDamaged(StorageFailed):
+    """Files of the store are missing or can't be read; the message names them. Nothing was changed.
+
+    What can be read goes on being served. A backup, or ``penstock salvage``, brings the rest back.
+    """
 
 
 class StoreFenced(StorageFailed):
