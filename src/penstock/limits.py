@@ -62,6 +62,8 @@ MAX_FILTER_LITERAL_CHARS: Final = 1_024
 # --- the Flight server ------------------------------------------------------------------------
 MAX_VIEWS: Final = 64
 MAX_VIEW_IDLE_MS: Final = 600_000
+# When there is no room for another, a snapshot that has waited so long for its reader may go.
+MIN_VIEW_IDLE_MS: Final = 10_000
 MAX_PARTITIONS: Final = 1_024
 MAX_STAGES: Final = 10_000
 MAX_STAGED_BYTES: Final = 256 * 1024 * 1024

@@ -240,6 +240,9 @@ def place_to_read(url: str) -> Place:
         raise StoreMismatch(f"{place.root} is not empty and holds no SlateDB database")
     if place.kind == "file" and not Path(place.root).is_dir():
         raise StoreMismatch(f"{place} holds no store")
+    from penstock.kv.slatedb_files import check_objects  # noqa: PLC0415 - an extra
+
+    check_objects(place)
     return place
 
 

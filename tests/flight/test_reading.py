@@ -506,9 +506,9 @@ def test_idle_snapshots_expire(
 
 def test_snapshots_are_bounded(life: penstock.Broker, store: FlightStore) -> None:
     unread = [store.plan_read("queues").tickets[0] for _ in range(life.max_views)]
-    with pytest.raises(InvalidInput, match="snapshots are being read"):
+    with pytest.raises(InvalidInput, match="wait for their readers or are being read"):
         store.plan_read("queues")
-    with pytest.raises(InvalidInput, match="snapshots are being read"):
+    with pytest.raises(InvalidInput, match="try again in 10 seconds"):
         list(store.read(store.log_ticket(0, 1, 5)))
     # One that was read to its end makes room.
     list(store.read(unread[7]))
@@ -516,6 +516,20 @@ def test_snapshots_are_bounded(life: penstock.Broker, store: FlightStore) -> Non
     with pytest.raises(InvalidInput, match="has expired"):
         list(store.read(unread[7]))
     assert list(store.read(unread[8]))
+
+
+def test_snapshots_that_were_never_read_lock_nobody_out(
+    life: penstock.Broker, store: FlightStore, clock: ManualClock
+) -> None:
+    kept = [store.plan_read("queues").tickets[0] for _ in range(life.max_views)]
+    clock.advance(limits.MIN_VIEW_IDLE_MS)
+    # Each takes the place of the one that has waited longest.
+    for _ in range(3):
+        store.plan_read("queues")
+    for gone in kept[:3]:
+        with pytest.raises(InvalidInput, match="has expired"):
+            list(store.read(gone))
+    assert list(store.read(kept[3]))
 
 
 # --- tickets for the log ------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,10 +12,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 from slatedb.uniffi import Db, DbBuilder
+from tests.waiting import wait_until
 
 import penstock
-from penstock.errors import InvalidInput, InvalidUrl, StorageFailed, StoreFenced, StoreMismatch
-from penstock.kv import Shape
+from penstock import Message
+from penstock.errors import (
+    InvalidInput,
+    InvalidUrl,
+    StorageFailed,
+    StoreDamaged,
+    StoreFenced,
+    StoreMismatch,
+)
+from penstock.kv import Shape, slatedb
 from penstock.kv.overlay import Overlay
 from penstock.kv.slatedb import SlateEngine
 from penstock.kv.slatedb_cache import UNKNOWN, ReadCache
@@ -135,11 +145,11 @@ def test_somebody_elses_database_is_refused_and_not_taken_over(place: Place) -> 
     call(theirs.shutdown(), SILENCE_S)
 
 
-def test_a_damaged_database_is_a_mismatch(place: Place, tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_told_of(place: Place, tmp_path: Path) -> None:
     SlateEngine(place, TABLES).close()
     for manifest in (tmp_path / "db" / "manifest").iterdir():
         manifest.write_bytes(b"garbage")
-    with pytest.raises(StoreMismatch):
+    with pytest.raises(StoreDamaged, match="can't be read"):
         penstock.open(str(place))
 
 
@@ -423,3 +433,46 @@ def test_silence_has_an_end() -> None:
 
     with pytest.raises(CallTimeout):
         call(silent(), 0.05)
+
+
+# --- objects that are missing ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store of 100 messages as a killed broker leaves it: in files of rows, and in the log."""
+    monkeypatch.setattr(slatedb, "_LONG_LOG", 10)
+    store = tmp_path / "owned"
+    with penstock.open(f"slatedb+file://{store}") as broker:
+        broker.create_queue("q")
+        for at in range(20):
+            broker.publish([Message(b"x", {"queue": "q"}) for _ in range(5)])
+            if at == 12:
+                wait_until(lambda: any((store / "compacted").glob("*.sst")))
+        shutil.copytree(store, tmp_path / "store")
+    return tmp_path / "store"
+
+
+def test_what_a_killed_broker_leaves_is_whole(killed: Path) -> None:
+    with penstock.open(f"slatedb+file://{killed}") as broker:
+        assert broker.stats("q").available == 100
+
+
+@pytest.mark.parametrize("kind", ["manifest", "compacted", "wal"])
+def test_a_store_with_objects_missing_is_refused_and_left_alone(killed: Path, kind: str) -> None:
+    url = f"slatedb+file://{killed}"
+    gone = sorted((killed / kind).iterdir())
+    # The last one of the log could never have been written, for all that anybody can tell.
+    for each in gone[-3:-1] if kind == "wal" else gone:
+        each.unlink()
+    before = contents(killed)
+    for _ in range(3):
+        with pytest.raises(StoreDamaged, match=f"{kind}/.*Nothing was changed.*salvage"):
+            penstock.open(url)
+        with pytest.raises(StoreDamaged, match=f"{kind}/"):
+            penstock.open_reader(url)
+    assert contents(killed) == before
+
+
+def contents(place: Path) -> dict[Path, bytes]:
+    return {each: each.read_bytes() for each in place.rglob("*") if each.is_file()}

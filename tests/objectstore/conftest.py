@@ -6,6 +6,7 @@ import http.client
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -97,6 +98,17 @@ class SeaweedFS:
             error.close()
             if error.code != 409:
                 raise
+
+    def names(self, bucket: str, prefix: str) -> list[str]:
+        """List the objects under a prefix."""
+        url = f"http://127.0.0.1:{self.port}/{bucket}?list-type=2&prefix={prefix}"
+        with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
+            return re.findall(r"<Key>([^<]+)</Key>", answer.read().decode())
+
+    def delete(self, bucket: str, name: str) -> None:
+        url = f"http://127.0.0.1:{self.port}/{bucket}/{name}"
+        request = urllib.request.Request(url, method="DELETE")
+        urllib.request.urlopen(request, timeout=ANSWER_S).close()
 
     def kill(self) -> None:
         if self._process is not None:

@@ -9,7 +9,7 @@ import pytest
 from tests.objectstore.test_owners import wait
 
 import penstock
-from penstock import InvalidUrl, Message, StorageFailed, StoreMismatch, SystemClock
+from penstock import InvalidUrl, Message, StorageFailed, StoreDamaged, StoreMismatch, SystemClock
 from penstock.kv import Shape
 from penstock.kv import slatedb as engine_module
 from penstock.kv.slatedb import SlateEngine
@@ -18,6 +18,8 @@ from penstock.opening import open_reader
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.objectstore.conftest import Proxy, SeaweedFS
 
     from penstock import Broker
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("seaweed")]
 
 CLOCK = SystemClock()
+COLLECTED = ("wal", "manifest", "compacted", "compactions")
 
 
 class Confirmed(NamedTuple):
@@ -250,3 +253,64 @@ def test_a_reader_shows_one_moment_and_disturbs_nobody(url: str) -> None:
         assert broker.stats("q").done == 5
         with open_reader(url) as reader:
             assert reader.stats("q").available == 26
+
+
+# --- objects that are not needed any more ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["file", "s3"])
+def test_objects_that_nobody_needs_go_again_and_again(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    monkeypatch.setattr(engine_module, "_COLLECT_EVERY", "500ms")
+    monkeypatch.setattr(engine_module, "_COLLECT_AFTER", dict.fromkeys(COLLECTED, "1s"))
+    monkeypatch.setattr(engine_module, "_LONG_LOG", 5)
+    store = tmp_path / "store"
+    url = f"slatedb+file://{store}" if kind == "file" else request.getfixturevalue("url")
+
+    def names(part: str) -> list[str]:
+        if kind == "file":
+            return sorted(each.name for each in (store / part).iterdir())
+        bucket, _, prefix = url.removeprefix("slatedb+s3://").partition("/")
+        seaweed: SeaweedFS = request.getfixturevalue("seaweed")
+        return seaweed.names(bucket, f"{prefix}/{part}/")
+
+    with penstock.open(url) as broker:
+        broker.create_queue("q")
+        for part in ("manifest", "wal"):
+            for _ in range(2):
+                newest = names(part)[-1]
+                for _ in range(2_000):
+                    broker.send("q", b"x")
+                    if newest not in names(part):
+                        break
+                assert newest not in names(part)
+
+
+# --- objects that are missing ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["manifest", "wal"])
+def test_a_store_with_objects_missing_is_refused(
+    url: str, seaweed: SeaweedFS, missing: str
+) -> None:
+    with penstock.open(url) as broker:
+        broker.create_queue("q")
+        for _ in range(5):
+            broker.send("q", b"x")
+    bucket, _, prefix = url.removeprefix("slatedb+s3://").partition("/")
+    found = seaweed.names(bucket, f"{prefix}/{missing}/")
+    # All manifests; of the log, one before the last.
+    for name in found if missing == "manifest" else found[2:3]:
+        seaweed.delete(bucket, name)
+    for _ in range(2):
+        with pytest.raises(StoreDamaged, match=f"{missing}/.*Nothing was changed"):
+            penstock.open(url)
+    with pytest.raises(StoreDamaged, match=f"{missing}/"):
+        open_reader(url)
+    assert seaweed.names(bucket, f"{prefix}/{missing}/") == [
+        each for each in found if each not in (found if missing == "manifest" else found[2:3])
+    ]

@@ -229,3 +229,30 @@ def test_queueber_clients_and_keys_exclude_each_other(tmp_path: Path) -> None:
         running("memory:", capnp="127.0.0.1:0", keys=tmp_path / "keys.toml"),
     ):
         pass
+
+
+def test_threads_of_a_server_share_one_heap() -> None:
+    # In a process of its own: what it sets is for all of a process, and for good.
+    script = """
+import ctypes, tempfile, threading
+from penstock.server.serving import _share_one_heap
+_share_one_heap()
+barrier = threading.Barrier(8)
+library = ctypes.CDLL(None)
+def allocate():
+    library.malloc(1 << 10)
+    barrier.wait()
+threads = [threading.Thread(target=allocate) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+library.fopen.restype = ctypes.c_void_p
+with tempfile.NamedTemporaryFile() as said:
+    file = ctypes.c_void_p(library.fopen(said.name.encode(), b"w"))
+    library.malloc_info(0, file)
+    library.fclose(file)
+    print(open(said.name).read().count("<heap nr="))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "1"

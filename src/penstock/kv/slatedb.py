@@ -70,17 +70,34 @@ _RANGE_PAGE: Final = 256
 # a broker that is killed, and so many by one that is closed.
 _LONG_LOG: Final = 256
 _LEFT_AT_CLOSE: Final = 32
+# How often objects that no manifest needs are looked for, and how old they have to be: under a
+# steady load as many are left as come in both times together. A file of rows is written before the
+# manifest that names it, so its age must be beyond the longest compaction.
+_COLLECT_EVERY: Final = "30s"
+_COLLECT_AFTER: Final[Mapping[str, str]] = {
+    "wal": "60s",
+    "manifest": "300s",
+    "compacted": "300s",
+    "compactions": "300s",
+}
 _TO_LOG: Final = FlushOptions(flush_type=FlushType.WAL)
 _TO_ROWS: Final = FlushOptions(flush_type=FlushType.MEM_TABLE)
 
 
-def _settings() -> Settings:
+def _settings(place_kind: str) -> Settings:
     settings = Settings.default()
     # The committer says when.
     settings.set("flush_interval", "null")
     # What may wait in memory while the object store is slow; commits wait from there on.
     settings.set("max_unflushed_bytes", str(256 << 20))
     settings.set("l0_sst_size_bytes", str(32 << 20))
+    for kind, age in _COLLECT_AFTER.items():
+        settings.set(f"garbage_collector_options.{kind}_options.interval", f'"{_COLLECT_EVERY}"')
+        settings.set(f"garbage_collector_options.{kind}_options.min_age", f'"{age}"')
+    if place_kind == "file":
+        # The library keeps in files how far it has collected, and can't replace a file of a
+        # directory under a condition: it would collect manifests once and never again.
+        settings.set("garbage_collector_options.boundary_files_enabled", "false")
     return settings
 
 
@@ -140,7 +157,7 @@ class SlateEngine:
 
     def _build(self) -> Db:
         builder = DbBuilder(self.place.path, self.place.store())
-        builder.with_settings(_settings())
+        builder.with_settings(_settings(self.place.kind))
         builder.with_metrics_recorder(self._metrics)
         cache = MokaCacheOptions(
             max_capacity=_BLOCK_CACHE_BYTES, time_to_live=None, time_to_idle=None

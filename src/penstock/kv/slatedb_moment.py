@@ -25,7 +25,7 @@ from slatedb.uniffi import (
 from sortedcontainers import SortedDict
 
 from penstock.clock import SystemClock
-from penstock.errors import StorageFailed, StoreMismatch
+from penstock.errors import StorageFailed, StoreDamaged, StoreMismatch
 from penstock.kv.overlay import MISSING
 from penstock.kv.slatedb import families_of
 from penstock.kv.slatedb_calls import CallTimeout, call
@@ -295,7 +295,7 @@ class CheckpointReader:
         self._renew_at_s = self._clock.seconds() + (_FRESH_MS - age_ms) / 1000
         try:
             self._reader = build(place, ReaderMode.CHECKPOINT(checkpoint), replay=False)
-        except StoreMismatch as error:
+        except StoreDamaged as error:
             if not any(words in str(error) for words in _NO_CHECKPOINT):
                 raise
             self._too_old(error)

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from slatedb.uniffi import CloseReason, Error, ObjectStore, ObjectStoreBuilder, ObjectStoreType
 
-from penstock.errors import InvalidUrl, StorageFailed, StoreFenced, StoreMismatch
+from penstock.errors import InvalidUrl, StorageFailed, StoreDamaged, StoreFenced
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -117,6 +117,11 @@ def translate(error: BaseException, place: Place) -> NoReturn:
     """Turn the library's errors into ours."""
     if is_fenced(error):
         raise fenced(place) from error
+    if isinstance(error, Error.Data):
+        raise StoreDamaged(
+            f"{place} can't be read: {_words(error)}. Restore a copy of its objects, or save the "
+            "rest with 'penstock salvage'"
+        ) from error
     raise StorageFailed(f"{place}: SlateDB failed: {_words(error)}") from error
 
 
@@ -132,8 +137,6 @@ def translate_open(error: BaseException, place: Place) -> NoReturn:
             f" ({reason.group(1) if reason else 'forbidden'}): see AWS_ACCESS_KEY_ID,"
             " AWS_SECRET_ACCESS_KEY and AWS_REGION"
         ) from error
-    if isinstance(error, Error.Data):
-        raise StoreMismatch(f"{place} holds a database that can't be read: {words}") from error
     if isinstance(error, Error.Unavailable):
         raise StorageFailed(f"{place}: the object store does not answer: {words}") from error
     translate(error, place)

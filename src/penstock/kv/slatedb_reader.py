@@ -17,6 +17,7 @@ from penstock.clock import SystemClock
 from penstock.errors import StorageFailed, StoreMismatch
 from penstock.kv.slatedb import families_of
 from penstock.kv.slatedb_calls import CallTimeout, call
+from penstock.kv.slatedb_files import check_objects
 from penstock.kv.slatedb_place import NO_DATABASE, translate_open
 from penstock.kv.slatedb_rows import SILENCE_S, Rows, SlateTable, SlateView
 from penstock.limits import MAX_READER_SNAPSHOT_MS
@@ -139,10 +140,11 @@ def peek(place: Place, table: str, key: bytes) -> Found | None:
     """Look at a database and one of its records, without writing; None if there is nothing.
 
     Raises whatever speaks against opening: a bucket that is not there, credentials that are
-    refused, files of something else.
+    refused, files of something else, objects that are missing.
     """
     if place.holds_something_else():
         raise StoreMismatch(f"{place.root} is not empty and holds no SlateDB database")
+    check_objects(place)
     found = Found(frozenset(), None)
     # A record that was written long ago is in a file of rows; if it was not, the log is read too.
     for replay in (False, True):

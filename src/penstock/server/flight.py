@@ -69,9 +69,13 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
 
     # --- reading -------------------------------------------------------------------------
 
+    def owner(self, context: fl.ServerCallContext) -> str:  # noqa: ARG002 - for keys
+        """Name the key that a call's snapshots belong to; without keys all belong to everybody."""
+        return ""
+
     def get_flight_info(
         self,
-        context: fl.ServerCallContext,  # noqa: ARG002 - Flight's signature
+        context: fl.ServerCallContext,
         descriptor: fl.FlightDescriptor,
     ) -> fl.FlightInfo:
         """Take a snapshot for a command and say how to read it."""
@@ -85,11 +89,13 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
                     check_count(value, name, 0, limits.MAX_OFFSET)
             made: list[Snapshot] = []
 
+            owner = self.owner(context)
+
             def make() -> Snapshot:
-                made.append(self._snapshot(command))
+                made.append(self._snapshot(command, owner))
                 return made[0]
 
-            name = self.snapshots.add(make)
+            name = self.snapshots.add(make, owner)
             snapshot = made[0]
             endpoints = [
                 fl.FlightEndpoint(wire.encode(wire.SnapshotTicket(snapshot=name, part=part)), [])
@@ -99,7 +105,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             schema = snapshot.selection.schema
             return fl.FlightInfo(schema, descriptor, endpoints, -1, -1, app_metadata=facts)
 
-    def _snapshot(self, command: wire.ReadCommand) -> Snapshot:
+    def _snapshot(self, command: wire.ReadCommand, owner: str) -> Snapshot:
         selection = select(
             command.table,
             payload=command.payload,
@@ -122,7 +128,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         except BaseException:
             pinned.close()
             raise
-        return Snapshot(pinned, parts, selection)
+        return Snapshot(pinned, parts, selection, owner)
 
     def get_schema(
         self,
@@ -138,14 +144,14 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
 
     def do_get(
         self,
-        context: fl.ServerCallContext,  # noqa: ARG002
+        context: fl.ServerCallContext,
         ticket: fl.Ticket,
     ) -> fl.FlightDataStream:
         """Read a part of a snapshot, or a stretch of a log."""
         with translated():
             kind = wire.decode(ticket.ticket, wire.SnapshotTicket | wire.LogTicket, "ticket")
             if isinstance(kind, wire.LogTicket):
-                name, part, queues = self._log_snapshot(kind), 0, None
+                name, part, queues = self._log_snapshot(kind, self.owner(context)), 0, None
             else:
                 name, part, queues = kind.snapshot, kind.part, kind.queues
             schema = self.snapshots.find(name, part).selection.schema
@@ -165,7 +171,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
                 if temporary:
                     self.snapshots.drop(name)
 
-    def _log_snapshot(self, ticket: wire.LogTicket) -> str:
+    def _log_snapshot(self, ticket: wire.LogTicket, owner: str) -> str:
         selection = select(
             "log", payload=ticket.payload, columns=ticket.columns, filter_text=ticket.filter
         )
@@ -179,14 +185,13 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             except BaseException:
                 pinned.close()
                 raise
-            snapshot = Snapshot(
-                pinned, [[Numbers(ticket.log, ticket.begin, ticket.end)]], selection
-            )
+            stretch = Numbers(ticket.log, ticket.begin, ticket.end)
+            snapshot = Snapshot(pinned, [[stretch]], selection, owner)
             # Read once, and of no use to anybody if its reader never came.
             snapshot.unread.clear()
             return snapshot
 
-        return self.snapshots.add(make)
+        return self.snapshots.add(make, owner)
 
     # --- writing -------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
 import os
@@ -50,6 +51,8 @@ _SCHEMES: Final = {"native": "penstock", "http": "http", "flight": "grpc", "capn
 _TLS_SCHEMES: Final = {"native": "penstocks", "http": "https", "flight": "grpc+tls"}
 _EXTRAS: Final = {"flight": "flight", "capnp": "queueber"}
 _WATCH_SECONDS: Final = 2.0
+# The name of glibc's setting in malloc.h.
+_M_ARENA_MAX: Final = -8
 # A store that is lost gives every request its error at once.
 _LOST_GRACE_MS: Final = 1_000
 
@@ -346,6 +349,7 @@ def serve(config: Config, say: Callable[[str], None]) -> None:
     A store that is lost meanwhile, as when another process takes it over, ends it with the error;
     a standby stands by again instead.
     """
+    _share_one_heap()
     loop = new_loop()
     try:
         again = False
@@ -396,6 +400,16 @@ def _serve_once(loop: asyncio.AbstractEventLoop, taken: Taken, say: Callable[[st
     with taken.broker as broker:
         asyncio.set_event_loop(loop)
         return loop.run_until_complete(_serve(Server(broker, taken.config), say))
+
+
+def _share_one_heap() -> None:
+    """Have all threads allocate from one heap, where the C library is glibc.
+
+    By default it gives eight to each core, and each keeps what any thread once needed: gRPC's
+    threads, which come and go, would fill them one after the other.
+    """
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def _settle_in() -> None:

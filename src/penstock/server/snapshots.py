@@ -1,13 +1,16 @@
 """Snapshots that clients read from: how many there may be, and when they go.
 
 A snapshot keeps deleted data on disk, so it goes when nobody has read from it for a while. When
-there is no room for another, the one goes that was read to its end and has been idle longest.
+there is no room for another, one goes that nobody reads at that moment: a finished one first, then
+one that has waited for its reader for a while, then one of the key that holds the most.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from penstock import limits
@@ -26,12 +29,14 @@ __all__ = ["Snapshot", "Snapshots"]
 class Snapshot:
     """A pinned store, cut into parts for one reader."""
 
-    def __init__(self, pinned: PinnedStore, parts: list[Part], selection: Selection) -> None:
+    def __init__(
+        self, pinned: PinnedStore, parts: list[Part], selection: Selection, owner: str = ""
+    ) -> None:
         self.pinned = pinned
         self.parts = parts
         self.selection = selection
         # The key that it was made for; empty if there are no keys.
-        self.owner = ""
+        self.owner = owner
         self.used_at_ms = 0
         self.readers = 0
         self.unread = set(range(len(parts)))
@@ -62,11 +67,11 @@ class Snapshots:
         with self._lock:
             return len(self._live)
 
-    def add(self, make: Callable[[], Snapshot]) -> str:
-        """Make a snapshot if there is room for it, and return its name."""
+    def add(self, make: Callable[[], Snapshot], owner: str = "") -> str:
+        """Make a snapshot for a key if there is room for it, and return its name."""
         self.expire()
         with self._lock:
-            self._make_room()
+            self._make_room(owner)
             self._making += 1
         try:
             snapshot = make()
@@ -81,20 +86,29 @@ class Snapshots:
             self._live[name] = snapshot
         return name
 
-    def _make_room(self) -> None:
+    def _make_room(self, owner: str) -> None:
+        """Let go of a snapshot that nobody reads now, if there are as many as there may be."""
         if len(self._live) + self._making < self._most:
             return
-        finished = [
-            (snapshot.used_at_ms, name)
+        held = Counter(snapshot.owner for snapshot in self._live.values())
+        waited_ms = self._clock.now_ms() - limits.MIN_VIEW_IDLE_MS
+        candidates = [
+            (name, (bool(snapshot.unread), -held[snapshot.owner], snapshot.used_at_ms))
             for name, snapshot in self._live.items()
-            if not snapshot.readers and not snapshot.unread
-        ]
-        if not finished:
-            raise InvalidInput(
-                f"{self._most} snapshots are being read, which is all there may be: "
-                "try again when a reader has finished"
+            if not snapshot.readers
+            and (
+                not snapshot.unread
+                or snapshot.used_at_ms <= waited_ms
+                or held[snapshot.owner] > held[owner] + 1
             )
-        self._live.pop(min(finished)[1]).pinned.close()
+        ]
+        if not candidates:
+            raise InvalidInput(
+                f"{self._most} snapshots wait for their readers or are being read, which is all "
+                f"there may be: try again in {limits.MIN_VIEW_IDLE_MS // 1000} seconds"
+            )
+        first, _ = min(candidates, key=itemgetter(1))
+        self._live.pop(first).pinned.close()
 
     def find(self, name: str, part: int) -> Snapshot:
         """Return the snapshot that has this part."""

@@ -22,7 +22,7 @@ __all__ = ["read"]
 
 BATCH_ROWS: Final = 32_768
 # Batches with payloads end sooner: what is in memory at once must not depend on their size.
-BATCH_BYTES: Final = 16 << 20
+BATCH_BYTES: Final = 4 << 20
 # Metadata is bounded by its own limit; this many packed bytes are decoded at a time.
 BATCH_PACKED_BYTES: Final = 32 << 20
 _ENDS: Final = (AttemptEnd.ACKED.value, AttemptEnd.RELEASED.value, AttemptEnd.EXPIRED.value)
