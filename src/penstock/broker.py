@@ -7,6 +7,7 @@ log are in :mod:`~penstock.broker_log`.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
@@ -241,14 +242,22 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         if lease_ms is not None:
             check_duration(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
 
+        claim = Claim(queue, limit, lease_ms, consumer)
+
         def take(now_ms: int) -> list[Delivery]:
-            claim = Claim(queue, limit, lease_ms, consumer)
             self._claim_together(queue, [claim], now_ms)
             if claim.error is not None:
                 raise claim.error
             return claim.answer
 
-        return self._shell.apply_when_ready(queue, wait_ms, take)
+        try:
+            return self._shell.apply_when_ready(queue, wait_ms, take)
+        except BaseException:
+            # An interrupt, or a store that could not be synced: nobody gets to see them.
+            if claim.answer:
+                with suppress(Exception):
+                    self.release([each.receipt for each in claim.answer], unseen=True)
+            raise
 
     def ack(self, receipts: Iterable[str], *, queue: str | None = None) -> list[Outcome]:
         """Settle messages as done. ``queue`` makes receipts of another queue an error."""
@@ -264,13 +273,15 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         delay_ms: int | None = None,
         reason: str = "",
         queue: str | None = None,
+        unseen: bool = False,
     ) -> list[Outcome]:
         """Give messages back: they are tried again, or fail if they are out of attempts.
 
         Without ``delay_ms`` they wait for the queue's back-off. A ``reason`` that is too long is
-        cut.
+        cut. ``unseen`` is for messages that nobody has begun to work on: they take their old place
+        at once, and the claim counts as no attempt; delay and reason mean nothing then.
         """
-        return self._shell.apply(self.releasing(receipts, delay_ms, reason, queue))
+        return self._shell.apply(self.releasing(receipts, delay_ms, reason, queue, unseen=unseen))
 
     def extend(
         self, receipts: Iterable[str] | str, *, lease_ms: int, queue: str | None = None

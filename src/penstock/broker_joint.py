@@ -148,7 +148,13 @@ class JointVerbs:
             self._claim_together(queue, claims, now_ms)
 
     def releasing(
-        self, receipts: Iterable[str], delay_ms: int | None, reason: str, queue: str | None
+        self,
+        receipts: Iterable[str],
+        delay_ms: int | None,
+        reason: str,
+        queue: str | None,
+        *,
+        unseen: bool = False,
     ) -> Callable[[int], list[Outcome]]:
         """Check a release, and return the change that does it."""
         batch = check_receipts(receipts)
@@ -162,6 +168,7 @@ class JointVerbs:
             random=self._clock.random,
             queue_name=queue,
             now_ms=now_ms,
+            unseen=unseen,
         )
 
     def extending(

@@ -384,6 +384,20 @@ class _Named(NamedTuple):
     flush_ms: int | None
 
 
+def _check_directory(place: str) -> None:
+    """Refuse what would be taken for a directory at the root: rocksdb://./data would be /data."""
+    if not place.startswith("//"):
+        return
+    path = place.lstrip("/")
+    relative = path.partition("/")[0] in {".", ".."}
+    if relative or not place.startswith("///"):
+        at_root = "" if relative else f", or rocksdb:/{path} at the root"
+        raise InvalidUrl(
+            f"rocksdb:{place!s:.200} has a host where a directory has none: "
+            f"rocksdb:{path:.200} is the directory{at_root}"
+        )
+
+
 def _parse(url: object) -> _Named:
     scheme, colon, rest = url.partition(":") if isinstance(url, str) else ("", "", "")
     place, _, query = rest.partition("?")
@@ -395,6 +409,8 @@ def _parse(url: object) -> _Named:
         )
     if scheme == "rocksdb" and not place:
         raise InvalidUrl("rocksdb: needs a directory: rocksdb:./data")
+    if scheme == "rocksdb":
+        _check_directory(place)
     if scheme == "memory" and place:
         raise InvalidUrl(f"memory: takes no place, got {place!r:.100}")
     options = dict(parse_qsl(query, keep_blank_values=True))

@@ -8,7 +8,9 @@ durable, so that others go on meanwhile and share the next sync.
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from penstock.clock import TimeGuard
@@ -35,6 +37,12 @@ Woken: TypeAlias = "Callable[[str | None, int | None], None]"
 SWEEP_BUDGET: Final = 1_000
 # How long the sweeper sleeps at most: what has no exact alarm (dedup windows) is seen to by then.
 IDLE_SWEEP_MS: Final = 60_000
+# A fork has neither the threads of a store, nor a right to its files and connections.
+_NOT_OURS: Final = BrokerClosed(
+    "the store was opened before fork(), and is the parent's: open one in the child, or connect to "
+    "a server"
+)
+_SHELLS: Final[weakref.WeakSet[Shell]] = weakref.WeakSet()
 
 
 class Shell:
@@ -56,6 +64,7 @@ class Shell:
         self._committer = Committer(
             self._sync, lambda: store.commits, relaxed=relaxed, seconds=clock.seconds
         )
+        _SHELLS.add(self)
         self._sweeper: threading.Thread | None = None
         if background:
             self._sweeper = threading.Thread(
@@ -116,7 +125,7 @@ class Shell:
     def close(self) -> None:
         """Make everything durable and let go of the store. Whoever waits raises."""
         with self._lock:
-            if self._closed:
+            if self._closed or self.lost is _NOT_OURS:
                 return
             self._closed = True
             self._alarm.notify_all()
@@ -127,6 +136,12 @@ class Shell:
         self._committer.close()
         with self._lock:
             self._store.close()
+
+    def disown(self) -> None:
+        """Refuse every verb from here on: this process is a fork of the one that has the store."""
+        # A thread that is not here may have held it.
+        self._lock = threading.Lock()
+        self.lost = _NOT_OURS
 
     def _now_ms(self) -> int:
         """Return the store's time; called with the lock held, at the start of every verb."""
@@ -228,3 +243,11 @@ class Shell:
                     self._alarm_at_ms = now_ms + wait_ms
                     self._clock.wait(self._alarm, wait_ms)
                 self._alarm_at_ms = None
+
+
+def _disown_all() -> None:
+    for shell in _SHELLS:
+        shell.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)

@@ -16,7 +16,7 @@ import pytest
 import rocksdict
 
 import penstock
-from penstock.errors import StorageFailed, StoreLocked, StoreMismatch
+from penstock.errors import InvalidUrl, StorageFailed, StoreLocked, StoreMismatch
 from penstock.kv import Shape
 from penstock.kv.rocksdb import RocksEngine, tables_at
 from penstock.opening import DESIGNS
@@ -176,6 +176,26 @@ def test_a_directory_of_other_files_is_no_database(tmp_path: Path) -> None:
     with pytest.raises(StoreMismatch):
         penstock.open(f"rocksdb:{tmp_path}")
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("//./data", "rocksdb:./data is the directory$"),
+        ("//../data", "rocksdb:../data is the directory$"),
+        ("///./data", "rocksdb:./data is the directory$"),
+        ("//data", "rocksdb:data is the directory, or rocksdb:/data at the root$"),
+        ("//host/path", "rocksdb:host/path is the directory, or rocksdb:/host/path at the root$"),
+    ],
+)
+def test_a_url_with_a_host_is_refused_with_the_right_spelling(wrong: str, right: str) -> None:
+    with pytest.raises(InvalidUrl, match=right):
+        penstock.open(f"rocksdb:{wrong}")
+
+
+def test_a_url_with_an_empty_host_names_an_absolute_directory(tmp_path: Path) -> None:
+    penstock.open(f"rocksdb://{tmp_path}", background=False).close()
+    penstock.open(f"rocksdb:{tmp_path}", background=False).close()
 
 
 def test_a_file_is_no_database(tmp_path: Path) -> None:

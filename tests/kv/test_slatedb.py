@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -36,7 +37,6 @@ from penstock.opening import DESIGNS, open_reader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from penstock.kv import Table
 
@@ -90,6 +90,9 @@ def test_a_url_names_a_place(url: str, expected: Place) -> None:
         "slatedb+file:relative",
         "slatedb+file://host/dir",
         "slatedb+file:///",
+        "slatedb+file://./x",
+        "slatedb+file:///./x",
+        "slatedb+file:///tmp/../x",
         "slatedb+s3:",
         "slatedb+s3:///prefix",
         "slatedb+s3://b",
@@ -106,6 +109,11 @@ def test_a_url_names_a_place(url: str, expected: Place) -> None:
 def test_a_url_that_names_no_place(url: str) -> None:
     with pytest.raises(InvalidUrl):
         penstock.open(url)
+
+
+def test_a_relative_directory_is_refused_with_the_right_spelling() -> None:
+    with pytest.raises(InvalidUrl, match=f"slatedb\\+file://{Path.cwd()}/x would be one"):
+        penstock.open("slatedb+file://./x")
 
 
 def test_importing_penstock_does_not_load_slatedb() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
+import subprocess
 import threading
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -21,6 +23,7 @@ from penstock.server.native import NativeListener
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
+    from pathlib import Path
     from types import TracebackType
 
     from penstock.broker import Broker
@@ -50,6 +53,26 @@ def make_impatient(client: Client, patience_ms: int) -> None:
     """Shorten the patience of a client that has connected, however long that took."""
     core = client._link.core
     core._options = msgspec.structs.replace(core._options, patience_ms=patience_ms)
+
+
+def tls_contexts(place: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Make a server's context, and that of a client which trusts it."""
+    key, certificate = place / "key.pem", place / "certificate.pem"
+    made = subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-nodes", "-days", "2"),
+            *("-pkeyopt", "ec_paramgen_curve:prime256v1", "-keyout", str(key)),
+            *("-out", str(certificate), "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"),
+        ],
+        capture_output=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_side.load_cert_chain(certificate, key)
+    trusting = ssl.create_default_context(cafile=str(certificate))
+    return server_side, trusting
 
 
 class Served:

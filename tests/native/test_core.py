@@ -21,6 +21,7 @@ from penstock.errors import (
 )
 from penstock.gateways.native import wire
 from penstock.gateways.native.frames import FrameReader
+from penstock.gateways.native.progress import Progress
 from penstock.model import Message, Outcome, OutcomeStatus
 
 encoder = wire.Encoder()
@@ -309,6 +310,36 @@ def test_a_silent_server_is_asked_and_then_given_up(talk: Talk) -> None:
     assert talk.core.hang_up
 
 
+def test_a_server_that_takes_a_long_frame_is_not_silent(talk: Talk) -> None:
+    talk.now_ms += PING_MS
+    talk.core.tick(talk.now_ms)
+    # A minute of upload, and a look at it now and then.
+    for taken in range(1, 13):
+        talk.now_ms += SILENCE_MS // 2
+        talk.core.progressed(Progress(taken, all=False), talk.now_ms)
+        talk.core.tick(talk.now_ms)
+        assert not talk.core.hang_up
+    talk.now_ms += 100
+    talk.core.progressed(Progress(13, all=True), talk.now_ms)
+    # From here on it has to answer, whatever else is sent and taken.
+    for taken in range(14, 18):
+        talk.now_ms += SILENCE_MS // 4 - 25
+        talk.core.progressed(Progress(taken, all=False), talk.now_ms)
+        talk.core.tick(talk.now_ms)
+        assert talk.core.hang_up is (taken == 17)
+
+
+def test_a_server_that_dies_in_the_middle_of_a_long_frame_is_noticed(talk: Talk) -> None:
+    talk.core.progressed(Progress(5, all=False), talk.now_ms)
+    talk.now_ms += PING_MS
+    for after_ms in (0, SILENCE_MS - 1, 1):
+        assert not talk.core.hang_up
+        talk.now_ms += after_ms
+        talk.core.progressed(Progress(5, all=False), talk.now_ms)
+        talk.core.tick(talk.now_ms)
+    assert talk.core.hang_up
+
+
 def test_a_server_that_answers_is_not_given_up(talk: Talk) -> None:
     for _ in range(5):
         talk.now_ms += PING_MS
@@ -350,7 +381,11 @@ def test_what_can_not_be_sent_fails_alone(talk: Talk) -> None:
     assert isinstance(talk.results["a"], InvalidInput)
 
 
-def test_a_withdrawn_claim_is_cancelled_and_what_came_is_given_back(talk: Talk) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_withdrawn_claim_is_cancelled_and_what_came_is_given_back(
+    talk: Talk, version: int
+) -> None:
+    talk.core.welcome = wire.Welcome(version, "test", "s", {})
     pending = talk.call("a", calls.claim("q", wait_ms=1000))
     (claim,) = talk.sent()
     talk.core.withdraw(pending, talk.now_ms)
@@ -369,7 +404,9 @@ def test_a_withdrawn_claim_is_cancelled_and_what_came_is_given_back(talk: Talk) 
     talk.say((1, claim.id, [delivery]))
     (back,) = talk.sent()
     assert isinstance(back, wire.Release)
-    assert (back.receipts, back.delay_ms) == (["r"], 0)
+    assert back.receipts == ["r"]
+    # A server that does not know of what nobody has seen is told to release it at once.
+    assert (back.unseen, back.delay_ms) == ((False, 0) if version == 1 else (True, None))
 
 
 def test_dedup_ids_are_made_once_and_are_all_different() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -13,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
-from tests.native.serving import SLOW_SECONDS, Served, make_impatient, pause
+from tests.native.serving import SLOW_SECONDS, Served, make_impatient, pause, tls_contexts
 from tests.waiting import wait_until as eventually
 
 import penstock
@@ -382,25 +381,63 @@ def test_calls_of_a_client_that_closes_raise(served: Served) -> None:
     assert [type(error) for error in errors] == [penstock.BrokerClosed]
 
 
+# --- names of hosts -------------------------------------------------------------------------------
+
+
+class Resolver:
+    """Resolves names as the system does, until they are taken away."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.error: int | None = None
+        self.asked = 0
+        self._resolve = socket.getaddrinfo
+        monkeypatch.setattr(socket, "getaddrinfo", self)
+        # Libuv has a resolver of its own.
+        monkeypatch.setattr("penstock.client.threads._new_loop", asyncio.new_event_loop)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.asked += 1
+        if self.error is not None:
+            raise socket.gaierror(self.error, "no")
+        return self._resolve(*args, **options)
+
+
+def test_a_name_that_nobody_has_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver = Resolver(monkeypatch)
+    resolver.error = socket.EAI_NONAME
+    # With all the patience in the world.
+    with pytest.raises(ServerUnreachable, match=r"there is no host named 'nowhere\.invalid'"):
+        penstock.connect("penstock://nowhere.invalid", patience_ms=3_600_000)
+    assert resolver.asked == 1
+
+
+def test_a_resolver_in_trouble_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver = Resolver(monkeypatch)
+    resolver.error = socket.EAI_AGAIN
+    with pytest.raises(ServerUnreachable, match=r"no server at nowhere\.invalid:8814"):
+        penstock.connect("penstock://nowhere.invalid", patience_ms=500)
+    assert resolver.asked > 1
+
+
+def test_a_client_outlives_a_name_that_is_gone_for_a_while(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolver = Resolver(monkeypatch)
+    with penstock.connect(f"penstock://localhost:{served.port}", patience_ms=60_000) as client:
+        assert client.ping() > 0
+        resolver.error = socket.EAI_NONAME
+        asked = resolver.asked
+        served.cut()
+        eventually(lambda: resolver.asked > asked + 1)
+        resolver.error = None
+        assert client.ping() > 0
+
+
 # --- TLS ------------------------------------------------------------------------------------------
 
 
 def test_tls(tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    made = subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-nodes", "-days", "2"),
-            *("-pkeyopt", "ec_paramgen_curve:prime256v1", "-keyout", str(key)),
-            *("-out", str(certificate), "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"),
-        ],
-        capture_output=True,
-        check=False,
-    )
-    assert made.returncode == 0, made.stderr
-    server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server_side.load_cert_chain(certificate, key)
-    trusting = ssl.create_default_context(cafile=str(certificate))
+    server_side, trusting = tls_contexts(tmp_path)
     with penstock.open("memory:") as broker, Served(broker, tls=server_side) as served:
         broker.create_queue("q")
         with penstock.connect(served.url, tls=trusting) as client:

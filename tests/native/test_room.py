@@ -387,7 +387,7 @@ def test_who_reads_slowly_is_not_cut_off(served: Served, monkeypatch: pytest.Mon
             """Play a reader that has taken something between two looks, and then nothing."""
             now = served.loop.time()
             connection.pause_writing()
-            connection._stuck_bytes = 1
+            connection._stuck_taken = -1
             connection._stuck_since = now - 60
             connection.tidy(now)
             reads = connection._stuck_since == now

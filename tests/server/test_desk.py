@@ -232,11 +232,11 @@ def test_what_was_claimed_for_one_who_left_goes_to_others(broker: Broker) -> Non
         await asyncio.sleep(0)
         gone.cancel()
         (delivery,) = await desk.claim("q", wait_ms=60_000)
-        assert delivery.attempts == 2
+        assert delivery.attempts == 1
 
     run(broker, story)
-    (first, _) = broker.attempts("q", broker.browse("q", state="in_flight")[0].message_id)
-    assert first.reason == "the client left before its answer"
+    (entry,) = broker.browse("q", state="in_flight")
+    assert [each.end for each in broker.attempts("q", entry.message_id)] == ["running"]
 
 
 def test_a_queue_that_goes_ends_the_wait(broker: Broker) -> None:

@@ -17,6 +17,7 @@ from penstock.gateways.sqs.requests import (
     ReceiveMessage,
 )
 from penstock.server.desk import Desk
+from penstock.server.http_types import Request
 from penstock.server.security import ANYONE
 from penstock.server.sqs import receiving
 from penstock.server.sqs.attempts import Attempts
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.broker import Broker
     from penstock.model import Delivery
 
-CALL = Call(ANYONE, "http://localhost/0/", "/", "tester")
+CALL = Call(ANYONE, "http://localhost/0/", Request("POST", "/", "", {}, b"", ""), "tester")
 
 
 @pytest.fixture

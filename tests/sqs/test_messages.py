@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from botocore.exceptions import ClientError
-from tests.sqs.serving import pause
+from tests.sqs.serving import client_of, pause
 from tests.waiting import wait_until
 
-from penstock.clock import SystemClock
+from penstock import limits
 from penstock.model import Message, State
 
 if TYPE_CHECKING:
@@ -165,17 +165,66 @@ def test_attributes_are_given_only_if_asked_for(sqs: Any, url: str) -> None:
 def test_system_attributes_count_receives(sqs: Any, url: str) -> None:
     sqs.send_message(QueueUrl=url, MessageBody="1")
     (first,) = receive(sqs, url, VisibilityTimeout=0)
-    between_ms = SystemClock().now_ms()
     pause(0.01)
-    (again,) = receive(sqs, url)
-    assert first["Attributes"]["ApproximateReceiveCount"] == "1"
-    assert again["Attributes"]["ApproximateReceiveCount"] == "2"
-    stamps = [each["Attributes"]["ApproximateFirstReceiveTimestamp"] for each in (first, again)]
-    sent = again["Attributes"]["SentTimestamp"]
-    # The second receive looks up when the first one was, and does not count itself.
-    assert int(sent) <= int(stamps[1]) <= int(stamps[0]) <= between_ms
+    (second,) = receive(sqs, url, VisibilityTimeout=0)
+    pause(0.01)
+    (third,) = receive(sqs, url)
+    shown = [each["Attributes"] for each in (first, second, third)]
+    assert [each["ApproximateReceiveCount"] for each in shown] == ["1", "2", "3"]
+    (stamp,) = {each["ApproximateFirstReceiveTimestamp"] for each in shown}
+    assert int(shown[0]["SentTimestamp"]) <= int(stamp)
     (got,) = sqs.receive_message(QueueUrl=url, WaitTimeSeconds=0).get("Messages", [None])
     assert got is None
+
+
+def with_header(sqs: Any, value: str) -> None:
+    """Have every request carry a trace header, as a proxy or an instrumented SDK does."""
+    sqs.meta.events.register(
+        "before-call.sqs", lambda params, **_: params["headers"].update({"X-Amzn-Trace-Id": value})
+    )
+
+
+def traces(sqs: Any, url: str) -> list[str | None]:
+    got = receive(sqs, url)
+    got.sort(key=lambda each: each["Body"])
+    return [each["Attributes"].get("AWSTraceHeader") for each in got]
+
+
+def test_the_trace_header_of_a_request_is_that_of_its_messages(
+    served: Served, sqs: Any, url: str
+) -> None:
+    own = {"AWSTraceHeader": {"DataType": "String", "StringValue": "Root=1-own"}}
+    traced = client_of(served)
+    with_header(traced, "Root=1-header;Sampled=1")
+    traced.send_message(QueueUrl=url, MessageBody="1")
+    answer = traced.send_message_batch(
+        QueueUrl=url,
+        Entries=[
+            {"Id": "2", "MessageBody": "2"},
+            {"Id": "3", "MessageBody": "3", "MessageSystemAttributes": own},
+        ],
+    )
+    # A digest is only of what the client has sent as attributes.
+    digests = ["MD5OfMessageSystemAttributes" in each for each in answer["Successful"]]
+    assert digests == [False, True]
+    assert traces(sqs, url) == ["Root=1-header;Sampled=1"] * 2 + ["Root=1-own"]
+
+
+def test_a_trace_header_that_is_none_refuses_nothing(served: Served, sqs: Any, url: str) -> None:
+    traced = client_of(served)
+    with_header(traced, "x" * (limits.SQS_MAX_TRACE_CHARS + 1))
+    traced.send_message(QueueUrl=url, MessageBody="1")
+    assert traces(sqs, url) == [None]
+
+
+@pytest.mark.parametrize("attempt", ["", "a b", "x" * 129, "\u00e9", "tab\t"])
+def test_the_id_of_a_receive_is_checked(sqs: Any, url: str, attempt: str) -> None:
+    with pytest.raises(ClientError) as refused:
+        sqs.receive_message(QueueUrl=url, ReceiveRequestAttemptId=attempt)
+    assert "ReceiveRequestAttemptId" in str(refused.value)
+    assert "Messages" not in sqs.receive_message(
+        QueueUrl=url, ReceiveRequestAttemptId="!" + "x" * 126 + "~"
+    )
 
 
 @pytest.mark.parametrize(

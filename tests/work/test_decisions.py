@@ -210,7 +210,7 @@ def test_a_module_that_can_not_be_imported(tmp_path: Any, monkeypatch: pytest.Mo
 
 def filled(count: int, concurrency: int = 2, prefetch: int = 4) -> Hands:
     hands = Hands(concurrency, prefetch)
-    hands.add([delivery(n) for n in range(count)], max_attempts=5)
+    hands.add([delivery(n) for n in range(count)])
     return hands
 
 
@@ -235,7 +235,7 @@ def test_room_comes_when_half_of_the_prefetch_is_gone() -> None:
 def test_without_prefetch_only_free_slots_are_filled() -> None:
     hands = filled(0, concurrency=2, prefetch=0)
     assert hands.room() == 2
-    hands.add([delivery(1)], max_attempts=5)
+    hands.add([delivery(1)])
     assert hands.room() == 0
     begin(hands)
     assert hands.room() == 1
@@ -273,20 +273,18 @@ def test_over_the_time_limit_the_slot_stays_taken() -> None:
     assert hands.room() == 2
 
 
-def test_what_has_not_begun_is_given_back_unless_that_would_fail_it() -> None:
+def test_what_has_not_begun_is_given_back() -> None:
     hands = Hands(1, 4)
-    hands.add([delivery(1), delivery(2, attempts=4), delivery(3, attempts=5)], max_attempts=5)
+    hands.add([delivery(1), delivery(2)])
     running = begin(hands)
     assert hands.close() == 1
     assert hands.room() == 0
-    hands.add([delivery(4), delivery(5, attempts=5), delivery(6)], max_attempts=5)
-    last = [begin(hands), begin(hands)]
-    assert [task.delivery.message_id for task in last] == [3, 5]
+    hands.add([delivery(3), delivery(4)])
     assert hands.begin(0) is None
-    assert len(hands.lose(["receipt-6"])[0]) == 1
-    assert [hands.finish(task) for task in (running, *last)] == [End.ENDED] * 3
+    assert len(hands.lose(["receipt-4"])[0]) == 1
+    assert hands.finish(running) is End.ENDED
     assert not hands.idle
-    assert [task.delivery.message_id for task in hands.give_back()] == [2, 4]
+    assert [task.delivery.message_id for task in hands.give_back()] == [2, 3]
     assert hands.idle
 
 

@@ -100,7 +100,7 @@ def test_what_was_lost_before_it_began_takes_no_slot(broker: Broker, clock: Manu
         on_idle=lambda: None,
     )
     for number, lease_ms in ((1, 1_000), (2, MINUTE_MS)):
-        source = SimpleNamespace(queue="q", lease_ms=lease_ms, max_attempts=5)
+        source = SimpleNamespace(queue="q", lease_ms=lease_ms)
         floor.bring(cast("Source", source), [delivery(number)])
     clock.advance(1_000)
     task = floor.take(wait=False)
@@ -116,17 +116,16 @@ def test_what_was_lost_before_it_began_takes_no_slot(broker: Broker, clock: Manu
 
 def test_without_a_slot_that_could_take_them_messages_are_stranded() -> None:
     hands = Hands(1, 4)
-    hands.add([delivery(n) for n in range(3)], max_attempts=5)
-    hands.add([delivery(3, attempts=5)], max_attempts=5)
+    hands.add([delivery(n) for n in range(3)])
     task = hands.begin(0)
     assert task is not None
     assert hands.stranded() == []
     assert hands.overdue(100, 100)[0] == [task]
-    # One on its last attempt would fail by being given back.
     assert [each.delivery.message_id for each in hands.stranded()] == [1, 2]
-    assert (hands.waiting, hands.stranded(), hands.room()) == (1, [], 0)
+    assert (hands.waiting, hands.stranded(), hands.room()) == (0, [], 0)
     hands.finish(task)
-    assert hands.room() == 4
+    assert hands.room() == 5
+    hands.add([delivery(3)])
     last = hands.begin(0)
     assert last is not None
     hands.lose(["receipt-3"])
@@ -140,7 +139,7 @@ def test_slots_come_and_go() -> None:
     assert hands.room() == 0
     hands.open_slot()
     assert hands.room() == 5
-    hands.add([delivery(1)], max_attempts=5)
+    hands.add([delivery(1)])
     assert hands.stranded() == []
     hands.shut_slot()
     assert [each.delivery.message_id for each in hands.stranded()] == [1]
@@ -167,7 +166,7 @@ def test_threads_that_hang_do_not_hold_what_waits(
         clock.advance(10_000)
         wait_until(lambda: worker.stats().released == 3)
         assert worker.stats().prefetched == 0
-        assert reasons(broker, "q", ids[1]) == ["not begun: no handler is free"]
+        assert reasons(broker, "q", ids[1]) == []
         assert "no handler is free" in caplog.text
         claimed = worker.stats().claimed
         for _ in range(20):
@@ -303,13 +302,13 @@ def test_a_queue_is_looked_at_again(
     caplog.set_level(logging.INFO)
     look = partial(source_of, broker, "q", clock=clock, lease_ms=None, consumer="", fifo=True)
     source = look()
-    assert (source.lease_ms, source.max_attempts) == (MINUTE_MS, 5)
-    broker.update_queue("q", max_attempts=2, lease_ms=1_000)
+    assert source.lease_ms == MINUTE_MS
+    broker.update_queue("q", lease_ms=1_000)
     source.claim("", limit=1, wait_ms=0)
-    assert source.max_attempts == 5
+    assert source.lease_ms == MINUTE_MS
     clock.advance(LOOK_AGAIN_MS)
     source.claim("", limit=1, wait_ms=0)
-    assert (source.lease_ms, source.max_attempts) == (1_000, 2)
+    assert source.lease_ms == 1_000
     kept: Any = look(lease_ms=7_000)
     strict = look(fifo=False)
     broker.delete_queue("q")

@@ -174,6 +174,7 @@ class AsyncConsumer:
         return self
 
     async def __anext__(self) -> Delivery:
+        self._fetcher.check_process()
         if not self._open:
             await self._fetcher.open()
             self._open = True

@@ -180,10 +180,12 @@ def release(
     delay_ms: int | None = None,
     reason: str = "",
     queue: str | None = None,
+    unseen: bool = False,
 ) -> Call[list[Outcome]]:
     """Give messages back: they are tried again, or fail if they are out of attempts."""
     batch = _receipts(receipts)
-    request = wire.Release(0, batch, delay_ms, cut_text(reason, limits.MAX_REASON_BYTES), queue)
+    reason = cut_text(reason, limits.MAX_REASON_BYTES)
+    request = wire.Release(0, batch, delay_ms, reason, queue, bool(unseen))
     return Call(request, _OUTCOMES, Repeat.SETTLES)
 
 

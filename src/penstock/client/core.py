@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from itertools import chain
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -47,9 +47,13 @@ from penstock.gateways.native.failures import error_of
 from penstock.gateways.native.frames import FrameReader
 from penstock.model import Message
 
+if TYPE_CHECKING:
+    from penstock.gateways.native.progress import Progress
+
 __all__ = ["Core", "Options", "Phase", "Told"]
 
-# How long the other side may be silent before it is asked, and then until it is given up.
+# How long the other side may be silent before it is asked, and then until it is given up. It has
+# to answer only once it has been sent the question, which waits behind what was written before.
 PING_MS: Final = 10_000
 SILENCE_MS: Final = 10_000
 BACKOFF_BASE_MS: Final = 50
@@ -134,6 +138,9 @@ class Core:
         self._done: list[tuple[Told, Any, BaseException | None]] = []
         self._heard_ms = now_ms
         self._asked_ms: int | None = None
+        # What the server had taken when that was last looked at, and whether also the question.
+        self._taken = 0
+        self._question_came = False
 
     # --- calls -----------------------------------------------------------------------------
 
@@ -167,8 +174,16 @@ class Core:
         """Release what a claim has brought to a caller who had gone by then."""
         if not result or not isinstance(call.request, wire.Claim):
             return
-        back = release([each.receipt for each in result], delay_ms=0, reason="withdrawn")
+        back = release([each.receipt for each in result], reason="withdrawn", unseen=True)
         self.submit(back, _nobody, now_ms)
+
+    def abandon(self, error: PenstockError, now_ms: int) -> None:
+        """Fail the claims that were sent, and end them at the server before the connection ends."""
+        for pending in list(self._sent.values()):
+            if isinstance(pending.call.request, wire.Claim) and not pending.withdrawn:
+                self._fail(pending, error)
+                self.withdraw(pending, now_ms)
+                pending.told = _nobody
 
     @property
     def giving_back(self) -> bool:
@@ -259,6 +274,15 @@ class Core:
             else:
                 self._send(pending, now_ms)
 
+    def progressed(self, progress: Progress, now_ms: int) -> None:
+        """Be told how far what was written has come: a server that takes it is not silent."""
+        if self._asked_ms is not None and not self._question_came:
+            if progress.all:
+                self._question_came = True
+            elif progress.taken > self._taken:
+                self._asked_ms = now_ms
+        self._taken = progress.taken
+
     def tick(self, now_ms: int) -> None:
         """Do what time asks for: ask a silent server, give up on it, give up on waiting calls."""
         if self.phase is not Phase.AWAY:
@@ -267,7 +291,7 @@ class Core:
                 if silent_ms >= SILENCE_MS:
                     self._give_up("the server has been silent for too long")
             elif silent_ms >= PING_MS:
-                self._asked_ms = now_ms
+                self._asked_ms, self._question_came = now_ms, False
                 self._send(_Pending(ping(), _nobody, now_ms), now_ms)
         if self.phase is Phase.READY:
             return
@@ -381,7 +405,8 @@ class Core:
         request.id = self._next_id
         self._next_id += 1
         try:
-            frame = self._encoder.frame(request)
+            assert self.welcome is not None, "nothing is sent before it"
+            frame = self._encoder.frame(wire.spoken(request, self.welcome.version))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             self._fail(pending, not_sendable(request, error))
             return

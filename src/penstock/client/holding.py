@@ -51,6 +51,10 @@ class Holder:
         self._tasks: list[asyncio.Task[None]] = []
         self.lost: set[str] = set()
 
+    def check_process(self) -> None:
+        """Refuse to be used in a fork of the client's process."""
+        self._link.check_process()
+
     def is_live(self, delivery: Delivery) -> bool:
         """Whether a delivery's lease is held still; callable from any thread."""
         return self._keeper.live(delivery.receipt, self._link.now_ms())
@@ -79,6 +83,8 @@ class Holder:
 
     async def stop(self) -> None:
         """Extend nothing any more."""
+        if not self._link.is_ours:
+            return
         self._link.holders.discard(self)
         for task in self._tasks:
             task.cancel()
@@ -241,7 +247,7 @@ class Fetcher(Holder):
                 self._handing = None
         if unseen:
             with contextlib.suppress(PenstockError):
-                await self._link.call(calls.release(unseen, delay_ms=0, reason="not begun"))
+                await self._link.call(calls.release(unseen, reason="not begun", unseen=True))
 
     async def _fetch(self, lease_ms: int) -> None:
         while True:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import socket
 import ssl
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar, cast
@@ -12,6 +14,7 @@ from urllib.parse import urlsplit
 
 from penstock.client.core import Core, Options, Phase
 from penstock.errors import BrokerClosed, InvalidUrl, ServerUnreachable
+from penstock.gateways.native.progress import progress_of
 from penstock.gateways.native.wire import DEFAULT_PORT, Ack, Release
 
 if TYPE_CHECKING:
@@ -35,6 +38,10 @@ CLOSE_SECONDS: Final = 1.0
 WRITE_HIGH_BYTES: Final = 4 * 1024 * 1024
 
 
+# What resolvers say of a name that nobody has; EAI_AGAIN is not among it, for that may pass.
+_NO_SUCH_HOST: Final = frozenset(
+    getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)
+)
 # Errors of TLS that say no more than that the other side has gone.
 _CUT_OFF: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 
@@ -84,6 +91,7 @@ class Link(asyncio.Protocol):
     ) -> None:
         self.target = target
         self.loop = loop
+        self._pid = os.getpid()
         self.core = Core(options, now_ms=self.now_ms(), random=clock.random, fresh=clock.lease_id())
         self._transport: asyncio.Transport | None = None
         self._flushing = False
@@ -93,6 +101,16 @@ class Link(asyncio.Protocol):
         self._suspect = False
         # Who extends leases by way of this link.
         self.holders: set[Holds] = set()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process made it, and not the one that this is a fork of."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        """Refuse to be used in a fork: the connection is the parent's."""
+        if not self.is_ours:
+            raise BrokerClosed("the client was made before fork(): connect anew in the child")
 
     def now_ms(self) -> int:
         """Time that never steps, for durations alone."""
@@ -119,8 +137,9 @@ class Link(asyncio.Protocol):
 
     async def call(self, call: Call[R]) -> R:
         """Run a call to its end."""
+        self.check_process()
         future: asyncio.Future[R] = self.loop.create_future()
-        pending = self.start(call, partial(_resolve, future))
+        pending = self.start(call, partial(self._resolve, future, call))
         try:
             return await future
         except asyncio.CancelledError:
@@ -130,6 +149,21 @@ class Link(asyncio.Protocol):
                 # The answer came in the same moment, and nobody is going to see it.
                 self.give_back(call, future.result())
             raise
+
+    def _resolve(
+        self,
+        future: asyncio.Future[Any],
+        call: Call[Any],
+        result: Any,
+        error: BaseException | None,
+    ) -> None:
+        if future.done():
+            # Cancelled, and whoever waited does not know it yet.
+            self.give_back(call, result)
+        elif error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
 
     def give_back(self, call: Call[Any], result: Any) -> None:
         """Release what a claim has brought, if it is one: its caller has gone."""
@@ -148,9 +182,13 @@ class Link(asyncio.Protocol):
 
     async def close(self) -> None:
         """End the connection; calls that are under way raise."""
+        if not self.is_ours:
+            return
         for holder in list(self.holders):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(holder.stop(), CLOSE_SECONDS)
+        self.core.abandon(BrokerClosed("the client was closed"), self.now_ms())
+        self._flush()
         until = self.loop.time() + CLOSE_SECONDS
         while self._transport is not None and self.core.giving_back and self.loop.time() < until:
             self._flush()
@@ -182,6 +220,8 @@ class Link(asyncio.Protocol):
                     connecting = None
                 if connecting is None and core.phase is Phase.AWAY and now_ms >= core.connect_at_ms:
                     connecting = self.loop.create_task(self._connect())
+                if self._transport is not None:
+                    core.progressed(progress_of(self._transport), now_ms)
                 core.tick(now_ms)
                 self._flush()
                 pause_ms = TICK_SECONDS * 1000
@@ -243,6 +283,9 @@ class Link(asyncio.Protocol):
             why = str(error) or type(error).__name__
             if new and isinstance(error, UnicodeError):
                 self._fail(InvalidUrl(f"{host!r:.200} can't be the name of a host: {why}"))
+            elif new and isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_HOST:
+                # One that has been there may come back; one that never was is told at once.
+                self._fail(ServerUnreachable(f"there is no host named {host!r:.200}: {why}"))
             elif new and isinstance(error, ssl.SSLError) and not isinstance(error, _CUT_OFF):
                 # A server that came back with a wrong certificate may yet be mended; one that
                 # was never right is told at once.
@@ -326,12 +369,3 @@ class Link(asyncio.Protocol):
                 self._transport.abort()
         for told, result, error in core.take_done():
             told(result, error)
-
-
-def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)

@@ -30,8 +30,6 @@ ALLOWED: Final = (
 OPERAND: Final = "operand"
 INT_MAX: Final = 2**63 - 1
 
-# Signs and NOTs in a row: more than anybody means, few enough for any parser's stack.
-_MAX_PREFIX_RUN: Final = 8
 _FRAGMENT_CHARS: Final = 40
 
 _TOKEN: Final = re.compile(
@@ -100,8 +98,23 @@ def tokenize(text: str) -> list[Token]:
         place = found.end()
     if not tokens:
         reject(text, 0, 0, f"the filter is empty; TRUE takes every message; {ALLOWED}")
+    tokens = _shortened(tokens)
     _check_sequence(text, tokens)
     return tokens
+
+
+def _shortened(tokens: list[Token]) -> list[Token]:
+    """Take pairs out of long runs of NOT or minus, so that no parser's stack grows with them.
+
+    Two or three are left, which say the same: two that are taken out undo each other, and another
+    two still see to it that what stands behind them is of the right type.
+    """
+    kept: list[Token] = []
+    for token in tokens:
+        kept.append(token)
+        if token.kind in ("NOT", "-") and [each.kind for each in kept[-4:]] == [token.kind] * 4:
+            del kept[-4:-2]
+    return kept
 
 
 def _token(text: str, found: re.Match[str]) -> Token:
@@ -157,13 +170,12 @@ def _number(text: str, start: int, end: int) -> Number:
 
 def _check_sequence(text: str, tokens: list[Token]) -> None:
     """Hold the bounds, and refuse what a general SQL parser would take and a filter does not."""
-    depth = run = operands = 0
+    depth = operands = 0
     before = Token("", 0, 0)
     for index, token in enumerate(tokens):
-        run = run + 1 if token.kind in ("NOT", "-") else 0
         depth += (token.kind == "(") - (token.kind == ")")
         operands += token.kind == OPERAND
-        if depth > MAX_FILTER_DEPTH or run > _MAX_PREFIX_RUN:
+        if depth > MAX_FILTER_DEPTH:
             reject(text, token.start, token.end, f"nested more than {MAX_FILTER_DEPTH} deep")
         if depth < 0:
             reject(text, token.start, token.end, "this ')' closes nothing")
@@ -173,6 +185,8 @@ def _check_sequence(text: str, tokens: list[Token]) -> None:
             reject(text, before.start, token.end, f"functions are not allowed; {ALLOWED}")
         if token.kind == "=" and before.kind in "=<>" and before.kind:
             reject(text, before.start, token.end, "the comparisons are = <> < <= > >=")
+        if token.kind == "NOT" and before.kind == "-":
+            reject(text, before.start, token.end, "a minus sign stands only before a number")
         if token.kind == "+" and before.kind not in (OPERAND, ")"):
             reject(text, token.start, token.end, "a plus sign stands only between two numbers")
         if before.kind == "IS" and not _is_null_at(tokens, index):

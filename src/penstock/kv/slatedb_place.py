@@ -74,9 +74,14 @@ def place_of(scheme: str, rest: str, environment: Mapping[str, str]) -> Place:
     """Read what stands behind the colon of a ``slatedb+file:`` or ``slatedb+s3:`` URL."""
     authority, _, path = rest[2:].partition("/")
     if scheme == "slatedb+file":
-        if not rest.startswith("///") or path.strip("/") == "":
-            raise InvalidUrl("slatedb+file: needs an absolute directory: slatedb+file:///DIR")
-        return Place("file", "/" + unquote(path).strip("/"), "")
+        root = "/" + unquote(path).strip("/")
+        if not rest.startswith("///") or root == "/" or {".", ".."} & set(root.split("/")):
+            named = unquote(rest).lstrip("/")
+            hint = f"slatedb+file://{Path(named).resolve()}" if named else "slatedb+file:///DIR"
+            raise InvalidUrl(
+                f"slatedb+file:{rest:.200} names no absolute directory: {hint:.300} would be one"
+            )
+        return Place("file", root, "")
     bucket, prefix = authority, unquote(path).strip("/")
     if not rest.startswith("//") or not _BUCKET.fullmatch(bucket):
         raise InvalidUrl(

@@ -170,9 +170,28 @@ class Desk:
         delay_ms: int | None = None,
         reason: str = "",
         queue: str | None = None,
+        unseen: bool = False,
     ) -> Future[list[Outcome]]:
         """Give messages back, as :meth:`Broker.release`."""
-        return self.change(self.broker.releasing(receipts, delay_ms, reason, queue))
+        return self.change(self.broker.releasing(receipts, delay_ms, reason, queue, unseen=unseen))
+
+    async def claimed(self, claiming: Future[list[Delivery]]) -> list[Delivery]:
+        """Wait for a claim; who is cancelled in the very moment of its answer keeps nothing."""
+        try:
+            return await claiming
+        except asyncio.CancelledError:
+            if claiming.done() and not claiming.cancelled() and claiming.exception() is None:
+                self.take_back(claiming.result())
+            raise
+
+    def take_back(self, deliveries: Iterable[Delivery]) -> None:
+        """Have messages wait again that were claimed for somebody who has gone: others want them.
+
+        If that fails, their lease ends in time; nobody is there to be told.
+        """
+        receipts = [each.receipt for each in deliveries]
+        if receipts:
+            self.release(receipts, unseen=True).add_done_callback(Future.exception)
 
     def extend(
         self, receipts: Iterable[str] | str, *, lease_ms: int, queue: str | None = None
@@ -306,21 +325,14 @@ class Desk:
         self._under_way -= len(made)
         for request, future in made:
             error = request.error if failure is None else failure
-            if isinstance(request, Claim) and request.answer and (future.done() or error):
-                self._give_back(request)
+            if isinstance(request, Claim) and (future.done() or error):
+                self.take_back(request.answer)
             if future.done():
                 continue
             if error is not None:
                 future.set_exception(error)
             else:
                 future.set_result(request.answer)
-
-    def _give_back(self, claim: Claim) -> None:
-        """Release what was claimed for somebody who went away meanwhile: others may want it."""
-        receipts = [delivery.receipt for delivery in claim.answer]
-        back = self.release(receipts, delay_ms=0, reason="the client left before its answer")
-        # If that fails too, their lease ends in time; nobody is there to be told.
-        back.add_done_callback(Future.exception)
 
     # --- waiting ---------------------------------------------------------------------------
 

@@ -13,7 +13,11 @@ __all__ = ["Handler", "HttpBounds", "Request", "Response"]
 
 
 class Request(msgspec.Struct, gc=False):
-    """A request that has come in whole. Header names are in lower case."""
+    """A request that has come in whole. Header names are in lower case.
+
+    ``left``: the client sends nothing more and may be gone, so that nothing is to be taken from a
+    queue for it. A handler that waits sets ``on_left`` to be told, and must set it back.
+    """
 
     method: str
     path: str
@@ -22,6 +26,14 @@ class Request(msgspec.Struct, gc=False):
     body: bytes
     peer: str
     secure: bool = False
+    left: bool = False
+    on_left: Callable[[], object] | None = None
+
+    def leave(self) -> None:
+        """Note that the client has closed its side."""
+        self.left = True
+        if self.on_left is not None:
+            self.on_left()
 
 
 class Response(msgspec.Struct):

@@ -66,6 +66,7 @@ class Connection(asyncio.Protocol):
     __slots__ = (
         "_after_body",
         "_answering",
+        "_asked",
         "_body",
         "_body_bytes",
         "_close_after",
@@ -98,6 +99,8 @@ class Connection(asyncio.Protocol):
         # Requests that have come in whole, each with whether the connection outlives it.
         self._pending: deque[tuple[Request, bool, bool]] = deque()
         self._answering: asyncio.Task[None] | None = None
+        # The request that is being answered.
+        self._asked: Request | None = None
         self._unfed = b""
         # The rest of a body that the parser does not read, and how to go on after it.
         self._unparsed = 0
@@ -157,6 +160,8 @@ class Connection(asyncio.Protocol):
         if self._http.secure or self._answering is None:
             return False
         self._close_after = True
+        if self._asked is not None:
+            self._asked.leave()
         self._due_in(limits.HTTP_HALF_CLOSED_MS)
         return True
 
@@ -351,6 +356,7 @@ class Connection(asyncio.Protocol):
         while self._pending and self._answering is None and not self._write_paused:
             request, keep, old = self._pending.popleft()
             self.deadline = inf
+            request.left = self._close_after
             try:
                 result = self._http.handler_of(request.method, request.path)(request)
             except Exception:
@@ -359,6 +365,7 @@ class Connection(asyncio.Protocol):
             if isinstance(result, Response):
                 self._answer(request, result, keep=keep, old=old)
                 continue
+            self._asked = request
             self._answering = self._loop.create_task(self._serve(result, request, keep, old))
         if self._refusal is not None and self._answering is None and not self._pending:
             self._refuse(*self._refusal)
@@ -378,7 +385,7 @@ class Connection(asyncio.Protocol):
         except Exception:
             log.exception("a handler failed for %s %s", request.method, request.path[:100])
             response = Response(500, b"internal error\n")
-        self._answering = None
+        self._answering = self._asked = None
         self._answer(request, response, keep=keep, old=old)
         self._go_on()
 

@@ -17,6 +17,7 @@ from penstock.errors import InvalidInput, NotAllowed, PenstockError
 from penstock.gateways.native import wire
 from penstock.gateways.native.failures import failure_of
 from penstock.gateways.native.frames import FrameReader
+from penstock.gateways.native.progress import progress_of
 from penstock.server.native_room import Asked, Room
 from penstock.server.native_verbs import VERBS, claim_in_turn
 from penstock.server.security import ANYONE
@@ -25,6 +26,7 @@ from penstock.validation import check_duration
 if TYPE_CHECKING:
     from asyncio import Future
 
+    from penstock.model import Delivery
     from penstock.server.native import NativeListener
     from penstock.server.security import Principal
 
@@ -63,11 +65,13 @@ class Connection(asyncio.Protocol):
         self._calls: set[Future[Any]] = set()
         self._out: list[bytes] = []
         self._out_bytes = 0
+        # Messages whose answer is among what is to be written.
+        self._unwritten: list[Delivery] = []
         self._flushing = False
         self._buffered = 0
         self._reading = True
         self._stuck_since: float | None = None
-        self._stuck_bytes = 0
+        self._stuck_taken = 0
         self._leaving = False
         self._deaf = False
         self._made = self._heard = self._loop.time()
@@ -97,7 +101,6 @@ class Connection(asyncio.Protocol):
         self._listener.connections.discard(self)
         self._reader = FrameReader(1)
         self._account()
-        self._out.clear()
         for future in list(self._calls):
             future.cancel()
         self._let_claims_go()
@@ -119,7 +122,8 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """Read nothing from who does not read, and have nothing more claimed."""
         self._stuck_since = self._loop.time()
-        self._stuck_bytes = self._unsent
+        if self._transport is not None:
+            self._stuck_taken = progress_of(self._transport).taken
         self._room.shut()
 
     def resume_writing(self) -> None:
@@ -320,9 +324,9 @@ class Connection(asyncio.Protocol):
         request = asked.request
         if not asked.verb.at_the_desk:
             self._calls.discard(future)
-        if self._transport is None or self._deaf:
+        if self._is_over:
             self._end(asked)
-            self._nobody_there(request, future)
+            self._take_back(request, future)
             return
         error = None if future.cancelled() else future.exception()
         if error is None:
@@ -331,6 +335,7 @@ class Connection(asyncio.Protocol):
                 self._write_result(request, result)
             except Exception as unwritable:
                 error = unwritable
+                self._take_back(request, future)
         # After it is written: others may begin only if that has left room.
         self._end(asked)
         if error is not None:
@@ -364,17 +369,22 @@ class Connection(asyncio.Protocol):
         for frame in frames:
             self._write(frame)
         kind = type(request)
+        if kind is wire.Claim and self._out:
+            self._unwritten += result
         if result and (kind is wire.Claim or (kind is wire.Browse and request.payloads)):
             self._listener.sizes.saw(request.queue, sum(map(len, frames)) // len(result))
 
-    def _nobody_there(self, request: wire.Request, future: Future[Any]) -> None:
+    @property
+    def _is_over(self) -> bool:
+        """Whether nothing that is written now would be sent."""
+        return self._deaf or self._transport is None or self._transport.is_closing()
+
+    def _take_back(self, request: wire.Request, future: Future[Any]) -> None:
         """Give back at once what was claimed for who can't be told."""
         if future.cancelled() or future.exception() is not None:
             return
-        if isinstance(request, wire.Claim) and future.result():
-            receipts = [each.receipt for each in future.result()]
-            back = self._desk.release(receipts, delay_ms=0, reason="the consumer has gone")
-            back.add_done_callback(lambda done: done.exception())
+        if isinstance(request, wire.Claim):
+            self._desk.take_back(future.result())
 
     def _fail(self, asked: Asked, error: BaseException) -> None:
         if not isinstance(error, PenstockError):
@@ -410,7 +420,10 @@ class Connection(asyncio.Protocol):
     def _flush(self) -> None:
         self._flushing = False
         out, self._out, self._out_bytes = self._out, [], 0
-        if self._transport is not None and out:
+        unwritten, self._unwritten = self._unwritten, []
+        if self._transport is None or self._transport.is_closing():
+            self._desk.take_back(unwritten)
+        elif out:
             self._transport.write(out[0] if len(out) == 1 else b"".join(out))
 
     # --- the end -------------------------------------------------------------------------------
@@ -463,12 +476,12 @@ class Connection(asyncio.Protocol):
     def tidy(self, now: float) -> None:
         """Close what has stalled, is idle, or whose key is gone."""
         silent_ms = (now - self._heard) * 1000
-        if self._stuck_since is not None:
-            unsent = self._unsent
-            if unsent < self._stuck_bytes:
+        if self._stuck_since is not None and self._transport is not None:
+            taken = progress_of(self._transport).taken
+            if taken > self._stuck_taken:
                 # Slow as it may be, it reads.
                 self._stuck_since = now
-            self._stuck_bytes = unsent
+            self._stuck_taken = taken
             if (now - self._stuck_since) * 1000 > limits.MAX_STALL_MS:
                 log.warning("a native client that does not read its answers was cut off")
                 self.abort()

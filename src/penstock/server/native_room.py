@@ -7,8 +7,8 @@
                  ▼    │           ▼ │ the queue got something, and there is room
                  held ┘◀──────  parked at the desk, which takes none
 
-What is claimed for somebody has cost its message an attempt, so it is written, however slowly it
-is read; hence nothing is claimed for which there is no room. How much an answer takes is not known
+What is claimed for somebody is withheld from others, so it is written, however slowly it is read;
+hence nothing is claimed for which there is no room. How much an answer takes is not known
 before: it is guessed by what messages of the queue have weighed so far. Requests of which little
 is expected do not wait behind those of which much is. Nothing here knows of sockets or clocks.
 """

@@ -165,7 +165,9 @@ def claim_in_turn(desk: Desk, r: wire.Claim, turnstile: Turnstile | None) -> Fut
 
 
 def _release(desk: Desk, r: wire.Release) -> Future[Any]:
-    return desk.release(r.receipts, delay_ms=r.delay_ms, reason=r.reason, queue=r.queue)
+    return desk.release(
+        r.receipts, delay_ms=r.delay_ms, reason=r.reason, queue=r.queue, unseen=r.unseen
+    )
 
 
 def _extend(desk: Desk, r: wire.Extend) -> Future[Any]:

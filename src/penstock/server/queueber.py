@@ -149,13 +149,14 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
         with _errors():
             deliveries: list[Delivery] = []
             while not deliveries:
-                deliveries = await self._desk.claim(
+                claiming = self._desk.claim(
                     self._queue,
                     limit=min(limit, limits.MAX_CLAIM_LIMIT),
                     lease_ms=lease_ms,
                     wait_ms=min(wait_ms or limits.MAX_WAIT_MS, limits.MAX_WAIT_MS),
                     consumer=_CONSUMER,
                 )
+                deliveries = await self._desk.claimed(claiming)
                 if wait_ms or not self._desk.is_open:
                     break
         answer = context.results.init("resp")

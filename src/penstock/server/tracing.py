@@ -126,12 +126,13 @@ class TracedDesk(Desk):
         delay_ms: int | None = None,
         reason: str = "",
         queue: str | None = None,
+        unseen: bool = False,
     ) -> Future[list[Outcome]]:
         """Give messages back."""
         return self._ending(
             self._span("release", queue),
             lambda: super(TracedDesk, self).release(
-                receipts, delay_ms=delay_ms, reason=reason, queue=queue
+                receipts, delay_ms=delay_ms, reason=reason, queue=queue, unseen=unseen
             ),
         )
 

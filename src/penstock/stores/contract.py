@@ -124,8 +124,13 @@ class Store(Protocol):
         random: Callable[[], float],
         queue_name: str | None,
         now_ms: int,
+        unseen: bool = False,
     ) -> list[Outcome]:
-        """Give messages back to be tried again, or to fail."""
+        """Give messages back to be tried again, or to fail.
+
+        ``unseen``: as if they had not been claimed, at their old place and with no attempt more;
+        delay and reason mean nothing then.
+        """
 
     def extend(
         self, receipts: Sequence[str], *, lease_ms: int, queue_name: str | None, now_ms: int

@@ -88,6 +88,7 @@ class Settling:
         random: Callable[[], float],
         queue_name: str | None,
         now_ms: int,
+        unseen: bool = False,
     ) -> list[Outcome]:
         """Give messages back, to be tried again after a delay or (out of attempts) to fail."""
         core = self._core
@@ -96,6 +97,10 @@ class Settling:
         if judged.holdings:
             batch = core.engine.batch()
             for holding in judged.holdings:
+                holding.queue.counts.released_total += len(holding.items)
+                if unseen:
+                    self._take_back(batch, holding, now_ms)
+                    continue
                 self._end(batch, holding, AttemptEnd.RELEASED, reason, now_ms)
                 spec = holding.queue.spec
                 for item in holding.items:
@@ -104,7 +109,6 @@ class Settling:
                         wait_ms = backoff_ms(spec, item.attempts - item.forgiven, random)
                     item.visible_at_ms = now_ms + wait_ms
                 failed.update(map(id, self._retry_or_fail(batch, holding, reason, now_ms)))
-                holding.queue.counts.released_total += len(holding.items)
             core.commit(batch, judged.queues, now_ms)
         return _outcomes(receipts, judged, OutcomeStatus.RETRYING, failed=failed)
 
@@ -229,11 +233,29 @@ class Settling:
         if end is AttemptEnd.EXPIRED:
             # The caller has deleted the lease with its expiry entry.
             return
+        self._let_go(batch, holding)
+
+    def _let_go(self, batch: Batch, holding: Holding) -> None:
+        """Take messages out of their lease."""
+        leases, lease = self._core.leases, holding.lease
         if len(holding.items) == len(lease.ids):
-            core.leases.delete(batch, holding.name, lease)
+            leases.delete(batch, holding.name, lease)
         else:
             gone = {item.key.to_bytes(8, "big") for item in holding.items}
-            core.leases.let_go(batch, holding.name, lease, gone)
+            leases.let_go(batch, holding.name, lease, gone)
+
+    def _take_back(self, batch: Batch, holding: Holding, now_ms: int) -> None:
+        """Have messages wait as if they had not been claimed."""
+        self._let_go(batch, holding)
+        for item in holding.items:
+            item.attempts -= 1
+        self._put_back(batch, holding.queue, holding.items, now_ms)
+        self._core.wake(holding.queue)
+
+    def _put_back(self, batch: Batch, queue: Queue, items: list[Item], now_ms: int) -> None:
+        core = self._core
+        core.active.put_back(batch, queue, items, now_ms)
+        core.note_unclaimed(batch, queue, items, [item.visible_at_ms for item in items])
 
     def _retry_or_fail(
         self, batch: Batch, holding: Holding, reason: str, now_ms: int
@@ -247,8 +269,7 @@ class Settling:
             over = item.attempts - item.forgiven >= allowed or item.attempts >= limits.MAX_ATTEMPTS
             (failed if over else retried).append(item)
         if retried:
-            core.active.put_back(batch, queue, retried, now_ms)
-            core.note_unclaimed(batch, queue, retried, [item.visible_at_ms for item in retried])
+            self._put_back(batch, queue, retried, now_ms)
         if failed:
             core.active.settle(batch, queue, failed)
             core.history.add_failed(

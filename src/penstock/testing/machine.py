@@ -170,13 +170,23 @@ class StoreMachine(RuleBasedStateMachine):
         numbers=picks,
         delay_ms=st.none() | durations,
         reason=st.sampled_from(["", "no", "\N{SNOWMAN}"]),
+        unseen=st.sampled_from([False, False, False, True]),
         pause_ms=pauses,
     )
-    def release(self, numbers: list[int], delay_ms: int | None, reason: str, pause_ms: int) -> None:
+    def release(
+        self,
+        numbers: list[int],
+        delay_ms: int | None,
+        reason: str,
+        unseen: bool,  # noqa: FBT001 - drawn
+        pause_ms: int,
+    ) -> None:
         """Release receipts, and look up the back-off that the store chose."""
         self.tell_time(pause_ms)
-        outcomes = self.broker.release(self.pick(numbers), delay_ms=delay_ms, reason=reason)
-        chosen = self.model.release(outcomes, delay_ms, reason)
+        outcomes = self.broker.release(
+            self.pick(numbers), delay_ms=delay_ms, reason=reason, unseen=unseen
+        )
+        chosen = self.model.release(outcomes, delay_ms, reason, unseen=unseen)
         for name, queue in self.model.queues.items():
             mine = [copy for copy in chosen if queue.copies.get(copy.message_id) is copy]
             if mine:

@@ -291,11 +291,23 @@ class Model:
             copy.state, copy.ended_at_ms = State.DONE, self.now_ms
             queue.totals["acked_total"] += 1
 
-    def release(self, outcomes: Sequence[Outcome], delay_ms: int | None, reason: str) -> list[Copy]:
+    def release(
+        self,
+        outcomes: Sequence[Outcome],
+        delay_ms: int | None,
+        reason: str,
+        *,
+        unseen: bool = False,
+    ) -> list[Copy]:
         """Follow a release; return what waits for a back-off that the store has chosen."""
         chosen = []
         for queue, copy, outcome in self._judge(outcomes):
             queue.totals["released_total"] += 1
+            if unseen:
+                assert outcome.status is OutcomeStatus.RETRYING
+                copy.state, copy.receipt = State.AVAILABLE, ""
+                copy.attempts -= 1
+                continue
             self._end_attempt(copy, AttemptEnd.RELEASED, reason)
             copy.visible_at_ms = self.now_ms + (delay_ms or 0)
             default = f"released {queue.settings['max_attempts']} times"

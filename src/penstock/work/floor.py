@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock import limits
 from penstock.work.hands import End
-from penstock.work.verdicts import Act, over_limit, released
+from penstock.work.verdicts import Act, Verdict, over_limit, released
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,15 +26,14 @@ if TYPE_CHECKING:
     from penstock.work.settling import Settler
     from penstock.work.source import Source
     from penstock.work.trying import Failures
-    from penstock.work.verdicts import Verdict
 
 __all__ = ["CUT_OFF", "Floor"]
 
 log = logging.getLogger("penstock.work")
 
 CUT_OFF: Final = released("cut off: the worker was stopped", failed=True)
-NOT_BEGUN: Final = released("not begun: the worker was stopped", delay_ms=0)
-STRANDED: Final = released("not begun: no handler is free", delay_ms=0)
+NOT_BEGUN: Final = Verdict(Act.GIVE_BACK, reason="not begun: the worker was stopped")
+STRANDED: Final = Verdict(Act.GIVE_BACK, reason="not begun: no handler is free")
 
 
 class Floor:
@@ -107,7 +106,7 @@ class Floor:
         self._meters.claimed(deliveries, lease_ms=source.lease_ms)
         self._leases.hold([each.receipt for each in deliveries], lease_ms=source.lease_ms)
         with self._lock:
-            self._hands.add(deliveries, max_attempts=source.max_attempts)
+            self._hands.add(deliveries)
             self._give_back_stranded()
             self._work.notify(len(deliveries))
         if self.on_ready is not None:

@@ -7,9 +7,8 @@
                   │                  │  └─ given back before it returned          (LATE)
                   └─ lose, stranded  └─ overdue, abandon: given back, its slot stays taken
 
-Once it is closing, what waits is set aside to be given back, except for messages on their last
-attempt: the store would fail those, so they are begun. The same goes for what is stranded, because
-every slot is taken by a handler whose end does not count any more, or because there is no slot.
+Once it is closing, what waits is set aside to be given back. What is stranded goes back as well,
+because every slot is taken by a handler whose end does not count any more, or there is no slot.
 """
 
 from __future__ import annotations
@@ -36,11 +35,10 @@ class End(Enum):
 class Task:
     """A message in the hands of a worker."""
 
-    __slots__ = ("began_ms", "delivery", "given_back", "is_last", "lost")
+    __slots__ = ("began_ms", "delivery", "given_back", "lost")
 
-    def __init__(self, delivery: Delivery, *, is_last: bool) -> None:
+    def __init__(self, delivery: Delivery) -> None:
         self.delivery = delivery
-        self.is_last = is_last
         self.began_ms = 0
         self.lost = False
         self.given_back = False
@@ -99,17 +97,14 @@ class Hands:
         """Return what waits and no slot can take, to be given back."""
         if self._able:
             return []
-        back = [task for task in self._waiting.values() if not task.is_last]
-        for task in back:
-            del self._waiting[task.delivery.receipt]
+        back = list(self._waiting.values())
+        self._waiting.clear()
         return back
 
-    def add(self, deliveries: Iterable[Delivery], *, max_attempts: int) -> None:
+    def add(self, deliveries: Iterable[Delivery]) -> None:
         """Take messages in."""
-        for each in deliveries:
-            task = Task(each, is_last=each.attempts >= max_attempts)
-            aside = self.closing and not task.is_last
-            (self._aside if aside else self._waiting)[each.receipt] = task
+        held = self._aside if self.closing else self._waiting
+        held.update((each.receipt, Task(each)) for each in deliveries)
 
     def next_receipt(self) -> str | None:
         """Return the receipt of the next one to work on."""
@@ -165,9 +160,8 @@ class Hands:
     def close(self) -> int:
         """Want no more messages; return how many are set aside."""
         self.closing = True
-        for receipt, task in list(self._waiting.items()):
-            if not task.is_last:
-                self._aside[receipt] = self._waiting.pop(receipt)
+        self._aside.update(self._waiting)
+        self._waiting.clear()
         return len(self._aside)
 
     def give_back(self) -> list[Task]:

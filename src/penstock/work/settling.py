@@ -182,7 +182,10 @@ class Settler:
                 outcomes = self._broker.ack(batch.receipts)
             else:
                 outcomes = self._broker.release(
-                    batch.receipts, delay_ms=batch.delay_ms, reason=batch.reason
+                    batch.receipts,
+                    delay_ms=batch.delay_ms,
+                    reason=batch.reason,
+                    unseen=batch.act is Act.GIVE_BACK,
                 )
         except InvalidInput:
             # It would be refused for ever; their leases end by themselves.

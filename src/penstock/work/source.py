@@ -41,7 +41,6 @@ class Source(Protocol):
 
     queue: str
     lease_ms: int
-    max_attempts: int
 
     def peek(self) -> Sequence[str]:
         """Name the zones to visit now, in the order of the visits; none if all are empty."""
@@ -125,7 +124,6 @@ class BrokerSource:
                 "mode='processes' or an async function, or no time limit"
             )
         self.lease_ms = spec.lease_ms if self._own_lease_ms is None else self._own_lease_ms
-        self.max_attempts = spec.max_attempts
         # Several messages of one group would be given out together, to handlers that run side by
         # side; and those behind one that fails would have to be given back, an attempt poorer.
         self._most = 1 if in_order else None

@@ -50,6 +50,8 @@ class Act(StrEnum):
 
     ACK = "ack"
     RELEASE = "release"
+    GIVE_BACK = "give_back"
+    """Release, as if it had not been claimed: no handler has seen it."""
     LEAVE = "leave"
 
 

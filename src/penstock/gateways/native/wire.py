@@ -69,10 +69,11 @@ __all__ = [
     "read_hello",
     "read_request",
     "read_server_frame",
+    "spoken",
 ]
 
 MAGIC: Final = "penstock"
-VERSION: Final = 1
+VERSION: Final = 2
 OLDEST_VERSION: Final = 1
 DEFAULT_PORT: Final = 8814
 
@@ -121,12 +122,13 @@ class Ack(Request, tag=3):
 
 
 class Release(Request, tag=4):
-    """Give messages back."""
+    """Give messages back. ``unseen`` since version 2: nobody has begun to work on them."""
 
     receipts: list[str]
     delay_ms: int | None = None
     reason: str = ""
     queue: str | None = None
+    unseen: bool = False
 
 
 class Extend(Request, tag=5):
@@ -445,6 +447,14 @@ def read_server_frame(frame: memoryview | bytes) -> ServerFrame:
         return _answers.decode(frame)
     except _UNREADABLE as error:
         raise InvalidInput(f"not an answer: {error}") from None
+
+
+def spoken(request: Request, version: int) -> object:
+    """Return a request as a version of the protocol has it."""
+    if version < 2 and isinstance(request, Release):
+        delay_ms = 0 if request.unseen else request.delay_ms
+        return (4, request.id, request.receipts, delay_ms, request.reason, request.queue)
+    return request
 
 
 class Encoder:

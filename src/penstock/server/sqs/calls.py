@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import re
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
         VisibilityEntry,
     )
     from penstock.server.desk import Desk
+    from penstock.server.http_types import Request
     from penstock.server.security import Principal
     from penstock.server.sqs.attempts import Attempts
     from penstock.server.sqs.catalog import Catalog
 
-__all__ = ["Call", "Place", "SqsOptions", "check_entries", "failed_entry"]
+__all__ = ["Call", "Place", "SqsOptions", "check_entries", "check_token", "failed_entry"]
 
 
 class SqsOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,11 +61,11 @@ class Place(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One request: from whom, and by which address."""
+    """One request: from whom, by which address, and as it came."""
 
     principal: Principal
     base_url: str
-    path: str
+    http: Request
     consumer: str
 
     def queue_of(self, request: OnQueue) -> str:
@@ -71,7 +73,7 @@ class Call(NamedTuple):
         url = request.queue_url
         if not url:
             # Clients of the query protocol post to the queue's own address.
-            url = self.path if len(self.path) > 1 else None
+            url = self.http.path if len(self.http.path) > 1 else None
         if not url:
             raise SqsFault.missing("QueueUrl")
         return url.rstrip("/").rpartition("/")[2]
@@ -81,6 +83,8 @@ class Call(NamedTuple):
         return f"{self.base_url}{name}"
 
 
+# What SQS takes in such: letters, digits and punctuation of ASCII.
+_TOKEN: Final = re.compile(r"[!-~]{1,128}")
 _ID_CHARS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 
 
@@ -113,6 +117,17 @@ def check_entries(
         if entry.id in seen:
             raise SqsFault("BatchEntryIdsNotDistinct", f"Id {entry.id} repeated.")
         seen.add(entry.id)
+
+
+def check_token(text: str | None, parameter: str) -> None:
+    """Check a group, a dedup id or the id of a receive, if it is given."""
+    if text is not None and not _TOKEN.fullmatch(text):
+        raise SqsFault.value(
+            text,
+            parameter,
+            f"{parameter} can only include alphanumeric and punctuation characters. 1 to 128 in "
+            "length.",
+        )
 
 
 def failed_entry(entry_id: str | None, fault: SqsFault) -> dict[str, object]:

@@ -11,6 +11,7 @@ from penstock.gateways.sqs import digests, messages
 from penstock.gateways.sqs.faults import SqsFault
 from penstock.gateways.sqs.handles import handle_of
 from penstock.gateways.sqs.requests import AttributeValue, ReceiveMessage
+from penstock.server.sqs.calls import check_token
 
 if TYPE_CHECKING:
     from penstock.gateways.sqs.messages import Kept
@@ -56,39 +57,32 @@ async def receive(place: Place, call: Call, request: SqsRequest) -> dict[str, An
     limit, visibility_s, wait_s = _checked(view, request)
     system = _system_names(request)
     attempt = request.receive_request_attempt_id if view.fifo else None
-    deliveries: list[Delivery] = []
-    if attempt:
-        deliveries = await _again(place, name, attempt, visibility_s)
-    if not deliveries:
-        claiming = place.desk.claim(
-            name,
-            limit=limit,
-            lease_ms=visibility_s * 1000 or _NO_LEASE_MS,
-            wait_ms=wait_s * 1000,
-            consumer=call.consumer,
-        )
-        try:
-            deliveries = await claiming
-        except asyncio.CancelledError:
-            # Too late for the desk to notice: it has answered already.
-            if claiming.done() and not claiming.cancelled() and claiming.exception() is None:
-                _give_back(place, claiming.result())
-            raise
-        if not visibility_s and deliveries:
+    lease_ms = visibility_s * 1000 or _NO_LEASE_MS
+    deliveries = await _again(place, name, attempt, lease_ms) if attempt else []
+    claimed: list[Delivery] = []
+    try:
+        if not deliveries and not call.http.left:
+            deliveries = claimed = await _claim(place, call, name, limit, lease_ms, wait_s * 1000)
+            if attempt and claimed:
+                place.attempts.remember(name, attempt, claimed, place.clock.now_ms())
+        first_ms: dict[int, int] = {}
+        if "ApproximateFirstReceiveTimestamp" in system:
+            first_ms = await _first_receives(place, deliveries, lease_ms if claimed else None)
+        if call.http.left:
+            _give_back(place, claimed)
+            return {}
+        if not visibility_s and claimed:
             await place.desk.release(
-                [each.receipt for each in deliveries],
+                [each.receipt for each in claimed],
                 delay_ms=0,
                 reason="received with a visibility timeout of 0",
             )
-        if attempt and deliveries:
-            place.attempts.remember(name, attempt, deliveries, place.clock.now_ms())
+    except BaseException:
+        # Whether it has gone or is told of an error: it gets none of them.
+        _give_back(place, claimed)
+        raise
     if not deliveries:
         return {}
-    try:
-        first_ms = await _first_receipts(place, deliveries, system)
-    except asyncio.CancelledError:
-        _give_back(place, deliveries)
-        raise
     wanted = request.message_attribute_names or ()
     return {
         "Messages": [
@@ -98,27 +92,38 @@ async def receive(place: Place, call: Call, request: SqsRequest) -> dict[str, An
     }
 
 
-async def _again(place: Place, name: str, attempt: str, visibility_s: int) -> list[Delivery]:
+async def _claim(
+    place: Place, call: Call, name: str, limit: int, lease_ms: int, wait_ms: int
+) -> list[Delivery]:
+    """Take messages for a client for as long as it is there."""
+    claiming = place.desk.claim(
+        name, limit=limit, lease_ms=lease_ms, wait_ms=wait_ms, consumer=call.consumer
+    )
+    call.http.on_left = claiming.cancel
+    try:
+        return await place.desk.claimed(claiming)
+    except asyncio.CancelledError:
+        if call.http.left and claiming.cancelled():
+            return []
+        raise
+    finally:
+        call.http.on_left = None
+
+
+async def _again(place: Place, name: str, attempt: str, lease_ms: int) -> list[Delivery]:
     """Return what an attempt got before, as far as it is still held, held anew."""
     deliveries = place.attempts.find(name, attempt, place.clock.now_ms())
     if not deliveries:
         return []
-    outcomes = await place.desk.extend(
-        [each.receipt for each in deliveries], lease_ms=visibility_s * 1000 or _NO_LEASE_MS
-    )
+    outcomes = await place.desk.extend([each.receipt for each in deliveries], lease_ms=lease_ms)
     return [each for each, held in zip(deliveries, outcomes, strict=True) if held]
 
 
 def _give_back(place: Place, deliveries: list[Delivery]) -> None:
-    """Release what was claimed for a client that went away before it got its answer."""
-    receipts = [each.receipt for each in deliveries]
-    if not receipts:
-        return
-    for receipt in receipts:
-        place.attempts.forget(receipt)
-    back = place.desk.release(receipts, delay_ms=0, reason="the client left before its answer")
-    # If that fails too, their lease ends in time; nobody is there to be told.
-    back.add_done_callback(asyncio.Future.exception)
+    """Have messages wait again whose client went away before it got its answer."""
+    for each in deliveries:
+        place.attempts.forget(each.receipt)
+    place.desk.take_back(deliveries)
 
 
 def _checked(view: QueueView, request: ReceiveMessage) -> tuple[int, int, int]:
@@ -131,9 +136,7 @@ def _checked(view: QueueView, request: ReceiveMessage) -> tuple[int, int, int]:
     wait_s = view.wait_s if request.wait_time_seconds is None else request.wait_time_seconds
     if not 0 <= wait_s <= limits.SQS_MAX_WAIT_S:
         raise SqsFault.value(wait_s, "WaitTimeSeconds", "Must be >= 0 and <= 20, if provided.")
-    attempt = request.receive_request_attempt_id
-    if attempt is not None and not 1 <= len(attempt) <= 128:
-        raise SqsFault.value(attempt, "ReceiveRequestAttemptId", "Must have 1 to 128 characters.")
+    check_token(request.receive_request_attempt_id, "ReceiveRequestAttemptId")
     return limit, visibility_s, wait_s
 
 
@@ -149,22 +152,27 @@ def _system_names(request: ReceiveMessage) -> frozenset[str]:
     return frozenset(names)
 
 
-async def _first_receipts(
-    place: Place, deliveries: list[Delivery], system: frozenset[str]
+async def _first_receives(
+    place: Place, deliveries: list[Delivery], lease_ms: int | None
 ) -> dict[int, int]:
-    """Return when each message was received for the first time, if that is asked for."""
-    if "ApproximateFirstReceiveTimestamp" not in system:
-        return {}
-    now_ms = place.clock.now_ms()
-    known = {each.message_id: now_ms for each in deliveries}
-    again = [each for each in deliveries if each.attempts > 1]
-    if again:
+    """Return when each message was received for the first time.
+
+    What was claimed just now, with a lease of ``lease_ms``, says so itself if it is the first time.
+    """
+    known: dict[int, int] = {}
+    if lease_ms is not None:
+        known = {
+            each.message_id: each.lease_deadline_ms - lease_ms
+            for each in deliveries
+            if each.attempts == 1
+        }
+    past = [each for each in deliveries if each.message_id not in known]
+    if past:
         attempts = await place.desk.call(
-            lambda broker: [broker.attempts(each.queue, each.message_id) for each in again]
+            lambda broker: [broker.attempts(each.queue, each.message_id) for each in past]
         )
-        for each, past in zip(again, attempts, strict=True):
-            if past:
-                known[each.message_id] = past[0].claimed_at_ms
+        for each, tried in zip(past, attempts, strict=True):
+            known[each.message_id] = tried[0].claimed_at_ms if tried else each.published_at_ms
     return known
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -12,7 +11,7 @@ from penstock.gateways.sqs import digests, messages
 from penstock.gateways.sqs.faults import SqsFault
 from penstock.gateways.sqs.requests import SendMessage, SendMessageBatch
 from penstock.model import Message
-from penstock.server.sqs.calls import check_entries, failed_entry
+from penstock.server.sqs.calls import check_entries, check_token, failed_entry
 
 if TYPE_CHECKING:
     from penstock.gateways.sqs.queues import QueueView
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["send", "send_batch"]
 
-# What SQS takes in group and dedup ids: letters, digits and punctuation of ASCII.
-_TOKEN: Final = re.compile(r"[!-~]{1,128}")
 _WRONG_TYPE: Final = "The request include parameter that is not valid for this queue type."
 
 
@@ -104,18 +101,16 @@ def _prepare(
     answer: dict[str, Any] = {"MD5OfMessageBody": digests.of_body(payload)}
     if attributes:
         answer["MD5OfMessageAttributes"] = digests.of_attributes(attributes)
-    trace = None
+    trace = _trace_of(call)
     if entry.message_system_attributes:
         trace = _trace_header(entry.message_system_attributes)
         answer["MD5OfMessageSystemAttributes"] = digests.of_attributes(
             entry.message_system_attributes
         )
     group = entry.message_group_id
-    if group is not None and not _TOKEN.fullmatch(group):
-        raise _bad_token(group, "MessageGroupId")
+    check_token(group, "MessageGroupId")
     dedup_id = entry.message_deduplication_id
-    if dedup_id is not None and not _TOKEN.fullmatch(dedup_id):
-        raise _bad_token(dedup_id, "MessageDeduplicationId")
+    check_token(dedup_id, "MessageDeduplicationId")
     delay_ms = _delay_ms(view, entry.delay_seconds)
     kept_id = dedup_id
     if view.fifo:
@@ -188,13 +183,15 @@ def _trace_header(attributes: dict[str, AttributeValue]) -> str:
     return attributes["AWSTraceHeader"].string_value or ""
 
 
-def _bad_token(value: str, parameter: str) -> SqsFault:
-    return SqsFault.value(
-        value,
-        parameter,
-        f"{parameter} can only include alphanumeric and punctuation characters. 1 to 128 in "
-        "length.",
-    )
+def _trace_of(call: Call) -> str | None:
+    """Return the trace header of the request, which holds for messages that have none of their own.
+
+    Proxies add it: one that can't be kept is left out, and refuses nothing.
+    """
+    trace = call.http.headers.get("x-amzn-trace-id")
+    if not trace or len(trace) > limits.SQS_MAX_TRACE_CHARS or not messages.speakable(trace):
+        return None
+    return trace
 
 
 def _check_size(view: QueueView, size: int) -> None:

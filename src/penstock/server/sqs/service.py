@@ -151,7 +151,7 @@ class SqsService:
                 operation = querywire.operation_of(fields)
                 typed = querywire.decode(operation, fields)
             call = Call(
-                principal, self._base_url(request), request.path, principal.key_id or request.peer
+                principal, self._base_url(request), request, principal.key_id or request.peer
             )
             answer = await self._operations[operation](self._place, call, typed)
         except SqsFault as refusal:

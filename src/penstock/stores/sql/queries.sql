@@ -799,7 +799,8 @@ SELECT message_id FROM items WHERE queue = :queue AND lease_id = :lease ORDER BY
 
 -- name: lock_held
 -- What is held under the leases that receipts name, for a release.
-SELECT i.queue, i.message_id, i.lease_id, i.vesting_ms, i.attempts, i.forgiven, i.zone
+SELECT i.queue, i.message_id, i.lease_id, i.vesting_ms, i.attempts, i.forgiven, i.zone,
+       i.visible_at_ms
 FROM items i
 JOIN unnest(:queues::bigint[], :message_ids::bigint[], :leases::bytea[])
     AS w (queue, message_id, lease) ON i.queue = w.queue AND i.message_id = w.message_id
@@ -819,7 +820,7 @@ JOIN unnest(:queues::bigint[], :message_ids::bigint[]) AS w (queue, message_id)
 -- Let items wait again.
 UPDATE items i
 SET vesting_ms = w.vesting_ms, visible_at_ms = w.vesting_ms, lease_id = NULL,
-    delayed = w.vesting_ms > :now_ms,
+    attempts = i.attempts - :taken_back, delayed = w.vesting_ms > :now_ms,
     expires_at_ms = CASE WHEN q.unclaimed_retention_ms > 0
                          THEN w.vesting_ms + q.unclaimed_retention_ms END
 FROM unnest(:queues::bigint[], :message_ids::bigint[], :vestings::bigint[])

@@ -134,6 +134,7 @@ class Settling:
         random: Callable[[], float],
         queue_name: str | None,
         now_ms: int,
+        unseen: bool = False,
     ) -> list[Outcome]:
         """Give messages back, to be tried again after a delay or (out of attempts) to fail."""
         core = self._core
@@ -150,13 +151,16 @@ class Settling:
             over: list[tuple[int, bytes]] = []
             ended: dict[int, int] = {}
             for row in core.database.run("lock_held", **_columns(wanted)):
-                number, message_id, lease, vesting_ms, attempts, forgiven, zone = row
+                number, message_id, lease, vesting_ms, attempts, forgiven, zone, since_ms = row
                 queue = core.numbered(number)
                 key = (number, message_id, lease)
                 judged[key] = vesting_ms > now_ms and queue is not None
                 if queue is None or not judged[key]:
                     continue
                 ended[number] = ended.get(number, 0) + 1
+                if unseen:
+                    back.append((number, message_id, zone, since_ms))
+                    continue
                 wait_ms = delay_ms
                 if wait_ms is None:
                     wait_ms = backoff_ms(queue.spec, attempts - forgiven, random)
@@ -165,8 +169,10 @@ class Settling:
                     over.append((number, zone))
                 else:
                     back.append((number, message_id, zone, now_ms + wait_ms))
-            self.end([key[:2] for key, good in judged.items() if good], RELEASED, reason, now_ms)
-            self.give_back(back, over, now_ms)
+            if not unseen:
+                good = [key[:2] for key, good in judged.items() if good]
+                self.end(good, RELEASED, reason, now_ms)
+            self.give_back(back, over, now_ms, unseen=unseen)
             for number, count in sorted(ended.items()):
                 ids = sorted(key[1] for key in failed if key[0] == number)
                 self.fail(number, ids, reason, now_ms, released=count, ended=count)
@@ -204,11 +210,13 @@ class Settling:
         items: Sequence[tuple[int, int, bytes, int]],
         over: Sequence[tuple[int, bytes]],
         now_ms: int,
+        *,
+        unseen: bool = False,
     ) -> None:
         """Let items (queue, message, zone, from when on) wait again.
 
-        ``over``: the zones of those that are going to fail. All pointers are written here: counters
-        are locked after them.
+        ``unseen``: their last attempt was none. ``over``: the zones of those that are going to
+        fail. All pointers are written here: counters are locked after them.
         """
         core = self._core
         if items:
@@ -217,6 +225,7 @@ class Settling:
                 queues=[each[0] for each in items],
                 message_ids=[each[1] for each in items],
                 vestings=[each[3] for each in items],
+                taken_back=int(unseen),
                 now_ms=now_ms,
             )
         zones: dict[tuple[int, bytes], int] = {}
@@ -226,7 +235,9 @@ class Settling:
                 zones[number, zone] = now_ms
         for number, _, zone, vesting_ms in items:
             key = (number, zone)
-            zones[key] = min(vesting_ms, zones.get(key, vesting_ms))
+            # Not in the past: a zone takes its turn behind those that wait.
+            zone_ms = max(vesting_ms, now_ms)
+            zones[key] = min(zone_ms, zones.get(key, zone_ms))
             queue = core.numbered(number)
             if queue is not None:
                 core.wake(queue)

@@ -201,6 +201,7 @@ class Spreading:
         random: Callable[[], float],
         queue_name: str | None,
         now_ms: int,
+        unseen: bool = False,
     ) -> list[Outcome]:
         """Give messages back to be tried again, or to fail."""
         return self._settle(
@@ -208,7 +209,7 @@ class Spreading:
             queue_name,
             lambda store, own: store.release(
                 own, delay_ms=delay_ms, reason=reason, random=random, queue_name=None,
-                now_ms=now_ms,
+                now_ms=now_ms, unseen=unseen,
             ),
         )  # fmt: skip
 

@@ -60,6 +60,17 @@ class FifoSuite(Suite):
         broker.release([self.take_one().receipt], delay_ms=0)
         assert self.taken(2) == [b"1", b"2"]
 
+    def test_what_nobody_has_seen_comes_back_in_order(self) -> None:
+        broker = self.start(ordering="fifo", max_attempts=1)
+        self.put(b"1", b"2", b"3", group="g")
+        for _ in range(3):
+            deliveries = self.take(2)
+            assert [each.payload for each in deliveries] == [b"1", b"2"]
+            broker.release([deliveries[1].receipt], unseen=True)
+            assert self.take(9) == []
+            broker.release([deliveries[0].receipt], unseen=True)
+        assert self.taken(9) == [b"1", b"2", b"3"]
+
     def test_an_expired_head_comes_back_first(self) -> None:
         self.start(ordering="fifo", lease_ms=1000)
         self.put(b"1", b"2", b"3", group="g")

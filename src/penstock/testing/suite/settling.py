@@ -180,6 +180,43 @@ class SettlingSuite(Suite):
         broker.release([self.take_one().receipt], delay_ms=0)
         assert self.take_one().attempts == 2
 
+    def test_what_nobody_has_seen_is_back_at_its_place_and_counts_no_attempt(self) -> None:
+        broker = self.start(max_attempts=2)
+        ids = self.put(b"1", b"2")
+        broker.release([self.take_one().receipt], delay_ms=0, reason="no")
+        for _ in range(5):
+            self.clock.advance(10)
+            deliveries = self.take(2)
+            assert {(each.payload, each.attempts) for each in deliveries} == {(b"1", 2), (b"2", 1)}
+            outcomes = broker.release(receipts_of(deliveries), delay_ms=9_000, unseen=True)
+            assert [outcome.status for outcome in outcomes] == [OutcomeStatus.RETRYING] * 2
+            self.put(b"later")
+            assert broker.ack(receipts_of(deliveries))[0].status is OutcomeStatus.STALE
+        assert self.depth()[:3] == (7, 0, 0)
+        assert [each.reason for each in broker.attempts("q", ids[0])] == ["no"]
+        assert broker.attempts("q", ids[1]) == []
+        assert {each.payload for each in self.take(2)} == {b"1", b"2"}
+
+    def test_a_part_of_a_lease_that_nobody_has_seen(self) -> None:
+        broker = self.start(lease_ms=1000)
+        self.put(b"1", b"2", b"3")
+        first, second, third = self.take(3)
+        broker.release([second.receipt], unseen=True)
+        assert self.take_one().payload == b"2"
+        assert broker.ack([first.receipt, third.receipt])[1].ok
+        self.clock.advance(1000)
+        assert self.take_one().attempts == 2
+
+    def test_an_unseen_message_that_is_retained_no_longer_goes(self) -> None:
+        broker = self.start(unclaimed_retention_ms=1000)
+        self.put(b"1")
+        self.clock.advance(900)
+        delivery = self.take_one()
+        self.clock.advance(200)
+        broker.release([delivery.receipt], unseen=True)
+        broker.sweep()
+        assert self.depth() == (0, 0, 0, 0, 0)
+
     def backoffs(self, count: int) -> list[int]:
         """Release one message ``count`` times; return how long it waited each time."""
         waits = []
