@@ -52,10 +52,10 @@ fuzz: $(STAMP)          ## every parser under a coverage-guided fuzzer, FUZZ_SEC
 	done
 
 bench: bench-embedded bench-depth bench-fairness bench-routing bench-pipeline bench-server \
-  bench-server_sqs bench-engines bench-worker bench-cluster
+  bench-server_sqs bench-engines bench-worker bench-cluster bench-retention
 
 bench-embedded bench-depth bench-fairness bench-routing bench-pipeline bench-server \
-bench-server_sqs bench-engines bench-worker bench-cluster: bench-%: $(STAMP)
+bench-server_sqs bench-engines bench-worker bench-cluster bench-retention: bench-%: $(STAMP)
 	$(BIN)/python benchmarks/$*.py
 
 $(STAMP): pyproject.toml

@@ -96,6 +96,7 @@ LAYERS = {
     "client": {*GROUND, "clock", "gateways", "stores", "validation"},
     "reader": {*GROUND, "broker_look", "clock", "stores", "validation"},
     "opening": {*GROUND, "broker", "client", "clock", "kv", "reader", "stores"},
+    "salvage": {*GROUND, "clock", "codec", "filters", "kv", "opening", "stores"},
     "work": {*GROUND, "backoff", "broker", "client", "clock", "opening", "validation"},
     "__init__": {*GROUND, "broker", "client", "clock", "opening", "reader", "tailing", "work"},
     "importers": {*GROUND, "__init__", "broker", "clock", "codec", "filters", "validation"},
@@ -124,6 +125,7 @@ LAYERS = {
             "importers",
             "opening",
             "reader",
+            "salvage",
             "server",
         ),
         *("spark", "stores", "tailing", "work"),
@@ -136,6 +138,7 @@ LAYERS = {
 }
 # Libraries that only some parts may import at all.
 CONFINED = {
+    "google_crc32c": {"kv"},
     "rocksdict": {"kv", "importers"},
     "sqlglot": {"filters"},
     "uvloop": {"client", "server"},

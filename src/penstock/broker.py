@@ -18,7 +18,7 @@ from penstock.broker_joint import Claim, JointVerbs
 from penstock.broker_log import LogVerbs
 from penstock.broker_look import LookVerbs
 from penstock.errors import InvalidInput, InvalidQueue, QueueExists, QueueNotFound
-from penstock.filters import Row, default_filter, parse
+from penstock.filters import Matcher, Row, default_filter, parse
 from penstock.model import Message, Ordering, QueueSpec, State
 from penstock.shell import SWEEP_BUDGET, Shell
 from penstock.stores.contract import FiltersChanged
@@ -78,7 +78,8 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         self._clock = clock
         self._inline = store.routing() == "inline"
         self._restored = []
-        self._match_anew()
+        self._matcher, self._live = Matcher({}), {}
+        self._follow_filters()
         self._shell = Shell(store, clock, relaxed=relaxed, background=background)
 
     def __enter__(self) -> Self:
@@ -139,7 +140,6 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
             _check_dead_letter(self._store, spec)
             fresh = msgspec.structs.replace(spec, created_at_ms=now_ms)
             self._store.create_queue(fresh, now_ms)
-            self._matcher = self._matcher.with_filter(name, compiled)
             return fresh
 
         return self._apply(create)
@@ -172,8 +172,6 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
             if spec.dead_letter != present.dead_letter:
                 _check_dead_letter(self._store, spec)
             self._store.update_queue(spec, now_ms, from_offset=from_offset)
-            if compiled is not None:
-                self._matcher = self._matcher.with_filter(name, compiled)
             return spec
 
         return self._apply(update)
@@ -186,14 +184,10 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         """
 
         def delete(now_ms: int) -> int:
-            removed = 0
             if drain:
                 self._store.drain_queue(name, now_ms)
-            else:
-                removed = self._store.delete_queue(name, now_ms)
-            if name in self._matcher:
-                self._matcher = self._matcher.without(name)
-            return removed
+                return 0
+            return self._store.delete_queue(name, now_ms)
 
         # Most of it in steps: only what has come meanwhile is left to the last one.
         emptied = 0 if drain else self.purge(name, states=list(State))
@@ -424,14 +418,7 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
 
         Nobody else is let in meanwhile. A store that is sound is not written to.
         """
-
-        def check(now_ms: int) -> AuditReport:
-            report = self._store.audit(repair=repair, now_ms=now_ms)
-            if repair and report.found:
-                self._match_anew()
-            return report
-
-        return self._shell.apply(check)
+        return self._shell.apply(lambda now_ms: self._store.audit(repair=repair, now_ms=now_ms))
 
     def checkpoint(self, path: Path) -> None:
         """Copy the store as it is into a directory that is not there yet; see ``penstock backup``.

@@ -92,7 +92,9 @@ class JointVerbs:
     _clock: Clock
     _inline: bool
     _matcher: Matcher[str]
-    # The store's count of changes by others that the matcher knows of.
+    # The filters that the matcher was made from.
+    _live: dict[str, str]
+    # The store's count of filter changes that the matcher knows of.
     _matched: int
     _dedup_window_ms: int
 
@@ -269,8 +271,8 @@ class JointVerbs:
         if not self._inline and target is None:
             return []
         spec = None if target is None else self._store.spec(target)
-        if self._matched != self._store.changed_elsewhere:
-            self._match_anew()
+        if self._matched != self._store.filter_changes:
+            self._follow_filters()
         routes = self._matcher.match(
             [(m.attributes, m.group, m.priority, now_ms, len(m.payload)) for m in messages]
         )
@@ -280,11 +282,20 @@ class JointVerbs:
             )
         return routes if self._inline else []
 
-    def _match_anew(self) -> None:
-        """Make the matcher from the filters that are live now."""
+    def _follow_filters(self) -> None:
+        """Have the matcher know the filters that are live now, whoever changed them and how."""
         live = self._store.live_filters()
-        self._matched = self._store.changed_elsewhere
-        self._matcher = Matcher({name: parse(text) for name, text in sorted(live.items())})
+        self._matched = self._store.filter_changes
+        changed = dict(live.items() - self._live.items())
+        gone = self._live.keys() - live.keys()
+        if len(changed) + len(gone) > len(live) // 2:
+            self._matcher = Matcher({name: parse(text) for name, text in sorted(live.items())})
+        else:
+            for name in sorted(gone):
+                self._matcher = self._matcher.without(name)
+            for name, text in sorted(changed.items()):
+                self._matcher = self._matcher.with_filter(name, parse(text))
+        self._live = live
 
     def _put(self, messages: Sequence[Message], routes: list[list[str]], now_ms: int) -> list[int]:
         if not messages:

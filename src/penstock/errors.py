@@ -135,7 +135,21 @@ class StoreDamaged(StorageFailed):
     """Files of the store are missing or can't be read; the message names them. Nothing was changed.
 
     What can be read goes on being served. A backup, or ``penstock salvage``, brings the rest back.
+    If reading a table failed, ``table`` names it, and what can't be read is in [begin, end).
     """
+
+    def __init__(
+        self, message: str, *, table: str = "", begin: bytes = b"", end: bytes = b""
+    ) -> None:
+        """Keep the range beside the message, so that a check can report it."""
+        super().__init__(message)
+        self.table = table
+        self.begin = begin
+        self.end = end
+
+    def anew(self) -> StoreDamaged:
+        """Make the same error again: one that was raised keeps what was open when it was."""
+        return StoreDamaged(str(self), table=self.table, begin=self.begin, end=self.end)
 
 
 class StoreFenced(StorageFailed):

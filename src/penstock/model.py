@@ -441,7 +441,7 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What concerns the whole store; healed and stale receipts count since it was opened."""
+    """What concerns the whole store; the last three count since it was opened."""
 
     published_total: int
     duplicates_total: int
@@ -449,6 +449,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     quarantined_total: int
     healed_total: int
     stale_receipts_total: int
+    unreadable_total: int = 0
 
 
 class Contention(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ import msgspec
 
 from penstock.broker import Broker
 from penstock.clock import Clock, FollowingClock, SystemClock
-from penstock.errors import InvalidUrl, StorageFailed, StoreMismatch
+from penstock.errors import InvalidUrl, StoreMismatch
 from penstock.kv.memory import MemoryEngine
 from penstock.limits import MAX_FLUSH_MS
 from penstock.stores import buckets, indexed
@@ -38,7 +38,7 @@ from penstock.stores.sql_place import SQL_SCHEMES, parse_sql, split_urls, withou
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from penstock.kv import Engine, Shape, Table
+    from penstock.kv import Engine, Remains, Shape, Table
     from penstock.kv.slatedb_place import Place
     from penstock.kv.slatedb_watch import Pulse
     from penstock.reader import Reader
@@ -49,10 +49,13 @@ __all__ = [
     "DESIGNS",
     "Design",
     "identity_in",
+    "make_engine",
     "make_store",
     "open",
+    "open_copy",
     "open_reader",
     "place_to_read",
+    "remains_of",
     "watch_owner",
 ]
 
@@ -71,7 +74,6 @@ DESIGNS: Final[Mapping[str, Design]] = {
 DEFAULT_DESIGN: Final = "indexed"
 # Where every operation is dear.
 DEFAULT_SLATEDB_DESIGN: Final = "buckets"
-_MARK: Final = "PENSTOCK"
 _IDENTITY_KEY: Final = b"meta"
 
 
@@ -83,8 +85,11 @@ def open(  # noqa: A001 - penstock.open is the way in
     background: bool = True,
     routing: Literal["inline", "pipeline"] | None = None,
     clock: Clock | None = None,
+    create: bool = True,
 ) -> Broker:
     """Open a store, making it if it is not there.
+
+    ``create=False`` raises StoreMismatch instead of making one; ``memory:`` is always made.
 
     Several URLs of SQL databases, as a list or with ``;`` in between, are one store.
     ``durability="relaxed"`` lets verbs return before the disk has their change: a crash of this
@@ -120,15 +125,16 @@ def open(  # noqa: A001 - penstock.open is the way in
             dedup_window_ms=dedup_window_ms,
             background=background,
             routing=routing,
+            create=create,
         )
     named = _parse(url)
     if named.scheme == "memory":
         design = named.design or DEFAULT_DESIGN
         engine: Engine = MemoryEngine(DESIGNS[design].tables)
     elif named.scheme == "rocksdb":
-        engine, design = _open_rocksdb(Path(named.place), named.design)
+        engine, design = _open_rocksdb(Path(named.place), named.design, create=create)
     else:
-        engine, design = _open_slatedb(named, routing)
+        engine, design = _open_slatedb(named, routing, create=create)
     try:
         store = make_store(engine, design, clock, routing)
         return Broker(
@@ -151,13 +157,18 @@ def _open_sql(
     dedup_window_ms: int,
     background: bool,
     routing: str | None,
+    create: bool,
 ) -> Broker:
     places = [parse_sql(url) for url in urls]
     try:
         from penstock.stores.sql import open_clusters, open_store  # noqa: PLC0415
+        from penstock.stores.sql.status import is_there  # noqa: PLC0415
     except ModuleNotFoundError as error:
         dialect = places[0].dialect
         raise InvalidUrl(f"{dialect}: needs psycopg: pip install 'penstock[sql]'") from error
+    for each in places:
+        if not create and not is_there(each.conninfo, schema=each.schema, dialect=each.dialect):
+            raise _no_store(each.shown)
     # Processes on many machines must agree about when a lease is over.
     following = FollowingClock() if type(clock) is SystemClock else None
     clock = following or clock
@@ -230,6 +241,25 @@ def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
         raise
 
 
+def open_copy(path: Path) -> Reader:
+    """Open a backup, or a store on RocksDB that no process has open; nothing of it is changed."""
+    from penstock.kv.overlay import Overlay  # noqa: PLC0415 - a process may need neither
+    from penstock.kv.rocksdb import RocksReader  # noqa: PLC0415
+    from penstock.reader import Reader  # noqa: PLC0415
+
+    design = _design_at(path)
+    if design is None:
+        raise _no_store(path)
+    tables = DESIGNS[design].tables
+    clock = SystemClock()
+    below = RocksReader(path, tables)
+    try:
+        return Reader(make_store(Overlay(below, tables), design, clock), clock)
+    except BaseException:
+        below.close()
+        raise
+
+
 def place_to_read(url: str) -> Place:
     """Return where a store is that can be read beside its owner; nothing is made or opened."""
     named = _parse(url)
@@ -283,47 +313,65 @@ def make_store(engine: Engine, design: str, clock: Clock, routing: str | None = 
     )
 
 
-def _open_rocksdb(path: Path, design: str | None) -> tuple[Engine, str]:
+def make_engine(url: str, design: str) -> Engine:
+    """Make a database for a store of a design where nothing is."""
+    named = _parse(url)
+    if named.design not in {None, design}:
+        raise StoreMismatch(f"{url!r:.200}: the store has the {design} design")
+    if named.scheme == "rocksdb":
+        return _open_rocksdb(Path(named.place), design, create=True)[0]
+    place = _slatedb_place(named)
+    from penstock.kv.slatedb import SlateEngine  # noqa: PLC0415 - an extra
+    from penstock.kv.slatedb_reader import peek  # noqa: PLC0415
+
+    if peek(place, "default", _IDENTITY_KEY) is not None:
+        raise StoreMismatch(f"{place} is not empty")
+    return SlateEngine(place, DESIGNS[design].tables, flush_ms=named.flush_ms)
+
+
+def remains_of(url: str, scratch: Path, *, drop_after: bool) -> Remains:
+    """Open what is left of a store to be read, whatever is missing; nothing of it is changed."""
+    named = _parse(url)
+    if named.scheme == "rocksdb":
+        from penstock.kv.rocksdb_salvage import RocksRemains  # noqa: PLC0415
+
+        return RocksRemains(Path(named.place), scratch, drop_after=drop_after)
+    if named.scheme == "memory":
+        raise InvalidUrl("memory: leaves nothing behind")
+    place = _slatedb_place(named)
+    from penstock.kv.slatedb_salvage import SlateRemains  # noqa: PLC0415 - an extra
+
+    return SlateRemains(place, scratch, drop_after=drop_after)
+
+
+def _open_rocksdb(path: Path, design: str | None, *, create: bool) -> tuple[Engine, str]:
     # Imported here: a process that only uses other engines need not load this one.
     from penstock.kv.rocksdb import RocksEngine  # noqa: PLC0415
 
     found = _design_at(path)
-    if found is not None and design is not None and design != found:
+    if found is None and not create:
+        raise _no_store(path)
+    if found is not None and design not in {None, found}:
         raise StoreMismatch(f"{path} holds a store of the {found} design, not {design}")
     design = found or design or DEFAULT_DESIGN
-    if found is None:
-        _mark(path, design)
-    return RocksEngine(path, DESIGNS[design].tables), design
+    return RocksEngine(path, DESIGNS[design].tables, mark=design), design
 
 
 def _design_at(path: Path) -> str | None:
-    """Return the design of the store at ``path``; None if there is nothing there yet."""
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return None
-    if (path / _MARK).is_file():
-        design = (path / _MARK).read_text().strip()
-        if design not in DESIGNS:
-            raise StoreMismatch(
-                f"{path} holds a store of the design {design!r:.100}, which this version of "
-                "Penstock does not know: use a newer one"
-            )
-        return design
-    from penstock.kv.rocksdb import tables_at  # noqa: PLC0415
+    """Return the design of the store at ``path``; None if one may be made there."""
+    from penstock.kv.rocksdb_files import mark_at  # noqa: PLC0415 - as above
 
-    families = ", ".join(sorted(tables_at(path)))
-    raise StoreMismatch(
-        f"{path} holds a RocksDB database that is not a Penstock store (its column families: "
-        f"{families}); to bring a Queueber database in, use 'penstock import queueber'"
-    )
+    found = mark_at(path, {name: each.tables for name, each in DESIGNS.items()})
+    if found is not None and found not in DESIGNS:
+        raise StoreMismatch(
+            f"{path} holds a store of the design {found!r:.100}, which this version of Penstock "
+            "does not know: use a newer one; or mend the file PENSTOCK, if that was damaged"
+        )
+    return found
 
 
-def _mark(path: Path, design: str) -> None:
-    """Name the design before anything else is written, so that a crash can't leave it in doubt."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / _MARK).write_text(design)
-    except OSError as error:
-        raise StorageFailed(f"can't write to the directory {path}: {error}") from error
+def _no_store(place: object) -> StoreMismatch:
+    return StoreMismatch(f"there is no store at {place}; 'penstock create' makes one")
 
 
 def _slatedb_place(named: _Named) -> Place:
@@ -336,21 +384,25 @@ def _slatedb_place(named: _Named) -> Place:
     return place_of(named.scheme, named.place, os.environ)
 
 
-def _open_slatedb(named: _Named, routing: str | None) -> tuple[Engine, str]:
+def _open_slatedb(named: _Named, routing: str | None, *, create: bool) -> tuple[Engine, str]:
     place = _slatedb_place(named)
     from penstock.kv.slatedb import SlateEngine  # noqa: PLC0415 - an extra
 
     # Opening takes the store from whoever has it, so what speaks against it is looked for before.
-    design = _look_at(place, named, routing)
+    design = _look_at(place, named, routing, create=create)
     return SlateEngine(place, DESIGNS[design].tables, flush_ms=named.flush_ms), design
 
 
-def _look_at(place: Place, named: _Named, routing: str | None) -> str:
+def _look_at(place: Place, named: _Named, routing: str | None, *, create: bool = True) -> str:
     """Hold what is asked for against what is there, if anything; return the design."""
     from penstock.kv.slatedb_reader import peek  # noqa: PLC0415 - an extra
 
+    if not create and place.kind == "file" and not Path(place.root).is_dir():
+        raise _no_store(place)
     found = peek(place, "default", _IDENTITY_KEY)
     if found is None or found.record is None:
+        if not create:
+            raise _no_store(place)
         return named.design or DEFAULT_SLATEDB_DESIGN
     return _check_identity(str(place), found.record, named.design, routing).design
 

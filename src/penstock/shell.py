@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from penstock.clock import TimeGuard
 from penstock.committer import Committer
-from penstock.errors import BrokerClosed, StoreFenced
+from penstock.errors import BrokerClosed, StoreDamaged, StoreFenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,6 +58,8 @@ class Shell:
         self._alarm = threading.Condition(self._lock)
         self._alarm_at_ms: int | None = None
         self._closed = False
+        # Why the last sweep could not see to everything, if so.
+        self._damage = ""
         # Why the store is lost to this process, if it is.
         self.lost: PenstockError | None = None
         store.on_lost(self._lose)
@@ -235,6 +237,11 @@ class Shell:
                 except StoreFenced as error:
                     self._note_loss(error)
                     return
+                except StoreDamaged as error:
+                    # Said once: it stays as it is until somebody sees to it.
+                    if str(error) != self._damage:
+                        log.error("a sweep could not see to everything: %s", error)  # noqa: TRY400
+                    self._damage = str(error)
                 except Exception:
                     # Whatever it was, leases must go on expiring.
                     log.exception("the sweep failed; it will be tried again")

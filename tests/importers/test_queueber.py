@@ -13,6 +13,7 @@ from typing import Any
 import capnp
 import pytest
 import rocksdict as rocks
+from tests.damaging import files_of, flip
 
 import penstock
 from penstock import ManualClock, codec
@@ -546,3 +547,14 @@ def test_a_source_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monk
         assert [[each.id for each in records] for records in source.items(b"")] == [[uuid(0)]]
         assert list((tmp_path / "scratch").iterdir()) != []
     assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_a_damaged_block_ends_an_import_with_an_error(tmp_path: Path) -> None:
+    fill(tmp_path / "q", 5_000)
+    rows = files_of(tmp_path / "q")["available"][0]
+    flip(rows, rows.stat().st_size // 2, 100)
+    with (
+        penstock.open("memory:") as broker,
+        pytest.raises(ImportFailed, match="any further: Corruption"),
+    ):
+        import_queueber(tmp_path / "q", broker, queue="jobs")

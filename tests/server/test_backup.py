@@ -11,9 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 import penstock
-from penstock import InvalidInput, Message, StorageFailed, StoreMismatch
+from penstock import InvalidInput, Message, StorageFailed, StoreDamaged, StoreMismatch
 from penstock.cli import cli as main
 from penstock.flight_client import FlightStore
+from penstock.kv.rocksdb import RocksEngine
+from penstock.opening import DESIGNS
 from penstock.server import backup as backups
 from penstock.server.security import add_key
 
@@ -118,6 +120,76 @@ def test_a_broken_backup_is_not_restored(store: Path, tmp_path: Path) -> None:
     assert contents(store)[0] == 50
 
 
+# --- verified -----------------------------------------------------------------------------------
+
+
+def tree(path: Path) -> dict[str, bytes]:
+    return {each.name: each.read_bytes() for each in path.iterdir()}
+
+
+def test_a_backup_is_verified_and_stays_as_it_is(store: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    made = cli("backup", copy, "--store", f"rocksdb:{store}", "--verify")
+    assert made.exit_code == 0, made.stderr
+    assert "backed up to" in made.stdout
+    assert f"{copy} is sound" in made.stdout
+    before = tree(copy)
+    # One that is there is verified only, with or without a store.
+    for more in ((), ("--store", f"rocksdb:{store}")):
+        again = cli("backup", copy, "--verify", *more)
+        assert again.exit_code == 0, again.stderr
+        assert "backed up" not in again.stdout
+    assert tree(copy) == before
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["copy", "store"]
+    # A backup can be opened as it is, too.
+    assert contents(copy)[0] == 50
+
+
+def test_a_backup_of_an_older_version_has_no_identity(store: Path, tmp_path: Path) -> None:
+    with penstock.open(f"rocksdb:{store}") as broker:
+        backups.backup(broker, tmp_path / "copy")
+    (tmp_path / "copy" / "IDENTITY").unlink()
+    assert backups.verify(tmp_path / "copy").ok
+    backups.restore(tmp_path / "copy", tmp_path / "back")
+    assert contents(tmp_path / "back")[0] == 50
+
+
+@pytest.mark.parametrize("name", ["CURRENT", "MANIFEST-*", "*.sst", "*.log", "OPTIONS-*"])
+def test_a_backup_with_a_missing_file_is_neither_sound_nor_restored(
+    store: Path, tmp_path: Path, name: str
+) -> None:
+    copy = tmp_path / "copy"
+    with penstock.open(f"rocksdb:{store}") as broker:
+        backups.backup(broker, copy)
+    next(copy.glob(name)).unlink()
+    before = tree(copy)
+    verified = cli("backup", copy, "--verify")
+    assert verified.exit_code == 1
+    assert f"{copy} holds a damaged store" in verified.stderr
+    with pytest.raises(StoreDamaged, match="missing"):
+        backups.restore(copy, tmp_path / "back")
+    assert tree(copy) == before
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["copy", "store"]
+
+
+def test_a_backup_that_breaks_an_invariant(store: Path, tmp_path: Path) -> None:
+    with penstock.open(f"rocksdb:{store}") as broker:
+        backups.backup(broker, tmp_path / "copy")
+    design = (tmp_path / "copy" / "PENSTOCK").read_text()
+    engine = RocksEngine(tmp_path / "copy", DESIGNS[design].tables)
+    batch = engine.batch()
+    batch.delete(
+        engine.table("payloads").scan(b"", b"\xff", 1)[0][0], engine.table("payloads").family
+    )
+    engine.commit(batch)
+    engine.close()
+    verified = cli("backup", tmp_path / "copy", "--verify")
+    assert verified.exit_code == 1
+    assert "breaks 1 invariants of a store" in verified.stderr
+    with pytest.raises(StorageFailed, match="breaks 1 invariants"):
+        backups.restore(tmp_path / "copy", tmp_path / "back")
+
+
 def test_of_two_backups_of_one_name_one_is_kept_whole(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,8 +281,9 @@ def test_backups_under_load_and_a_kill(
         wait_until(lambda: load.answered > 10 * (number + 1))  # noqa: B023 - asked at once
         before = load.answered
         if number < 2:
-            made = cli("backup", f"b{number}", "--server", place)
+            made = cli("backup", f"b{number}", "--server", place, "--verify")
             assert made.exit_code == 0, made.stderr
+            assert "is sound" in made.stdout
         else:
             assert server.ask("POST", "/admin/backup", body=b'{"name": "b2"}').status == 200
         bounds.append((before, load.sent))

@@ -25,6 +25,7 @@ from tests.work.test_process import Running, started
 
 import penstock
 from penstock import ManualClock, Message, StorageFailed, SystemClock
+from penstock.errors import DiskFull
 from penstock.stores.sql import SqlStore
 from penstock.testing.auditor import Kind
 from penstock.testing.checking import assert_clean
@@ -332,6 +333,30 @@ def test_a_publish_that_is_repeated_does_not_trust_what_it_knew(
     broker.send("q", b"after")
     assert tries
     assert [each.payload for each in broker.claim("q")] == [b"after"]
+
+
+def test_a_drain_that_fails_half_way_takes_nothing_more(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = broker._store
+    assert isinstance(store, SqlStore)
+    run = store.core.database.run
+
+    def full(name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
+        if name == "pick_items":
+            raise DiskFull("no room")
+        return run(name, **parameters)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.core.database, "run", full)
+        with pytest.raises(DiskFull):
+            broker.delete_queue("q", drain=True)
+    broker.publish([Message(b"late", {"queue": "q"})])
+    (delivery,) = broker.claim("q", limit=9)
+    assert delivery.payload == b"before"
+    broker.ack([delivery.receipt])
+    broker.sweep()
+    assert broker.queues() == []
 
 
 def test_an_ack_whose_answer_is_lost_was_an_ack(broker: Broker, postgres: PostgresServer) -> None:

@@ -32,21 +32,45 @@ _TIMEOUT_SECONDS: Final = 3_600
     help="A running server's HTTP address; DESTINATION is then a name in its backup directory.",
 )
 @click.option("--ca", metavar="FILE", help="Who has signed the server's certificate.")
-def backup(destination: str, store: str | None, server: str | None, ca: str | None) -> None:
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Open the backup and check it; a DESTINATION that is there is checked only.",
+)
+def backup(
+    destination: str, store: str | None, server: str | None, ca: str | None, *, verify: bool
+) -> None:
     """Copy a store to a directory that is not there yet.
 
     The copy is there whole or not at all. With --server the server makes it, and goes on serving;
     if it wants a key, PENSTOCK_TOKEN holds one that may admin all queues, as ID:SECRET.
+
+    --verify reads the whole backup and changes nothing of it; ends with 1 if anything is wrong.
     """
+    made = Path(destination)
     if server is not None:
         answer = _ask(server, destination, ca)
-        click.echo(f"backed up to {answer['path']}: {answer['bytes']} bytes")
-        return
+        made = Path(answer["path"])
+        click.echo(f"backed up to {made}: {answer['bytes']} bytes")
+        if verify and not made.is_dir():
+            raise click.ClickException(
+                f"not verified: it is on the server's machine; there, penstock backup {made} "
+                "--verify"
+            )
+    elif not verify or not made.exists():
+        _make(made, store)
+    if verify:
+        report = backups.verify(made)
+        count = sum(report.checked.values())
+        click.echo(f"{made} is sound: {count} records were read, no violations")
+
+
+def _make(destination: Path, store: str | None) -> None:
     if store is None:
         raise click.UsageError("which store? Give --store URL, or --server URL if it is served")
     try:
         with open_store(store) as broker:
-            size = backups.backup(broker, Path(destination))
+            size = backups.backup(broker, destination)
     except StoreLocked as error:
         raise click.ClickException(
             f"{error}; if that is a server: penstock backup NAME --server http://HOST:PORT"
@@ -104,7 +128,7 @@ def _ask(server: str, name: str, ca: str | None) -> dict[str, Any]:
 def restore(source: Path, target: Path) -> None:
     """Make a store of a backup.
 
-    The backup stays as it is; the store is checked before it is put into place.
+    The backup stays as it is, and is verified first.
     """
     size = backups.restore(source, target)
     click.echo(f"restored {source} to {target}: {size} bytes; open it as rocksdb:{target}")

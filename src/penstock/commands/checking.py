@@ -25,7 +25,8 @@ __all__ = ["commands"]
 def check(ctx: click.Context, store: str, *, repair: bool, as_json: bool) -> None:
     """Read the whole store and hold it to its invariants.
 
-    Ends with 1 if anything is wrong, and not repaired.
+    Ends with 1 if anything is wrong, and not repaired. If a part of the store can't be read, the
+    rest is checked, and nothing is repaired.
     """
     if repair:
         with open_store(store) as broker:
@@ -49,6 +50,13 @@ def check(ctx: click.Context, store: str, *, repair: bool, as_json: bool) -> Non
             if found
             else f"no violations, {len(report.notes)} notes"
         )
+        if "unreadable" in report.found:
+            click.echo(
+                "A part of the store can't be read. What depends on it was not checked"
+                + (", and nothing was repaired" if repair else "")
+                + ". Restore a backup, or bring what can be read into a new store: "
+                "penstock salvage STORE TARGET"
+            )
     ctx.exit(0 if report.ok else 1)
 
 

@@ -6,14 +6,12 @@ import re
 import sys
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 import msgspec
 
 import penstock
-from penstock.stores.sql_place import sql_places
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from penstock.reader import Reader
 
 __all__ = [
-    "check_there",
     "duration",
     "emit_json",
     "json_option",
@@ -84,33 +81,7 @@ def json_option(command: _Command) -> _Command:
 
 def open_store(url: str, *, make: bool = False) -> penstock.Broker:
     """Open a store; one that is not there is made only by the commands that are to make it."""
-    if not make:
-        check_there(url)
-    return penstock.open(url, background=False)
-
-
-def check_there(url: str) -> None:
-    """Refuse a directory that opening would make."""
-    scheme, _, rest = url.partition(":")
-    place = rest.partition("?")[0]
-    if scheme == "rocksdb" and place and not Path(place).exists():
-        raise click.ClickException(f"there is no store at {place}; 'penstock create' makes one")
-    if scheme in {"postgresql", "cockroachdb"}:
-        _check_there(url)
-
-
-def _check_there(url: str) -> None:
-    places = sql_places(url)
-    try:
-        from penstock.stores.sql.status import is_there  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError:
-        # Opening it says what is missing.
-        return
-    for place in places:
-        if not is_there(place.conninfo, schema=place.schema, dialect=place.dialect):
-            raise click.ClickException(
-                f"there is no store at {place.shown}; 'penstock create' makes one"
-            )
+    return penstock.open(url, background=False, create=make)
 
 
 def read_only_option(command: _Command) -> _Command:

@@ -12,7 +12,7 @@ import click
 
 import penstock
 from penstock import limits
-from penstock.commands.common import check_there, duration, emit_json, store_option
+from penstock.commands.common import duration, emit_json, store_option
 from penstock.errors import InvalidInput
 from penstock.server import logs
 from penstock.server.config import parse_address
@@ -21,6 +21,7 @@ from penstock.work.handling import resolve
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from penstock.broker import Broker
     from penstock.client import Client
     from penstock.work import WorkerStats
 
@@ -87,13 +88,12 @@ def work(
     _show(worker.stats(), as_json=as_json)
 
 
-def _store(url: str, stack: ExitStack) -> str | Client:
-    """Connect to a server; check that any other store is there, and leave it to the worker."""
+def _store(url: str, stack: ExitStack) -> Broker | Client:
+    """Connect to a server, or open a store that is there."""
     if url.startswith(("penstock:", "penstocks:")):
         token = os.environ.get("PENSTOCK_TOKEN", "")
         return stack.enter_context(penstock.connect(url, token=token))
-    check_there(url)
-    return url
+    return stack.enter_context(penstock.open(url, create=False))
 
 
 def _expose(stats: Callable[[], WorkerStats], address: str, stack: ExitStack) -> None:

@@ -203,14 +203,22 @@ class Source:
         return [own, "default"] if own in self._tables else ["default"]
 
     def _rows(self, family: str, begin: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
-        try:
-            yield from self._tables[family].items(from_key=begin, read_opt=_until(end))
-        except Exception as error:
-            raise self._unreadable(error) from error
+        for row in self._walk(family, begin, end):
+            yield row.key(), row.value()
 
     def _keys(self, family: str, begin: bytes, end: bytes | None) -> Iterator[bytes]:
+        for row in self._walk(family, begin, end):
+            yield row.key()
+
+    def _walk(self, family: str, begin: bytes, end: bytes | None) -> Iterator[Any]:
+        """Give the iterator at each row: the binding's generators end at a damaged block."""
         try:
-            yield from self._tables[family].keys(from_key=begin, read_opt=_until(end))
+            rows: Any = self._tables[family].iter(_until(end))
+            rows.seek(begin)
+            while rows.valid():
+                yield rows
+                rows.next()
+            rows.status()
         except Exception as error:
             raise self._unreadable(error) from error
 

@@ -7,8 +7,11 @@ durable. One process owns an engine, and the layer above lets one thread at a ti
 
 from __future__ import annotations
 
+import contextlib
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from penstock.errors import StoreDamaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +19,26 @@ if TYPE_CHECKING:
 
     from penstock.errors import PenstockError
 
-__all__ = ["Batch", "Engine", "Family", "Shape", "Table", "View", "rows_of"]
+__all__ = [
+    "Batch",
+    "Damage",
+    "Engine",
+    "Family",
+    "Remains",
+    "Shape",
+    "Table",
+    "View",
+    "damaged",
+    "get_each",
+    "rows_of",
+    "scan_readable",
+]
 
 # What a batch needs to name a table. The RocksDB engine hands out the library's own handles and
 # batches, so that a put costs one call and no wrapper; hence an opaque type.
 Family = Any
+# So many letters in a row are a name, fewer are chance.
+_READABLE = 4
 
 
 class Shape(Enum):
@@ -117,6 +135,40 @@ class Engine(Protocol):
         """Sync and let go of the database."""
 
 
+class Damage(NamedTuple):
+    """Something that could not be read: rows of a table in [begin, end), or of nobody knows where.
+
+    ``end`` is None if there is no key after it.
+    """
+
+    file: str
+    table: str | None
+    begin: bytes
+    end: bytes | None
+    text: str
+
+
+class Remains(Protocol):
+    """A database of which files may be missing or damaged, to be read and never changed.
+
+    ``damage`` is what could not be read, and grows while rows are; ``notes`` say what is wrong but
+    has cost nothing, or can't be told.
+    """
+
+    damage: list[Damage]
+    notes: list[str]
+
+    @property
+    def tables(self) -> list[str]:
+        """The names of the tables that are known."""
+
+    def rows(self, table: str) -> Iterator[tuple[bytes, bytes]]:
+        """Read every row of a table that can be read, ascending."""
+
+    def close(self) -> None:
+        """Let go of the files."""
+
+
 def rows_of(
     table: Table, begin: bytes, end: bytes, *, page: int = 1000
 ) -> Iterator[tuple[bytes, bytes]]:
@@ -126,3 +178,52 @@ def rows_of(
         if len(rows) < page:
             return
         begin = rows[-1][0] + b"\0"
+
+
+def get_each(table: Table, keys: list[bytes]) -> Sequence[bytes | StoreDamaged | None]:
+    """Read many values; of one that can't be read, give the error."""
+    try:
+        return table.multi_get(keys)
+    except StoreDamaged:
+        return [_get(table, key) for key in keys]
+
+
+def _get(table: Table, key: bytes) -> bytes | StoreDamaged | None:
+    try:
+        return table.get(key)
+    except StoreDamaged as error:
+        return error
+
+
+def scan_readable(
+    table: Table, begin: bytes, end: bytes, limit: int
+) -> tuple[Sequence[tuple[bytes, bytes]], StoreDamaged | None]:
+    """Read up to ``limit`` pairs of [begin, end) as far as they can be read, and why no further."""
+    with contextlib.suppress(StoreDamaged):
+        return table.scan(begin, end, limit), None
+    found: list[tuple[bytes, bytes]] = []
+    try:
+        # One at a time: not a step is taken beyond what can be read.
+        while len(found) < limit and (rows := table.scan(begin, end, 1)):
+            found += rows
+            begin = rows[0][0] + b"\0"
+    except StoreDamaged as error:
+        return found, error
+    return found, None
+
+
+def damaged(table: str, begin: bytes, end: bytes, why: str) -> StoreDamaged:
+    """Make the error of a range of keys that can't be read: part of [begin, end), or all of it."""
+    return StoreDamaged(
+        f"table {table!r} can't be read between {_shown(begin)} and {_shown(end)}: {why}",
+        table=table,
+        begin=begin,
+        end=end,
+    )
+
+
+def _shown(key: bytes) -> str:
+    """Show a key to an operator: in hex, and as text if there is any in it."""
+    text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in key)
+    readable = max(map(len, text.split("."))) >= _READABLE
+    return f"{key.hex() or 'the first key'}{f' ({text})' if readable else ''}"

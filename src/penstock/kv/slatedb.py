@@ -53,14 +53,14 @@ if TYPE_CHECKING:
     from penstock.kv import Batch
     from penstock.kv.slatedb_place import Place
 
-__all__ = ["FLUSH_MS", "SlateEngine", "families_of"]
+__all__ = ["FLUSH_MS", "LAYOUT_KEY", "SlateEngine", "families_of", "read_layout"]
 
 T = TypeVar("T")
 
 # The least time from one write of the log to the next: under load, what one object costs is shared
 # by all that gathers meanwhile. A directory has no price for each file.
 FLUSH_MS: Final[Mapping[str, int]] = {"file": 0, "s3": 20}
-_LAYOUT_KEY: Final = b"\0layout"
+LAYOUT_KEY: Final = b"\0layout"
 _LAYOUT: Final = 1
 _BEAT_KEY: Final = b"\0beat"
 _WATCH_S: Final = 0.25
@@ -103,11 +103,16 @@ def _settings(place_kind: str) -> Settings:
 
 def families_of(rows: Rows, place: Place) -> dict[str, bytes]:
     """Read which tables a database has, and their bytes; none if it is empty."""
-    record = rows.get(_LAYOUT_KEY)
+    record = rows.get(LAYOUT_KEY)
     if record is None:
         if rows.scan(b"\0", b"\xff" * 8, 1):
             raise StoreMismatch(f"{place} holds a SlateDB database that is not a Penstock store")
         return {}
+    return read_layout(record, place)
+
+
+def read_layout(record: bytes, place: Place) -> dict[str, bytes]:
+    """Decode which tables a database has, and their bytes."""
     try:
         version, names = msgspec.msgpack.decode(record, type=tuple[int, list[str]])
     except (msgspec.MsgspecError, ValueError) as error:
@@ -148,7 +153,7 @@ class SlateEngine:
             self._shut_down(FlushType.WAL)
             raise
         self._tables = {
-            name: SlateTable(self._rows, family, self._cache)
+            name: SlateTable(self._rows, name, family, self._cache)
             for name, family in self._families.items()
             if name in set(tables)
         }
@@ -175,7 +180,7 @@ class SlateEngine:
         if new:
             names = [*families, *new]
             record = msgspec.msgpack.encode((_LAYOUT, names))
-            self._run(self._db.write(filled([(_LAYOUT_KEY, record)])))
+            self._run(self._db.write(filled([(LAYOUT_KEY, record)])))
             self.sync()
             families = {name: bytes([at]) for at, name in enumerate(names, 1)}
         return families

@@ -306,7 +306,8 @@ class CheckpointReader:
             self.close()
             raise
         self._tables = {
-            name: SlateTable(self._rows, family, None) for name, family in self.families.items()
+            name: SlateTable(self._rows, name, family, None)
+            for name, family in self.families.items()
         }
 
     def table(self, name: str) -> SlateTable:

@@ -69,7 +69,8 @@ class SlateReader:
             self.close()
             raise
         self._tables = {
-            name: SlateTable(self._rows, family, None) for name, family in self.families.items()
+            name: SlateTable(self._rows, name, family, None)
+            for name, family in self.families.items()
         }
 
     def settle(self) -> None:

@@ -6,18 +6,20 @@ either: a batch remembers them, and its commit reads their keys and deletes each
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from slatedb.uniffi import DurabilityLevel, Error, IterationOrder, KeyRange, ScanOptions
 
-from penstock.errors import StorageFailed
+from penstock.errors import StorageFailed, StoreDamaged
+from penstock.kv import damaged
 from penstock.kv.slatedb_cache import UNKNOWN, ReadCache
 from penstock.kv.slatedb_calls import CallTimeout, call, call_all
 from penstock.kv.slatedb_place import translate
 from penstock.limits import MAX_OBJECT_STORE_SILENCE_MS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 
     from slatedb.uniffi import DbIterator, KeyValue
 
@@ -96,7 +98,11 @@ class Rows:
         source = self._open
         if limit <= 0 or begin >= end:
             return []
-        rows = self._run(_page(source, begin, end, limit, order))
+        try:
+            rows = self._run(_page(source, begin, end, limit, order, ahead=limit > 1))
+        except StoreDamaged:
+            # It may be beyond the rows that are wanted.
+            rows = self._run(_page(source, begin, end, limit, order, ahead=False))
         return [(row.key, row.value) for row in rows]
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -109,15 +115,21 @@ class Rows:
 
 
 async def _page(
-    source: Source, begin: bytes, end: bytes, limit: int, order: IterationOrder | None
+    source: Source,
+    begin: bytes,
+    end: bytes,
+    limit: int,
+    order: IterationOrder | None,
+    *,
+    ahead: bool,
 ) -> list[KeyValue]:
     keys = KeyRange(start=begin, start_inclusive=True, end=end, end_inclusive=False)
     options = ScanOptions(
         durability_filter=DurabilityLevel.MEMORY,
         dirty=False,
-        read_ahead_bytes=1 << 20 if limit > 1 else 1,
+        read_ahead_bytes=1 << 20 if ahead else 1,
         cache_blocks=True,
-        max_fetch_tasks=2 if limit > 1 else 1,
+        max_fetch_tasks=2 if ahead else 1,
         order=order,
     )
     rows = await source.scan_with_options(keys, options)
@@ -137,8 +149,9 @@ def _dense(keys: list[bytes]) -> tuple[bytes, bytes] | None:
 class SlateTable:
     """The rows that begin with one byte."""
 
-    def __init__(self, rows: Rows, family: bytes, cache: ReadCache | None) -> None:
+    def __init__(self, rows: Rows, name: str, family: bytes, cache: ReadCache | None) -> None:
         self._rows = rows
+        self._name = name
         self._cache = cache
         self.family: bytes = family
 
@@ -151,7 +164,7 @@ class SlateTable:
         family, cache = self.family, self._cache
         wanted = [family + key for key in keys]
         if cache is None:
-            return self._rows.get_all(wanted)
+            return self._get_all(wanted)
         self._rows.check()
         known = cache.get_all(wanted)
         if UNKNOWN not in known:
@@ -160,7 +173,7 @@ class SlateTable:
         missing = list(
             {key: None for key, value in zip(wanted, known, strict=True) if value is UNKNOWN}
         )
-        found = dict(zip(missing, self._rows.get_all(missing), strict=True))
+        found = dict(zip(missing, self._get_all(missing), strict=True))
         cache.put_read(found.items(), commits)
         return [
             found[key] if value is UNKNOWN else value  # type: ignore[misc]
@@ -169,15 +182,29 @@ class SlateTable:
 
     def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), ascending."""
-        rows = self._rows.scan(self.family + begin, self.family + end, limit)
+        with self._naming(begin, end):
+            rows = self._rows.scan(self.family + begin, self.family + end, limit)
         return [(key[1:], value) for key, value in rows]
 
     def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), descending."""
-        rows = self._rows.scan(
-            self.family + begin, self.family + end, limit, IterationOrder.DESCENDING
-        )
+        with self._naming(begin, end):
+            rows = self._rows.scan(
+                self.family + begin, self.family + end, limit, IterationOrder.DESCENDING
+            )
         return [(key[1:], value) for key, value in rows]
+
+    def _get_all(self, keys: list[bytes]) -> list[bytes | None]:
+        with self._naming(min(keys, default=b"")[1:], max(keys, default=b"")[1:] + b"\0"):
+            return self._rows.get_all(keys)
+
+    @contextlib.contextmanager
+    def _naming(self, begin: bytes, end: bytes) -> Iterator[None]:
+        """Have an error of reading say which table and keys were read."""
+        try:
+            yield
+        except StoreDamaged as error:
+            raise damaged(self._name, begin, end, str(error)) from error
 
 
 class SlateBatch:
@@ -219,7 +246,7 @@ class SlateView:
     ) -> None:
         self._rows = Rows(source, place, check)
         self._tables = {
-            name: SlateTable(self._rows, family, None) for name, family in families.items()
+            name: SlateTable(self._rows, name, family, None) for name, family in families.items()
         }
 
     def table(self, name: str) -> SlateTable:

@@ -21,7 +21,7 @@ from prometheus_client.core import (
 )
 
 from penstock import limits
-from penstock.errors import PenstockError, QueueNotFound
+from penstock.errors import PenstockError, QueueNotFound, StoreDamaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -62,6 +62,7 @@ _STORE: Final = {
     "quarantined_total": "Records that did not decode.",
     "healed_total": "Records mended since the store was opened.",
     "stale_receipts_total": "Receipts refused since the store was opened.",
+    "unreadable_total": "Messages passed over by claims since then: the disk can't read them.",
 }
 # Of stores that processes share, of which others have no series.
 _CONTENTION: Final = {
@@ -225,7 +226,7 @@ def _stats(broker: Broker) -> Iterator[QueueStats]:
     for spec in broker.queues():
         try:
             yield broker.stats(spec.name)
-        except QueueNotFound:
+        except (QueueNotFound, StoreDamaged):
             continue
 
 

@@ -17,6 +17,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,7 +38,7 @@ from penstock.stores.sql_place import without_password
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from penstock.clock import Clock
     from penstock.errors import PenstockError
@@ -378,22 +379,52 @@ def _take(
     loop: asyncio.AbstractEventLoop, config: Config, say: Callable[[str], None], *, again: bool
 ) -> Taken | None:
     """Open the store; a standby does so when it is free, or never if it is told to stop."""
-    if not config.standby:
-        return Taken(_open(config), config)
-    # What the server will refuse is refused now, and not when there is no other.
+    # What the server will refuse is refused before a store is made or taken from another.
     if configuring.authenticates(config):
         Keys(Path(config.auth_keys))
+    tls = _tls(config)
+    if not config.standby:
+        _try_addresses(config, LISTENERS)
+        return Taken(_open(config), config)
+
+    def take() -> Broker:
+        # A standby listens for HTTP already.
+        _try_addresses(config, [name for name in LISTENERS if name != "http"])
+        return _open(config)
+
     asyncio.set_event_loop(loop)
     return loop.run_until_complete(
         stand_by(
             config,
-            lambda: _open(config),
+            take,
             say,
             clock=SystemClock(),
-            tls=_tls(config),
+            tls=tls,
             again=again,
         )
     )
+
+
+def _try_addresses(config: Config, names: Iterable[str]) -> None:
+    """Refuse an address that can't be listened on while that costs nothing."""
+    for name in names:
+        address = getattr(config, f"listen_{name}")
+        if address == OFF:
+            continue
+        host, port = configuring.parse_address(address)
+        try:
+            for family, kind, protocol, _, place in socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            ):
+                with socket.socket(family, kind, protocol) as trial:
+                    trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    if family == socket.AF_INET6:
+                        trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                    trial.bind(place)
+        except OSError as error:
+            raise InvalidInput(
+                f"can't listen on {host}:{port}: {error.strerror or error}"
+            ) from None
 
 
 def _serve_once(loop: asyncio.AbstractEventLoop, taken: Taken, say: Callable[[str], None]) -> bool:

@@ -11,29 +11,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
 from penstock.codec.encodings import read_terminated, terminated
+from penstock.limits import MAX_ATTEMPTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from penstock.errors import StoreDamaged
     from penstock.kv import Batch
     from penstock.model import State
+    from penstock.stores.fronts import Fronts
     from penstock.stores.queues import Queue
 
 __all__ = [
     "NO_LEASE",
     "ActiveSet",
+    "Beliefs",
+    "Directories",
     "Grant",
     "Item",
     "Quarantine",
+    "count_attempt",
     "group_of",
     "lane_of",
     "split_lane",
+    "uncount_attempt",
 ]
+
+D = TypeVar("D")
 
 NO_LEASE = bytes(16)
 
@@ -53,6 +62,18 @@ class Item(msgspec.Struct, gc=False):
     visible_at_ms: int
     metadata: bytes
     lease: bytes = NO_LEASE
+
+
+def count_attempt(item: Item) -> None:
+    """Count a claim; one more than a record can hold is not counted."""
+    if item.attempts < MAX_ATTEMPTS:
+        item.attempts += 1
+
+
+def uncount_attempt(item: Item) -> None:
+    """Count a claim as not made. At the bound it stays: attempts never go below what they were."""
+    if item.attempts < MAX_ATTEMPTS:
+        item.attempts -= 1
 
 
 @lru_cache(maxsize=8192)
@@ -79,13 +100,47 @@ Grant: TypeAlias = tuple[bytes, int]
 Quarantine: TypeAlias = Callable[[str, bytes, bytes, str], bool]
 
 
+class Directories(dict[int, D]):
+    """What memory keeps of each queue, by number, and ``damage``: why it may not be all there is.
+
+    Of a queue without a directory because of that, looking it up raises the reason.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.damage: dict[int, StoreDamaged] = {}
+
+    def __missing__(self, number: int) -> D:
+        raise self.damage[number].anew()
+
+
+class Beliefs(NamedTuple):
+    """What memory believes of the disk, in a form in which two memories can be compared.
+
+    Facts are the same in a memory that is made anew. Bounds are keys or times before which there
+    is nothing to be found: too low costs a look in vain, too high or missing hides something.
+    """
+
+    facts: dict[tuple[Any, ...], Any]
+    bounds: dict[tuple[Any, ...], Any]
+
+
 class ActiveSet(Protocol):
     """Available, delayed and in-flight messages of all queues of a store.
 
-    ``healed`` counts index or directory entries that had no message and were removed.
+    ``healed`` counts index or directory entries that had no message and were removed. ``fronts``
+    are those that it keeps of its tables.
+
+    ``passed`` are messages (queue number, key) that claims pass over, because they can't be read;
+    ``unread`` says why, of those that were met since somebody took it. ``damage`` is why a queue,
+    by number, may have more to claim than is known of.
     """
 
     healed: int
+    passed: set[tuple[int, int]]
+    unread: list[StoreDamaged]
+    damage: dict[int, StoreDamaged]
+    fronts: Sequence[Fronts]
 
     def load(self, queue: Queue) -> None:
         """Rebuild what memory keeps about a queue from what is on disk."""
@@ -130,6 +185,9 @@ class ActiveSet(Protocol):
     def put_back(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
         """Move messages from in flight back to waiting, as :meth:`add` does."""
 
+    def pass_over(self, queue: Queue, items: Sequence[Item]) -> None:
+        """Have claims pass waiting messages over; on a FIFO queue, and what is behind them."""
+
     def relabel(self, batch: Batch, queue: Queue, items: Sequence[Item], lease: bytes) -> None:
         """Note in flight messages as held under another split of their lease."""
 
@@ -155,3 +213,6 @@ class ActiveSet(Protocol):
 
     def oldest(self, queue: Queue) -> Item | None:
         """Return the waiting message that was published first."""
+
+    def beliefs(self, queue: Queue) -> Beliefs:
+        """Tell what memory believes of a queue's messages."""

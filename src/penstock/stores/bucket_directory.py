@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from sortedcontainers import SortedDict
 
 from penstock.model import State
-from penstock.stores.active import group_of, lane_of
+from penstock.stores.active import Beliefs, group_of, lane_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,19 +53,20 @@ def rank_of(visible_at_ms: int, message_id: int) -> int:
 class Ranking:
     """One rank per bucket; the lowest is at hand, at a cost that hardly grows with their number."""
 
-    __slots__ = ("_heap", "_ranks")
+    __slots__ = ("_heap", "ranks")
 
     def __init__(self) -> None:
-        self._ranks: dict[int, int] = {}
-        # Entries that `_ranks` no longer agrees with are dropped when they come up.
+        # bucket id -> rank
+        self.ranks: dict[int, int] = {}
+        # Entries that `ranks` no longer agrees with are dropped when they come up.
         self._heap: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
-        return len(self._ranks)
+        return len(self.ranks)
 
     def set(self, bucket_id: int, rank: int | None) -> None:
         """Set or (None) clear the rank of a bucket."""
-        ranks = self._ranks
+        ranks = self.ranks
         if rank is None:
             ranks.pop(bucket_id, None)
             if not ranks:
@@ -79,11 +80,11 @@ class Ranking:
 
     def get(self, bucket_id: int) -> int | None:
         """Give the rank of a bucket."""
-        return self._ranks.get(bucket_id)
+        return self.ranks.get(bucket_id)
 
     def first(self) -> tuple[int, int] | None:
         """Give the lowest rank and its bucket."""
-        heap, ranks = self._heap, self._ranks
+        heap, ranks = self._heap, self.ranks
         while heap:
             rank, bucket_id = heap[0]
             if ranks.get(bucket_id) == rank:
@@ -96,7 +97,7 @@ class Ranking:
         first = self.first()
         assert first is not None, "nothing is ranked"
         rank, bucket_id = first
-        del self._ranks[bucket_id]
+        del self.ranks[bucket_id]
         heappop(self._heap)
         following = self.first()
         return rank, bucket_id, None if following is None else following[0]
@@ -220,6 +221,19 @@ class Directory:
         self.oldest.set(bucket_id, None)
         row: Tally = self.buckets.pop(bucket_id)
         return row
+
+    def beliefs(self) -> Beliefs:
+        """Tell what is in which bucket, and which groups have a turn, now or later."""
+        facts: dict[tuple[Any, ...], Any] = {
+            ("in flight", group): counts for group, counts in self.held.items()
+        }
+        for bucket_id, row in self.buckets.items():
+            first = (self.late.get(bucket_id), self.oldest.get(bucket_id))
+            facts["bucket", bucket_id] = (row, *first)
+        for lanes in self.lanes.values():
+            facts.update((("lane", lane), ranking.ranks) for lane, ranking in lanes.items())
+        facts.update((("turn", group), True) for group in (*self.ring, *self.blocked))
+        return Beliefs(facts, {})
 
     def _ranking(self, lane: bytes) -> Ranking:
         lanes = self.lanes.setdefault(group_of(lane), {})

@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.codec import opendata
 from penstock.codec.summaries import decode_summary
-from penstock.errors import CorruptRecord
+from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.kv import rows_of
+from penstock.stores.active import Directories
 from penstock.stores.bucket_directory import RANK_BITS, Directory
 from penstock.stores.due import DueHeap
 from penstock.stores.open_bucket import OpenBucket
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from penstock.kv import Batch, Table
     from penstock.stores.active import Quarantine
@@ -51,7 +52,9 @@ class BucketShelf:
     def __init__(self, table: Table, quarantine: Quarantine, on_heal: Callable[[], None]) -> None:
         self._table = table
         self._quarantine = quarantine
-        self.directories: dict[int, Directory] = {}
+        self.directories: Directories[Directory] = Directories()
+        # Messages (queue number, claim id) that claims pass over.
+        self.passed: set[tuple[int, int]] = set()
         self.queues: dict[int, Queue] = {}
         # queue number -> when its first delayed message comes due
         self.due: DueHeap[int] = DueHeap()
@@ -70,6 +73,15 @@ class BucketShelf:
     def load(self, queue: Queue) -> None:
         """Rebuild a queue's directory from the summaries."""
         self.forget(queue)
+        try:
+            self._load(queue)
+        except StoreDamaged as error:
+            # A bucket that is not known of would be written over.
+            log.error("queue %s: its buckets are not known: %s", queue.name, str(error))  # noqa: TRY400
+            self.forget(queue)
+            self.directories.damage[queue.number] = error.anew()
+
+    def _load(self, queue: Queue) -> None:
         directory = self.directories[queue.number] = Directory(fifo=queue.fifo)
         self.queues[queue.number] = queue
         prefix = opendata.bucket_summary_prefix(queue.id)
@@ -93,6 +105,7 @@ class BucketShelf:
     def forget(self, queue: Queue) -> None:
         """Drop a queue's directory and close its buckets."""
         self.directories.pop(queue.number, None)
+        self.directories.damage.pop(queue.number, None)
         self.queues.pop(queue.number, None)
         self.due.set(queue.number, None)
         self._batch = None
@@ -132,7 +145,17 @@ class BucketShelf:
             self._lose(queue, directory, bucket_id)
             self._regain(queue, directory, bucket)
         self._keep(key, bucket)
+        if self.passed:
+            self.hide(queue, bucket)
         return bucket
+
+    def hide(self, queue: Queue, bucket: OpenBucket) -> None:
+        """Have claims pass over what they are to in a bucket."""
+        directory = self.directories[queue.number]
+        for claim_id, item in bucket.waiting.items():
+            if (queue.number, claim_id) in self.passed:
+                bucket.hide(claim_id)
+                directory.set_head(item.lane, bucket.id, bucket.head(item.lane))
 
     def _lateness(self, queue: Queue, bucket_id: int) -> Callable[[int, int], bool] | None:
         """Tell how to know what counts as delayed in a bucket."""
@@ -221,6 +244,15 @@ class BucketShelf:
 
     def _close(self, key: tuple[int, int]) -> None:
         self._open_bytes -= self._open.pop(key).cost
+
+    def differing(self, queue: Queue) -> Iterator[int]:
+        """Give the open buckets of a queue that are not as the table has them."""
+        for (number, bucket_id), bucket in self._open.items():
+            if number == queue.number:
+                record, summary = self._table.multi_get([bucket.key, bucket.summary_key])
+                late = {bucket_id + offset for offset in decode_summary(summary or b"").late}
+                if record != bucket.record() or late != bucket.late_claims:
+                    yield bucket_id
 
     # --- healing -----------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from penstock.codec import opendata
-from penstock.errors import CorruptRecord, InvalidInput
+from penstock.errors import CorruptRecord, InvalidInput, StoreDamaged
 from penstock.kv import Shape
 from penstock.model import State
 from penstock.stores.active import Item, group_of
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from penstock.kv import Batch, Engine
-    from penstock.stores.active import Grant, Quarantine
+    from penstock.stores.active import Beliefs, Grant, Quarantine
     from penstock.stores.bucket_directory import Directory
+    from penstock.stores.fronts import Fronts
     from penstock.stores.open_bucket import OpenBucket
     from penstock.stores.queues import Queue
 
@@ -53,7 +54,19 @@ class BucketActive:
 
     def __init__(self, engine: Engine, quarantine: Quarantine) -> None:
         self._shelf = BucketShelf(engine.table("buckets"), quarantine, self._note_healed)
+        self.damage = self._shelf.directories.damage
+        self.unread: list[StoreDamaged] = []
         self.healed = 0
+        self.fronts: Sequence[Fronts] = ()
+
+    @property
+    def passed(self) -> set[tuple[int, int]]:
+        """Messages (queue number, key) that claims pass over."""
+        return self._shelf.passed
+
+    @passed.setter
+    def passed(self, passed: set[tuple[int, int]]) -> None:
+        self._shelf.passed = passed
 
     def _note_healed(self) -> None:
         self.healed += 1
@@ -117,7 +130,12 @@ class BucketActive:
             bucket_id = base | (number - number % size)
             if bucket_id not in directory.buckets:
                 return self._shelf.make(queue, bucket_id)
-            bucket = self._shelf.touch(queue, bucket_id)
+            try:
+                bucket = self._shelf.touch(queue, bucket_id)
+            except StoreDamaged as error:
+                self.damage[queue.number] = error.anew()
+                queue.counts.next_claim = number - number % size + size
+                continue
             if bucket is not None:
                 return bucket
 
@@ -157,8 +175,13 @@ class BucketActive:
             rank, bucket_id = first
             if rank >> RANK_BITS > now_ms:
                 break
-            bucket = self._touch(queue, touched, bucket_id)
+            try:
+                bucket = self._touch(queue, touched, bucket_id)
+            except StoreDamaged as error:
+                self.damage[queue.number] = error.anew()
+                bucket = None
             if bucket is None:
+                directory.late.set(bucket_id, None)
                 continue
             lane, heads = bucket.come_due()
             directory.late.set(bucket_id, bucket.due_rank())
@@ -205,10 +228,13 @@ class BucketActive:
                 found = self._visit(queue, group, changed, room, grants, now_ms)
                 taken += found
                 if group in ring:
-                    if queue.fifo and not found:
+                    if found:
+                        ring.move_to_end(group)
+                    elif queue.fifo:
                         directory.block(group)
                     else:
-                        ring.move_to_end(group)
+                        # Whatever the directory says: what gives nothing has no further turn.
+                        del ring[group]
         queue.counts.available -= len(taken)
         queue.counts.in_flight += len(taken)
         self._shelf.write(batch, queue, changed.values())
@@ -232,8 +258,18 @@ class BucketActive:
                 first = None if ranking is None else ranking.first()
                 if ranking is None or first is None:
                     break
-                bucket = self._shelf.touch(queue, first[1])
-                if bucket is None or first != ranking.first():
+                try:
+                    bucket = self._shelf.touch(queue, first[1])
+                except StoreDamaged as error:
+                    self.damage[queue.number] = error.anew()
+                    if queue.fifo:
+                        # What is behind it waits for it.
+                        return taken
+                    bucket = None
+                if bucket is None:
+                    directory.set_head(lane, first[1], None)
+                    continue
+                if first != ranking.first():
                     # Opening it has shown that the directory was wrong about it.
                     continue
                 _, bucket_id, below = ranking.pop()
@@ -304,6 +340,14 @@ class BucketActive:
     def put_back(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
         """Move messages from in flight to waiting, inside their buckets."""
         self._land(batch, queue, items, now_ms)
+
+    def pass_over(self, queue: Queue, items: Sequence[Item]) -> None:
+        """Have claims pass messages over, in the buckets that they are in."""
+        self.passed.update((queue.number, item.key) for item in items)
+        for bucket_id in {opendata.bucket_of(item.key) for item in items}:
+            bucket = self._shelf.bucket(queue, bucket_id)
+            if bucket is not None:
+                self._shelf.hide(queue, bucket)
 
     def _land(
         self, batch: Batch, queue: Queue, items: Sequence[Item], back_at_ms: int | None
@@ -412,7 +456,25 @@ class BucketActive:
             bucket = self._shelf.bucket(queue, first[1])
             if bucket is not None and bucket.waiting:
                 return replace(min(bucket.waiting.values(), key=lambda item: item.message_id))
+            directory.oldest.set(first[1], None)
         return None
+
+    def beliefs(self, queue: Queue) -> Beliefs:
+        """Tell what the directory says; open buckets must be as the table has them."""
+        directory = self._directory(queue)
+        found = directory.beliefs()
+        for group in directory.blocked & directory.lanes.keys():
+            lane, ranking = next(iter(directory.lanes[group].items()))
+            first = ranking.first()
+            bucket = None if first is None else self._shelf.bucket(queue, first[1])
+            if bucket is None or bucket.takeable(lane, 1, None):
+                found.facts["waits for nothing", group] = True
+        for bucket_id in self._shelf.differing(queue):
+            found.facts["open bucket", bucket_id] = True
+        due_ms = self._shelf.due.get(queue.number)
+        if due_ms is not None:
+            found.bounds["delays",] = due_ms
+        return found
 
 
 def _bucket_of(key: int) -> int | None:

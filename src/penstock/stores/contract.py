@@ -85,8 +85,11 @@ class Store(Protocol):
         """Return the filters that new messages are routed by."""
 
     @property
-    def changed_elsewhere(self) -> int:
-        """How often other processes were found to have changed the live filters."""
+    def filter_changes(self) -> int:
+        """How often the live filters were found changed, by this process or by another one.
+
+        A change that fails half way counts as well, if it has changed them.
+        """
 
     def spec(self, queue_name: str) -> QueueSpec:
         """Return a queue's settings, or raise QueueNotFound, as every verb that names one."""

@@ -11,26 +11,36 @@
     table unclaimed           queue u32 | due_ms u64 | first key u64 | CRC-32 of the value:
                               packed u64 keys of messages that expire then
 
-One lock, held by the broker, covers everything here. A verb reads what was committed, fills one
-batch, and commits it whole; if a commit fails, memory is rebuilt from disk.
+One lock, held by the broker, covers everything here. A verb reads what was committed, fills a
+batch, and commits it whole. Memory runs ahead of the disk meanwhile: if a verb raises, whatever it
+raises, memory is rebuilt from disk.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from functools import wraps
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 from zlib import crc32
 
 import msgspec
 
-from penstock.errors import CorruptRecord, PenstockError, QueueNotFound, StoreMismatch
+from penstock.errors import (
+    CorruptRecord,
+    InvalidInput,
+    QueueNotFound,
+    StoreDamaged,
+    StoreMismatch,
+)
 from penstock.kv import Shape
 from penstock.model import State
+from penstock.stores.active import Beliefs
 from penstock.stores.coverage import Coverage, CoverageTable, Stretch
 from penstock.stores.dead_letters import DeadLetters
 from penstock.stores.dedup import Dedup
 from penstock.stores.due import DueHeap
+from penstock.stores.fronts import Fronts
 from penstock.stores.history import History
 from penstock.stores.leases import Leases
 from penstock.stores.metadata_log import MetadataLog
@@ -48,6 +58,9 @@ __all__ = ["SHARED_TABLES", "Core", "Identity"]
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 FORMAT: Final = 1
 SHARED_TABLES: Final[Mapping[str, Shape]] = {
     "default": Shape.SYSTEM,
@@ -63,6 +76,8 @@ SHARED_TABLES: Final[Mapping[str, Shape]] = {
 _META: Final = b"meta"
 _TOTALS: Final = b"\x02\x0e"
 _QUARANTINE: Final = b"\x02\x0f"
+# What a verb raises that refuses its caller: memory is as it was unless a change had begun.
+_REFUSALS: Final = (InvalidInput, QueueNotFound, StoreDamaged)
 
 
 class Identity(msgspec.Struct):
@@ -102,25 +117,20 @@ class Core:
     ) -> None:
         self.engine = engine
         self.system = engine.table("default")
-        self._aside: dict[tuple[str, bytes], tuple[bytes, str, bool]] = {}
+        self._make_active = make_active
         self.identity = self._identify(design, store_id, routing, now_ms)
-        self.payloads = Payloads(engine.table("payloads"))
-        self.dedup = Dedup(engine.table("dedup"))
-        self.leases = Leases(engine.table("leases"), engine.table("lease_expiry"))
-        self.history = History(engine.table("history"), self.quarantine)
         self.active = make_active(engine, self.quarantine)
-        self._unclaimed = engine.table("unclaimed")
         self._queue_table = QueueTable(engine.table("queues"))
         self._coverage_table = CoverageTable(engine.table("queues"))
-        self.log = MetadataLog(
-            engine.table("log"), f"{self.identity.store_id:08x}", self.quarantine
-        )
-        self.queue_numbers = SeqBlocks(self.system, b"\x02\x0cqueue", first=1)
-        # (version, from which offset on), of late: a page that was read before is judged by them.
-        self.filter_changes: deque[tuple[int, int]] = deque(maxlen=10_000)
         self.commits = 0
         self.stale_receipts = 0
+        # Messages that claims have passed over.
+        self.unreadable = 0
         self.woken: set[str] = set()
+        # How often the live filters have changed, or may have: whenever memory is rebuilt.
+        self.live_changes = 0
+        # Whether a batch has been begun and not committed.
+        self._is_ahead = False
         self.load()
 
     def _identify(self, design: str, store_id: int, routing: str | None, now_ms: int) -> Identity:
@@ -157,6 +167,11 @@ class Core:
 
     def load(self) -> None:
         """Rebuild everything that memory keeps from what is on disk."""
+        # Until this has come to its end; if it does not, the next verb tries again.
+        self._is_stale = True
+        self.live_changes += 1
+        engine = self.engine
+        self._aside: dict[tuple[str, bytes], tuple[bytes, str, bool]] = {}
         record = self.system.get(_TOTALS)
         try:
             self.totals = Totals()
@@ -164,9 +179,22 @@ class Core:
                 self.totals = msgspec.msgpack.decode(record, type=Totals)
         except (msgspec.MsgspecError, ValueError) as error:
             self.quarantine("default", _TOTALS, record or b"", str(error))
-        self.log.reload()
-        self.queue_numbers.reload()
-        self.leases.reload()
+        # All of these know something by heart: they are made anew, so that nothing is left of it.
+        before = self.active
+        self.active = self._make_active(engine, self.quarantine)
+        self.active.healed, self.active.passed = before.healed, before.passed
+        self.payloads = Payloads(engine.table("payloads"))
+        self.dedup = Dedup(engine.table("dedup"))
+        self.leases = Leases(engine.table("leases"), engine.table("lease_expiry"))
+        self.history = History(engine.table("history"), self.quarantine)
+        self.log = MetadataLog(
+            engine.table("log"), f"{self.identity.store_id:08x}", self.quarantine
+        )
+        self.queue_numbers = SeqBlocks(self.system, b"\x02\x0cqueue", first=1)
+        self._unclaimed = engine.table("unclaimed")
+        self._unclaimed_fronts = Fronts(self._unclaimed)
+        # (version, from which offset on), of late: a page that was read before is judged by them.
+        self.filter_changes: deque[tuple[int, int]] = deque(maxlen=10_000)
         self.queues: dict[str, Queue] = {}
         self.by_number: dict[int, Queue] = {}
         self.coverage: dict[str, Coverage] = {}
@@ -174,9 +202,46 @@ class Core:
         self.draining: set[str] = set()
         # (queue number, what) -> when its retention next has something to do
         self.retention: DueHeap[tuple[int, str]] = DueHeap()
+        # ... or why that is not known.
+        self.unscheduled: dict[tuple[int, str], StoreDamaged] = {}
         self.dead_letters = DeadLetters()
+        # Queues whose waiting messages are being listed to expire: in which state, and from where
+        # on there are some that are not.
+        self.listing: dict[str, tuple[State, bytes]] = {}
         for queue in self._queue_table.load():
             self.adopt(queue)
+        self._is_stale = False
+
+    def guarded(self, verb: Callable[P, T]) -> Callable[P, T]:
+        """Wrap a verb in :meth:`run`."""
+
+        @wraps(verb)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            return self.run(verb, *args, **kwargs)
+
+        return run
+
+    def run(self, verb: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Have memory be as the disk says it is, however a verb ends."""
+        if self._is_stale:
+            self.load()
+        self._is_ahead = False
+        try:
+            return verb(*args, **kwargs)
+        except BaseException as error:
+            if self._is_ahead or not isinstance(error, _REFUSALS):
+                self._load_after(error)
+            raise
+
+    def _load_after(self, error: BaseException) -> None:
+        self._is_stale = True
+        try:
+            self.load()
+        except Exception as failure:
+            # What the caller is to know is why the verb has failed.
+            log.warning(
+                "after %r: memory can't be rebuilt, the next verb tries again: %r", error, failure
+            )
 
     def adopt(self, queue: Queue) -> None:
         """Take a queue into memory."""
@@ -193,6 +258,9 @@ class Core:
             known.known_from = self.log.earliest if told else self.log.end
         if self.coverage[queue.name].draining:
             self.draining.add(queue.name)
+        listing = self._queue_table.listing(queue)
+        if listing is not None:
+            self.listing[queue.name] = listing
         self.queues[queue.name] = queue
         self.by_number[queue.number] = queue
         self.active.load(queue)
@@ -205,6 +273,7 @@ class Core:
         self.wake(queue)
         del self.queues[queue.name], self.by_number[queue.number], self.coverage[queue.name]
         self.draining.discard(queue.name)
+        self.listing.pop(queue.name, None)
         self.active.forget(queue)
         self.dead_letters.forget(queue)
         for what in (State.DONE.value, State.FAILED.value, "unclaimed"):
@@ -224,6 +293,11 @@ class Core:
 
     # --- commit --------------------------------------------------------------------------
 
+    def begin(self) -> Batch:
+        """Begin a batch. Memory may be changed from here on, and not before."""
+        self._is_ahead = True
+        return self.engine.batch()
+
     def commit(self, batch: Batch, touched: Iterable[Queue], now_ms: int) -> None:
         """Commit a batch with the counters of the queues that it touched."""
         for queue in touched:
@@ -231,12 +305,8 @@ class Core:
             self._queue_table.put_counts(batch, queue)
         if self._aside:
             self._put_aside(batch)
-        try:
-            self.engine.commit(batch)
-        except PenstockError:
-            # Memory has run ahead of what is on disk.
-            self.load()
-            raise
+        self.engine.commit(batch)
+        self._is_ahead = False
         self.commits += 1
 
     def put_totals(self, batch: Batch, now_ms: int) -> None:
@@ -259,6 +329,7 @@ class Core:
     def filters_changed(self, batch: Batch, from_offset: int, now_ms: int) -> None:
         """Note that the live filters have changed from an offset on."""
         self.totals.filters_version += 1
+        self.live_changes += 1
         self.filter_changes.append((self.totals.filters_version, from_offset))
         self.put_totals(batch, now_ms)
 
@@ -272,6 +343,14 @@ class Core:
         self.woken.add(queue.name)
 
     # --- quarantine ----------------------------------------------------------------------
+
+    def take_unread(self, queue: Queue) -> list[StoreDamaged]:
+        """Tell of the messages that a claim has just passed over, and give the reasons."""
+        met, self.active.unread = self.active.unread, []
+        for error in met:
+            log.error("queue %s: passed over a message that can't be read: %s", queue.name, error)
+        self.unreadable += len(met)
+        return met
 
     def quarantine(
         self, table: str, key: bytes, value: bytes, why: str, *, remove: bool = True
@@ -296,7 +375,7 @@ class Core:
     def settle_quarantine(self, now_ms: int) -> None:
         """Commit what reads have put aside."""
         if self._aside:
-            self.commit(self.engine.batch(), list(self.queues.values()), now_ms)
+            self.commit(self.begin(), list(self.queues.values()), now_ms)
 
     def _put_aside(self, batch: Batch) -> None:
         for (table, key), (value, why, remove) in self._aside.items():
@@ -326,13 +405,14 @@ class Core:
             packed = b"".join(key.to_bytes(8, "big") for key in keys)
             row = _unclaimed_key(queue, due_ms) + packed[:8] + crc32(packed).to_bytes(4, "big")
             batch.put(row, packed, self._unclaimed.family)
+            self._unclaimed_fronts.note(queue.number.to_bytes(4, "big"), row)
             self.retention.lower((queue.number, "unclaimed"), due_ms)
 
     def take_unclaimed(self, batch: Batch, queue: Queue, now_ms: int, limit: int) -> list[int]:
-        """Remove the rows that are due and return their keys."""
-        prefix = queue.number.to_bytes(4, "big")
+        """Remove rows that are due, with up to about ``limit`` keys, and return those."""
+        begin, end = queue.number.to_bytes(4, "big"), _unclaimed_key(queue, now_ms + 1)
         keys: list[int] = []
-        for row, packed in self._unclaimed.scan(prefix, _unclaimed_key(queue, now_ms + 1), limit):
+        for row, packed in self._unclaimed_fronts.scan(begin, end, limit):
             if len(keys) >= limit:
                 break
             batch.delete(row, self._unclaimed.family)
@@ -344,20 +424,90 @@ class Core:
         prefix = queue.number.to_bytes(4, "big")
         batch.delete_range(prefix, prefix + b"\xff" * 17, self._unclaimed.family)
 
+    def put_listing(self, batch: Batch, queue: Queue, listing: tuple[State, bytes] | None) -> None:
+        """Note how far the waiting messages of a queue are listed to expire; None: all are."""
+        self._queue_table.put_listing(batch, queue, listing)
+        if listing is None:
+            self.listing.pop(queue.name, None)
+        else:
+            self.listing[queue.name] = listing
+
     def schedule_retention(self, queue: Queue) -> None:
         """Work out when each retention of a queue next has something to do."""
         spec = queue.spec
-        for state, retention_ms in (
-            (State.DONE, spec.done_retention_ms),
-            (State.FAILED, spec.failed_retention_ms),
+        for what, retention_ms in (
+            (State.DONE.value, spec.done_retention_ms),
+            (State.FAILED.value, spec.failed_retention_ms),
+            ("unclaimed", 0),
         ):
-            first = self.history.first_ended_at_ms(queue, state) if retention_ms else None
-            due_ms = None if first is None else first + retention_ms
-            self.retention.set((queue.number, state.value), due_ms)
-        prefix = queue.number.to_bytes(4, "big")
-        rows = self._unclaimed.scan(prefix, prefix + b"\xff" * 17, 1)
-        due_ms = int.from_bytes(rows[0][0][4:12], "big") if rows else None
-        self.retention.set((queue.number, "unclaimed"), due_ms)
+            self.unscheduled.pop((queue.number, what), None)
+            try:
+                due_ms = self._first_due_ms(queue, what, retention_ms)
+            except StoreDamaged as error:
+                self.unscheduled[queue.number, what] = error.anew()
+                due_ms = None
+            self.retention.set((queue.number, what), due_ms)
+
+    def _first_due_ms(self, queue: Queue, what: str, retention_ms: int) -> int | None:
+        if what == "unclaimed":
+            prefix = queue.number.to_bytes(4, "big")
+            rows = self._unclaimed_fronts.scan(prefix, prefix + b"\xff" * 17, 1)
+            return int.from_bytes(rows[0][0][4:12], "big") if rows else None
+        first = self.history.first_ended_at_ms(queue, State(what)) if retention_ms else None
+        return None if first is None else first + retention_ms
+
+    # --- what memory believes ----------------------------------------------------------------
+
+    def reread(self) -> Core:
+        """Read the store once more, as if it were opened now, beside this."""
+        identity = self.identity
+        fresh = Core(
+            self.engine,
+            identity.design,
+            self._make_active,
+            store_id=identity.store_id,
+            routing=identity.routing,
+            now_ms=0,
+        )
+        # Looked up when first asked for.
+        fresh.leases.due(0, 1)
+        return fresh
+
+    def beliefs(self) -> Beliefs:
+        """Tell what memory believes of the store."""
+        found = Beliefs({}, {})
+        log = self.log
+        found.facts.update(
+            {
+                ("totals",): self.totals,
+                ("log",): (log.settings, log.segments),
+                ("sequences",): (log.ids.end, self.queue_numbers.end),
+                ("draining",): self.draining,
+                ("listing",): self.listing,
+            }
+        )
+        found.bounds["leases",] = self.leases.none_before_ms
+        fronts = (
+            *(self._unclaimed_fronts, self.leases.fronts, self.dedup.fronts),
+            *(self.history.fronts, self.log.fronts, *self.active.fronts),
+        )
+        for key in [key for each in fronts for key in each.overrun()]:
+            found.facts["a key before its front", key.hex()] = True
+        for (number, what), due_ms in self.retention.items():
+            found.bounds["retention of queue", number, what] = due_ms
+        for name, queue in self.queues.items():
+            covered = self.coverage[name]
+            found.facts[name, "spec"] = (queue.number, queue.spec)
+            found.facts[name, "counts"] = queue.counts
+            found.facts[name, "coverage"] = (covered.live, covered.backfilled, covered.draining)
+            if self.dead_letters.knows(queue):
+                found.bounds[name, "dead letters"] = 0
+            if self.history.may_have_marks(queue):
+                found.bounds[name, "moved here"] = 0
+            facts, bounds = self.active.beliefs(queue)
+            found.facts.update(((name, *key), value) for key, value in facts.items())
+            found.bounds.update(((name, *key), value) for key, value in bounds.items())
+        return found
 
 
 def _unclaimed_key(queue: Queue, due_ms: int) -> bytes:

@@ -32,6 +32,10 @@ class DeadLetters:
     def __contains__(self, queue: Queue) -> bool:
         return queue.number in self._pending
 
+    def knows(self, queue: Queue) -> bool:
+        """Whether what has failed in a queue will be moved, now or when its target is there."""
+        return queue in self or any(queue.number in waiting for waiting in self._parked.values())
+
     def first(self) -> int | None:
         """Return the number of the queue that is next."""
         return next(iter(self._pending), None)

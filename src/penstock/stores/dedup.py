@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from penstock.codec.encodings import terminated
+from penstock.stores.fronts import Fronts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ __all__ = ["Dedup"]
 log = logging.getLogger(__name__)
 
 _pair: Final = Struct(">QQ")
+_WINDOWS: Final = b"\x01"
 
 
 class Dedup:
@@ -38,6 +40,7 @@ class Dedup:
 
     def __init__(self, table: Table) -> None:
         self._table = table
+        self.fronts = Fronts(table)
 
     def keys(self, messages: Sequence[Message]) -> list[bytes | None]:
         """Return the key of each message that has a dedup id."""
@@ -58,14 +61,15 @@ class Dedup:
         """Note fresh messages until ``expires_at_ms``."""
         for key, message_id in ids.items():
             batch.put(key, _pair.pack(message_id, expires_at_ms), self._table.family)
-        index_key = b"\x01" + _pair.pack(expires_at_ms, next(iter(ids.values())))
+        index_key = _WINDOWS + _pair.pack(expires_at_ms, next(iter(ids.values())))
         batch.put(index_key, msgspec.msgpack.encode(list(ids)), self._table.family)
+        self.fronts.note(_WINDOWS, index_key)
 
     def forget(self, batch: Batch, now_ms: int, limit: int) -> int:
         """Delete what is past the window, up to ``limit`` publishes; say how many ids."""
         forgotten = 0
-        end = b"\x01" + (now_ms + 1).to_bytes(8, "big")
-        for index_key, record in self._table.scan(b"\x01", end, limit):
+        end = _WINDOWS + (now_ms + 1).to_bytes(8, "big")
+        for index_key, record in self.fronts.scan(_WINDOWS, end, limit):
             batch.delete(index_key, self._table.family)
             try:
                 keys = msgspec.msgpack.decode(record, type=list[bytes])
@@ -81,7 +85,7 @@ class Dedup:
 
     def next_due_ms(self) -> int | None:
         """Return when the next ids can be forgotten."""
-        rows = self._table.scan(b"\x01", b"\x02", 1)
+        rows = self.fronts.scan(_WINDOWS, b"\x02", 1)
         return int.from_bytes(rows[0][0][1:9], "big") if rows else None
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = ["DueHeap"]
 
@@ -36,6 +39,14 @@ class DueHeap(Generic[K]):
         present = self._due.get(key)
         if present is None or due_ms < present:
             self.set(key, due_ms)
+
+    def get(self, key: K) -> int | None:
+        """Return the due time of a key."""
+        return self._due.get(key)
+
+    def items(self) -> Iterable[tuple[K, int]]:
+        """Give every key with its due time."""
+        return self._due.items()
 
     def first(self) -> tuple[int, K] | None:
         """Return the earliest due time and its key."""

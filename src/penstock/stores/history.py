@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from penstock import limits
 from penstock.codec import opendata, records
 from penstock.codec.encodings import terminated
-from penstock.errors import CorruptRecord
+from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.kv import rows_of
 from penstock.model import Attempt, AttemptEnd, State
+from penstock.stores.fronts import Fronts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from penstock.kv import Batch, Table
     from penstock.stores.active import Item, Quarantine
@@ -41,6 +42,8 @@ _MARKS: Final = b"\x02\x15"
 _ENDS: Final = (AttemptEnd.ACKED, AttemptEnd.RELEASED, AttemptEnd.EXPIRED)
 _CODES: Final = {end: code for code, end in enumerate(_ENDS)}
 _INDEX_BYTES: Final = 2
+# Parts read at a time: each may hold many messages.
+_PAGE: Final = 64
 
 
 class Ended(NamedTuple):
@@ -61,16 +64,19 @@ class History:
     def __init__(self, table: Table, quarantine: Quarantine) -> None:
         self._table = table
         self._quarantine = quarantine
+        self.fronts = Fronts(table)
         # Numbers of the queues that have marks, or have had some.
         self._marked: set[int] = set()
 
     def load(self, queue: Queue) -> None:
         """Find out whether a queue has messages that were moved here."""
         prefix = _marks_prefix(queue)
-        if self._table.scan(prefix, prefix + b"\xff" * 9, 1):
-            self._marked.add(queue.number)
-        else:
-            self._marked.discard(queue.number)
+        try:
+            has_some = bool(self._table.scan(prefix, prefix + b"\xff" * 9, 1))
+        except StoreDamaged:
+            # Whoever looks for one finds out.
+            has_some = True
+        (self._marked.add if has_some else self._marked.discard)(queue.number)
 
     # --- in ------------------------------------------------------------------------------
 
@@ -82,6 +88,7 @@ class History:
                 (item.message_id, item.key, now_ms, item.attempts, item.metadata) for item in chunk
             ]
             key = opendata.done_key(queue.id, bucket, part)
+            self.fronts.note(_run(queue, State.DONE, exponent)[0], key)
             batch.put(key, records.encode_done(entries), self._table.family)
         counts.next_done += len(items)
         counts.done += len(items)
@@ -100,6 +107,7 @@ class History:
                 for item in chunk
             ]
             key = opendata.failed_key(queue.id, bucket, part)
+            self.fronts.note(_run(queue, State.FAILED, exponent)[0], key)
             batch.put(key, records.encode_failed(entries), self._table.family)
             for item in chunk:
                 batch.put(_failed_index(queue, item.message_id), key, self._table.family)
@@ -159,11 +167,9 @@ class History:
 
         With ``whole_parts`` it ends at the end of a part, for a caller who rewrites them.
         """
-        prefix = _prefix(queue, state)
         skip = int.from_bytes(after[-_INDEX_BYTES:], "big") if after else 0
-        begin = after[:-_INDEX_BYTES] if after else prefix
         page: list[Ended] = []
-        for key, record in rows_of(self._table, begin, prefix + b"\xff" * 17, page=64):
+        for key, record in self._parts_from(queue, state, after[:-_INDEX_BYTES]):
             if whole_parts and len(page) >= limit:
                 return page, key + bytes(_INDEX_BYTES)
             entries = self._decode(queue, state, key, record)
@@ -221,28 +227,40 @@ class History:
         self, batch: Batch, queue: Queue, state: State, ended_by_ms: int, limit: int
     ) -> list[Ended]:
         """Remove parts from the front that ended by then, up to about ``limit`` messages."""
-        removed: list[Ended] = []
-        for key, record in self._front(queue, state):
-            if len(removed) >= limit:
-                break
-            entries = self._decode(queue, state, key, record)
-            if not entries or entries[-1].ended_at_ms > ended_by_ms:
-                continue
-            self._remove_part(batch, queue, state, key, entries)
-            removed += entries
-        return removed
+        return self._trim(
+            batch, queue, state, limit, lambda _, last: last.ended_at_ms <= ended_by_ms
+        )
 
     def trim_to(
         self, batch: Batch, queue: Queue, state: State, before: int, limit: int
     ) -> list[Ended]:
         """Remove parts from the front whose messages are all numbered below ``before``."""
+        return self._trim(batch, queue, state, limit, lambda after_last, _: after_last <= before)
+
+    def _trim(
+        self,
+        batch: Batch,
+        queue: Queue,
+        state: State,
+        limit: int,
+        is_over: Callable[[int, Ended], bool],
+    ) -> list[Ended]:
+        """Remove parts from the front of each run, as long as they are over.
+
+        ``is_over`` is told the number after a part's last message, and that message.
+        """
         removed: list[Ended] = []
-        for key, record in self._front(queue, state):
-            entries = self._decode(queue, state, key, record)
-            if len(removed) >= limit or sequence_of(key) + len(entries) > before:
-                continue
-            self._remove_part(batch, queue, state, key, entries)
-            removed += entries
+        for begin, end in _runs(queue, state):
+            if len(removed) >= limit:
+                break
+            for key, record in self.fronts.rows(begin, end, page=_PAGE):
+                entries = self._decode(queue, state, key, record)
+                if entries and not is_over(sequence_of(key) + len(entries), entries[-1]):
+                    break
+                self._remove_part(batch, queue, state, key, entries)
+                removed += entries
+                if len(removed) >= limit:
+                    break
         return removed
 
     def _remove_part(
@@ -265,7 +283,7 @@ class History:
         for message_id, attempts in messages:
             for attempt in range(1, attempts + 1):
                 delete(prefix + (message_id << 16 | attempt).to_bytes(10, "big"), family)
-        if queue.number in self._marked:
+        if self.may_have_marks(queue):
             marks = _marks_prefix(queue)
             for message_id, _ in messages:
                 delete(marks + message_id.to_bytes(8, "big"), family)
@@ -298,9 +316,13 @@ class History:
             batch.put(key, item.key.to_bytes(8, "big"), self._table.family)
         self._marked.add(queue.number)
 
+    def may_have_marks(self, queue: Queue) -> bool:
+        """Whether messages may have come into a queue by a move: known without a look."""
+        return queue.number in self._marked
+
     def marks(self, queue: Queue, message_ids: Sequence[int]) -> dict[int, int]:
         """Return those messages that a move has brought into a queue, and the keys they got."""
-        if queue.number not in self._marked or not message_ids:
+        if not self.may_have_marks(queue) or not message_ids:
             return {}
         prefix = _marks_prefix(queue)
         keys = [prefix + message_id.to_bytes(8, "big") for message_id in message_ids]
@@ -323,25 +345,26 @@ class History:
 
     def first_ended_at_ms(self, queue: Queue, state: State) -> int | None:
         """Return when the oldest message of that state ended."""
-        # A few per front, in case the first ones do not decode.
+        # A few of each run, in case the first ones do not decode.
         times = [
             entries[0].ended_at_ms
-            for key, record in self._front(queue, state, per_exponent=4)
+            for begin, end in _runs(queue, state)
+            for key, record in self.fronts.scan(begin, end, 4)
             if (entries := self._decode(queue, state, key, record))
         ]
         return min(times, default=None)
 
     # --- parts ---------------------------------------------------------------------------
 
-    def _front(
-        self, queue: Queue, state: State, *, per_exponent: int = 64
+    def _parts_from(
+        self, queue: Queue, state: State, first: bytes
     ) -> Iterator[tuple[bytes, bytes]]:
-        """Read the oldest parts: each bucket size that was ever used has a front of its own."""
-        prefix = _prefix(queue, state)
-        for exponent in range(limits.MAX_BUCKET_EXPONENT + 1):
-            begin = prefix + opendata.make_id(exponent, 0).to_bytes(8, "big")
-            end = prefix + opendata.make_id(exponent, (1 << 60) - 1).to_bytes(8, "big")
-            yield from self._table.scan(begin, end, per_exponent)
+        """Read parts in the order of keys, from one on or (empty) from the first there is."""
+        for begin, end in _runs(queue, state):
+            if first <= begin:
+                yield from self.fronts.rows(begin, end, page=_PAGE)
+            elif first < end:
+                yield from rows_of(self._table, first, end, page=_PAGE)
 
     def _part(self, queue: Queue, key: bytes, state: State = State.FAILED) -> list[Ended]:
         record = self._table.get(key)
@@ -352,7 +375,7 @@ class History:
         prefix = _prefix(queue, state)
         count = sum(
             len(self._decode(queue, state, key, record))
-            for key, record in rows_of(self._table, prefix, prefix + b"\xff" * 17, page=64)
+            for key, record in rows_of(self._table, prefix, prefix + b"\xff" * 17, page=_PAGE)
         )
         if state is State.DONE:
             queue.counts.done = count
@@ -378,6 +401,18 @@ def sequence_of(key: bytes) -> int:
 def _prefix(queue: Queue, state: State) -> bytes:
     make = opendata.done_prefix if state is State.DONE else opendata.failed_prefix
     return make(queue.id)
+
+
+def _runs(queue: Queue, state: State) -> Iterator[tuple[bytes, bytes]]:
+    """Give the ranges of a state's parts: each bucket size has a run of its own."""
+    for exponent in range(limits.MAX_BUCKET_EXPONENT + 1):
+        yield _run(queue, state, exponent)
+
+
+def _run(queue: Queue, state: State, exponent: int) -> tuple[bytes, bytes]:
+    prefix = _prefix(queue, state)
+    begin = prefix + opendata.make_id(exponent, 0).to_bytes(8, "big")
+    return begin, prefix + opendata.make_id(exponent, (1 << 60) - 1).to_bytes(8, "big")
 
 
 def _marks_prefix(queue: Queue) -> bytes:

@@ -22,34 +22,37 @@ starts there.
 from __future__ import annotations
 
 import logging
+from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
-from penstock.codec.stored import decode_stored_item, encode_stored_item, with_lease
-from penstock.errors import CorruptRecord, InvalidInput
-from penstock.kv import Shape, rows_of
-from penstock.limits import MAX_ATTEMPTS
+from penstock.codec.stored import encode_stored_item, with_lease
+from penstock.errors import CorruptRecord, InvalidInput, StoreDamaged
+from penstock.kv import Shape, get_each, rows_of, scan_readable
 from penstock.model import State
-from penstock.stores.active import NO_LEASE, Item, group_of
+from penstock.stores.active import NO_LEASE, Directories, Item, count_attempt, group_of
 from penstock.stores.due import DueHeap
+from penstock.stores.fronts import Fronts
 from penstock.stores.indexed_directory import (
     DELAYED,
     READY,
     Directory,
-    Held,
     lane_of_key,
     main_of,
     pack_main,
     pack_slot,
     past,
     timer_key,
+    unpack_main,
     visible_at_of_timer,
 )
+from penstock.stores.indexed_recent import RECENT_BYTES, Recent, item_of, visible_at_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from penstock.kv import Batch, Engine
-    from penstock.stores.active import Grant, Quarantine
+    from penstock.stores.active import Beliefs, Grant, Quarantine
     from penstock.stores.queues import Queue
 
 __all__ = ["TABLES", "IndexedActive"]
@@ -63,10 +66,8 @@ TABLES: Final[Mapping[str, Shape]] = {
     "groups": Shape.SHORT_LIVED,
 }
 
-# Bounds of what is kept in memory of late: some 20 MB each at the very most.
-RECENT_ITEMS: Final = 20_000
-RECENT_BYTES: Final = 1_024
 _NO_PRIORITY: Final = b"\xff"
+_REGION_BYTES: Final = 5
 
 
 class IndexedActive:
@@ -78,16 +79,17 @@ class IndexedActive:
         self._index = engine.table("visibility_index")
         self._groups = engine.table("groups")
         self._quarantine = quarantine
-        self._directories: dict[int, Directory] = {}
+        self._directories: Directories[Directory] = Directories()
+        self.damage = self._directories.damage
+        self.passed: set[tuple[int, int]] = set()
+        self.unread: list[StoreDamaged] = []
         self._queues: dict[int, Queue] = {}
+        # No message of a queue has a timer before this.
         self._due: DueHeap[int] = DueHeap()
-        # While more has come due than one call's budget moved, FIFO heads are judged by how far
-        # that got.
-        self._due_up_to_ms: int | None = None
-        # Messages that came in or were claimed just now, so that a claim or an ack that follows
-        # soon needs no read: key -> record and item, (queue, id) -> item.
-        self._fresh: dict[bytes, tuple[bytes, Item]] = {}
-        self._recent: dict[tuple[int, int], Item] = {}
+        fronts = [Fronts(each) for each in (self._available, self._in_progress, self._index)]
+        self._available_fronts, self._in_progress_fronts, self._timer_fronts = fronts
+        self.fronts: Sequence[Fronts] = fronts
+        self._recent = Recent()
         # FIFO queues that lost a message in flight to corruption: which group is unknown.
         self._recount: set[int] = set()
         self.healed = 0
@@ -95,27 +97,30 @@ class IndexedActive:
     # --- memory --------------------------------------------------------------------------
 
     def load(self, queue: Queue) -> None:
-        """Find the lanes in use by skipping from lane to lane: one seek each, at any depth."""
+        """Find out which groups are held, which lanes are in use, and what is due first."""
         self._recent.clear()
-        self._fresh.clear()
-        directory = self._directories[queue.number] = Directory(queue.number)
+        directory = self._directories[queue.number] = Directory(queue.number, self._groups)
         self._queues[queue.number] = queue
-        number = queue.number.to_bytes(4, "big")
-        for key, record in rows_of(self._groups, number, past(number)):
-            if len(record) == 4:
-                directory.held[key[4:]] = Held(int.from_bytes(record, "big"), {})
-            else:
-                self._quarantine("groups", key, record, f"{len(record)} bytes, not 4")
-                directory.held[key[4:]] = Held(1, {})
-                self._recount.add(queue.number)
-        seek, end = directory.prefix, past(directory.prefix)
-        while rows := self._index.scan(seek, end, 1):
-            key = rows[0][0]
-            lane = lane_of_key(key)
-            directory.offer(lane, key)
-            seek = past(directory.prefix + lane)
-        delayed = DELAYED + number
-        first = self._index.scan(delayed, past(delayed), 1)
+        self.damage.pop(queue.number, None)
+        self._due.set(queue.number, None)
+        held, timer = partial(self._find_held, queue), partial(self._find_timer, queue)
+        for find in (held, timer, partial(Directory.find_lanes, index=self._index)):
+            try:
+                find(directory)
+            except StoreDamaged as error:
+                log.error("queue %s: not all of it is known: %s", queue.name, str(error))  # noqa: TRY400
+                self.damage[queue.number] = error.anew()
+        if queue.fifo and queue.number in self.damage:
+            # Order can't be kept without knowing all of it.
+            del self._directories[queue.number]
+
+    def _find_held(self, queue: Queue, directory: Directory) -> None:
+        if queue.fifo and directory.find_held(self._quarantine):
+            self._recount.add(queue.number)
+
+    def _find_timer(self, queue: Queue, directory: Directory) -> None:
+        delayed = DELAYED + directory.prefix[1:]
+        first = self._timer_fronts.scan(delayed, past(delayed), 1)
         self._due.set(queue.number, visible_at_of_timer(first[0][0]) if first else None)
 
     def forget(self, queue: Queue) -> None:
@@ -136,9 +141,8 @@ class IndexedActive:
         put = batch.put
         available, index = self._available.family, self._index.family
         prefix, number, fifo = directory.prefix, queue.number, queue.fifo
-        ring, fresh = directory.ring, self._fresh
-        if len(fresh) > RECENT_ITEMS:
-            fresh.clear()
+        ring, fresh = directory.ring, self._recent.fresh
+        self._recent.bound()
         delayed = 0
         for item in items:
             message_id = item.key = item.message_id
@@ -160,7 +164,9 @@ class IndexedActive:
             put(main, record, available)
             if visible_at > now_ms:
                 delayed += 1
-                put(timer_key(number, visible_at, message_id), main + lane, index)
+                timer = timer_key(number, visible_at, message_id)
+                put(timer, main + lane, index)
+                self._timer_fronts.note(timer[:_REGION_BYTES], timer)
                 self._due.lower(number, visible_at)
                 if not fifo:
                     continue
@@ -174,22 +180,25 @@ class IndexedActive:
                 if fifo and visible_at <= now_ms:
                     # It may stand before the head that the group waits for.
                     directory.unblock(lane[:-1])
+        if items:
+            lowest = pack_main(number, min(item.message_id for item in items))
+            self._available_fronts.note(lowest[:4], lowest)
         queue.counts.delayed += delayed
         queue.counts.available += len(items) - delayed
 
     def come_due(self, batch: Batch, now_ms: int, budget: int) -> list[tuple[Queue, int]]:
         """Move index entries from delayed to ready, in the order in which they came due."""
         moved: list[tuple[Queue, int]] = []
-        self._due_up_to_ms = None
-        while (first := self._due.first()) and first[0] <= now_ms:
-            if budget <= 0:
-                self._due_up_to_ms = first[0] - 1
-                break
+        while budget > 0 and (first := self._due.first()) and first[0] <= now_ms:
             number = first[1]
             queue, directory = self._queues[number], self._directories[number]
             prefix = DELAYED + number.to_bytes(4, "big")
             # One more than the budget tells when the next is due.
-            rows = self._index.scan(prefix, past(prefix), budget + 1)
+            try:
+                rows = self._timer_fronts.scan(prefix, past(prefix), budget + 1)
+            except StoreDamaged as error:
+                self.damage[number] = error.anew()
+                rows, _ = scan_readable(self._index, prefix, past(prefix), budget + 1)
             count = 0
             for key, value in rows[:budget]:
                 if visible_at_of_timer(key) > now_ms:
@@ -237,7 +246,7 @@ class IndexedActive:
         queue: Queue,
         limit: int,
         grants: Iterator[Grant],
-        now_ms: int,
+        now_ms: int,  # noqa: ARG002 - what is delayed has a timer
     ) -> list[Item]:
         """Visit groups in turn until the limit is reached or no group has more."""
         directory = self._directories[queue.number]
@@ -254,10 +263,10 @@ class IndexedActive:
                 # What one group does not use is shared among those after it.
                 room = (want - len(keys)) // (visits - visit)
                 if queue.fifo:
-                    keys += self._visit_fifo(batch, queue, directory, group, room, now_ms)
+                    keys += self._visit_fifo(batch, queue, group, room)
                 else:
-                    rows = self._visit(directory, lanes, room)
-                    keys += rows
+                    rows = self._visit(queue, lanes, room)
+                    keys += [row for row in rows if not self._is_passed(row)]
                     if lanes:
                         ring.move_to_end(group)
                     else:
@@ -267,53 +276,69 @@ class IndexedActive:
         queue.counts.in_flight += len(taken)
         return taken
 
+    def _is_passed(self, entry: tuple[bytes, bytes]) -> bool:
+        return bool(self.passed) and unpack_main(main_of(entry[0])) in self.passed
+
     def _visit(
-        self, directory: Directory, lanes: dict[bytes, bytes], limit: int
+        self, queue: Queue, lanes: dict[bytes, bytes], limit: int
     ) -> list[tuple[bytes, bytes]]:
         """Read up to ``limit`` index entries of a group and move its lanes' lowest keys on."""
+        directory = self._directories[queue.number]
         picked: list[tuple[bytes, bytes]] = []
         for lane in sorted(lanes) if len(lanes) > 1 else list(lanes):
             room = limit - len(picked)
             if not room:
                 break
             end = past(directory.prefix + lane)
-            rows = self._index.scan(lanes[lane], end, room + 1)
+            rows, damage = scan_readable(self._index, lanes[lane], end, room + 1)
+            if damage is not None:
+                self.damage[queue.number] = damage.anew()
             if len(rows) > room:
                 lanes[lane] = rows[room][0]
-                picked += rows[:room]
-            else:
+            elif damage is None or not queue.fifo:
                 del lanes[lane]
-                picked += rows
+            elif rows:
+                lanes[lane] = rows[-1][0] + b"\0"
+            picked += rows[:room]
         return picked
 
     def _visit_fifo(
-        self,
-        batch: Batch,
-        queue: Queue,
-        directory: Directory,
-        group: bytes,
-        limit: int,
-        now_ms: int,
+        self, batch: Batch, queue: Queue, group: bytes, limit: int
     ) -> list[tuple[bytes, bytes]]:
         """Read the visible head of a FIFO group and hold the group while it is in flight."""
+        directory = self._directories[queue.number]
         lanes = directory.ring.pop(group)
-        rows = self._visit(directory, lanes, limit)
-        mains = [main_of(key) for key, _ in rows]
-        until_ms = now_ms if self._due_up_to_ms is None else self._due_up_to_ms
-        visible = 0
-        for record in self._available.multi_get(mains):
-            # What does not decode does not hold the group: it is put aside further on.
-            if record is not None and _visible_at_of(record) > until_ms:
-                break
-            visible += 1
+        rows = self._visit(queue, lanes, limit)
+        visible = self._without_timer(queue, rows)
         if visible < len(rows):
             lane = lane_of_key(rows[visible][0])
             lanes[lane] = min(rows[visible][0], lanes.get(lane, b"\xff"))
-        if rows:
-            directory.held[group] = Held(visible, lanes)
-        if visible:
-            self._put_held(batch, queue, group, visible)
+        if rows or lanes:
+            directory.hold(batch, group, visible, lanes)
         return rows[:visible]
+
+    def _without_timer(self, queue: Queue, rows: Sequence[tuple[bytes, bytes]]) -> int:
+        """Count the first entries of a FIFO group up to one whose message is delayed.
+
+        A message is delayed while its timer is there, however late the timer may be moved.
+        """
+        rows = list(takewhile(lambda row: not self._is_passed(row), rows))
+        due_ms = self._due.get(queue.number)
+        if due_ms is None:
+            return len(rows)
+        mains = [main_of(key) for key, _ in rows]
+        # What does not decode does not hold the group: it is put aside further on.
+        times = [
+            visible_at_of(record) if isinstance(record, bytes) else 0
+            for record in get_each(self._available, mains)
+        ]
+        timers = [
+            timer_key(queue.number, time, int.from_bytes(main[4:], "big"))
+            for time, main in zip(times, mains, strict=True)
+        ]
+        found = get_each(self._index, timers) if max(times, default=0) >= due_ms else []
+        self.unread += [timer for timer in found if isinstance(timer, StoreDamaged)]
+        return next((at for at, timer in enumerate(found) if timer is not None), len(rows))
 
     def _move_to_in_progress(
         self,
@@ -322,14 +347,28 @@ class IndexedActive:
         rows: list[tuple[bytes, bytes]],
         grants: Iterator[Grant],
     ) -> list[Item]:
+        directory = self._directories[queue.number]
         put, delete = batch.put, batch.delete
         available, index = self._available.family, self._index.family
         in_progress = self._in_progress.family
-        number, recent = queue.number, self._recent
-        if len(recent) > RECENT_ITEMS:
-            recent.clear()
+        number, claimed = queue.number, self._recent.claimed
+        self._recent.bound()
         items = []
-        for key, main, record, item in self._entries(queue, rows):
+        unread: set[bytes] = set()
+        for key, main, record, item in self._recent.entries(
+            rows, self._available, self._quarantine
+        ):
+            if isinstance(record, StoreDamaged):
+                self.unread.append(record)
+                self.passed.add(unpack_main(main))
+                unread.add(group_of(lane_of_key(key)))
+            if unread and queue.fifo and (group := group_of(lane_of_key(key))) in unread:
+                # What is behind it waits for it.
+                directory.offer(lane_of_key(key), key)
+                directory.unhold(batch, group, 1)
+                continue
+            if isinstance(record, StoreDamaged):
+                continue
             delete(key, index)
             if record is not None:
                 delete(main, available)
@@ -338,46 +377,27 @@ class IndexedActive:
                     self._heal(batch, queue, key)
                 else:
                     queue.counts.available -= 1
-                    self._unhold(batch, queue, group_of(lane_of_key(key)), 1)
+                    directory.unhold(batch, group_of(lane_of_key(key)), 1)
                 continue
             assert record is not None
             item.lease = lease = next(grants)[0]
             put(main, with_lease(record, lease), in_progress)
-            if item.attempts < MAX_ATTEMPTS:
-                item.attempts += 1
+            count_attempt(item)
             if len(record) <= RECENT_BYTES:
-                recent[number, item.key] = item
+                claimed[number, item.key] = item
             items.append(item)
+        if items:
+            lowest = pack_main(number, min(item.key for item in items))
+            self._in_progress_fronts.note(lowest[:4], lowest)
+            self._available_fronts.note_gone(lowest[:4], past(lowest[:4]), len(items))
         return items
-
-    def _entries(
-        self, queue: Queue, rows: list[tuple[bytes, bytes]]
-    ) -> Iterable[tuple[bytes, bytes, bytes | None, Item | None]]:
-        """Find the records of index entries, from memory where they are fresh."""
-        # The entry's key names its message; what its value says is for other readers.
-        prefix = queue.number.to_bytes(4, "big")
-        mains = [prefix + key[-8:] for key, _ in rows]
-        known = [self._fresh.pop(main, None) for main in mains]
-        if None not in known:
-            for (key, _), main, (record, item) in zip(rows, mains, known, strict=True):  # type: ignore[misc]
-                yield key, main, record, item
-            return
-        stored = self._available.multi_get(mains)
-        for (key, _), main, found in zip(rows, mains, stored, strict=True):
-            item = None
-            if found is not None:
-                try:
-                    item = _decode(found)
-                except CorruptRecord as error:
-                    self._quarantine("available", main, found, str(error))
-            yield key, main, found, item
 
     def _heal(self, batch: Batch, queue: Queue, key: bytes) -> None:
         """Count and tell of an index entry without its message; the caller has deleted it."""
         self.healed += 1
         queue.counts.available = max(0, queue.counts.available - 1)
         log.warning("queue %s: removed an index entry without a message: %s", queue.name, key.hex())
-        self._unhold(batch, queue, group_of(lane_of_key(key)), 1)
+        self._directories[queue.number].unhold(batch, group_of(lane_of_key(key)), 1)
 
     def _lose_entries(self, queue: Queue, main: bytes) -> None:
         """Put the index entries of a lost message aside: nothing else knows which they are."""
@@ -406,8 +426,8 @@ class IndexedActive:
 
     def find(self, queue: Queue, keys: Sequence[int]) -> list[Item | None]:
         """Look messages up in flight."""
-        number, recent = queue.number, self._recent
-        found = [recent.get((number, key)) for key in keys]
+        number, claimed = queue.number, self._recent.claimed
+        found = [claimed.get((number, key)) for key in keys]
         if None not in found:
             return found
         missing = [at for at, item in enumerate(found) if item is None]
@@ -431,20 +451,26 @@ class IndexedActive:
     def settle(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
         """Delete in-progress records, and let go of FIFO groups."""
         delete, family, number = batch.delete, self._in_progress.family, queue.number
-        forget = self._recent.pop
+        forget = self._recent.claimed.pop
         for item in items:
             key = item.key
             forget((number, key), None)
             delete(pack_main(number, key), family)
         queue.counts.in_flight -= len(items)
         if queue.fifo:
-            self._unhold_all(batch, queue, items)
+            self._directories[queue.number].unhold_all(batch, items)
 
     def put_back(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
         """Move in-progress records back to available."""
+        for item in items:
+            item.lease = NO_LEASE
         # Added first: on a FIFO queue the group is let go with its head back in place.
         self.add(batch, queue, items, now_ms)
         self.settle(batch, queue, items)
+
+    def pass_over(self, queue: Queue, items: Sequence[Item]) -> None:
+        """Remember messages that claims are to pass over."""
+        self.passed.update((queue.number, item.key) for item in items)
 
     def relabel(self, batch: Batch, queue: Queue, items: Sequence[Item], lease: bytes) -> None:
         """Write another split of the lease into in-progress records."""
@@ -454,19 +480,6 @@ class IndexedActive:
             batch.put(main, with_lease(record, lease), self._in_progress.family)
         for item in items:
             item.lease = lease
-
-    def _unhold_all(self, batch: Batch, queue: Queue, items: Iterable[Item]) -> None:
-        counts: dict[bytes, int] = {}
-        for item in items:
-            group = group_of(item.lane)
-            counts[group] = counts.get(group, 0) + 1
-        for group, count in counts.items():
-            self._unhold(batch, queue, group, count)
-
-    def _unhold(self, batch: Batch, queue: Queue, group: bytes, count: int) -> None:
-        left = self._directories[queue.number].let_go(group, count)
-        if left is not None:
-            self._put_held(batch, queue, group, left)
 
     def _recount_held(self, batch: Batch, queue: Queue, directory: Directory) -> None:
         """Count anew what each FIFO group has in flight."""
@@ -480,14 +493,7 @@ class IndexedActive:
         self._recount.discard(queue.number)
         for group, held in list(directory.held.items()):
             if held.count:
-                self._unhold(batch, queue, group, held.count - counts.get(group, 0))
-
-    def _put_held(self, batch: Batch, queue: Queue, group: bytes, count: int) -> None:
-        key = queue.number.to_bytes(4, "big") + group
-        if count > 0:
-            batch.put(key, count.to_bytes(4, "big"), self._groups.family)
-        else:
-            batch.delete(key, self._groups.family)
+                directory.unhold(batch, group, held.count - counts.get(group, 0))
 
     # --- waiting -------------------------------------------------------------------------
 
@@ -506,7 +512,7 @@ class IndexedActive:
         directory = self._directories[queue.number]
         timers = [timer_key(queue.number, item.visible_at_ms, item.message_id) for item in items]
         for item in items:
-            self._fresh.pop(pack_main(queue.number, item.key), None)
+            self._recent.fresh.pop(pack_main(queue.number, item.key), None)
         gone: dict[bytes, set[bytes]] = {}
         for item, timer, delayed in zip(items, timers, self._index.multi_get(timers), strict=True):
             slot = pack_slot(0 if queue.fifo else item.visible_at_ms, item.message_id)
@@ -534,10 +540,13 @@ class IndexedActive:
             raise InvalidInput("not a cursor of this queue and state; pass a page's next_cursor")
         found: list[Item | None]
         if state is State.IN_FLIGHT:
-            rows = self._in_progress.scan(after or number, past(number), limit + 1)
+            rows = self._in_progress_fronts.page(number, past(number), after, limit + 1)
             found = [self._item(queue, state, main, record) for main, record in rows[:limit]]
         else:
-            rows = self._index.scan(after or prefix + number, past(prefix + number), limit + 1)
+            if state is State.AVAILABLE and not (after or self.passed or self.damage):
+                after = self._directories[queue.number].lowest()
+            region = prefix + number
+            rows = self._timer_fronts.page(region, past(region), after, limit + 1)
             mains = [main_of(key) for key, _ in rows[:limit]]
             found = self._waiting(queue, mains)
             for (key, value), item in zip(rows, found, strict=False):
@@ -554,14 +563,25 @@ class IndexedActive:
     def oldest(self, queue: Queue) -> Item | None:
         """Return the waiting message with the lowest id."""
         number = queue.number.to_bytes(4, "big")
-        rows = self._available.scan(number, past(number), 1)
+        rows = self._available_fronts.scan(number, past(number), 1)
         return self._item(queue, State.AVAILABLE, *rows[0]) if rows else None
+
+    def beliefs(self, queue: Queue) -> Beliefs:
+        """Tell what the directory says; what is kept of late must be as the tables have it."""
+        number, directory = queue.number, self._directories[queue.number]
+        found = directory.beliefs(self._index, lambda head: not self._without_timer(queue, head))
+        due_ms = self._due.get(number)
+        if due_ms is not None:
+            found.bounds["delays",] = due_ms
+        for main in self._recent.differing(number, self._available, self._in_progress):
+            found.facts["kept of late", main] = True
+        return found
 
     def _item(self, queue: Queue, state: State, main: bytes, record: bytes) -> Item | None:
         """Decode a record, or have it put aside."""
         in_flight = state is State.IN_FLIGHT
         try:
-            item = _decode(record)
+            item = item_of(record)
         except CorruptRecord as error:
             table = "in_progress" if in_flight else "available"
             if not self._quarantine(table, main, record, str(error)):
@@ -573,20 +593,6 @@ class IndexedActive:
             else:
                 self._lose_entries(queue, main)
             return None
-        if in_flight and item.attempts < MAX_ATTEMPTS:
-            item.attempts += 1
+        if in_flight:
+            count_attempt(item)
         return item
-
-
-def _decode(record: bytes) -> Item:
-    contents, index_key, id8, attempts, forgiven, visible_at, lease = decode_stored_item(record)
-    key = int.from_bytes(id8, "big")
-    lane = lane_of_key(index_key)
-    return Item(key, key, lane, attempts, forgiven, visible_at, contents, lease)
-
-
-def _visible_at_of(record: bytes) -> int:
-    try:
-        return decode_stored_item(record)[5]
-    except CorruptRecord:
-        return 0

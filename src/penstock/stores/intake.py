@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 from penstock import limits
 from penstock.codec.metadata import Metadata, decode_heads, decode_metadata, encode_metadata
 from penstock.codec.opendata import payload_key
-from penstock.errors import CorruptRecord
+from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.model import Delivery
-from penstock.stores.active import Item, lane_of
+from penstock.stores.active import Item, group_of, lane_of, uncount_attempt
 from penstock.stores.leases import family_of
 from penstock.stores.receipts import lease_token
 
@@ -30,6 +30,8 @@ __all__ = ["Intake"]
 
 # How much that has come due one claim will see to before it takes its messages.
 CATCH_UP_BUDGET: Final = 1_000
+# How many messages that can't be read one claim will pass over to find some that can.
+UNREAD_BUDGET: Final = 1_000
 
 
 class Intake:
@@ -55,7 +57,7 @@ class Intake:
         Without routes they go into the log alone, for a tailer to route.
         """
         core = self._core
-        batch = core.engine.batch()
+        batch = core.begin()
         dedup_keys = core.dedup.keys(messages)
         wanted = [key for key in dedup_keys if key is not None]
         known = core.dedup.known(wanted, now_ms) if wanted else {}
@@ -108,13 +110,40 @@ class Intake:
     def claim(self, queue_name: str, wants: Sequence[Want], now_ms: int) -> list[list[Delivery]]:
         """Take messages for several claims in one scan and one commit, each under its own lease.
 
-        They are served in order: those at the end may get nothing.
+        They are served in order: those at the end may get nothing. A message that can't be read is
+        passed over. That there is nothing is said only by who has read all that there may be.
         """
+        unseen = None
+        try:
+            self._core.run(self._upkeep.catch_up, now_ms, CATCH_UP_BUDGET)
+        except StoreDamaged as error:
+            # Some of what has come due may not have come back.
+            unseen = error
         queue = self._core.queue(queue_name)
-        self._upkeep.catch_up(now_ms, CATCH_UP_BUDGET)
+        unseen = unseen if queue.counts.in_flight or queue.counts.delayed else None
+        unseen = unseen or self._core.active.damage.get(queue.number)
         if not self._core.active.ready_groups(queue):
+            if unseen is not None:
+                raise unseen.anew()
             return [[] for _ in wants]
-        batch = self._core.engine.batch()
+        claims, unread = self._serve(queue, wants, now_ms)
+        passed = 0
+        while unread and passed < UNREAD_BUDGET and not any(claim.deliveries for claim in claims):
+            # Those behind what can't be read may have better luck.
+            passed += len(unread)
+            unseen = unread[0]
+            claims, unread = self._serve(queue, wants, now_ms)
+        if not any(claim.deliveries for claim in claims):
+            unseen = unseen or self._core.active.damage.get(queue.number)
+            if unseen is not None:
+                raise unseen.anew()
+        return [claim.deliveries for claim in claims]
+
+    def _serve(
+        self, queue: Queue, wants: Sequence[Want], now_ms: int
+    ) -> tuple[list[_Claim], list[StoreDamaged]]:
+        """Take messages; give the claims, and why some messages were passed over."""
+        batch = self._core.begin()
         claims = [_Claim(want, now_ms) for want in wants]
         # A group of a FIFO queue is in one lease at a time, so that claims can't share a scan.
         for together in [[claim] for claim in claims] if queue.fifo else [claims]:
@@ -133,7 +162,7 @@ class Intake:
                 queue.counts.claimed_total += len(claim.deliveries)
         if len(batch) or self._core.has_aside:
             self._core.commit(batch, (queue,), now_ms)
-        return [claim.deliveries for claim in claims]
+        return claims, self._core.take_unread(queue)
 
     def _take(self, batch: Batch, queue: Queue, claims: Sequence[_Claim], now_ms: int) -> None:
         """Take until the claims have what they want, or all that they may, or there is no more."""
@@ -144,8 +173,9 @@ class Intake:
             if not taken:
                 return
             kept = self._within_bounds(batch, queue, taken, claims, now_ms)
-            self._deliver(batch, queue, kept, claims)
-            if len(kept) < len(taken) or not active.ready_groups(queue):
+            self._deliver(batch, queue, kept, claims, now_ms)
+            # What was put back stands before what this batch has taken: it can't be taken from.
+            if len(kept) < len(taken) or active.unread or not active.ready_groups(queue):
                 return
 
     def _within_bounds(
@@ -176,26 +206,57 @@ class Intake:
                 together += size
                 claim.bytes += size
                 claim.full = claim.bytes >= limits.MAX_CLAIM_BYTES
-        for item in excess:
-            # As if it had not been taken.
-            item.attempts -= 1
         if excess:
-            self._core.active.put_back(batch, queue, excess, now_ms)
+            self._put_back(batch, queue, excess, now_ms)
             # Others that wait are to look again.
             self._core.wake(queue)
         return kept
 
+    def _put_back(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
+        """Put messages back as if they had not been taken."""
+        for item in items:
+            uncount_attempt(item)
+        self._core.active.put_back(batch, queue, items, now_ms)
+
+    def _read(
+        self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int
+    ) -> list[tuple[Item, bytes | None]]:
+        """Read payloads; what can't be read is put back, and passed over from now on."""
+        payloads = self._core.payloads.get_each([item.message_id for item in items])
+        read: list[tuple[Item, bytes | None]] = []
+        unread: list[Item] = []
+        behind: list[Item] = []
+        groups: set[bytes] = set()
+        for item, payload in zip(items, payloads, strict=True):
+            if isinstance(payload, StoreDamaged):
+                self._core.active.unread.append(payload)
+                unread.append(item)
+                groups.add(group_of(item.lane))
+            elif groups and queue.fifo and group_of(item.lane) in groups:
+                # It waits for the one before it.
+                behind.append(item)
+            else:
+                read.append((item, payload))
+        if unread:
+            self._put_back(batch, queue, [*unread, *behind], now_ms)
+            self._core.active.pass_over(queue, unread)
+        return read
+
     def _deliver(
-        self, batch: Batch, queue: Queue, items: Sequence[Item], claims: Sequence[_Claim]
+        self,
+        batch: Batch,
+        queue: Queue,
+        items: Sequence[Item],
+        claims: Sequence[_Claim],
+        now_ms: int,
     ) -> None:
         """Read payloads and make deliveries; what can't be delivered is removed."""
         name, store_id = queue.name, self._core.identity.store_id
-        payloads = self._core.payloads.get([item.message_id for item in items])
         turns = iter(claims)
         claim: _Claim | None = None
         token = ""
         broken: list[Item] = []
-        for item, payload in zip(items, payloads, strict=True):
+        for item, payload in self._read(batch, queue, items, now_ms):
             # Items come in the order of the grants.
             while claim is None or claim.lease != item.lease:
                 claim = next(turns)

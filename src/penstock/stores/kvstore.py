@@ -14,8 +14,10 @@ its kind, over one :class:`~penstock.stores.core.Core`::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
+from penstock.errors import StoreDamaged
 from penstock.limits import MAX_VIEWS
 from penstock.stores.core import Core
 from penstock.stores.coverage import Coverage, Stretch
@@ -43,6 +45,19 @@ if TYPE_CHECKING:
 
 __all__ = ["KvStore"]
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _guarded(method: Callable[Concatenate[KvStore, P], T]) -> Callable[Concatenate[KvStore, P], T]:
+    """Have memory be as the disk says it is, however a method of a store ends."""
+
+    @wraps(method)
+    def run(store: KvStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return store.core.run(method, store, *args, **kwargs)
+
+    return run
+
 
 class KvStore:
     """A store on a key-value engine."""
@@ -57,7 +72,18 @@ class KvStore:
         routing: str | None,
         now_ms: int,
     ) -> None:
-        core = Core(engine, design, make_active, store_id=store_id, routing=routing, now_ms=now_ms)
+        try:
+            core = Core(
+                engine, design, make_active, store_id=store_id, routing=routing, now_ms=now_ms
+            )
+        except StoreDamaged as error:
+            raise StoreDamaged(
+                f"{error}. The store can't do without that: restore a backup, or bring what can be "
+                "read into a new store: penstock salvage STORE TARGET",
+                table=error.table,
+                begin=error.begin,
+                end=error.end,
+            ) from error
         self.core = core
         settling = Settling(core)
         placing = Placing(core)
@@ -65,42 +91,44 @@ class KvStore:
         upkeep = Upkeep(core, settling, router, Moving(core))
         intake = Intake(core, upkeep, placing)
         views = Views(core, upkeep)
-        self.publish = intake.publish
-        self.claim = intake.claim
-        self.ack = settling.ack
-        self.release = settling.release
-        self.extend = settling.extend
-        self.extend_lease = settling.extend_lease
-        self.held = settling.held
-        self.sweep = upkeep.sweep
+        guarded = core.guarded
+        self.publish = guarded(intake.publish)
+        self.claim = guarded(intake.claim)
+        self.ack = guarded(settling.ack)
+        self.release = guarded(settling.release)
+        self.extend = guarded(settling.extend)
+        self.extend_lease = guarded(settling.extend_lease)
+        self.held = guarded(settling.held)
+        self.sweep = guarded(upkeep.sweep)
         self.soonest_ms = upkeep.soonest_ms
-        self.purge = upkeep.purge
-        self.redrive = upkeep.redrive
-        self.move = upkeep.move
-        self.delete_queue = upkeep.delete_queue
-        self.drain_queue = upkeep.drain_queue
-        self.read_log = router.read_log
-        self.assign = router.assign
-        self.take_epoch = router.take_epoch
-        self.route_plan = router.route_plan
-        self.filters_at = router.filters_at
-        self.backfill_plan = router.backfill_plan
-        self.fill = router.fill
-        self.restore = Restoring(core, placing).restore
-        self.trim = upkeep.trim
-        self.backfill = router.backfill
-        self.configure_log = router.configure_log
-        self.log_stats = router.stats
-        self.browse = views.browse
-        self.attempts = views.attempts
-        self.queue_stats = views.queue_stats
-        self.store_stats = views.store_stats
+        self.purge = guarded(upkeep.purge)
+        self.redrive = guarded(upkeep.redrive)
+        self.move = guarded(upkeep.move)
+        self.delete_queue = guarded(upkeep.delete_queue)
+        self.drain_queue = guarded(upkeep.drain_queue)
+        self.read_log = guarded(router.read_log)
+        self.assign = guarded(router.assign)
+        self.take_epoch = guarded(router.take_epoch)
+        self.route_plan = guarded(router.route_plan)
+        self.filters_at = guarded(router.filters_at)
+        self.backfill_plan = guarded(router.backfill_plan)
+        self.fill = guarded(router.fill)
+        self.restore = guarded(Restoring(core, placing).restore)
+        self.trim = guarded(upkeep.trim)
+        self.backfill = guarded(router.backfill)
+        self.configure_log = guarded(router.configure_log)
+        self.log_stats = guarded(router.stats)
+        self.browse = guarded(views.browse)
+        self.attempts = guarded(views.attempts)
+        self.queue_stats = guarded(views.queue_stats)
+        self.store_stats = guarded(views.store_stats)
         self._upkeep = upkeep
 
+    @_guarded
     def create_queue(self, spec: QueueSpec, now_ms: int) -> None:
         """Add a queue, which takes messages from here on."""
         core = self.core
-        batch = core.engine.batch()
+        batch = core.begin()
         queue = Queue(spec, core.queue_numbers.allocate(batch, 1), Counts())
         core.put_spec(batch, queue)
         live = [Stretch(core.log.end, None, spec.filter)]
@@ -109,14 +137,17 @@ class KvStore:
         core.commit(batch, (queue,), now_ms)
         core.adopt(queue)
 
+    @_guarded
     def update_queue(self, spec: QueueSpec, now_ms: int, *, from_offset: int | None = None) -> None:
         """Change a queue's settings; name and ordering stay."""
         self._upkeep.respec(self.core.queue(spec.name), spec, from_offset, now_ms)
 
+    @_guarded
     def draining(self, queue_name: str) -> bool:
         """Whether a queue takes no more messages and is about to go."""
         return self.core.coverage[self.core.queue(queue_name).name].draining
 
+    @_guarded
     def live_filters(self) -> dict[str, str]:
         """Return the filters that new messages are routed by."""
         core = self.core
@@ -127,9 +158,9 @@ class KvStore:
         }
 
     @property
-    def changed_elsewhere(self) -> int:
-        """Return 0: a store on a key-value engine has one owner."""
-        return 0
+    def filter_changes(self) -> int:
+        """How often the live filters have changed, or may have."""
+        return self.core.live_changes
 
     def contention(self) -> None:
         """Return nothing: a store on a key-value engine has one owner."""
@@ -148,6 +179,7 @@ class KvStore:
         identity = self.core.identity
         return StoreInfo(f"{identity.store_id:08x}", identity.design, identity.routing)
 
+    @_guarded
     def pin(
         self,
         now_ms: int,
@@ -182,18 +214,20 @@ class KvStore:
         gone = min(log.earliest, log.routed_up_to)
         return {message_id for message_id in message_ids if message_id < gone}
 
+    @_guarded
     def drop_payloads(self, message_ids: Sequence[int], now_ms: int, *, dry_run: bool) -> Collected:
         """Delete payloads that nothing refers to.
 
         The caller has made sure that they are collectable and that no queue holds them.
         """
         core = self.core
-        batch = core.engine.batch()
+        batch = core.begin()
         count, freed = core.payloads.discard(batch, message_ids)
         if count and not dry_run:
             core.commit(batch, (), now_ms)
         return Collected(count, freed)
 
+    @_guarded
     def offset_at(self, time_ms: int) -> int:
         """Return an offset at or before the first message of that time."""
         return self.core.log.offset_at(time_ms)
@@ -202,10 +236,12 @@ class KvStore:
         """Return the same: all offsets are in one range."""
         return [self.offset_at(time_ms)]
 
+    @_guarded
     def specs(self) -> list[QueueSpec]:
         """Return the settings of every queue, by name."""
         return [queue.spec for _, queue in sorted(self.core.queues.items())]
 
+    @_guarded
     def spec(self, queue_name: str) -> QueueSpec:
         """Return the settings of a queue."""
         return self.core.queue(queue_name).spec
@@ -220,6 +256,7 @@ class KvStore:
         """How many commits were made: a change is durable once its commit is."""
         return self.core.commits
 
+    @_guarded
     def audit(self, *, repair: bool, now_ms: int) -> AuditReport:
         """Hold the store to its invariants."""
         # Loaded when it is wanted: it is as large as the rest of the store.

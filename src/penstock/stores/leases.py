@@ -15,6 +15,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from penstock.codec.stored import LeaseRecord, decode_lease, encode_lease
+from penstock.errors import StoreDamaged
+from penstock.kv import get_each, scan_readable
+from penstock.stores.fronts import Fronts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["FAMILY_BYTES", "Leases", "family_of"]
 
 FAMILY_BYTES: Final = 14
+# After every expiry entry.
+_LAST: Final = b"\xff" * 9
 
 
 def family_of(lease: bytes) -> bytes:
@@ -37,16 +42,17 @@ class Leases:
     def __init__(self, leases: Table, expiry: Table) -> None:
         self._leases = leases
         self._expiry = expiry
-        self.reload()
-
-    def reload(self) -> None:
-        """Forget what memory knows."""
+        self.fronts = Fronts(expiry)
         # No lease expires before this; a bound that is too low costs one look at the index.
         self.none_before_ms = 0
 
     def get(self, leases: list[bytes]) -> list[bytes | None]:
         """Read the encoded records of leases."""
         return self._leases.multi_get(leases)
+
+    def get_each(self, leases: list[bytes]) -> Sequence[bytes | StoreDamaged | None]:
+        """Read the encoded records of leases; of one that can't be read, give the error."""
+        return get_each(self._leases, leases)
 
     def decode(self, record: bytes) -> LeaseRecord:
         """Decode a record that :meth:`get` gave."""
@@ -68,12 +74,14 @@ class Leases:
         record = encode_lease(keys, deadline_ms, index_key, claimed_at_ms, queue, consumer)
         batch.put(lease, record, self._leases.family)
         batch.put(index_key, lease, self._expiry.family)
+        self.fronts.note(b"", index_key)
         self.none_before_ms = min(self.none_before_ms, deadline_ms)
 
     def delete(self, batch: Batch, lease: bytes, record: LeaseRecord) -> None:
         """Delete a lease and its expiry entry, always both."""
         batch.delete(lease, self._leases.family)
         batch.delete(record.index_key, self._expiry.family)
+        self.fronts.note_gone(b"", _LAST, 1)
 
     def drop_expiry_entry(self, batch: Batch, index_key: bytes, lease: bytes) -> None:
         """Delete an expiry entry whose lease is gone, or belongs to a queue that is gone."""
@@ -120,14 +128,23 @@ class Leases:
         """Whether it is worth looking: cheap, and never wrong when it says no."""
         return now_ms >= self.none_before_ms
 
-    def due(self, now_ms: int, limit: int) -> Sequence[tuple[bytes, bytes]]:
-        """Read the expiry entries whose deadline has come: bounded at now + 1."""
-        rows = self._expiry.scan(b"", (now_ms + 1).to_bytes(8, "big"), limit)
-        if not rows:
-            self.none_before_ms = self.next_due_ms() or (1 << 63)
-        return rows
+    def due(
+        self, now_ms: int, limit: int
+    ) -> tuple[Sequence[tuple[bytes, bytes]], StoreDamaged | None]:
+        """Read the expiry entries whose deadline has come: bounded at now + 1.
+
+        With the reason, if not all of them can be read.
+        """
+        end = (now_ms + 1).to_bytes(8, "big")
+        try:
+            rows = self.fronts.scan(b"", end, limit)
+            if not rows:
+                self.none_before_ms = self.next_due_ms() or (1 << 63)
+        except StoreDamaged:
+            return scan_readable(self._expiry, b"", end, limit)
+        return rows, None
 
     def next_due_ms(self) -> int | None:
         """Return the earliest deadline."""
-        rows = self._expiry.scan(b"", b"\xff" * 9, 1)
+        rows = self.fronts.scan(b"", _LAST, 1)
         return int.from_bytes(rows[0][0][:8], "big") if rows else None

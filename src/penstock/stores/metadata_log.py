@@ -29,6 +29,7 @@ from penstock.codec import log as codec
 from penstock.codec.metadata import decode_metadata
 from penstock.errors import CorruptRecord
 from penstock.kv import rows_of
+from penstock.stores.fronts import Fronts
 from penstock.stores.sequences import Sequence as SeqBlocks
 
 if TYPE_CHECKING:
@@ -72,12 +73,8 @@ class MetadataLog:
         self._table = table
         self._instance_id = instance_id
         self._quarantine = quarantine
+        self.fronts = Fronts(table)
         self.ids = SeqBlocks(table, codec.SEQ_BLOCK_KEY, first=1)
-        self.reload()
-
-    def reload(self) -> None:
-        """Read settings and segments from disk."""
-        self.ids.reload()
         record = self._table.get(_SETTINGS)
         try:
             self.settings = LogSettings()
@@ -171,8 +168,9 @@ class MetadataLog:
             by_segment.setdefault(self.segment_of(message_id).number, []).append(message_id)
         for number, ids in by_segment.items():
             packed = b"".join(message_id.to_bytes(8, "big") for message_id in ids)
-            key = _UNROUTED + number.to_bytes(4, "big") + packed[:8]
-            batch.put(key, packed, self._table.family)
+            prefix = _unrouted_prefix(number)
+            batch.put(prefix + packed[:8], packed, self._table.family)
+            self.fronts.note(prefix, prefix + packed[:8])
 
     # --- out -----------------------------------------------------------------------------
 
@@ -270,18 +268,23 @@ class MetadataLog:
         over = following.start_ms + retention_ms <= now_ms
         return self.segments[0] if over and following.start_offset <= routed_up_to else None
 
-    def drop(self, batch: Batch, segment: Segment) -> list[int]:
-        """Delete a segment; return the messages in it that no queue took when routed."""
+    def drop(self, batch: Batch, segment: Segment, limit: int) -> list[int]:
+        """Return messages of a segment that no queue took, of up to ``limit`` publishes.
+
+        The call that gives the last of them deletes the segment.
+        """
         family = self._table.family
-        begin = codec.entry_key(segment.number, b"", 0)[:6]
-        batch.delete_range(begin, begin + b"\xff", family)
-        batch.delete(codec.segment_meta_key(segment.number), family)
-        prefix = _UNROUTED + segment.number.to_bytes(4, "big")
+        prefix = _unrouted_prefix(segment.number)
+        rows = self.fronts.scan(prefix, prefix + b"\xff" * 9, limit)
         ids: list[int] = []
-        for key, packed in rows_of(self._table, prefix, prefix + b"\xff" * 9):
+        for key, packed in rows:
             batch.delete(key, family)
             ids += [int.from_bytes(packed[at : at + 8], "big") for at in range(0, len(packed), 8)]
-        self.segments.remove(segment)
+        if len(rows) < limit:
+            begin = codec.entry_key(segment.number, b"", 0)[:6]
+            batch.delete_range(begin, begin + b"\xff", family)
+            batch.delete(codec.segment_meta_key(segment.number), family)
+            self.segments.remove(segment)
         return ids
 
 
@@ -290,6 +293,10 @@ class Page(NamedTuple):
 
     rows: list[tuple[int, bytes]]
     next_offset: int
+
+
+def _unrouted_prefix(segment: int) -> bytes:
+    return _UNROUTED + segment.to_bytes(4, "big")
 
 
 def _entries(rows: Sequence[tuple[int, bytes]]) -> Iterator[Sequence[tuple[int, bytes]]]:

@@ -156,7 +156,7 @@ class Moving:
     ) -> None:
         core = self._core
         present = self._present(to, leaving, compiled)
-        batch = core.engine.batch()
+        batch = core.begin()
         self._take_out(batch, queue, [each.origin for each in leaving])
         merged = [each for each in leaving if each.message_id in present.live]
         core.history.forget_attempts(batch, queue, [(m.message_id, m.attempts) for m in merged])

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Final
 from penstock.codec import opendata, records
 from penstock.codec.summaries import Due, encode_head, encode_held, pack_summary
 from penstock.errors import CorruptRecord
-from penstock.stores.active import NO_LEASE, Item, group_of, lane_of, split_lane
+from penstock.stores.active import (
+    NO_LEASE,
+    Item,
+    count_attempt,
+    group_of,
+    lane_of,
+    split_lane,
+)
 from penstock.stores.bucket_directory import RANK_BITS, Tally, rank_of, tally
 
 if TYPE_CHECKING:
@@ -54,6 +61,7 @@ class OpenBucket:
         "fifo",
         "flight",
         "held",
+        "hidden",
         "id",
         "key",
         "lanes",
@@ -73,6 +81,8 @@ class OpenBucket:
         self.lanes: dict[bytes, list[Place]] = {}
         self.late: list[Place] = []
         self.late_claims: set[int] = set()
+        # What waits and can't be claimed. On a FIFO queue it has its place all the same.
+        self.hidden: set[int] = set()
         # FIFO: group -> how many of its messages are in flight
         self.held: dict[bytes, int] = {}
         self._oldest: int | None = None
@@ -142,11 +152,15 @@ class OpenBucket:
         if len(self.waiting.keys() | self.flight.keys()) != elements:
             raise CorruptRecord("active v2: a claim stands twice in its bucket")
 
-    def encode(self) -> bytes:
+    def record(self) -> bytes:
         """Join the bucket's record."""
-        value = records.pack_active(
+        return records.pack_active(
             list(self._waiting_bytes.values()), list(self._flight_bytes.values())
         )
+
+    def encode(self) -> bytes:
+        """Join the bucket's record to be written, and estimate anew what the bucket costs."""
+        value = self.record()
         self.cost = len(value) * 2 + _MESSAGE_OVERHEAD_BYTES * len(self)
         return value
 
@@ -161,9 +175,24 @@ class OpenBucket:
             oldest=self.oldest() or 0,
             late=[claim_id - self.id for _, claim_id in self.late],
             due=due,
-            heads_encoded=self._heads.values(),
+            heads_encoded=self._all_heads() if self.hidden else self._heads.values(),
             held_encoded=self._held_rows(),
         )
+
+    def _all_heads(self) -> Collection[bytes]:
+        """Encode the heads of lanes as they are with what is hidden."""
+        heads = {lane: places[0][0] for lane, places in self.lanes.items()}
+        for claim_id in self.hidden:
+            rank, lane = self._rank(claim_id), self.waiting[claim_id].lane
+            heads[lane] = min(rank, heads.get(lane, rank))
+        return [
+            encode_head(*_split(lane), rank >> RANK_BITS, rank & _ID_MASK)
+            for lane, rank in heads.items()
+        ]
+
+    def _rank(self, claim_id: int) -> int:
+        item = self.waiting[claim_id]
+        return item.message_id if self.fifo else rank_of(item.visible_at_ms, item.message_id)
 
     def _held_rows(self) -> Collection[bytes]:
         return [
@@ -252,11 +281,21 @@ class OpenBucket:
         places = self.lanes[lane]
         count = len(places) if below is None else bisect_left(places, (below,))
         count = min(count, limit)
-        if self.fifo and self.late_claims:
+        if self.fifo and (self.late_claims or self.hidden):
             for index in range(count):
-                if places[index][1] in self.late_claims:
+                if places[index][1] in self.late_claims or places[index][1] in self.hidden:
                     return index
         return count
+
+    def hide(self, claim_id: int) -> None:
+        """Have a message that could be claimed be passed over."""
+        if claim_id not in self.hidden:
+            self.hidden.add(claim_id)
+            if not self.fifo:
+                lane = self.waiting[claim_id].lane
+                places = self.lanes[lane]
+                index = bisect_left(places, (self._rank(claim_id), claim_id))
+                self._cut(lane, places, index, index + 1)
 
     def take(self, lane: bytes, count: int, grants: Iterator[Grant], now_ms: int) -> list[Item]:
         """Move the first ``count`` messages of a lane to in flight."""
@@ -268,7 +307,7 @@ class OpenBucket:
         for _, claim_id in places[:count]:
             item = waiting.pop(claim_id)
             del waiting_bytes[claim_id]
-            item.attempts += 1
+            count_attempt(item)
             lease, deadline_ms = next(grants)
             item.lease = lease
             self._oldest_is_gone |= item.message_id == self._oldest
@@ -305,13 +344,15 @@ class OpenBucket:
         item = self.waiting.pop(claim_id, None)
         if item is None:
             return None
+        hidden = claim_id in self.hidden
+        self.hidden.discard(claim_id)
         del self._waiting_bytes[claim_id]
         late = claim_id in self.late_claims
         by_time = rank_of(item.visible_at_ms, item.message_id)
         if late:
             self.late_claims.discard(claim_id)
             del self.late[bisect_left(self.late, (by_time, claim_id))]
-        if self.fifo or not late:
+        if self.fifo or not (late or hidden):
             places = self.lanes[item.lane]
             rank = item.message_id if self.fifo else by_time
             index = bisect_left(places, (rank, claim_id))

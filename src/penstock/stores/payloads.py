@@ -16,10 +16,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from penstock.codec.opendata import payload_key
+from penstock.kv import get_each
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from penstock.errors import StoreDamaged
     from penstock.kv import Batch, Family, Table
 
 __all__ = ["Payloads"]
@@ -41,6 +43,10 @@ class Payloads:
     def get(self, message_ids: Sequence[int]) -> list[bytes | None]:
         """Read payloads."""
         return self._table.multi_get([payload_key(message_id) for message_id in message_ids])
+
+    def get_each(self, message_ids: Sequence[int]) -> Sequence[bytes | StoreDamaged | None]:
+        """Read payloads; of one that can't be read, give the error."""
+        return get_each(self._table, [payload_key(message_id) for message_id in message_ids])
 
     def refer(self, batch: Batch, message_id: int, queues: int) -> None:
         """Note that a new message is held by none or by more than one queue."""

@@ -6,6 +6,9 @@
     02 06 | name                 queue spec, version 2 (codec/records.py)
     02 0b | name                 counters, little-endian: 02 version, then u64 each in the order
                                  of Counts' fields
+    02 16 | name                 while waiting messages are being listed to expire, because their
+                                 retention has changed: 00 delayed or 01 available ones, and the
+                                 cursor of the first page that is not listed
 
 Upgrade recipe for the counters: append fields, raise the version byte; a shorter record reads
 with zeros for what it lacks. Version 1 had neither ``moved_in_total`` nor ``moved_out_total``.
@@ -22,7 +25,7 @@ import msgspec
 
 from penstock.codec import opendata, records
 from penstock.errors import CorruptRecord
-from penstock.model import Ordering, QueueSpec
+from penstock.model import Ordering, QueueSpec, State
 
 if TYPE_CHECKING:
     from penstock.kv import Batch, Table
@@ -33,6 +36,9 @@ log = logging.getLogger(__name__)
 
 _SPECS: Final = b"\x02\x06"
 _COUNTS: Final = b"\x02\x0b"
+_LISTING: Final = b"\x02\x16"
+# Delayed ones first: what comes due meanwhile is listed with the available ones then.
+_LISTED: Final = (State.DELAYED, State.AVAILABLE)
 _COUNTS_VERSION: Final = b"\x02"
 _COUNTS_VERSIONS: Final = {b"\x01": 17, b"\x02": 19}
 
@@ -120,8 +126,22 @@ class QueueTable:
             record = encode_counts(Counts(*(max(0, value) for value in values)))
         batch.put(_COUNTS + queue.id, record, self._table.family)
 
+    def listing(self, queue: Queue) -> tuple[State, bytes] | None:
+        """Read how far the waiting messages of a queue are listed to expire; None: all are."""
+        record = self._table.get(_LISTING + queue.id)
+        return None if record is None else (_LISTED[record[:1] == b"\x01"], record[1:])
+
+    def put_listing(self, batch: Batch, queue: Queue, listing: tuple[State, bytes] | None) -> None:
+        """Write how far they are."""
+        if listing is None:
+            batch.delete(_LISTING + queue.id, self._table.family)
+        else:
+            record = bytes([_LISTED.index(listing[0])]) + listing[1]
+            batch.put(_LISTING + queue.id, record, self._table.family)
+
     def remove(self, batch: Batch, queue: Queue) -> None:
         """Delete a queue's records."""
+        batch.delete(_LISTING + queue.id, self._table.family)
         batch.delete(_SPECS + queue.id, self._table.family)
         batch.delete(_COUNTS + queue.id, self._table.family)
 

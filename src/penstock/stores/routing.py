@@ -166,7 +166,7 @@ class Routing:
             if strangers:
                 raise InvalidInput(f"message {min(strangers)} is not in this page of log {log}")
         placed, routes = self._placed(page.rows, assignments, cursor.end, now_ms)
-        batch = core.engine.batch()
+        batch = core.begin()
         touched = self._placing.place(batch, placed, routes, now_ms, late=True)
         batch.put(_cursor_key(log), cursor.end.to_bytes(8, "big"), core.system.family)
         core.put_totals(batch, now_ms)
@@ -183,7 +183,7 @@ class Routing:
         """Fence every pipeline that took an epoch before; return the new one."""
         core = self._core
         epoch = self.epoch() + 1
-        batch = core.engine.batch()
+        batch = core.begin()
         batch.put(_EPOCH, epoch.to_bytes(8, "big"), core.system.family)
         core.commit(batch, (), now_ms)
         return epoch
@@ -282,7 +282,7 @@ class Routing:
     def configure_log(self, logs: int | None, retention_ms: int | None, now_ms: int) -> None:
         """Spread messages over another number of logs from here on; keep them for another time."""
         core = self._core
-        batch = core.engine.batch()
+        batch = core.begin()
         settings = core.log.settings
         if retention_ms is not None:
             settings.retention_ms = retention_ms
@@ -317,7 +317,7 @@ class Routing:
             rows += core.log.read(log, start, BACKFILL_WINDOW, end=stop).rows
         rows.sort()
         items = self._wanted(queue, rows)
-        batch = core.engine.batch()
+        batch = core.begin()
         held = core.payloads.hold(batch, [item.message_id for item in items])
         kept = [item for item, alive in zip(items, held, strict=True) if alive]
         if kept:
@@ -407,7 +407,7 @@ class Routing:
             rows += [row for row in page.rows if row[0] in chosen]
         rows.sort()
         items = self._wanted(queue, rows)
-        batch = core.engine.batch()
+        batch = core.begin()
         held = core.payloads.hold(batch, [item.message_id for item in items])
         kept = [item for item, alive in zip(items, held, strict=True) if alive]
         if kept:

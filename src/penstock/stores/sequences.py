@@ -20,19 +20,15 @@ BLOCK_SIZE: Final = 4096
 
 
 class Sequence:
-    """One counter, kept under ``key`` of ``table``."""
+    """One counter, kept under ``key`` of ``table``. ``end`` is that of the block on record."""
 
     def __init__(self, table: Table, key: bytes, *, first: int) -> None:
         self._table = table
         self._key = key
-        self._first = first
-        self.reload()
-
-    def reload(self) -> None:
-        """Start after the block on record."""
-        record = self._table.get(self._key)
-        base, size = (self._first, 0) if record is None else decode_seq_block(record)
-        self._next = self._end = base + size
+        # It starts after the block on record.
+        record = table.get(key)
+        base, size = (first, 0) if record is None else decode_seq_block(record)
+        self._next = self.end = base + size
 
     @property
     def next(self) -> int:
@@ -42,9 +38,9 @@ class Sequence:
     def allocate(self, batch: Batch, count: int) -> int:
         """Return the first of ``count`` consecutive fresh numbers."""
         first = self._next
-        if first + count > self._end:
-            size = max(first + count - self._end, BLOCK_SIZE)
-            batch.put(self._key, encode_seq_block(self._end, size), self._table.family)
-            self._end += size
+        if first + count > self.end:
+            size = max(first + count - self.end, BLOCK_SIZE)
+            batch.put(self._key, encode_seq_block(self.end, size), self._table.family)
+            self.end += size
         self._next = first + count
         return first

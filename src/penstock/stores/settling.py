@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock import limits
 from penstock.backoff import backoff_ms
 from penstock.codec.stored import LeaseRecord
-from penstock.errors import CorruptRecord, InvalidReceipt
+from penstock.errors import CorruptRecord, InvalidReceipt, StoreDamaged
 from penstock.model import AttemptEnd, Outcome, OutcomeStatus, State
 from penstock.stores.receipts import parse_lease_token, parse_receipts
 
@@ -34,6 +34,14 @@ class Holding(NamedTuple):
     name: bytes
     lease: LeaseRecord
     items: list[Item]
+
+
+class Overdue(NamedTuple):
+    """A lease whose deadline has come: its expiry entry, its name, what is held under it."""
+
+    index_key: bytes
+    name: bytes
+    holdings: list[Holding]
 
 
 class Judged(NamedTuple):
@@ -62,7 +70,7 @@ class Settling:
         core = self._core
         judged = self._judge(receipts, queue_name, now_ms)
         if judged.holdings:
-            batch = core.engine.batch()
+            batch = core.begin()
             queues = judged.queues
             for queue in queues:
                 # What many leases of a queue held ends as one stretch of its history.
@@ -95,7 +103,7 @@ class Settling:
         judged = self._judge(receipts, queue_name, now_ms)
         failed: set[int] = set()
         if judged.holdings:
-            batch = core.engine.batch()
+            batch = core.begin()
             for holding in judged.holdings:
                 holding.queue.counts.released_total += len(holding.items)
                 if unseen:
@@ -120,7 +128,7 @@ class Settling:
         judged = self._judge(receipts, queue_name, now_ms)
         deadline_ms = now_ms + lease_ms
         if judged.holdings:
-            batch = core.engine.batch()
+            batch = core.begin()
             splits: dict[bytes, int] = {}
             for holding in judged.holdings:
                 self._move_deadline(batch, holding, deadline_ms, splits)
@@ -151,16 +159,31 @@ class Settling:
             for item in holding.items
         }
 
-    def expire(self, batch: Batch, now_ms: int, limit: int) -> tuple[list[Queue], int, int]:
-        """End leases whose deadline has come; give queues touched, leases ended, failures."""
+    def overdue(self, now_ms: int, limit: int) -> tuple[list[Overdue], StoreDamaged | None]:
+        """Find the leases whose deadline has come; and why some, if so, can't be read."""
+        core = self._core
+        due, damage = core.leases.due(now_ms, limit)
+        found: list[Overdue] = []
+        names = [name for _, name in due]
+        for (index_key, name), record in zip(due, core.leases.get_each(names), strict=True):
+            try:
+                if isinstance(record, StoreDamaged):
+                    raise record
+                holdings = self._held_by(name, self._decode(name, record))
+                found.append(Overdue(index_key, name, holdings))
+            except StoreDamaged as error:
+                # It stays as it is; the others are seen to.
+                damage = error
+        return found, damage
+
+    def expire(
+        self, batch: Batch, overdue: Sequence[Overdue], now_ms: int
+    ) -> tuple[list[Queue], int]:
+        """End leases; give the queues touched, and how many messages have failed."""
         core = self._core
         touched: dict[int, Queue] = {}
         failures = 0
-        due = core.leases.due(now_ms, limit)
-        names = [name for _, name in due]
-        for (index_key, name), record in zip(due, core.leases.get(names), strict=True):
-            lease = self._decode(name, record)
-            holdings = self._held_by(name, lease)
+        for index_key, name, holdings in overdue:
             core.leases.drop_expiry_entry(batch, index_key, name)
             for holding in holdings:
                 queue, items = holding.queue, holding.items
@@ -170,7 +193,7 @@ class Settling:
                 failures += len(self._retry_or_fail(batch, holding, "lease expired", now_ms))
                 queue.counts.lease_expired_total += len(items)
                 touched[queue.number] = queue
-        return list(touched.values()), len(due), failures
+        return list(touched.values()), failures
 
     def _held_by(self, name: bytes, lease: LeaseRecord | None) -> list[Holding]:
         """Find the messages that are in flight under a lease."""

@@ -7,10 +7,10 @@ memory nor a commit grows with the depth of a queue.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from penstock.codec.metadata import decode_metadata
-from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue
+from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue, StoreDamaged
 from penstock.model import State, SweepCounts
 from penstock.stores.active import Item, lane_of
 
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from penstock.stores.moving import Moving
     from penstock.stores.queues import Queue
     from penstock.stores.routing import Routing
-    from penstock.stores.settling import Settling
+    from penstock.stores.settling import Overdue, Settling
 
 __all__ = ["ALL", "Upkeep"]
+
+T = TypeVar("T")
 
 # Messages per commit of a mass move.
 CHUNK: Final = 1_000
@@ -49,38 +51,56 @@ class Upkeep:
     def catch_up(self, now_ms: int, budget: int) -> tuple[int, int, int, int]:
         """End leases and delays that are over, and move what has failed to where it belongs.
 
-        Gives how many leases, delays, failures and moves.
+        Gives how many leases, delays, failures and moves. If something can't be read, the rest is
+        seen to before that is raised.
         """
         core = self._core
-        leases = failures = 0
+        overdue: list[Overdue] = []
+        damage: StoreDamaged | None = None
+        failures = 0
         if core.leases.may_be_due(now_ms):
-            batch = core.engine.batch()
-            touched, leases, failures = self._settling.expire(batch, now_ms, budget)
-            if leases:
-                core.commit(batch, touched, now_ms)
+            overdue, damage = self._settling.overdue(now_ms, budget)
+        if overdue:
+            batch = core.begin()
+            touched, failures = self._settling.expire(batch, overdue, now_ms)
+            core.commit(batch, touched, now_ms)
         came_due = 0
         next_due_ms = core.active.next_due_ms()
         if next_due_ms is not None and next_due_ms <= now_ms:
-            batch = core.engine.batch()
+            batch = core.begin()
             moved = core.active.come_due(batch, now_ms, budget)
             came_due = sum(count for _, count in moved)
             core.commit(batch, [queue for queue, _ in moved], now_ms)
             for queue, _ in moved:
                 core.wake(queue)
         dead = self._moving.dead_letters(now_ms, budget) if core.dead_letters else 0
-        return leases, came_due, failures, dead
+        if damage is not None:
+            raise damage
+        return len(overdue), came_due, failures, dead
 
     def sweep(self, now_ms: int, budget: int) -> SweepCounts:
-        """Do what is due, up to about ``budget`` things; say what was done and what is next."""
+        """Do what is due, up to about ``budget`` things; say what was done and what is next.
+
+        If something can't be read, the rest is done before that is raised.
+        """
         core = self._core
-        leases, came_due, failures, moved = self.catch_up(now_ms, budget)
-        removed = self._retention(now_ms, budget)
-        removed += self._trim_log(now_ms) + self._remove_drained(now_ms)
-        batch = core.engine.batch()
-        forgotten = core.dedup.forget(batch, now_ms, budget)
-        if len(batch):
-            core.commit(batch, (), now_ms)
+        damage: list[StoreDamaged] = []
+
+        def do(part: Callable[[int, int], T], nothing: T) -> T:
+            try:
+                return core.run(part, now_ms, budget)
+            except StoreDamaged as error:
+                damage.append(error)
+                return nothing
+
+        leases, came_due, failures, moved = do(self.catch_up, (0, 0, 0, 0))
+        do(self._list_unclaimed, None)
+        parts = (self._retention, self._trim_log, self._remove_drained)
+        removed = sum(do(part, 0) for part in parts)
+        forgotten = do(self._forget_dedup, 0)
         core.settle_quarantine(now_ms)
+        for error in (*damage, *core.unscheduled.values(), *core.active.damage.values()):
+            raise error.anew()
         return SweepCounts(
             leases_expired=leases,
             came_due=came_due,
@@ -88,8 +108,20 @@ class Upkeep:
             moved=moved,
             removed=removed,
             dedup_forgotten=forgotten,
-            next_due_ms=now_ms if core.dead_letters else self.next_due_ms(),
+            next_due_ms=now_ms if self._has_more() else self.next_due_ms(),
         )
+
+    def _forget_dedup(self, now_ms: int, budget: int) -> int:
+        batch = self._core.begin()
+        forgotten = self._core.dedup.forget(batch, now_ms, budget)
+        if len(batch):
+            self._core.commit(batch, (), now_ms)
+        return forgotten
+
+    def _has_more(self) -> bool:
+        """Whether there is something to do at once, for which the budget was too small."""
+        core = self._core
+        return bool(core.dead_letters or core.listing or self._drained())
 
     def next_due_ms(self) -> int | None:
         """Return when the next lease, delay, retention or dedup window is over."""
@@ -107,7 +139,7 @@ class Upkeep:
     def soonest_ms(self) -> int | None:
         """Return a time before which no lease, delay or retention is over, from memory alone."""
         core = self._core
-        if core.dead_letters:
+        if core.dead_letters or core.listing:
             return 0
         retention = core.retention.first()
         times = (
@@ -118,47 +150,72 @@ class Upkeep:
         return min((time for time in times if time is not None), default=None)
 
     def _retention(self, now_ms: int, budget: int) -> int:
+        """Remove what is past retention; the budget counts what is looked at."""
         core = self._core
         removed = 0
-        while removed < budget and (first := core.retention.first()) and first[0] <= now_ms:
+        stuck: dict[tuple[int, str], StoreDamaged] = {}
+        while budget > 0 and (first := core.retention.first()) and first[0] <= now_ms:
             number, what = first[1]
-            queue = core.by_number[number]
-            batch = core.engine.batch()
-            if what == "unclaimed":
-                removed += self._expire_unclaimed(batch, queue, now_ms)
-            else:
-                removed += self._trim(batch, queue, State(what), now_ms)
-            core.commit(batch, (queue,), now_ms)
-            core.schedule_retention(queue)
+            try:
+                looked, gone = core.run(
+                    self._retain, core.by_number[number], what, now_ms, min(CHUNK, budget)
+                )
+            except StoreDamaged as error:
+                stuck[number, what] = error.anew()
+                core.unscheduled.update(stuck)
+                for key in stuck:
+                    # Others are not to wait for it.
+                    core.retention.set(key, None)
+                continue
+            removed += gone
+            budget -= max(1, looked)
         return removed
 
-    def _trim_log(self, now_ms: int) -> int:
+    def _retain(self, queue: Queue, what: str, now_ms: int, limit: int) -> tuple[int, int]:
+        """Remove some of what is past one retention of a queue; give looked at, and removed."""
+        core = self._core
+        batch = core.begin()
+        if what == "unclaimed":
+            looked, gone = self._expire_unclaimed(batch, queue, now_ms, limit)
+        else:
+            looked = gone = self._trim(batch, queue, State(what), now_ms, limit)
+        core.commit(batch, (queue,), now_ms)
+        core.schedule_retention(queue)
+        return looked, gone
+
+    def _trim_log(self, now_ms: int, budget: int) -> int:
         """Close a segment that is old enough, and drop the oldest that is past retention."""
         core, log = self._core, self._core.log
         routed_up_to = self._routing.routed_up_to()
         due_ms = log.next_due_ms(routed_up_to)
         if due_ms is None or due_ms > now_ms:
             return 0
-        batch = core.engine.batch()
         if len(log.segments) == 1:
+            batch = core.begin()
             log.roll(batch, log.end, now_ms)
+            core.commit(batch, (), now_ms)
         dropped = 0
-        while (segment := log.droppable(now_ms, routed_up_to)) is not None:
-            unheld = log.drop(batch, segment)
-            dropped += core.payloads.drop_unheld(batch, unheld)
-        core.commit(batch, (), now_ms)
+        while budget > 0 and (segment := log.droppable(now_ms, routed_up_to)) is not None:
+            batch = core.begin()
+            unrouted = log.drop(batch, segment, min(CHUNK, budget))
+            dropped += core.payloads.drop_unheld(batch, unrouted)
+            core.commit(batch, (), now_ms)
+            budget -= max(1, len(unrouted))
         return dropped
 
-    def _trim(self, batch: Batch, queue: Queue, state: State, now_ms: int) -> int:
+    def _trim(self, batch: Batch, queue: Queue, state: State, now_ms: int, limit: int) -> int:
         spec = queue.spec
         kept_ms = spec.done_retention_ms if state is State.DONE else spec.failed_retention_ms
-        entries = self._core.history.trim(batch, queue, state, now_ms - kept_ms, CHUNK)
+        entries = self._core.history.trim(batch, queue, state, now_ms - kept_ms, limit)
         self._let_go(batch, queue, entries)
         return len(entries)
 
-    def _expire_unclaimed(self, batch: Batch, queue: Queue, now_ms: int) -> int:
+    def _expire_unclaimed(
+        self, batch: Batch, queue: Queue, now_ms: int, limit: int
+    ) -> tuple[int, int]:
+        """Look at messages that were to expire by now; say how many, and how many have."""
         core = self._core
-        keys = core.take_unclaimed(batch, queue, now_ms, CHUNK)
+        keys = core.take_unclaimed(batch, queue, now_ms, limit)
         kept_ms = queue.spec.unclaimed_retention_ms
         # A message may have been claimed and come back since the row was written: judge it anew.
         expired = [
@@ -167,7 +224,7 @@ class Upkeep:
             if item is not None and kept_ms and item.visible_at_ms + kept_ms <= now_ms
         ]
         self._remove_waiting(batch, queue, expired)
-        return len(expired)
+        return len(keys), len(expired)
 
     # --- purge and delete ------------------------------------------------------------------
 
@@ -194,7 +251,7 @@ class Upkeep:
 
     def _purge_chunk(self, queue: Queue, state: State, now_ms: int, room: int) -> int:
         core = self._core
-        batch = core.engine.batch()
+        batch = core.begin()
         if state in {State.DONE, State.FAILED}:
             ended = core.history.trim(batch, queue, state, now_ms, room)
             self._let_go(batch, queue, ended)
@@ -233,7 +290,7 @@ class Upkeep:
         queue = core.queue(queue_name)
         if created_at_ms is not None and queue.spec.created_at_ms != created_at_ms:
             return 0
-        batch = core.engine.batch()
+        batch = core.begin()
         entries = core.history.trim_to(batch, queue, state, before, limit)
         if entries:
             self._let_go(batch, queue, entries)
@@ -246,7 +303,7 @@ class Upkeep:
         core = self._core
         queue = core.queue(queue_name)
         removed = self.purge(queue_name, State, now_ms)
-        batch = core.engine.batch()
+        batch = core.begin()
         core.clear_unclaimed(batch, queue)
         core.history.clear(batch, queue)
         core.remove_queue(batch, queue)
@@ -259,29 +316,42 @@ class Upkeep:
         """Let no more messages in; a sweep removes the queue once nothing waits in it."""
         core = self._core
         queue = core.queue(queue_name)
+        batch = core.begin()
         coverage = core.coverage[queue.name]
         coverage.close(core.log.end)
         coverage.draining = True
-        batch = core.engine.batch()
         core.put_coverage(batch, queue, coverage)
         core.filters_changed(batch, core.log.end, now_ms)
         core.commit(batch, (queue,), now_ms)
-        self._remove_drained(now_ms)
+        self._remove_drained(now_ms, CHUNK)
 
-    def _remove_drained(self, now_ms: int) -> int:
-        core = self._core
+    def _remove_drained(self, now_ms: int, budget: int) -> int:
+        """Remove drained queues with their history, up to a budget of messages."""
         removed = 0
+        for name in self._drained():
+            if removed < budget:
+                removed += self.purge(
+                    name, (State.DONE, State.FAILED), now_ms, limit=budget - removed
+                )
+            if removed < budget:
+                removed += self.delete_queue(name, now_ms)
+        return removed
+
+    def _drained(self) -> list[str]:
+        """Name the queues that take no more messages and have nothing that waits."""
+        core = self._core
         if not core.draining:
-            return 0
+            return []
         routed_up_to = self._routing.routed_up_to()
+        found = []
         for name in sorted(core.draining):
             queue, live = core.queues[name], core.coverage[name].live
             counts = queue.counts
             waits = counts.available or counts.delayed or counts.in_flight
             waits = waits or queue in core.dead_letters
             if not waits and (not live or (live[-1].end or 0) <= routed_up_to):
-                removed += self.delete_queue(name, now_ms)
-        return removed
+                found.append(name)
+        return found
 
     def _remove_waiting(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
         self._core.active.remove(batch, queue, items)
@@ -342,7 +412,7 @@ class Upkeep:
         if not chosen:
             return 0
         core = self._core
-        batch = core.engine.batch()
+        batch = core.begin()
         core.history.take(batch, queue, State.FAILED, [entry for entry, _ in chosen])
         items = [
             Item(e.key, e.message_id, lane, e.attempts, e.attempts, now_ms, e.metadata)
@@ -375,20 +445,30 @@ class Upkeep:
 
     # --- changed settings ------------------------------------------------------------------
 
-    def reindex_unclaimed(self, queue: Queue, now_ms: int) -> None:
-        """Rewrite when waiting messages expire, after the retention of a queue has changed."""
+    def _list_unclaimed(self, now_ms: int, budget: int) -> None:
+        """List waiting messages to expire, of queues whose retention has changed.
+
+        What comes into such a queue, or comes back, is listed as it does.
+        """
         core = self._core
-        batch = core.engine.batch()
-        core.clear_unclaimed(batch, queue)
-        core.commit(batch, (queue,), now_ms)
-        for state in (State.AVAILABLE, State.DELAYED):
-            after: bytes | None = b""
-            while after is not None and queue.spec.unclaimed_retention_ms:
-                items, after = core.active.page(queue, state, after, CHUNK)
-                batch = core.engine.batch()
-                core.note_unclaimed(batch, queue, items, [item.visible_at_ms for item in items])
-                core.commit(batch, (queue,), now_ms)
-        core.schedule_retention(queue)
+        while budget > 0 and core.listing:
+            name, (state, after) = next(iter(core.listing.items()))
+            queue = core.queues[name]
+            try:
+                items, further = core.active.page(queue, state, after, min(CHUNK, budget))
+            except InvalidInput:
+                # The cursor was damaged: what is listed twice does no harm.
+                items, further = [], b""
+            batch = core.begin()
+            core.note_unclaimed(batch, queue, items, [item.visible_at_ms for item in items])
+            if further is not None:
+                core.put_listing(batch, queue, (state, further))
+            elif state is State.DELAYED:
+                core.put_listing(batch, queue, (State.AVAILABLE, b""))
+            else:
+                core.put_listing(batch, queue, None)
+            core.commit(batch, (queue,), now_ms)
+            budget -= max(1, len(items))
 
     def respec(self, queue: Queue, spec: QueueSpec, from_offset: int | None, now_ms: int) -> None:
         """Change a queue's settings; another filter counts from an offset on (the log's end)."""
@@ -405,16 +485,17 @@ class Upkeep:
         filter_changed = spec.filter != queue.spec.filter or from_offset is not None
         if filter_changed and coverage.draining:
             raise InvalidQueue(f"queue {queue.name!r} is draining: its filter can't be changed")
+        batch = core.begin()
         queue.respec(spec)
         core.dead_letters.adopt(queue)
-        batch = core.engine.batch()
         core.put_spec(batch, queue)
         if filter_changed:
             coverage.change(begin, spec.filter)
             core.put_coverage(batch, queue, coverage)
             core.filters_changed(batch, begin, now_ms)
-        core.commit(batch, (queue,), now_ms)
         if retention_changed:
-            self.reindex_unclaimed(queue, now_ms)
-        else:
-            core.schedule_retention(queue)
+            core.clear_unclaimed(batch, queue)
+            listing = (State.DELAYED, b"") if spec.unclaimed_retention_ms else None
+            core.put_listing(batch, queue, listing)
+        core.commit(batch, (queue,), now_ms)
+        core.schedule_retention(queue)

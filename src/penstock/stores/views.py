@@ -95,6 +95,8 @@ class Views:
         core = self._core
         queue = core.queue(queue_name)
         self._upkeep.catch_up(now_ms, ALL)
+        if queue.number in core.active.damage:
+            raise core.active.damage[queue.number].anew()
         oldest = core.active.oldest(queue)
         age_ms = None
         if oldest is not None:
@@ -130,6 +132,7 @@ class Views:
             duplicates_total=core.totals.duplicates,
             unrouted_total=core.totals.unrouted,
             quarantined_total=core.totals.quarantined,
+            unreadable_total=core.unreadable,
             healed_total=core.active.healed,
             stale_receipts_total=core.stale_receipts,
         )

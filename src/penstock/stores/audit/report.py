@@ -37,6 +37,7 @@ _LAST: Final = b"\xff" * 16
 class Kind(StrEnum):
     """What can be wrong; ``docs/checking.md`` says what a repair does about each."""
 
+    UNREADABLE = "unreadable"
     UNDECODABLE = "undecodable"
     STRANGER = "stranger"
     TWICE = "twice"
@@ -65,6 +66,7 @@ class Kind(StrEnum):
     NUMBER = "number"
     COVERAGE = "coverage"
     DEDUP = "dedup"
+    MEMORY = "memory"
 
 
 class Violation(msgspec.Struct, frozen=True):

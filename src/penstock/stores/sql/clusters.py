@@ -169,9 +169,9 @@ class ClusterStore:
             return self._truth.core.live_filters()
 
     @property
-    def changed_elsewhere(self) -> int:
-        """How often other processes were found to have changed the live filters."""
-        return sum(member.core.changed_elsewhere for member in self.members)
+    def filter_changes(self) -> int:
+        """How often the live filters were found changed, by whichever process."""
+        return sum(member.core.live_changes for member in self.members)
 
     def spec(self, queue_name: str) -> QueueSpec:
         """Return the settings of a queue."""

@@ -106,8 +106,8 @@ class Core:
         self.commits = 0
         # Queues that may have got something to claim, and about how much.
         self.woken: dict[str, int] = {}
-        # How often another process was found to have changed the live filters.
-        self.changed_elsewhere = 0
+        # How often the live filters were found changed.
+        self.live_changes = 0
         self._due_ms: int | None = None
         # When the retention of done and failed messages next has something to do.
         self.retention_ms: int | None = None
@@ -124,7 +124,6 @@ class Core:
         self._loaded_ms = now_ms
         self._stale = False
         self._reload()
-        self.changed_elsewhere = 0
 
     def _identify(
         self,
@@ -254,7 +253,7 @@ class Core:
             # Whoever waits for it is to find out.
             self.woken.setdefault(name, 0)
         if before != self.live_filters():
-            self.changed_elsewhere += 1
+            self.live_changes += 1
 
     def live_filters(self) -> dict[str, str]:
         """Return the filters that new messages are routed by, as far as is known."""
@@ -300,6 +299,7 @@ class Core:
         row = self.database.run("bump_head", filters=int(filters), now_ms=now_ms)[0]
         self.head = self.head._replace(specs_version=row[0], filters_version=row[1])
         if filters_from is not None:
+            self.live_changes += 1
             self.filter_changes = [*self.filter_changes, (int(row[1]), filters_from)]
             self.filter_changes = self.filter_changes[-FILTER_CHANGES:]
             self.database.run(

@@ -191,9 +191,9 @@ class SqlStore:
         return self.core.live_filters()
 
     @property
-    def changed_elsewhere(self) -> int:
-        """How often the live filters were found to have been changed by another process."""
-        return self.core.changed_elsewhere
+    def filter_changes(self) -> int:
+        """How often the live filters were found changed, by whichever process."""
+        return self.core.live_changes
 
     def spec(self, queue_name: str) -> QueueSpec:
         """Return the settings of a queue."""

@@ -109,6 +109,23 @@ class FifoSuite(Suite):
         self.clock.advance(5000)
         assert self.taken(9) == [b"1", b"2"]
 
+    def test_overdue_delays_of_another_queue_hold_nothing_up(self) -> None:
+        broker = self.start(ordering="fifo")
+        broker.create_queue("other")
+        for _ in range(3):
+            self.put(*[b"later"] * 800, queue="other", delay_ms=1_000)
+        self.put(b"delayed", group="d", delay_ms=HOUR_MS)
+        self.clock.advance(10_000)
+        self.put(b"1", b"2", group="g")
+        first = self.take(9)
+        assert [delivery.payload for delivery in first] == [b"1", b"2"]
+        broker.release(receipts_of(first), delay_ms=1_000)
+        assert self.take(9) == []
+        while broker.sweep().came_due:
+            pass
+        self.clock.advance(HOUR_MS)
+        assert sorted(self.taken(9)) == [b"1", b"2", b"delayed"]
+
     def test_a_failed_head_does_not_block(self) -> None:
         self.start(ordering="fifo", max_attempts=1)
         self.put(b"1", b"2", group="g")

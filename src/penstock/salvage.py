@@ -1,0 +1,533 @@
+"""Everything that can still be read of a damaged store, in a new one: ``penstock salvage``.
+
+1. Rows are copied as they are, table by table, so that ids, attempts, history, leases and the log
+   stay what they were. What a store can't be opened without, and is lost, is made anew.
+2. The audit makes anew what can be told from something else, and puts messages without a payload
+   into the quarantine.
+3. Messages that have a payload, and whose record in a queue is lost, are put into their queues
+   again by what the metadata log says of them; those that the log does not know either come into a
+   queue named ``salvaged``.
+
+Of a message that is found done and live, *done* is kept. But where a row can't be read, an older
+version of it may be found instead, so that a message which was done can come back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from array import array
+from bisect import bisect_left
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from penstock.clock import Clock, SystemClock
+from penstock.codec.encodings import read_terminated
+from penstock.codec.log import parse_entry_key
+from penstock.codec.metadata import Metadata, decode_metadata, encode_metadata
+from penstock.codec.opendata import payload_key, payload_prefix
+from penstock.codec.records import decode_queue_spec
+from penstock.codec.stored import decode_lease
+from penstock.errors import CorruptRecord, InvalidUrl, StorageFailed, StoreDamaged
+from penstock.filters import parse
+from penstock.kv import Damage, rows_of
+from penstock.model import Ordering, QueueSpec, State
+from penstock.opening import DESIGNS, make_engine, make_store, remains_of
+from penstock.stores.active import Item, lane_of
+from penstock.stores.audit import audit, held_ids
+from penstock.stores.core import FORMAT, Identity
+from penstock.stores.placing import Placing
+from penstock.stores.queues import Counts, Queue, QueueTable, decode_counts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+    from penstock.filters import Filter
+    from penstock.kv import Remains
+    from penstock.stores.kvstore import KvStore
+
+__all__ = ["SalvageReport", "SalvagedQueue", "Unreadable", "salvage"]
+
+# Bounds of one commit.
+_COMMIT_ROWS: Final = 1_000
+_COMMIT_BYTES: Final = 8 << 20
+_END: Final = b"\xff" * 16
+_META, _CURSOR, _QUARANTINE = b"meta", b"\x02\x12", b"\x02\x0f"
+_SPEC, _COUNTS, _REFERENCES, _DONE = b"\x02\x06", b"\x02\x0b", b"\x02\x0d", b"\x02\x03"
+_BY_NUMBER: Final = {"available", "in_progress"}
+_BY_NAME: Final = {"buckets", "history"}
+# The queue of payloads that nothing else is known of.
+_HOMELESS: Final = "salvaged"
+
+
+class Unreadable(msgspec.Struct, frozen=True):
+    """Rows that could not be read: in which file, of which table, between which keys, and why."""
+
+    file: str
+    table: str | None
+    between: str
+    why: str
+
+
+class SalvagedQueue(msgspec.Struct, kw_only=True):
+    """A queue of the new store, with its messages by state.
+
+    ``expected`` is how many there were by the queue's own counters; None if those are lost.
+    ``put_back`` of the messages were brought back by the log. ``lost`` has the ids, as ranges from
+    first to last, of messages that were in the queue for certain and are not in the new store.
+    """
+
+    name: str
+    expected: int | None
+    found: dict[str, int]
+    put_back: int
+    lost: list[tuple[int, int]]
+    settings_lost: bool
+
+
+class SalvageReport(msgspec.Struct, kw_only=True):
+    """What a salvage has brought over, and what not."""
+
+    rows: dict[str, int]
+    queues: list[SalvagedQueue]
+    unreadable: list[Unreadable]
+    repaired: dict[str, int]
+    notes: list[str]
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything was there: all rows could be read, and nothing had to be repaired."""
+        return not self.unreadable and not self.repaired
+
+
+def salvage(
+    source: str,
+    target: str,
+    *,
+    drop_after: bool = False,
+    clock: Clock | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> SalvageReport:
+    """Copy what can be read of the store at ``source`` into a new one at ``target``.
+
+    The source is not changed. The target is there whole or, if anything is raised, not at all.
+    ``drop_after`` leaves out what the write-ahead log has behind its first damage, so that the
+    result is the store as it was at that moment.
+    """
+    with _arriving(target) as (url, scratch):
+        remains = remains_of(source, scratch, drop_after=drop_after)
+        with contextlib.closing(remains):
+            return _Salvage(remains, url, clock or SystemClock()).run(progress)
+
+
+@contextlib.contextmanager
+def _arriving(target: str) -> Iterator[tuple[str, Path]]:
+    """Give a URL that becomes the target if all goes well, and a place for scratch."""
+    scheme, _, rest = target.partition(":")
+    place, question, query = rest.partition("?")
+    if scheme == "slatedb+s3":
+        with tempfile.TemporaryDirectory(prefix="penstock-salvage-") as scratch:
+            yield target, Path(scratch)
+        return
+    if scheme not in {"rocksdb", "slatedb+file"} or not place.strip("/"):
+        raise InvalidUrl(
+            f"{target!r:.200} can't be salvaged to: rocksdb:PATH, slatedb+file:///DIR and "
+            "slatedb+s3://BUCKET/PREFIX can"
+        )
+    slashes = "" if scheme == "rocksdb" else "//"
+    path = Path(place.removeprefix(slashes)).absolute()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InvalidUrl(f"{path} is not empty: a store is salvaged to where nothing is")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f"{path.name}.salvage-", dir=path.parent))
+    except OSError as error:
+        raise StorageFailed(f"can't write to {path.parent}: {error}") from error
+    try:
+        yield f"{scheme}:{slashes}{beside / 'store'}{question}{query}", beside / "scratch"
+        (beside / "store").replace(path)
+    except OSError as error:
+        raise StorageFailed(f"can't write {path}: {error}") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+class _Seen:
+    """What the rows say that a store has to have, as they are copied."""
+
+    def __init__(self) -> None:
+        self.identity = False
+        self.routed_by_pipeline = False
+        self.store_id: int | None = None
+        # Queues: those with settings by number, those with counters, and whatever else is named;
+        # by number, how many messages are in it live.
+        self.specs: dict[int, str] = {}
+        self.counts: dict[str, Counts] = {}
+        self.names: set[str] = set()
+        self.live: dict[int, int] = {}
+        self.fifo_numbers: set[int] = set()
+        # By number of the queue, messages that an index or a lease says are in it.
+        self.listed: dict[int, array[int]] = {}
+
+    def take(self, table: str, key: bytes, value: bytes) -> str | None:
+        """Note a row; return what is wrong if a store that holds it can't be opened."""
+        try:
+            self._note(table, key, value)
+        except (CorruptRecord, msgspec.MsgspecError, ValueError) as error:
+            return str(error)
+        return None
+
+    def _note(self, table: str, key: bytes, value: bytes) -> None:
+        if table in _BY_NUMBER:
+            number = int.from_bytes(key[:4], "big")
+            self.live[number] = self.live.get(number, 0) + 1
+        elif table in _BY_NAME:
+            self.names.add(read_terminated(key, 2)[0].decode())
+        elif table == "visibility_index":
+            number = int.from_bytes(key[1:5], "big")
+            self._list(number, value[4:12])
+            if key[:1] == b"\1" and key[-16:-8] == bytes(8):
+                self.fifo_numbers.add(number)
+        elif table == "leases":
+            lease = decode_lease(value)
+            for message_key in lease.ids:
+                self._list(lease.queue, message_key)
+        elif table == "queues" and key[:2] == _SPEC:
+            self.specs[decode_queue_spec(2, value).number] = key[2:].decode()
+        elif table == "queues" and key[:2] == _COUNTS:
+            self.counts[key[2:].decode()] = decode_counts(value)
+        elif table == "log" and self.store_id is None and key[:2] == b"\x03\x01":
+            with contextlib.suppress(CorruptRecord, IndexError, ValueError):
+                self.store_id = int(parse_entry_key(key)[1].split(b"/")[1], 16)
+        elif table == "default":
+            self.routed_by_pipeline |= key.startswith(_CURSOR)
+            if key == _META:
+                msgspec.msgpack.decode(value, type=Identity)
+                self.identity = True
+
+    def _list(self, number: int, message_key: bytes) -> None:
+        self.listed.setdefault(number, array("Q")).append(int.from_bytes(message_key, "big"))
+
+    def queues_without_spec(self) -> Iterator[tuple[str, int, Ordering]]:
+        """Name the queues whose settings are lost; a name that is lost too is made up."""
+        names = sorted((self.names | set(self.counts)) - set(self.specs.values()))
+        numbers = [number for number in sorted(self.live) if number not in self.specs]
+        free = max([0, *self.specs, *numbers]) + 1
+        for at, name in enumerate(names):
+            counts = self.counts.get(name, Counts())
+            live = counts.available + counts.delayed + counts.in_flight
+            fitting = [number for number in numbers if self.live[number] == live]
+            # Only the number of its messages tells which name had which number.
+            number = fitting[0] if len(fitting) == 1 else free + at
+            yield name, number, self._ordering(number)
+            numbers = [each for each in numbers if each != number]
+        yield from ((f"{_HOMELESS}-{number}", number, self._ordering(number)) for number in numbers)
+
+    def _ordering(self, number: int) -> Ordering:
+        return Ordering.FIFO if number in self.fifo_numbers else Ordering.STANDARD
+
+
+class _Salvage:
+    """One salvage, from what remains of a store into a new one."""
+
+    def __init__(self, remains: Remains, url: str, clock: Clock) -> None:
+        self._remains = remains
+        self._clock = clock
+        self._design = "buckets" if "buckets" in remains.tables else "indexed"
+        self._seen = _Seen()
+        self._rows: dict[str, int] = {}
+        self._settings_lost: set[str] = set()
+        # By queue: messages that were in it for certain.
+        self._lost: dict[str, set[int]] = {}
+        self._engine = make_engine(url, self._design)
+
+    def run(self, progress: Callable[[int, int], None] | None) -> SalvageReport:
+        """Do all of it."""
+        try:
+            self._copy(progress or (lambda _done, _total: None))
+            self._complete()
+            store = make_store(self._engine, self._design, self._clock)
+            report = self._mend(store)
+            self._engine.sync()
+        finally:
+            self._engine.close()
+        return report
+
+    # --- rows ------------------------------------------------------------------------------
+
+    def _copy(self, progress: Callable[[int, int], None]) -> None:
+        tables = DESIGNS[self._design].tables
+        for at, table in enumerate(tables):
+            progress(at, len(tables))
+            if table not in self._remains.tables:
+                text = "nothing is left that says which rows are of this table"
+                self._remains.damage.append(Damage("", table, b"", None, text))
+                continue
+            family = self._engine.table(table).family
+            for rows in _pages(self._remains.rows(table)):
+                batch = self._engine.batch()
+                for key, value in rows:
+                    wrong = self._seen.take(table, key, value)
+                    if wrong is None or table not in {"default", "queues"}:
+                        batch.put(key, value, family)
+                    else:
+                        self._remains.notes.append(f"{table} {key.hex()} was left out: {wrong}")
+                self._rows[table] = self._rows.get(table, 0) + len(batch)
+                self._engine.commit(batch)
+        progress(len(tables), len(tables))
+
+    def _complete(self) -> None:
+        """Write what a store can't do without, and is lost."""
+        seen, batch = self._seen, self._engine.batch()
+        if not seen.identity:
+            store_id = seen.store_id or int.from_bytes(self._clock.lease_id()[-4:], "big")
+            routing = "pipeline" if seen.routed_by_pipeline else "inline"
+            identity = Identity(FORMAT, self._design, store_id, self._clock.now_ms(), routing)
+            record = msgspec.msgpack.encode(identity)
+            batch.put(_META, record, self._engine.table("default").family)
+            self._remains.notes.append("the store's identity is lost and was made anew")
+        queues = QueueTable(self._engine.table("queues"))
+        for name, number, ordering in seen.queues_without_spec():
+            spec = QueueSpec(name=name, filter=f"queue = '{name}'", ordering=ordering)
+            queues.put_spec(batch, Queue(spec, number, Counts()))
+            self._settings_lost.add(name)
+        if len(batch):
+            self._engine.commit(batch)
+
+    # --- messages --------------------------------------------------------------------------
+
+    def _mend(self, store: KvStore) -> SalvageReport:
+        core = store.core
+        now_ms = max(self._clock.now_ms(), store.time_floor_ms())
+        expected = {
+            name: sum(_states(queue.counts).values())
+            for name, queue in core.queues.items()
+            if name in self._seen.counts
+        }
+        before = set(self._quarantined())
+        first = last = audit(store, repair=True, now_ms=now_ms, keep_payloads=True)
+        self._note_expelled(store, before)
+        put_back = self._put_back(store, now_ms)
+        if first.found or put_back:
+            last = audit(store, repair=True, now_ms=now_ms)
+        if not last.ok:
+            raise StoreDamaged(f"{last.left} violations are left: {last.violations[:3]}")
+        self._note_unlisted(store, now_ms)
+        return SalvageReport(
+            rows=self._rows,
+            queues=[
+                SalvagedQueue(
+                    name=name,
+                    expected=expected.get(name),
+                    found=_states(queue.counts),
+                    put_back=put_back.get(name, 0),
+                    lost=_ranges(self._lost.get(name, ())),
+                    settings_lost=name in self._settings_lost,
+                )
+                for name, queue in sorted(core.queues.items())
+            ],
+            unreadable=self._unreadable(),
+            repaired=first.found,
+            notes=list(dict.fromkeys(self._remains.notes)),
+        )
+
+    def _quarantined(self) -> Iterator[bytes]:
+        rows = rows_of(self._engine.table("default"), _QUARANTINE, _QUARANTINE + _END)
+        return (key[2:] for key, _ in rows)
+
+    def _note_expelled(self, store: KvStore, before: Collection[bytes]) -> None:
+        """Note the messages that the audit has put away because their payload is lost."""
+        done = 0
+        for aside in self._quarantined():
+            table, _, key = aside.partition(b"\0")
+            if aside in before or table.decode() not in _BY_NUMBER | _BY_NAME:
+                continue
+            if table.decode() in _BY_NAME:
+                name = read_terminated(key, 2)[0].decode()
+            else:
+                name = store.core.by_number[int.from_bytes(key[:4], "big")].name
+            if key.startswith(_DONE):
+                done += 1
+            else:
+                self._lost.setdefault(name, set()).add(int.from_bytes(key[-8:], "big"))
+        if done:
+            self._remains.notes.append(f"{done} done messages have lost their payload")
+
+    def _note_unlisted(self, store: KvStore, now_ms: int) -> None:
+        """Note the messages that an index or a lease has named, and that are in no state now."""
+        if self._design != "indexed":
+            # Leases name messages by other numbers there, and there is no index.
+            return
+        held = held_ids(store, now_ms=now_ms)
+        for number, ids in self._seen.listed.items():
+            queue = store.core.by_number.get(number)
+            if queue is not None:
+                lost = {each for each in ids if not _has(held[queue.name], each)}
+                self._lost.setdefault(queue.name, set()).update(lost)
+
+    def _put_back(self, store: KvStore, now_ms: int) -> dict[str, int]:
+        """Put messages that a queue has lost, and whose payload is there, into it again."""
+        core = store.core
+        held = held_ids(store, now_ms=now_ms)
+        references = self._references()
+        absent = {
+            message_id
+            for message_id in self._payload_ids()
+            if sum(_has(ids, message_id) for ids in held.values()) < references.get(message_id, 1)
+        }
+        put_back: dict[str, int] = {}
+        compiled: dict[str, Filter] = {}
+        if absent:
+            absent.difference_update(each for each, _ in _log_rows(store, routed=False))
+            for rows in _pages(_log_rows(store, routed=True)):
+                lost = [row for row in rows if row[0] in absent]
+                for queue in core.queues.values():
+                    items = [
+                        _item(message_id, encoded)
+                        for message_id, encoded in lost
+                        if not _has(held[queue.name], message_id)
+                        and _had(store, queue, message_id, encoded, compiled)
+                    ]
+                    self._enqueue(store, queue, items, now_ms, put_back)
+                absent.difference_update(message_id for message_id, _ in rows)
+        if absent:
+            self._keep_homeless(store, sorted(absent), now_ms, put_back)
+        return put_back
+
+    def _keep_homeless(
+        self, store: KvStore, message_ids: Sequence[int], now_ms: int, put_back: dict[str, int]
+    ) -> None:
+        """Put payloads that nothing else is known of into a queue of their own."""
+        if _HOMELESS not in store.core.queues:
+            store.create_queue(QueueSpec(name=_HOMELESS, filter=f"queue = '{_HOMELESS}'"), now_ms)
+        queue = store.core.queue(_HOMELESS)
+        payloads = self._engine.table("payloads")
+        for ids in _pages((each, b"") for each in message_ids):
+            items = []
+            for message_id, _ in ids:
+                size = len(payloads.get(payload_key(message_id)) or b"")
+                metadata = encode_metadata(Metadata(now_ms, "", 0, size, 0, {}))
+                items.append(_item(message_id, metadata))
+            self._enqueue(store, queue, items, now_ms, put_back)
+
+    def _enqueue(
+        self,
+        store: KvStore,
+        queue: Queue,
+        items: Sequence[Item],
+        now_ms: int,
+        put_back: dict[str, int],
+    ) -> None:
+        if items:
+            batch = self._engine.batch()
+            Placing(store.core).enqueue(batch, queue, items, now_ms, late=True)
+            store.core.commit(batch, (queue,), now_ms)
+            put_back[queue.name] = put_back.get(queue.name, 0) + len(items)
+
+    def _payload_ids(self) -> Iterator[int]:
+        prefix = payload_prefix()
+        rows = rows_of(self._engine.table("payloads"), prefix, prefix + _END, page=64)
+        return (int.from_bytes(key[2:], "big") for key, _ in rows)
+
+    def _references(self) -> dict[int, int]:
+        rows = rows_of(self._engine.table("payloads"), _REFERENCES, _REFERENCES + _END)
+        return {int.from_bytes(key[2:], "big"): int.from_bytes(value, "big") for key, value in rows}
+
+    def _unreadable(self) -> list[Unreadable]:
+        return [
+            Unreadable(
+                each.file, each.table, self._between(each.table, each.begin, each.end), each.text
+            )
+            for each in dict.fromkeys(self._remains.damage)
+        ]
+
+    def _between(self, table: str | None, begin: bytes, end: bytes | None) -> str:
+        if table is None:
+            return ""
+        ends = [self._describe(table, key) for key in (begin, end or b"")]
+        return f"{ends[0] or 'the first key'} to {ends[1] or 'the last key'}"
+
+    def _describe(self, table: str, key: bytes) -> str:
+        """Say what a key is about: the queue and the message, where it has them."""
+        number = int.from_bytes(key[:4], "big")
+        if table in _BY_NUMBER and len(key) >= 12:
+            name = self._seen.specs.get(number, f"number {number}")
+            return f"queue {name} message {int.from_bytes(key[4:12], 'big')}"
+        if table == "payloads" and len(key) >= 10:
+            return f"message {int.from_bytes(key[2:10], 'big')}"
+        if table in _BY_NAME and len(key) > 3:
+            with contextlib.suppress(CorruptRecord, UnicodeDecodeError):
+                return f"queue {read_terminated(key, 2)[0].decode()} {key[-8:].hex()}"
+        return key.hex()
+
+
+def _pages(rows: Iterable[tuple[Any, bytes]]) -> Iterator[list[tuple[Any, bytes]]]:
+    """Give rows in lists of a size that commits together."""
+    page: list[tuple[Any, bytes]] = []
+    size = 0
+    for row in rows:
+        page.append(row)
+        size += len(row[1])
+        if len(page) >= _COMMIT_ROWS or size >= _COMMIT_BYTES:
+            yield page
+            page, size = [], 0
+    if page:
+        yield page
+
+
+def _log_rows(store: KvStore, *, routed: bool) -> Iterator[tuple[int, bytes]]:
+    """Read what of the log has been routed, or what has not."""
+    log, cursors = store.core.log, store.log_stats().cursors
+    for number in range(log.all_logs):
+        cursor = log.end if store.routing() == "inline" else cursors[number]
+        at, end = (log.earliest, cursor) if routed else (cursor, log.end)
+        while at < end:
+            page = log.read(number, at, _COMMIT_ROWS, end=end)
+            yield from page.rows
+            at = page.next_offset
+
+
+def _had(
+    store: KvStore, queue: Queue, message_id: int, encoded: bytes, compiled: dict[str, Filter]
+) -> bool:
+    """Whether a queue has had a message: by what it was filled from, or else by its filter."""
+    try:
+        found = decode_metadata(encoded)
+    except CorruptRecord:
+        return False
+    row = (found.attributes, found.group, found.priority, found.published_at_ms, found.size)
+    coverage = store.core.coverage[queue.name]
+    if (coverage.known_from or 0) <= message_id:
+        return coverage.had(row, message_id, compiled)
+    return parse(queue.spec.filter).matches(row)
+
+
+def _item(message_id: int, encoded: bytes) -> Item:
+    found = decode_metadata(encoded)
+    lane = lane_of(found.group, found.priority)
+    visible_at_ms = found.published_at_ms + found.delay_ms
+    return Item(message_id, message_id, lane, 0, 0, visible_at_ms, encoded)
+
+
+def _has(ids: Sequence[int], message_id: int) -> bool:
+    """Whether sorted ids have one among them."""
+    at = bisect_left(ids, message_id)
+    return at < len(ids) and ids[at] == message_id
+
+
+def _states(counts: Counts) -> dict[str, int]:
+    return {state.value: getattr(counts, state.value) for state in State}
+
+
+def _ranges(ids: Iterable[int]) -> list[tuple[int, int]]:
+    """Put ids together that follow upon each other."""
+    found: list[tuple[int, int]] = []
+    for each in sorted(ids):
+        if found and found[-1][1] == each - 1:
+            found[-1] = (found[-1][0], each)
+        else:
+            found.append((each, each))
+    return found

@@ -1,0 +1,76 @@
+"""A message that was tried as often as can be counted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.stores.failing import make_engine, open_on
+
+from penstock import Message, limits
+from penstock.clock import ManualClock
+from penstock.codec import opendata, records
+from penstock.testing.checking import assert_clean
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.broker import Broker
+
+
+def tried(broker: Broker, attempts: int) -> None:
+    """Have the failed message of queue q have been tried so often, the last one on record."""
+    core: Any = broker._store.core  # type: ignore[attr-defined]
+    queue = core.queue("q")
+    ((entry,), _) = core.history.page(queue, "failed", b"", 9)
+    table = core.engine.table("history")
+    batch = core.engine.batch()
+    failed = records.Failed(*entry[:-1])._replace(attempts=attempts)
+    batch.put(entry.part, records.encode_failed([failed]), table.family)
+    key = opendata.attempts_prefix(queue.id) + (entry.message_id << 16 | 1).to_bytes(10, "big")
+    last = opendata.attempts_prefix(queue.id) + (entry.message_id << 16 | attempts).to_bytes(
+        10, "big"
+    )
+    batch.put(last, table.get(key), table.family)
+    batch.delete(key, table.family)
+    core.engine.commit(batch)
+
+
+@pytest.mark.parametrize("before", [limits.MAX_ATTEMPTS - 1, limits.MAX_ATTEMPTS])
+@pytest.mark.parametrize("design", ["indexed", "buckets"])
+def test_attempts_stay_at_their_bound(design: str, before: int, tmp_path: Path) -> None:
+    clock = ManualClock()
+    broker = open_on(make_engine("memory", design, tmp_path), design, clock)
+    broker.create_queue("q", max_attempts=1)
+    broker.send("q", b"1")
+    broker.release([broker.claim("q")[0].receipt])
+    tried(broker, before)
+    for _ in range(3):
+        assert broker.redrive("q") == 1
+        (delivery,) = broker.claim("q", limit=5)
+        assert delivery.attempts == limits.MAX_ATTEMPTS
+        (outcome,) = broker.release([delivery.receipt], reason="no")
+        assert outcome.status == "failed"
+        assert broker.attempts("q", delivery.message_id)[-1].number == limits.MAX_ATTEMPTS
+        assert_clean(broker)
+    broker.redrive("q")
+    assert broker.ack([broker.claim("q")[0].receipt])[0].ok
+    assert broker.purge("q", states=["done"]) == 1
+    assert_clean(broker)
+
+
+@pytest.mark.parametrize("design", ["indexed", "buckets"])
+def test_what_is_too_much_for_one_answer_loses_no_attempt(
+    design: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_CLAIM_BYTES", 10)
+    broker = open_on(make_engine("memory", design, tmp_path), design, ManualClock())
+    broker.create_queue("q", max_attempts=1)
+    broker.publish([Message(b"x" * 10, {"queue": "q"})])
+    broker.release([broker.claim("q")[0].receipt])
+    tried(broker, limits.MAX_ATTEMPTS)
+    broker.publish([Message(b"y" * 10, {"queue": "q"}, priority=9)])
+    broker.redrive("q")
+    first, second = broker.claim("q", limit=9), broker.claim("q", limit=9)
+    assert [each.attempts for each in (*first, *second)] == [1, limits.MAX_ATTEMPTS]
+    assert_clean(broker)

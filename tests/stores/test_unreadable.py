@@ -1,0 +1,369 @@
+"""A store with a damaged block: every verb is right, or raises and changes nothing.
+
+One byte range of one table's file is flipped, for every table of both designs. What the store was
+before is known, so that less than that is not taken for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import pytest
+from tests.damaging import compact, files_of, flip
+
+import penstock
+from penstock import ManualClock, Message
+from penstock.errors import StorageFailed, StoreDamaged
+from penstock.opening import DESIGNS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from penstock.broker import Broker
+    from penstock.stores.kvstore import KvStore
+
+NOW_MS = 1_700_000_000_000
+LEASE_MS = 60_000
+STATES = ("available", "delayed", "in_flight", "done", "failed")
+LAST = b"\xff" * 32
+
+
+class Was(NamedTuple):
+    """A store before it was damaged: what is in which state of each queue, and good receipts."""
+
+    path: Path
+    design: str
+    messages: dict[tuple[str, str], dict[int, bytes | None]]
+    stats: dict[str, Any]
+    receipts: list[str]
+    sweep: Any
+
+
+def open_at(path: Path, *, at_ms: int = NOW_MS) -> Broker:
+    return penstock.open(f"rocksdb:{path}", background=False, clock=ManualClock(at_ms))
+
+
+def browse(broker: Broker, queue: str, state: str) -> dict[int, bytes | None]:
+    found: dict[int, bytes | None] = {}
+    cursor = None
+    while True:
+        page = broker.browse(queue, state=state, limit=1_000, cursor=cursor, payloads=True)
+        found.update((entry.message_id, entry.payload) for entry in page)
+        cursor = page.next_cursor
+        if cursor is None:
+            return found
+
+
+def fill(broker: Broker, count: int) -> list[str]:
+    """Bring messages into every state; return receipts that are good."""
+    broker.create_queue("jobs", max_attempts=1, done_retention_ms=3_600_000)
+    broker.create_queue("old", unclaimed_retention_ms=120_000)
+    broker.create_queue("turns", ordering="fifo")
+    broker.create_queue("all", filter="kind = 1")
+    for start in range(0, count, 500):
+        broker.publish(
+            Message(
+                b"%d " % number + b"x" * 100,
+                {"queue": ("jobs", "jobs", "old", "turns")[number % 4], "kind": number % 3},
+                group=f"g{number % 20}",
+                delay_ms=30_000 if number % 7 == 0 else 0,
+                dedup_id=f"d{number}",
+            )
+            for number in range(start, start + 500)
+        )
+    acked = broker.claim("jobs", limit=count // 20)
+    broker.ack([each.receipt for each in acked])
+    broker.release([each.receipt for each in broker.claim("jobs", limit=count // 20)])
+    held = broker.claim("jobs", limit=200, lease_ms=LEASE_MS)
+    held += broker.claim("turns", limit=100, lease_ms=LEASE_MS)
+    return [each.receipt for each in held]
+
+
+def make(path: Path, design: str, count: int) -> Was:
+    """Make a store, and find out what is in it and what a sweep does with it."""
+    url = f"rocksdb:{path}?design={design}"
+    with penstock.open(url, background=False, clock=ManualClock(NOW_MS)) as broker:
+        receipts = fill(broker, count)
+    compact(path, DESIGNS[design].tables)
+    with open_at(path) as broker:
+        names = [spec.name for spec in broker.queues()]
+        messages = {
+            (name, state): browse(broker, name, state) for name in names for state in STATES
+        }
+        stats = {name: broker.stats(name) for name in names}
+    other = path.with_name("swept")
+    shutil.copytree(path, other)
+    with open_at(other, at_ms=NOW_MS + 7_200_000) as broker:
+        swept = broker.sweep(budget=1_000_000)
+    return Was(path, design, messages, stats, receipts, swept)
+
+
+def contents(broker: Broker) -> dict[tuple[str, bytes], bytes]:
+    """Return all rows that can be read: those of damaged blocks are left out."""
+    engine = cast("KvStore", broker._store).core.engine
+    found: dict[tuple[str, bytes], bytes] = {}
+    for name in DESIGNS[broker.info().design].tables:
+        table, begin = engine.table(name), b""
+        try:
+            while rows := table.scan(begin, LAST, 500):
+                found.update(((name, key), value) for key, value in rows)
+                begin = rows[-1][0] + b"\0"
+        except StoreDamaged as error:
+            end = LAST
+            try:
+                while rows := table.scan(begin, error.begin, 1):
+                    found[name, rows[0][0]] = rows[0][1]
+                    begin = rows[0][0] + b"\0"
+            except StoreDamaged:
+                pass
+            try:
+                while rows := table.scan_back(error.begin, end, 100):
+                    found.update(((name, key), value) for key, value in rows)
+                    end = rows[-1][0]
+            except StoreDamaged:
+                pass
+    return found
+
+
+def unchanged_if_it_raises(broker: Broker, verb: Callable[[], None]) -> bool:
+    """Call a verb; if it raises StoreDamaged, nothing may have changed. Say whether it did not."""
+    before = contents(broker)
+    try:
+        verb()
+    except StoreDamaged:
+        assert contents(broker) == before
+        return False
+    return True
+
+
+# --- verbs ----------------------------------------------------------------------------------------
+
+
+def looking(broker: Broker, was: Was) -> None:
+    """Browse and stats say all there is, or raise."""
+    for (name, state), expected in was.messages.items():
+        try:
+            assert browse(broker, name, state) == expected, (name, state)
+        except StoreDamaged:
+            continue
+    for name, expected in was.stats.items():
+        try:
+            assert broker.stats(name) == expected
+        except StoreDamaged:
+            continue
+
+
+def checking(broker: Broker, table: str) -> None:
+    """A check names the table and finds fault with nothing else; a repair changes nothing."""
+    before = contents(broker)
+    for repair in (False, True):
+        report = broker.check(repair=repair)
+        assert set(report.found) <= {"unreadable"}, report.violations[:5]
+        assert {each.table for each in report.violations} <= {table}
+        assert not any(each.repaired for each in report.violations)
+        assert contents(broker) == before
+    engine = cast("KvStore", broker._store).core.engine
+    try:
+        for _ in penstock.kv.rows_of(engine.table(table), b"", LAST):
+            pass
+    except StoreDamaged:
+        assert report.found == {"unreadable": 1}
+        assert not report.ok
+    else:
+        assert report.clean
+
+
+def publishing(broker: Broker) -> None:
+    def publish() -> None:
+        ids = broker.publish([Message(b"new", {"queue": "jobs", "kind": 1}, group="new")] * 3)
+        engine = cast("KvStore", broker._store).core.engine
+        for message_id in ids:
+            assert engine.table("payloads").get(b"\1\1" + message_id.to_bytes(8, "big")) == b"new"
+
+    unchanged_if_it_raises(broker, publish)
+
+
+def acking(broker: Broker, was: Was) -> None:
+    for start in range(0, len(was.receipts), 50):
+        part = was.receipts[start : start + 50]
+
+        def ack(part: list[str] = part) -> None:
+            assert all(each.ok for each in broker.ack(part))
+
+        unchanged_if_it_raises(broker, ack)
+
+
+def claiming(broker: Broker, was: Was) -> None:
+    """All that is available is claimed, but for what was told of as unreadable."""
+    for name in was.stats:
+        there = dict(was.messages[name, "available"])
+        told = skipped = 0
+        while told < 3:
+            before = broker.store_stats().unreadable_total
+            try:
+                got = broker.claim(name, limit=10)
+            except StoreDamaged:
+                # What can be read goes on being served after that.
+                told += 1
+                continue
+            finally:
+                skipped += broker.store_stats().unreadable_total - before
+            if not got:
+                break
+            for each in got:
+                if each.payload != b"new":
+                    assert there.pop(each.message_id) == each.payload, name
+            assert all(each.ok for each in broker.ack([each.receipt for each in got]))
+        else:
+            continue
+        if name != "turns":
+            assert len(there) == skipped, name
+
+
+def sweeping(path: Path, was: Was) -> None:
+    with (
+        contextlib.suppress(StoreDamaged),
+        open_at(path, at_ms=NOW_MS + 7_200_000) as broker,
+    ):
+        assert broker.sweep(budget=1_000_000) == was.sweep
+
+
+def depths(broker: Broker) -> dict[str, Any]:
+    """Return how much is in which state, of the queues that can be read."""
+    found = {}
+    for spec in broker.queues():
+        with contextlib.suppress(StoreDamaged):
+            stats = broker.stats(spec.name)
+            found[spec.name] = [getattr(stats, state) for state in STATES]
+    return found
+
+
+# --- the matrix -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[500, pytest.param(10_000, marks=pytest.mark.soak)])
+def stores(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Was]:
+    place = tmp_path_factory.mktemp("whole")
+    return {design: make(place / design / "store", design, request.param) for design in DESIGNS}
+
+
+def examine(was: Was, place: Path, table: str, at: float) -> None:
+    """Flip bytes of the file of a table, part of the way through, and try all verbs."""
+    files = files_of(was.path).get(table)
+    assert files, f"the store has nothing in {table}"
+    file = files[len(files) // 2]
+    shutil.copytree(was.path, place)
+    flip(place / file.name, int(file.stat().st_size * at), 100)
+    shutil.copytree(place, other := place.with_name("other"))
+    try:
+        broker = open_at(place)
+    except StorageFailed:
+        # Without its index, or without the list of queues, nothing can be served.
+        return
+    try:
+        # What can't be read may be a queue: then the store is not opened.
+        assert {spec.name for spec in broker.queues()} == set(was.stats)
+        looking(broker, was)
+        checking(broker, table)
+        publishing(broker)
+        acking(broker, was)
+        claiming(broker, was)
+        believed = depths(broker)
+    finally:
+        # A file that can't be read can't be compacted either, which RocksDB says again at the end.
+        with contextlib.suppress(StoreDamaged):
+            broker.close()
+    sweeping(other, was)
+    # Whatever was raised in between, memory was as the disk is.
+    with contextlib.suppress(StoreDamaged), open_at(place) as broker:
+        true = depths(broker)
+        assert {name: true[name] for name in believed if name in true} == {
+            name: believed[name] for name in believed if name in true
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [0, 0.5])
+@pytest.mark.parametrize(
+    ("design", "table"), [(name, table) for name in DESIGNS for table in DESIGNS[name].tables]
+)
+def test_every_verb_is_right_or_raises_and_changes_nothing(
+    stores: dict[str, Was], tmp_path: Path, design: str, table: str, at: float
+) -> None:
+    examine(stores[design], tmp_path / "store", table, at)
+
+
+# --- what a claim passes over ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("design", list(DESIGNS))
+def test_a_claim_delivers_what_can_be_read_and_leases_nothing_else(
+    tmp_path: Path, design: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "store"
+    url = f"rocksdb:{place}?design={design}"
+    with penstock.open(url, background=False, clock=ManualClock(NOW_MS)) as broker:
+        broker.create_queue("jobs")
+        broker.create_queue("turns", ordering="fifo")
+        jobs = broker.publish(Message(b"x" * 4_000, {"queue": "jobs"}) for _ in range(40))
+        turns = broker.publish(
+            Message(b"y" * 4_000, {"queue": "turns"}, group=f"g{number % 2}")
+            for number in range(40)
+        )
+    (file,) = files_of(place)["payloads"]
+    # The block behind the first of one queue, and the block behind the first of the other.
+    for share in (0.15, 0.65):
+        flip(file, int(file.stat().st_size * share), 100)
+    with open_at(place) as broker:
+        got: list[int] = []
+        while deliveries := _claim(broker, "jobs"):
+            got += [each.message_id for each in deliveries]
+        bad = sorted(set(jobs) - set(got))
+        assert 0 < len(bad) < 10
+        assert got == sorted(got)
+        assert broker.store_stats().unreadable_total == len(bad)
+        assert "passed over a message that can't be read: table 'payloads'" in caplog.text
+        stats = broker.stats("jobs")
+        # The ones that can't be read wait as they did, with no attempt counted.
+        assert (stats.available, stats.in_flight) == (len(bad), len(got))
+        entries = broker.browse("jobs", state="available", payloads=False)
+        assert [(entry.message_id, entry.attempts) for entry in entries] == [
+            (id_, 0) for id_ in bad
+        ]
+        # In a group of a FIFO queue, what is behind such a one waits for it.
+        served: list[int] = []
+        while deliveries := _claim(broker, "turns"):
+            served += [each.message_id for each in deliveries]
+            broker.ack([each.receipt for each in deliveries])
+        for group in (turns[::2], turns[1::2]):
+            assert [id_ for id_ in group if id_ in served] == group[: len(set(group) & set(served))]
+        assert 0 < len(served) < 40
+        # What comes in later is served, and is not taken for lost.
+        new = broker.send("jobs", b"new")
+        assert [each.message_id for each in broker.claim("jobs", limit=10)] == [new]
+
+
+def _claim(broker: Broker, queue: str) -> list[penstock.Delivery]:
+    """Claim; who gets nothing because of what can't be read asks once more."""
+    try:
+        return broker.claim(queue, limit=10)
+    except StoreDamaged:
+        return broker.claim(queue, limit=10)
+
+
+def test_a_store_without_its_queues_is_not_opened(tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    with penstock.open(f"rocksdb:{place}", background=False) as broker:
+        for number in range(100):
+            broker.create_queue(f"queue-{number}")
+    (file,) = files_of(place)["queues"]
+    flip(file, 16, 100)
+    before = {path.name: path.read_bytes() for path in place.glob("*.sst")}
+    with pytest.raises(StoreDamaged, match=r"table 'queues'.*penstock salvage"):
+        penstock.open(f"rocksdb:{place}", background=False)
+    assert {path.name: path.read_bytes() for path in place.glob("*.sst")} == before
