@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.clock import Clock
     from penstock.committer import Durability, Told
     from penstock.model import Contention
-    from penstock.shell import Shell, Woken
+    from penstock.shell import Outage, Shell, Woken
     from penstock.stores.contract import Store
 
 __all__ = ["Ack", "Change", "Claim", "Joint", "JointVerbs", "Publish", "Request"]
@@ -128,6 +128,16 @@ class JointVerbs:
     def away(self) -> str | None:
         """Why the store does not answer at present; known at once, whatever is under way."""
         return self._store.away
+
+    @property
+    def outage(self) -> Outage | None:
+        """Why the store can't be used at present, and since when; known at once, as the next is."""
+        return self._shell.outage
+
+    @property
+    def failure(self) -> PenstockError | None:
+        """What has ended the store for this process, if anything has."""
+        return self._shell.failure
 
     @property
     def dedup_window_ms(self) -> int:

@@ -129,6 +129,9 @@ SQS_MAX_RECEIVE_ATTEMPTS: Final = 10_000
 SQS_MAX_RECEIVE_ATTEMPT_BYTES: Final = 64 * 1024 * 1024
 SQS_MAX_MOVE_TASKS: Final = 1_000
 SQS_MAX_MOVES_PER_SECOND: Final = 500
+# How long a request may take, beside the wait of a long poll: together less than the minute for
+# which SDKs wait for an answer.
+SQS_MAX_ANSWER_MS: Final = 20_000
 
 # --- the native protocol ------------------------------------------------------------------------
 # A frame holds one whole request; answers that are longer come in parts.
@@ -147,6 +150,8 @@ MAX_BUFFERED_BYTES: Final = 512 * 1024 * 1024
 MAX_GREETING_MS: Final = 10_000
 MAX_STALL_MS: Final = 30_000
 MAX_IDLE_MS: Final = 300_000
+# How long a request may take to be answered whose client has not said how long it waits.
+MAX_ANSWER_MS: Final = 60_000
 # A client sends a publish again for so long: well within the time that dedup ids are remembered.
 MAX_REPEAT_MS: Final = 240_000
 

@@ -11,21 +11,27 @@ import logging
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
 
 from penstock.clock import TimeGuard
 from penstock.committer import Committer
-from penstock.errors import BrokerClosed, StoreDamaged, StoreFenced
+from penstock.errors import (
+    BrokerClosed,
+    PenstockError,
+    ServerUnreachable,
+    StoreDamaged,
+    StoreFenced,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from penstock.clock import Clock
     from penstock.committer import Durability, Told
-    from penstock.errors import PenstockError
     from penstock.stores.contract import Store
 
-__all__ = ["SWEEP_BUDGET", "Shell", "Woken"]
+__all__ = ["SWEEP_BUDGET", "Outage", "Shell", "Woken"]
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +49,19 @@ _NOT_OURS: Final = BrokerClosed(
     "a server"
 )
 _SHELLS: Final[weakref.WeakSet[Shell]] = weakref.WeakSet()
+
+# How often it is looked whether the store is away, and how long one call may have it before it is.
+WATCH_SECONDS: Final = 0.25
+BUSY_SECONDS: Final = 10.0
+# What a call may take once it has its turn, however long it has waited for that.
+LEAST_SECONDS: Final = 1.0
+
+
+class Outage(NamedTuple):
+    """Why the store can't be used, and since when, as the clock counts seconds."""
+
+    why: str
+    since: float
 
 
 class Shell:
@@ -62,21 +81,31 @@ class Shell:
         self._damage = ""
         # Why the store is lost to this process, if it is.
         self.lost: PenstockError | None = None
+        # Since when a call has the store, if one has.
+        self._turn_since: float | None = None
+        self._outage: Outage | None = None
+        self._outage_lock = threading.Lock()
         store.on_lost(self._lose)
         self._committer = Committer(
             self._sync, lambda: store.commits, relaxed=relaxed, seconds=clock.seconds
         )
         _SHELLS.add(self)
         self._sweeper: threading.Thread | None = None
+        self._watcher: threading.Thread | None = None
+        self._ending = threading.Event()
         if background:
             self._sweeper = threading.Thread(
                 target=self._sweep_loop, name="penstock-sweeper", daemon=True
             )
             self._sweeper.start()
+            self._watcher = threading.Thread(
+                target=self._watch_loop, name="penstock-watcher", daemon=True
+            )
+            self._watcher.start()
 
     def apply(self, change: Callable[[int], T]) -> T:
         """Make a change, told the time, and return when it is durable."""
-        with self._lock:
+        with self._turn():
             result = self._do(change, self._now_ms())
             number = self._store.commits
         self._committer.wait(number)
@@ -84,7 +113,7 @@ class Shell:
 
     def begin(self, change: Callable[[int], T]) -> tuple[T, int]:
         """Make a change and return at once; its number is what :meth:`tell` wants."""
-        with self._lock:
+        with self._turn():
             result = self._do(change, self._now_ms())
             return result, self._store.commits
 
@@ -104,14 +133,14 @@ class Shell:
 
     def look(self, read: Callable[[int], T]) -> T:
         """Read, told the time; what comes due on the way need not be durable."""
-        with self._lock:
+        with self._turn():
             return self._do(read, self._now_ms())
 
     def apply_when_ready(
         self, queue: str, wait_ms: int, change: Callable[[int], list[T]]
     ) -> list[T]:
         """Make a change until it gives something, waiting for messages of a queue in between."""
-        with self._lock:
+        with self._turn():
             now_ms = self._now_ms()
             until_ms = now_ms + wait_ms
             while True:
@@ -124,6 +153,24 @@ class Shell:
         self._committer.wait(number)
         return result
 
+    @property
+    def outage(self) -> Outage | None:
+        """Why the store can't be used at present; from any thread, at once."""
+        self._note_outage()
+        return self._outage
+
+    @property
+    def failure(self) -> PenstockError | None:
+        """What has ended the store for this process, if anything has; from any thread, at once."""
+        if self._closed:
+            return BrokerClosed("the broker is closed")
+        if self.lost is not None:
+            return self.lost
+        failures: list[PenstockError | None] = []
+        # Of nothing the answer comes at once: whether syncing has failed before.
+        self._committer.tell(0, failures.append)
+        return failures[0]
+
     def close(self) -> None:
         """Make everything durable and let go of the store. Whoever waits raises."""
         with self._lock:
@@ -135,6 +182,9 @@ class Shell:
                 waiting.notify_all()
         if self._sweeper is not None:
             self._sweeper.join()
+        self._ending.set()
+        if self._watcher is not None:
+            self._watcher.join()
         self._committer.close()
         with self._lock:
             self._store.close()
@@ -144,6 +194,38 @@ class Shell:
         # A thread that is not here may have held it.
         self._lock = threading.Lock()
         self.lost = _NOT_OURS
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Have the store alone; who waits for that longer than the store has patience, fails.
+
+        What is done then has the rest of that time, so that a store that hangs fails each of those
+        who wait for it in its own time, and not one after the other.
+        """
+        patience_s = self._store.patience_s
+        if patience_s is None:
+            self._lock.acquire()
+        else:
+            begin = self._clock.seconds()
+            if not self._lock.acquire(timeout=patience_s):
+                why = self._store.away or "another call has it"
+                raise ServerUnreachable(
+                    f"the store was not free for {patience_s:g} s ({why}); nothing was changed"
+                )
+            self._limit(begin)
+        self._turn_since = self._clock.seconds()
+        try:
+            yield
+        finally:
+            self._turn_since = None
+            self._lock.release()
+
+    def _limit(self, since: float) -> None:
+        """Give the store what is left of its patience with a call; called with the lock held."""
+        patience_s = self._store.patience_s
+        if patience_s is not None:
+            waited_s = max(0.0, self._clock.seconds() - since)
+            self._store.limit(max(LEAST_SECONDS, patience_s - waited_s))
 
     def _now_ms(self) -> int:
         """Return the store's time; called with the lock held, at the start of every verb."""
@@ -220,7 +302,33 @@ class Shell:
             soonest_ms = self._store.soonest_ms()
             if soonest_ms is not None:
                 wait_ms = min(wait_ms, max(1, soonest_ms - now_ms))
+        until = self._clock.seconds() + wait_ms / 1000
+        self._turn_since = None
         self._clock.wait(waiting, wait_ms)
+        self._turn_since = self._clock.seconds()
+        # Whoever had the store at the end of the wait may have had it for long.
+        self._limit(until)
+
+    def _watch_loop(self) -> None:
+        while not self._ending.wait(WATCH_SECONDS):
+            self._note_outage()
+
+    def _note_outage(self) -> None:
+        """Look whether the store can be used, and log when that begins and when it ends."""
+        with self._outage_lock:
+            now, turn, known = self._clock.seconds(), self._turn_since, self._outage
+            why = self._store.away
+            if why is None and turn is not None and now - turn > BUSY_SECONDS:
+                why = f"one call has had it for more than {BUSY_SECONDS:g} s"
+            if why is not None:
+                self._outage = Outage(why, now if known is None else known.since)
+            else:
+                self._outage = None
+        if why is not None and known is None:
+            log.warning("the store can't be used: %s", why)
+        elif why is None and known is not None:
+            length_s = now - known.since
+            log.warning("the store can be used again, after %.1f s: %s", length_s, known.why)
 
     def _sweep_loop(self) -> None:
         while True:
@@ -229,6 +337,8 @@ class Shell:
                     return
                 wait_ms = 1_000
                 now_ms = self._now_ms()
+                self._turn_since = begin = self._clock.seconds()
+                self._limit(begin)
                 try:
                     counts = self._store.sweep(now_ms, SWEEP_BUDGET)
                     self._after_change()
@@ -242,9 +352,14 @@ class Shell:
                     if str(error) != self._damage:
                         log.error("a sweep could not see to everything: %s", error)  # noqa: TRY400
                     self._damage = str(error)
+                except PenstockError as error:
+                    # Of a store that is away it is told when that begins and ends, not each time.
+                    if self._store.away is None:
+                        log.warning("the sweep failed; it will be tried again: %s", error)
                 except Exception:
                     # Whatever it was, leases must go on expiring.
                     log.exception("the sweep failed; it will be tried again")
+                self._turn_since = None
                 if wait_ms > 0:
                     wait_ms = min(wait_ms, IDLE_SWEEP_MS)
                     self._alarm_at_ms = now_ms + wait_ms

@@ -26,6 +26,15 @@ from penstock.model import Message, Outcome, OutcomeStatus
 
 encoder = wire.Encoder()
 WELCOME = wire.Welcome(1, "test", "s", {})
+DELIVERY = {
+    **dict.fromkeys(("message_id", "priority", "attempts", "published_at_ms"), 1),
+    "queue": "q",
+    "payload": b"",
+    "attributes": {},
+    "group": "",
+    "receipt": "r",
+    "lease_deadline_ms": 1,
+}
 
 
 class Talk:
@@ -340,6 +349,49 @@ def test_a_server_that_dies_in_the_middle_of_a_long_frame_is_noticed(talk: Talk)
     assert talk.core.hang_up
 
 
+def test_a_call_that_is_not_answered_in_time_fails(talk: Talk) -> None:
+    talk.call("stats", calls.stats("q"))
+    talk.call("claim", calls.claim("q", wait_ms=2_000))
+    talk.call("long", calls.purge("q"))
+    stats, claim, purge = talk.sent()
+    for ms, over in [(4_999, set()), (1, {"stats"}), (1_999, {"stats"}), (1, {"stats", "claim"})]:
+        talk.now_ms += ms
+        talk.core.tick(talk.now_ms)
+        assert talk.told().keys() == over
+    for name in ("stats", "claim"):
+        assert isinstance(talk.results[name], ServerUnreachable)
+        assert "within 5000 ms" in str(talk.results[name])
+    (cancelled,) = talk.sent()
+    assert isinstance(cancelled, wire.Cancel)
+    assert cancelled.claim == claim.id
+    # What comes too late is nobody's, and what was claimed is given back.
+    talk.say((1, stats.id, {}))
+    talk.say((1, claim.id, [{**DELIVERY, "receipt": "late"}]))
+    (back,) = talk.sent()
+    assert isinstance(back, wire.Release)
+    assert back.receipts == ["late"]
+    talk.say((1, purge.id, 7))
+    assert talk.results["long"] == 7
+
+
+def test_a_call_is_not_late_while_bytes_go_out_or_come_in(talk: Talk) -> None:
+    talk.call("a", calls.stats("q"))
+    talk.call("b", calls.stats("q"))
+    first, _ = talk.sent()
+    for taken in (0, 1_000, 2_000, 3_000):
+        talk.core.progressed(Progress(taken, all=False), talk.now_ms)
+        talk.now_ms += 4_000
+        talk.core.tick(talk.now_ms)
+    assert talk.told() == {}
+    talk.say(wire.Part(first.id, b"x", last=False))
+    talk.now_ms += 4_999
+    talk.core.tick(talk.now_ms)
+    assert talk.told().keys() == {"b"}
+    talk.now_ms += 1
+    talk.core.tick(talk.now_ms)
+    assert talk.told().keys() == {"a", "b"}
+
+
 def test_a_server_that_answers_is_not_given_up(talk: Talk) -> None:
     for _ in range(5):
         talk.now_ms += PING_MS
@@ -392,16 +444,7 @@ def test_a_withdrawn_claim_is_cancelled_and_what_came_is_given_back(
     (ended,) = talk.sent()
     assert isinstance(ended, wire.Cancel)
     assert ended.claim == claim.id
-    delivery = {
-        **dict.fromkeys(("message_id", "priority", "attempts", "published_at_ms"), 1),
-        "queue": "q",
-        "payload": b"",
-        "attributes": {},
-        "group": "",
-        "receipt": "r",
-        "lease_deadline_ms": 1,
-    }
-    talk.say((1, claim.id, [delivery]))
+    talk.say((1, claim.id, [DELIVERY]))
     (back,) = talk.sent()
     assert isinstance(back, wire.Release)
     assert back.receipts == ["r"]

@@ -55,7 +55,7 @@ def test_the_welcome_tells_of_a_short_dedup_window() -> None:
 
 
 def test_a_newer_client_is_spoken_to_in_the_servers_version(served: Served) -> None:
-    with Raw(served, encoder.frame((0, wire.MAGIC, 99, "", "", "more"))) as raw:
+    with Raw(served, encoder.frame((0, wire.MAGIC, 99, "", "", 0, "more"))) as raw:
         welcome = raw.read()
     assert isinstance(welcome, wire.Welcome)
     assert welcome.version == wire.VERSION

@@ -47,46 +47,77 @@ def at(page: bytes, name: str, **labels: str) -> float:
     return series(page)[name, frozenset(labels.items())]
 
 
+def watching(broker: penstock.Broker, **options: Any) -> Metrics:
+    metrics = Metrics(**options)
+    metrics.watch(broker, parked=lambda: 0, connections=dict, seconds=lambda: 0.0)
+    return metrics
+
+
 # --- health -------------------------------------------------------------------------------------
 
 
-def test_health_and_readiness(broker: penstock.Broker, ask: Any, wait_until: Any) -> None:
+def test_health_and_readiness(broker: penstock.Broker, ask: Any) -> None:
     with running(broker, **HTTP) as server:
         address = server.addresses["http"]
         assert ask(address, "GET", "/health")[:2] == (200, b"alive\n")
         assert ask(address, "GET", "/ready")[:2] == (200, b"ready\n")
         assert ask(address, "HEAD", "/ready")[:2] == (200, b"")
         server._listening = False
-        wait_until(lambda: ask(address, "GET", "/ready")[:2] == (503, b"not ready\n"))
+        answer = ask(address, "GET", "/ready")
+        assert answer[:2] == (503, b"not ready: the server is starting or stopping\n")
         assert ask(address, "GET", "/health").status == 200
 
 
-def test_those_who_ask_for_readiness_share_one_look(
-    broker: penstock.Broker, ask: Any, wait_until: Any, monkeypatch: pytest.MonkeyPatch
+def test_pages_do_not_wait_for_a_store_that_hangs(
+    broker: penstock.Broker, ask: Any, wait_until: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    busy, looks = threading.Event(), []
-
-    def look(_: Any) -> bool:
-        looks.append(1)
-        return busy.wait(60)
-
-    # However late the last of them is heard, it is not too late for the first one's answer.
-    monkeypatch.setattr("penstock.server.operations._READY_SECONDS", 600)
-    with running(broker, **HTTP) as server:
-        monkeypatch.setattr(type(server), "ready", property(look))
-        with ThreadPoolExecutor(20) as threads:
+    monkeypatch.setattr("penstock.shell.BUSY_SECONDS", 0.2)
+    going_on = threading.Event()
+    broker.create_queue("q")
+    with running(broker, **HTTP) as server, ThreadPoolExecutor(8) as threads:
+        address = server.addresses["http"]
+        assert at(ask(address, "GET", "/metrics").body, "penstock_queues") == 1
+        hanging = threads.submit(broker._shell.look, lambda _: going_on.wait(60))
+        try:
+            wait_until(lambda: ask(address, "GET", "/ready").status == 503)
             asked = [
-                threads.submit(ask, server.addresses["http"], "GET", "/ready") for _ in range(20)
+                threads.submit(ask, address, "GET", page)
+                for _ in range(500)
+                for page in ("/ready", "/metrics")
             ]
-            wait_until(lambda: looks and _asking(server) == 20)
-            assert len(looks) == 1
-            busy.set()
-            assert {each.result(60).status for each in asked} == {200}
-        assert len(looks) == 1
+            answers = [each.result(60) for each in asked]
+            assert {each.status for each in answers} == {200, 503}
+            waiting = [each for each in threading.enumerate() if each.name.startswith("asyncio")]
+            assert len(waiting) <= 1
+            for ready, metrics in zip(answers[::2], answers[1::2], strict=True):
+                assert re.fullmatch(rb"not ready for \d+ s: one call has had it .*\n", ready.body)
+                assert at(metrics.body, "penstock_store_healthy") == 0
+                assert b"penstock_queues" not in metrics.body
+        finally:
+            going_on.set()
+        assert hanging.result(60)
+        assert ask(address, "GET", "/ready")[:2] == (200, b"ready\n")
+        wait_until(lambda: b"penstock_queues 1.0" in ask(address, "GET", "/metrics").body)
+    begin, end = [each.message for each in caplog.records if "the store can" in each.message]
+    assert begin.startswith("the store can't be used: one call has had it")
+    assert end.startswith("the store can be used again, after")
 
 
-def _asking(server: Server) -> int:
-    return len(server._listeners["http"].open)  # type: ignore[attr-defined]
+def test_figures_of_a_slow_store_have_an_age(
+    broker: penstock.Broker, ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.server.operations._FRESH_SECONDS", 0.01)
+    with running(broker, **HTTP) as server:
+        address = server.addresses["http"]
+        asked = threading.Event()
+        figures = server.metrics.read_store
+        figures()
+        monkeypatch.setattr(server.metrics, "read_store", lambda: asked.wait(60))
+        for _ in range(2):
+            page = ask(address, "GET", "/metrics").body
+            assert at(page, "penstock_queues") == 0
+            assert at(page, "penstock_store_figures_age_seconds") > 0
+        asked.set()
 
 
 def test_a_store_that_cant_sync_is_not_ready(
@@ -110,8 +141,7 @@ def test_a_store_that_cant_sync_is_not_ready(
 
 def test_a_store_that_is_lost_is_shown_as_such() -> None:
     with penstock.open("memory:", background=False) as broker:
-        metrics = Metrics()
-        metrics.watch(broker, parked=lambda: 0, connections=dict)
+        metrics = watching(broker)
         assert at(metrics.page(), "penstock_store_healthy") == 1
         broker._shell._lose(StoreFenced("another broker has opened it"))
         assert at(metrics.page(), "penstock_store_healthy") == 0
@@ -197,8 +227,8 @@ def test_many_queues_do_not_make_many_series() -> None:
         for number in (7, 250):
             broker.publish([Message(b"x", {"queue": f"q{number:03}"})] * 5)
         broker.publish([Message(b"x", {"queue": f"q{number:03}"}) for number in range(10, 20)])
-        metrics = Metrics(queues=3)
-        metrics.watch(broker, parked=lambda: 0, connections=dict)
+        metrics = watching(broker, queues=3)
+        metrics.read_store()
         found = series(metrics.page())
         names = {dict(labels).get("queue") for _, labels in found} - {None}
         assert len(names) == 4
@@ -214,8 +244,7 @@ def test_a_queue_that_goes_while_it_is_counted(monkeypatch: pytest.MonkeyPatch) 
     with penstock.open("memory:") as broker:
         broker.create_queue("a")
         broker.create_queue("b")
-        metrics = Metrics()
-        metrics.watch(broker, parked=lambda: 0, connections=dict)
+        metrics = watching(broker)
         stats = broker.stats
 
         def deleting(name: str) -> Any:
@@ -224,6 +253,7 @@ def test_a_queue_that_goes_while_it_is_counted(monkeypatch: pytest.MonkeyPatch) 
             return stats(name)
 
         monkeypatch.setattr(broker, "stats", deleting)
+        metrics.read_store()
         assert at(metrics.page(), "penstock_queues") == 1
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -164,6 +165,23 @@ class PostgresServer:
             ).fetchone()
         assert row is not None
         return int(str(row[0]))
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Have every process of the server stop where it is; what is sent to it waits."""
+        assert self._process is not None
+        first = self._process.pid
+        # The first one first: so it makes no more of them.
+        os.kill(first, signal.SIGSTOP)
+        told = Path(f"/proc/{first}/task/{first}/children").read_text()
+        others = [int(pid) for pid in told.split()]
+        try:
+            for pid in others:
+                os.kill(pid, signal.SIGSTOP)
+            yield
+        finally:
+            for pid in (*others, first):
+                os.kill(pid, signal.SIGCONT)
 
     def stop(self, how: signal.Signals = signal.SIGINT) -> None:
         if self._process is not None:

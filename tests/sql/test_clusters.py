@@ -617,7 +617,8 @@ def test_the_others_go_on_without_one(
         assert taken == [FIRST, FIRST]
         assert broker.away is None
         metrics = Metrics()
-        metrics.watch(broker, parked=lambda: 0, connections=dict)
+        metrics.watch(broker, parked=lambda: 0, connections=dict, seconds=lambda: 0.0)
+        metrics.read_store()
         page = metrics.page()
         assert b"penstock_store_healthy 1.0" in page
         assert b"penstock_collisions_total" in page

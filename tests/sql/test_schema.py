@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import penstock
-from penstock import InvalidUrl, ManualClock, PenstockError, ServerUnreachable, StorageFailed
+from penstock import (
+    InvalidUrl,
+    ManualClock,
+    PenstockError,
+    ServerUnreachable,
+    StorageFailed,
+    StoreDamaged,
+)
 from penstock import StoreMismatch as Mismatch
 from penstock.stores.sql import SqlStore, schema
 from penstock.stores.sql.statements import DIALECTS, parse_statements, statements_of
+from penstock.stores.sql.status import ClusterLook
 from penstock.stores.sql.tunables import Tunables
 from penstock.stores.sql_place import TUNED
 
@@ -27,17 +35,19 @@ if TYPE_CHECKING:
 SOURCE = Path(schema.__file__).parent
 
 
-def described(server: PostgresServer, database: str) -> dict[str, list[str]]:
+def described(
+    server: PostgresServer, database: str, place: str = "penstock"
+) -> dict[str, list[str]]:
     """Describe every column, index and constraint of the schema."""
     queries = {
         "columns": "SELECT table_name, column_name, data_type, is_nullable, column_default "
-        "FROM information_schema.columns WHERE table_schema = 'penstock'",
-        "indexes": "SELECT indexdef FROM pg_indexes WHERE schemaname = 'penstock'",
+        f"FROM information_schema.columns WHERE table_schema = '{place}'",
+        "indexes": f"SELECT indexdef FROM pg_indexes WHERE schemaname = '{place}'",
         "constraints": "SELECT conrelid::regclass::text, pg_get_constraintdef(oid) "
-        "FROM pg_constraint WHERE connamespace = 'penstock'::regnamespace",
+        f"FROM pg_constraint WHERE connamespace = '{place}'::regnamespace",
     }
     with server.connect(database) as connection:
-        connection.execute("SET search_path = penstock")
+        connection.execute(f"SET search_path = {place}")
         return {
             name: sorted(map(str, connection.execute(query).fetchall()))
             for name, query in queries.items()
@@ -144,6 +154,60 @@ def test_a_store_keeps_to_its_routing(url: str) -> None:
     penstock.open(url, routing="pipeline", background=False).close()
     with pytest.raises(Mismatch, match="pipeline"):
         penstock.open(url, routing="inline")
+
+
+# --- parts that are missing -----------------------------------------------------------------------
+
+LOSSES = {
+    "a table": ("DROP TABLE penstock.items", "lacks items"),
+    "a table of migrations": ("DROP TABLE penstock.migrations", "lacks migrations"),
+    "the rows of migrations": ("DELETE FROM penstock.migrations", "lacks the rows of migrations"),
+    "the head": ("DROP TABLE penstock.log_head", "lacks log_head"),
+    "a column": ("ALTER TABLE penstock.done DROP COLUMN attempts", r"lacks done\.attempts"),
+    "a later column": ("ALTER TABLE penstock.instance DROP COLUMN cluster", r"instance\.cluster"),
+    "an index": ("DROP INDEX penstock.items_lanes", "lacks index items_lanes"),
+    "the row of the store": ("DELETE FROM penstock.instance", "instance .*lost its row"),
+    "the row of the head": ("DELETE FROM penstock.log_head", "log_head .*lost its row"),
+    "all but one": (
+        (
+            "DO $$ DECLARE t text; BEGIN FOR t IN SELECT tablename FROM pg_tables "
+            "WHERE schemaname = 'penstock' AND tablename <> 'messages' "
+            "LOOP EXECUTE 'DROP TABLE penstock.' || t; END LOOP; END $$"
+        ),
+        "lacks migrations",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def one_database(postgres: PostgresServer) -> Iterator[str]:
+    name = postgres.create()
+    yield name
+    postgres.drop(name)
+
+
+@pytest.mark.parametrize("what", LOSSES)
+def test_a_store_that_lacks_a_part_is_refused_and_left_alone(
+    postgres: PostgresServer, one_database: str, what: str
+) -> None:
+    place = f"lost_{list(LOSSES).index(what)}"
+    loss, said = LOSSES[what]
+    url = f"{postgres.url(one_database)}?schema={place}"
+    with penstock.open(url, background=False) as broker:
+        broker.create_queue("q")
+        broker.send("q", b"x")
+    with postgres.connect(one_database) as connection:
+        connection.execute(loss.replace("penstock", place))
+    before = described(postgres, one_database, place)
+    for _ in range(2):
+        with pytest.raises(StoreDamaged, match=said) as refused:
+            penstock.open(url)
+        assert "nothing was changed" in str(refused.value)
+        assert "backup" in str(refused.value)
+    if "row" not in what:
+        with pytest.raises(StoreDamaged, match=said):
+            ClusterLook(postgres.url(one_database), schema=place, dialect="postgresql")
+    assert described(postgres, one_database, place) == before
 
 
 # --- bad places -----------------------------------------------------------------------------------

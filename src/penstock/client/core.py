@@ -63,6 +63,8 @@ FENCED_TRIES: Final = 3
 # The share of a server's dedup window in which a publish may be sent again: the rest is for the
 # way there.
 REPEAT_SHARE: Final = 0.8
+# The share of a call's patience that the server may use up: the rest is for the way there and back.
+ANSWER_SHARE: Final = 0.9
 
 Told = Callable[[Any, BaseException | None], None]
 """Called once with what came of a call: its result, or its error."""
@@ -79,7 +81,10 @@ class Phase(Enum):
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client was asked to do. ``patience_ms``: how long a call waits for a connection."""
+    """What a client was asked to do.
+
+    ``patience_ms``: how long a call waits for a connection, and then for its answer.
+    """
 
     token: str = ""
     name: str = ""
@@ -138,9 +143,11 @@ class Core:
         self._done: list[tuple[Told, Any, BaseException | None]] = []
         self._heard_ms = now_ms
         self._asked_ms: int | None = None
-        # What the server had taken when that was last looked at, and whether also the question.
-        self._taken = 0
+        # What the server had taken when that was last looked at, whether that was all, and whether
+        # it was also the question; and when it was last seen to take more of what it had not.
+        self._taken, self._all_taken = 0, True
         self._question_came = False
+        self._moved_ms = now_ms
 
     # --- calls -----------------------------------------------------------------------------
 
@@ -218,7 +225,9 @@ class Core:
         self.paused = False
         self._reader = FrameReader()
         self._heard_ms, self._asked_ms = now_ms, None
-        hello = wire.Hello(wire.MAGIC, wire.VERSION, self._options.token, self._options.name)
+        options = self._options
+        patience_ms = int(options.patience_ms * ANSWER_SHARE)
+        hello = wire.Hello(wire.MAGIC, wire.VERSION, options.token, options.name, patience_ms)
         self._output = [self._encoder.frame(hello)]
 
     def lost(self, why: str, now_ms: int) -> None:
@@ -275,13 +284,18 @@ class Core:
                 self._send(pending, now_ms)
 
     def progressed(self, progress: Progress, now_ms: int) -> None:
-        """Be told how far what was written has come: a server that takes it is not silent."""
+        """Be told how far what was written has come.
+
+        While a server takes what it had not, it is not silent and no call is late.
+        """
+        if progress.taken > self._taken and not self._all_taken:
+            self._moved_ms = now_ms
         if self._asked_ms is not None and not self._question_came:
             if progress.all:
                 self._question_came = True
             elif progress.taken > self._taken:
                 self._asked_ms = now_ms
-        self._taken = progress.taken
+        self._taken, self._all_taken = progress
 
     def tick(self, now_ms: int) -> None:
         """Do what time asks for: ask a silent server, give up on it, give up on waiting calls."""
@@ -293,6 +307,7 @@ class Core:
             elif silent_ms >= PING_MS:
                 self._asked_ms, self._question_came = now_ms, False
                 self._send(_Pending(ping(), _nobody, now_ms), now_ms)
+        self._fail_late(now_ms)
         if self.phase is Phase.READY:
             return
         patience_ms = self._options.patience_ms
@@ -305,6 +320,23 @@ class Core:
             if pending.repeated:
                 text = f"{_unanswered(pending.call, self._why)}; {text}"
             self._fail(pending, ServerUnreachable(text))
+
+    def _fail_late(self, now_ms: int) -> None:
+        """Fail calls that were sent, and not answered for as long as they may take."""
+        for pending in list(self._sent.values()):
+            request, patience_ms = pending.call.request, self._options.patience_ms
+            if pending.withdrawn or pending.told is _nobody or type(request) in wire.LONG:
+                continue
+            late_ms = max(pending.since_ms, self._moved_ms) + patience_ms
+            if isinstance(request, wire.Claim):
+                late_ms += request.wait_ms
+            if now_ms >= late_ms:
+                # Whatever comes yet is nobody's; what a claim brings is given back.
+                self.withdraw(pending, now_ms)
+                name, rest = type(request).__name__, _rest(pending.call)
+                text = f"the server did not answer {name} within {patience_ms} ms: {rest}"
+                self._fail(pending, ServerUnreachable(text))
+                pending.told = _nobody
 
     def close(self, error: PenstockError | None = None) -> None:
         """End for good; every call that is not over fails."""
@@ -333,6 +365,8 @@ class Core:
         elif isinstance(frame, wire.Part):
             parts = self._parts.setdefault(frame.id, [])
             parts.append(frame.data)
+            if frame.id in self._sent:
+                self._sent[frame.id].since_ms = now_ms
             if frame.last:
                 del self._parts[frame.id]
                 self._settle(frame.id, b"".join(parts), now_ms)
@@ -414,6 +448,7 @@ class Core:
             text = f"{len(frame)} bytes; the server takes {self._max_frame_bytes} at once"
             self._fail(pending, InvalidInput(text))
             return
+        pending.since_ms = now_ms
         if pending.sent_ms is None:
             pending.sent_ms = now_ms
         self._sent[request.id] = pending
@@ -456,8 +491,8 @@ def _nobody(_result: Any, _error: BaseException | None) -> None:
     """For what nobody waits for."""
 
 
-def _unanswered(call: Call[Any], why: str) -> str:
-    name = type(call.request).__name__
+def _rest(call: Call[Any]) -> str:
+    """Say what may have become of a call that was sent and not answered."""
     rest = {
         Repeat.NEVER: "it may or may not have been done",
         Repeat.SETTLES: "it may or may not have been done",
@@ -468,4 +503,9 @@ def _unanswered(call: Call[Any], why: str) -> str:
         rest = "it may or may not have been stored"
     if isinstance(call.request, wire.Claim):
         rest = "what it may have claimed comes back when its lease ends"
-    return f"the connection was lost before {name} was answered ({why}): {rest}"
+    return rest
+
+
+def _unanswered(call: Call[Any], why: str) -> str:
+    name = type(call.request).__name__
+    return f"the connection was lost before {name} was answered ({why}): {_rest(call)}"

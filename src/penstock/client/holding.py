@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from penstock import limits
 from penstock.client import calls
 from penstock.client.keeping import Keeper
-from penstock.errors import BrokerClosed, PenstockError, ServerUnreachable, StoreFenced
+from penstock.errors import BrokerClosed, PenstockError, StorageFailed, StoreDamaged
 from penstock.validation import check_count, check_duration
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Holder:
             batch = receipts[at : at + limits.MAX_RECEIPTS]
             try:
                 outcomes = await self._link.call(calls.extend(batch, lease_ms=lease_ms))
-            except (ServerUnreachable, StoreFenced, BrokerClosed) as error:
+            except (StorageFailed, BrokerClosed) as error:
                 # Tried again at the next beat, until the deadline says that they are lost.
                 log.warning("%d leases could not be extended: %s", len(batch), error)
                 return
@@ -249,6 +249,10 @@ class Fetcher(Holder):
             with contextlib.suppress(PenstockError):
                 await self._link.call(calls.release(unseen, reason="not begun", unseen=True))
 
+    def _fail(self, error: PenstockError) -> None:
+        self._failure = error
+        self._arrived.set()
+
     async def _fetch(self, lease_ms: int) -> None:
         while True:
             room = self._prefetch - len(self._buffer)
@@ -265,13 +269,15 @@ class Fetcher(Holder):
             )
             try:
                 deliveries = await self._link.call(call)
-            except (ServerUnreachable, StoreFenced) as error:
+            except StorageFailed as error:
+                if isinstance(error, StoreDamaged):
+                    self._fail(error)
+                    return
                 log.warning("fetching from %s goes on: %s", self._queue, error)
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             except PenstockError as error:
-                self._failure = error
-                self._arrived.set()
+                self._fail(error)
                 return
             self._take(deliveries, lease_ms)
             self._buffer.extend(deliveries)

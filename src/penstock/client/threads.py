@@ -48,9 +48,11 @@ def connect(
     """Connect to a server: ``penstock://HOST:PORT``. Its verbs are those of a broker.
 
     ``token`` is ``KEY:SECRET``, if the server wants one; ``tls`` True, or a context of your own.
-    A connection that is lost is made again; a call waits ``patience_ms`` for that. ``dedup`` gives
-    every message that has none a dedup id, so that a publish whose answer was lost is sent again
-    and not doubled. ``name`` tells the server who this is, for its log.
+    A connection that is lost is made again; a call waits ``patience_ms`` for that, and as long for
+    its answer once it is sent, beside the ``wait_ms`` of a claim: then it raises ServerUnreachable,
+    and the server begins nothing of it any more. ``dedup`` gives every message that has none a
+    dedup id, so that a publish whose answer was lost is sent again and not doubled. ``name`` tells
+    the server who this is, for its log.
     """
     options = Options(token=token, name=name, patience_ms=patience_ms, dedup=dedup)
     return Client(target_of(url, tls), options, clock or SystemClock())

@@ -34,6 +34,7 @@ from penstock.validation import (
 )
 
 if TYPE_CHECKING:
+    import concurrent.futures
     from asyncio import AbstractEventLoop, TimerHandle
     from collections.abc import Callable, Iterable
 
@@ -102,6 +103,8 @@ class Desk:
         self.lost = asyncio.Event()
         self._callers = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="penstock-desk")
         self._lookers = ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="penstock-look")
+        # What those threads have been given.
+        self._jobs: dict[Future[Any], concurrent.futures.Future[Any]] = {}
         self._changer: ThreadPoolExecutor | None = None
         if broker.info().design in FAR:
             self._changer = ThreadPoolExecutor(1, thread_name_prefix="penstock-change")
@@ -207,8 +210,21 @@ class Desk:
         """Do anything else with the broker, on a thread; ``long`` if it may take its time."""
         if not self._open:
             raise BrokerClosed("the server is stopping")
-        threads = self._callers if long else self._lookers
-        return self._loop.run_in_executor(threads, work, self.broker)
+        job = (self._callers if long else self._lookers).submit(work, self.broker)
+        future = asyncio.wrap_future(job, loop=self._loop)
+        self._jobs[future] = job
+        future.add_done_callback(self._jobs.pop)
+        return future
+
+    def withdraw(self, future: Future[Any]) -> bool:
+        """Cancel a request whose time is up; say whether nothing was done for it."""
+        job = self._jobs.get(future)
+        if job is None:
+            untouched = any(each is future for _, each in self._gathered)
+        else:
+            untouched = job.cancel()
+        future.cancel()
+        return untouched
 
     # --- stopping --------------------------------------------------------------------------
 
@@ -223,7 +239,8 @@ class Desk:
         self.hand_back()
         while self._under_way:
             await asyncio.sleep(0.001)
-        self.broker.listen(None)
+        # On a thread: who has the store may wait for it.
+        await asyncio.to_thread(self.broker.listen, None)
         for threads in (self._callers, self._lookers, self._changer):
             if threads is not None:
                 await asyncio.to_thread(threads.shutdown)

@@ -1,8 +1,10 @@
 """What a server counts, for Prometheus.
 
-Requests and connections are counted as they happen; everything else is read from the broker and
-the desk when somebody asks. The number of series is bounded: the deepest queues have series of
-their own, the rest are summed under ``queue="(others)"``.
+Requests and connections are counted as they happen, and what is known without the store is read
+when somebody asks. What the store has to be asked for is read apart, by
+:meth:`Metrics.read_store`, and shown with its age: a page never waits for a store. The number of
+series is bounded: the deepest queues have series of their own, the rest are summed under
+``queue="(others)"``.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from __future__ import annotations
 import heapq
 import threading
 from bisect import bisect_left
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -110,6 +111,9 @@ class Metrics:
         self._refused: dict[str, int] = {}
         self._parked: Callable[[], int] = lambda: 0
         self._broker: Broker | None = None
+        self._seconds: Callable[[], float] = lambda: 0.0
+        # What the store was last asked for, and when; nothing while it can't be asked.
+        self._figures: tuple[list[Metric], float] | None = None
 
     # --- counting, from any thread -----------------------------------------------------------
 
@@ -142,32 +146,46 @@ class Metrics:
         *,
         parked: Callable[[], int],
         connections: Callable[[], dict[str, int]],
+        seconds: Callable[[], float],
     ) -> None:
         """Show the state of a broker too, how many claims wait, and connections by protocol."""
         self._broker, self._parked, self._connections = broker, parked, connections
+        self._seconds = seconds
+
+    def read_store(self) -> None:
+        """Ask the store about every queue, for the pages to come; call it from a thread."""
+        if self._broker is None:
+            return
+        try:
+            figures = [*_store(self._broker), *self._by_queue(self._broker)]
+        except PenstockError:
+            self._figures = None
+        else:
+            self._figures = figures, self._seconds()
 
     def page(self) -> bytes:
-        """Write the page; call it from a thread, since it asks the broker about every queue."""
+        """Write the page, from what is known."""
         page: bytes = generate_latest(self.registry)
         return page
 
     def collect(self) -> Iterator[Metric]:
         """Give every series, as prometheus-client asks for them."""
         yield from self._edge()
-        if self._broker is not None:
-            yield from self._asked(self._broker)
-            yield from _contention(self._broker)
+        if self._broker is None:
+            return
+        sound, figures = healthy(self._broker), self._figures
+        yield from _contention(self._broker)
+        yield GaugeMetricFamily(
+            "penstock_store_healthy", "1 if the store answers and syncing works.", sound
+        )
+        # Of a store that can't be asked old figures would pass for present ones.
+        if sound and figures is not None:
+            yield from figures[0]
             yield GaugeMetricFamily(
-                "penstock_store_healthy", "1 if the store answers and syncing works.",
-                healthy(self._broker),
-            )  # fmt: skip
-
-    def _asked(self, broker: Broker) -> Iterator[Metric]:
-        """Give what the store has to be asked for; left out where it is away, or lost."""
-        if broker.away is None:
-            with suppress(PenstockError):
-                yield from _store(broker)
-                yield from self._by_queue(broker)
+                "penstock_store_figures_age_seconds",
+                "How long ago the store was asked for its figures.",
+                max(0.0, self._seconds() - figures[1]),
+            )
 
     def _edge(self) -> Iterator[Metric]:
         with self._lock:
@@ -281,17 +299,5 @@ def _contention(broker: Broker) -> Iterator[Metric]:
 
 
 def healthy(broker: Broker) -> bool:
-    """Whether the store is open, answers, and what is written becomes durable."""
-    return broker.away is None and failure(broker) is None
-
-
-def failure(broker: Broker) -> PenstockError | None:
-    """Return what has ended the store for this process, if anything has."""
-    failures: list[PenstockError | None] = []
-    try:
-        # Of nothing the answer comes at once: whether syncing has failed before.
-        broker.tell(0, failures.append)
-        broker.info()
-    except PenstockError as error:
-        return error
-    return failures[0]
+    """Whether the store is open, answers, and what is written becomes durable; never waits."""
+    return broker.outage is None and broker.failure is None

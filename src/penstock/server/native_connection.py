@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from penstock import limits
-from penstock.errors import InvalidInput, NotAllowed, PenstockError
+from penstock.errors import InvalidInput, NotAllowed, PenstockError, ServerUnreachable
 from penstock.gateways.native import wire
 from penstock.gateways.native.failures import failure_of
 from penstock.gateways.native.frames import FrameReader
@@ -57,6 +58,11 @@ class Connection(asyncio.Protocol):
         self._principal: Principal | None = None
         self._at_work = 0
         self._bytes_at_work = 0
+        # How long the client waits for an answer; requests that have to be answered in that time,
+        # in order, and what looks after the first of them.
+        self._patience_s = limits.MAX_ANSWER_MS / 1000
+        self._in_time: OrderedDict[Asked, None] = OrderedDict()
+        self._time_is_up: asyncio.TimerHandle | None = None
         # Claims that may wait, by the id of their request.
         self._waits: dict[int, Asked] = {}
         self._room = Room(listener.sizes, self._freed)
@@ -104,6 +110,8 @@ class Connection(asyncio.Protocol):
         for future in list(self._calls):
             future.cancel()
         self._let_claims_go()
+        if self._time_is_up is not None:
+            self._time_is_up.cancel()
 
     def data_received(self, data: bytes) -> None:
         """Take bytes in whatever pieces."""
@@ -189,6 +197,8 @@ class Connection(asyncio.Protocol):
             self._farewell(NotAllowed(text), final=True)
             return
         self._principal, self._token = principal, hello.token
+        if hello.patience_ms > 0:
+            self._patience_s = min(hello.patience_ms, limits.MAX_WAIT_MS) / 1000
         self._reader.max_frame_bytes = limits.MAX_FRAME_BYTES
         self._write(self._encoder.frame(self._listener.welcome(hello.version)))
 
@@ -212,6 +222,10 @@ class Connection(asyncio.Protocol):
             if kind not in WITH_MESSAGES:
                 asked.size += verb.weight(request, 0)
             self._at_work += 1
+            if kind not in wire.LONG:
+                self._in_time[asked] = None
+                if self._time_is_up is None:
+                    self._watch_time(asked)
         self._bytes_at_work += asked.size
         if kind in WITH_MESSAGES and not self._room.enter(asked):
             self._hold(asked)
@@ -227,6 +241,34 @@ class Connection(asyncio.Protocol):
     def _give_up(self, asked: Asked) -> None:
         """Answer a held claim with nothing, since its time is up."""
         self._answer_empty(asked)
+        self._read_on()
+
+    def _watch_time(self, first: Asked) -> None:
+        at = first.began + self._patience_s
+        self._time_is_up = self._loop.call_at(at, self._fail_late)
+
+    def _fail_late(self) -> None:
+        """Fail requests for which their client waits no longer; those not begun are not begun."""
+        self._time_is_up = None
+        before = self._loop.time() - self._patience_s
+        while self._in_time:
+            asked = next(iter(self._in_time))
+            if asked.began > before:
+                self._watch_time(asked)
+                return
+            del self._in_time[asked]
+            untouched = asked.future is None or self._desk.withdraw(asked.future)
+            outage = self._desk.broker.outage
+            why = "" if outage is None else f" (the store can't be used: {outage.why})"
+            done = "it was not begun" if untouched else "it may or may not have been done"
+            asked.failure = ServerUnreachable(
+                f"{type(asked.request).__name__} was not answered within {self._patience_s:g} s"
+                f"{why}: {done}"
+            )
+            if asked.future is None:
+                self._room.drop(asked)
+                self._end(asked)
+                self._fail(asked, asked.failure)
         self._read_on()
 
     def _answer_empty(self, asked: Asked) -> None:
@@ -310,6 +352,7 @@ class Connection(asyncio.Protocol):
         self._bytes_at_work -= asked.size
         if asked.until is None:
             self._at_work -= 1
+            self._in_time.pop(asked, None)
         else:
             self._waits.pop(asked.request.id, None)
             asked.disarm()
@@ -328,7 +371,9 @@ class Connection(asyncio.Protocol):
             self._end(asked)
             self._take_back(request, future)
             return
-        error = None if future.cancelled() else future.exception()
+        error: BaseException | None = asked.failure
+        if error is None and not future.cancelled():
+            error = future.exception()
         if error is None:
             result = [] if future.cancelled() else future.result()
             try:

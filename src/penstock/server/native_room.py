@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from asyncio import Future, TimerHandle
     from collections.abc import Callable
 
+    from penstock.errors import PenstockError
     from penstock.server.native_verbs import Verb
 
 __all__ = ["Asked", "Room", "Sizes"]
@@ -65,7 +66,8 @@ class Asked:
     """
 
     __slots__ = (
-        "alarm", "began", "future", "refused", "request", "room", "size", "taken", "until", "verb",
+        "alarm", "began", "failure", "future", "refused", "request", "room", "size", "taken",
+        "until", "verb",
     )  # fmt: skip
 
     def __init__(self, request: Any, verb: Verb, size: int, began: float, room: Room) -> None:
@@ -77,6 +79,8 @@ class Asked:
         # Until when a claim waits; None: it does not.
         self.until: float | None = None
         self.future: Future[Any] | None = None
+        # What it is answered with in place of what comes of it: its time is up.
+        self.failure: PenstockError | None = None
         # Bytes that it has been given of the room; 0: it is not inside.
         self.taken = 0
         # Whether the desk had messages for it, and there was no room.

@@ -1,7 +1,9 @@
 """The pages for operators, on the HTTP listener: /health, /ready, /metrics, /admin/backup.
 
-The first two tell nothing but a word and are open to everybody. The others want a key where there
+The first two tell nothing but a line and are open to everybody. The others want a key where there
 are keys: one that may consume or admin all queues to look, and admin all queues to act.
+
+No page waits for a store: what can't be known at once is read by one thread, whoever asks.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from penstock.server.backup import backup_into
 from penstock.server.http import Response
 from penstock.server.metrics import CONTENT_TYPE
 from penstock.server.security import ANYONE, token_of
+from penstock.stores.sql_place import without_password
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -26,9 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["routes"]
 
-_READY_SECONDS: Final = 0.1
-# How often it is looked, while the answer is waited for, whether the store has gone away.
-_AWAY_SECONDS: Final = 0.1
+# For how long figures of the store pass for new, and how long a page waits for newer ones while the
+# store answers; then it shows the last ones.
+_FRESH_SECONDS: Final = 1.0
 
 
 class _Backup(msgspec.Struct, forbid_unknown_fields=True):
@@ -51,49 +54,29 @@ def routes(server: Server) -> dict[tuple[str, str], Handler]:
 class _Pages:
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._page: asyncio.Future[bytes] | None = None
-        self._page_until = 0.0
-        self._probe: asyncio.Future[bool] | None = None
-        self._probe_until = 0.0
+        self._reading: asyncio.Future[None] | None = None
+        self._fresh_until = 0.0
 
     async def ready(self, _: Request) -> Response:
-        """Say whether requests are welcome."""
-        # That a database is away is known at once, while a verb that waits for it has the store.
-        while self._server.broker.away is None:
-            probe = self._look()
-            await asyncio.wait({probe}, timeout=_AWAY_SECONDS)
-            if probe.done():
-                if probe.result():
-                    return Response(body=b"ready\n")
-                break
-        return Response(503, b"not ready\n")
-
-    def _look(self) -> asyncio.Future[bool]:
-        # Asked on a thread, since the store may be busy for a moment; those who ask meanwhile share
-        # the answer, so that they never keep more than one thread waiting.
-        loop = asyncio.get_running_loop()
-        if self._probe is None or (self._probe.done() and loop.time() > self._probe_until):
-            self._probe = asyncio.ensure_future(asyncio.to_thread(lambda: self._server.ready))
-            self._probe.add_done_callback(self._probed)
-        return self._probe
-
-    def _probed(self, probe: asyncio.Future[bool]) -> None:
-        self._probe_until = asyncio.get_running_loop().time() + _READY_SECONDS
-        if not probe.cancelled():
-            probe.exception()
+        """Say whether requests are welcome, and if not, why."""
+        why = self._server.unready
+        if why is None:
+            return Response(body=b"ready\n")
+        return Response(503, f"{without_password(why)}\n".encode())
 
     async def metrics(self, request: Request) -> Response:
         """Show what is counted."""
         return await self._counted("metrics", request, ("consume", "admin"), self._metrics)
 
     async def _metrics(self, _: Request) -> Response:
-        # Those who ask at the same time share one page: each asks the broker about every queue.
-        loop = asyncio.get_running_loop()
-        if self._page is None or (self._page.done() and loop.time() > self._page_until):
-            self._page = asyncio.ensure_future(asyncio.to_thread(self._server.metrics.page))
-            self._page_until = loop.time() + 1.0
-        body = await asyncio.shield(self._page)
-        return Response(body=body, content_type=CONTENT_TYPE)
+        # Those who ask at the same time share one look at the store, which asks about every queue.
+        loop, metrics = asyncio.get_running_loop(), self._server.metrics
+        if self._reading is None or (self._reading.done() and loop.time() > self._fresh_until):
+            self._reading = asyncio.ensure_future(asyncio.to_thread(metrics.read_store))
+            self._fresh_until = loop.time() + _FRESH_SECONDS
+        if self._server.broker.outage is None:
+            await asyncio.wait({self._reading}, timeout=_FRESH_SECONDS)
+        return Response(body=metrics.page(), content_type=CONTENT_TYPE)
 
     async def backup(self, request: Request) -> Response:
         """Make a backup in the directory that is set for it."""

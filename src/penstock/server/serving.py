@@ -31,7 +31,7 @@ from penstock.server import config as configuring
 from penstock.server.config import LISTENERS, OFF, Config
 from penstock.server.desk import Desk
 from penstock.server.logs import AccessLog
-from penstock.server.metrics import Metrics, failure, healthy
+from penstock.server.metrics import Metrics
 from penstock.server.security import Keys, is_loopback, server_tls
 from penstock.server.standing import Taken, stand_by
 from penstock.stores.sql_place import without_password
@@ -98,7 +98,10 @@ class Server:
         """Listen everywhere, or nowhere."""
         self.desk = self._make_desk()
         self.metrics.watch(
-            self.broker, parked=lambda: self.desk.parked, connections=self._connections
+            self.broker,
+            parked=lambda: self.desk.parked,
+            connections=self._connections,
+            seconds=self.clock.seconds,
         )
         try:
             for name in LISTENERS:
@@ -144,9 +147,14 @@ class Server:
                         ", ".join(exposed))  # fmt: skip
 
     @property
-    def ready(self) -> bool:
-        """Whether requests are welcome: listening, not stopping, and the store is sound."""
-        return self._listening and healthy(self.broker)
+    def unready(self) -> str | None:
+        """Say that requests are not welcome, since when, and why; None: they are. Never waits."""
+        if not self._listening:
+            return "not ready: the server is starting or stopping"
+        outage, failure = self.broker.outage, self.broker.failure
+        if outage is not None:
+            return f"not ready for {self.clock.seconds() - outage.since:.0f} s: {outage.why}"
+        return None if failure is None else f"not ready: {failure}"
 
     def location(self, name: str) -> str:
         """Return the URL of a listener, for a client on this machine."""
@@ -489,14 +497,14 @@ async def _serve(server: Server, say: Callable[[str], None]) -> bool:
 async def _stopped_or_lost(server: Server, stopping: asyncio.Event) -> PenstockError | None:
     """Wait for one of the two; return why the store is lost, if it is."""
     # It may have been lost before anybody listened.
-    lost = failure(server.broker)
+    lost = server.broker.failure
     if lost is not None:
         return lost
     waits = [asyncio.create_task(each.wait()) for each in (stopping, server.desk.lost)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for each in waits:
         each.cancel()
-    return None if stopping.is_set() else failure(server.broker)
+    return None if stopping.is_set() else server.broker.failure
 
 
 def _write_ports(config: Config, addresses: dict[str, tuple[str, int]] | None) -> None:

@@ -313,6 +313,13 @@ class Store(Protocol):
     def away(self) -> str | None:
         """Why the store does not answer at present, from memory alone and from any thread."""
 
+    @property
+    def patience_s(self) -> float | None:
+        """How long a verb waits for the store, and for its turn; None: as long as it takes."""
+
+    def limit(self, seconds: float) -> None:
+        """Let what is asked for from here on wait for so long in all, if it waits for anybody."""
+
     def available(self, queue_name: str) -> int | None:
         """Return how many messages of a queue are available, as last counted; None: it is gone."""
 

@@ -170,6 +170,13 @@ class KvStore:
         """Return None: it answers, or it is lost for good."""
         return None
 
+    @property
+    def patience_s(self) -> None:
+        """Return None: its verbs wait for no other machine, or have bounds of their own."""
+
+    def limit(self, seconds: float) -> None:
+        """Do nothing: see above."""
+
     def routing(self) -> str:
         """Return how the store routes."""
         return self.core.identity.routing

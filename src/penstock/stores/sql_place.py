@@ -36,6 +36,10 @@ TUNED: Final[Mapping[str, tuple[int, int]]] = {
     "min_inactive_ms": (1_000, 86_400_000),
     "poll_ms": (10, 60_000),
     "idle_poll_ms": (10, 60_000),
+    "verb_timeout_ms": (100, 3_600_000),
+    "statement_timeout_ms": (100, 3_600_000),
+    "lock_timeout_ms": (100, 3_600_000),
+    "bulk_timeout_ms": (1_000, 86_400_000),
 }
 
 

@@ -24,6 +24,7 @@ from penstock.model import Backfilled, Cursor, Entry, Message
 
 __all__ = [
     "DEFAULT_PORT",
+    "LONG",
     "MAGIC",
     "OLDEST_VERSION",
     "VERSION",
@@ -81,12 +82,17 @@ Id: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Hello(msgspec.Struct, array_like=True, tag=0, frozen=True):
-    """The client's first frame. ``version`` is the newest that it speaks, ``token`` its key."""
+    """The client's first frame. ``version`` is the newest that it speaks, ``token`` its key.
+
+    ``patience_ms`` is how long it waits for the answer to a request, from when the server has it
+    whole; 0: as long as the server likes. Servers that do not know of it pass it by.
+    """
 
     magic: str
     version: int
     token: str = ""
     client: str = ""
+    patience_ms: int = 0
 
 
 class Request(
@@ -387,6 +393,9 @@ AnyRequest: TypeAlias = (
     | Ping
     | Cancel
 )
+# Requests that take as long as there are messages, in steps each of which ends in time: their whole
+# has no deadline.
+LONG: Final = frozenset({DeleteQueue, Redrive, Purge, Move, Backfill})
 ServerFrame: TypeAlias = Welcome | Result | Failure | Part | Bye | Undone
 
 

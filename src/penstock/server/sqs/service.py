@@ -7,6 +7,7 @@ import logging
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
+from penstock import limits
 from penstock.errors import (
     BrokerClosed,
     InvalidInput,
@@ -14,6 +15,7 @@ from penstock.errors import (
     NotAllowed,
     QueueExists,
     QueueNotFound,
+    StorageFailed,
 )
 from penstock.gateways.sqs import jsonwire, querywire, signature
 from penstock.gateways.sqs.faults import SqsFault
@@ -54,6 +56,13 @@ _NO_PAGE: Final = Response(
     404,
     b"There is no such page. Pages: /health, /ready, /metrics. SQS clients send POST requests.\n",
 )
+# How long each operation may take; what empties a queue does so in steps that end by themselves.
+_MOST_SECONDS: Final = limits.SQS_MAX_ANSWER_MS / 1000
+_ANSWER_SECONDS: Final[dict[str, float | None]] = {
+    "ReceiveMessage": _MOST_SECONDS + limits.SQS_MAX_WAIT_S,
+    "DeleteQueue": None,
+    "PurgeQueue": None,
+}
 _signing_key: Final = lru_cache(maxsize=1_024)(signature.signing_key)
 
 
@@ -153,9 +162,12 @@ class SqsService:
             call = Call(
                 principal, self._base_url(request), request, principal.key_id or request.peer
             )
-            answer = await self._operations[operation](self._place, call, typed)
+            async with asyncio.timeout(_ANSWER_SECONDS.get(operation, _MOST_SECONDS)):
+                answer = await self._operations[operation](self._place, call, typed)
         except SqsFault as refusal:
             fault = refusal
+        except TimeoutError:
+            fault = self._late()
         except Exception as error:
             fault = _fault_of(error, operation)
         if self._observer is not None:
@@ -165,6 +177,13 @@ class SqsService:
         if target is not None:
             return _json_response(answer, fault, request_id)
         return _xml_response(operation, answer, fault, request_id)
+
+    def _late(self) -> SqsFault:
+        """Say that a request was not answered in time; one that was not begun is not begun."""
+        outage = self._place.desk.broker.outage
+        why = "" if outage is None else f" The store can't be used: {outage.why}."
+        text = f"The request was not answered in time, it may or may not have been done.{why}"
+        return SqsFault("ServiceUnavailable", text, status=503)
 
     def _principal(self, request: Request) -> Principal:
         if self._keys is None:
@@ -253,6 +272,9 @@ def _fault_of(error: Exception, operation: str) -> SqsFault:
         return SqsFault.invalid(str(error))
     if isinstance(error, BrokerClosed):
         return SqsFault("ServiceUnavailable", "The server is stopping.", status=503)
+    if isinstance(error, StorageFailed):
+        # Of a store that can't be used it is told once, by who watches it.
+        return SqsFault("ServiceUnavailable", f"The store failed: {error}.", status=503)
     log.error("%s failed", operation, exc_info=error)
     return SqsFault(
         "InternalFailure", "The request failed because of an error of the server.", status=500

@@ -285,6 +285,16 @@ class ClusterStore:
             return None
         return f"none of the {len(self.members)} databases answers"
 
+    @property
+    def patience_s(self) -> float:
+        """How long a verb waits for a database, and for others of this process."""
+        return max(member.store.patience_s for member in self.members)
+
+    def limit(self, seconds: float) -> None:
+        """Let what is asked for from here on wait for each database for so long."""
+        for member in self.members:
+            member.store.limit(seconds)
+
     def info(self) -> StoreInfo:
         """Say which store this is."""
         return self._truth.store.info()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from penstock.errors import QueueNotFound, StoreMismatch
+from penstock.errors import QueueNotFound, StoreDamaged, StoreMismatch
 from penstock.model import Ordering, QueueSpec
 from penstock.stores.coverage import Coverage
 from penstock.stores.metadata_log import LogSettings
@@ -134,7 +134,11 @@ class Core:
         place: tuple[int, int],
     ) -> Identity:
         database = self.database
+        # First: what another process is just making has both.
+        remains = database.run("find_remains")[0][0]
         rows = database.run("load_instance")
+        if remains and not rows:
+            raise _row_lost("instance")
         if not rows and place[1]:
             with database.transaction():
                 database.run(
@@ -201,7 +205,10 @@ class Core:
 
     def read_head(self) -> Head:
         """Read the end of the log and the versions."""
-        return Head(*self.database.do(lambda: self.database.run("read_head"), again=True)[0])
+        rows = self.database.do(lambda: self.database.run("read_head"), again=True)
+        if not rows:
+            raise _row_lost("log_head")
+        return Head(*rows[0])
 
     def lock_head(self) -> Head:
         """Lock it until the commit; what this process knows is brought up to date."""
@@ -371,6 +378,13 @@ class Core:
     def set_due(self, at_ms: int | None) -> None:
         """Forget what was noted: a sweep has looked."""
         self._due_ms = at_ms
+
+
+def _row_lost(table: str) -> StoreDamaged:
+    return StoreDamaged(
+        f"the table {table} of the store has lost its row; nothing was changed: bring it back from "
+        "a backup of the database"
+    )
 
 
 def _queue(number: int, spec: bytes, coverage: bytes) -> Queue:

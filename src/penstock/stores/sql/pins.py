@@ -29,13 +29,14 @@ from typing import TYPE_CHECKING, Final
 from penstock.errors import StorageFailed
 from penstock.limits import MAX_VIEW_IDLE_MS
 from penstock.stores.sql.core import Head
-from penstock.stores.sql.database import Aborted, Database
+from penstock.stores.sql.database import Aborted
 from penstock.stores.sql.pinned import SqlPinned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from penstock.stores.sql.core import Core
+    from penstock.stores.sql.database import Database
 
 __all__ = ["Overtaken", "Pins"]
 
@@ -110,9 +111,7 @@ class Pins:
         with self._lock:
             if self._spare:
                 return self._spare.pop()
-        database = Database(own._conninfo, own.schema, own.dialect)  # noqa: SLF001 - one package
-        database.use(own._statements)  # noqa: SLF001
-        return database
+        return own.another(bulk=True)
 
     def _let_go(self, pinned: SqlPinned, database: Database, *, whole: bool) -> None:
         """Take a connection back, whose transaction has ended."""

@@ -8,6 +8,11 @@
 -- The store itself
 -- ============================================================================================
 
+-- name: find_remains
+-- Whether there is anything that only a store can have left.
+SELECT EXISTS (SELECT 1 FROM log_head) OR EXISTS (SELECT 1 FROM queues)
+    OR EXISTS (SELECT 1 FROM messages);
+
 -- name: load_instance
 -- Read what the store says of itself.
 SELECT product, format, store_id, routing, ring_size, ring_high, epoch, log_settings, filter_changes

@@ -70,7 +70,14 @@ def open_store(
         told = {**msgspec.structs.asdict(tunables), **tuned}
         # Not strictly: a URL says yes by 1.
         tunables = msgspec.convert(told, Tunables, strict=False)
-    database = Database(conninfo, schema, dialect, relaxed=relaxed)
+    database = Database(
+        conninfo,
+        schema,
+        dialect,
+        relaxed=relaxed,
+        tunables=tunables,
+        clock=clock or (lambda: now_ms),
+    )
     database.use(statements_of(dialect))
     try:
         database.connect()
@@ -221,8 +228,18 @@ class SqlStore:
 
     @property
     def away(self) -> str | None:
-        """Why there is no connection, if the last try to make one has failed."""
-        return self.core.database.away
+        """Why the database does not answer, if it did not when it was last asked something."""
+        why = self.core.database.away
+        return None if why is None else f"the database does not answer: {why}"
+
+    @property
+    def patience_s(self) -> float:
+        """How long a verb waits for the database, and for others of this process."""
+        return self.core.tunables.verb_timeout_ms / 1000
+
+    def limit(self, seconds: float) -> None:
+        """Let what is asked for from here on wait for the database for so long."""
+        self.core.database.limit(seconds)
 
     def offsets_at(self, time_ms: int) -> list[int]:
         """Return an offset at or before the first message of that time."""
@@ -301,7 +318,8 @@ class SqlStore:
         """Hold the store to its invariants."""
         from penstock.stores.sql.audit import audit  # noqa: PLC0415 - seldom wanted
 
-        return audit(self.core, repair=repair, now_ms=now_ms)
+        with self.core.database.at_leisure():
+            return audit(self.core, repair=repair, now_ms=now_ms)
 
     def time_floor_ms(self) -> int:
         """Return the latest time that this store has seen."""

@@ -19,6 +19,11 @@ class Tunables(msgspec.Struct, frozen=True, kw_only=True):
     when a zone that was found empty is looked at once more. ``min_inactive_ms``: how long a zone is
     empty before its pointer is collected. ``poll_ms``: how often a process looks for messages of
     others while a claim waits, ``idle_poll_ms`` else.
+
+    ``verb_timeout_ms``: how long a verb waits for the database in all before it fails, and for
+    other calls of its process before that. The server ends a statement that takes
+    ``statement_timeout_ms``, or waits for a lock for ``lock_timeout_ms``; maintenance (a check, a
+    new schema, what reads in bulk) has ``bulk_timeout_ms`` for each.
     """
 
     ring_size: int = 1
@@ -32,3 +37,7 @@ class Tunables(msgspec.Struct, frozen=True, kw_only=True):
     min_inactive_ms: int = 30_000
     poll_ms: int = 100
     idle_poll_ms: int = 1_000
+    verb_timeout_ms: int = 30_000
+    statement_timeout_ms: int = 20_000
+    lock_timeout_ms: int = 10_000
+    bulk_timeout_ms: int = 600_000

@@ -7,6 +7,7 @@ and counts what it has taken, so that nothing is done or counted twice.
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -413,7 +414,9 @@ class Upkeep:
         ``leap``: whatever older version of them the queue of this number has.
         """
         core, database = self._core, self._core.database
-        core.queue(spec.name)
+        present = core.queue(spec.name).spec
+        # Then what waits is written again, however much it is.
+        much = spec.unclaimed_retention_ms != present.unclaimed_retention_ms
 
         def work() -> Queue:
             head = core.lock_head()
@@ -451,7 +454,8 @@ class Upkeep:
                 )
             return changed
 
-        queue: Queue = core.change(work)
+        with database.at_leisure() if much else nullcontext():
+            queue: Queue = core.change(work)
         core.adopt(queue)
         self._moving.unpark()
         self.look_again()

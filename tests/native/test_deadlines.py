@@ -1,0 +1,136 @@
+"""Requests that a server can't answer in the time that their clients have: a store that hangs."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from botocore.exceptions import ClientError
+from tests.native.serving import Served
+from tests.sqs.serving import client_of, serving
+from tests.waiting import wait_until
+
+import penstock
+from penstock import ServerUnreachable, StorageFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock import Broker
+    from penstock.client import Client
+
+
+class Hanging:
+    """Publishes of a broker that hang until they are let go on."""
+
+    def __init__(self, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+        publish = broker._store.publish
+        self.going_on, self.begun = threading.Event(), 0
+
+        def hang(*arguments: Any, **options: Any) -> list[int]:
+            self.begun += 1
+            assert self.going_on.wait(60)
+            return publish(*arguments, **options)
+
+        monkeypatch.setattr(broker._store, "publish", hang)
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have changes made on a thread, as those of a store on another machine are."""
+    monkeypatch.setattr("penstock.server.desk.FAR", frozenset({"indexed", "buckets"}))
+
+
+@pytest.fixture
+def broker(far: None) -> Iterator[Broker]:
+    with penstock.open("memory:") as opened:
+        opened.create_queue("q")
+        yield opened
+
+
+def hasty(served: Served, monkeypatch: pytest.MonkeyPatch) -> Client:
+    """Return a client that wants answers within 0.3 s, though it waits for longer itself."""
+    monkeypatch.setattr("penstock.client.core.ANSWER_SHARE", 0.005)
+    return penstock.connect(served.url, patience_ms=60_000)
+
+
+def test_a_request_is_answered_in_its_clients_time(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = Hanging(broker, monkeypatch)
+    with Served(broker) as served, hasty(served, monkeypatch) as client:
+        try:
+            with pytest.raises(ServerUnreachable, match=r"Publish was .* it may or may not have"):
+                client.send("q", b"begun")
+            with pytest.raises(ServerUnreachable, match=r"within 0\.3 s: it was not begun"):
+                client.send("q", b"not begun")
+            # What a thread has begun waits there for its turn; the last ones have none.
+            said = set()
+            for _ in range(6):
+                with pytest.raises(ServerUnreachable) as failed:
+                    client.stats("q")
+                said.add(str(failed.value).rpartition(": ")[2])
+            assert said == {"it may or may not have been done", "it was not begun"}
+            assert client.ping()
+        finally:
+            hanging.going_on.set()
+        broker.send("q", b"after")
+        assert hanging.begun == 2
+        assert [each.payload for each in broker.claim("q", limit=9)] == [b"begun", b"after"]
+
+
+def test_what_was_claimed_for_who_waits_no_longer_is_given_back(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker.send("q", b"x")
+    hanging = Hanging(broker, monkeypatch)
+    claim = broker._store.claim
+    monkeypatch.setattr(
+        broker._store, "claim", lambda *each: hanging.going_on.wait(60) and claim(*each)
+    )
+    with Served(broker) as served, hasty(served, monkeypatch) as client:
+        try:
+            with pytest.raises(ServerUnreachable, match="Claim"):
+                client.claim("q")
+        finally:
+            hanging.going_on.set()
+        wait_until(lambda: broker.stats("q").available == 1)
+        assert [each.payload for each in broker.claim("q")] == [b"x"]
+
+
+def test_leases_are_kept_though_the_store_fails_for_a_moment(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extend, tries = broker._store.extend, []
+
+    def fail_once(*arguments: Any, **options: Any) -> Any:
+        tries.append(1)
+        if len(tries) == 1:
+            raise StorageFailed("a lock was waited for in vain")
+        return extend(*arguments, **options)
+
+    monkeypatch.setattr(broker._store, "extend", fail_once)
+    monkeypatch.setattr("penstock.client.keeping.BEATS", 300)
+    broker.send("q", b"x")
+    with Served(broker) as served, penstock.connect(served.url) as client:
+        held = client.claim("q", lease_ms=60_000)
+        with client.keep(held, lease_ms=60_000) as kept:
+            wait_until(lambda: len(tries) > 1)
+            assert kept.lost == frozenset()
+
+
+def test_sqs_answers_in_time(far: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as served:
+        sqs = client_of(served)
+        address = sqs.create_queue(QueueName="q")["QueueUrl"]
+        monkeypatch.setattr("penstock.server.sqs.service._MOST_SECONDS", 0.5)
+        hanging = Hanging(served.broker, monkeypatch)
+        try:
+            with pytest.raises(ClientError, match="not answered in time") as refused:
+                sqs.send_message(QueueUrl=address, MessageBody="x")
+            assert refused.value.response["ResponseMetadata"]["HTTPStatusCode"] == 503
+        finally:
+            hanging.going_on.set()
+        monkeypatch.undo()
+        sqs.send_message(QueueUrl=address, MessageBody="y")
