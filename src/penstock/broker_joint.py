@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from penstock.shell import Outage, Shell, Woken
     from penstock.stores.contract import Store
 
-__all__ = ["Ack", "Change", "Claim", "Joint", "JointVerbs", "Publish", "Request"]
+__all__ = ["Ack", "Change", "Check", "Claim", "Joint", "JointVerbs", "Publish", "Request"]
+
+
+Check: TypeAlias = Callable[[str], None]
 
 
 class Publish(msgspec.Struct, eq=False):
@@ -52,10 +55,11 @@ class Claim(msgspec.Struct, eq=False):
 
 
 class Ack(msgspec.Struct, eq=False):
-    """Receipts to settle as done."""
+    """Receipts to settle as done; ``check`` is told their queues first, and may raise."""
 
     receipts: list[str]
     queue: str | None
+    check: Check | None = None
     error: Exception | None = None
     answer: list[Outcome] = []
 
@@ -167,24 +171,34 @@ class JointVerbs:
         queue: str | None,
         *,
         unseen: bool = False,
+        check: Check | None = None,
     ) -> Callable[[int], list[Outcome]]:
         """Check a release, and return the change that does it."""
         batch = check_receipts(receipts)
         if delay_ms is not None:
             check_duration(delay_ms, "delay_ms")
         reason = cut_text(reason, limits.MAX_REASON_BYTES)
-        return lambda now_ms: self._store.release(
-            batch,
-            delay_ms=delay_ms,
-            reason=reason,
-            random=self._clock.random,
-            queue_name=queue,
-            now_ms=now_ms,
-            unseen=unseen,
-        )
+
+        def work(now_ms: int) -> list[Outcome]:
+            self._check_queues(batch, check)
+            return self._store.release(
+                batch,
+                delay_ms=delay_ms,
+                reason=reason,
+                random=self._clock.random,
+                queue_name=queue,
+                now_ms=now_ms,
+                unseen=unseen,
+            )
+
+        return work
 
     def extending(
-        self, receipts: Iterable[str] | str, lease_ms: int, queue: str | None
+        self,
+        receipts: Iterable[str] | str,
+        lease_ms: int,
+        queue: str | None,
+        check: Check | None = None,
     ) -> Callable[[int], list[Outcome]]:
         """Check an extension, and return the change that makes it."""
         check_duration(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
@@ -192,7 +206,18 @@ class JointVerbs:
         verb: Callable[..., list[Outcome]] = (
             self._store.extend_lease if isinstance(batch, str) else self._store.extend
         )
-        return lambda now_ms: verb(batch, lease_ms=lease_ms, queue_name=queue, now_ms=now_ms)
+
+        def work(now_ms: int) -> list[Outcome]:
+            self._check_queues(batch, check)
+            return verb(batch, lease_ms=lease_ms, queue_name=queue, now_ms=now_ms)
+
+        return work
+
+    def _check_queues(self, receipts: list[str] | str, check: Check | None) -> None:
+        """Have the caller of a verb say whether it may settle messages of these queues."""
+        if check is not None:
+            for queue in self._store.queues_of(receipts):
+                check(queue)
 
     def acking_held(self, lease: str, message_id: int, queue: str) -> Callable[[int], bool]:
         """Return the change that acks a message by its id, if it is held under the lease."""
@@ -210,6 +235,11 @@ class JointVerbs:
     def _ack_together(self, acks: Sequence[Ack], now_ms: int) -> None:
         by_queue: dict[str | None, list[Ack]] = {}
         for ack in acks:
+            try:
+                self._check_queues(ack.receipts, ack.check)
+            except PenstockError as error:
+                ack.error = error
+                continue
             by_queue.setdefault(ack.queue, []).append(ack)
         for queue, group in by_queue.items():
             try:

@@ -92,8 +92,20 @@ MAX_VERIFIED_TOKENS: Final = 10_000
 # Queues that have series of their own at /metrics; the rest are summed.
 MAX_METRIC_QUEUES: Final = 200
 
+# --- connections of a server --------------------------------------------------------------------
+# All of them, whatever they speak; fewer where the process may not have as many files open.
+MAX_CONNECTIONS: Final = 20_000
+# Files that a store may keep open, the part of those of the process that this may be, and how many
+# are kept back for everything else.
+MAX_STORE_FILES: Final = 512
+STORE_FILES_SHARE: Final = 4
+SPARE_FILES: Final = 64
+# What they have sent and nobody is done with: of those that have shown a key, and of strangers.
+MAX_BUFFERED_BYTES: Final = 512 * 1024 * 1024
+MAX_STRANGERS_BYTES: Final = 64 * 1024 * 1024
+MAX_ALL_WAITING_CLAIMS: Final = 100_000
+
 # --- HTTP -------------------------------------------------------------------------------------
-HTTP_MAX_CONNECTIONS: Final = 20_000
 HTTP_MAX_REQUEST_LINE_BYTES: Final = 16 * 1024
 HTTP_MAX_HEADERS_BYTES: Final = 32 * 1024
 HTTP_MAX_HEADERS: Final = 100
@@ -143,9 +155,8 @@ MAX_REQUESTS_AT_WORK: Final = 1_024
 MAX_BYTES_AT_WORK: Final = 8 * 1024 * 1024
 MAX_WAITING_CLAIMS: Final = 10_000
 MAX_UNSENT_BYTES: Final = 1024 * 1024
-MAX_NATIVE_CONNECTIONS: Final = 20_000
-# All connections: bytes of requests that are not whole yet, or not begun.
-MAX_BUFFERED_BYTES: Final = 512 * 1024 * 1024
+# All connections: bytes of requests that are at work.
+MAX_ALL_BYTES_AT_WORK: Final = 256 * 1024 * 1024
 # Silence: before the greeting, inside a frame, of a reader that takes nothing, of a connection.
 MAX_GREETING_MS: Final = 10_000
 MAX_STALL_MS: Final = 30_000

@@ -6,6 +6,7 @@ import asyncio
 import re
 from typing import TYPE_CHECKING, Any, cast
 
+from penstock.server.connections import Connections
 from penstock.server.http_types import Handler, HttpBounds, Request, Response
 from penstock.server.http_wire import Connection
 
@@ -83,6 +84,7 @@ class _Home:
     stopping = False
 
     def __init__(self) -> None:
+        self.all = Connections()
         self.open: set[Connection] = set()
 
     def handler_of(self, method: str, path: str) -> Handler:
@@ -103,7 +105,7 @@ def answers(pieces: Iterable[bytes]) -> bytes:
     """Return all that a connection writes that gets these pieces."""
     home, transport = _Home(), _Transport()
     loop = cast(asyncio.AbstractEventLoop, _Loop())
-    connection = Connection(home, loop)
+    connection = Connection(home, loop, home.all.enter(cast(Any, None), "http"))
     connection.connection_made(cast(Any, transport))
     for piece in pieces:
         if transport.closed:
@@ -114,6 +116,7 @@ def answers(pieces: Iterable[bytes]) -> bytes:
     connection.overdue()
     connection.connection_lost(None)
     assert not home.open
+    assert (len(home.all), home.all.held_bytes) == (0, 0)
     # Who sends on before the answer is there needs no leave to go on, and may get none.
     return out.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import resource
 import threading
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.native.serving import HELLO, Raw, Served, encoder, make_impatient, message
+from tests.native.serving import HELLO, Raw, Served, encoder, make_impatient, message, pause
 from tests.waiting import wait_until as eventually
 
 import penstock
@@ -156,7 +156,7 @@ def test_an_idle_connection_is_let_go_and_made_again(
 
 
 def test_too_many_connections(served: Served) -> None:
-    served.listener.max_connections = 2
+    served.listener.all.most = 2
     with Raw(served) as one, Raw(served) as two:
         assert isinstance(one.read(), wire.Welcome)
         assert isinstance(two.read(), wire.Welcome)
@@ -196,25 +196,49 @@ def test_who_does_not_read_for_long_is_cut_off(
         eventually(lambda: not served.listener.connections)
 
 
-def test_what_all_connections_have_begun_is_bounded(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_all_connections_have_begun_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_BUFFERED_BYTES", 5 << 20)
     begun = (10 << 20).to_bytes(4, "big") + bytes(3 << 20)
-    with Raw(served) as one, Raw(served) as two:
-        one.read()
-        two.read()
-        one.send(begun)
-        eventually(lambda: served.listener.buffered == len(begun))
-        with suppress(ConnectionError):
+    with penstock.open("memory:") as broker, Served(broker) as served:
+        held = served.listener.all
+        with Raw(served) as one, Raw(served) as two:
+            one.read()
+            two.read()
+            one.send(begun)
+            eventually(lambda: held.held_bytes == len(begun))
             two.send(begun)
-        bye = two.read()
-        assert isinstance(bye, wire.Bye)
-        assert not bye.final
-        eventually(lambda: served.listener.buffered == len(begun))
-        with penstock.connect(served.url) as client:
-            assert client.ping() > 0
-    eventually(lambda: served.listener.buffered == 0)
+            # Who has kept the others waiting for longest is the one to go.
+            bye = one.read()
+            assert isinstance(bye, wire.Bye)
+            assert not bye.final
+            eventually(lambda: held.held_bytes == len(begun))
+            with penstock.connect(served.url) as client:
+                assert client.ping() > 0
+        eventually(lambda: held.held_bytes == 0)
+
+
+def test_what_all_connections_have_at_work_is_bounded(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_ALL_BYTES_AT_WORK", 1 << 20)
+    most = 0
+
+    def publish() -> None:
+        with penstock.connect(served.url, dedup=False) as client:
+            for _ in range(5):
+                client.publish([message(b"x" * 700_000)])
+
+    threads = [threading.Thread(target=publish) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        most = max(most, served.listener.bytes_at_work)
+        pause(0.0005)
+    # One more than there is room for is begun, and all of them are in the end.
+    assert most < (1 << 20) + 800_000
+    assert served.broker.stats("q").available == 40
+    assert served.listener.bytes_at_work == 0
+    assert not served.listener.waiting
 
 
 def test_requests_at_work_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

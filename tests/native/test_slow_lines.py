@@ -72,7 +72,7 @@ class SlowLine:
         far, on = await asyncio.open_connection("127.0.0.1", self._port, limit=16 * 1024)
         try:
             await asyncio.gather(self._carry(near, on), self._carry(far, back))
-        except OSError:
+        except (OSError, asyncio.CancelledError):
             pass
         finally:
             on.transport.abort()

@@ -88,13 +88,28 @@ def request(
 
 
 class Process:
-    """`penstock serve` as a process of its own, with native, HTTP and Flight listeners."""
+    """`penstock serve` as a process of its own, with native, HTTP and Flight listeners.
 
-    def __init__(self, place: Path, *options: str, native: bool = False) -> None:
+    ``files``: as many may it have open. ``collects``: whether there is a garbage collector.
+    """
+
+    def __init__(
+        self,
+        place: Path,
+        *options: str,
+        native: bool = False,
+        files: int = 0,
+        collects: bool = True,
+    ) -> None:
         self.place = place
         self.port_file = place / "ports"
         self.log = place / "log"
-        command = [sys.executable, "-m", "penstock.cli", "serve", "--store", f"rocksdb:{place}/db"]
+        program = "runpy.run_module('penstock.cli', None, '__main__')"
+        without = ("-c", f"import gc, runpy; gc.disable(); {program}")
+        command = [sys.executable, *(("-m", "penstock.cli") if collects else without)]
+        command += ["serve", "--store", f"rocksdb:{place}/db"]
+        if files:
+            command = ["prlimit", f"--nofile={min(files, 200)}:{files}", *command]
         command += ["--http", "127.0.0.1:0", "--flight", "127.0.0.1:0"]
         command += ["--port-file", str(self.port_file), *options]
         if native:
@@ -122,6 +137,16 @@ class Process:
 
     def ask(self, method: str, path: str, **options: Any) -> Answer:
         return request(self.http, method, path, **options)
+
+    @property
+    def resident_bytes(self) -> int:
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        (found,) = [line for line in lines if line.startswith("VmRSS:")]
+        return int(found.split()[1]) * 1024
+
+    @property
+    def open_files(self) -> int:
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

@@ -11,7 +11,7 @@ import pytest
 import penstock
 from penstock import Message, limits
 from penstock.committer import Committer
-from penstock.errors import StorageFailed
+from penstock.errors import InvalidInput, StorageFailed
 from penstock.server.desk import Desk
 from penstock.testing.checking import assert_clean
 
@@ -135,6 +135,25 @@ def test_a_wake_up_is_not_lost_with_who_left() -> None:
             desk._retry()
             gone.cancel()
             assert len(await asyncio.wait_for(stays, 60)) == 1
+            await desk.close()
+
+    asyncio.run(story())
+
+
+def test_claims_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_ALL_WAITING_CLAIMS", 2)
+
+    async def story() -> None:
+        with penstock.open("memory:") as broker:
+            broker.create_queue("q")
+            desk = Desk(broker, asyncio.get_running_loop())
+            waiting = [desk.claim("q", wait_ms=600_000) for _ in range(2)]
+            with pytest.raises(InvalidInput, match="2 claims wait here already"):
+                desk.claim("q", wait_ms=1)
+            assert await desk.claim("q") == []
+            waiting[0].cancel()
+            await asyncio.sleep(0)
+            assert await desk.claim("q", wait_ms=1) == []
             await desk.close()
 
     asyncio.run(story())

@@ -295,14 +295,23 @@ def test_a_poll_of_a_client_that_left_is_forgotten(served: Served) -> None:
 
 def test_connections_are_bounded() -> None:
     ask = post("ListQueues", {}, close=True)
-    with serving(bounds=bounds(connections=40)) as served:
+    with serving() as served:
+        served.http.all.most = 40
         with contextlib.ExitStack() as stack:
-            for _ in range(39):
-                stack.enter_context(connected(served))
+            idle = [stack.enter_context(connected(served)) for _ in range(40)]
+            wait_until(lambda: served.http.connections == 40)
+            # The one that came first and has asked for nothing makes way.
+            assert statuses(exchange(served, ask)) == [200]
+            assert read_all(idle[0]) == b""
+            for connection in idle[1:]:
+                connection.sendall(post("ListQueues", {}))
+                assert connection.recv(65_536).startswith(b"HTTP/1.1 200 ")
             wait_until(lambda: served.http.connections == 39)
             assert statuses(exchange(served, ask)) == [200]
-            stack.enter_context(connected(served))
-            wait_until(lambda: served.http.connections == 40)
+            last = stack.enter_context(connected(served))
+            last.sendall(post("ListQueues", {}))
+            assert last.recv(65_536).startswith(b"HTTP/1.1 200 ")
+            # All of these have asked for something: none of them makes way.
             with connected(served) as connection:
                 assert statuses(read_all(connection)) == [503]
         wait_until(lambda: not served.http.connections)

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import shutil
 import socket
 from itertools import islice
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 import msgspec
 import rocksdict as rocks
 
+from penstock import limits
 from penstock.errors import DiskFull, StorageFailed, StoreDamaged, StoreLocked
 from penstock.kv import Shape, damaged
 from penstock.kv.rocksdb_files import (
@@ -117,10 +119,18 @@ def _database_options(*, create: bool) -> rocks.Options:
     options.set_wal_bytes_per_sync(1 << 20)
     options.set_max_total_wal_size(256 << 20)
     options.set_db_write_buffer_size(64 << 20)
-    options.set_max_open_files(512)
+    options.set_max_open_files(_max_open_files())
     options.set_keep_log_file_num(4)
     options.set_max_log_file_size(4 << 20)
     return options
+
+
+def _max_open_files() -> int:
+    """Return how many files it may keep open: not all that the process may, if that is little."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if allowed == resource.RLIM_INFINITY:
+        return limits.MAX_STORE_FILES
+    return min(limits.MAX_STORE_FILES, allowed // limits.STORE_FILES_SHARE)
 
 
 class RocksTable:

@@ -152,8 +152,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     )
     tracing: Annotated[bool, _about("Make OpenTelemetry spans; needs penstock[tracing].")] = False
     limits_connections: Annotated[
-        int, _about("Connections of each listener.", ge=1, le=1_000_000)
-    ] = limits.HTTP_MAX_CONNECTIONS
+        int, _about("Connections of all listeners together.", ge=1, le=1_000_000)
+    ] = limits.MAX_CONNECTIONS
     limits_body: Annotated[Size, _about("The body of an HTTP request.")] = Size(
         limits.HTTP_MAX_BODY_BYTES
     )

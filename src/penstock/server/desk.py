@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
 from penstock import limits
 from penstock.broker_joint import Ack, Change, Claim, Joint, Publish
-from penstock.errors import BrokerClosed
+from penstock.errors import BrokerClosed, InvalidInput, PenstockError
 from penstock.validation import (
     check_count,
     check_duration,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from penstock.broker import Broker
-    from penstock.broker_joint import Request
+    from penstock.broker_joint import Check, Request
     from penstock.model import Delivery, Message, Outcome
 
 __all__ = ["Desk", "Turnstile"]
@@ -154,6 +154,10 @@ class Desk:
         check_text(consumer, "consumer", limits.MAX_CONSUMER_BYTES)
         if lease_ms is not None:
             check_duration(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
+        if wait_ms and len(self._waiting) >= limits.MAX_ALL_WAITING_CLAIMS:
+            raise InvalidInput(
+                f"{limits.MAX_ALL_WAITING_CLAIMS} claims wait already, at this server"
+            )
         claim = Claim(queue, limit, lease_ms, consumer)
         future = self._gather(claim)
         if wait_ms and self._open:
@@ -162,9 +166,15 @@ class Desk:
             future.add_done_callback(lambda _: self._forget(waiting))
         return future
 
-    def ack(self, receipts: Iterable[str], *, queue: str | None = None) -> Future[list[Outcome]]:
-        """Settle messages as done, as :meth:`Broker.ack`."""
-        return self._gather(Ack(check_receipts(receipts), queue))
+    def ack(
+        self, receipts: Iterable[str], *, queue: str | None = None, check: Check | None = None
+    ) -> Future[list[Outcome]]:
+        """Settle messages as done, as :meth:`Broker.ack`.
+
+        ``check``, here and below, is told the queues that the receipts name before anything is
+        changed, and raises for one that the caller has no business with.
+        """
+        return self._gather(Ack(check_receipts(receipts), queue, check))
 
     def release(
         self,
@@ -174,9 +184,12 @@ class Desk:
         reason: str = "",
         queue: str | None = None,
         unseen: bool = False,
+        check: Check | None = None,
     ) -> Future[list[Outcome]]:
         """Give messages back, as :meth:`Broker.release`."""
-        return self.change(self.broker.releasing(receipts, delay_ms, reason, queue, unseen=unseen))
+        return self.change(
+            self.broker.releasing(receipts, delay_ms, reason, queue, unseen=unseen, check=check)
+        )
 
     async def claimed(self, claiming: Future[list[Delivery]]) -> list[Delivery]:
         """Wait for a claim; who is cancelled in the very moment of its answer keeps nothing."""
@@ -197,10 +210,15 @@ class Desk:
             self.release(receipts, unseen=True).add_done_callback(Future.exception)
 
     def extend(
-        self, receipts: Iterable[str] | str, *, lease_ms: int, queue: str | None = None
+        self,
+        receipts: Iterable[str] | str,
+        *,
+        lease_ms: int,
+        queue: str | None = None,
+        check: Check | None = None,
     ) -> Future[list[Outcome]]:
         """Move deadlines, as :meth:`Broker.extend`."""
-        return self.change(self.broker.extending(receipts, lease_ms, queue))
+        return self.change(self.broker.extending(receipts, lease_ms, queue, check))
 
     def change(self, work: Callable[[int], T]) -> Future[T]:
         """Make a change that the broker has prepared; it is told the time, and must be short."""
@@ -344,10 +362,11 @@ class Desk:
             error = request.error if failure is None else failure
             if isinstance(request, Claim) and (future.done() or error):
                 self.take_back(request.answer)
+            request.error = None
             if future.done():
                 continue
             if error is not None:
-                future.set_exception(error)
+                future.set_exception(_without_frames(error))
             else:
                 future.set_result(request.answer)
 
@@ -431,3 +450,14 @@ class Desk:
                     self._add(waiting.claim, waiting.future)
                 else:
                     waiting.future.cancel()
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Have an error not lead back to the requests that were made together with its own.
+
+    Its frames know them, and all that was sent in them, and their futures know the error: only the
+    garbage collector would let go of it. Others than Penstock's own are logged, with their frames.
+    """
+    if isinstance(error, PenstockError):
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error

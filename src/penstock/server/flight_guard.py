@@ -158,7 +158,12 @@ class GuardedFlightService(FlightService):
             if command.table not in _BY_QUEUE or not queues:
                 queues = ["*"]
             _check_each(principal, _READ, queues)
-        return super().get_flight_info(context, descriptor)
+        info = super().get_flight_info(context, descriptor)
+        for endpoint in info.endpoints:
+            ticket = wire.decode(endpoint.ticket.ticket, wire.SnapshotTicket, "ticket")
+            self.snapshots.find(ticket.snapshot, ticket.part).queues = queues
+            break
+        return info
 
     def owner(self, context: fl.ServerCallContext) -> str:
         """Name the key of the caller."""
@@ -171,8 +176,12 @@ class GuardedFlightService(FlightService):
             kind = wire.decode(ticket.ticket, wire.SnapshotTicket | wire.LogTicket, "ticket")
             if isinstance(kind, wire.LogTicket):
                 principal.check_any(_READ)
-            elif self.snapshots.find(kind.snapshot, kind.part).owner != principal.key_id:
-                raise NotAllowed(f"key {principal.key_id!r} did not ask for this snapshot")
+            else:
+                snapshot = self.snapshots.find(kind.snapshot, kind.part)
+                if snapshot.owner != principal.key_id:
+                    raise NotAllowed(f"key {principal.key_id!r} did not ask for this snapshot")
+                # Again: the key may be allowed less than when it asked.
+                _check_each(principal, _READ, snapshot.queues)
         return super().do_get(context, ticket)
 
     def do_put(

@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import InvalidInput
+from penstock.server.acceptor import Acceptor
+from penstock.server.connections import Connections
 from penstock.server.http_types import Handler, HttpBounds, Request, Response
 from penstock.server.http_wire import Connection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    import socket
+    from collections.abc import Awaitable, Callable, Mapping
     from ssl import SSLContext
+
+    from penstock.server.connections import Slot
 
 __all__ = ["Handler", "Http", "HttpBounds", "Request", "Response"]
 
@@ -35,9 +39,11 @@ class Http:
         port: int = 0,
         tls: SSLContext | None = None,
         bounds: HttpBounds | None = None,
+        connections: Connections | None = None,
         guard: Callable[[Request], Response | None] | None = None,
     ) -> None:
         self.bounds = bounds or HttpBounds()
+        self.all = Connections() if connections is None else connections
         self.secure = tls is not None
         self._routes = dict(routes)
         self._fallback = fallback
@@ -46,7 +52,7 @@ class Http:
             self._fallback = _guarded(guard, fallback)
         self._place = (host, port)
         self._tls = tls
-        self._server: asyncio.Server | None = None
+        self._acceptor = Acceptor(self.all, "http", self._serve)
         self._watch: asyncio.TimerHandle | None = None
         self._empty = asyncio.Event()
         self.stopping = False
@@ -55,10 +61,7 @@ class Http:
     @property
     def address(self) -> tuple[str, int]:
         """Host and port that it listens on."""
-        if self._server is None or not self._server.sockets:
-            return self._place
-        host, port = self._server.sockets[0].getsockname()[:2]
-        return str(host), int(port)
+        return self._acceptor.address
 
     @property
     def connections(self) -> int:
@@ -67,26 +70,22 @@ class Http:
 
     async def start(self) -> None:
         """Bind and accept."""
+        await self._acceptor.listen(*self._place)
+        self._look_around()
+
+    def _serve(self, taken: socket.socket, slot: Slot) -> Awaitable[Any]:
         loop = asyncio.get_running_loop()
-        host, port = self._place
         options: dict[str, Any] = {}
         if self._tls is not None:
             options["ssl_handshake_timeout"] = self.bounds.first_byte_ms / 1000
-        try:
-            self._server = await loop.create_server(
-                lambda: Connection(self, loop), host, port, ssl=self._tls, backlog=1024, **options
-            )
-        except OSError as error:
-            raise InvalidInput(
-                f"can't listen on {host}:{port}: {error.strerror or error}"
-            ) from None
-        self._look_around()
+        return loop.connect_accepted_socket(
+            lambda: Connection(self, loop, slot), taken, ssl=self._tls, **options
+        )
 
     async def stop(self, grace_ms: int) -> None:
         """Accept no more, let what is in hand be answered for ``grace_ms``, then close."""
         self.stopping = True
-        if self._server is not None:
-            self._server.close()
+        self._acceptor.close()
         for connection in list(self.open):
             connection.finish()
         if self.open:

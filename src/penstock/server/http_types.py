@@ -28,6 +28,8 @@ class Request(msgspec.Struct, gc=False):
     secure: bool = False
     left: bool = False
     on_left: Callable[[], object] | None = None
+    # Called by who has found that its sender is known: by a key, or since there are none.
+    trust: Callable[[], None] = lambda: None
 
     def leave(self) -> None:
         """Note that the client has closed its side."""
@@ -51,7 +53,6 @@ Handler: TypeAlias = Callable[[Request], Response | Awaitable[Response]]
 class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
     """The bounds of a listener."""
 
-    connections: int = limits.HTTP_MAX_CONNECTIONS
     body_bytes: int = limits.HTTP_MAX_BODY_BYTES
     first_byte_ms: int = limits.HTTP_FIRST_BYTE_MS
     request_ms: int = limits.HTTP_REQUEST_MS

@@ -22,12 +22,16 @@ from penstock.server.http_types import Handler, HttpBounds, Request, Response
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
+    from penstock.server.connections import Connections, Slot
+
 __all__ = ["Connection", "Home"]
 
 log = logging.getLogger(__name__)
 
 _SLICE_BYTES: Final = 16 * 1024
 _LINGER_MS: Final = 2_000
+# What a header takes in memory beside its bytes.
+_HEADER_BYTES: Final = 200
 _STATUS_LINES: Final = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus
 }
@@ -48,6 +52,7 @@ def _name_of(name: bytes) -> str:
 class Home(Protocol):
     """What a connection needs of the listener that it belongs to."""
 
+    all: Connections
     bounds: HttpBounds
     secure: bool
     stopping: bool
@@ -72,6 +77,7 @@ class Connection(asyncio.Protocol):
         "_close_after",
         "_head_fed",
         "_headers",
+        "_held_bytes",
         "_http",
         "_in_head",
         "_in_request",
@@ -81,23 +87,33 @@ class Connection(asyncio.Protocol):
         "_pending",
         "_read_paused",
         "_refusal",
+        "_request_bytes",
         "_shut",
+        "_slot",
         "_transport",
         "_unfed",
         "_unparsed",
+        "_unsent_bytes",
         "_url",
         "_write_paused",
         "deadline",
     )
 
-    def __init__(self, http: Home, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, http: Home, loop: asyncio.AbstractEventLoop, slot: Slot) -> None:
         self._http = http
         self._loop = loop
+        self._slot = slot
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._peer = ""
-        # Requests that have come in whole, each with whether the connection outlives it.
-        self._pending: deque[tuple[Request, bool, bool]] = deque()
+        # Requests that have come in whole, each with whether the connection outlives it, whether
+        # it is of HTTP/1.0, and the bytes that it takes.
+        self._pending: deque[tuple[Request, bool, bool, int]] = deque()
+        # What has come and is not answered; and what of it is of the request that comes in.
+        self._held_bytes = 0
+        self._request_bytes = 0
+        # Of an answer that its client does not take.
+        self._unsent_bytes = 0
         self._answering: asyncio.Task[None] | None = None
         # The request that is being answered.
         self._asked: Request | None = None
@@ -128,23 +144,59 @@ class Connection(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=limits.HTTP_WRITE_HIGH_WATER_BYTES)
         peer = transport.get_extra_info("peername")
         self._peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else ""
-        too_many = len(self._http.open) >= self._http.bounds.connections
+        self._slot.holder = self
         self._http.open.add(self)
         self._due_in(self._http.bounds.first_byte_ms)
-        if too_many or self._http.stopping:
+        if self._slot.full or self._http.stopping:
             self._refuse(503, "too many connections")
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         """Nobody is there any more: stop working for them."""
         self._http.forget(self)
+        self._http.all.leave(self._slot)
         self._shut = True
+        self._let_go()
+        # The parser knows this connection, and a task that was cancelled does: neither must keep
+        # it, since the garbage collector comes late.
+        del self._parser
+        answering, self._answering = self._answering, None
+        if answering is not None:
+            answering.cancel()
+
+    def _let_go(self) -> None:
+        """Keep nothing of what has come."""
         self._pending.clear()
-        if self._answering is not None:
-            self._answering.cancel()
+        self._unfed = self._body = self._url = b""
+        self._headers = {}
+        self._held(-self._held_bytes)
+
+    def _held(self, more: int) -> bool:
+        """Count what is held, by so much more or less; False: it was too much, and is refused."""
+        # No less than nothing: it may have been let go of since.
+        self._held_bytes = max(0, self._held_bytes + more)
+        self._http.all.hold(self._slot, self._held_bytes)
+        return not self._shut
+
+    def _trust(self) -> None:
+        self._http.all.trust(self._slot)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being answered."""
+        return self._answering is None
+
+    def refuse(self, why: str) -> None:
+        """Make way for others: they have more in hand than there may be."""
+        if self._shut or self._write_paused or not self.idle:
+            self.abort()
+        else:
+            self._refuse(503, why)
 
     def data_received(self, data: bytes) -> None:
         """Parse what has come."""
         if self._shut:
+            return
+        if not self._held(len(data)):
             return
         if self._unfed:
             data = self._unfed + data
@@ -170,10 +222,13 @@ class Connection(asyncio.Protocol):
         self._write_paused = True
         self._due_in(self._http.bounds.stalled_write_ms)
         self._hold_reading()
+        self._unsent_bytes = self._transport.get_write_buffer_size()
+        self._held(self._unsent_bytes)
 
     def resume_writing(self) -> None:
         """Go on with a client that reads again."""
         self._write_paused = False
+        self._held(-self._unsent_bytes)
         self._rest()
         self._go_on()
 
@@ -288,8 +343,15 @@ class Connection(asyncio.Protocol):
             bytes(self._body),
             self._peer,
             self._http.secure,
+            trust=self._trust,
         )
-        self._pending.append((request, keep, old))
+        size = self._request_bytes + _HEADER_BYTES * len(self._headers)
+        if not self._held(size - self._request_bytes):
+            return
+        self._request_bytes = 0
+        self._pending.append((request, keep, old, size))
+        # From here on it is the request's alone, and goes when that is answered.
+        self._body, self._headers = b"", {}
 
     def _feed(self, data: bytes) -> None:
         at = 0
@@ -302,6 +364,7 @@ class Connection(asyncio.Protocol):
             if self._unparsed:
                 part = part[: self._unparsed]
             at += len(part)
+            self._request_bytes += len(part)
             if self._unparsed:
                 self._take_unparsed(part)
                 continue
@@ -313,6 +376,7 @@ class Connection(asyncio.Protocol):
                 # Some clients offer HTTP/2 with every request. The offer is not taken; the parser,
                 # which thinks that it was, is done with its work.
                 at -= len(part) - upgrade.args[0]
+                self._request_bytes -= len(part) - upgrade.args[0]
                 self._parser = httptools.HttpRequestParser(self)
             except httptools.HttpParserError as error:
                 status = 505 if "version" in str(error).lower() else 400
@@ -354,7 +418,7 @@ class Connection(asyncio.Protocol):
     def _next(self) -> None:
         """Have the requests answered that can be, up to the first that takes its time."""
         while self._pending and self._answering is None and not self._write_paused:
-            request, keep, old = self._pending.popleft()
+            request, keep, old, size = self._pending.popleft()
             self.deadline = inf
             request.left = self._close_after
             try:
@@ -364,9 +428,10 @@ class Connection(asyncio.Protocol):
                 result = Response(500, b"internal error\n")
             if isinstance(result, Response):
                 self._answer(request, result, keep=keep, old=old)
+                self._held(-size)
                 continue
             self._asked = request
-            self._answering = self._loop.create_task(self._serve(result, request, keep, old))
+            self._answering = self._loop.create_task(self._serve(result, request, keep, old, size))
         if self._refusal is not None and self._answering is None and not self._pending:
             self._refuse(*self._refusal)
 
@@ -376,6 +441,7 @@ class Connection(asyncio.Protocol):
         request: Request,
         keep: bool,  # noqa: FBT001
         old: bool,  # noqa: FBT001
+        size: int,
     ) -> None:
         try:
             response = await result
@@ -387,6 +453,7 @@ class Connection(asyncio.Protocol):
             response = Response(500, b"internal error\n")
         self._answering = self._asked = None
         self._answer(request, response, keep=keep, old=old)
+        self._held(-size)
         self._go_on()
 
     def _answer(self, request: Request, response: Response, *, keep: bool, old: bool) -> None:
@@ -438,6 +505,7 @@ class Connection(asyncio.Protocol):
         if self._shut or self._transport.is_closing():
             return
         self._shut = True
+        self._let_go()
         response = Response(status, f"{reason}\n".encode())
         self._write(response, head_only=False, last=True, old=False)
         if not self._http.secure and self._transport.can_write_eof():
@@ -467,6 +535,7 @@ class Connection(asyncio.Protocol):
     def abort(self) -> None:
         """Close at once."""
         self._shut = True
+        self._let_go()
         self._transport.abort()
 
     def _due_in(self, ms: int) -> None:

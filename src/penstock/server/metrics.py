@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from penstock.broker import Broker
     from penstock.model import QueueStats
+    from penstock.server.connections import Connections
 
 __all__ = ["CONTENT_TYPE", "OTHERS", "Metrics"]
 
@@ -110,6 +111,7 @@ class Metrics:
         self._connections: Callable[[], dict[str, int]] = dict
         self._refused: dict[str, int] = {}
         self._parked: Callable[[], int] = lambda: 0
+        self._held: Connections | None = None
         self._broker: Broker | None = None
         self._seconds: Callable[[], float] = lambda: 0.0
         # What the store was last asked for, and when; nothing while it can't be asked.
@@ -147,10 +149,14 @@ class Metrics:
         parked: Callable[[], int],
         connections: Callable[[], dict[str, int]],
         seconds: Callable[[], float],
+        held: Connections | None = None,
     ) -> None:
-        """Show the state of a broker too, how many claims wait, and connections by protocol."""
+        """Show the state of a broker too, how many claims wait, and connections by protocol.
+
+        And of all connections how many there may be and what they hold.
+        """
         self._broker, self._parked, self._connections = broker, parked, connections
-        self._seconds = seconds
+        self._seconds, self._held = seconds, held
 
     def read_store(self) -> None:
         """Ask the store about every queue, for the pages to come; call it from a thread."""
@@ -211,6 +217,13 @@ class Metrics:
             counter.add_metric([protocol], count)
         yield counter
         yield GaugeMetricFamily("penstock_parked_claims", "Claims that wait.", self._parked())
+        if self._held is not None:
+            yield GaugeMetricFamily(
+                "penstock_connections_max", "Connections that there may be.", self._held.most
+            )
+            yield GaugeMetricFamily(
+                "penstock_buffered_bytes", "Sent by clients, and not done.", self._held.held_bytes
+            )
 
     def _by_queue(self, broker: Broker) -> Iterator[Metric]:
         largest, others, count = _ranked(_stats(broker), self._queues)

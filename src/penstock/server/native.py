@@ -7,20 +7,24 @@ may use them, are in :mod:`penstock.server.native_verbs`.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from penstock import limits
-from penstock.errors import InvalidInput
 from penstock.gateways.native import wire
+from penstock.server.acceptor import Acceptor
+from penstock.server.connections import Connections
 from penstock.server.native_connection import Connection
 from penstock.server.native_room import Sizes
 from penstock.server.security import ANYONE
 
 if TYPE_CHECKING:
+    import socket
     import ssl
     from asyncio import AbstractEventLoop
+    from collections.abc import Awaitable
 
     from penstock.clock import Clock
+    from penstock.server.connections import Slot
     from penstock.server.desk import Desk
     from penstock.server.security import Keys, Principal
 
@@ -52,21 +56,22 @@ class NativeListener:
         tls: ssl.SSLContext | None = None,
         metrics: Metrics | None = None,
         server: str = "penstock",
-        max_connections: int = limits.MAX_NATIVE_CONNECTIONS,
+        connections: Connections | None = None,
     ) -> None:
         self.desk = desk
         self.clock = clock
         self.keys = keys
         self.metrics = metrics
-        self.max_connections = max_connections
+        self.all = Connections() if connections is None else connections
         self.connections: set[Connection] = set()
         self.encoder = wire.Encoder()
         self.sizes = Sizes()
-        # Bytes that all connections together have sent and nobody has begun with.
-        self.buffered = 0
+        # Bytes of requests that are at work, of all connections; and who waits for them to be less.
+        self.bytes_at_work = 0
+        self.waiting: set[Connection] = set()
         self._host, self._port, self._tls = host, port, tls
         self._name = server
-        self._server: asyncio.Server | None = None
+        self._acceptor: Acceptor | None = None
         self._janitor: asyncio.TimerHandle | None = None
         self.store_id = ""
         self.loop: AbstractEventLoop = asyncio.get_running_loop()
@@ -74,26 +79,27 @@ class NativeListener:
     async def start(self) -> None:
         """Bind, and accept connections from now on."""
         self.store_id = (await self.desk.call(lambda broker: broker.info())).store_id
-        try:
-            self._server = await self.loop.create_server(
-                lambda: Connection(self), self._host, self._port, ssl=self._tls, backlog=1024
-            )
-        except OSError as error:
-            raise InvalidInput(f"can't listen on {self._host}:{self._port}: {error}") from error
+        acceptor = Acceptor(self.all, "native", self._serve)
+        await acceptor.listen(self._host, self._port)
+        self._acceptor = acceptor
         self._janitor = self.loop.call_later(JANITOR_SECONDS, self._tidy)
 
     @property
     def address(self) -> tuple[str, int]:
         """Where it listens."""
-        assert self._server is not None, "start() comes first"
-        host, port = self._server.sockets[0].getsockname()[:2]
-        return host, port
+        assert self._acceptor is not None, "start() comes first"
+        return self._acceptor.address
+
+    def _serve(self, taken: socket.socket, slot: Slot) -> Awaitable[Any]:
+        return self.loop.connect_accepted_socket(
+            lambda: Connection(self, slot), taken, ssl=self._tls
+        )
 
     async def stop(self, grace_ms: int) -> None:
         """Accept nobody, finish and answer what is in hand, then close every connection."""
-        if self._server is None:
+        if self._acceptor is None:
             return
-        self._server.close()
+        self._acceptor.close()
         if self._janitor is not None:
             self._janitor.cancel()
         until = self.loop.time() + grace_ms / 1000
@@ -108,7 +114,7 @@ class NativeListener:
             await asyncio.sleep(0.002)
         for connection in list(self.connections):
             connection.abort()
-        self._server = None
+        self._acceptor = None
 
     def welcome(self, version: int) -> wire.Welcome:
         """Make the answer to a greeting."""
@@ -126,6 +132,14 @@ class NativeListener:
     def who(self, token: str) -> Principal | None:
         """Return whose token this is; None: nobody's."""
         return ANYONE if self.keys is None else self.keys.by_token(token)
+
+    def work_of(self, more: int) -> None:
+        """Count bytes of requests that are at work; those that wait go on when there is room."""
+        self.bytes_at_work += more
+        if self.waiting and self.bytes_at_work < limits.MAX_ALL_BYTES_AT_WORK:
+            waiting, self.waiting = self.waiting, set()
+            for connection in waiting:
+                self.loop.call_soon(connection.go_on)
 
     def _tidy(self) -> None:
         """Look at every connection: one timer for all of them."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from asyncio import Future
 
     from penstock.model import Delivery
+    from penstock.server.connections import Slot
     from penstock.server.native import NativeListener
     from penstock.server.security import Principal
 
@@ -40,15 +41,14 @@ LINGER_SECONDS: Final = 1.0
 WANTS_A_KEY: Final = "this server wants a key: token='KEY:SECRET'"
 # Answers to these hold messages, of which nobody knows the size before.
 WITH_MESSAGES: Final = frozenset({wire.Claim, wire.Browse})
-# What every connection may have waiting, however much others have.
-OWN_BUFFERED_BYTES: Final = 1024 * 1024
 
 
 class Connection(asyncio.Protocol):
     """A connection, as the loop calls it."""
 
-    def __init__(self, listener: NativeListener) -> None:
+    def __init__(self, listener: NativeListener, slot: Slot) -> None:
         self._listener = listener
+        self._slot = slot
         self._loop = listener.loop
         self._desk = listener.desk
         self._encoder = listener.encoder
@@ -98,14 +98,18 @@ class Connection(asyncio.Protocol):
         made.set_write_buffer_limits(high=limits.MAX_UNSENT_BYTES)
         listener = self._listener
         listener.connections.add(self)
-        if len(listener.connections) > listener.max_connections:
+        self._slot.holder = self
+        if self._slot.full:
             self._farewell(PenstockError("too many connections"), final=False)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - whatever it was
         """Forget the claims that wait: what comes for them goes to somebody else."""
         self._transport = None
         self._listener.connections.discard(self)
+        self._listener.all.leave(self._slot)
+        self._listener.waiting.discard(self)
         self._reader = FrameReader(1)
+        self._out.clear()
         self._account()
         for future in list(self._calls):
             future.cancel()
@@ -133,6 +137,7 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._stuck_taken = progress_of(self._transport).taken
         self._room.shut()
+        self._account()
 
     def resume_writing(self) -> None:
         """Go on where it stopped."""
@@ -142,14 +147,25 @@ class Connection(asyncio.Protocol):
         self._account()
 
     def _account(self) -> None:
-        """Count what waits here; who makes it too much for all is the one to go."""
+        """Count what waits here: to be whole, to be begun, or to be read by the client."""
         pending = self._reader.pending
+        if self._stuck_since is not None:
+            pending += self._unsent
         if pending != self._buffered:
-            self._listener.buffered += pending - self._buffered
             self._buffered = pending
-            if self._listener.buffered > limits.MAX_BUFFERED_BYTES and pending > OWN_BUFFERED_BYTES:
-                self._farewell(PenstockError("the server has too much in hand"), final=False)
-                self._account()
+            self._listener.all.hold(self._slot, pending)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is at work; claims that wait are nobody's loss."""
+        return not self._at_work
+
+    def refuse(self, why: str) -> None:
+        """Make way for others: they have more in hand than there may be."""
+        if self._stuck_since is not None:
+            self.abort()
+        else:
+            self._farewell(PenstockError(why), final=False)
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -159,7 +175,16 @@ class Connection(asyncio.Protocol):
             and self._bytes_at_work < limits.MAX_BYTES_AT_WORK
             and self._stuck_since is None
             and not self._deaf
+            and self._has_room()
         )
+
+    def _has_room(self) -> bool:
+        """Whether all connections together have not too much at work; if so, wait for less."""
+        listener = self._listener
+        if listener.bytes_at_work < limits.MAX_ALL_BYTES_AT_WORK:
+            return True
+        listener.waiting.add(self)
+        return False
 
     def _work(self) -> None:
         """Begin what has come, as far as bounds allow; read on only if they do."""
@@ -182,7 +207,7 @@ class Connection(asyncio.Protocol):
             self._reading = wanted
             (transport.resume_reading if wanted else transport.pause_reading)()
 
-    def _read_on(self) -> None:
+    def go_on(self) -> None:
         """Begin what had to wait until others were through."""
         if not self._reading:
             self._work()
@@ -199,6 +224,7 @@ class Connection(asyncio.Protocol):
         self._principal, self._token = principal, hello.token
         if hello.patience_ms > 0:
             self._patience_s = min(hello.patience_ms, limits.MAX_WAIT_MS) / 1000
+        self._listener.all.trust(self._slot)
         self._reader.max_frame_bytes = limits.MAX_FRAME_BYTES
         self._write(self._encoder.frame(self._listener.welcome(hello.version)))
 
@@ -226,6 +252,7 @@ class Connection(asyncio.Protocol):
                 self._in_time[asked] = None
                 if self._time_is_up is None:
                     self._watch_time(asked)
+            self._listener.work_of(asked.size)
         self._bytes_at_work += asked.size
         if kind in WITH_MESSAGES and not self._room.enter(asked):
             self._hold(asked)
@@ -241,7 +268,7 @@ class Connection(asyncio.Protocol):
     def _give_up(self, asked: Asked) -> None:
         """Answer a held claim with nothing, since its time is up."""
         self._answer_empty(asked)
-        self._read_on()
+        self.go_on()
 
     def _watch_time(self, first: Asked) -> None:
         at = first.began + self._patience_s
@@ -269,7 +296,7 @@ class Connection(asyncio.Protocol):
                 self._room.drop(asked)
                 self._end(asked)
                 self._fail(asked, asked.failure)
-        self._read_on()
+        self.go_on()
 
     def _answer_empty(self, asked: Asked) -> None:
         self._room.drop(asked)
@@ -281,10 +308,12 @@ class Connection(asyncio.Protocol):
         request, verb = asked.request, asked.verb
         asked.disarm()
         try:
-            if self._principal is not ANYONE:
-                verb.check(self._principal, request)
+            principal = self._principal
+            assert principal is not None, "who has not greeted asks for nothing"
+            if principal is not ANYONE:
+                verb.check(principal, request)
             if asked.until is None:
-                future = verb.run(self._desk, request)
+                future = verb.run(self._desk, request, principal)
             else:
                 left_ms = round((asked.until - self._loop.time()) * 1000)
                 request.wait_ms = max(0, left_ms)
@@ -309,7 +338,7 @@ class Connection(asyncio.Protocol):
         while (asked := self._room.next()) is not None:
             self._run(asked)
         # Those that failed at once have made way, and nobody else tells.
-        self._read_on()
+        self.go_on()
 
     def _answer_at_once(self, request: wire.Request | wire.Failure) -> None:
         """Answer what needs no broker."""
@@ -353,6 +382,7 @@ class Connection(asyncio.Protocol):
         if asked.until is None:
             self._at_work -= 1
             self._in_time.pop(asked, None)
+            self._listener.work_of(-asked.size)
         else:
             self._waits.pop(asked.request.id, None)
             asked.disarm()
@@ -387,7 +417,7 @@ class Connection(asyncio.Protocol):
             self._fail(asked, error)
         elif self._listener.metrics is not None:
             self._count(asked, "ok")
-        self._read_on()
+        self.go_on()
 
     def _put_off(self, asked: Asked) -> None:
         """Hold a claim for which the desk had something when there was no room."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock.errors import NotAllowed
 from penstock.gateways.native import wire
-from penstock.server.security import check_publish, check_settings, check_target
+from penstock.server.security import check_publish, check_receipts_of, check_settings, check_target
 
 if TYPE_CHECKING:
     from asyncio import Future
@@ -47,7 +47,7 @@ class Verb(NamedTuple):
     """
 
     check: Callable[[Any, Any], None]
-    run: Callable[[Desk, Any], Future[Any]]
+    run: Callable[[Desk, Any, Principal], Future[Any]]
     weight: Callable[[Any, int], int] = _light
     at_the_desk: bool = False
 
@@ -66,7 +66,7 @@ def _consumes(principal: Principal, request: Any) -> None:
 
 
 def _settles(principal: Principal, request: Any) -> None:
-    # A receipt that was given out is itself the proof that its queue may be consumed.
+    # Without a queue, those that the receipts name are checked where the store knows them.
     if request.queue is not None:
         principal.check("consume", request.queue)
     elif not any(action == "consume" for action, _ in principal.grants):
@@ -101,13 +101,13 @@ def _looks_at(principal: Principal, request: wire.Queue) -> None:
 # --- what it does -------------------------------------------------------------------------------
 
 
-def _at_once(work: Callable[[Broker, Any], Any]) -> Callable[[Desk, Any], Future[Any]]:
-    return lambda desk, request: desk.call(lambda broker: work(broker, request))
+def _at_once(work: Callable[[Broker, Any], Any]) -> Callable[[Desk, Any, Any], Future[Any]]:
+    return lambda desk, request, _: desk.call(lambda broker: work(broker, request))
 
 
-def _in_time(work: Callable[[Broker, Any], Any]) -> Callable[[Desk, Any], Future[Any]]:
+def _in_time(work: Callable[[Broker, Any], Any]) -> Callable[[Desk, Any, Any], Future[Any]]:
     """Do what may take as long as there are messages."""
-    return lambda desk, request: desk.call(lambda broker: work(broker, request), long=True)
+    return lambda desk, request, _: desk.call(lambda broker: work(broker, request), long=True)
 
 
 def _browse(broker: Broker, request: wire.Browse) -> wire.Entries:
@@ -140,15 +140,15 @@ def _backfill(broker: Broker, request: wire.Backfill) -> wire.Step:
     return wire.Step(done, done.next)
 
 
-def _publish(desk: Desk, r: wire.Publish) -> Future[Any]:
+def _publish(desk: Desk, r: wire.Publish, _principal: Principal) -> Future[Any]:
     return desk.publish(r.messages, queue=r.queue)
 
 
-def _ack(desk: Desk, r: wire.Ack) -> Future[Any]:
-    return desk.ack(r.receipts, queue=r.queue)
+def _ack(desk: Desk, r: wire.Ack, principal: Principal) -> Future[Any]:
+    return desk.ack(r.receipts, queue=r.queue, check=check_receipts_of(principal, r.queue))
 
 
-def _claim(desk: Desk, r: wire.Claim) -> Future[Any]:
+def _claim(desk: Desk, r: wire.Claim, _principal: Principal) -> Future[Any]:
     return claim_in_turn(desk, r, None)
 
 
@@ -164,14 +164,20 @@ def claim_in_turn(desk: Desk, r: wire.Claim, turnstile: Turnstile | None) -> Fut
     )
 
 
-def _release(desk: Desk, r: wire.Release) -> Future[Any]:
+def _release(desk: Desk, r: wire.Release, principal: Principal) -> Future[Any]:
     return desk.release(
-        r.receipts, delay_ms=r.delay_ms, reason=r.reason, queue=r.queue, unseen=r.unseen
+        r.receipts,
+        delay_ms=r.delay_ms,
+        reason=r.reason,
+        queue=r.queue,
+        unseen=r.unseen,
+        check=check_receipts_of(principal, r.queue),
     )
 
 
-def _extend(desk: Desk, r: wire.Extend) -> Future[Any]:
-    return desk.extend(r.receipts, lease_ms=r.lease_ms, queue=r.queue)
+def _extend(desk: Desk, r: wire.Extend, principal: Principal) -> Future[Any]:
+    check = check_receipts_of(principal, r.queue)
+    return desk.extend(r.receipts, lease_ms=r.lease_ms, queue=r.queue, check=check)
 
 
 def _move(broker: Any, r: wire.Move) -> int:

@@ -111,6 +111,7 @@ class _Pages:
                 text = "this page wants authorization: Bearer ID:SECRET"
                 return _json(401, {"error": outcome, "message": text}, _CHALLENGE)
             key_id = principal.key_id
+            request.trust()
             principal.check_any(actions)
             return await answer(request)
         except PenstockError as error:

@@ -6,10 +6,12 @@ for where everybody may use it. Times are whole seconds there. Every answer is d
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import capnp
 
@@ -17,14 +19,17 @@ from penstock import limits
 from penstock.errors import InvalidInput, InvalidReceipt, PenstockError, QueueNotFound
 from penstock.gateways.queueber import item_id, lease_data, lease_of, message_of
 from penstock.model import Message
+from penstock.server.acceptor import Acceptor
+from penstock.server.connections import Connections
 from penstock.validation import check_count
 
 if TYPE_CHECKING:
-    from asyncio import Server
-    from collections.abc import Iterator
+    import socket
+    from collections.abc import Awaitable, Callable, Iterator
 
     from penstock.broker import Broker
     from penstock.model import Delivery
+    from penstock.server.connections import Slot
     from penstock.server.desk import Desk
 
 __all__ = ["QueueberListener"]
@@ -40,12 +45,21 @@ _CONSUMER: Final = "queueber"
 class QueueberListener:
     """Serves one queue to Queueber's clients; made with its defaults if it is not there."""
 
-    def __init__(self, desk: Desk, host: str, port: int, *, queue: str) -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        host: str,
+        port: int,
+        *,
+        queue: str,
+        connections: Connections | None = None,
+    ) -> None:
         self._desk = desk
+        self._all = Connections() if connections is None else connections
         self._host = host
         self._port = port
         self._queue = queue
-        self._server: Server | None = None
+        self._acceptor: Acceptor | None = None
         self._stack = contextlib.AsyncExitStack()
         self._connections: set[Any] = set()
         self.address = (host, port)
@@ -59,24 +73,24 @@ class QueueberListener:
         """Listen; the queue is there afterwards."""
         await self._desk.call(self._make_queue)
         await self._stack.enter_async_context(capnp.kj_loop())
+        acceptor = Acceptor(self._all, "capnp", self._serve)
         try:
-            self._server = await capnp.AsyncIoStream.create_server(
-                self._connected, self._host, self._port
-            )
-        except OSError as error:
+            await acceptor.listen(self._host, self._port)
+        except InvalidInput:
             await self._stack.aclose()
-            raise InvalidInput(f"can't listen on {self._host}:{self._port}: {error}") from error
-        self.address = self._server.sockets[0].getsockname()[:2]
+            raise
+        self._acceptor = acceptor
+        self.address = acceptor.address
 
     async def stop(self, grace_ms: int) -> None:  # noqa: ARG002 - what waits was handed back
         """Take no more connections, and end those that are there."""
-        if self._server is None:
+        if self._acceptor is None:
             return
-        self._server.close()
+        self._acceptor.close()
         for connection in list(self._connections):
             connection.close()
         await self._stack.aclose()
-        self._server = None
+        self._acceptor = None
 
     def _make_queue(self, broker: Broker) -> None:
         try:
@@ -84,12 +98,17 @@ class QueueberListener:
         except QueueNotFound:
             broker.create_queue(self._queue)
 
-    async def _connected(self, stream: Any) -> None:
-        if len(self._connections) >= limits.MAX_QUEUEBER_CONNECTIONS:
+    def _serve(self, taken: socket.socket, slot: Slot) -> Awaitable[Any]:
+        return asyncio.get_running_loop().connect_accepted_socket(
+            lambda: _Connection(self._all, slot, partial(self._connected, slot)), taken
+        )
+
+    async def _connected(self, slot: Slot, stream: Any) -> None:
+        if slot.full or len(self._connections) >= limits.MAX_QUEUEBER_CONNECTIONS:
             log.warning("%d clients are connected: no more are taken", len(self._connections))
-            stream.close()
+            slot.holder.abort()
             return
-        service = _Service(self._desk, self._queue)
+        service = _Service(self._desk, self._queue, lambda: self._all.trust(slot))
         server = capnp.TwoPartyServer(
             stream, bootstrap=service, traversal_limit_in_words=_TRAVERSAL_WORDS
         )
@@ -100,15 +119,86 @@ class QueueberListener:
             self._connections.discard(server)
 
 
+class _Connection(asyncio.Protocol):
+    """A connection: the library's protocol, with a bound, and kept from what it does not survive.
+
+    It lets the loop read into its own memory, and stops the reading when it is asked where to: that
+    ends the process, if the loop is uvloop's. After an EOF it reads once more, through a pointer
+    that leads nowhere. So it is handed what was read, and told of a lost connection only.
+    """
+
+    idle = True
+
+    def __init__(
+        self, connections: Connections, slot: Slot, connected: Callable[[Any], Awaitable[None]]
+    ) -> None:
+        self._all = connections
+        self._slot = slot
+        self._inner = capnp.AsyncIoStream._connect(connected)  # noqa: SLF001 - there is no other
+        self._transport: asyncio.Transport = cast(asyncio.Transport, None)
+        # What is wanted still of the read that is under way, and what has come of it.
+        self._wanted_bytes = self._held_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take a client."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._slot.holder = self
+        self._inner.connection_made(transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Forget it."""
+        self._all.leave(self._slot)
+        self._inner.connection_lost(error)
+
+    def eof_received(self) -> bool:
+        """Close: whoever sends no more is not answered either."""
+        self._transport.abort()
+        return True
+
+    def data_received(self, data: bytes) -> None:
+        """Pass it on, and count what has come of a message until all that is wanted is there."""
+        left = memoryview(data)
+        while left:
+            buffer = self._inner.get_buffer(len(left))
+            part = left[: len(buffer)]
+            buffer[: len(part)] = part
+            if isinstance(buffer, memoryview):
+                begun = len(buffer) > self._wanted_bytes
+                self._wanted_bytes = len(buffer) - len(part)
+                self._held_bytes = len(part) + (0 if begun else self._held_bytes)
+            self._inner.buffer_updated(len(part))
+            left = left[len(part) :]
+        self._all.hold(self._slot, self._held_bytes if self._wanted_bytes else 0)
+
+    def pause_writing(self) -> None:
+        """Write no more for now."""
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """Write on."""
+        self._inner.resume_writing()
+
+    def abort(self) -> None:
+        """Close it."""
+        self._transport.abort()
+
+    def refuse(self, why: str) -> None:  # noqa: ARG002 - the protocol has no way to say it
+        """Close it."""
+        self.abort()
+
+
 class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
     """What one client calls; an error is the call's, and the connection stays."""
 
-    def __init__(self, desk: Desk, queue: str) -> None:
+    def __init__(self, desk: Desk, queue: str, trust: Callable[[], None]) -> None:
         self._desk = desk
         self._queue = queue
+        # Told with each call: who asks for something is no stranger here.
+        self._trust = trust
 
     async def add_context(self, context: Any) -> None:
         """Publish items; ``visibilityTimeoutSecs`` is their delay."""
+        self._trust()
         with _errors():
             items = context.params.req.items
             check_count(len(items), "items", 0, limits.MAX_PUBLISH_MESSAGES)
@@ -129,6 +219,7 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
 
     async def remove_context(self, context: Any) -> None:
         """Settle one item as done; false for whatever is not held under that lease."""
+        self._trust()
         request = context.params.req
         message_id, lease = message_of(bytes(request.id)), lease_of(bytes(request.lease))
         removed = False
@@ -141,6 +232,7 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
 
     async def poll_context(self, context: Any) -> None:
         """Claim; without a timeout wait until there is something."""
+        self._trust()
         request = context.params.req
         lease_ms = request.leaseValiditySecs * 1000
         limit = request.numItems or 1
@@ -168,6 +260,7 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
 
     async def extend_context(self, context: Any) -> None:
         """Move the deadline of a whole lease; false if nothing is held under it."""
+        self._trust()
         request = context.params.req
         lease = lease_of(bytes(request.lease))
         extended = False

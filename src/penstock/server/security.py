@@ -31,7 +31,7 @@ from penstock.errors import InvalidInput, NotAllowed
 from penstock.filters import default_filter, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from penstock.model import Message
@@ -44,6 +44,7 @@ __all__ = [
     "Principal",
     "add_key",
     "check_publish",
+    "check_receipts_of",
     "check_settings",
     "check_target",
     "is_loopback",
@@ -115,6 +116,24 @@ def check_publish(principal: Principal, messages: Iterable[Message]) -> None:
         return
     for queue in {message.attributes.get("queue") for message in messages}:
         principal.check("publish", queue if isinstance(queue, str) else None)
+
+
+def check_receipts_of(principal: Principal, queue: str | None) -> Callable[[str], None] | None:
+    """Return what has to be asked of each queue that receipts name; None: nothing.
+
+    Whoever names the ``queue`` is checked by that, and gets no further with receipts of others.
+    """
+    if queue is not None or principal.may("consume"):
+        return None
+
+    def check(name: str) -> None:
+        if not principal.may("consume", name):
+            # Without its name, which a receipt does not tell.
+            raise NotAllowed(
+                f"key {principal.key_id!r} may not consume on the queue that a receipt is of"
+            )
+
+    return check
 
 
 def check_target(principal: Principal, queue: str) -> None:

@@ -28,7 +28,9 @@ from penstock.broker import Broker
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, StorageFailed
 from penstock.server import config as configuring
+from penstock.server import descriptors
 from penstock.server.config import LISTENERS, OFF, Config
+from penstock.server.connections import Connections
 from penstock.server.desk import Desk
 from penstock.server.logs import AccessLog
 from penstock.server.metrics import Metrics
@@ -54,6 +56,8 @@ _EXTRAS: Final = {"flight": "flight", "capnp": "queueber"}
 _WATCH_SECONDS: Final = 2.0
 # The name of glibc's setting in malloc.h.
 _M_ARENA_MAX: Final = -8
+# As fast as somebody may connect: how soon it is looked again whether there are too many.
+_CONNECTIONS_PER_SECOND: Final = 20_000
 # A store that is lost gives every request its error at once.
 _LOST_GRACE_MS: Final = 1_000
 
@@ -84,11 +88,12 @@ class Server:
         self.metrics = Metrics(
             queues=config.metrics_queues, access=AccessLog(info=config.log_access)
         )
+        self.connections = Connections(config.limits_connections, turned_away=self.metrics.refused)
         self.desk: Desk
         self.addresses: dict[str, tuple[str, int]] = {}
         self.closing: list[Callable[[], None]] = []
         self._listeners: dict[str, Listener] = {}
-        self._watch: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
         self._listening = False
         self._stopped = False
 
@@ -102,6 +107,7 @@ class Server:
             parked=lambda: self.desk.parked,
             connections=self._connections,
             seconds=self.clock.seconds,
+            held=self.connections,
         )
         try:
             for name in LISTENERS:
@@ -118,8 +124,24 @@ class Server:
             await self.stop(grace_ms=0)
             raise
         self._warn()
-        self._watch = asyncio.get_running_loop().create_task(self._watch_keys())
+        self._make_room()
+        loop = asyncio.get_running_loop()
+        self._watches = [loop.create_task(self._watch_keys())]
+        if "flight" in self.addresses:
+            self._watches.append(loop.create_task(self._watch_flight(self.addresses["flight"][1])))
         self._listening = True
+
+    def _make_room(self) -> None:
+        """Take as many connections as there are descriptors for, beside those of the store."""
+        self.connections.most = descriptors.room_for_connections(
+            self.config.limits_connections, flight="flight" in self.addresses
+        )
+        log.info(
+            "room for %d connections: %d files may be open, of which %d are kept for the store",
+            self.connections.most,
+            descriptors.limit(),
+            descriptors.limit() - descriptors.room_for_files(),
+        )
 
     def _make_desk(self) -> Desk:
         loop = asyncio.get_running_loop()
@@ -180,6 +202,17 @@ class Server:
             await asyncio.sleep(_WATCH_SECONDS)
             self.keys.refresh()
 
+    async def _watch_flight(self, port: int) -> None:
+        before = 0
+        while True:
+            closed, free = await asyncio.to_thread(descriptors.close_idle, port)
+            for _ in range(closed):
+                self.metrics.refused("flight")
+            if closed and not before:
+                log.warning("idle connections of Flight are closed: they leave too few files")
+            before = closed
+            await asyncio.sleep(min(max(free / _CONNECTIONS_PER_SECOND, 0.02), 0.5))
+
     async def stop(self, *, grace_ms: int | None = None) -> None:
         """Take nothing more, answer what is in hand, and let go; the broker stays open."""
         if self._stopped:
@@ -187,8 +220,8 @@ class Server:
         self._stopped, self._listening = True, False
         grace_ms = self.config.grace if grace_ms is None else grace_ms
         self.desk.hand_back()
-        if self._watch is not None:
-            self._watch.cancel()
+        for watch in self._watches:
+            watch.cancel()
         stops = [listener.stop(grace_ms) for listener in self._listeners.values()]
         for name, outcome in zip(
             self._listeners, await asyncio.gather(*stops, return_exceptions=True), strict=True
@@ -252,7 +285,7 @@ def _native(server: Server, host: str, port: int) -> Listener:
         keys=server.keys,
         tls=server.tls,
         metrics=server.metrics,
-        max_connections=server.config.limits_connections,
+        connections=server.connections,
     )
 
 
@@ -277,7 +310,6 @@ def _http(server: Server, host: str, port: int) -> Listener:
     )
     server.closing.append(service.close)
     bounds = HttpBounds(
-        connections=config.limits_connections,
         body_bytes=int(config.limits_body),
         first_byte_ms=int(config.limits_first_byte),
         request_ms=int(config.limits_request),
@@ -290,6 +322,7 @@ def _http(server: Server, host: str, port: int) -> Listener:
         port=port,
         tls=server.tls,
         bounds=bounds,
+        connections=server.connections,
         guard=PageGuard(host, config.sqs_url) if server.keys is None else None,
     )
 
@@ -301,7 +334,13 @@ def _capnp(server: Server, host: str, port: int) -> Listener:
         )
     from penstock.server.queueber import QueueberListener  # noqa: PLC0415 - needs an extra
 
-    return QueueberListener(server.desk, host, port, queue=server.config.capnp_queue)
+    return QueueberListener(
+        server.desk,
+        host,
+        port,
+        queue=server.config.capnp_queue,
+        connections=server.connections,
+    )
 
 
 _MAKERS: Final[dict[str, Callable[[Server, str, int], Listener]]] = {
@@ -359,6 +398,8 @@ def serve(config: Config, say: Callable[[str], None]) -> None:
     a standby stands by again instead.
     """
     _share_one_heap()
+    # Before the store is opened, which takes its share of it.
+    descriptors.raise_limit()
     loop = new_loop()
     try:
         again = False

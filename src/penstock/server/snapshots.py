@@ -35,8 +35,9 @@ class Snapshot:
         self.pinned = pinned
         self.parts = parts
         self.selection = selection
-        # The key that it was made for; empty if there are no keys.
+        # The key that it was made for, empty if there are no keys, and the queues that it shows.
         self.owner = owner
+        self.queues: Sequence[str] = ()
         self.used_at_ms = 0
         self.readers = 0
         self.unread = set(range(len(parts)))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from penstock.broker import Broker
+    from penstock.broker_joint import Check
     from penstock.model import Delivery, Message, Outcome
     from penstock.server.desk import Turnstile
 
@@ -113,10 +114,13 @@ class TracedDesk(Desk):
             link,
         )
 
-    def ack(self, receipts: Iterable[str], *, queue: str | None = None) -> Future[list[Outcome]]:
+    def ack(
+        self, receipts: Iterable[str], *, queue: str | None = None, check: Check | None = None
+    ) -> Future[list[Outcome]]:
         """Settle messages as done."""
         return self._ending(
-            self._span("ack", queue), lambda: super(TracedDesk, self).ack(receipts, queue=queue)
+            self._span("ack", queue),
+            lambda: super(TracedDesk, self).ack(receipts, queue=queue, check=check),
         )
 
     def release(
@@ -127,22 +131,35 @@ class TracedDesk(Desk):
         reason: str = "",
         queue: str | None = None,
         unseen: bool = False,
+        check: Check | None = None,
     ) -> Future[list[Outcome]]:
         """Give messages back."""
         return self._ending(
             self._span("release", queue),
             lambda: super(TracedDesk, self).release(
-                receipts, delay_ms=delay_ms, reason=reason, queue=queue, unseen=unseen
+                receipts,
+                delay_ms=delay_ms,
+                reason=reason,
+                queue=queue,
+                unseen=unseen,
+                check=check,
             ),
         )
 
     def extend(
-        self, receipts: Iterable[str] | str, *, lease_ms: int, queue: str | None = None
+        self,
+        receipts: Iterable[str] | str,
+        *,
+        lease_ms: int,
+        queue: str | None = None,
+        check: Check | None = None,
     ) -> Future[list[Outcome]]:
         """Move deadlines."""
         return self._ending(
             self._span("extend", queue),
-            lambda: super(TracedDesk, self).extend(receipts, lease_ms=lease_ms, queue=queue),
+            lambda: super(TracedDesk, self).extend(
+                receipts, lease_ms=lease_ms, queue=queue, check=check
+            ),
         )
 
     def _context(self, attributes: Mapping[str, Any]) -> Any:

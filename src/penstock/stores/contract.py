@@ -148,6 +148,9 @@ class Store(Protocol):
     def held(self, token: str) -> dict[int, str]:
         """Return the receipts of what is held under a lease, by message id."""
 
+    def queues_of(self, receipts: Sequence[str] | str) -> set[str]:
+        """Name the queues of receipts, or of a lease token; those that are gone are left out."""
+
     def redrive(
         self,
         queue_name: str,

@@ -99,6 +99,7 @@ class KvStore:
         self.extend = guarded(settling.extend)
         self.extend_lease = guarded(settling.extend_lease)
         self.held = guarded(settling.held)
+        self.queues_of = settling.queues_of
         self.sweep = guarded(upkeep.sweep)
         self.soonest_ms = upkeep.soonest_ms
         self.purge = guarded(upkeep.purge)

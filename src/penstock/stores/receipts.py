@@ -20,7 +20,7 @@ from penstock.stores.leases import family_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["LeaseToken", "lease_token", "parse_lease_token", "parse_receipts"]
+__all__ = ["LeaseToken", "lease_token", "parse_lease_token", "parse_receipts", "queue_numbers"]
 
 _TOKEN: Final = re.compile(r"ps1-([0-9a-f]{8})-([0-9a-f]{8})-([0-9a-f]{32})")
 _TOKEN_CHARS: Final = 3 + 3 + 8 + 8 + 32
@@ -76,6 +76,13 @@ def parse_receipts(store_id: int, receipts: Iterable[object]) -> list[tuple[Leas
             raise _not_a_receipt(receipt)
         parsed.append((token, int.from_bytes(key, "big")))
     return parsed
+
+
+def queue_numbers(store_id: int, receipts: Iterable[object] | str) -> set[int]:
+    """Return the numbers of the queues that receipts name, or a lease token if it is a string."""
+    if isinstance(receipts, str):
+        return {parse_lease_token(store_id, receipts).queue}
+    return {token.queue for token, _ in parse_receipts(store_id, receipts)}
 
 
 def _not_a_receipt(receipt: object) -> InvalidReceipt:

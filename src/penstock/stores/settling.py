@@ -14,7 +14,8 @@ from penstock.backoff import backoff_ms
 from penstock.codec.stored import LeaseRecord
 from penstock.errors import CorruptRecord, InvalidReceipt, StoreDamaged
 from penstock.model import AttemptEnd, Outcome, OutcomeStatus, State
-from penstock.stores.receipts import parse_lease_token, parse_receipts
+from penstock.stores.active import uncount_attempt
+from penstock.stores.receipts import parse_lease_token, parse_receipts, queue_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -159,6 +160,12 @@ class Settling:
             for item in holding.items
         }
 
+    def queues_of(self, receipts: Sequence[str] | str) -> set[str]:
+        """Name the queues of receipts, or of a lease token; those that are gone are left out."""
+        core = self._core
+        numbers = queue_numbers(core.identity.store_id, receipts)
+        return {core.by_number[number].name for number in numbers if number in core.by_number}
+
     def overdue(self, now_ms: int, limit: int) -> tuple[list[Overdue], StoreDamaged | None]:
         """Find the leases whose deadline has come; and why some, if so, can't be read."""
         core = self._core
@@ -271,7 +278,7 @@ class Settling:
         """Have messages wait as if they had not been claimed."""
         self._let_go(batch, holding)
         for item in holding.items:
-            item.attempts -= 1
+            uncount_attempt(item)
         self._put_back(batch, holding.queue, holding.items, now_ms)
         self._core.wake(holding.queue)
 

@@ -239,8 +239,7 @@ async def list_queues(place: Place, call: Call, request: SqsRequest) -> dict[str
     names = [
         spec.name
         for spec in await place.catalog.specs()
-        if spec.name.startswith(prefix)
-        and any(call.principal.may(action, spec.name) for action in _ANY)
+        if spec.name.startswith(prefix) and _may_see(call, spec.name)
     ]
     page, token = _page(names, request.next_token, request.max_results)
     answer: dict[str, Any] = {"QueueUrls": [call.url_of(name) for name in page]} if page else {}
@@ -248,13 +247,15 @@ async def list_queues(place: Place, call: Call, request: SqsRequest) -> dict[str
 
 
 async def list_sources(place: Place, call: Call, request: SqsRequest) -> dict[str, Any]:
-    """List the queues whose failed messages go to a queue."""
+    """List the queues whose failed messages go to a queue, of those that the asker may know."""
     request = cast(ListDeadLetterSourceQueues, request)
     name = call.queue_of(request)
     call.principal.check_any(_ANY, name)
     specs = await place.catalog.specs()
     _find(specs, name)
-    sources = [spec.name for spec in specs if spec.dead_letter == name]
+    sources = [
+        spec.name for spec in specs if spec.dead_letter == name and _may_see(call, spec.name)
+    ]
     page, token = _page(sources, request.next_token, request.max_results)
     return {"queueUrls": [call.url_of(each) for each in page]} | token
 
@@ -265,6 +266,10 @@ async def list_tags(place: Place, call: Call, request: SqsRequest) -> dict[str, 
     call.principal.check_any(_ANY, name)
     tags = queues.tags_of((await place.catalog.spec(name)).labels)
     return {"Tags": tags} if tags else {}
+
+
+def _may_see(call: Call, name: str) -> bool:
+    return any(call.principal.may(action, name) for action in _ANY)
 
 
 def _find(specs: list[QueueSpec], name: str) -> QueueSpec:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import msgspec
 
 from penstock import limits
-from penstock.errors import PenstockError
+from penstock.errors import NotAllowed, PenstockError
 from penstock.gateways.sqs.faults import SqsFault
 from penstock.gateways.sqs.queues import name_of_arn
 from penstock.gateways.sqs.requests import (
@@ -26,6 +26,8 @@ from penstock.model import State
 from penstock.server.security import Principal, check_target
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from penstock.broker import Broker
     from penstock.gateways.sqs.requests import SqsRequest
     from penstock.model import QueueSpec
@@ -68,12 +70,16 @@ class Mover:
     async def start(self, place: Place, call: Call, request: SqsRequest) -> dict[str, Any]:
         """Begin to move."""
         request = cast(StartMessageMoveTask, request)
-        specs = {spec.name: spec for spec in await place.catalog.specs()}
-        source = _queue_of(specs, request.source_arn, "SourceArn")
+        source = _named(request.source_arn, "SourceArn")
         call.principal.check("admin", source)
         destination = ""
         if request.destination_arn:
-            destination = _queue_of(specs, request.destination_arn, "DestinationArn")
+            destination = _named(request.destination_arn, "DestinationArn")
+            check_target(call.principal, destination)
+        specs = {spec.name: spec for spec in await place.catalog.specs()}
+        _check_there(specs, source, "SourceArn")
+        if destination:
+            _check_there(specs, destination, "DestinationArn")
         rate = request.max_number_of_messages_per_second
         if rate is not None and not 1 <= rate <= limits.SQS_MAX_MOVES_PER_SECOND:
             raise SqsFault.value(
@@ -81,9 +87,9 @@ class Mover:
                 "MaxNumberOfMessagesPerSecond",
                 f"Must be between 1 and {limits.SQS_MAX_MOVES_PER_SECOND}.",
             )
-        origins = [spec.name for spec in specs.values() if spec.dead_letter == source]
-        for target in [destination] if destination else origins:
-            check_target(call.principal, target)
+        if not destination:
+            origins = [spec.name for spec in specs.values() if spec.dead_letter == source]
+            _check_origins(call.principal, origins)
         _check_source(specs, source, destination)
         if any(each.source == source and _active(each) for each in self._tasks.values()):
             raise SqsFault.invalid(
@@ -121,9 +127,10 @@ class Mover:
     async def list(self, place: Place, call: Call, request: SqsRequest) -> dict[str, Any]:
         """List the moves out of a queue, the latest first."""
         request = cast(ListMessageMoveTasks, request)
-        specs = {spec.name: spec for spec in await place.catalog.specs()}
-        source = _queue_of(specs, request.source_arn, "SourceArn")
+        source = _named(request.source_arn, "SourceArn")
         call.principal.check("admin", source)
+        specs = {spec.name: spec for spec in await place.catalog.specs()}
+        _check_there(specs, source, "SourceArn")
         count = 1 if request.max_results is None else request.max_results
         if not 1 <= count <= 10:
             raise SqsFault.value(count, "MaxResults", "Must be between 1 and 10.")
@@ -152,17 +159,31 @@ def _not_found(message: str) -> SqsFault:
     return SqsFault("ResourceNotFoundException", message, status=404)
 
 
-def _queue_of(specs: dict[str, QueueSpec], arn: str | None, parameter: str) -> str:
+def _named(arn: str | None, parameter: str) -> str:
+    """Return the name in an ARN; whether there is such a queue is told only who may use it."""
     if not arn:
         raise SqsFault.missing(parameter)
     name = name_of_arn(arn)
     if name is None:
         raise SqsFault.value(arn, parameter, "It is not the ARN of a queue.")
+    return name
+
+
+def _check_there(specs: dict[str, QueueSpec], name: str, parameter: str) -> None:
     if name not in specs:
         raise _not_found(
             f"The resource that you specified for the {parameter} parameter doesn't exist."
         )
-    return name
+
+
+def _check_origins(principal: Principal, origins: Iterable[str]) -> None:
+    """Raise NotAllowed, without a name, if messages would go back to queues of others."""
+    for origin in origins:
+        if not (principal.may("publish", origin) or principal.may("admin", origin)):
+            raise NotAllowed(
+                f"key {principal.key_id!r} may not publish on every queue that messages would go "
+                "back to"
+            )
 
 
 def _check_source(specs: dict[str, QueueSpec], source: str, destination: str) -> None:
@@ -244,8 +265,7 @@ def _step(broker: Broker, task: _Task, limit: int) -> int:
                 raise _SourceUnknown
             (origin,) = sources
         by_origin.setdefault(origin, []).append(entry.message_id)
-    for origin in by_origin:
-        check_target(task.principal, origin)
+    _check_origins(task.principal, by_origin)
     return sum(
         broker.move(task.source, origin, state=State.AVAILABLE, message_ids=ids)
         for origin, ids in by_origin.items()

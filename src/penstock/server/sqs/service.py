@@ -46,11 +46,6 @@ log = logging.getLogger(__name__)
 
 Operation: TypeAlias = "Callable[[Place, Call, SqsRequest], Awaitable[dict[str, Any]]]"
 
-_UNSIGNED: Final = SqsFault(
-    "UnrecognizedClientException",
-    "The security token included in the request is invalid.",
-    status=403,
-)
 _NOBODY: Final = Principal("")
 _NO_PAGE: Final = Response(
     404,
@@ -146,12 +141,11 @@ class SqsService:
         target = request.headers.get("x-amz-target")
         loop = asyncio.get_running_loop()
         began = loop.time()
-        operation = "unknown"
-        fault: SqsFault | None = None
-        answer: dict[str, Any] = {}
+        operation, outcome = "unknown", "ok"
         principal = _NOBODY
         try:
             principal = self._principal(request)
+            request.trust()
             fields = {} if target is not None else _fields(request)
             if target is not None:
                 operation = jsonwire.operation_of(target)
@@ -164,19 +158,20 @@ class SqsService:
             )
             async with asyncio.timeout(_ANSWER_SECONDS.get(operation, _MOST_SECONDS)):
                 answer = await self._operations[operation](self._place, call, typed)
-        except SqsFault as refusal:
-            fault = refusal
-        except TimeoutError:
-            fault = self._late()
+            if target is not None:
+                return _json_response(answer, request_id)
+            return _xml_response(operation, answer, request_id)
         except Exception as error:
-            fault = _fault_of(error, operation)
-        if self._observer is not None:
-            outcome = "ok" if fault is None else fault.query_code
-            seconds = loop.time() - began
-            self._observer.request("sqs", operation, seconds, outcome, principal.key_id)
-        if target is not None:
-            return _json_response(answer, fault, request_id)
-        return _xml_response(operation, answer, fault, request_id)
+            # The error stays in here: kept in a variable, it would keep this call, with the body of
+            # its request, until the garbage collector comes.
+            refuse = _xml_refusal if target is None else _json_refusal
+            late = isinstance(error, TimeoutError)
+            outcome, response = refuse(self._late() if late else error, operation, request_id)
+            return response
+        finally:
+            if self._observer is not None:
+                seconds = loop.time() - began
+                self._observer.request("sqs", operation, seconds, outcome, principal.key_id)
 
     def _late(self) -> SqsFault:
         """Say that a request was not answered in time; one that was not begun is not begun."""
@@ -209,10 +204,10 @@ class SqsService:
             )
         except SqsFault:
             if found is None:
-                raise _UNSIGNED from None
+                raise _unsigned() from None
             raise
         if found is None:
-            raise _UNSIGNED
+            raise _unsigned()
         return principal
 
     def _tell(self, key_id: str) -> None:
@@ -246,6 +241,15 @@ class SqsService:
         return Response(200, b'{"status": "ok"}', "application/json")
 
 
+def _unsigned() -> SqsFault:
+    # Made anew each time: one for all would keep the calls that it was raised in, for ever.
+    return SqsFault(
+        "UnrecognizedClientException",
+        "The security token included in the request is invalid.",
+        status=403,
+    )
+
+
 def _fields(request: Request) -> dict[str, str]:
     """Read the form fields of a query request: of its body, and of its address."""
     text = request.query
@@ -260,6 +264,8 @@ def _fields(request: Request) -> dict[str, str]:
 
 def _fault_of(error: Exception, operation: str) -> SqsFault:
     """Say in SQS's words what went wrong."""
+    if isinstance(error, SqsFault):
+        return error
     if isinstance(error, QueueNotFound):
         return SqsFault.no_queue()
     if isinstance(error, NotAllowed):
@@ -281,16 +287,16 @@ def _fault_of(error: Exception, operation: str) -> SqsFault:
     )
 
 
-def _json_response(answer: dict[str, Any], fault: SqsFault | None, request_id: str) -> Response:
-    if fault is None:
-        return Response(
-            200,
-            jsonwire.encode(answer),
-            jsonwire.CONTENT_TYPE,
-            (("x-amzn-RequestId", request_id),),
-        )
+def _json_response(answer: dict[str, Any], request_id: str) -> Response:
+    headers = (("x-amzn-RequestId", request_id),)
+    return Response(200, jsonwire.encode(answer), jsonwire.CONTENT_TYPE, headers)
+
+
+def _json_refusal(error: Exception, operation: str, request_id: str) -> tuple[str, Response]:
+    """Return the outcome's name, and the answer."""
+    fault = _fault_of(error, operation)
     blame = "Sender" if fault.sender else "Receiver"
-    return Response(
+    return fault.query_code, Response(
         fault.status,
         jsonwire.encode_fault(fault),
         jsonwire.CONTENT_TYPE,
@@ -301,13 +307,15 @@ def _json_response(answer: dict[str, Any], fault: SqsFault | None, request_id: s
     )
 
 
-def _xml_response(
-    operation: str, answer: dict[str, Any], fault: SqsFault | None, request_id: str
-) -> Response:
+def _xml_response(operation: str, answer: dict[str, Any], request_id: str) -> Response:
+    body = querywire.encode(operation, answer, request_id)
     headers = (("x-amzn-RequestId", request_id),)
-    if fault is None:
-        body = querywire.encode(operation, answer, request_id)
-        return Response(200, body, querywire.CONTENT_TYPE, headers)
-    return Response(
-        fault.status, querywire.encode_fault(fault, request_id), querywire.CONTENT_TYPE, headers
-    )
+    return Response(200, body, querywire.CONTENT_TYPE, headers)
+
+
+def _xml_refusal(error: Exception, operation: str, request_id: str) -> tuple[str, Response]:
+    """Return the outcome's name, and the answer."""
+    fault = _fault_of(error, operation)
+    body = querywire.encode_fault(fault, request_id)
+    headers = (("x-amzn-RequestId", request_id),)
+    return fault.query_code, Response(fault.status, body, querywire.CONTENT_TYPE, headers)

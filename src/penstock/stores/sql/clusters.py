@@ -177,6 +177,10 @@ class ClusterStore:
         """Return the settings of a queue."""
         return self._truth.queue(queue_name).spec
 
+    def queues_of(self, receipts: Sequence[str] | str) -> set[str]:
+        """Name the queues of receipts; known ones also while the database is away."""
+        return self._truth.store.queues_of(receipts)
+
     def specs(self) -> list[QueueSpec]:
         """Return the settings of every queue, by name."""
         with self._truth.use() as truth:

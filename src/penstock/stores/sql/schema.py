@@ -96,9 +96,9 @@ def applied(database: Database, known: list[Migration]) -> int:
             f"the database has schema {done[-1][0]}; this version of Penstock knows up to "
             f"{known[-1].number}: use a newer one"
         )
-    if not done and tables != {"migrations"} and tables <= ours:
+    if not done and tables <= ours:
         raise _damaged(database, ["the rows of migrations"])
-    if done != [(each.number, each.name) for each in known[: len(done)]]:
+    if not done or done != [(each.number, each.name) for each in known[: len(done)]]:
         raise StoreMismatch(
             f"the tables of the schema {database.schema!r} were not made by Penstock's migrations"
         )
@@ -141,8 +141,7 @@ def _parts(done: list[Migration]) -> list[str]:
 def _damaged(database: Database, missing: list[str]) -> StoreDamaged:
     # A table is told without its columns.
     whole = set(missing)
-    told = [part for part in missing if part.partition(".")[0] == part or
-            part.partition(".")[0] not in whole]  # fmt: skip
+    told = [part for part in missing if "." not in part or part.partition(".")[0] not in whole]
     return StoreDamaged(
         f"the schema {database.schema!r} of the database was a store and lacks "
         f"{', '.join(told[:10])}; nothing was changed: bring it back from a backup of the database "

@@ -12,7 +12,7 @@ from penstock.backoff import backoff_ms
 from penstock.errors import InvalidReceipt
 from penstock.limits import MAX_ATTEMPTS
 from penstock.model import Outcome, OutcomeStatus
-from penstock.stores.receipts import parse_lease_token, parse_receipts
+from penstock.stores.receipts import parse_lease_token, parse_receipts, queue_numbers
 from penstock.stores.sql.core import SLOTS
 from penstock.stores.sql.database import Lost
 
@@ -124,6 +124,12 @@ class Settling:
             again=True,
         )
         return {message_id: f"{token}-{message_id:016x}" for (message_id,) in rows}
+
+    def queues_of(self, receipts: Sequence[str] | str) -> set[str]:
+        """Name the queues of receipts, or of a lease token; those that are gone are left out."""
+        core = self._core
+        found = map(core.numbered, queue_numbers(core.identity.store_id, receipts))
+        return {queue.name for queue in found if queue is not None}
 
     def release(
         self,

@@ -128,6 +128,7 @@ class SqlStore:
         self.extend = settling.extend
         self.extend_lease = settling.extend_lease
         self.held = settling.held
+        self.queues_of = settling.queues_of
         self.redrive = upkeep.redrive
         self.move = upkeep.move
         self.purge = upkeep.purge
