@@ -7,6 +7,7 @@ log are in :mod:`~penstock.broker_log`.
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
@@ -17,7 +18,13 @@ from penstock import limits
 from penstock.broker_joint import Claim, JointVerbs
 from penstock.broker_log import LogVerbs
 from penstock.broker_look import LookVerbs
-from penstock.errors import InvalidInput, InvalidQueue, QueueExists, QueueNotFound
+from penstock.errors import (
+    InvalidInput,
+    InvalidQueue,
+    QueueExists,
+    QueueNotFound,
+    StorageFailed,
+)
 from penstock.filters import Matcher, Row, default_filter, parse
 from penstock.model import Message, Ordering, QueueSpec, State
 from penstock.shell import SWEEP_BUDGET, Shell
@@ -51,6 +58,8 @@ if TYPE_CHECKING:
     from penstock.stores.contract import Store
 
 __all__ = ["Broker"]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -91,7 +100,13 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except StorageFailed as failure:
+            if error is None:
+                raise
+            # What went wrong first is what the caller is to see.
+            log.error("the store was not closed in order: %s", failure)  # noqa: TRY400
 
     def close(self) -> None:
         """Make everything durable and let go of the store. A claim that waits raises."""
@@ -418,7 +433,11 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
 
         Nobody else is let in meanwhile. A store that is sound is not written to.
         """
-        return self._shell.apply(lambda now_ms: self._store.audit(repair=repair, now_ms=now_ms))
+
+        def check(now_ms: int) -> AuditReport:
+            return self._store.audit(repair=repair, now_ms=now_ms)
+
+        return self._shell.apply(check) if repair else self._shell.look(check)
 
     def checkpoint(self, path: Path) -> None:
         """Copy the store as it is into a directory that is not there yet; see ``penstock backup``.
@@ -432,6 +451,7 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
     def sweep(self, *, budget: int = SWEEP_BUDGET) -> SweepCounts:
         """Do what is due: lease expiry, delays, retention, dedup windows. The sweeper does it."""
         check_count(budget, "budget", 1, 1_000_000)
+        self._shell.recover()
         return self._shell.apply(lambda now_ms: self._store.sweep(now_ms, budget))
 
 

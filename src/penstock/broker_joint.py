@@ -133,6 +133,10 @@ class JointVerbs:
         """Why the store does not answer at present; known at once, whatever is under way."""
         return self._store.away
 
+    def free_bytes(self) -> int | None:
+        """Return how many bytes the disk of the store has left; None: not known."""
+        return self._store.free_bytes()
+
     @property
     def outage(self) -> Outage | None:
         """Why the store can't be used at present, and since when; known at once, as the next is."""

@@ -3,16 +3,21 @@
 A verb applies its change, gets the number of its commit, and waits here until that number is on
 stable storage: a thread in :meth:`Committer.wait`, a server by being called back. While one sync
 runs, others gather and share the next.
+
+Once a sync has failed, nobody knows which of the commits since the last one are on stable storage.
+All of them *fail*: whoever waits for one is told so, also who comes to wait later. Those after
+them are synced as ever: whether the store takes any is its own affair.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypeAlias
 
-from penstock.errors import BrokerClosed, PenstockError, StorageFailed
+from penstock.errors import BrokerClosed, PenstockError, StorageFailed, StoreFenced
 
 __all__ = ["Committer", "Durability", "Told"]
 
@@ -20,6 +25,9 @@ log = logging.getLogger(__name__)
 
 # With relaxed durability nobody waits, but the disk is never further behind than this.
 RELAXED_SYNC_SECONDS: Final = 0.1
+# Failures that are remembered for who has made a change and does not wait for it yet, which is a
+# matter of microseconds.
+FAILURES_KEPT: Final = 100
 
 
 Told: TypeAlias = Callable[[PenstockError | None], object]
@@ -54,9 +62,10 @@ class Committer:
         # The committer waits here, apart from those who wait for it.
         self._work = threading.Condition(lock)
         self._wanted = 0
-        self._durable = 0
-        self._failure: PenstockError | None = None
-        self._closed = False
+        # Commits up to here are durable, but for those in between the numbers of a failure.
+        self._settled = 0
+        self._failures: deque[tuple[int, int, PenstockError]] = deque(maxlen=FAILURES_KEPT)
+        self._closed = self._ended = False
         self._told: list[tuple[int, Told]] = []
         self.durability = Durability(0, 0, 0.0)
         self._thread = threading.Thread(target=self._run, name="penstock-committer", daemon=True)
@@ -64,37 +73,34 @@ class Committer:
 
     def wait(self, number: int) -> None:
         """Return when commit ``number`` is durable (at once if durability is relaxed)."""
-        if number <= self._durable:
-            return
-        if self._relaxed:
-            if self._failure is not None:
-                raise self._failure
+        if self._relaxed or (number <= self._settled and not self._failures):
             return
         with self._condition:
-            if number > self._wanted:
-                self._wanted = number
-                self._work.notify()
-            while number > self._durable:
-                if self._failure is not None:
-                    raise self._failure
-                if self._closed:
-                    raise BrokerClosed("the broker was closed before the change was durable")
+            self._want(number)
+            while number > self._settled and not self._ended:
                 self._condition.wait()
+            failure = self._failure_of(number)
+        if failure is not None:
+            raise failure.with_traceback(None)
 
     def tell(self, number: int, told: Told) -> None:
         """Call back when commit ``number`` is durable: at once, or from the committer's thread."""
-        with self._condition:
-            waits = number > self._durable and not self._relaxed
-            failure = self._failure
-            if failure is None and waits and self._closed:
-                failure = BrokerClosed("the broker was closed before the change was durable")
-            if failure is None and waits:
-                self._told.append((number, told))
-                if number > self._wanted:
-                    self._wanted = number
-                    self._work.notify()
-                return
+        failure = None
+        if not self._relaxed:
+            with self._condition:
+                if number > self._settled and not self._ended:
+                    self._told.append((number, told))
+                    self._want(number)
+                    return
+                failure = self._failure_of(number)
         told(failure)
+
+    def fail(self, number: int, error: PenstockError) -> None:
+        """Have every commit up to ``number`` fail that is not durable yet."""
+        with self._condition:
+            if number > self._settled:
+                self._failures.append((self._settled, number, error))
+        self._settle(number)
 
     def close(self) -> None:
         """Finish what is wanted and stop the thread."""
@@ -108,46 +114,70 @@ class Committer:
             with self._condition:
                 if self._relaxed and not self._closed:
                     self._work.wait(RELAXED_SYNC_SECONDS)
-                while not self._relaxed and self._wanted <= self._durable and not self._closed:
+                while not self._relaxed and self._wanted <= self._settled and not self._closed:
                     self._work.wait()
                 closed = self._closed
             # Everything committed by now is covered, whoever asked for it.
             number = self._committed()
-            if number > self._durable:
-                begin = self._seconds()
-                try:
-                    self._sync()
-                except Exception as error:
-                    # Whatever it was: those who wait must be told, or they would for ever.
-                    log.exception("the store could not be synced")
-                    if not isinstance(error, PenstockError):
-                        error = StorageFailed(f"the store could not be synced: {error!r}")
-                    self._fail(error)
-                    return
-                syncs, commits, spent = self.durability
-                self.durability = Durability(
-                    syncs + 1, commits + number - self._durable, spent + self._seconds() - begin
-                )
-            with self._condition:
-                self._durable = max(self._durable, number)
-                self._condition.notify_all()
-                ready = [told for wanted, told in self._told if wanted <= self._durable]
-                self._told = [each for each in self._told if each[0] > self._durable]
-            for told in ready:
-                _say(told, None)
+            if number > self._settled:
+                self._sync_up_to(number)
             if closed:
-                self._fail(BrokerClosed("the broker was closed before the change was durable"))
-                return
-
-    def _fail(self, error: PenstockError) -> None:
-        """Let everybody who waits know that it will not be."""
+                break
         with self._condition:
-            self._failure = error
-            self._closed = True
+            self._ended = True
+        self._settle(0)
+
+    def _sync_up_to(self, number: int) -> None:
+        begin, commits = self._seconds(), number - self._settled
+        try:
+            self._sync()
+        except StoreFenced as error:
+            self.fail(number, error)
+        except Exception as error:
+            # Whatever it was: those who wait must be told, or they would for ever.
+            log.error(  # noqa: TRY400 - what is known has no need of a traceback
+                "%d commits may or may not be durable: the store could not be synced: %s",
+                commits,
+                error,
+                exc_info=not isinstance(error, PenstockError),
+            )
+            self.fail(
+                number,
+                StorageFailed(
+                    f"the change may or may not have been made: syncing the store failed: {error}"
+                ),
+            )
+        else:
+            syncs, so_far, spent = self.durability
+            self.durability = Durability(
+                syncs + 1, so_far + commits, spent + self._seconds() - begin
+            )
+            self._settle(number)
+
+    def _settle(self, number: int) -> None:
+        """Let everybody go whose commit is settled; at the end, all."""
+        with self._condition:
+            self._settled = max(self._settled, number)
             self._condition.notify_all()
-            left, self._told = self._told, []
-        for _, told in left:
-            _say(told, error)
+            ready = [each for each in self._told if each[0] <= self._settled or self._ended]
+            self._told = [] if self._ended else [e for e in self._told if e[0] > self._settled]
+            answers = [(told, self._failure_of(wanted)) for wanted, told in ready]
+        for told, failure in answers:
+            _say(told, failure)
+
+    def _want(self, number: int) -> None:
+        if number > self._wanted:
+            self._wanted = number
+            self._work.notify()
+
+    def _failure_of(self, number: int) -> PenstockError | None:
+        """Return why a commit is not durable; None if it is."""
+        if number > self._settled:
+            return BrokerClosed("the broker was closed before the change was durable")
+        for after, up_to, error in self._failures:
+            if after < number <= up_to:
+                return error
+        return None
 
 
 def _say(told: Told, error: PenstockError | None) -> None:

@@ -128,7 +128,7 @@ class StorageFailed(PenstockError):
 
 
 class DiskFull(StorageFailed):
-    """The storage engine has no space left."""
+    """The disk of the store has no space left, or only its reserve. Nothing was changed."""
 
 
 class StoreDamaged(StorageFailed):

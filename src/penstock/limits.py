@@ -169,6 +169,11 @@ MAX_REPEAT_MS: Final = 240_000
 # --- Queueber's clients -----------------------------------------------------------------------
 MAX_QUEUEBER_CONNECTIONS: Final = 1_000
 
+# --- the disk of a store ------------------------------------------------------------------------
+# What new messages leave free, unless min_free_bytes says otherwise: the lesser of the two.
+MIN_FREE_BYTES: Final = 64 * 1024 * 1024
+MIN_FREE_PERCENT: Final = 2
+
 # --- object storage ---------------------------------------------------------------------------
 # How long the object store may give no answer before the verb that waits for it fails.
 MAX_OBJECT_STORE_SILENCE_MS: Final = 60_000

@@ -12,6 +12,7 @@
     ...?schema=S&ring_size=N      SQL: the schema of the tables, tokens of a new store, and what
                                   docs/sql.md has under "What can be tuned"
     ...?design=indexed|buckets    which of the two storage designs a new store gets
+    ...?min_free_bytes=N          RocksDB: what new messages leave free on the disk
     ...?flush_ms=N                SlateDB: the least time from one write of its log to the next
     penstock://HOST:PORT          a server, by way of :func:`penstock.connect`
 """
@@ -29,7 +30,7 @@ from penstock.broker import Broker
 from penstock.clock import Clock, FollowingClock, SystemClock
 from penstock.errors import InvalidUrl, StoreMismatch
 from penstock.kv.memory import MemoryEngine
-from penstock.limits import MAX_FLUSH_MS
+from penstock.limits import MAX_FLUSH_MS, MAX_OFFSET
 from penstock.stores import buckets, indexed
 from penstock.stores.core import FORMAT, SHARED_TABLES, Identity
 from penstock.stores.kvstore import KvStore
@@ -132,7 +133,7 @@ def open(  # noqa: A001 - penstock.open is the way in
         design = named.design or DEFAULT_DESIGN
         engine: Engine = MemoryEngine(DESIGNS[design].tables)
     elif named.scheme == "rocksdb":
-        engine, design = _open_rocksdb(Path(named.place), named.design, create=create)
+        engine, design = _open_rocksdb(named, named.design, create=create)
     else:
         engine, design = _open_slatedb(named, routing, create=create)
     try:
@@ -319,7 +320,7 @@ def make_engine(url: str, design: str) -> Engine:
     if named.design not in {None, design}:
         raise StoreMismatch(f"{url!r:.200}: the store has the {design} design")
     if named.scheme == "rocksdb":
-        return _open_rocksdb(Path(named.place), design, create=True)[0]
+        return _open_rocksdb(named, design, create=True)[0]
     place = _slatedb_place(named)
     from penstock.kv.slatedb import SlateEngine  # noqa: PLC0415 - an extra
     from penstock.kv.slatedb_reader import peek  # noqa: PLC0415
@@ -344,17 +345,19 @@ def remains_of(url: str, scratch: Path, *, drop_after: bool) -> Remains:
     return SlateRemains(place, scratch, drop_after=drop_after)
 
 
-def _open_rocksdb(path: Path, design: str | None, *, create: bool) -> tuple[Engine, str]:
+def _open_rocksdb(named: _Named, design: str | None, *, create: bool) -> tuple[Engine, str]:
     # Imported here: a process that only uses other engines need not load this one.
     from penstock.kv.rocksdb import RocksEngine  # noqa: PLC0415
 
+    path = Path(named.place)
     found = _design_at(path)
     if found is None and not create:
         raise _no_store(path)
     if found is not None and design not in {None, found}:
         raise StoreMismatch(f"{path} holds a store of the {found} design, not {design}")
     design = found or design or DEFAULT_DESIGN
-    return RocksEngine(path, DESIGNS[design].tables, mark=design), design
+    tables, min_free_bytes = DESIGNS[design].tables, named.min_free_bytes
+    return RocksEngine(path, tables, mark=design, min_free_bytes=min_free_bytes), design
 
 
 def _design_at(path: Path) -> str | None:
@@ -395,11 +398,13 @@ def _open_slatedb(named: _Named, routing: str | None, *, create: bool) -> tuple[
 
 def _look_at(place: Place, named: _Named, routing: str | None, *, create: bool = True) -> str:
     """Hold what is asked for against what is there, if anything; return the design."""
-    from penstock.kv.slatedb_reader import peek  # noqa: PLC0415 - an extra
+    from penstock.kv.slatedb_reader import check_log, peek  # noqa: PLC0415 - an extra
 
     if not create and place.kind == "file" and not Path(place.root).is_dir():
         raise _no_store(place)
     found = peek(place, "default", _IDENTITY_KEY)
+    if found is not None:
+        check_log(place)
     if found is None or found.record is None:
         if not create:
             raise _no_store(place)
@@ -434,6 +439,7 @@ class _Named(NamedTuple):
     place: str
     design: str | None
     flush_ms: int | None
+    min_free_bytes: int | None
 
 
 def _check_directory(place: str) -> None:
@@ -468,10 +474,19 @@ def _parse(url: object) -> _Named:
     options = dict(parse_qsl(query, keep_blank_values=True))
     design = options.pop("design", None)
     flush_ms = options.pop("flush_ms", None) if scheme.startswith("slatedb") else None
+    min_free = options.pop("min_free_bytes", None) if scheme == "rocksdb" else None
     if options:
         raise InvalidUrl(f"unknown option {next(iter(options))!r:.100} in {url!r:.200}: design")
     if design is not None and design not in DESIGNS:
         raise InvalidUrl(f"no design {design!r:.100}; there are {', '.join(DESIGNS)}")
     if flush_ms is not None and not (flush_ms.isdecimal() and int(flush_ms) <= MAX_FLUSH_MS):
         raise InvalidUrl(f"flush_ms {flush_ms!r:.100}: milliseconds, up to {MAX_FLUSH_MS}")
-    return _Named(scheme, place, design, None if flush_ms is None else int(flush_ms))
+    if min_free is not None and not (min_free.isdecimal() and int(min_free) <= MAX_OFFSET):
+        raise InvalidUrl(f"min_free_bytes {min_free!r:.100}: a number of bytes; 0: no reserve")
+    return _Named(
+        scheme,
+        place,
+        design,
+        None if flush_ms is None else int(flush_ms),
+        None if min_free is None else int(min_free),
+    )

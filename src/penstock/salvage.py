@@ -43,7 +43,7 @@ from penstock.stores.placing import Placing
 from penstock.stores.queues import Counts, Queue, QueueTable, decode_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from penstock.filters import Filter
     from penstock.kv import Remains
@@ -307,10 +307,10 @@ class _Salvage:
             for name, queue in core.queues.items()
             if name in self._seen.counts
         }
-        before = set(self._quarantined())
+        before, references = set(self._quarantined()), self._references()
         first = last = audit(store, repair=True, now_ms=now_ms, keep_payloads=True)
         self._note_expelled(store, before)
-        put_back = self._put_back(store, now_ms)
+        put_back = self._put_back(store, references, now_ms)
         if first.found or put_back:
             last = audit(store, repair=True, now_ms=now_ms)
         if not last.ok:
@@ -355,11 +355,19 @@ class _Salvage:
                 self._lost.setdefault(name, set()).add(int.from_bytes(key[-8:], "big"))
         if done:
             self._remains.notes.append(f"{done} done messages have lost their payload")
+        damaged = {each.table for each in self._remains.damage}
+        if self._lost and damaged & {None, *_BY_NUMBER, *_BY_NAME}:
+            self._remains.notes.append(
+                "of the messages that are given as lost some may have been done and gone: rows "
+                "that would tell can't be read"
+            )
 
     def _note_unlisted(self, store: KvStore, now_ms: int) -> None:
         """Note the messages that an index or a lease has named, and that are in no state now."""
-        if self._design != "indexed":
-            # Leases name messages by other numbers there, and there is no index.
+        damaged = {each.table for each in self._remains.damage}
+        if self._design != "indexed" or damaged & {None, "visibility_index", "leases"}:
+            # Where rows are lost, older ones may say what is no longer so. With buckets there is no
+            # index, and leases name messages by other numbers.
             return
         held = held_ids(store, now_ms=now_ms)
         for number, ids in self._seen.listed.items():
@@ -368,49 +376,63 @@ class _Salvage:
                 lost = {each for each in ids if not _has(held[queue.name], each)}
                 self._lost.setdefault(queue.name, set()).update(lost)
 
-    def _put_back(self, store: KvStore, now_ms: int) -> dict[str, int]:
-        """Put messages that a queue has lost, and whose payload is there, into it again."""
-        core = store.core
+    def _put_back(
+        self, store: KvStore, references: Mapping[int, int], now_ms: int
+    ) -> dict[str, int]:
+        """Put messages that a queue has lost, and whose payload is there, into it again.
+
+        ``references`` says how many queues had a message, if not one.
+        """
         held = held_ids(store, now_ms=now_ms)
-        references = self._references()
-        absent = {
-            message_id
-            for message_id in self._payload_ids()
-            if sum(_has(ids, message_id) for ids in held.values()) < references.get(message_id, 1)
-        }
+        absent: set[int] = set()
+        homeless: dict[int, bytes | None] = {}
+        for message_id in self._payload_ids():
+            holders = sum(_has(ids, message_id) for ids in held.values())
+            if holders < references.get(message_id, 1):
+                absent.add(message_id)
+                if not holders:
+                    homeless[message_id] = None
         put_back: dict[str, int] = {}
+        if not absent:
+            return put_back
+        for message_id, _ in _log_rows(store, routed=False):
+            absent.discard(message_id)
+            homeless.pop(message_id, None)
         compiled: dict[str, Filter] = {}
-        if absent:
-            absent.difference_update(each for each, _ in _log_rows(store, routed=False))
-            for rows in _pages(_log_rows(store, routed=True)):
-                lost = [row for row in rows if row[0] in absent]
-                for queue in core.queues.values():
-                    items = [
-                        _item(message_id, encoded)
-                        for message_id, encoded in lost
-                        if not _has(held[queue.name], message_id)
-                        and _had(store, queue, message_id, encoded, compiled)
-                    ]
-                    self._enqueue(store, queue, items, now_ms, put_back)
-                absent.difference_update(message_id for message_id, _ in rows)
-        if absent:
-            self._keep_homeless(store, sorted(absent), now_ms, put_back)
+        for rows in _pages(row for row in _log_rows(store, routed=True) if row[0] in absent):
+            homeless.update((each, encoded) for each, encoded in rows if each in homeless)
+            for queue in list(store.core.queues.values()):
+                items = [
+                    _item(message_id, encoded)
+                    for message_id, encoded in rows
+                    if not _has(held[queue.name], message_id)
+                    and _had(store, queue, message_id, encoded, compiled)
+                ]
+                self._enqueue(store, queue, items, now_ms, put_back)
+                for item in items:
+                    homeless.pop(item.message_id, None)
+        if homeless:
+            self._keep_homeless(store, homeless, now_ms, put_back)
         return put_back
 
     def _keep_homeless(
-        self, store: KvStore, message_ids: Sequence[int], now_ms: int, put_back: dict[str, int]
+        self,
+        store: KvStore,
+        messages: Mapping[int, bytes | None],
+        now_ms: int,
+        put_back: dict[str, int],
     ) -> None:
-        """Put payloads that nothing else is known of into a queue of their own."""
+        """Put payloads of which nothing says where they belong into a queue of their own."""
         if _HOMELESS not in store.core.queues:
             store.create_queue(QueueSpec(name=_HOMELESS, filter=f"queue = '{_HOMELESS}'"), now_ms)
         queue = store.core.queue(_HOMELESS)
         payloads = self._engine.table("payloads")
-        for ids in _pages((each, b"") for each in message_ids):
+        for rows in _pages((each, messages[each] or b"") for each in sorted(messages)):
             items = []
-            for message_id, _ in ids:
+            for message_id, known in rows:
                 size = len(payloads.get(payload_key(message_id)) or b"")
-                metadata = encode_metadata(Metadata(now_ms, "", 0, size, 0, {}))
-                items.append(_item(message_id, metadata))
+                nothing = encode_metadata(Metadata(now_ms, "", 0, size, 0, {}))
+                items.append(_item(message_id, known or nothing))
             self._enqueue(store, queue, items, now_ms, put_back)
 
     def _enqueue(

@@ -20,6 +20,7 @@ from penstock.errors import (
     BrokerClosed,
     PenstockError,
     ServerUnreachable,
+    StorageFailed,
     StoreDamaged,
     StoreFenced,
 )
@@ -43,6 +44,10 @@ Woken: TypeAlias = "Callable[[str | None, int | None], None]"
 SWEEP_BUDGET: Final = 1_000
 # How long the sweeper sleeps at most: what has no exact alarm (dedup windows) is seen to by then.
 IDLE_SWEEP_MS: Final = 60_000
+# After a sweep that failed, and from one attempt to have a store that is away back to the next. An
+# attempt that kept others out for long is followed by so many times as long for them.
+RETRY_MS: Final = 1_000
+_HELD_SHARE: Final = 4
 # A fork has neither the threads of a store, nor a right to its files and connections.
 _NOT_OURS: Final = BrokerClosed(
     "the store was opened before fork(), and is the parent's: open one in the child, or connect to "
@@ -77,6 +82,7 @@ class Shell:
         self._alarm = threading.Condition(self._lock)
         self._alarm_at_ms: int | None = None
         self._closed = False
+        self._recover_at = float("-inf")
         # Why the last sweep could not see to everything, if so.
         self._damage = ""
         # Why the store is lost to this process, if it is.
@@ -171,6 +177,32 @@ class Shell:
         self._committer.tell(0, failures.append)
         return failures[0]
 
+    def recover(self) -> None:
+        """Try to have a store that is away back; the sweeper does it."""
+        if self._store.away is None or self._clock.seconds() < self._recover_at:
+            return
+        self._recover_at = self._clock.seconds() + RETRY_MS / 1000
+        try:
+            self._store.recover(self._alone())
+        except PenstockError as error:
+            log.debug("the store is still away: %s", error)
+        self._note_outage()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let nobody else in; what is not durable by then is not going to be."""
+        with self._lock:
+            self._now_ms()
+            begin, number = self._clock.seconds(), self._store.commits
+            try:
+                yield
+            finally:
+                end = self._clock.seconds()
+                self._recover_at = end + max(RETRY_MS / 1000, _HELD_SHARE * (end - begin))
+            why = "the change may or may not have been made: the store could not write for a while"
+            self._committer.fail(number, StorageFailed(why))
+            self._after_change()
+
     def close(self) -> None:
         """Make everything durable and let go of the store. Whoever waits raises."""
         with self._lock:
@@ -243,7 +275,17 @@ class Shell:
         except StoreFenced as error:
             self._note_loss(error)
             raise
+        finally:
+            self._hurry(now_ms)
         return result
+
+    def _hurry(self, now_ms: int) -> None:
+        """Tell of a store that is away, and have the sweeper see to it; with the lock held."""
+        if self._store.away is None:
+            return
+        self._note_outage()
+        if self._alarm_at_ms is not None and self._alarm_at_ms > now_ms + RETRY_MS:
+            self._alarm.notify()
 
     def _sync(self) -> None:
         try:
@@ -251,6 +293,10 @@ class Shell:
         except StoreFenced as error:
             # Before those who wait for it are told: what they then look at is not theirs any more.
             self._lose(error)
+            raise
+        except StorageFailed:
+            with self._lock:
+                self._hurry(self._guard.now_ms(self._clock.now_ms()))
             raise
 
     def _lose(self, why: PenstockError) -> None:
@@ -332,10 +378,11 @@ class Shell:
 
     def _sweep_loop(self) -> None:
         while True:
+            self.recover()
             with self._lock:
                 if self._closed or self.lost is not None:
                     return
-                wait_ms = 1_000
+                wait_ms = RETRY_MS
                 now_ms = self._now_ms()
                 self._turn_since = begin = self._clock.seconds()
                 self._limit(begin)

@@ -1,8 +1,11 @@
 """Programs that the crash tests run in a process of their own, and kill.
 
 ``child.py work URL NOTES ROUND`` has threads use a store and note what they do;
-``child.py fill URL NOTES BYTES`` publishes until files can't grow; ``child.py hold URL`` opens a
-store and waits; ``child.py move URL`` moves messages to and fro and says how many so far.
+``child.py endure URL NOTES`` does the same through failures of the store, and says when it is away
+and back;
+``child.py fill URL NOTES BYTES`` publishes until files can't grow, and again when they can;
+``child.py hold URL`` opens a store and waits; ``child.py move URL`` moves messages to and fro and
+says how many so far.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.noting import CLOCK, Notebook, Noting
 
 import penstock
-from penstock import Broker, Message
+from penstock import Broker, BrokerClosed, Message, StorageFailed
 from penstock.stores import moving
 
 if TYPE_CHECKING:
@@ -92,27 +95,76 @@ def work(url: str, notes: str, round_: str) -> None:
     say("working")
 
 
+def enduring(task: Callable[..., None], *arguments: object) -> None:
+    """Do a task, and begin it again when the store fails, until the broker is closed."""
+    tries = 0
+    while True:
+        tries += 1
+        try:
+            task(
+                *arguments[:-1], f"{arguments[-1]}-{tries}" if task is publisher else arguments[-1]
+            )
+        except StorageFailed:
+            threading.Event().wait(0.02)
+        except BrokerClosed:
+            return
+
+
+def begin_enduring(broker: Broker, notes: str) -> list[threading.Thread]:
+    threads = []
+    for queue in QUEUES:
+        ordering = "fifo" if queue == "fifo" else "standard"
+        broker.create_queue(queue, ordering=ordering, max_attempts=1000, bucket_exponent=1)
+        book = Notebook(notes, queue)
+        publishing = (publisher, broker, book, queue, queue)
+        for arguments in (publishing, (worker, broker, book, queue)):
+            threads.append(threading.Thread(target=enduring, args=arguments, daemon=True))
+            threads[-1].start()
+    return threads
+
+
+def endure(url: str, notes: str) -> None:
+    broker = penstock.open(url)
+    begin_enduring(broker, notes)
+    say("working")
+    was_away = False
+    while True:
+        threading.Event().wait(0.02)
+        if (broker.away is not None) != was_away:
+            was_away = not was_away
+            say("away" if was_away else "back")
+
+
 def fill(url: str, notes: str, size: str) -> None:
     broker = penstock.open(url)
     broker.create_queue("a", filter="x = 1")
     broker.create_queue("b", filter="x = 1")
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limit = int(size)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
     confirmed = []
-    raised = "nothing"
+    # Kept, with the frames that they came through, as a program may.
+    raised: list[Exception] = []
     try:
         for number in range(10_000):
             body = b"%06d" % number * 1000
             confirmed.append(broker.publish([Message(body, {"x": 1})] * 3))
     except Exception as error:
-        raised = type(error).__name__
-    again = "nothing"
+        raised.append(error)
     try:
         broker.publish([Message(b"x" * limit, {"x": 1})])
     except Exception as error:
-        again = type(error).__name__
-    say(msgspec.json.encode([raised, again, confirmed]).decode())
+        raised.append(error)
+    seen = [broker.stats("a").available, len(broker.browse("b", limit=10_000)), broker.check().ok]
+    say(msgspec.json.encode([[type(e).__name__ for e in raised], seen, confirmed]).decode())
+    if sys.stdin.readline() == "go on\n":
+        say(str(broker.away))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        while broker.away is not None:
+            threading.Event().wait(0.02)
+        say(str(broker.publish([Message(b"room again", {"x": 1})])[0]))
+        broker.close()
     os._exit(0)
 
 
@@ -139,6 +191,7 @@ def move(url: str) -> None:
 
 PROGRAMS: dict[str, Callable[..., None]] = {
     "work": work,
+    "endure": endure,
     "fill": fill,
     "hold": hold,
     "move": move,

@@ -1,4 +1,4 @@
-"""Processes that die, disks that fill up, directories that are taken: on a real RocksDB."""
+"""Processes that die, and directories that are taken: on a real RocksDB."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 from tests.judging import entries, judge_queue
 from tests.noting import notes_of
@@ -124,29 +123,6 @@ def test_killed_in_a_move(design: str, tmp_path: Path) -> None:
             moved, tried = totals, tried + sum(entry.attempts for entry in found)
     assert moved > 500
     assert tried > 0
-
-
-@pytest.mark.parametrize("design", DESIGNS)
-def test_a_full_disk(design: str, tmp_path: Path) -> None:
-    url = f"rocksdb:{tmp_path}/store?design={design}"
-    with child("fill", url, "-", 1_000_000) as process:
-        out, error = process.communicate(timeout=300)
-    assert process.returncode == 0, error
-    raised, again, confirmed = msgspec.json.decode(out)
-    assert raised in {"DiskFull", "StorageFailed"}
-    assert again in {"DiskFull", "StorageFailed"}
-    assert len(confirmed) > 5
-    with penstock.open(url, background=False) as broker:
-        for queue in ("a", "b"):
-            present = {entry.message_id: entry for entry in entries(broker, queue, State.AVAILABLE)}
-            for number, ids in enumerate(confirmed):
-                assert {present[i].payload for i in ids} == {b"%06d" % number * 1000}
-            # What was not confirmed is there whole or not at all.
-            more = [e for i, e in present.items() if i > max(map(max, confirmed))]
-            assert len(more) % 3 == 0
-            assert broker.stats(queue).available == len(present)
-        assert {e.message_id for e in entries(broker, "a", State.AVAILABLE)} == set(present)
-        broker.publish([penstock.Message(b"room again", {"x": 1})])
 
 
 def test_a_store_has_one_owner(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -84,9 +85,12 @@ def _browse(broker: penstock.Broker, queue: str, state: State) -> Iterator[Entry
 
 def fingerprint(path: Path) -> dict[str, bytes]:
     """Return every byte below a directory."""
-    return {
-        str(each.relative_to(path)): each.read_bytes() for each in path.rglob("*") if each.is_file()
-    }
+    found = {}
+    for each in path.rglob("*"):
+        # SlateDB throws objects of its log away that it needs no more, also after it has failed.
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+            found[str(each.relative_to(path))] = each.read_bytes()
+    return found
 
 
 def make(kind: str, place: Path) -> Pristine:

@@ -4,9 +4,10 @@ The outcome is one of three: everything is there; a :class:`PenstockError`, and 
 store has changed; or, after a repair or a salvage, what could be read, and a report that says so.
 The truth that outcomes are held to was read before the damage.
 
-One loss can't be told from a crash: records at the very end of the newest log, whose last bytes may
-be those that were being written when the machine stopped. In this store they were all confirmed, so
-:func:`torn_off` allows what was confirmed last to be missing, if the damage was there.
+RocksDB's log may end with bytes that were being written when the machine stopped. In this store all
+was confirmed and the engine has kept how much that is, so that no loss is allowed. Of SlateDB two
+can't be told: the last object of its log, which may never have been written, and damage to its
+newest manifest, which has no checksum (:func:`torn_off`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+from tests.damaging import files_of
 from tests.faults.store_under_test import (
     KINDS,
     Contents,
@@ -41,11 +43,15 @@ SEED = 11
 # Of each file, flipped bytes: so many in the whole matrix.
 FLIPS = 12
 # Cases of each kind of store in the sample.
-SAMPLED = 12
+SAMPLED = 10
 # Files that say nothing of what is in the store: whatever becomes of them, all is there.
 NO_CONTENTS = (
     *("LOG", "LOCK", "OPTIONS", "IDENTITY", "PENSTOCK", "CURRENT", "rocksdict", "compactions/"),
 )
+
+
+# Tables whose rows can't be told from others: payloads, and the names of queues.
+IRREPLACEABLE = {None, "payloads", "queues"}
 
 
 class Case(NamedTuple):
@@ -91,8 +97,10 @@ def cases_of(pristine: Pristine) -> Iterator[Case]:
 
 
 def torn_off(case: Case, pristine: Pristine) -> bool:
-    """Whether a case is damage to the very end of the newest log."""
-    logs = sorted(f for f in pristine.files() if f.endswith(".log") or f.startswith("wal/"))
+    """Whether a case is damage that nothing tells of: to SlateDB's last object or manifest."""
+    if not pristine.kind.startswith("slatedb"):
+        return False
+    logs = [file for file in pristine.files() if file.startswith("wal/")]
     return case.file == logs[-1] or unprotected(case, pristine)
 
 
@@ -110,6 +118,12 @@ def assert_nothing_invented(found: Contents, truth: Contents) -> None:
 
 
 # --- verbs ----------------------------------------------------------------------------------------
+
+
+def table_of(file: Path) -> str | None:
+    """Return the table of a file of rows of RocksDB."""
+    tables = files_of(file.parent) if file.parent.name not in {"wal", "compacted"} else {}
+    return next((table for table, files in tables.items() if file in files), None)
 
 
 def rows_in(pristine: Pristine, store: Path) -> dict[str, dict[bytes, bytes]]:
@@ -211,6 +225,8 @@ def try_salvaging(case: Case, pristine: Pristine, store: Path, target: Path) -> 
     assert_true(report, found, pristine.truth)
     if case.file.startswith(NO_CONTENTS):
         assert found == pristine.truth
+    if case.file.endswith(".sst") and table_of(pristine.path / case.file) not in IRREPLACEABLE:
+        assert set(found) == set(pristine.truth), "the payload is there and the message is not"
     if report.complete and not torn_off(case, pristine):
         assert found == pristine.truth, "complete, it says"
 
@@ -267,7 +283,8 @@ def run_all(cases: list[Case], pristine: Pristine, place: Path) -> None:
 @pytest.mark.slow
 def test_a_sample_of_the_matrix(pristine: Pristine, tmp_path: Path) -> None:
     cases = list(cases_of(pristine))
-    run_all(random.Random(SEED).sample(cases, SAMPLED), pristine, tmp_path)
+    step = len(cases) // SAMPLED
+    run_all(cases[random.Random(SEED).randrange(step) :: step], pristine, tmp_path)
 
 
 @pytest.mark.soak

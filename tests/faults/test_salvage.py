@@ -188,3 +188,15 @@ def test_what_is_not_there_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_store_that_is_open_is_refused(store: Path, tmp_path: Path) -> None:
     with opened(f"rocksdb:{store}"), pytest.raises(StoreLocked):
         salvage(f"rocksdb:{store}", f"rocksdb:{tmp_path / 'new'}")
+
+
+def test_a_log_that_its_disk_can_not_read_is_damage(tmp_path: Path) -> None:
+    pristine = make("rocksdb-indexed", tmp_path)
+    (log,) = pristine.path.glob("*.log")
+    log.unlink()
+    # A directory in its place: reading it is an error of the operating system.
+    log.mkdir()
+    report = salvage(f"rocksdb:{pristine.path}", f"rocksdb:{tmp_path / 'new'}", clock=clock())
+    assert any(each.file == log.name for each in report.unreadable)
+    with opened(f"rocksdb:{tmp_path / 'new'}") as broker:
+        assert set(contents_of(broker)) < set(pristine.truth)

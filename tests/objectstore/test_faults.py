@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from tests.objectstore.conftest import Proxy
 
+    from penstock import Broker
     from penstock.testing.auditor import Note
 
 CLOCK = SystemClock()
@@ -30,8 +31,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("seaweed")]
 
 
 @contextmanager
-def load(url: str, notes: Path) -> Iterator[list[PenstockError]]:
-    """Have threads publish, claim and settle until an error ends each; give the errors."""
+def load(url: str, notes: Path) -> Iterator[tuple[Broker, list[PenstockError]]]:
+    """Have threads publish, claim and settle until an error ends each; give broker and errors."""
     broker = penstock.open(url)
     errors: list[PenstockError] = []
 
@@ -56,7 +57,7 @@ def load(url: str, notes: Path) -> Iterator[list[PenstockError]]:
     for thread in threads:
         thread.start()
     try:
-        yield errors
+        yield broker, errors
     finally:
         broker.close()
         for thread in threads:
@@ -85,7 +86,7 @@ def pause(seconds: float) -> None:
 
 def test_slow_and_failing_for_a_while(url: str, proxy: Proxy, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
-    with load(url, notes) as errors:
+    with load(url, notes) as (_, errors):
         pause(0.5)
         proxy.delay_s = 0.2
         pause(0.6)
@@ -107,22 +108,46 @@ def test_slow_and_failing_for_a_while(url: str, proxy: Proxy, tmp_path: Path) ->
     assert judge(url, notes) > 10
 
 
+# That it fails, that it is full, and that it has been closed for writing.
+@pytest.mark.parametrize("status", [503, 507, 403])
 def test_failing_for_too_long(
-    url: str, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str,
+    proxy: Proxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    status: int,
 ) -> None:
     notes = tmp_path / "notes"
-    with load(url, notes) as errors:
+    with load(url, notes) as (broker, errors):
         pause(0.4)
         wait(lambda: acked(notes))
         with monkeypatch.context() as patch:
             patch.setattr(engine_module, "SILENCE_S", 1.0)
-            proxy.only, proxy.status = "PUT", 503
+            patch.setattr(engine_module, "_AWAY_S", 0.2)
+            # A sync that has begun waits for as long as it was told to then.
+            pause(0.3)
+            proxy.only, proxy.status = "PUT", status
             begun_ms = CLOCK.now_ms()
-            wait(lambda: len(errors) == 6)
-        assert all(isinstance(each, StorageFailed) for each in errors)
-        assert not confirmed(notes, begun_ms)
-        # Whatever had been begun may get there now; it was not confirmed, and is not in the way.
-        proxy.status = None
+            # It is known before anybody is told that his change may or may not have been made.
+            wait(lambda: broker.away)
+            assert "has taken no write for" in (broker.away or "")
+            # A worker that finds nothing to claim is not told.
+            wait(lambda: len(errors) >= 4)
+            assert all(isinstance(each, StorageFailed) for each in errors)
+            assert not confirmed(notes, begun_ms)
+            depth = broker.stats("standard").available
+            assert len(broker.browse("standard", limit=10_000)) == depth
+            with pytest.raises(StorageFailed, match="takes no writes, and tries again"):
+                broker.create_queue("another")
+            # What had been begun may get there now; it was not confirmed, and is not in the way.
+            proxy.status = None
+            wait(lambda: broker.away is None)
+        broker.create_queue("another")
+        assert broker.check().ok
+        wait(lambda: "the store can be used again, after" in caplog.text)
+        told = [each for each in caplog.records if each.name == "penstock.shell"]
+        assert len(told) == 2, told
     assert judge(url, notes) > 0
 
 
@@ -134,6 +159,7 @@ def test_an_owner_with_nothing_to_do_outlives_a_store_that_is_away(
         broker.create_queue("q")
         with monkeypatch.context() as patch:
             patch.setattr(engine_module, "SILENCE_S", 0.3)
+            patch.setattr(engine_module, "_AWAY_S", 0.3)
             proxy.only, proxy.status = "PUT", 503
             # It tries to give a sign of life, and gives up on that alone.
             wait(lambda: proxy.failed)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.test_committer import refuse_syncs
 
 import penstock
 from penstock import Message, StorageFailed, StoreFenced
@@ -120,23 +121,21 @@ def test_figures_of_a_slow_store_have_an_age(
         asked.set()
 
 
-def test_a_store_that_cant_sync_is_not_ready(
-    broker: penstock.Broker, ask: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_cant_sync_is_not_ready(tmp_path: Path, ask: Any) -> None:
+    # Without a sweeper it stays as it is.
+    broker = penstock.open(f"rocksdb:{tmp_path}/store", background=False)
     broker.create_queue("q")
     assert healthy(broker)
     with running(broker, **HTTP) as server:
-
-        def fail() -> None:
-            raise StorageFailed("the disk is gone")
-
-        monkeypatch.setattr(broker._shell._committer, "_sync", fail)
+        refuse_syncs(broker)
         with pytest.raises(StorageFailed):
             broker.send("q", b"x")
         assert not healthy(broker)
         assert ask(server.addresses["http"], "GET", "/ready").status == 503
         assert at(ask(server.addresses["http"], "GET", "/metrics").body,
                   "penstock_store_healthy") == 0  # fmt: skip
+    with pytest.raises(StorageFailed, match="the last changes may not be durable"):
+        broker.close()
 
 
 def test_a_store_that_is_lost_is_shown_as_such() -> None:

@@ -50,8 +50,8 @@ class FailingEngine:
     def table(self, name: str) -> FailingTable:
         return FailingTable(self, self.engine.table(name))
 
-    def batch(self) -> Any:
-        return self.call("batch", self.engine.batch)
+    def batch(self, *, growth: int = 0) -> Any:
+        return self.call("batch", lambda: self.engine.batch(growth=growth))
 
     def commit(self, batch: Any) -> None:
         self.call("commit", self.engine.commit, batch)

@@ -187,8 +187,8 @@ def publishing(broker: Broker) -> None:
 
 
 def acking(broker: Broker, was: Was) -> None:
-    for start in range(0, len(was.receipts), 50):
-        part = was.receipts[start : start + 50]
+    for start in range(0, len(was.receipts), 150):
+        part = was.receipts[start : start + 150]
 
         def ack(part: list[str] = part) -> None:
             assert all(each.ok for each in broker.ack(part))

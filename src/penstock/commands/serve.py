@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Final
 
 import click
@@ -31,7 +32,13 @@ def serve(config_file: str | None, **flags: Any) -> None:
         raise click.ClickException(
             f"{error}: serving needs pip install 'penstock[server]'"
         ) from error
-    serving.serve(config, click.echo)
+    serving.serve(config, _say)
+
+
+def _say(line: str) -> None:
+    # Where it goes may be a file on a full disk, which is no reason to end.
+    with contextlib.suppress(OSError):
+        click.echo(line)
 
 
 @click.command("config")

@@ -43,7 +43,9 @@ def _metavar(field: str, kind: Any) -> str:
         return "|".join(each for each in typing.get_args(kind) if each)
     if field == "store":
         return "URL"
-    named = {"Duration": "DURATION", "Address": "HOST:PORT|off", "int": "N"}
+    named = {"Duration": "DURATION", "Size": "SIZE", "Address": "HOST:PORT|off", "int": "N"}
+    # Of a setting that has no value by default, the other of two kinds.
+    kind = (*typing.get_args(kind), kind)[0]
     return named.get(kind.__name__, "FILE" if field != "account_id" else "DIGITS")
 
 

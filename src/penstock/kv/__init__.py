@@ -7,7 +7,6 @@ durable. One process owns an engine, and the layer above lets one thread at a ti
 
 from __future__ import annotations
 
-import contextlib
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -15,6 +14,7 @@ from penstock.errors import StoreDamaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from penstock.errors import PenstockError
@@ -24,6 +24,7 @@ __all__ = [
     "Damage",
     "Engine",
     "Family",
+    "NeverAway",
     "Remains",
     "Shape",
     "Table",
@@ -107,11 +108,32 @@ class Engine(Protocol):
     def table(self, name: str) -> Table:
         """Return a table named at open."""
 
-    def batch(self) -> Batch:
-        """Begin a batch."""
+    @property
+    def away(self) -> PenstockError | None:
+        """Why it takes no writes at present, from memory alone and from any thread."""
+
+    def recover(self, alone: AbstractContextManager[None], load: Callable[[], None]) -> None:
+        """Have an engine that is away take writes again, or raise why it does not.
+
+        ``alone`` is entered for as long as nobody else may use it. What was not durable may be
+        gone then: ``load`` is called to read again what is kept in memory.
+        """
+
+    def free_bytes(self) -> int | None:
+        """Return how many bytes its disk has left; None if nobody can tell."""
+
+    def batch(self, *, growth: int = 0) -> Batch:
+        """Begin a batch; raise if the engine is away, before anything has been changed.
+
+        One that brings so many bytes of new messages is refused with DiskFull if that would leave
+        less free than the reserve, from which all others live.
+        """
 
     def commit(self, batch: Batch) -> None:
-        """Apply a batch whole, visible to reads at once, durable after the next ``sync``."""
+        """Apply a batch whole, visible to reads at once, durable after the next ``sync``.
+
+        If it raises, nothing was applied.
+        """
 
     def view(self) -> View:
         """Pin the present state for reading. Call it while nobody commits."""
@@ -133,6 +155,18 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Sync and let go of the database."""
+
+
+class NeverAway:
+    """Half of an engine that no disk can keep from writing."""
+
+    away: None = None
+
+    def recover(self, alone: AbstractContextManager[None], load: Callable[[], None]) -> None:
+        """Do nothing."""
+
+    def free_bytes(self) -> None:
+        """Return None."""
 
 
 class Damage(NamedTuple):
@@ -199,9 +233,11 @@ def scan_readable(
     table: Table, begin: bytes, end: bytes, limit: int
 ) -> tuple[Sequence[tuple[bytes, bytes]], StoreDamaged | None]:
     """Read up to ``limit`` pairs of [begin, end) as far as they can be read, and why no further."""
-    with contextlib.suppress(StoreDamaged):
-        return table.scan(begin, end, limit), None
     found: list[tuple[bytes, bytes]] = []
+    try:
+        return table.scan(begin, end, limit), None
+    except StoreDamaged:
+        pass
     try:
         # One at a time: not a step is taken beyond what can be read.
         while len(found) < limit and (rows := table.scan(begin, end, 1)):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sortedcontainers import SortedDict
 
 from penstock.errors import InvalidInput
+from penstock.kv import NeverAway
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -83,7 +84,7 @@ class MemoryView:
         self._tables.clear()
 
 
-class MemoryEngine:
+class MemoryEngine(NeverAway):
     """Tables that live as long as the object: reopening a store on it finds everything."""
 
     def __init__(self, tables: Iterable[str]) -> None:
@@ -93,8 +94,8 @@ class MemoryEngine:
         """Return a table named at open."""
         return self._tables[name]
 
-    def batch(self) -> MemoryBatch:
-        """Begin a batch."""
+    def batch(self, *, growth: int = 0) -> MemoryBatch:  # noqa: ARG002
+        """Begin a batch; there is no reserve."""
         return MemoryBatch()
 
     def commit(self, batch: Batch) -> None:

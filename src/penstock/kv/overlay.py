@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 from sortedcontainers import SortedDict
 
 from penstock.errors import InvalidInput
+from penstock.kv import NeverAway
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -165,7 +166,7 @@ class OverlayView:
         self._tables.clear()
 
 
-class Overlay:
+class Overlay(NeverAway):
     """An engine over tables that do not change while it is there. Closing it closes them.
 
     ``changes`` are there from the beginning, by table and key; None for a row that is gone. Those
@@ -189,8 +190,8 @@ class Overlay:
         """Return a table named at open."""
         return self._tables[name]
 
-    def batch(self) -> OverlayBatch:
-        """Begin a batch."""
+    def batch(self, *, growth: int = 0) -> OverlayBatch:  # noqa: ARG002
+        """Begin a batch; there is no reserve."""
         return OverlayBatch()
 
     def commit(self, batch: Batch) -> None:

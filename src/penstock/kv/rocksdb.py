@@ -5,6 +5,12 @@ One column family per table, each tuned for how it is used (:class:`Shape`). Com
 write-ahead log without fsync; :meth:`RocksEngine.sync` flushes the log for everyone at once.
 ``flush_wal`` is the one call of the binding that lets other threads run while the disk works, so
 group commit is built on it and nothing else waits for the disk.
+
+A write that fails is the last one: what RocksDB would make of later ones is not known. The engine
+is *away* then, which leaves reads as they are, until :meth:`RocksEngine.recover` has let go of the
+database and opened it anew. Never is a sync repeated that has failed: the operating system may have
+dropped what it could not write. RocksDB writes everything that it finds in its log into new files
+when it opens, and syncs those.
 """
 
 from __future__ import annotations
@@ -16,32 +22,37 @@ import os
 import resource
 import shutil
 import socket
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakSet
 
 import msgspec
 import rocksdict as rocks
 
 from penstock import limits
-from penstock.errors import DiskFull, StorageFailed, StoreDamaged, StoreLocked
-from penstock.kv import Shape, damaged
+from penstock.clock import SystemClock
+from penstock.errors import DiskFull, PenstockError, StorageFailed, StoreDamaged, StoreLocked
+from penstock.kv import Shape
+from penstock.kv.disk_room import DiskRoom
 from penstock.kv.rocksdb_files import (
     SyncedLog,
     check_files,
     creation,
+    damaged,
     make_directory,
     mark_at,
     reading,
     unowned,
 )
-from penstock.kv.rocksdb_files import damaged as damaged_store
+from penstock.kv.rocksdb_tables import RocksTable, RocksView, is_full, translate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
     from collections.abc import Set as AbstractSet
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from penstock.errors import PenstockError
     from penstock.kv import Batch
 
 __all__ = ["RocksEngine", "RocksReader", "kept_closed"]
@@ -54,13 +65,6 @@ _DAMAGED_FILE = "PENSTOCK-DAMAGED"
 _LOCKED = ("lock hold by current process", "While lock file")
 # Directories that this process has open, or is opening: looking at RocksDB's lock would end it.
 _open_here: dict[tuple[int, int], object] = {}
-# What the operating system says when there is no room, as RocksDB passes it on.
-_NO_SPACE = ("No space left", "File too large", "Disk quota exceeded")
-# What RocksDB says when a block has the wrong checksum, and the operating system when a file is
-# gone or its disk can't read it.
-_DAMAGED = ("Corruption", "Input/output error", "No such file or directory")
-# Up to this many rows, a scan is faster without the binding's generator.
-_FEW_ROWS: Final = 16
 
 
 class _Owner(msgspec.Struct):
@@ -133,197 +137,6 @@ def _max_open_files() -> int:
     return min(limits.MAX_STORE_FILES, allowed // limits.STORE_FILES_SHARE)
 
 
-class RocksTable:
-    """One column family. ``on_damage`` is told its name when a part of it can't be read."""
-
-    def __init__(
-        self,
-        name: str,
-        column: rocks.Rdict,
-        handle: rocks.ColumnFamily,
-        on_damage: Callable[[str], None],
-    ) -> None:
-        self.name = name
-        self.column = column
-        self._on_damage = on_damage
-        self._get: Any = column.get
-        self.family: rocks.ColumnFamily | None = handle
-
-    def close(self) -> None:
-        """Let go of the database: it stays open for as long as any handle to it is alive."""
-        self.family = None
-        # Its rows are in the log, whether or not they could be flushed.
-        with contextlib.suppress(Exception):
-            self.column.close()
-
-    def get(self, key: bytes) -> bytes | None:
-        """Read one value."""
-        try:
-            value: bytes | None = self._get(key)
-        except Exception as error:
-            self.fail(error, key, key + b"\0")
-        return value
-
-    def multi_get(self, keys: list[bytes]) -> list[bytes | None]:
-        """Read many values in one call."""
-        try:
-            values: list[bytes | None] = self._get(keys)
-        except Exception as error:
-            self.fail(error, min(keys), max(keys) + b"\0")
-        return values
-
-    def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
-        """Read up to ``limit`` pairs of [begin, end), ascending."""
-        bound = rocks.ReadOptions()
-        bound.set_iterate_upper_bound(end)
-        found: list[tuple[bytes, bytes]] = []
-        try:
-            if limit > _FEW_ROWS:
-                rows: Any = self.column.items(from_key=begin, read_opt=bound)
-                found = list(islice(rows, limit))
-                del rows
-                if len(found) == limit:
-                    return found
-            # The generator hides why it has ended: an iterator goes on from there, and tells.
-            after = found[-1][0] + b"\0" if found else begin
-            found += _ascending(self.column.iter(bound), self.fail, after, end, limit - len(found))
-        except StorageFailed:
-            raise
-        except Exception as error:
-            self.fail(error, begin, end)
-        return found
-
-    def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
-        """Read up to ``limit`` pairs of [begin, end), descending."""
-        bound = rocks.ReadOptions()
-        bound.set_iterate_upper_bound(end)
-        return _descending(self.column.iter(bound), self.fail, begin, end, limit)
-
-    def fail(self, error: Exception, begin: bytes, end: bytes) -> NoReturn:
-        """Say what could not be read."""
-        try:
-            _translate(error, self.name, begin, end)
-        except StoreDamaged:
-            self._on_damage(self.name)
-            raise
-
-
-def _tables_of(
-    database: rocks.Rdict, names: Iterable[str], on_damage: Callable[[str], None]
-) -> dict[str, RocksTable]:
-    return {
-        name: RocksTable(
-            name,
-            database.get_column_family(name),
-            database.get_column_family_handle(name),
-            on_damage,
-        )
-        for name in names
-    }
-
-
-class RocksViewTable:
-    """A column family as it was: an iterator pins the moment it was made at.
-
-    rocksdict's own snapshots pin point reads only; what they iterate over is the present.
-    """
-
-    def __init__(self, table: RocksTable) -> None:
-        self.family: rocks.ColumnFamily | None = None
-        self._fail = table.fail
-        self._rows: Any = table.column.iter()
-
-    def close(self) -> None:
-        """Let go of the pinned files."""
-        self._rows = None
-
-    def get(self, key: bytes) -> bytes | None:
-        """Read one value."""
-        found = self.scan(key, key + b"\0", 1)
-        return found[0][1] if found else None
-
-    def multi_get(self, keys: list[bytes]) -> list[bytes | None]:
-        """Read many values."""
-        return [self.get(key) for key in keys]
-
-    def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
-        """Read up to ``limit`` pairs of [begin, end), ascending."""
-        return _ascending(self._rows, self._fail, begin, end, limit)
-
-    def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
-        """Read up to ``limit`` pairs of [begin, end), descending."""
-        return _descending(self._rows, self._fail, begin, end, limit)
-
-
-_Fail: TypeAlias = "Callable[[Exception, bytes, bytes], NoReturn]"
-
-
-def _ascending(
-    rows: Any, fail: _Fail, begin: bytes, end: bytes, limit: int
-) -> list[tuple[bytes, bytes]]:
-    """Read up to ``limit`` pairs of [begin, end); an end that is not the end of the range raises.
-
-    No step is taken beyond the last pair that is wanted: it could meet a block that nobody needs.
-    """
-    found: list[tuple[bytes, bytes]] = []
-    try:
-        rows.seek(begin)
-        while len(found) < limit and (key := rows.key()) is not None and key < end:
-            found.append((key, rows.value()))
-            if len(found) < limit:
-                rows.next()
-        rows.status()
-    except Exception as error:
-        # Whoever keeps the error keeps this frame, and the database stays open for the iterator.
-        del rows
-        fail(error, found[-1][0] + b"\0" if found else begin, end)
-    return found
-
-
-def _descending(
-    rows: Any, fail: _Fail, begin: bytes, end: bytes, limit: int
-) -> list[tuple[bytes, bytes]]:
-    """Read up to ``limit`` pairs of [begin, end), last first, in the same way."""
-    found: list[tuple[bytes, bytes]] = []
-    try:
-        rows.seek_for_prev(end)
-        if rows.key() == end:
-            rows.prev()
-        while len(found) < limit and (key := rows.key()) is not None and key >= begin:
-            found.append((key, rows.value()))
-            if len(found) < limit:
-                rows.prev()
-        rows.status()
-    except Exception as error:
-        end = found[-1][0] if found else end
-        # The binding knows no lower bound, so the block may be below the range; and to give a row,
-        # RocksDB looks at the one before. Forward, no more than that row can be left of the range.
-        try:
-            rest = _ascending(rows, fail, begin, end, 2)
-        finally:
-            del rows
-        if len(rest) > 1:
-            fail(error, begin, end)
-        found += rest
-    return found
-
-
-class RocksView:
-    """All column families as they were at one moment."""
-
-    def __init__(self, tables: Mapping[str, RocksTable]) -> None:
-        self._tables = {name: RocksViewTable(table) for name, table in tables.items()}
-
-    def table(self, name: str) -> RocksViewTable:
-        """Return a table as it was."""
-        return self._tables[name]
-
-    def close(self) -> None:
-        """Let go of the pinned files."""
-        for table in self._tables.values():
-            table.close()
-
-
 class RocksReader:
     """A store that no process has open, to be read; not one byte of the directory changes."""
 
@@ -333,7 +146,7 @@ class RocksReader:
         with _reserved(path) as self._place:
             _look_at(path, tables, is_copy=True)
             self._db = _open(path, columns, access=rocks.AccessType.read_only())
-        self._tables = _tables_of(self._db, tables, lambda _name: None)
+        self._tables = {name: RocksTable(self._db, name, lambda _name: None) for name in tables}
 
     def table(self, name: str) -> RocksTable:
         """Return a table."""
@@ -350,54 +163,132 @@ class RocksReader:
 class RocksEngine:
     """A RocksDB directory, owned by this process until closed."""
 
-    def __init__(self, path: Path, tables: Mapping[str, Shape], *, mark: str = "tables") -> None:
+    def __init__(
+        self,
+        path: Path,
+        tables: Mapping[str, Shape],
+        *,
+        mark: str = "tables",
+        min_free_bytes: int | None = None,
+    ) -> None:
         """Open the store at ``path``; where nothing is, make one with the given mark."""
         self.path = path
-        # One cache for all families: what is hot gets the room, and memory has one bound.
-        cache = rocks.Cache(64 << 20)
-        columns = {name: _family_options(shape, cache) for name, shape in tables.items()}
+        # Why no more writes are taken for now: the very error of the first one that failed.
+        self.away: StorageFailed | None = None
+        self._shapes = tables
+        self._syncing = threading.Lock()
+        self._views: WeakSet[RocksView] = WeakSet()
+        self._seconds = SystemClock().seconds
+        self._away_since = 0.0
+        # Whether something was committed since the last sync, and whether a sync has failed.
+        self._unsynced = self._sync_failed = False
         self._uncompacted = _damaged_tables(path)
-        for name in self._uncompacted & tables.keys():
-            columns[name].set_disable_auto_compactions(True)
         create = mark_at(path, {}) is None
         if create:
             make_directory(path)
         with _reserved(path) as self._place:
             if create:
                 with creation(path, mark):
-                    self._db = _open(path, columns, create=True)
+                    self._db = self._open(create=True)
             else:
-                _look_at(path, tables)
-                self._db = _open(path, columns)
+                self._db = self._open()
             with reading(path):
                 self._synced = SyncedLog(path)
-        self._tables = _tables_of(self._db, tables, lambda name: self._stop_compacting({name}))
+        self._tables = {name: RocksTable(self._db, name, self._note_damage) for name in tables}
+        self._room = DiskRoom(path, self._unflushed_bytes, min_free_bytes)
+
+    def _open(self, *, create: bool = False) -> rocks.Rdict:
+        # One cache for all families: what is hot gets the room, and memory has one bound.
+        cache = rocks.Cache(64 << 20)
+        columns = {name: _family_options(shape, cache) for name, shape in self._shapes.items()}
+        for name in self._uncompacted & columns.keys():
+            columns[name].set_disable_auto_compactions(True)
+        if not create:
+            _look_at(self.path, self._shapes)
+        database = _open(self.path, columns, create=create)
         owner = _Owner(pid=os.getpid(), host=socket.gethostname())
-        # Nobody needs it to open the store, so a disk without room for it is for writes to find.
+        # It tells others whose the directory is; the lock keeps them out without it.
         with contextlib.suppress(OSError):
-            (path / _OWNER_FILE).write_bytes(msgspec.json.encode(owner))
+            (self.path / _OWNER_FILE).write_bytes(msgspec.json.encode(owner))
+        return database
 
     def table(self, name: str) -> RocksTable:
         """Return a table named at open."""
         return self._tables[name]
 
-    def batch(self) -> Batch:
+    def batch(self, *, growth: int = 0) -> Batch:
         """Begin a batch: the library's own, so that hot loops pay for no wrapper."""
+        # Refused here, while nobody's memory has run ahead of the disk.
+        self._check()
+        if growth:
+            self._room.check(growth)
         batch: Any = rocks.WriteBatch(raw_mode=True)
         return batch  # type: ignore[no-any-return]
 
     def commit(self, batch: Batch) -> None:
         """Apply a batch; a crash of this process can't undo it, a crash of the machine may."""
+        self._check()
         rows: Any = batch
         try:
             self._db.write(rows)
         except Exception as error:
+            self._fail(error)
+        self._unsynced = True
+
+    def view(self) -> RocksView:
+        """Pin the present state for reading."""
+        try:
+            view = RocksView(self._tables)
+        except Exception as error:
+            translate(error)
+        self._views.add(view)
+        return view
+
+    def sync(self) -> None:
+        """Fsync the write-ahead log, letting other threads run meanwhile."""
+        with self._syncing:
+            if self._sync_failed:
+                self._check()
+            self._unsynced = False
+            # No commit is half done here, since the binding lets no other thread run until it is.
+            measured = self._synced.measure()
             try:
-                _translate(error)
-            except StoreDamaged:
-                # A compaction has come upon it. Which table that was of is not said.
-                self._stop_compacting(self._tables.keys())
-                raise
+                self._db.flush_wal(True)
+            except Exception as error:
+                self._unsynced = self._sync_failed = True
+                self._fail(error)
+            if measured is not None:
+                self._synced.keep(measured)
+
+    def checkpoint(self, path: Path) -> None:
+        """Make a RocksDB checkpoint. The binding lets no other thread run until it is made."""
+        try:
+            rocks.Checkpoint(self._db).create_checkpoint(str(path))
+            # RocksDB leaves this out, and would make it when the copy is opened.
+            shutil.copyfile(self.path / "IDENTITY", path / "IDENTITY")
+        except Exception as error:
+            translate(error)
+
+    def on_lost(self, told: Callable[[PenstockError], None]) -> None:
+        """Do nothing: the lock of the directory keeps others out."""
+
+    def close(self) -> None:
+        """Sync and let go of the directory, also if that fails."""
+        try:
+            if self._unsynced:
+                self.sync()
+        except StorageFailed as error:
+            raise type(error)(f"the last changes may not be durable: {error}") from error
+        finally:
+            self._let_go()
+            _open_here.pop(self._place, None)
+            with contextlib.suppress(OSError):
+                (self.path / _OWNER_FILE).unlink()
+
+    # --- blocks that can't be read ---------------------------------------------------------
+
+    def _note_damage(self, table: str) -> None:
+        self._stop_compacting({table})
 
     def _stop_compacting(self, tables: AbstractSet[str]) -> None:
         """Compact damaged tables no more, in this process and in later ones.
@@ -415,53 +306,85 @@ class RocksEngine:
         with contextlib.suppress(OSError):
             (self.path / _DAMAGED_FILE).write_bytes(msgspec.json.encode(sorted(self._uncompacted)))
 
-    def view(self) -> RocksView:
-        """Pin the present state for reading."""
-        return RocksView(self._tables)
+    # --- a disk that takes no writes -------------------------------------------------------
 
-    def sync(self) -> None:
-        """Fsync the write-ahead log, letting other threads run meanwhile."""
-        # No commit is half done here, since the binding lets no other thread run until it is.
-        measured = self._synced.measure()
-        try:
-            self._db.flush_wal(True)
-        except Exception as error:
-            _translate(error)
-        if measured is not None:
-            self._synced.keep(measured)
+    def free_bytes(self) -> int | None:
+        """Return how much of the disk is free."""
+        return self._room.free_bytes()
 
-    def checkpoint(self, path: Path) -> None:
-        """Make a RocksDB checkpoint. The binding lets no other thread run until it is made."""
-        try:
-            rocks.Checkpoint(self._db).create_checkpoint(str(path))
-            # RocksDB leaves this out, and would make it when the copy is opened.
-            shutil.copyfile(self.path / "IDENTITY", path / "IDENTITY")
-        except Exception as error:
-            _translate(error)
+    def recover(self, alone: AbstractContextManager[None], load: Callable[[], None]) -> None:
+        """Open the database anew, if the disk has room for what that has to write."""
+        self._room.probe()
+        with alone, self._syncing:
+            if self.away is None:
+                return
+            self._let_go()
+            try:
+                self._db = self._open()
+                with reading(self.path):
+                    self._synced = SyncedLog(self.path)
+                for table in self._tables.values():
+                    table.bind(self._db)
+                load()
+            except PenstockError as error:
+                self.away = StorageFailed(f"{self.path} can't be opened again: {error}")
+                raise self.away from error
+            self._sync_failed, self.away = False, None
 
-    def on_lost(self, told: Callable[[PenstockError], None]) -> None:
-        """Do nothing: the lock of the directory keeps others out."""
-
-    def close(self) -> None:
-        """Sync and let go of the directory."""
-        with contextlib.suppress(StorageFailed):
-            self.sync()
-        if self._uncompacted:
-            # Errors that were raised have kept the frames that they came through, with handles.
+    def _let_go(self) -> None:
+        """Close the database. What could not be flushed is in its log."""
+        if self.away is not None:
+            # Whoever has kept the error has kept the frames that it came through, with handles.
+            traceback.clear_frames(self.away.__traceback__)
+        if self.away is not None or self._uncompacted:
             gc.collect()
+        for view in list(self._views):
+            view.close()
         for table in self._tables.values():
             table.close()
-        try:
+        with contextlib.suppress(Exception):
             self._db.close()
-        except Exception as error:
-            _translate(error)
-        finally:
-            # A database that failed is let go of when its last reference is.
-            del self._db
-            self._synced.close()
-            _open_here.pop(self._place, None)
+        self._synced.close()
+
+    def _unflushed_bytes(self) -> int:
+        """Return what opening the database would write: what is in its log and in no other file."""
+        logged = 0
+        for path in self.path.glob("*.log"):
+            # It may go at any moment.
             with contextlib.suppress(FileNotFoundError):
-                (self.path / _OWNER_FILE).unlink()
+                logged += path.stat().st_size
+        try:
+            sizes = [
+                table.column.property_int_value("rocksdb.cur-size-all-mem-tables")
+                for table in self._tables.values()
+            ]
+        except Exception:
+            # It is not open.
+            return logged
+        return min(logged, sum(size or 0 for size in sizes))
+
+    def _check(self) -> None:
+        """Raise if no writes are taken."""
+        if self.away is not None:
+            raise type(self.away)(
+                f"the store has taken no writes for {self._away_s():.0f} s, and tries again every "
+                f"second: {self.away}"
+            )
+
+    def _away_s(self) -> float:
+        return self._seconds() - self._away_since
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Take no more writes after this one, and say why."""
+        self._check()
+        try:
+            translate(error)
+        except StorageFailed as ours:
+            if isinstance(ours, StoreDamaged):
+                # A compaction has come upon it. Which table that was of is not said.
+                self._stop_compacting(self._tables.keys())
+            self.away, self._away_since = ours, self._seconds()
+            raise
 
 
 @contextlib.contextmanager
@@ -513,10 +436,12 @@ def _open(
         if any(sign in text for sign in _LOCKED):
             raise StoreLocked(_describe_owner(path)) from error
         # RocksDB begins a new log of its own doings before anything else.
-        for log in set(path.glob("LOG.old.*")) - logs:
-            log.replace(path / "LOG")
+        for begun in set(path.glob("LOG.old.*")) - logs:
+            begun.replace(path / "LOG")
+        if is_full(error):
+            raise DiskFull(f"RocksDB can't open {path}: {text}") from error
         if "Corruption: " in text:
-            raise damaged_store(path, text) from error
+            raise damaged(path, text) from error
         raise StorageFailed(f"RocksDB can't open {path}: {text}") from error
 
 
@@ -536,15 +461,3 @@ def _describe_owner(path: Path) -> str:
     if owner.pid == os.getpid() and owner.host == socket.gethostname():
         return f"{path} is already open in this process (pid {owner.pid}): share one broker"
     return f"{path} is open in process {owner.pid} on {owner.host}: one process owns a store"
-
-
-def _translate(error: Exception, table: str = "", begin: bytes = b"", end: bytes = b"") -> NoReturn:
-    """Turn the binding's bare exceptions into ours; ``table``: one that was read, from where on."""
-    text = str(error)
-    if any(sign in text for sign in _NO_SPACE):
-        raise DiskFull(f"no space left for the store: {text}") from error
-    if any(sign in text for sign in _DAMAGED):
-        if table:
-            raise damaged(table, begin, end, text) from error
-        raise StoreDamaged(f"files of the store can't be read: {text}") from error
-    raise StorageFailed(f"RocksDB failed: {text}") from error

@@ -43,6 +43,7 @@ __all__ = [
     "find_log_damage",
     "make_directory",
     "mark_at",
+    "read_synced",
     "reading",
     "unowned",
 ]
@@ -242,7 +243,7 @@ def check_files(path: Path, tables: Collection[str], *, is_copy: bool = False) -
         elif (size := (path / file.name).stat().st_size) != file.size:
             raise damaged(path, f"{file.name} has {size} bytes instead of {file.size}")
     logs = _live_logs(path, manifest)
-    synced, _ = _read_synced(path)
+    synced, _ = read_synced(path)
     # One was being written when the MANIFEST was.
     if not any(number < manifest.next_file for number in logs):
         numbers = f"{manifest.oldest_log} to {manifest.next_file - 1}"
@@ -297,7 +298,7 @@ def find_log_damage(path: Path, manifest: Manifest) -> LogDamage | None:
     batch. The first begins no later than where the files of rows end.
     """
     logs = [(log, _check_log(log)) for log in _live_logs(path, manifest).values()]
-    synced, synced_size = _read_synced(path)
+    synced, synced_size = read_synced(path)
     lowest, highest = 0, manifest.last_sequence + 1
     before, whole = 0, (logs[0][0].name, 0) if logs else ("", 0)
     for at, (file, log) in enumerate(logs):
@@ -367,7 +368,7 @@ class SyncedLog:
         self._file.close()
 
 
-def _read_synced(path: Path) -> tuple[int, int]:
+def read_synced(path: Path) -> tuple[int, int]:
     """Return the number of a log and how much of it was synced; zeros if that is not known."""
     try:
         record = (path / _SYNCED).read_bytes()

@@ -30,8 +30,9 @@ from penstock.errors import StorageFailed, StoreDamaged
 from penstock.kv import Damage
 from penstock.kv.readable import next_readable
 from penstock.kv.rocksdb import kept_closed
+from penstock.kv.rocksdb_files import read_synced
 from penstock.kv.rocksdb_manifest import Manifest, TableFile
-from penstock.kv.rocksdb_wal import LogCheck, check_log, find_behind, read_behind, read_records
+from penstock.kv.rocksdb_wal import LogCheck, check_log, read_behind, read_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -52,7 +53,8 @@ _LEAST_BYTES: Final = 53
 # its first 22 bytes with it.
 _TABLE_NAME: Final = re.compile(rb"column\.family\.id(.)\x16\x04(.)name", re.DOTALL)
 _TAIL_BYTES: Final = 1 << 20
-_FILE_IN_ERROR: Final = re.compile(r"/(\d+)\.sst")
+# An error names a file with its directory, which is not there any more when somebody reads it.
+_PLACE_OF_FILE: Final = re.compile(r"\S*/(?=\d+\.sst)")
 
 
 # --- what is written for RocksDB ------------------------------------------------------------------
@@ -170,9 +172,9 @@ class RocksRemains:
             self.notes.append("CURRENT is missing, or names no manifest that is there")
             named = max(found, default="the manifest")
         with contextlib.suppress(KeyError, ValueError):
-            data = found[named].read_bytes()
+            data = self._read(found[named])
             manifest = Manifest(data)
-            if manifest.end and find_behind(data, manifest.end)[0] is None:
+            if manifest.end == len(data) > 0:
                 return manifest
         self.notes.append(
             f"{named} is missing or damaged: all files of rows were read, also such as had been "
@@ -180,10 +182,18 @@ class RocksRemains:
         )
         return None
 
+    def _read(self, path: Path) -> bytes:
+        """Read a file; if its disk can't, that is damage."""
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            self.damage.append(Damage(path.name, None, b"", None, str(error)))
+            return b""
+
     def _name_families(self) -> dict[int, str]:
         """Read the numbers of the tables from the options, where they stand in order."""
         for options in sorted(self._path.glob("OPTIONS-*"), reverse=True):
-            names = re.findall(rb'^\[CFOptions "(\w+)"\]$', options.read_bytes(), re.MULTILINE)
+            names = re.findall(rb'^\[CFOptions "(\w+)"\]$', self._read(options), re.MULTILINE)
             if names[:1] == [b"default"]:
                 return {at: name.decode() for at, name in enumerate(names)}
         return {0: "default"}
@@ -200,7 +210,13 @@ class RocksRemains:
             if not log:
                 text = "a write-ahead log is missing: what came since the last flush was in it"
                 self.damage.append(Damage(f"{manifest.oldest_log:06}.log", None, b"", None, text))
-            if log and not missing:
+            unnamed = sorted(set(self._on_disk) - set(known))
+            if unnamed:
+                self.notes.append(
+                    f"{', '.join(f'{number:06}.sst' for number in unnamed)}: not in the manifest, "
+                    "which may be cut: read like all others"
+                )
+            if log and not missing and not unnamed:
                 self._first_log = manifest.oldest_log
                 self._next_sequence = manifest.last_sequence + 1
         if manifest is None or not self._first_log:
@@ -217,7 +233,8 @@ class RocksRemains:
 
     def _describe(self, number: int, path: Path) -> TableFile | None:
         """Find out which table a file belongs to from what it says itself."""
-        with path.open("rb") as handle:
+        tail = b""
+        with contextlib.suppress(OSError), path.open("rb") as handle:
             handle.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             tail = handle.read()
         names = list(_TABLE_NAME.finditer(tail))
@@ -237,11 +254,17 @@ class RocksRemains:
         (self._scratch / "logs").mkdir(parents=True)
         logs = {n: path for n, path in self._logs.items() if n >= self._first_log}
         expected = self._next_sequence
+        synced, synced_bytes = read_synced(self._path)
+        if self._first_log and synced >= self._first_log and synced not in logs:
+            self.damage.append(Damage(f"{synced:06}.log", None, b"", None, "it is missing"))
         ended = False
         for number, path in logs.items():
-            data = path.read_bytes()
+            data = self._read(path)
             found = check_log(data)
-            is_damaged = self._note_log(path.name, found, last=number == max(logs))
+            # Only the end of the last log may be torn, and of it only what was not confirmed.
+            least = synced_bytes if number == synced else 0
+            least = max(least, 0 if number == max(logs) else found.size)
+            is_damaged = self._note_log(path.name, found, least)
             kept = []
             whole = (record for _, record in read_records(data))
             behind = () if is_damaged and drop_after else read_behind(data, found.resumes)
@@ -257,12 +280,12 @@ class RocksRemains:
             ended = ended or (is_damaged and drop_after)
             (self._scratch / "logs" / path.name).write_bytes(_write_records(kept))
 
-    def _note_log(self, name: str, found: LogCheck, *, last: bool) -> bool:
-        """Note what is wrong with a log; whether it is more than a tail that a crash has torn."""
-        if found.resumes is not None or (found.end < found.size and not last):
+    def _note_log(self, name: str, found: LogCheck, least: int) -> bool:
+        """Note what is wrong with a log, of which so many bytes have to be whole; whether it is."""
+        if found.resumes is not None or found.end < least:
             text = (
                 f"damaged at byte {found.end} of {found.size}: {found.batches} batches are whole "
-                f"before that, {found.batches_behind} behind it"
+                f"before that, {found.batches_behind} behind it, and it had {least} bytes or more"
             )
             self.damage.append(Damage(name, None, b"", None, text))
             return True
@@ -286,17 +309,29 @@ class RocksRemains:
                 yield key, rows.value()
                 begin = key + b"\0"
                 rows.next()
-            bad = _bad_file(rows)
-            if bad is None:
+            why = _failure(rows)
+            if why is None:
                 return
-            number, why = bad
             resume = next_readable(lambda key: _look(column, key), begin, end)
-            (file,) = (each for each in self._files if each.number == number)
+            file = self._culprit(table, begin, without, why)
             self._note(file, begin, resume, why)
-            yield from self._rows(table, begin, resume, without | {number})
+            yield from self._rows(table, begin, resume, without | {file.number})
             if resume is None or resume == end:
                 return
             begin = resume
+
+    def _culprit(self, table: str, begin: bytes, without: frozenset[int], why: str) -> TableFile:
+        """Find the file that can't be read: the error names it, or it fails by itself."""
+        files = [each for each in self._files if self._families[each.family] == table]
+        files = [each for each in files if each.number not in without]
+        for file in files:
+            if file.name in why:
+                return file
+        for file in files:
+            alone = frozenset(each.number for each in self._files) - {file.number}
+            if not _look(self._database(alone).get_column_family(table), begin)[0]:
+                return file
+        raise StorageFailed(f"RocksDB failed: {why}")
 
     def _database(self, without: frozenset[int]) -> rocks.Rdict:
         if without in self._open:
@@ -342,18 +377,13 @@ def _look(column: rocks.Rdict, key: bytes) -> tuple[bool, bytes | None]:
     rows: Any = column.iter()
     rows.seek(key)
     found: bytes | None = rows.key()
-    return _bad_file(rows) is None, found
+    return _failure(rows) is None, found
 
 
-def _bad_file(rows: Any) -> tuple[int, str] | None:
-    """Return the file that stopped an iterator, and why; None if nothing did."""
+def _failure(rows: Any) -> str | None:
+    """Return why an iterator has stopped; None if there is nothing more."""
     try:
         rows.status()
     except Exception as error:
-        text = str(error)
-        named = _FILE_IN_ERROR.findall(text)
-        if not named:
-            raise StorageFailed(f"RocksDB failed: {text}") from error
-        why = re.sub(r"\S*/(\d+\.sst)", r"\1", text).strip()
-        return int(named[-1]), why
+        return _PLACE_OF_FILE.sub("", str(error)).strip()
     return None

@@ -14,6 +14,10 @@ One writer owns a database. A second that opens it fences the first: whatever th
 is refused by the store, by a conditional PUT, and it finds out at its next sync or poll. An owner
 that has nothing to write writes a *beat* now and then: who watches its log
 (:mod:`~penstock.kv.slatedb_watch`) can tell that it is there.
+
+The library repeats for ever what an object store refuses or does not answer. A sync waits for it.
+Once that takes long the engine is *away*; a sync that has waited too long fails, and no more writes
+are taken until the library has got through with what it has.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ from penstock.limits import HEARTBEAT_MS, READ_CACHE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from slatedb.uniffi import Db
@@ -81,6 +86,8 @@ _COLLECT_AFTER: Final[Mapping[str, str]] = {
     "compactions": "300s",
 }
 _TO_LOG: Final = FlushOptions(flush_type=FlushType.WAL)
+# From here on a sync that waits is no longer taken for one that is slow.
+_AWAY_S: Final = 5.0
 _TO_ROWS: Final = FlushOptions(flush_type=FlushType.MEM_TABLE)
 
 
@@ -141,6 +148,9 @@ class SlateEngine:
         self._log_objects = 0
         self._lost: Callable[[PenstockError], None] | None = None
         self._look = threading.Event()
+        # Since when a sync waits; and why no writes are taken, once one has waited for too long.
+        self._waiting_since: float | None = None
+        self._silent: StorageFailed | None = None
         self._metrics = DefaultMetricsRecorder()
         self._db = self._build()
         self._log_objects = self.requests().get("get", 0) // 2
@@ -191,14 +201,40 @@ class SlateEngine:
         """Return a table named at open."""
         return self._tables[name]
 
-    def batch(self) -> SlateBatch:
+    @property
+    def away(self) -> StorageFailed | None:
+        """Why nothing becomes durable at present."""
+        since = self._waiting_since
+        waited_s = 0.0 if since is None else self._seconds() - since
+        if self._silent is None and waited_s >= _AWAY_S:
+            return StorageFailed(f"{self.place} has taken no write for {waited_s:.0f} s")
+        return self._silent
+
+    def recover(self, alone: AbstractContextManager[None], load: Callable[[], None]) -> None:
+        """Wait until the library has got through with what it has; then take writes again."""
+        if self._silent is None:
+            return
+        with self._syncing:
+            self._run(self._db.flush_with_options(_TO_LOG), _AWAY_S)
+            self._sync_files()
+        with alone:
+            # A commit that was given up may have been made after all.
+            self._cache.clear()
+            load()
+            self._silent = None
+
+    def free_bytes(self) -> None:
+        """Return None: an object store does not tell."""
+
+    def batch(self, *, growth: int = 0) -> SlateBatch:  # noqa: ARG002 - there is no reserve
         """Begin a batch."""
+        self._check_writable()
         return SlateBatch()
 
     def commit(self, batch: Batch) -> None:
         """Apply a batch: to the library's memory, until the next sync."""
         assert isinstance(batch, SlateBatch)
-        self.check()
+        self._check_writable()
         for begin, end in batch.ranges:
             self._fill_range(batch, begin, end)
         rows = batch.rows
@@ -216,19 +252,17 @@ class SlateEngine:
     def sync(self) -> None:
         """Write the log, unless the last write of it was a moment ago: then after that moment."""
         with self._syncing:
-            self.check()
+            self._check_writable()
             pause_s = self._flushed_at + self._flush_s - self._seconds()
             if pause_s > 0:
                 self._stop.wait(pause_s)
-            self._flushed_at = self._seconds()
-            self._run(self._db.flush_with_options(_TO_LOG))
+            self._flushed_at = self._waiting_since = self._seconds()
+            try:
+                self._run(self._db.flush_with_options(_TO_LOG))
+            finally:
+                self._waiting_since = None
             self._log_objects += 1
-            if self._wal is not None:
-                try:
-                    self._wal.sync()
-                except OSError as error:
-                    self._lose(StorageFailed(f"{self.place}: fsync failed: {error}"))
-                    self.check()
+            self._sync_files()
 
     def checkpoint(self, path: Path) -> None:
         """Refuse: a copy of an object store is made by the object store."""
@@ -245,6 +279,8 @@ class SlateEngine:
         try:
             if self._failure is None:
                 self.sync()
+        except StorageFailed as error:
+            raise type(error)(f"the last changes may not be durable: {error}") from error
         finally:
             long_log = self._log_objects > _LEFT_AT_CLOSE
             self._shut_down(FlushType.MEM_TABLE if long_log else FlushType.WAL)
@@ -257,6 +293,11 @@ class SlateEngine:
         if self._failure is not None:
             # The same error for every caller, without the way that it has come up before.
             raise self._failure.with_traceback(None)
+
+    def _check_writable(self) -> None:
+        self.check()
+        if self._silent is not None:
+            raise StorageFailed(f"the store takes no writes, and tries again: {self._silent}")
 
     def on_lost(self, told: Callable[[PenstockError], None]) -> None:
         """Call back, from the thread that watches, when :meth:`check` begins to raise."""
@@ -295,16 +336,31 @@ class SlateEngine:
                 return
             begin = rows[-1][0] + b"\0"
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a write. If it fails, what the store has is not known: nothing more is done."""
+    def _run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a write. If it fails, what the store has is not known: nothing more is done.
+
+        If it has no end, the library goes on with it.
+        """
         try:
-            return call(work, SILENCE_S)
-        except (Error, CallTimeout) as error:
+            return call(work, timeout_s or SILENCE_S)
+        except CallTimeout as error:
+            if self._silent is None:
+                self._silent = StorageFailed(f"{self.place} has taken no write: {error}")
+            raise self._silent.with_traceback(None) from error
+        except Error as error:
             try:
                 translate(error, self.place)
             except PenstockError as ours:
                 self._lose(ours)
                 raise
+
+    def _sync_files(self) -> None:
+        if self._wal is not None:
+            try:
+                self._wal.sync()
+            except OSError as error:
+                self._lose(StorageFailed(f"{self.place}: fsync failed: {error}"))
+                self.check()
 
     def _lose(self, failure: PenstockError) -> None:
         if self._failure is None:
@@ -338,11 +394,11 @@ class SlateEngine:
         self._beat_at = now
         if self._syncing.locked():
             return
-        # Nobody is promised anything by it: if it fails, nothing is in doubt. Not by sync(), for
-        # whose lock a verb would have to wait.
+        # Nobody is promised anything by it: if it fails, nothing is in doubt, and this thread has
+        # other things to see. Not by sync(), for whose lock a verb would have to wait.
         with contextlib.suppress(Error, CallTimeout):
-            call(self._db.write(filled([(_BEAT_KEY, b"\1")])), SILENCE_S)
-            call(self._db.flush_with_options(_TO_LOG), SILENCE_S)
+            call(self._db.write(filled([(_BEAT_KEY, b"\1")])), _AWAY_S)
+            call(self._db.flush_with_options(_TO_LOG), _AWAY_S)
             self._log_objects += 1
 
     def _shorten_log(self) -> None:
@@ -354,6 +410,7 @@ class SlateEngine:
         self._log_objects -= objects
 
     def _shut_down(self, flush: FlushType) -> None:
-        options = CloseOptions(flush_type=None if self._failure is not None else flush)
+        failed = self._failure is not None or self._silent is not None
+        options = CloseOptions(flush_type=None if failed else flush)
         with contextlib.suppress(Error, CallTimeout):
             call(self._db.shutdown_with_options(options), SILENCE_S)

@@ -59,6 +59,13 @@ class ReadCache:
         """Remember rows that were committed; None for a key that was deleted."""
         self._put(rows, None)
 
+    def clear(self) -> None:
+        """Forget everything: it is not known which of the rows hold."""
+        with self._lock:
+            self.commits += 1
+            self._values.clear()
+            self._bytes = 0
+
     def _put(self, rows: Iterable[tuple[bytes, bytes | None]], commits: int | None) -> None:
         values, largest = self._values, self._max_bytes // 8
         with self._lock:

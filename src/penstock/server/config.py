@@ -95,6 +95,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     dedup_window: Annotated[Duration, _about("How long a dedup id is remembered.")] = Duration(
         300_000
     )
+    min_free_bytes: Annotated[
+        Size | None, _about("What new messages leave free on the disk of a RocksDB store.")
+    ] = None
     standby: Annotated[
         bool, _about("Wait until a store on object storage has no owner, then take it over.")
     ] = False
@@ -393,6 +396,8 @@ def _shown(value: Any) -> Any:
         return f"{value}ms" if value % 1_000 or not value else f"{value // 1_000}s"
     if isinstance(value, Size):
         return int(value)
+    if value is None:
+        return ""
     if isinstance(value, str):
         return without_password(value)
     return value

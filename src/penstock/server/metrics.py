@@ -181,6 +181,7 @@ class Metrics:
             return
         sound, figures = healthy(self._broker), self._figures
         yield from _contention(self._broker)
+        yield from _free(self._broker)
         yield GaugeMetricFamily(
             "penstock_store_healthy", "1 if the store answers and syncing works.", sound
         )
@@ -309,6 +310,12 @@ def _contention(broker: Broker) -> Iterator[Metric]:
         return
     for field, (name, about) in _CONTENTION.items():
         yield CounterMetricFamily(f"penstock_{name}", about, getattr(found, field))
+
+
+def _free(broker: Broker) -> Iterator[Metric]:
+    free = broker.free_bytes()
+    if free is not None:
+        yield GaugeMetricFamily("penstock_store_free_bytes", "Free on the store's disk.", free)
 
 
 def healthy(broker: Broker) -> bool:

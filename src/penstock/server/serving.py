@@ -383,12 +383,22 @@ def _open(config: Config, clock: Clock | None = None) -> Broker:
     if not config.store:
         raise InvalidInput("which store? Give --store URL, such as rocksdb:./data")
     return penstock.open(
-        config.store,
+        _url(config),
         durability=config.durability,
         dedup_window_ms=int(config.dedup_window),
         routing=config.routing or None,
         clock=clock,
     )
+
+
+def _url(config: Config) -> str:
+    """Return the store's URL, with what is set apart from it."""
+    if config.min_free_bytes is None:
+        return config.store
+    if not config.store.startswith("rocksdb:"):
+        raise InvalidInput("min_free_bytes is for stores on a disk of this machine: rocksdb:PATH")
+    mark = "&" if "?" in config.store else "?"
+    return f"{config.store}{mark}min_free_bytes={int(config.min_free_bytes)}"
 
 
 def serve(config: Config, say: Callable[[str], None]) -> None:
@@ -477,9 +487,15 @@ def _try_addresses(config: Config, names: Iterable[str]) -> None:
 
 
 def _serve_once(loop: asyncio.AbstractEventLoop, taken: Taken, say: Callable[[str], None]) -> bool:
-    with taken.broker as broker:
+    try:
         asyncio.set_event_loop(loop)
-        return loop.run_until_complete(_serve(Server(broker, taken.config), say))
+        return loop.run_until_complete(_serve(Server(taken.broker, taken.config), say))
+    finally:
+        try:
+            taken.broker.close()
+        except StorageFailed as error:
+            log.error("the store was not closed in order: %s", error)  # noqa: TRY400
+            raise
 
 
 def _share_one_heap() -> None:
@@ -516,7 +532,11 @@ async def _serve(server: Server, say: Callable[[str], None]) -> bool:
     await server.start()
     places = ", ".join(map(server.location, server.addresses))
     say(f"serving {without_password(server.config.store)} at {places}")
-    _write_ports(server.config, server.addresses)
+    try:
+        _write_ports(server.config, server.addresses)
+    except InvalidInput:
+        await server.stop(grace_ms=0)
+        raise
     _settle_in()
     lost = await _stopped_or_lost(server, stopping)
     if lost is not None:
@@ -561,8 +581,12 @@ def _write_ports(config: Config, addresses: dict[str, tuple[str, int]] | None) -
         lines = [lines[0].partition(" ")[2]]
     # Whoever waits for the file must not find half of it.
     partial = path.with_name(path.name + ".part")
-    partial.write_text("".join(lines))
-    partial.replace(path)
+    try:
+        partial.write_text("".join(lines))
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise InvalidInput(f"the port file {path} can't be written: {error.strerror}") from None
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from penstock.errors import PenstockError, ServerUnreachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from penstock.codec.metadata import Metadata
@@ -314,7 +315,20 @@ class Store(Protocol):
 
     @property
     def away(self) -> str | None:
-        """Why the store does not answer at present, from memory alone and from any thread."""
+        """Why the store does not answer at present, from memory alone and from any thread.
+
+        It may still answer what needs no write.
+        """
+
+    def recover(self, alone: AbstractContextManager[None]) -> None:
+        """Have a store that is away take writes again, or raise why it does not.
+
+        Called by who does not have the store to himself; ``alone`` gives it to him. Changes that
+        were not durable may be gone then. Nothing to do for a store that tries by itself.
+        """
+
+    def free_bytes(self) -> int | None:
+        """Return how many bytes the store's disk has left, from any thread; None: not known."""
 
     @property
     def patience_s(self) -> float | None:

@@ -30,6 +30,7 @@ from penstock.errors import (
     CorruptRecord,
     InvalidInput,
     QueueNotFound,
+    StorageFailed,
     StoreDamaged,
     StoreMismatch,
 )
@@ -74,10 +75,12 @@ SHARED_TABLES: Final[Mapping[str, Shape]] = {
     "unclaimed": Shape.TIME_INDEX,
 }
 _META: Final = b"meta"
+# What a message needs beside its payload, roughly: rows of the log, of an index, of metadata.
+_ROWS_BYTES: Final = 256
 _TOTALS: Final = b"\x02\x0e"
 _QUARANTINE: Final = b"\x02\x0f"
 # What a verb raises that refuses its caller: memory is as it was unless a change had begun.
-_REFUSALS: Final = (InvalidInput, QueueNotFound, StoreDamaged)
+_REFUSALS: Final = (InvalidInput, QueueNotFound, StorageFailed)
 
 
 class Identity(msgspec.Struct):
@@ -295,8 +298,9 @@ class Core:
 
     def begin(self) -> Batch:
         """Begin a batch. Memory may be changed from here on, and not before."""
+        batch = self.engine.batch()
         self._is_ahead = True
-        return self.engine.batch()
+        return batch
 
     def commit(self, batch: Batch, touched: Iterable[Queue], now_ms: int) -> None:
         """Commit a batch with the counters of the queues that it touched."""
@@ -308,6 +312,12 @@ class Core:
         self.engine.commit(batch)
         self._is_ahead = False
         self.commits += 1
+
+    def batch_of_new(self, messages: int, payload_bytes: int = 0) -> Batch:
+        """Begin a batch that brings messages into queues, if the disk has room for them."""
+        batch = self.engine.batch(growth=messages * _ROWS_BYTES + payload_bytes)
+        self._is_ahead = True
+        return batch
 
     def put_totals(self, batch: Batch, now_ms: int) -> None:
         """Write the store's totals."""
@@ -373,8 +383,8 @@ class Core:
         return bool(self._aside)
 
     def settle_quarantine(self, now_ms: int) -> None:
-        """Commit what reads have put aside."""
-        if self._aside:
+        """Commit what reads have put aside, if anything can be written."""
+        if self._aside and self.engine.away is None:
             self.commit(self.begin(), list(self.queues.values()), now_ms)
 
     def _put_aside(self, batch: Batch) -> None:

@@ -57,7 +57,7 @@ class Intake:
         Without routes they go into the log alone, for a tailer to route.
         """
         core = self._core
-        batch = core.begin()
+        batch = core.batch_of_new(len(messages), sum([len(each.payload) for each in messages]))
         dedup_keys = core.dedup.keys(messages)
         wanted = [key for key in dedup_keys if key is not None]
         known = core.dedup.known(wanted, now_ms) if wanted else {}

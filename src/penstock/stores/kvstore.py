@@ -35,6 +35,7 @@ from penstock.stores.views import Views
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from penstock.errors import PenstockError
@@ -168,8 +169,24 @@ class KvStore:
 
     @property
     def away(self) -> str | None:
-        """Return None: it answers, or it is lost for good."""
-        return None
+        """Why nothing can be written at present; what is there can be read."""
+        why = self.core.engine.away
+        return None if why is None else str(why)
+
+    def recover(self, alone: AbstractContextManager[None]) -> None:
+        """Have an engine that is away take writes again, or raise why it does not."""
+        self.core.engine.recover(alone, self._read_anew)
+
+    def _read_anew(self) -> None:
+        self.core.load()
+        # What is there now is nobody's doubtful change any more.
+        self.core.commits += 1
+        for queue in self.core.queues.values():
+            self.core.wake(queue)
+
+    def free_bytes(self) -> int | None:
+        """Return how many bytes the store's disk has left."""
+        return self.core.engine.free_bytes()
 
     @property
     def patience_s(self) -> None:

@@ -69,7 +69,7 @@ class Restoring:
         # Coverage does not know of what a move has brought in.
         moved = core.history.marks(queue, [record.message_id for record, _ in chosen])
         chosen = [each for each in chosen if each[0].message_id not in moved]
-        batch = core.begin()
+        batch = core.batch_of_new(len(chosen), sum(len(payload or b"") for _, payload in chosen))
         kept = self._kept(batch, chosen)
         if kept:
             self._placing.enqueue(batch, queue, kept, now_ms, late=True)

@@ -317,7 +317,7 @@ class Routing:
             rows += core.log.read(log, start, BACKFILL_WINDOW, end=stop).rows
         rows.sort()
         items = self._wanted(queue, rows)
-        batch = core.begin()
+        batch = core.batch_of_new(len(items))
         held = core.payloads.hold(batch, [item.message_id for item in items])
         kept = [item for item, alive in zip(items, held, strict=True) if alive]
         if kept:
@@ -407,7 +407,7 @@ class Routing:
             rows += [row for row in page.rows if row[0] in chosen]
         rows.sort()
         items = self._wanted(queue, rows)
-        batch = core.begin()
+        batch = core.batch_of_new(len(items))
         held = core.payloads.hold(batch, [item.message_id for item in items])
         kept = [item for item, alive in zip(items, held, strict=True) if alive]
         if kept:

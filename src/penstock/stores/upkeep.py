@@ -51,13 +51,15 @@ class Upkeep:
     def catch_up(self, now_ms: int, budget: int) -> tuple[int, int, int, int]:
         """End leases and delays that are over, and move what has failed to where it belongs.
 
-        Gives how many leases, delays, failures and moves. If something can't be read, the rest is
-        seen to before that is raised.
+        Gives how many leases, delays, failures and moves: none while nothing can be written. If
+        something can't be read, the rest is seen to before that is raised.
         """
         core = self._core
         overdue: list[Overdue] = []
         damage: StoreDamaged | None = None
         failures = 0
+        if core.engine.away is not None:
+            return 0, 0, 0, 0
         if core.leases.may_be_due(now_ms):
             overdue, damage = self._settling.overdue(now_ms, budget)
         if overdue:

@@ -20,7 +20,7 @@ from penstock.kv import rows_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from penstock.kv import Table
+    from penstock.kv import Batch, Table
     from penstock.stores.core import Core
 
 __all__ = ["AuditReport", "Findings", "Kind", "Violation", "all_of", "outside", "span"]
@@ -120,8 +120,15 @@ class Findings:
         self.aside_ids: set[int] = set()
         self.aside_unknown = False
         self.now_ms = now_ms
-        self._batch = core.engine.batch()
+        # Who only looks needs no store that can be written.
+        self._made: Batch | None = None
         self._bytes = 0
+
+    @property
+    def _batch(self) -> Batch:
+        if self._made is None:
+            self._made = self.core.engine.batch()
+        return self._made
 
     def table(self, name: str) -> Table:
         """Return a table of the store."""
@@ -188,9 +195,9 @@ class Findings:
 
     def flush(self) -> None:
         """Commit the repairs so far, before something is read that they may have changed."""
-        if len(self._batch) or self._bytes:
+        if self._made is not None or self._bytes:
             self.core.commit(self._batch, (), self.now_ms)
-            self._batch = self.core.engine.batch()
+            self._made = None
             self._bytes = 0
 
 

@@ -29,6 +29,7 @@ from penstock.stores.sql.spreading import Spreading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
     from typing import Any, NoReturn
 
@@ -298,6 +299,12 @@ class ClusterStore:
         """Let what is asked for from here on wait for each database for so long."""
         for member in self.members:
             member.store.limit(seconds)
+
+    def recover(self, alone: AbstractContextManager[None]) -> None:
+        """Do nothing: every verb tries to connect."""
+
+    def free_bytes(self) -> None:
+        """Return None: the disk is the database's."""
 
     def info(self) -> StoreInfo:
         """Say which store this is."""

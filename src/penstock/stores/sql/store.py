@@ -29,6 +29,7 @@ from penstock.stores.sql.watching import Watching
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from penstock.model import QueueSpec
@@ -241,6 +242,12 @@ class SqlStore:
     def limit(self, seconds: float) -> None:
         """Let what is asked for from here on wait for the database for so long."""
         self.core.database.limit(seconds)
+
+    def recover(self, alone: AbstractContextManager[None]) -> None:
+        """Do nothing: every verb tries to connect."""
+
+    def free_bytes(self) -> None:
+        """Return None: the disk is the database's."""
 
     def offsets_at(self, time_ms: int) -> list[int]:
         """Return an offset at or before the first message of that time."""
