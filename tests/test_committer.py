@@ -148,6 +148,8 @@ def test_a_failed_fsync_is_not_repeated_the_store_is_reopened(
         assert [each.payload for each in claimed] == [b"before", b"in doubt", b"after"]
         assert all(broker.ack([each.receipt for each in claimed]))
         assert broker.check().ok
+    # What can't be written says nothing of what can be read.
+    assert not (tmp_path / "store" / "PENSTOCK-DAMAGED").exists()
     with penstock.open(url) as broker:
         assert broker.stats("q").done == 3
 
@@ -187,3 +189,48 @@ def test_a_close_that_can_not_sync_lets_go_and_says_so(tmp_path: Path) -> None:
     broker.close()
     with penstock.open(url) as again:
         assert again.stats("q").available == 1
+
+
+def test_a_recovery_that_fails_in_a_way_nobody_thought_of_is_tried_again(tmp_path: Path) -> None:
+    with penstock.open(f"rocksdb:{tmp_path}/store") as broker:
+        broker.create_queue("q")
+        engine = broker._store.core.engine  # type: ignore[attr-defined]
+        recover = engine.recover
+        tried: list[None] = []
+
+        def fail_once(*args: object) -> None:
+            tried.append(None)
+            if len(tried) == 1:
+                raise RuntimeError("nobody thought of this")
+            recover(*args)
+
+        engine.recover = fail_once
+        refuse_syncs(broker)
+        with pytest.raises(StorageFailed, match="may or may not"):
+            broker.send("q", b"in doubt")
+        wait_until(lambda: broker.away is None)
+        assert broker.send("q", b"after")
+
+
+def test_a_store_is_recovered_by_one_at_a_time(tmp_path: Path) -> None:
+    with penstock.open(f"rocksdb:{tmp_path}/store", background=False) as broker:
+        broker.create_queue("q")
+        engine = broker._store.core.engine  # type: ignore[attr-defined]
+        probe = engine._room.probe
+        refuse_syncs(broker)
+        with pytest.raises(StorageFailed, match="may or may not"):
+            broker.send("q", b"in doubt")
+
+        def probe_beside_another() -> None:
+            # If it got the store back, this one would put changes that came after into doubt.
+            engine._room.probe = probe
+            broker._shell.recover()
+            if broker.away is None:
+                made.append(broker._shell.begin(lambda now_ms: broker._store.commits)[1])
+            probe()
+
+        made: list[int] = []
+        engine._room.probe = probe_beside_another
+        broker.sweep()
+        assert broker.away is None
+        assert made == []

@@ -105,7 +105,7 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         except StorageFailed as failure:
             if error is None:
                 raise
-            # What went wrong first is what the caller is to see.
+            # The caller is to see the first error.
             log.error("the store was not closed in order: %s", failure)  # noqa: TRY400
 
     def close(self) -> None:

@@ -144,7 +144,7 @@ class JointVerbs:
 
     @property
     def failure(self) -> PenstockError | None:
-        """What has ended the store for this process, if anything has."""
+        """The error that ended the store for this process, if one did."""
         return self._shell.failure
 
     @property
@@ -218,7 +218,7 @@ class JointVerbs:
         return work
 
     def _check_queues(self, receipts: list[str] | str, check: Check | None) -> None:
-        """Have the caller of a verb say whether it may settle messages of these queues."""
+        """Ask the caller of a verb whether it may settle messages of these queues."""
         if check is not None:
             for queue in self._store.queues_of(receipts):
                 check(queue)
@@ -327,7 +327,7 @@ class JointVerbs:
         return routes if self._inline else []
 
     def _follow_filters(self) -> None:
-        """Have the matcher know the filters that are live now, whoever changed them and how."""
+        """Bring the matcher up to the filters that are live now, whoever changed them and how."""
         live = self._store.live_filters()
         self._matched = self._store.filter_changes
         changed = dict(live.items() - self._live.items())

@@ -45,7 +45,7 @@ COMMANDS: Final = {
     "backup": ("backup", "Copy a store to a directory that is not there yet."),
     "restore": ("backup", "Make a store of a backup."),
     "check": ("checking", "Read the whole store and hold it to its invariants."),
-    "salvage": ("salvaging", "Read what can be read of a damaged store into a new one."),
+    "salvage": ("salvaging", "Read what can be read of the damaged STORE into a new one, TARGET."),
     "cluster": ("cluster", "Look at a store on a SQL database, and change its ring."),
     "pipeline": ("pipeline", "Work on a broker with Spark; needs penstock[spark] and Java."),
     "import": ("importing", "Bring another queue's database in."),

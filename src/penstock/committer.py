@@ -96,7 +96,7 @@ class Committer:
         told(failure)
 
     def fail(self, number: int, error: PenstockError) -> None:
-        """Have every commit up to ``number`` fail that is not durable yet."""
+        """Fail every commit up to ``number`` that is not durable yet."""
         with self._condition:
             if number > self._settled:
                 self._failures.append((self._settled, number, error))

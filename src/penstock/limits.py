@@ -100,7 +100,7 @@ MAX_CONNECTIONS: Final = 20_000
 MAX_STORE_FILES: Final = 512
 STORE_FILES_SHARE: Final = 4
 SPARE_FILES: Final = 64
-# What they have sent and nobody is done with: of those that have shown a key, and of strangers.
+# Bytes that connections have sent and nobody is done with: with a key, and without one.
 MAX_BUFFERED_BYTES: Final = 512 * 1024 * 1024
 MAX_STRANGERS_BYTES: Final = 64 * 1024 * 1024
 MAX_ALL_WAITING_CLAIMS: Final = 100_000
@@ -170,7 +170,7 @@ MAX_REPEAT_MS: Final = 240_000
 MAX_QUEUEBER_CONNECTIONS: Final = 1_000
 
 # --- the disk of a store ------------------------------------------------------------------------
-# What new messages leave free, unless min_free_bytes says otherwise: the lesser of the two.
+# New messages leave the lesser of the two free, unless min_free_bytes says otherwise.
 MIN_FREE_BYTES: Final = 64 * 1024 * 1024
 MIN_FREE_PERCENT: Final = 2
 

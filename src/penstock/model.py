@@ -441,7 +441,7 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What concerns the whole store; the last three count since it was opened."""
+    """Figures of the whole store; the last three count since it was opened."""
 
     published_total: int
     duplicates_total: int

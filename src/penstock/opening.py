@@ -223,10 +223,12 @@ def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
     """
     place = place_to_read(url)
     from penstock.kv.overlay import Overlay  # noqa: PLC0415 - an extra
-    from penstock.kv.slatedb_reader import ReaderMoved, SlateReader  # noqa: PLC0415
+    from penstock.kv.slatedb_reader import ReaderMoved, SlateReader, peek  # noqa: PLC0415
     from penstock.reader import Reader  # noqa: PLC0415
 
     clock = clock or SystemClock()
+    # The reasons not to open it are reasons not to read it.
+    peek(place, "default", _IDENTITY_KEY)
     below = SlateReader(place)
     try:
         while True:
@@ -271,9 +273,6 @@ def place_to_read(url: str) -> Place:
         raise StoreMismatch(f"{place.root} is not empty and holds no SlateDB database")
     if place.kind == "file" and not Path(place.root).is_dir():
         raise StoreMismatch(f"{place} holds no store")
-    from penstock.kv.slatedb_files import check_objects  # noqa: PLC0415 - an extra
-
-    check_objects(place)
     return place
 
 
@@ -398,13 +397,11 @@ def _open_slatedb(named: _Named, routing: str | None, *, create: bool) -> tuple[
 
 def _look_at(place: Place, named: _Named, routing: str | None, *, create: bool = True) -> str:
     """Hold what is asked for against what is there, if anything; return the design."""
-    from penstock.kv.slatedb_reader import check_log, peek  # noqa: PLC0415 - an extra
+    from penstock.kv.slatedb_reader import peek  # noqa: PLC0415 - an extra
 
     if not create and place.kind == "file" and not Path(place.root).is_dir():
         raise _no_store(place)
     found = peek(place, "default", _IDENTITY_KEY)
-    if found is not None:
-        check_log(place)
     if found is None or found.record is None:
         if not create:
             raise _no_store(place)

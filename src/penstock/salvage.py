@@ -89,7 +89,7 @@ class SalvagedQueue(msgspec.Struct, kw_only=True):
 
 
 class SalvageReport(msgspec.Struct, kw_only=True):
-    """What a salvage has brought over, and what not."""
+    """The messages that a salvage has brought over, and those that it has not."""
 
     rows: dict[str, int]
     queues: list[SalvagedQueue]
@@ -156,7 +156,7 @@ def _arriving(target: str) -> Iterator[tuple[str, Path]]:
 
 
 class _Seen:
-    """What the rows say that a store has to have, as they are copied."""
+    """The messages that a store has to have by its rows, noted while they are copied."""
 
     def __init__(self) -> None:
         self.identity = False

@@ -58,7 +58,7 @@ _SHELLS: Final[weakref.WeakSet[Shell]] = weakref.WeakSet()
 # How often it is looked whether the store is away, and how long one call may have it before it is.
 WATCH_SECONDS: Final = 0.25
 BUSY_SECONDS: Final = 10.0
-# What a call may take once it has its turn, however long it has waited for that.
+# A call may take this long once it has its turn, however long it has waited for that.
 LEAST_SECONDS: Final = 1.0
 
 
@@ -67,6 +67,46 @@ class Outage(NamedTuple):
 
     why: str
     since: float
+
+
+class _Turn:
+    """Has the store alone; who waits for that longer than the store has patience, fails.
+
+    What is done then has the rest of that time, so that a store that hangs fails each of those who
+    wait for it in its own time, and not one after the other.
+    """
+
+    def __init__(self, store: Store, clock: Clock, lock: threading.Lock) -> None:
+        self._store = store
+        self._clock = clock
+        self._lock = lock
+        # Since when a call has the store, if one has.
+        self.since: float | None = None
+
+    def __enter__(self) -> None:
+        patience_s = self._store.patience_s
+        if patience_s is None:
+            self._lock.acquire()
+        else:
+            begin = self._clock.seconds()
+            if not self._lock.acquire(timeout=patience_s):
+                why = self._store.away or "another call has it"
+                raise ServerUnreachable(
+                    f"the store was not free for {patience_s:g} s ({why}); nothing was changed"
+                )
+            self.limit(begin)
+        self.since = self._clock.seconds()
+
+    def __exit__(self, *_: object) -> None:
+        self.since = None
+        self._lock.release()
+
+    def limit(self, since: float) -> None:
+        """Give the store what is left of its patience with a call; called with the lock held."""
+        patience_s = self._store.patience_s
+        if patience_s is not None:
+            waited_s = max(0.0, self._clock.seconds() - since)
+            self._store.limit(max(LEAST_SECONDS, patience_s - waited_s))
 
 
 class Shell:
@@ -82,13 +122,13 @@ class Shell:
         self._alarm = threading.Condition(self._lock)
         self._alarm_at_ms: int | None = None
         self._closed = False
+        self._recovering = threading.Lock()
         self._recover_at = float("-inf")
         # Why the last sweep could not see to everything, if so.
         self._damage = ""
         # Why the store is lost to this process, if it is.
         self.lost: PenstockError | None = None
-        # Since when a call has the store, if one has.
-        self._turn_since: float | None = None
+        self._turn = _Turn(store, clock, self._lock)
         self._outage: Outage | None = None
         self._outage_lock = threading.Lock()
         store.on_lost(self._lose)
@@ -111,7 +151,7 @@ class Shell:
 
     def apply(self, change: Callable[[int], T]) -> T:
         """Make a change, told the time, and return when it is durable."""
-        with self._turn():
+        with self._turn:
             result = self._do(change, self._now_ms())
             number = self._store.commits
         self._committer.wait(number)
@@ -119,7 +159,7 @@ class Shell:
 
     def begin(self, change: Callable[[int], T]) -> tuple[T, int]:
         """Make a change and return at once; its number is what :meth:`tell` wants."""
-        with self._turn():
+        with self._turn:
             result = self._do(change, self._now_ms())
             return result, self._store.commits
 
@@ -139,14 +179,14 @@ class Shell:
 
     def look(self, read: Callable[[int], T]) -> T:
         """Read, told the time; what comes due on the way need not be durable."""
-        with self._turn():
+        with self._turn:
             return self._do(read, self._now_ms())
 
     def apply_when_ready(
         self, queue: str, wait_ms: int, change: Callable[[int], list[T]]
     ) -> list[T]:
         """Make a change until it gives something, waiting for messages of a queue in between."""
-        with self._turn():
+        with self._turn:
             now_ms = self._now_ms()
             until_ms = now_ms + wait_ms
             while True:
@@ -167,25 +207,27 @@ class Shell:
 
     @property
     def failure(self) -> PenstockError | None:
-        """What has ended the store for this process, if anything has; from any thread, at once."""
+        """The error that ended the store for this process, if one did; from any thread, at once."""
         if self._closed:
             return BrokerClosed("the broker is closed")
-        if self.lost is not None:
-            return self.lost
-        failures: list[PenstockError | None] = []
-        # Of nothing the answer comes at once: whether syncing has failed before.
-        self._committer.tell(0, failures.append)
-        return failures[0]
+        return self.lost
 
     def recover(self) -> None:
         """Try to have a store that is away back; the sweeper does it."""
-        if self._store.away is None or self._clock.seconds() < self._recover_at:
+        if not self._recovering.acquire(blocking=False):
             return
-        self._recover_at = self._clock.seconds() + RETRY_MS / 1000
         try:
+            if self._store.away is None or self._clock.seconds() < self._recover_at:
+                return
+            self._recover_at = self._clock.seconds() + RETRY_MS / 1000
             self._store.recover(self._alone())
         except PenstockError as error:
             log.debug("the store is still away: %s", error)
+        except Exception:
+            # Whatever it was, it is tried again, and the sweeper goes on.
+            log.exception("the store could not be had back")
+        finally:
+            self._recovering.release()
         self._note_outage()
 
     @contextmanager
@@ -225,39 +267,8 @@ class Shell:
         """Refuse every verb from here on: this process is a fork of the one that has the store."""
         # A thread that is not here may have held it.
         self._lock = threading.Lock()
+        self._turn = _Turn(self._store, self._clock, self._lock)
         self.lost = _NOT_OURS
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Have the store alone; who waits for that longer than the store has patience, fails.
-
-        What is done then has the rest of that time, so that a store that hangs fails each of those
-        who wait for it in its own time, and not one after the other.
-        """
-        patience_s = self._store.patience_s
-        if patience_s is None:
-            self._lock.acquire()
-        else:
-            begin = self._clock.seconds()
-            if not self._lock.acquire(timeout=patience_s):
-                why = self._store.away or "another call has it"
-                raise ServerUnreachable(
-                    f"the store was not free for {patience_s:g} s ({why}); nothing was changed"
-                )
-            self._limit(begin)
-        self._turn_since = self._clock.seconds()
-        try:
-            yield
-        finally:
-            self._turn_since = None
-            self._lock.release()
-
-    def _limit(self, since: float) -> None:
-        """Give the store what is left of its patience with a call; called with the lock held."""
-        patience_s = self._store.patience_s
-        if patience_s is not None:
-            waited_s = max(0.0, self._clock.seconds() - since)
-            self._store.limit(max(LEAST_SECONDS, patience_s - waited_s))
 
     def _now_ms(self) -> int:
         """Return the store's time; called with the lock held, at the start of every verb."""
@@ -276,13 +287,12 @@ class Shell:
             self._note_loss(error)
             raise
         finally:
-            self._hurry(now_ms)
+            if self._store.away is not None:
+                self._hurry(now_ms)
         return result
 
     def _hurry(self, now_ms: int) -> None:
         """Tell of a store that is away, and have the sweeper see to it; with the lock held."""
-        if self._store.away is None:
-            return
         self._note_outage()
         if self._alarm_at_ms is not None and self._alarm_at_ms > now_ms + RETRY_MS:
             self._alarm.notify()
@@ -349,11 +359,11 @@ class Shell:
             if soonest_ms is not None:
                 wait_ms = min(wait_ms, max(1, soonest_ms - now_ms))
         until = self._clock.seconds() + wait_ms / 1000
-        self._turn_since = None
+        self._turn.since = None
         self._clock.wait(waiting, wait_ms)
-        self._turn_since = self._clock.seconds()
+        self._turn.since = self._clock.seconds()
         # Whoever had the store at the end of the wait may have had it for long.
-        self._limit(until)
+        self._turn.limit(until)
 
     def _watch_loop(self) -> None:
         while not self._ending.wait(WATCH_SECONDS):
@@ -362,7 +372,7 @@ class Shell:
     def _note_outage(self) -> None:
         """Look whether the store can be used, and log when that begins and when it ends."""
         with self._outage_lock:
-            now, turn, known = self._clock.seconds(), self._turn_since, self._outage
+            now, turn, known = self._clock.seconds(), self._turn.since, self._outage
             why = self._store.away
             if why is None and turn is not None and now - turn > BUSY_SECONDS:
                 why = f"one call has had it for more than {BUSY_SECONDS:g} s"
@@ -384,8 +394,8 @@ class Shell:
                     return
                 wait_ms = RETRY_MS
                 now_ms = self._now_ms()
-                self._turn_since = begin = self._clock.seconds()
-                self._limit(begin)
+                self._turn.since = begin = self._clock.seconds()
+                self._turn.limit(begin)
                 try:
                     counts = self._store.sweep(now_ms, SWEEP_BUDGET)
                     self._after_change()
@@ -406,7 +416,7 @@ class Shell:
                 except Exception:
                     # Whatever it was, leases must go on expiring.
                     log.exception("the sweep failed; it will be tried again")
-                self._turn_since = None
+                self._turn.since = None
                 if wait_ms > 0:
                     wait_ms = min(wait_ms, IDLE_SWEEP_MS)
                     self._alarm_at_ms = now_ms + wait_ms

@@ -148,6 +148,15 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def test_what_only_the_damaged_log_knew_is_not_called_nothing(tmp_path: Path) -> None:
+    pristine = make("rocksdb-indexed", tmp_path)
+    (log,) = pristine.path.glob("*.log")
+    flip(log, log.stat().st_size // 4)
+    code, output = run(f"rocksdb:{pristine.path}", f"rocksdb:{tmp_path / 'new'}", "--drop-after")
+    assert code == 1
+    assert "A part of the log is lost" in output
+
+
 def test_the_command_says_what_is_lost_by_its_exit_code_and_in_words(
     store: Path, tmp_path: Path
 ) -> None:

@@ -159,6 +159,34 @@ def test_what_lies_around_the_damage_can_be_read(whole: Path, tmp_path: Path) ->
     engine.close()
 
 
+def test_a_view_that_has_met_damage_goes_on_reading_what_can_be_read(
+    whole: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "store"
+    shutil.copytree(whole, place)
+    (file,) = files_of(whole)["TIME_INDEX"]
+    for part in (2, 4):
+        flip(place / file.name, file.stat().st_size // part, 3)
+    engine = RocksEngine(place, SHAPES)
+    # A table makes an iterator for each reading, a view has one for all.
+    table, viewed = engine.table("TIME_INDEX"), engine.view().table("TIME_INDEX")
+
+    def outcome(scan: Callable[[bytes, bytes, int], object], number: int) -> object:
+        try:
+            return scan(row(number)[0], row(number + 2)[0], 2)
+        except StoreDamaged:
+            return None
+
+    bad = next(number for number in range(ROWS) if outcome(table.scan, number) is None)
+    numbers = [each for number in range(0, ROWS, 5) for each in (number, bad, number)]
+    met = [outcome(table.scan, number) for number in numbers]
+    assert [outcome(viewed.scan, number) for number in numbers] == met
+    met = [outcome(table.scan_back, number) for number in numbers]
+    assert [outcome(viewed.scan_back, number) for number in numbers] == met
+    del viewed
+    engine.close()
+
+
 def test_slatedb_raises_too(tmp_path: Path) -> None:
     place = Place("file", str(tmp_path / "store"), "")
     engine = SlateEngine(place, ["default", "t"])

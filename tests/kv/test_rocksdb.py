@@ -17,7 +17,7 @@ import rocksdict
 
 import penstock
 from penstock.errors import InvalidUrl, StorageFailed, StoreDamaged, StoreLocked, StoreMismatch
-from penstock.kv import Shape
+from penstock.kv import Shape, rocksdb
 from penstock.kv.rocksdb import RocksEngine
 from penstock.opening import DESIGNS
 
@@ -127,6 +127,24 @@ def test_a_closed_engine_lets_go_for_good(tmp_path: Path) -> None:
 
 
 # --- what the engine refuses ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", ["SyncedLog", "DiskRoom"])
+def test_an_opening_that_fails_late_lets_go_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StorageFailed("too many open files")
+
+    RocksEngine(tmp_path, TABLES).close()
+    with monkeypatch.context() as patched:
+        patched.setattr(rocksdb, late, refuse)
+        # The error is kept, and with it the frames that it came through.
+        with pytest.raises(StorageFailed, match="too many") as kept:
+            RocksEngine(tmp_path, TABLES)
+    assert not (tmp_path / OWNER).exists()
+    RocksEngine(tmp_path, TABLES).close()
+    assert kept.value is not None
 
 
 def test_no_room_is_said_to_be_no_room(tmp_path: Path) -> None:

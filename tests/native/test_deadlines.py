@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +15,9 @@ from tests.sqs.serving import client_of, serving
 from tests.waiting import wait_until
 
 import penstock
-from penstock import ServerUnreachable, StorageFailed
+from penstock import Message, ServerUnreachable, StorageFailed
+from penstock.broker_joint import Publish
+from penstock.server.desk import LOOK_THREADS, Desk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,6 +83,39 @@ def test_a_request_is_answered_in_its_clients_time(
         broker.send("q", b"after")
         assert hanging.begun == 2
         assert [each.payload for each in broker.claim("q", limit=9)] == [b"begun", b"after"]
+
+
+def test_nothing_is_kept_of_requests_whose_clients_wait_no_longer(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = Hanging(broker, monkeypatch)
+
+    async def story() -> None:
+        desk = Desk(broker, asyncio.get_running_loop())
+        begun = desk.publish([Message(b"begun", {"queue": "q"})])
+        await asyncio.to_thread(wait_until, lambda: hanging.begun)
+        late = [desk.publish([Message(b"x" * 1_000, {"queue": "q"})]) for _ in range(100)]
+        looks = [lambda broker: broker.stats("q") for _ in range(50)]
+        known = [weakref.ref(each) for each in looks]
+        for each in [desk.call(look) for look in looks]:
+            desk.withdraw(each)
+        looks.clear()
+        for each in late[:50]:
+            assert desk.withdraw(each)
+        for each in late[50:]:
+            each.cancel()
+        await asyncio.sleep(0)
+        # Neither counted nor held, long before the store has its turn at them.
+        assert desk.under_way == 1
+        assert not [each for each in gc.get_objects() if type(each) is Publish and not each.answer
+                    and each.messages[0].payload != b"begun"]  # fmt: skip
+        assert sum(each() is not None for each in known) <= LOOK_THREADS
+        hanging.going_on.set()
+        assert len(await begun) == 1
+        await desk.close()
+
+    asyncio.run(story())
+    assert hanging.begun == 1
 
 
 def test_what_was_claimed_for_who_waits_no_longer_is_given_back(

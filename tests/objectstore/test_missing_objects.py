@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.faults.store_under_test import Pristine, clock, contents_of, fingerprint, make, opened
 
+import penstock
 from penstock.errors import StoreDamaged
 from penstock.salvage import salvage
 
@@ -39,6 +40,8 @@ def test_an_object_of_the_log_that_is_missing_or_empty(
     before = fingerprint(pristine.path)
     with pytest.raises(StoreDamaged, match="missing"):
         opened(pristine.url(pristine.path))
+    with pytest.raises(StoreDamaged, match="missing"):
+        penstock.open_reader(pristine.url(pristine.path))
     assert fingerprint(pristine.path) == before
     report = salvage(
         pristine.url(pristine.path), f"slatedb+file://{tmp_path / 'new'}", clock=clock()
@@ -46,11 +49,13 @@ def test_an_object_of_the_log_that_is_missing_or_empty(
     assert any(each.file.startswith("wal/") for each in report.unreadable)
 
 
-def test_manifests_that_are_all_missing(pristine: Pristine) -> None:
+def test_manifests_that_are_all_missing(pristine: Pristine, tmp_path: Path) -> None:
     shutil.rmtree(pristine.path / "manifest")
     before = fingerprint(pristine.path)
-    with pytest.raises(StoreDamaged, match="its manifests are missing"):
+    with pytest.raises(StoreDamaged, match="manifest/"):
         opened(pristine.url(pristine.path))
+    with pytest.raises(StoreDamaged, match="none of its manifests is there"):
+        salvage(pristine.url(pristine.path), f"slatedb+file://{tmp_path / 'new'}", clock=clock())
     assert fingerprint(pristine.path) == before
 
 

@@ -20,11 +20,11 @@ from tests.objectstore.test_owners import PATIENCE_S, QUEUES, acked, judge, wait
 from tests.ports import free_ports
 
 import penstock
-from penstock import InvalidInput, InvalidUrl, PenstockError, SystemClock
+from penstock import InvalidInput, InvalidUrl, PenstockError, StorageFailed, SystemClock
 from penstock.kv import slatedb as engine_module
 from penstock.opening import watch_owner
 from penstock.server import config as configuring
-from penstock.server import running, serving
+from penstock.server import process, running
 from penstock.server.standing import Silence, until_silent
 from penstock.testing.auditor import Kind
 
@@ -289,9 +289,36 @@ def test_a_standby_is_for_object_storage(tmp_path: Path) -> None:
     flags = {"store": f"rocksdb:{tmp_path}/db", "standby": True}
     config = configuring.load(environment={}, flags=flags).config
     with pytest.raises(InvalidUrl, match="that is for stores on object storage"):
-        serving.serve(config, lambda _: None)
+        process.serve(config, lambda _: None)
     with pytest.raises(InvalidInput, match="standby_after is at least 3000 ms"):
         configuring.load(environment={}, flags={"standby_after": "1s"})
+
+
+@pytest.mark.slow
+def test_a_standby_that_is_told_to_stop_ends_also_if_its_store_can_not_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = penstock.Broker.close
+
+    def fail(broker: penstock.Broker) -> None:
+        close(broker)
+        raise StorageFailed("the last sync failed")
+
+    monkeypatch.setattr(penstock.Broker, "close", fail)
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line.partition(" ")[0])
+        if said[-1] == "serving" or said.count("standing") > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    store = f"slatedb+file://{tmp_path}/store"
+    flags = {"store": store, "standby": True, "standby_after": "3s", "listen_native": "127.0.0.1:0"}
+    flags |= {"listen_http": "off", "listen_flight": "off"}
+    config = configuring.load(environment={}, flags=flags).config
+    with pytest.raises(StorageFailed, match="the last sync failed"):
+        process.serve(config, say)
+    assert said == ["standing", "serving", "stopping:"]
 
 
 def test_silence_is_the_time_of_looks_that_found_nothing_new() -> None:

@@ -134,15 +134,28 @@ def test_a_backup_is_verified_and_stays_as_it_is(store: Path, tmp_path: Path) ->
     assert "backed up to" in made.stdout
     assert f"{copy} is sound" in made.stdout
     before = tree(copy)
-    # One that is there is verified only, with or without a store.
-    for more in ((), ("--store", f"rocksdb:{store}")):
-        again = cli("backup", copy, "--verify", *more)
-        assert again.exit_code == 0, again.stderr
-        assert "backed up" not in again.stdout
+    again = cli("backup", copy, "--verify")
+    assert again.exit_code == 0, again.stderr
+    assert "backed up" not in again.stdout
+    # The backup of yesterday does not pass for the one that was asked for.
+    refused = cli("backup", copy, "--store", f"rocksdb:{store}", "--verify")
+    assert refused.exit_code == 1
+    assert "is there already" in refused.stderr
     assert tree(copy) == before
     assert sorted(each.name for each in tmp_path.iterdir()) == ["copy", "store"]
     # A backup can be opened as it is, too.
     assert contents(copy)[0] == 50
+
+
+def test_a_mistyped_name_is_not_made_into_a_backup(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PENSTOCK_STORE", "PENSTOCK_SERVER"):
+        monkeypatch.setenv(name, f"rocksdb:{store}")
+        verified = cli("backup", tmp_path / "cpoy", "--verify")
+        assert verified.exit_code == 1
+        assert f"there is no backup at {tmp_path / 'cpoy'}" in verified.stderr
+    assert not (tmp_path / "cpoy").exists()
 
 
 def test_a_backup_of_an_older_version_has_no_identity(store: Path, tmp_path: Path) -> None:
@@ -186,6 +199,7 @@ def test_a_backup_that_breaks_an_invariant(store: Path, tmp_path: Path) -> None:
     verified = cli("backup", tmp_path / "copy", "--verify")
     assert verified.exit_code == 1
     assert "breaks 1 invariants of a store" in verified.stderr
+    assert f"penstock salvage rocksdb:{tmp_path / 'copy'} TARGET" in verified.stderr
     with pytest.raises(StorageFailed, match="breaks 1 invariants"):
         backups.restore(tmp_path / "copy", tmp_path / "back")
 

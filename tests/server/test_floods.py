@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import resource
 import socket
 import struct
@@ -344,5 +345,31 @@ def test_an_acceptor_without_descriptors_rests(few_files: Callable[[int], None])
                 await asyncio.sleep(0.01)
         acceptor.close()
         served[0].close()
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_those_that_make_way_before_they_were_begun_are_closed_at_once() -> None:
+    async def never(_: socket.socket, __: object) -> None:
+        await asyncio.Event().wait()
+
+    async def story() -> None:
+        connections = Connections(2)
+        acceptor = Acceptor(connections, "test", never)
+        await acceptor.listen("127.0.0.1", 0)
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        with ExitStack() as stack:
+            # All of them are there before the loop looks, and are accepted in one turn of it.
+            clients = [stack.enter_context(connect(acceptor.address[1])) for _ in range(6)]
+            gc.disable()
+            try:
+                await asyncio.sleep(0.05)
+                assert len(connections) == 2
+                assert len(list(Path("/proc/self/fd").iterdir())) == before + len(clients) + 2
+                acceptor.close()
+                await asyncio.sleep(0.05)
+                assert len(connections) == 0
+            finally:
+                gc.enable()
 
     asyncio.run(asyncio.wait_for(story(), 60))

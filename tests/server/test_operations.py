@@ -89,7 +89,8 @@ def test_pages_do_not_wait_for_a_store_that_hangs(
             answers = [each.result(60) for each in asked]
             assert {each.status for each in answers} == {200, 503}
             waiting = [each for each in threading.enumerate() if each.name.startswith("asyncio")]
-            assert len(waiting) <= 1
+            # One asks the store, and one makes pages.
+            assert len(waiting) <= 2
             for ready, metrics in zip(answers[::2], answers[1::2], strict=True):
                 assert re.fullmatch(rb"not ready for \d+ s: one call has had it .*\n", ready.body)
                 assert at(metrics.body, "penstock_store_healthy") == 0
@@ -102,6 +103,27 @@ def test_pages_do_not_wait_for_a_store_that_hangs(
     begin, end = [each.message for each in caplog.records if "the store can" in each.message]
     assert begin.startswith("the store can't be used: one call has had it")
     assert end.startswith("the store can be used again, after")
+
+
+def test_a_page_that_takes_long_holds_nobody_up(
+    broker: penstock.Broker, ask: Any, wait_until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, pages, going_on = Metrics.page, list[int](), threading.Event()
+
+    def slow(metrics: Metrics) -> bytes:
+        pages.append(1)
+        assert going_on.wait(60)
+        return page(metrics)
+
+    monkeypatch.setattr(Metrics, "page", slow)
+    with running(broker, **HTTP) as server, ThreadPoolExecutor(5) as askers:
+        address = server.addresses["http"]
+        asked = [askers.submit(ask, address, "GET", "/metrics") for _ in range(5)]
+        wait_until(lambda: pages)
+        assert ask(address, "GET", "/ready").status == 200
+        going_on.set()
+        assert {each.result().status for each in asked} == {200}
+        assert len(pages) < 5
 
 
 def test_figures_of_a_slow_store_have_an_age(

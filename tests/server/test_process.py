@@ -234,7 +234,7 @@ def test_threads_of_a_server_share_one_heap() -> None:
     # In a process of its own: what it sets is for all of a process, and for good.
     script = """
 import ctypes, tempfile, threading
-from penstock.server.serving import _share_one_heap
+from penstock.server.process import _share_one_heap
 _share_one_heap()
 barrier = threading.Barrier(8)
 library = ctypes.CDLL(None)

@@ -182,7 +182,7 @@ def test_a_purge_that_failed_can_be_tried_again_at_once(
         broken.setattr(served.broker, "purge", fail)
         with pytest.raises(ClientError) as error:
             sqs.purge_queue(QueueUrl=url)
-    assert code_of(error) == "InternalFailure"
+    assert code_of(error) == "ServiceUnavailable"
     sqs.purge_queue(QueueUrl=url)
     assert receive(sqs, url) == []
 

@@ -298,6 +298,73 @@ def test_every_verb_is_right_or_raises_and_changes_nothing(
     examine(stores[design], tmp_path / "store", table, at)
 
 
+@pytest.mark.parametrize(
+    ("design", "table"),
+    [
+        *(("indexed", table) for table in ("history", "unclaimed", "visibility_index")),
+        *(("buckets", table) for table in ("history", "unclaimed")),
+    ],
+)
+def test_sweeps_of_a_damaged_store_rebuild_no_memory_and_look_again(
+    stores: dict[str, Was], tmp_path: Path, design: str, table: str
+) -> None:
+    place = tmp_path / "store"
+    shutil.copytree(stores[design].path, place)
+    file = place / files_of(place)[table][0].name
+    damage = (16, 100)
+    flip(file, *damage)
+    clock = ManualClock(NOW_MS + 7_200_000)
+    broker = penstock.open(f"rocksdb:{place}", background=False, clock=clock)
+    core: Any = cast("KvStore", broker._store).core
+    loads, load = [], core.load
+    core.load = lambda: loads.append(load())
+    for _ in range(5):
+        with pytest.raises(StoreDamaged, match=table):
+            broker.sweep()
+    # Where a change had begun before what it needs could not be read; no more than once a minute.
+    assert len(loads) <= 2
+    # A disk may get over it.
+    flip(file, *damage)
+    clock.advance(60_000)
+    with pytest.raises(StoreDamaged, match=table):
+        broker.sweep()
+    broker.sweep(budget=1_000_000)
+    assert broker.check().clean
+    broker.close()
+
+
+@pytest.mark.parametrize(
+    ("design", "table", "at"), [("indexed", "visibility_index", 0.8), ("buckets", "buckets", 0.93)]
+)
+def test_leases_and_delays_of_other_queues_end(
+    tmp_path: Path, design: str, table: str, at: float
+) -> None:
+    place = tmp_path / "store"
+    url = f"rocksdb:{place}?design={design}"
+    with penstock.open(url, background=False, clock=ManualClock(NOW_MS)) as broker:
+        broker.create_queue("jobs")
+        broker.create_queue("turns", ordering="fifo")
+        broker.publish(
+            Message(b"%d" % number, {"queue": "turns"}, group=f"g{number}", delay_ms=delay_ms)
+            for delay_ms in (0, 30_000)
+            for number in range(500)
+        )
+        held = len(broker.claim("turns", limit=3, lease_ms=LEASE_MS))
+        for delay_ms in (0, 30_000):
+            broker.send("jobs", b"job", delay_ms=delay_ms)
+        held += len(broker.claim("jobs", lease_ms=LEASE_MS))
+    assert held == 4
+    compact(place, DESIGNS[design].tables)
+    (file,) = files_of(place)[table]
+    flip(file, int(file.stat().st_size * at), 100)
+    with open_at(place, at_ms=NOW_MS + 7_200_000) as broker:
+        with pytest.raises(StoreDamaged, match="can't be read"):
+            broker.sweep()
+        with pytest.raises(StoreDamaged, match=table):
+            broker.claim("turns")
+        assert len(broker.claim("jobs", limit=10)) == 2
+
+
 # --- what a claim passes over ---------------------------------------------------------------------
 
 

@@ -143,8 +143,9 @@ class Core:
         self._done: list[tuple[Told, Any, BaseException | None]] = []
         self._heard_ms = now_ms
         self._asked_ms: int | None = None
-        # What the server had taken when that was last looked at, whether that was all, and whether
-        # it was also the question; and when it was last seen to take more of what it had not.
+        # Bytes that the server had taken at the last look, whether these were all, and whether
+        # it was also the question; and when it was last seen to take more of what it had not, or to
+        # be in the middle of an answer.
         self._taken, self._all_taken = 0, True
         self._question_came = False
         self._moved_ms = now_ms
@@ -266,6 +267,9 @@ class Core:
                 self._read(wire.read_server_frame(frame), now_ms)
         except InvalidInput as error:
             self._give_up(f"the server sent what can't be read: {error}")
+        if self._reader.pending or self._parts:
+            # The other answers may be behind this one.
+            self._moved_ms = now_ms
         if self._fenced:
             # Now that everything is read which it had said before.
             self._give_up(self._fenced)
@@ -322,7 +326,10 @@ class Core:
             self._fail(pending, ServerUnreachable(text))
 
     def _fail_late(self, now_ms: int) -> None:
-        """Fail calls that were sent, and not answered for as long as they may take."""
+        """Fail calls that were sent, and not answered for as long as they may take.
+
+        Not while bytes go out or an answer comes in: theirs may be behind it.
+        """
         for pending in list(self._sent.values()):
             request, patience_ms = pending.call.request, self._options.patience_ms
             if pending.withdrawn or pending.told is _nobody or type(request) in wire.LONG:
@@ -365,8 +372,6 @@ class Core:
         elif isinstance(frame, wire.Part):
             parts = self._parts.setdefault(frame.id, [])
             parts.append(frame.data)
-            if frame.id in self._sent:
-                self._sent[frame.id].since_ms = now_ms
             if frame.last:
                 del self._parts[frame.id]
                 self._settle(frame.id, b"".join(parts), now_ms)

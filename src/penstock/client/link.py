@@ -38,7 +38,7 @@ CLOSE_SECONDS: Final = 1.0
 WRITE_HIGH_BYTES: Final = 4 * 1024 * 1024
 
 
-# What resolvers say of a name that nobody has; EAI_AGAIN is not among it, for that may pass.
+# Answers of resolvers for a name that nobody has; not EAI_AGAIN, for that may pass.
 _NO_SUCH_HOST: Final = frozenset(
     getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)
 )

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from penstock.commands.common import open_store
 from penstock.errors import InvalidInput, NotAllowed, PenstockError, StoreLocked
@@ -23,7 +24,13 @@ _TIMEOUT_SECONDS: Final = 3_600
 
 @click.command("backup")
 @click.argument("destination")
-@click.option("--store", metavar="URL", envvar="PENSTOCK_STORE", help="A store nobody has open.")
+@click.option(
+    "--store",
+    metavar="URL",
+    envvar="PENSTOCK_STORE",
+    show_envvar=True,
+    help="A store nobody has open.",
+)
 @click.option(
     "--server",
     metavar="URL",
@@ -35,10 +42,17 @@ _TIMEOUT_SECONDS: Final = 3_600
 @click.option(
     "--verify",
     is_flag=True,
-    help="Open the backup and check it; a DESTINATION that is there is checked only.",
+    help="Check the backup DESTINATION; with --store or --server, make it first.",
 )
+@click.pass_context
 def backup(
-    destination: str, store: str | None, server: str | None, ca: str | None, *, verify: bool
+    ctx: click.Context,
+    destination: str,
+    store: str | None,
+    server: str | None,
+    ca: str | None,
+    *,
+    verify: bool,
 ) -> None:
     """Copy a store to a directory that is not there yet.
 
@@ -46,9 +60,16 @@ def backup(
     if it wants a key, PENSTOCK_TOKEN holds one that may admin all queues, as ID:SECRET.
 
     --verify reads the whole backup and changes nothing of it; ends with 1 if anything is wrong.
+    It makes one only if --store or --server is on the command line, not for PENSTOCK_STORE or
+    PENSTOCK_SERVER.
     """
     made = Path(destination)
-    if server is not None:
+    if verify and not _asked_to_make(ctx):
+        if not made.is_dir():
+            raise click.ClickException(
+                f"there is no backup at {made}; --store URL or --server URL makes one"
+            )
+    elif server is not None:
         answer = _ask(server, destination, ca)
         made = Path(answer["path"])
         click.echo(f"backed up to {made}: {answer['bytes']} bytes")
@@ -57,12 +78,18 @@ def backup(
                 f"not verified: it is on the server's machine; there, penstock backup {made} "
                 "--verify"
             )
-    elif not verify or not made.exists():
+    else:
         _make(made, store)
     if verify:
         report = backups.verify(made)
         count = sum(report.checked.values())
         click.echo(f"{made} is sound: {count} records were read, no violations")
+
+
+def _asked_to_make(ctx: click.Context) -> bool:
+    # Variables are set for other commands too: they don't make a mistyped name into a backup.
+    sources = (ctx.get_parameter_source(name) for name in ("store", "server"))
+    return ParameterSource.COMMANDLINE in sources
 
 
 def _make(destination: Path, store: str | None) -> None:

@@ -17,11 +17,14 @@ from penstock.commands.common import (
     show_table,
     store_option,
 )
+from penstock.errors import StoreDamaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from penstock.broker import Broker
     from penstock.model import QueueSpec, QueueStats
+    from penstock.reader import Reader
 
 __all__ = ["commands"]
 
@@ -80,18 +83,40 @@ def list_queues(store: str, *, as_json: bool) -> None:
     """List the queues."""
     with open_to_look(store) as broker:
         specs = broker.queues()
-        counted = [(spec, broker.stats(spec.name)) for spec in specs]
-    if as_json:
-        emit_json(specs)
-        return
+        if as_json:
+            emit_json(specs)
+            return
+        counted, damage = _count(broker, [spec.name for spec in specs])
     show_table(
         ("queue", "ordering", "filter", ":available", ":delayed", ":in flight", ":failed"),
         [
-            (s.name, s.ordering.value, s.filter, n.available, n.delayed, n.in_flight, n.failed)
-            for s, n in counted
+            (spec.name, spec.ordering.value, spec.filter, *_depths(counted.get(spec.name)))
+            for spec in specs
         ],
         empty="no queues",
     )
+    if damage is not None:
+        raise damage
+
+
+def _count(
+    broker: Broker | Reader, names: list[str]
+) -> tuple[dict[str, QueueStats], StoreDamaged | None]:
+    """Count each queue's messages, as far as they can be read; and say what could not be."""
+    counted = {}
+    damage = None
+    for name in names:
+        try:
+            counted[name] = broker.stats(name)
+        except StoreDamaged as error:
+            damage = damage or error
+    return counted, damage
+
+
+def _depths(stats: QueueStats | None) -> tuple[object, ...]:
+    if stats is None:
+        return ("?",) * 4
+    return (stats.available, stats.delayed, stats.in_flight, stats.failed)
 
 
 @click.command("create")
@@ -164,16 +189,18 @@ def stats(queue: str | None, store: str, *, read_only: bool, as_json: bool) -> N
     """Show depths and totals."""
     with open_to_look(store, read_only=read_only) as broker:
         names = [spec.name for spec in broker.queues()] if queue is None else [queue]
-        counted = [broker.stats(name) for name in names]
+        counted, damage = _count(broker, names)
         whole = broker.store_stats()
     if as_json:
-        emit_json({"queues": counted, "store": whole})
-        return
-    for each in counted:
-        _show_stats(each)
-    if queue is None:
-        rows = msgspec.structs.asdict(whole).items()
-        show_table(("store", ":count"), list(rows), empty="")
+        emit_json({"queues": list(counted.values()), "store": whole})
+    else:
+        for each in counted.values():
+            _show_stats(each)
+        if queue is None:
+            rows = msgspec.structs.asdict(whole).items()
+            show_table(("store", ":count"), list(rows), empty="")
+    if damage is not None:
+        raise damage
 
 
 def _show_stats(counted: QueueStats) -> None:

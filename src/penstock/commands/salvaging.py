@@ -1,4 +1,4 @@
-"""What is left of a damaged store: ``penstock salvage``."""
+"""``penstock salvage``: reads what is left of a damaged store."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def salvage_command(
     with 0 if everything was there, with 1 if something is lost or had to be repaired, with 2 if
     nothing could be done.
     """
-    # What the audit puts away is in the report, not thousands of lines before it.
+    # Rows that the audit puts away are in the report, not in thousands of lines before it.
     quiet = logging.getLogger("penstock.stores")
     level = quiet.level
     quiet.setLevel(logging.CRITICAL)
@@ -82,11 +82,25 @@ def _show(report: SalvageReport) -> None:
         return
     there = sum(sum(each.found.values()) for each in report.queues)
     put_back = sum(each.put_back for each in report.queues)
-    lost = sum(last - first + 1 for each in report.queues for first, last in each.lost)
-    click.echo(
-        f"{there} messages are there, {put_back} of them put back; {lost} are lost for certain; "
-        f"{sum(report.repaired.values())} violations were repaired"
+    lost = sum(_count(each.lost) for each in report.queues)
+    expected = sum(
+        max(each.expected or 0, sum(each.found.values()) + _count(each.lost))
+        for each in report.queues
     )
+    more = expected - there - lost
+    click.echo(
+        f"{there} messages are there, {put_back} of them put back; {lost} are lost for certain"
+        + (f", and {more} more by the queues' counters" if more else "")
+        + f"; {sum(report.repaired.values())} violations were repaired"
+    )
+    if any(
+        each.file.startswith("wal/") or each.file.endswith(".log") for each in report.unreadable
+    ):
+        click.echo("A part of the log is lost: what nothing else tells of is not counted as lost.")
+
+
+def _count(ranges: list[tuple[int, int]]) -> int:
+    return sum(last - first + 1 for first, last in ranges)
 
 
 def _ranges(ranges: list[tuple[int, int]]) -> str:

@@ -27,12 +27,12 @@ def serve(config_file: str | None, **flags: Any) -> None:
     config = effective(config_file, flags).config
     logs.configure(config.log_level, config.log_format)
     try:
-        from penstock.server import serving  # noqa: PLC0415 - needs an extra
+        from penstock.server import process  # noqa: PLC0415 - needs an extra
     except ImportError as error:
         raise click.ClickException(
             f"{error}: serving needs pip install 'penstock[server]'"
         ) from error
-    serving.serve(config, _say)
+    process.serve(config, _say)
 
 
 def _say(line: str) -> None:

@@ -113,7 +113,7 @@ class Engine(Protocol):
         """Why it takes no writes at present, from memory alone and from any thread."""
 
     def recover(self, alone: AbstractContextManager[None], load: Callable[[], None]) -> None:
-        """Have an engine that is away take writes again, or raise why it does not.
+        """Make an engine that is away take writes again, or raise why it does not.
 
         ``alone`` is entered for as long as nobody else may use it. What was not durable may be
         gone then: ``load`` is called to read again what is kept in memory.

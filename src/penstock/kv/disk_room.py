@@ -28,7 +28,7 @@ _LOOK_S: Final = 1.0
 _TIMES_WRITTEN: Final = 2
 _AMPLE: Final = 1.25
 _PROBE_FILE: Final = "PENSTOCK-PROBE"
-# What a database that opens writes besides: a manifest, options, a log of its own.
+# A database that opens also writes a manifest, options and a log of its own.
 _PROBE_BYTES: Final = 1 << 20
 
 
@@ -71,7 +71,7 @@ class DiskRoom:
                 self._refusing = False
                 log.warning("there is room for new messages again: %s", self._describe())
             return
-        # What is refused is not written.
+        # Refused bytes are not written.
         self._left += _TIMES_WRITTEN * size
         if not self._refusing:
             self._refusing = True

@@ -186,16 +186,18 @@ class RocksEngine:
         create = mark_at(path, {}) is None
         if create:
             make_directory(path)
-        with _reserved(path) as self._place:
-            if create:
-                with creation(path, mark):
-                    self._db = self._open(create=True)
-            else:
-                self._db = self._open()
+        self._tables: dict[str, RocksTable] = {}
+        with _reserved(path) as self._place, contextlib.ExitStack() as undoing:
+            with creation(path, mark) if create else contextlib.nullcontext():
+                self._db = self._open(create=create)
+                undoing.callback(self._close_database)
             with reading(path):
                 self._synced = SyncedLog(path)
-        self._tables = {name: RocksTable(self._db, name, self._note_damage) for name in tables}
-        self._room = DiskRoom(path, self._unflushed_bytes, min_free_bytes)
+            undoing.callback(self._synced.close)
+            for name in tables:
+                self._tables[name] = RocksTable(self._db, name, self._note_damage)
+            self._room = DiskRoom(path, self._unflushed_bytes, min_free_bytes)
+            undoing.pop_all()
 
     def _open(self, *, create: bool = False) -> rocks.Rdict:
         # One cache for all families: what is hot gets the room, and memory has one bound.
@@ -219,7 +221,8 @@ class RocksEngine:
     def batch(self, *, growth: int = 0) -> Batch:
         """Begin a batch: the library's own, so that hot loops pay for no wrapper."""
         # Refused here, while nobody's memory has run ahead of the disk.
-        self._check()
+        if self.away is not None:
+            self._check()
         if growth:
             self._room.check(growth)
         batch: Any = rocks.WriteBatch(raw_mode=True)
@@ -227,7 +230,8 @@ class RocksEngine:
 
     def commit(self, batch: Batch) -> None:
         """Apply a batch; a crash of this process can't undo it, a crash of the machine may."""
-        self._check()
+        if self.away is not None:
+            self._check()
         rows: Any = batch
         try:
             self._db.write(rows)
@@ -282,8 +286,6 @@ class RocksEngine:
         finally:
             self._let_go()
             _open_here.pop(self._place, None)
-            with contextlib.suppress(OSError):
-                (self.path / _OWNER_FILE).unlink()
 
     # --- blocks that can't be read ---------------------------------------------------------
 
@@ -334,17 +336,22 @@ class RocksEngine:
     def _let_go(self) -> None:
         """Close the database. What could not be flushed is in its log."""
         if self.away is not None:
-            # Whoever has kept the error has kept the frames that it came through, with handles.
+            # An error that somebody has kept keeps the frames that it came through, with handles.
             traceback.clear_frames(self.away.__traceback__)
         if self.away is not None or self._uncompacted:
             gc.collect()
         for view in list(self._views):
             view.close()
+        self._close_database()
+        self._synced.close()
+
+    def _close_database(self) -> None:
         for table in self._tables.values():
             table.close()
         with contextlib.suppress(Exception):
             self._db.close()
-        self._synced.close()
+        with contextlib.suppress(OSError):
+            (self.path / _OWNER_FILE).unlink()
 
     def _unflushed_bytes(self) -> int:
         """Return what opening the database would write: what is in its log and in no other file."""
@@ -441,7 +448,8 @@ def _open(
         if is_full(error):
             raise DiskFull(f"RocksDB can't open {path}: {text}") from error
         if "Corruption: " in text:
-            raise damaged(path, text) from error
+            # Whatever is damaged, RocksDB adds that the MANIFEST may be; that has been read before.
+            raise damaged(path, text.partition("  The file ")[0]) from error
         raise StorageFailed(f"RocksDB can't open {path}: {text}") from error
 
 

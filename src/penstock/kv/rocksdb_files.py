@@ -51,7 +51,7 @@ __all__ = [
 _MARK: Final = "PENSTOCK"
 _CREATING: Final = "PENSTOCK-CREATING"
 _CURRENT: Final = "CURRENT"
-# Whoever closes this file lets go of every lock that the process has on it: RocksDB's too.
+# Closing this file ends every lock that the process has on it, RocksDB's among them.
 _LOCK: Final = "LOCK"
 _IDENTITY: Final = "IDENTITY"
 # A database has these, besides its OPTIONS, a MANIFEST, and the files which that names.

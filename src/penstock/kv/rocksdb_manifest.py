@@ -15,7 +15,7 @@ __all__ = ["Manifest", "TableFile"]
 _COMPARATOR, _LOG_NUMBER, _NEXT_FILE, _LAST_SEQUENCE, _CURSOR, _DELETED = range(1, 7)
 _PREVIOUS_LOG, _KEEP_LOG, _NEW_FILE, _FAMILY, _ADD_FAMILY, _DROP_FAMILY = 9, 10, 103, 200, 201, 202
 _MAX_FAMILY, _IN_GROUP = 203, 300
-# What stands behind each tag: numbers and strings.
+# The numbers and strings behind each tag.
 _SHAPES: Final = {
     _COMPARATOR: "s",
     _LOG_NUMBER: "n",
@@ -56,7 +56,7 @@ class TableFile(NamedTuple):
 
 
 class Manifest:
-    """What the whole records of a MANIFEST add up to; ``end`` is where they end.
+    """The sum of the whole records of a MANIFEST; ``end`` is where they end.
 
     ValueError if a whole record says something that is not known.
     """

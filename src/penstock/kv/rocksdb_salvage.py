@@ -117,7 +117,7 @@ def _write_manifest(families: dict[int, str], files: Iterable[TableFile], log: i
 
 
 class RocksRemains:
-    """What can be read of a RocksDB directory.
+    """The rows of a RocksDB directory that can be read.
 
     ``damage`` says what could not be read, and grows while rows are; ``notes`` say what is wrong
     but has cost nothing. With ``drop_after`` the logs end where the first of them is damaged.

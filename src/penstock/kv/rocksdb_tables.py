@@ -20,13 +20,17 @@ if TYPE_CHECKING:
 
 __all__ = ["RocksTable", "RocksView", "is_full", "translate"]
 
-# What the operating system says when there is no room, as RocksDB passes it on.
+# Words of the operating system when there is no room, as RocksDB passes them on.
 _NO_SPACE: Final = ("No space left", "File too large", "Disk quota exceeded")
 # What RocksDB says when a block has the wrong checksum, and the operating system when a file is
 # gone or its disk can't read it.
 _DAMAGED: Final = ("Corruption", "Input/output error", "No such file or directory")
+# What RocksDB says to who writes of something that it could not read, as in a compaction.
+_NOT_READ: Final = ("Corruption", "While pread", "for random read")
 # Up to this many rows, a scan is faster without the binding's generator.
 _FEW_ROWS: Final = 16
+# After every key of every table.
+_AFTER_ALL: Final = b"\xff" * 64
 
 
 class RocksTable:
@@ -159,7 +163,8 @@ def _ascending(
                 rows.next()
         rows.status()
     except Exception as error:
-        # Whoever keeps the error keeps this frame, and the database stays open for the iterator.
+        _reset(rows)
+        # A kept error keeps this frame, and the iterator would keep the database open.
         del rows
         fail(error, found[-1][0] + b"\0" if found else begin, end)
     return found
@@ -181,6 +186,7 @@ def _descending(
         rows.status()
     except Exception as error:
         end = found[-1][0] if found else end
+        _reset(rows)
         # The binding knows no lower bound, so the block may be below the range; and to give a row,
         # RocksDB looks at the one before. Forward, no more than that row can be left of the range.
         try:
@@ -191,6 +197,15 @@ def _descending(
             fail(error, begin, end)
         found += rest
     return found
+
+
+def _reset(rows: Any) -> None:
+    """Make an iterator that has failed read again what can be read.
+
+    RocksDB may keep on giving its error for blocks that are whole, until it has been at the end.
+    """
+    with contextlib.suppress(Exception):
+        rows.seek(_AFTER_ALL)
 
 
 class RocksView:
@@ -221,8 +236,8 @@ def translate(error: Exception, table: str = "", begin: bytes = b"", end: bytes 
         raise StorageFailed("the store is closed, or could not be opened again") from error
     if is_full(error):
         raise DiskFull(f"no space left for the store: {text}") from error
-    if any(sign in text for sign in _DAMAGED):
-        if table:
-            raise damaged(table, begin, end, text) from error
+    if table and any(sign in text for sign in _DAMAGED):
+        raise damaged(table, begin, end, text) from error
+    if any(sign in text for sign in _NOT_READ):
         raise StoreDamaged(f"files of the store can't be read: {text}") from error
     raise StorageFailed(f"RocksDB failed: {text}") from error

@@ -29,8 +29,9 @@ from penstock.errors import StorageFailed, StoreDamaged, StoreMismatch
 from penstock.kv.overlay import MISSING
 from penstock.kv.slatedb import families_of
 from penstock.kv.slatedb_calls import CallTimeout, call
+from penstock.kv.slatedb_files import TRUNCATED
 from penstock.kv.slatedb_place import NO_DATABASE, translate_open
-from penstock.kv.slatedb_reader import TRUNCATED, NoDatabase, build
+from penstock.kv.slatedb_reader import NoDatabase, build
 from penstock.kv.slatedb_rows import SILENCE_S, Rows, SlateTable
 from penstock.limits import MAX_MOMENT_BYTES, MAX_READER_SNAPSHOT_MS
 
@@ -56,7 +57,7 @@ _ROW_BYTES: Final = 160
 # An owner writes a file from 32 MiB on and has as much again come in meanwhile: of small rows that
 # is about this many times the bound.
 _REFUSED: Final = 3
-# What the library says of checkpoints that are gone.
+# Words of the library for checkpoints that are gone.
 _NO_CHECKPOINT: Final = ("checkpoint missing", "invalid DB state")
 
 

@@ -9,21 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from itertools import count, pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from slatedb.uniffi import (
-    AdminBuilder,
-    DbReaderBuilder,
-    Error,
-    ReaderMode,
-    ReaderOptions,
-    SlateDbWalReader,
-)
+from slatedb.uniffi import DbReaderBuilder, Error, ReaderMode, ReaderOptions
 
 from penstock.clock import SystemClock
-from penstock.errors import StorageFailed, StoreDamaged, StoreMismatch
+from penstock.errors import StorageFailed, StoreMismatch
 from penstock.kv.slatedb import families_of
 from penstock.kv.slatedb_calls import CallTimeout, call
 from penstock.kv.slatedb_files import check_objects
@@ -34,23 +25,12 @@ from penstock.limits import MAX_READER_SNAPSHOT_MS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from slatedb.uniffi import DbReader, VersionedManifest
+    from slatedb.uniffi import DbReader
 
     from penstock.kv.slatedb_place import Place
 
-__all__ = [
-    "TRUNCATED",
-    "Found",
-    "NoDatabase",
-    "ReaderMoved",
-    "SlateReader",
-    "build",
-    "check_log",
-    "peek",
-]
+__all__ = ["Found", "NoDatabase", "ReaderMoved", "SlateReader", "build", "peek"]
 
-# What the library says of an object of the log that is not there.
-TRUNCATED: Final = "WAL was truncated"
 # Few: wrong credentials and missing buckets are told of soon.
 _RETRIES: Final = 2
 _MEMORY_BYTES: Final = 64 << 20
@@ -165,15 +145,15 @@ def peek(place: Place, table: str, key: bytes) -> Found | None:
     """
     if place.holds_something_else():
         raise StoreMismatch(f"{place.root} is not empty and holds no SlateDB database")
-    check_objects(place)
+    if place.kind == "file":
+        check_objects(place)
     found = Found(frozenset(), None)
     # A record that was written long ago is in a file of rows; if it was not, the log is read too.
     for replay in (False, True):
         try:
             reader = SlateReader(place, pinned=False, replay=replay)
         except NoDatabase:
-            if place.kind == "file" and any(Path(place.root).rglob("*.sst")):
-                raise _damaged(place, "its manifests are missing") from None
+            check_objects(place)
             return None
         try:
             tables = frozenset(reader.families)
@@ -182,68 +162,7 @@ def peek(place: Place, table: str, key: bytes) -> Found | None:
             reader.close()
         if found.record is not None:
             break
+    if place.kind == "s3":
+        # After the reader has got through: of a wrong bucket or key the library never tires here.
+        check_objects(place)
     return found
-
-
-def check_log(place: Place) -> None:
-    """Raise StoreDamaged if objects of the log are missing or empty that have to be there.
-
-    The library begins with the first object that it finds behind those in files of rows, and takes
-    one of no bytes for the mark of a writer that came.
-    """
-    admin = AdminBuilder(place.path, place.store()).build()
-    logs = SlateDbWalReader(place.path, place.store())
-    try:
-        while True:
-            manifest = call(admin.read_manifest(None), SILENCE_S)
-            wrong = _missing_in_log(place, logs, manifest)
-            # An owner that goes on writing has perhaps moved the log's beginning meanwhile.
-            if wrong is None or call(admin.read_manifest(None), SILENCE_S).id == manifest.id:
-                break
-    except (Error, CallTimeout) as error:
-        translate_open(error, place)
-    if wrong is not None:
-        raise _damaged(place, wrong)
-
-
-def _damaged(place: Place, wrong: str) -> StoreDamaged:
-    return StoreDamaged(
-        f"{place} holds a damaged store: {wrong}. Nothing was changed. Restore a copy, or read "
-        f"what is left into a new store: penstock salvage {place} TARGET"
-    )
-
-
-def _missing_in_log(
-    place: Place, logs: SlateDbWalReader, manifest: VersionedManifest
-) -> str | None:
-    first = manifest.replay_after_wal_id + 1
-    if place.kind != "file":
-        # The library finds out about the others itself.
-        last = call(logs.last_wal_file_id(first), SILENCE_S)
-        is_missing = last > first and _sequences(logs, first) is None
-        return f"wal/{first:020}.sst is missing" if is_missing else None
-    objects = Path(place.root, "wal").glob("*.sst")
-    sizes = {n: each.stat().st_size for each in objects if (n := int(each.stem)) >= first}
-    last = max([manifest.next_wal_sst_id - 1, *sizes])
-    if len(sizes) <= last - first:
-        number = next(number for number in count(first) if number not in sizes)
-        return f"wal/{number:020}.sst is missing"
-    for before, after in pairwise([first - 1, *(n for n in sorted(sizes) if sizes[n])]):
-        if after - before > 1:
-            ended = [manifest.last_l0_seq] if before < first else _sequences(logs, before)
-            begun = _sequences(logs, after)
-            if ended and begun and begun[0] > ended[-1] + 1:
-                lost = f"{begun[0] - ended[-1] - 1} commits"
-                return f"{lost} between wal/{before:020}.sst and wal/{after:020}.sst are missing"
-    return None
-
-
-def _sequences(logs: SlateDbWalReader, number: int) -> list[int] | None:
-    """Return the sequence numbers of an object of the log, in order; None if it is not there."""
-    try:
-        found = call(call(logs.iterator(number), SILENCE_S).next(), SILENCE_S)
-    except Error.Data as error:
-        if TRUNCATED not in error.message:
-            raise
-        return None
-    return sorted(row.seq for row in found.rows) if found is not None else []

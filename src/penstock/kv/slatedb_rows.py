@@ -200,7 +200,7 @@ class SlateTable:
 
     @contextlib.contextmanager
     def _naming(self, begin: bytes, end: bytes) -> Iterator[None]:
-        """Have an error of reading say which table and keys were read."""
+        """Name the table and keys that were read in an error of reading."""
         try:
             yield
         except StoreDamaged as error:

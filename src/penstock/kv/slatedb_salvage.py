@@ -44,7 +44,7 @@ _OBJECT: Final = re.compile(r"((?:compacted|wal)/\w+\.sst)")
 
 
 class SlateRemains:
-    """What can be read of a SlateDB database; see :class:`~penstock.kv.Remains`."""
+    """The rows of a SlateDB database that can be read; see :class:`~penstock.kv.Remains`."""
 
     def __init__(self, place: Place, scratch: Path, *, drop_after: bool = False) -> None:
         self.damage: list[Damage] = []
@@ -52,7 +52,7 @@ class SlateRemains:
         self._source = place
         self._place = _linked(place, scratch) if place.kind == "file" else place
         self._drop_after = drop_after
-        # What the log says of a key: its value, or None if it was deleted.
+        # By key: its value in the log, or None if it was deleted.
         self._log: dict[bytes, bytes | None] = {}
         self._reader = self._open()
         self._rows = Rows(self._reader, self._place, lambda: None)
@@ -90,6 +90,11 @@ class SlateRemains:
     def _open(self) -> DbReader:
         """Open by the newest manifest whose files can be read at least at their beginning."""
         manifests = sorted((Path(self._place.root) / "manifest").glob("*"), reverse=True)
+        if self._place.kind == "file" and not manifests:
+            raise StoreDamaged(
+                "none of its manifests is there, and nothing can be read without one: bring one "
+                "back from a copy of the objects"
+            )
         while True:
             try:
                 reader = build(self._place, ReaderMode.FOLLOW_LATEST(), replay=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import InvalidInput
@@ -112,22 +113,27 @@ class Acceptor:
             taken.setblocking(False)  # noqa: FBT003
             arriving = _Arriving()
             slot = self._connections.enter(arriving, self._protocol)
-            task = asyncio.get_running_loop().create_task(self._arrive(taken, slot))
-            arriving.task = task
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            arriving.task = asyncio.get_running_loop().create_task(self._arrive(taken, slot))
+            self._tasks.add(arriving.task)
+            arriving.task.add_done_callback(partial(self._arrived, taken, slot))
 
     async def _arrive(self, taken: socket.socket, slot: Slot) -> None:
-        try:
-            # Some loops set it only for sockets of their own.
-            taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await self._serve(taken, slot)
-        except BaseException as error:
-            self._connections.leave(slot)
-            taken.close()
-            if not isinstance(error, OSError):
-                raise
+        # Some loops set it only for sockets of their own.
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await self._serve(taken, slot)
+
+    def _arrived(self, taken: socket.socket, slot: Slot, task: asyncio.Task[None]) -> None:
+        """Let go of one that came to nothing; a task may be cancelled before it runs."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is None and not task.cancelled():
+            return
+        self._connections.leave(slot)
+        taken.close()
+        if isinstance(error, OSError):
             log.debug("a connection came to nothing: %s", error)
+        elif error is not None:
+            log.error("a connection could not be served", exc_info=error)
 
     def _rest(self, listening: socket.socket, error: OSError) -> None:
         """Accept nothing for a moment: what waits would be tried over and over."""

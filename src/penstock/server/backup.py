@@ -64,7 +64,8 @@ def verify(source: Path) -> AuditReport:
         first = report.violations[0]
         raise StorageFailed(
             f"{source} breaks {report.left} invariants of a store, the first in the table "
-            f"{first.table}, key {first.key}: {first.text}"
+            f"{first.table}, key {first.key}: {first.text}. Use another backup, or read what is "
+            f"left of this one into a new store: penstock salvage rocksdb:{source} TARGET"
         )
     return report
 

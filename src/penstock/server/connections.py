@@ -23,7 +23,7 @@ _TOO_MUCH: Final = "the server has too much in hand: try again"
 
 
 class Holder(Protocol):
-    """What a slot is held by: a connection, or one that is about to be."""
+    """The holder of a slot: a connection, or one that is about to be."""
 
     @property
     def idle(self) -> bool:
@@ -92,7 +92,7 @@ class Connections:
 
     @property
     def held_bytes(self) -> int:
-        """What all connections hold."""
+        """The bytes that all connections hold."""
         return sum(pool.total_bytes for pool in self._pools.values())
 
     def enter(self, holder: Holder, protocol: str) -> Slot:

@@ -35,7 +35,7 @@ def limit() -> int:
 
 
 def raise_limit() -> None:
-    """Have the process open as many files as the system lets it."""
+    """Raise the number of files that the process may open as far as the system lets it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _NO_LIMIT if hard == resource.RLIM_INFINITY else min(hard, _NO_LIMIT)
     if wanted > limit():

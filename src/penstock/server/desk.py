@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from asyncio import Future
-from collections import deque
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
@@ -89,7 +89,7 @@ class Desk:
     def __init__(self, broker: Broker, loop: AbstractEventLoop) -> None:
         self.broker = broker
         self._loop = loop
-        self._gathered: deque[_Made] = deque()
+        self._gathered: OrderedDict[Future[Any], Request] = OrderedDict()
         self._scheduled = False
         self._under_way = 0
         # Claims that may wait, from their request to their answer; and those that do, by queue.
@@ -103,7 +103,7 @@ class Desk:
         self.lost = asyncio.Event()
         self._callers = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="penstock-desk")
         self._lookers = ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="penstock-look")
-        # What those threads have been given.
+        # Jobs that those threads have been given.
         self._jobs: dict[Future[Any], concurrent.futures.Future[Any]] = {}
         self._changer: ThreadPoolExecutor | None = None
         if broker.info().design in FAR:
@@ -201,7 +201,7 @@ class Desk:
             raise
 
     def take_back(self, deliveries: Iterable[Delivery]) -> None:
-        """Have messages wait again that were claimed for somebody who has gone: others want them.
+        """Give back messages that were claimed for somebody who has gone: others want them.
 
         If that fails, their lease ends in time; nobody is there to be told.
         """
@@ -228,19 +228,23 @@ class Desk:
         """Do anything else with the broker, on a thread; ``long`` if it may take its time."""
         if not self._open:
             raise BrokerClosed("the server is stopping")
-        job = (self._callers if long else self._lookers).submit(work, self.broker)
+        # Threads keep a job that was cancelled until its turn comes: there must be nothing in it.
+        given = [work]
+        job = (self._callers if long else self._lookers).submit(lambda: given.pop()(self.broker))
         future = asyncio.wrap_future(job, loop=self._loop)
         self._jobs[future] = job
-        future.add_done_callback(self._jobs.pop)
+
+        def end(_: Future[T]) -> None:
+            del self._jobs[future]
+            given.clear()
+
+        future.add_done_callback(end)
         return future
 
     def withdraw(self, future: Future[Any]) -> bool:
         """Cancel a request whose time is up; say whether nothing was done for it."""
         job = self._jobs.get(future)
-        if job is None:
-            untouched = any(each is future for _, each in self._gathered)
-        else:
-            untouched = job.cancel()
+        untouched = future in self._gathered if job is None else job.cancel()
         future.cancel()
         return untouched
 
@@ -268,10 +272,22 @@ class Desk:
     def _gather(self, request: Request) -> Future[Any]:
         future = self._loop.create_future()
         self._add(request, future)
+        if self._changer is not None:
+            # It may wait long for its turn, and nobody counts what it holds once it is cancelled.
+            future.add_done_callback(self._drop)
         return future
 
+    def _drop(self, future: Future[Any]) -> None:
+        """Let go of a request that was cancelled before its turn."""
+        request = self._gathered.pop(future, None)
+        if request is not None:
+            self._under_way -= 1
+        if isinstance(request, Claim):
+            # It may have been woken for a message that another one could have.
+            self._woken(request.queue, 1)
+
     def _add(self, request: Request, future: Future[Any]) -> None:
-        self._gathered.append((request, future))
+        self._gathered[future] = request
         self._under_way += 1
         if not self._scheduled:
             self._scheduled = True
@@ -331,11 +347,11 @@ class Desk:
         gathered = self._gathered
         passed_on: dict[str, int] = {}
         while gathered and room > 0:
-            request, future = each = gathered.popleft()
+            future, request = gathered.popitem(last=False)
             if future.done():
                 self._under_way -= 1
                 if isinstance(request, Claim):
-                    # It may have been woken for a message that another one could have.
+                    # As above.
                     passed_on[request.queue] = passed_on.get(request.queue, 0) + 1
                 continue
             if isinstance(request, Publish):
@@ -350,7 +366,7 @@ class Desk:
             else:
                 joint.changes.append(request)
                 room -= 1
-            made.append(each)
+            made.append((request, future))
         for queue, count in passed_on.items():
             self._woken(queue, count)
         return joint, made
@@ -453,7 +469,7 @@ class Desk:
 
 
 def _without_frames(error: Exception) -> Exception:
-    """Have an error not lead back to the requests that were made together with its own.
+    """Cut the way from an error back to the requests that were made together with its own.
 
     Its frames know them, and all that was sent in them, and their futures know the error: only the
     garbage collector would let go of it. Others than Penstock's own are logged, with their frames.

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _SLICE_BYTES: Final = 16 * 1024
 _LINGER_MS: Final = 2_000
-# What a header takes in memory beside its bytes.
+# Bytes that a header takes in memory beside its own.
 _HEADER_BYTES: Final = 200
 _STATUS_LINES: Final = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus

@@ -25,7 +25,7 @@ from penstock import limits
 from penstock.errors import PenstockError, QueueNotFound, StoreDamaged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from prometheus_client.core import Metric
 
@@ -114,7 +114,7 @@ class Metrics:
         self._held: Connections | None = None
         self._broker: Broker | None = None
         self._seconds: Callable[[], float] = lambda: 0.0
-        # What the store was last asked for, and when; nothing while it can't be asked.
+        # The store's last figures, and when it gave them; nothing while it can't be asked.
         self._figures: tuple[list[Metric], float] | None = None
 
     # --- counting, from any thread -----------------------------------------------------------
@@ -170,7 +170,7 @@ class Metrics:
             self._figures = figures, self._seconds()
 
     def page(self) -> bytes:
-        """Write the page, from what is known."""
+        """Write the page, from what is known; call it from a thread, since that takes a while."""
         page: bytes = generate_latest(self.registry)
         return page
 
@@ -227,8 +227,12 @@ class Metrics:
             )
 
     def _by_queue(self, broker: Broker) -> Iterator[Metric]:
-        largest, others, count = _ranked(_stats(broker), self._queues)
-        yield GaugeMetricFamily("penstock_queues", "Queues.", count)
+        counted, unreadable = _stats(broker)
+        largest, others = _ranked(counted, self._queues)
+        yield GaugeMetricFamily("penstock_queues", "Queues.", len(counted) + unreadable)
+        yield GaugeMetricFamily(
+            "penstock_queues_unreadable", "Queues whose figures can't be read.", unreadable
+        )
         shown = [(each.queue, each) for each in largest]
         if others is not None:
             shown.append((OTHERS, others))
@@ -253,22 +257,25 @@ class Metrics:
             yield total
 
 
-def _stats(broker: Broker) -> Iterator[QueueStats]:
+def _stats(broker: Broker) -> tuple[list[QueueStats], int]:
+    """Count the messages of each queue, and the queues of which that can't be done."""
+    stats = []
+    unreadable = 0
     # Queue by queue, so that others get in between.
     for spec in broker.queues():
         try:
-            yield broker.stats(spec.name)
-        except (QueueNotFound, StoreDamaged):
+            stats.append(broker.stats(spec.name))
+        except QueueNotFound:
             continue
+        except StoreDamaged:
+            unreadable += 1
+    return stats, unreadable
 
 
-def _ranked(
-    every: Iterable[QueueStats], most: int
-) -> tuple[list[QueueStats], QueueStats | None, int]:
-    """Split into the deepest, by name, and the sum of the rest; and count them."""
-    stats = list(every)
+def _ranked(stats: list[QueueStats], most: int) -> tuple[list[QueueStats], QueueStats | None]:
+    """Split into the deepest, by name, and the sum of the rest."""
     if len(stats) <= most:
-        return stats, None, len(stats)
+        return stats, None
     deepest = heapq.nlargest(most, stats, key=lambda s: (s.available + s.in_flight, s.queue))
     named = {each.queue for each in deepest}
     rest = [each for each in stats if each.queue not in named]
@@ -280,7 +287,7 @@ def _ranked(
     }
     oldest = max(each.oldest_age_ms or 0 for each in rest)
     others = kind(queue=OTHERS, oldest_age_ms=oldest, **sums)
-    return sorted(deepest, key=lambda each: each.queue), others, len(stats)
+    return sorted(deepest, key=lambda each: each.queue), others
 
 
 def _store(broker: Broker) -> Iterator[Metric]:

@@ -79,7 +79,7 @@ class Asked:
         # Until when a claim waits; None: it does not.
         self.until: float | None = None
         self.future: Future[Any] | None = None
-        # What it is answered with in place of what comes of it: its time is up.
+        # The error that answers it in place of its result: its time is up.
         self.failure: PenstockError | None = None
         # Bytes that it has been given of the room; 0: it is not inside.
         self.taken = 0

@@ -55,6 +55,7 @@ class _Pages:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._reading: asyncio.Future[None] | None = None
+        self._page: asyncio.Future[bytes] | None = None
         self._fresh_until = 0.0
 
     async def ready(self, _: Request) -> Response:
@@ -69,14 +70,17 @@ class _Pages:
         return await self._counted("metrics", request, ("consume", "admin"), self._metrics)
 
     async def _metrics(self, _: Request) -> Response:
-        # Those who ask at the same time share one look at the store, which asks about every queue.
+        # Requests at the same time share one look at the store, which asks about every queue.
         loop, metrics = asyncio.get_running_loop(), self._server.metrics
         if self._reading is None or (self._reading.done() and loop.time() > self._fresh_until):
             self._reading = asyncio.ensure_future(asyncio.to_thread(metrics.read_store))
             self._fresh_until = loop.time() + _FRESH_SECONDS
         if self._server.broker.outage is None:
             await asyncio.wait({self._reading}, timeout=_FRESH_SECONDS)
-        return Response(body=metrics.page(), content_type=CONTENT_TYPE)
+        # On a thread, and one page at a time for all: with many queues it takes the loop too long.
+        if self._page is None or self._page.done():
+            self._page = asyncio.ensure_future(asyncio.to_thread(metrics.page))
+        return Response(body=await asyncio.shield(self._page), content_type=CONTENT_TYPE)
 
     async def backup(self, request: Request) -> Response:
         """Make a backup in the directory that is set for it."""
@@ -88,8 +92,9 @@ class _Pages:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return _json(400, {"error": "InvalidInput", "message": str(error)})
         directory = self._server.config.backup_directory
-        path, size = await asyncio.to_thread(
-            backup_into, self._server.broker, directory, asked.name
+        # On the desk's threads: those of the pages must be free, however long it takes.
+        path, size = await self._server.desk.call(
+            lambda broker: backup_into(broker, directory, asked.name), long=True
         )
         return _json(200, {"path": str(path), "bytes": size})
 

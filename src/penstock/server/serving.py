@@ -1,23 +1,12 @@
-"""The process that serves: a store, a desk, the listeners, and an end in good order.
+"""A store that is served: its desk, its listeners, and an end in good order.
 
-::
-
-    open the store ─▶ listen ─▶ ready ─▶ SIGTERM, SIGINT ─▶ not ready, parked claims handed back
-                                   │                          └▶ what is in hand finished ─▶ closed
-                                   ├─ SIGHUP: keys and certificate read again
-                                   └─ the store is lost, by a take-over or else ─▶ the same end,
-                                      with an error; a standby stands by again
+:mod:`penstock.server.process` is the process around it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 import logging
-import os
-import signal
-import socket
 import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import penstock
 from penstock.broker import Broker
 from penstock.clock import SystemClock
-from penstock.errors import InvalidInput, StorageFailed
+from penstock.errors import InvalidInput
 from penstock.server import config as configuring
 from penstock.server import descriptors
 from penstock.server.config import LISTENERS, OFF, Config
@@ -35,18 +24,15 @@ from penstock.server.desk import Desk
 from penstock.server.logs import AccessLog
 from penstock.server.metrics import Metrics
 from penstock.server.security import Keys, is_loopback, server_tls
-from penstock.server.standing import Taken, stand_by
-from penstock.stores.sql_place import without_password
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from penstock.clock import Clock
-    from penstock.errors import PenstockError
     from penstock.server.listening import FlightListener
 
-__all__ = ["Listener", "Server", "new_loop", "running", "serve"]
+__all__ = ["Listener", "Server", "new_loop", "open_broker", "running", "tls_of"]
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +40,8 @@ _SCHEMES: Final = {"native": "penstock", "http": "http", "flight": "grpc", "capn
 _TLS_SCHEMES: Final = {"native": "penstocks", "http": "https", "flight": "grpc+tls"}
 _EXTRAS: Final = {"flight": "flight", "capnp": "queueber"}
 _WATCH_SECONDS: Final = 2.0
-# The name of glibc's setting in malloc.h.
-_M_ARENA_MAX: Final = -8
 # As fast as somebody may connect: how soon it is looked again whether there are too many.
 _CONNECTIONS_PER_SECOND: Final = 20_000
-# A store that is lost gives every request its error at once.
-_LOST_GRACE_MS: Final = 1_000
 
 
 class Listener(Protocol):
@@ -84,7 +66,7 @@ class Server:
         self.config = config
         self.clock = clock or SystemClock()
         self.keys = Keys(Path(config.auth_keys)) if configuring.authenticates(config) else None
-        self.tls = _tls(config)
+        self.tls = tls_of(config)
         self.metrics = Metrics(
             queues=config.metrics_queues, access=AccessLog(info=config.log_access)
         )
@@ -192,7 +174,7 @@ class Server:
         if self.tls is not None:
             try:
                 # In a context of its own first: one that does not take a pair is spoilt by it.
-                _tls(self.config)
+                tls_of(self.config)
                 self.tls.load_cert_chain(self.config.tls_certificate, self.config.tls_key)
             except (InvalidInput, OSError) as error:
                 log.error("the certificate stays as it was: %s", error)  # noqa: TRY400
@@ -360,7 +342,8 @@ def _make(name: str, server: Server, host: str, port: int) -> Listener:
         ) from None
 
 
-def _tls(config: Config) -> ssl.SSLContext | None:
+def tls_of(config: Config) -> ssl.SSLContext | None:
+    """Return what connections are made secret by, if that is wanted."""
     if not config.tls_certificate:
         return None
     ca = Path(config.tls_client_ca) if config.tls_client_ca else None
@@ -379,7 +362,8 @@ def new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def _open(config: Config, clock: Clock | None = None) -> Broker:
+def open_broker(config: Config, clock: Clock | None = None) -> Broker:
+    """Open the store that is to be served."""
     if not config.store:
         raise InvalidInput("which store? Give --store URL, such as rocksdb:./data")
     return penstock.open(
@@ -401,194 +385,6 @@ def _url(config: Config) -> str:
     return f"{config.store}{mark}min_free_bytes={int(config.min_free_bytes)}"
 
 
-def serve(config: Config, say: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT, in the main thread; a second signal ends it at once.
-
-    A store that is lost meanwhile, as when another process takes it over, ends it with the error;
-    a standby stands by again instead.
-    """
-    _share_one_heap()
-    # Before the store is opened, which takes its share of it.
-    descriptors.raise_limit()
-    loop = new_loop()
-    try:
-        again = False
-        while (taken := _take(loop, config, say, again=again)) is not None:
-            try:
-                in_order = _serve_once(loop, taken, say)
-            except StorageFailed:
-                _write_ports(config, None)
-                if not config.standby:
-                    raise
-                again = True
-                continue
-            _write_ports(config, None)
-            if not in_order:
-                # Threads that still work for somebody would hold up an ordinary exit.
-                os._exit(1)
-            break
-        loop.run_until_complete(loop.shutdown_default_executor())
-    finally:
-        asyncio.set_event_loop(None)
-        loop.close()
-    say("stopped")
-
-
-def _take(
-    loop: asyncio.AbstractEventLoop, config: Config, say: Callable[[str], None], *, again: bool
-) -> Taken | None:
-    """Open the store; a standby does so when it is free, or never if it is told to stop."""
-    # What the server will refuse is refused before a store is made or taken from another.
-    if configuring.authenticates(config):
-        Keys(Path(config.auth_keys))
-    tls = _tls(config)
-    if not config.standby:
-        _try_addresses(config, LISTENERS)
-        return Taken(_open(config), config)
-
-    def take() -> Broker:
-        # A standby listens for HTTP already.
-        _try_addresses(config, [name for name in LISTENERS if name != "http"])
-        return _open(config)
-
-    asyncio.set_event_loop(loop)
-    return loop.run_until_complete(
-        stand_by(
-            config,
-            take,
-            say,
-            clock=SystemClock(),
-            tls=tls,
-            again=again,
-        )
-    )
-
-
-def _try_addresses(config: Config, names: Iterable[str]) -> None:
-    """Refuse an address that can't be listened on while that costs nothing."""
-    for name in names:
-        address = getattr(config, f"listen_{name}")
-        if address == OFF:
-            continue
-        host, port = configuring.parse_address(address)
-        try:
-            for family, kind, protocol, _, place in socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            ):
-                with socket.socket(family, kind, protocol) as trial:
-                    trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    if family == socket.AF_INET6:
-                        trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                    trial.bind(place)
-        except OSError as error:
-            raise InvalidInput(
-                f"can't listen on {host}:{port}: {error.strerror or error}"
-            ) from None
-
-
-def _serve_once(loop: asyncio.AbstractEventLoop, taken: Taken, say: Callable[[str], None]) -> bool:
-    try:
-        asyncio.set_event_loop(loop)
-        return loop.run_until_complete(_serve(Server(taken.broker, taken.config), say))
-    finally:
-        try:
-            taken.broker.close()
-        except StorageFailed as error:
-            log.error("the store was not closed in order: %s", error)  # noqa: TRY400
-            raise
-
-
-def _share_one_heap() -> None:
-    """Have all threads allocate from one heap, where the C library is glibc.
-
-    By default it gives eight to each core, and each keeps what any thread once needed: gRPC's
-    threads, which come and go, would fill them one after the other.
-    """
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-
-
-def _settle_in() -> None:
-    """Have the garbage collector leave alone what lasts, and look less often at what does not.
-
-    Requests make thousands of short-lived objects in a turn of the loop, and no cycles.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
-
-
-async def _serve(server: Server, say: Callable[[str], None]) -> bool:
-    """Return whether it ended in order, with everything answered; raise if the store is lost."""
-    loop = asyncio.get_running_loop()
-    stopping, at_once = asyncio.Event(), asyncio.Event()
-
-    def signalled() -> None:
-        (at_once if stopping.is_set() else stopping).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled)
-    loop.add_signal_handler(signal.SIGHUP, server.reload)
-    await server.start()
-    places = ", ".join(map(server.location, server.addresses))
-    say(f"serving {without_password(server.config.store)} at {places}")
-    try:
-        _write_ports(server.config, server.addresses)
-    except InvalidInput:
-        await server.stop(grace_ms=0)
-        raise
-    _settle_in()
-    lost = await _stopped_or_lost(server, stopping)
-    if lost is not None:
-        log.error("no more is served: %s", lost)
-        await server.stop(grace_ms=min(server.config.grace, _LOST_GRACE_MS))
-        raise lost.with_traceback(None)
-    say("stopping: no more calls are taken")
-    stop = loop.create_task(server.stop())
-    hurry = loop.create_task(at_once.wait())
-    await asyncio.wait({stop, hurry}, return_when=asyncio.FIRST_COMPLETED)
-    if not stop.done():
-        say("stopping at once: what is in hand is left")
-        return False
-    hurry.cancel()
-    await stop
-    return True
-
-
-async def _stopped_or_lost(server: Server, stopping: asyncio.Event) -> PenstockError | None:
-    """Wait for one of the two; return why the store is lost, if it is."""
-    # It may have been lost before anybody listened.
-    lost = server.broker.failure
-    if lost is not None:
-        return lost
-    waits = [asyncio.create_task(each.wait()) for each in (stopping, server.desk.lost)]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for each in waits:
-        each.cancel()
-    return None if stopping.is_set() else server.broker.failure
-
-
-def _write_ports(config: Config, addresses: dict[str, tuple[str, int]] | None) -> None:
-    """Tell who waits for the file the ports; None: take it away."""
-    if not config.port_file:
-        return
-    path = Path(config.port_file)
-    if addresses is None:
-        path.unlink(missing_ok=True)
-        return
-    lines = [f"{name} {port}\n" for name, (_, port) in addresses.items()]
-    if len(lines) == 1:
-        lines = [lines[0].partition(" ")[2]]
-    # Whoever waits for the file must not find half of it.
-    partial = path.with_name(path.name + ".part")
-    try:
-        partial.write_text("".join(lines))
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise InvalidInput(f"the port file {path} can't be written: {error.strerror}") from None
-
-
 @contextmanager
 def running(
     store: Broker | str, *, clock: Clock | None = None, **settings: Any
@@ -606,7 +402,7 @@ def running(
     broker = store if isinstance(store, Broker) else None
     url = "memory:" if isinstance(store, Broker) else store
     config = _config(url, settings)
-    opened = broker or _open(config, clock)
+    opened = broker or open_broker(config, clock)
     try:
         with _thread(opened, config, clock) as server:
             yield server

@@ -115,7 +115,7 @@ class Directories(dict[int, D]):
 
 
 class Beliefs(NamedTuple):
-    """What memory believes of the disk, in a form in which two memories can be compared.
+    """The beliefs of memory about the disk, in a form that two memories can be compared by.
 
     Facts are the same in a memory that is made anew. Bounds are keys or times before which there
     is nothing to be found: too low costs a look in vain, too high or missing hides something.
@@ -186,7 +186,7 @@ class ActiveSet(Protocol):
         """Move messages from in flight back to waiting, as :meth:`add` does."""
 
     def pass_over(self, queue: Queue, items: Sequence[Item]) -> None:
-        """Have claims pass waiting messages over; on a FIFO queue, and what is behind them."""
+        """Make claims pass waiting messages over; on a FIFO queue, also those behind them."""
 
     def relabel(self, batch: Batch, queue: Queue, items: Sequence[Item], lease: bytes) -> None:
         """Note in flight messages as held under another split of their lease."""

@@ -150,7 +150,7 @@ class BucketShelf:
         return bucket
 
     def hide(self, queue: Queue, bucket: OpenBucket) -> None:
-        """Have claims pass over what they are to in a bucket."""
+        """Make claims pass over the marked messages of a bucket."""
         directory = self.directories[queue.number]
         for claim_id, item in bucket.waiting.items():
             if (queue.number, claim_id) in self.passed:

@@ -263,7 +263,7 @@ class BucketActive:
                 except StoreDamaged as error:
                     self.damage[queue.number] = error.anew()
                     if queue.fifo:
-                        # What is behind it waits for it.
+                        # The messages behind it wait for it.
                         return taken
                     bucket = None
                 if bucket is None:
@@ -342,7 +342,7 @@ class BucketActive:
         self._land(batch, queue, items, now_ms)
 
     def pass_over(self, queue: Queue, items: Sequence[Item]) -> None:
-        """Have claims pass messages over, in the buckets that they are in."""
+        """Make claims pass messages over, in the buckets that they are in."""
         self.passed.update((queue.number, item.key) for item in items)
         for bucket_id in {opendata.bucket_of(item.key) for item in items}:
             bucket = self._shelf.bucket(queue, bucket_id)

@@ -321,7 +321,7 @@ class Store(Protocol):
         """
 
     def recover(self, alone: AbstractContextManager[None]) -> None:
-        """Have a store that is away take writes again, or raise why it does not.
+        """Make a store that is away take writes again, or raise why it does not.
 
         Called by who does not have the store to himself; ``alone`` gives it to him. Changes that
         were not durable may be gone then. Nothing to do for a store that tries by itself.

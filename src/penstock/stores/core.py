@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from functools import wraps
+from functools import partial
 from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 from zlib import crc32
 
@@ -75,11 +75,11 @@ SHARED_TABLES: Final[Mapping[str, Shape]] = {
     "unclaimed": Shape.TIME_INDEX,
 }
 _META: Final = b"meta"
-# What a message needs beside its payload, roughly: rows of the log, of an index, of metadata.
+# Bytes that a message needs beside its payload, roughly: rows of log, index and metadata.
 _ROWS_BYTES: Final = 256
 _TOTALS: Final = b"\x02\x0e"
 _QUARANTINE: Final = b"\x02\x0f"
-# What a verb raises that refuses its caller: memory is as it was unless a change had begun.
+# Errors by which a verb refuses its caller: memory is as it was unless a change had begun.
 _REFUSALS: Final = (InvalidInput, QueueNotFound, StorageFailed)
 
 
@@ -132,8 +132,6 @@ class Core:
         self.woken: set[str] = set()
         # How often the live filters have changed, or may have: whenever memory is rebuilt.
         self.live_changes = 0
-        # Whether a batch has been begun and not committed.
-        self._is_ahead = False
         self.load()
 
     def _identify(self, design: str, store_id: int, routing: str | None, now_ms: int) -> Identity:
@@ -172,6 +170,8 @@ class Core:
         """Rebuild everything that memory keeps from what is on disk."""
         # Until this has come to its end; if it does not, the next verb tries again.
         self._is_stale = True
+        # Whether a batch has been begun and not committed.
+        self._is_ahead = False
         self.live_changes += 1
         engine = self.engine
         self._aside: dict[tuple[str, bytes], tuple[bytes, str, bool]] = {}
@@ -217,31 +217,29 @@ class Core:
 
     def guarded(self, verb: Callable[P, T]) -> Callable[P, T]:
         """Wrap a verb in :meth:`run`."""
-
-        @wraps(verb)
-        def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            return self.run(verb, *args, **kwargs)
-
-        return run
+        return partial(self.run, verb)
 
     def run(self, verb: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Have memory be as the disk says it is, however a verb ends."""
+        """Run a verb; memory is as the disk says it is, however the verb ends."""
         if self._is_stale:
             self.load()
         self._is_ahead = False
         try:
-            return verb(*args, **kwargs)
+            result = verb(*args, **kwargs)
         except BaseException as error:
             if self._is_ahead or not isinstance(error, _REFUSALS):
                 self._load_after(error)
             raise
+        # A batch that was begun and not needed has changed nothing, whatever is raised later on.
+        self._is_ahead = False
+        return result
 
     def _load_after(self, error: BaseException) -> None:
         self._is_stale = True
         try:
             self.load()
         except Exception as failure:
-            # What the caller is to know is why the verb has failed.
+            # The caller is to know why the verb has failed, not why this has.
             log.warning(
                 "after %r: memory can't be rebuilt, the next verb tries again: %r", error, failure
             )
@@ -281,6 +279,7 @@ class Core:
         self.dead_letters.forget(queue)
         for what in (State.DONE.value, State.FAILED.value, "unclaimed"):
             self.retention.set((queue.number, what), None)
+            self.unscheduled.pop((queue.number, what), None)
 
     def queue(self, name: str) -> Queue:
         """Look a queue up by name."""

@@ -74,7 +74,7 @@ class History:
         try:
             has_some = bool(self._table.scan(prefix, prefix + b"\xff" * 9, 1))
         except StoreDamaged:
-            # Whoever looks for one finds out.
+            # A verb that looks for one finds out.
             has_some = True
         (self._marked.add if has_some else self._marked.discard)(queue.number)
 
@@ -88,7 +88,7 @@ class History:
                 (item.message_id, item.key, now_ms, item.attempts, item.metadata) for item in chunk
             ]
             key = opendata.done_key(queue.id, bucket, part)
-            self.fronts.note(_run(queue, State.DONE, exponent)[0], key)
+            self.fronts.note(_run(queue.id, State.DONE, exponent)[0], key)
             batch.put(key, records.encode_done(entries), self._table.family)
         counts.next_done += len(items)
         counts.done += len(items)
@@ -107,7 +107,7 @@ class History:
                 for item in chunk
             ]
             key = opendata.failed_key(queue.id, bucket, part)
-            self.fronts.note(_run(queue, State.FAILED, exponent)[0], key)
+            self.fronts.note(_run(queue.id, State.FAILED, exponent)[0], key)
             batch.put(key, records.encode_failed(entries), self._table.family)
             for item in chunk:
                 batch.put(_failed_index(queue, item.message_id), key, self._table.family)
@@ -372,7 +372,7 @@ class History:
 
     def _recount(self, queue: Queue, state: State) -> None:
         """Count a state's messages anew: nobody knows how many a part held that is lost."""
-        prefix = _prefix(queue, state)
+        prefix = _prefix(queue.id, state)
         count = sum(
             len(self._decode(queue, state, key, record))
             for key, record in rows_of(self._table, prefix, prefix + b"\xff" * 17, page=_PAGE)
@@ -398,18 +398,19 @@ def sequence_of(key: bytes) -> int:
     return int.from_bytes(key[-8:], "big")
 
 
-def _prefix(queue: Queue, state: State) -> bytes:
+def _prefix(queue: bytes, state: State) -> bytes:
     make = opendata.done_prefix if state is State.DONE else opendata.failed_prefix
-    return make(queue.id)
+    return make(queue)
 
 
 def _runs(queue: Queue, state: State) -> Iterator[tuple[bytes, bytes]]:
     """Give the ranges of a state's parts: each bucket size has a run of its own."""
     for exponent in range(limits.MAX_BUCKET_EXPONENT + 1):
-        yield _run(queue, state, exponent)
+        yield _run(queue.id, state, exponent)
 
 
-def _run(queue: Queue, state: State, exponent: int) -> tuple[bytes, bytes]:
+@lru_cache(maxsize=1024)
+def _run(queue: bytes, state: State, exponent: int) -> tuple[bytes, bytes]:
     prefix = _prefix(queue, state)
     begin = prefix + opendata.make_id(exponent, 0).to_bytes(8, "big")
     return begin, prefix + opendata.make_id(exponent, (1 << 60) - 1).to_bytes(8, "big")

@@ -113,6 +113,7 @@ class IndexedActive:
         if queue.fifo and queue.number in self.damage:
             # Order can't be kept without knowing all of it.
             del self._directories[queue.number]
+            self._due.set(queue.number, None)
 
     def _find_held(self, queue: Queue, directory: Directory) -> None:
         if queue.fifo and directory.find_held(self._quarantine):
@@ -126,6 +127,7 @@ class IndexedActive:
     def forget(self, queue: Queue) -> None:
         """Drop a queue's directory."""
         self._directories.pop(queue.number, None)
+        self.damage.pop(queue.number, None)
         self._queues.pop(queue.number, None)
         self._due.set(queue.number, None)
 
@@ -181,7 +183,7 @@ class IndexedActive:
                     # It may stand before the head that the group waits for.
                     directory.unblock(lane[:-1])
         if items:
-            lowest = pack_main(number, min(item.message_id for item in items))
+            lowest = pack_main(number, min([item.message_id for item in items]))
             self._available_fronts.note(lowest[:4], lowest)
         queue.counts.delayed += delayed
         queue.counts.available += len(items) - delayed
@@ -266,7 +268,7 @@ class IndexedActive:
                     keys += self._visit_fifo(batch, queue, group, room)
                 else:
                     rows = self._visit(queue, lanes, room)
-                    keys += [row for row in rows if not self._is_passed(row)]
+                    keys += [r for r in rows if not self._is_passed(r)] if self.passed else rows
                     if lanes:
                         ring.move_to_end(group)
                     else:
@@ -277,7 +279,7 @@ class IndexedActive:
         return taken
 
     def _is_passed(self, entry: tuple[bytes, bytes]) -> bool:
-        return bool(self.passed) and unpack_main(main_of(entry[0])) in self.passed
+        return unpack_main(main_of(entry[0])) in self.passed
 
     def _visit(
         self, queue: Queue, lanes: dict[bytes, bytes], limit: int
@@ -322,12 +324,13 @@ class IndexedActive:
 
         A message is delayed while its timer is there, however late the timer may be moved.
         """
-        rows = list(takewhile(lambda row: not self._is_passed(row), rows))
+        if self.passed:
+            rows = list(takewhile(lambda row: not self._is_passed(row), rows))
         due_ms = self._due.get(queue.number)
         if due_ms is None:
             return len(rows)
         mains = [main_of(key) for key, _ in rows]
-        # What does not decode does not hold the group: it is put aside further on.
+        # A record that does not decode does not hold the group: it is put aside further on.
         times = [
             visible_at_of(record) if isinstance(record, bytes) else 0
             for record in get_each(self._available, mains)
@@ -363,7 +366,7 @@ class IndexedActive:
                 self.passed.add(unpack_main(main))
                 unread.add(group_of(lane_of_key(key)))
             if unread and queue.fifo and (group := group_of(lane_of_key(key))) in unread:
-                # What is behind it waits for it.
+                # The messages behind it wait for it.
                 directory.offer(lane_of_key(key), key)
                 directory.unhold(batch, group, 1)
                 continue
@@ -387,7 +390,7 @@ class IndexedActive:
                 claimed[number, item.key] = item
             items.append(item)
         if items:
-            lowest = pack_main(number, min(item.key for item in items))
+            lowest = pack_main(number, min([item.key for item in items]))
             self._in_progress_fronts.note(lowest[:4], lowest)
             self._available_fronts.note_gone(lowest[:4], past(lowest[:4]), len(items))
         return items
@@ -483,7 +486,6 @@ class IndexedActive:
 
     def _recount_held(self, batch: Batch, queue: Queue, directory: Directory) -> None:
         """Count anew what each FIFO group has in flight."""
-        self._recount.discard(queue.number)
         number = queue.number.to_bytes(4, "big")
         counts: dict[bytes, int] = {}
         for main, record in rows_of(self._in_progress, number, past(number)):

@@ -15,7 +15,7 @@ from penstock.stores.leases import family_of
 from penstock.stores.receipts import lease_token
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from penstock.kv import Batch
     from penstock.model import Message
@@ -129,7 +129,7 @@ class Intake:
         claims, unread = self._serve(queue, wants, now_ms)
         passed = 0
         while unread and passed < UNREAD_BUDGET and not any(claim.deliveries for claim in claims):
-            # Those behind what can't be read may have better luck.
+            # Messages behind the unreadable ones may be readable.
             passed += len(unread)
             unseen = unread[0]
             claims, unread = self._serve(queue, wants, now_ms)
@@ -220,9 +220,11 @@ class Intake:
 
     def _read(
         self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int
-    ) -> list[tuple[Item, bytes | None]]:
+    ) -> Iterable[tuple[Item, bytes | None]]:
         """Read payloads; what can't be read is put back, and passed over from now on."""
         payloads = self._core.payloads.get_each([item.message_id for item in items])
+        if StoreDamaged not in map(type, payloads):
+            return zip(items, payloads, strict=True)  # type: ignore[arg-type]
         read: list[tuple[Item, bytes | None]] = []
         unread: list[Item] = []
         behind: list[Item] = []

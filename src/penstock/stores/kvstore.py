@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 def _guarded(method: Callable[Concatenate[KvStore, P], T]) -> Callable[Concatenate[KvStore, P], T]:
-    """Have memory be as the disk says it is, however a method of a store ends."""
+    """Wrap a method of a store: memory is as the disk says it is, however the method ends."""
 
     @wraps(method)
     def run(store: KvStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -62,6 +62,9 @@ def _guarded(method: Callable[Concatenate[KvStore, P], T]) -> Callable[Concatena
 
 class KvStore:
     """A store on a key-value engine."""
+
+    # Its verbs wait for no other machine, or have bounds of their own.
+    patience_s: None = None
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class KvStore:
         self.extend = guarded(settling.extend)
         self.extend_lease = guarded(settling.extend_lease)
         self.held = guarded(settling.held)
-        self.queues_of = settling.queues_of
+        self.queues_of = guarded(settling.queues_of)
         self.sweep = guarded(upkeep.sweep)
         self.soonest_ms = upkeep.soonest_ms
         self.purge = guarded(upkeep.purge)
@@ -174,7 +177,7 @@ class KvStore:
         return None if why is None else str(why)
 
     def recover(self, alone: AbstractContextManager[None]) -> None:
-        """Have an engine that is away take writes again, or raise why it does not."""
+        """Make an engine that is away take writes again, or raise why it does not."""
         self.core.engine.recover(alone, self._read_anew)
 
     def _read_anew(self) -> None:
@@ -187,10 +190,6 @@ class KvStore:
     def free_bytes(self) -> int | None:
         """Return how many bytes the store's disk has left."""
         return self.core.engine.free_bytes()
-
-    @property
-    def patience_s(self) -> None:
-        """Return None: its verbs wait for no other machine, or have bounds of their own."""
 
     def limit(self, seconds: float) -> None:
         """Do nothing: see above."""

@@ -288,7 +288,7 @@ class OpenBucket:
         return count
 
     def hide(self, claim_id: int) -> None:
-        """Have a message that could be claimed be passed over."""
+        """Make claims pass over a message that could be claimed."""
         if claim_id not in self.hidden:
             self.hidden.add(claim_id)
             if not self.fifo:

@@ -177,6 +177,9 @@ class Settling:
                 if isinstance(record, StoreDamaged):
                     raise record
                 holdings = self._held_by(name, self._decode(name, record))
+                for holding in holdings:
+                    # Raises if its messages can't come back, because what waits there is not known.
+                    core.active.ready_groups(holding.queue)
                 found.append(Overdue(index_key, name, holdings))
             except StoreDamaged as error:
                 # It stays as it is; the others are seen to.
@@ -275,7 +278,7 @@ class Settling:
             leases.let_go(batch, holding.name, lease, gone)
 
     def _take_back(self, batch: Batch, holding: Holding, now_ms: int) -> None:
-        """Have messages wait as if they had not been claimed."""
+        """Put messages back as if they had not been claimed."""
         self._let_go(batch, holding)
         for item in holding.items:
             uncount_attempt(item)

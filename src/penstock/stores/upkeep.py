@@ -35,6 +35,8 @@ T = TypeVar("T")
 CHUNK: Final = 1_000
 # A budget for verbs that must see everything that is due.
 ALL: Final = 1_000_000
+# Rows that could not be read are left alone for so long: a disk may get over it.
+LOOK_AGAIN_MS: Final = 60_000
 
 
 class Upkeep:
@@ -45,6 +47,9 @@ class Upkeep:
         self._settling = settling
         self._routing = routing
         self._moving = moving
+        # Parts of a sweep that have met what can't be read, and when that is looked at again.
+        self._stuck: dict[Callable[[int, int], object], StoreDamaged] = {}
+        self._look_again_ms = 0
 
     # --- what is due -----------------------------------------------------------------------
 
@@ -90,19 +95,26 @@ class Upkeep:
 
         def do(part: Callable[[int, int], T], nothing: T) -> T:
             try:
+                if part in self._stuck:
+                    raise self._stuck[part].anew()
                 return core.run(part, now_ms, budget)
             except StoreDamaged as error:
                 damage.append(error)
+                self._stuck[part] = error.anew()
                 return nothing
 
+        # Leases and delays never wait.
+        self._stuck.pop(self.catch_up, None)
         leases, came_due, failures, moved = do(self.catch_up, (0, 0, 0, 0))
         do(self._list_unclaimed, None)
         parts = (self._retention, self._trim_log, self._remove_drained)
         removed = sum(do(part, 0) for part in parts)
         forgotten = do(self._forget_dedup, 0)
         core.settle_quarantine(now_ms)
-        for error in (*damage, *core.unscheduled.values(), *core.active.damage.values()):
-            raise error.anew()
+        damage += [*core.unscheduled.values(), *core.active.damage.values()]
+        if damage:
+            self._look_again(now_ms)
+            raise damage[0].anew()
         return SweepCounts(
             leases_expired=leases,
             came_due=came_due,
@@ -112,6 +124,18 @@ class Upkeep:
             dedup_forgotten=forgotten,
             next_due_ms=now_ms if self._has_more() else self.next_due_ms(),
         )
+
+    def _look_again(self, now_ms: int) -> None:
+        """Try now and then to read again what could not be read."""
+        core = self._core
+        if now_ms < self._look_again_ms:
+            return
+        self._look_again_ms = now_ms + LOOK_AGAIN_MS
+        self._stuck.clear()
+        for number in list(core.active.damage):
+            core.active.load(core.by_number[number])
+        for number, _ in list(core.unscheduled):
+            core.schedule_retention(core.by_number[number])
 
     def _forget_dedup(self, now_ms: int, budget: int) -> int:
         batch = self._core.begin()

@@ -83,7 +83,7 @@ class Call(NamedTuple):
         return f"{self.base_url}{name}"
 
 
-# What SQS takes in such: letters, digits and punctuation of ASCII.
+# SQS takes letters, digits and punctuation of ASCII in them.
 _TOKEN: Final = re.compile(r"[!-~]{1,128}")
 _ID_CHARS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 

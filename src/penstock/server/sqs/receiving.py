@@ -120,7 +120,7 @@ async def _again(place: Place, name: str, attempt: str, lease_ms: int) -> list[D
 
 
 def _give_back(place: Place, deliveries: list[Delivery]) -> None:
-    """Have messages wait again whose client went away before it got its answer."""
+    """Give back messages whose client went away before it got its answer."""
     for each in deliveries:
         place.attempts.forget(each.receipt)
     place.desk.take_back(deliveries)

@@ -120,7 +120,7 @@ class Findings:
         self.aside_ids: set[int] = set()
         self.aside_unknown = False
         self.now_ms = now_ms
-        # Who only looks needs no store that can be written.
+        # A check without repair needs no store that can be written.
         self._made: Batch | None = None
         self._bytes = 0
 

@@ -70,7 +70,7 @@ _RETRY_WAIT_S: Final = 0.05
 _TICK_S: Final = 0.1
 # A server is taken to be away when it has been silent for so long; what it is asked takes moments.
 _SILENT_S: Final = 2.0
-# What the server's own timeouts may take to reach us before it is hung up on.
+# Seconds that the server's own timeouts may take to reach us before it is hung up on.
 _GRACE_S: Final = 2.0
 # The least that psycopg takes for an attempt to connect.
 _LEAST_CONNECT_S: Final = 2
@@ -254,7 +254,12 @@ class Database:
             yield
             return
         # Asked within the time of any other, so that a server that hangs is found out first.
-        self.execute(_settings(self._timeouts(bulk=True)))
+        settings = _settings(self._timeouts(bulk=True))
+        try:
+            self.execute(settings)
+        except Lost:
+            # It was cut before anything was begun: another one does.
+            self.execute(settings)
         left_s = self._silence.left_s
         self._bulk, self._silence.most_s, self._silence.left_s = True, self._most_s(bulk=True), inf
         try:
@@ -269,7 +274,7 @@ class Database:
             if self._connection is not None and not self._connection.closed:
                 self._connection.execute(_settings(self._timeouts(bulk=False)))
         except psycopg.Error:
-            # What was done is done; the next connection is told when it is made.
+            # The work is done; the next connection gets its timeouts when it is made.
             self.close()
 
     def _timeouts(self, *, bulk: bool) -> dict[str, str]:
