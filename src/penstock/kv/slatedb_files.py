@@ -9,8 +9,8 @@
 The library begins with the first object of the log that it finds, takes the next missing one for
 the log's end, one of no bytes for the mark of a writer that came, and a place without a manifest
 for an empty one: it would go on there, and what lies behind would be lost. Nothing is written here.
-Of a directory every file is looked for. A bucket can't be listed through the library: the log is
-probed, and a missing file of rows is met when it is read.
+Of a directory every file is looked for. A bucket can't be listed through the library: its log is
+asked for object by object and probed beyond the end; a missing file of rows is met when it is read.
 """
 
 from __future__ import annotations
