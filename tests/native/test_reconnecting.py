@@ -46,6 +46,8 @@ class Proxy:
         # What is dropped: answers on the connections up to this one; or everything, silently.
         self.eaten = 0
         self.frozen = False
+        # Bytes of answers that were dropped.
+        self.lost = 0
         # How many connections are closed without a word.
         self.refuse = 0
         self._spawn(self._accept)
@@ -100,6 +102,7 @@ class Proxy:
         with suppress(OSError):
             while data := source.recv(65536):
                 if self.frozen or (answers_of is not None and answers_of <= self.eaten):
+                    self.lost += len(data)
                     continue
                 sink.sendall(data)
         for end in (source, sink):
@@ -109,7 +112,10 @@ class Proxy:
 
 
 def lose_the_answer(proxy: Proxy, client: Client, act: Any, *, until: Any) -> Any:
-    """Run a call whose first answer is lost; cut once the server has done it."""
+    """Run a call whose first answer is lost; cut once the server has done it and answered.
+
+    A server whose client goes before the answer is written gives a claimed message back.
+    """
     result: list[Any] = []
 
     def run() -> None:
@@ -123,6 +129,7 @@ def lose_the_answer(proxy: Proxy, client: Client, act: Any, *, until: Any) -> An
     thread = threading.Thread(target=run)
     thread.start()
     eventually(until)
+    eventually(lambda: proxy.lost)
     proxy.cut()
     thread.join(SLOW_SECONDS)
     assert not thread.is_alive()
