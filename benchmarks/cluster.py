@@ -32,21 +32,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import psycopg
 from common import console, describe, show
 
+from penstock.store.sql.store import open_store
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.sql.postgres import MISSING, PostgresServer
 
 import penstock
-from penstock.broker import Broker
+from penstock.broker.broker import Broker
 from penstock.clock import SystemClock
-from penstock.stores.sql import open_store
-from penstock.stores.sql.tunables import Tunables
+from penstock.store.sql.tunables import Tunables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.connection import Connection
 
-    from penstock.stores.sql.core import Core
+    from penstock.store.sql.session import Core
 
 PAYLOAD = b"x" * 1_000
 TICKS = os.sysconf("SC_CLK_TCK")

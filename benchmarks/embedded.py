@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Literal
 from common import describe, directory, show
 
 import penstock
-from penstock.kv.rocksdb import RocksEngine
-from penstock.opening import DESIGNS
+from penstock.engines.rocksdb.engine import RocksEngine
+from penstock.urls import DESIGNS
 
 if TYPE_CHECKING:
     from pathlib import Path

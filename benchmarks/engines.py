@@ -21,12 +21,12 @@ from typing import NamedTuple
 from common import describe, directory, show
 
 import penstock
-from penstock.broker import Broker
+from penstock.broker.broker import Broker
 from penstock.clock import SystemClock
-from penstock.kv.rocksdb import RocksEngine
-from penstock.kv.slatedb import SlateEngine
-from penstock.kv.slatedb_place import Place, place_of
-from penstock.opening import DESIGNS, make_store
+from penstock.engines.rocksdb.engine import RocksEngine
+from penstock.engines.slatedb.engine import SlateEngine
+from penstock.engines.slatedb.location import Place, place_of
+from penstock.urls import DESIGNS, make_store
 
 PAYLOAD = b"x" * 1000
 ATTRIBUTES: dict[str, str | float] = {"queue": "orders", "kind": "book", "price": 12.5}

@@ -59,7 +59,7 @@ class Phase(NamedTuple):
 @contextlib.contextmanager
 def server(store: str) -> Iterator[tuple[int, int]]:
     """Run `penstock serve` as anybody would; give its port and process id."""
-    program = [sys.executable, "-c", "from penstock.cli import main; main()", "serve"]
+    program = [sys.executable, "-c", "from penstock.cli.main import main; main()", "serve"]
     settings = ["--native", "127.0.0.1:0", "--log-level", "error"]
     with subprocess.Popen(
         [*program, "--store", store, *settings], stdout=subprocess.PIPE, text=True

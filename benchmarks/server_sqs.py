@@ -20,8 +20,8 @@ from common import describe, directory, show
 
 import penstock
 from penstock.clock import SystemClock
-from penstock.server.desk import Desk
-from penstock.server.http import Http
+from penstock.server.batcher import Desk
+from penstock.server.http.listener import Http
 from penstock.server.sqs import SqsService
 
 if TYPE_CHECKING:

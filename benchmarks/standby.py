@@ -40,7 +40,7 @@ class Served:
 
     def __init__(self, url: str, port: int, said: Path, after: str) -> None:
         self._said = said
-        command = [sys.executable, "-c", "from penstock.cli import main; main()", "serve"]
+        command = [sys.executable, "-c", "from penstock.cli.main import main; main()", "serve"]
         command += ["--store", url, "--native", f"127.0.0.1:{port}"]
         command += ["--standby", "--standby-after", after]
         with said.open("wb") as output:

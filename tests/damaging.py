@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from penstock.kv.rocksdb import RocksEngine
+from penstock.engines.rocksdb.engine import RocksEngine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from penstock.kv import Shape
+    from penstock.engines import Shape
 
 __all__ = ["compact", "files_of", "flip"]
 

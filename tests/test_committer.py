@@ -9,7 +9,7 @@ import pytest
 from tests.waiting import wait_until
 
 import penstock
-from penstock.committer import Committer
+from penstock.broker.durability import Committer
 from penstock.errors import BrokerClosed, PenstockError, StorageFailed
 
 if TYPE_CHECKING:

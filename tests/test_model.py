@@ -30,7 +30,7 @@ from penstock.model import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
 
 # What each event does to a message in each state; a dash: it can't happen there.
 GRID = """

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.broker import Broker
+from penstock.broker.broker import Broker
+from penstock.broker.reader import Reader
+from penstock.broker.router import route_once
 from penstock.clock import Clock, ManualClock, SystemClock
 from penstock.errors import (
     BrokerClosed,
@@ -61,16 +63,14 @@ from penstock.model import (
     StoreStats,
     SweepCounts,
 )
-from penstock.opening import (
+from penstock.urls import (
     open,  # noqa: A004 - penstock.open is the way in
     open_reader,
 )
-from penstock.reader import Reader
-from penstock.tailing import route_once
 
 if TYPE_CHECKING:
     from penstock.client import connect, connect_async
-    from penstock.work import Retry, Settled, Worker, WorkerStats
+    from penstock.worker import Retry, Settled, Worker, WorkerStats
 else:
 
     def __getattr__(name: str) -> Any:
@@ -80,9 +80,9 @@ else:
 
             return getattr(client, name)
         if name in {"Retry", "Settled", "Worker", "WorkerStats"}:
-            from penstock import work  # noqa: PLC0415
+            from penstock import worker  # noqa: PLC0415
 
-            return getattr(work, name)
+            return getattr(worker, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -17,23 +17,23 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import msgspec
 
 from penstock.clock import SystemClock, TimeGuard
-from penstock.codec import log as log_codec
-from penstock.codec import opendata
-from penstock.codec.stored import decode_lease
+from penstock.engines.memory import MemoryEngine
+from penstock.engines.overlay import Overlay
+from penstock.engines.slatedb.moment import CheckpointReader as Files
+from penstock.engines.slatedb.moment import Tail
 from penstock.errors import CorruptRecord, InvalidInput
-from penstock.kv.memory import MemoryEngine
-from penstock.kv.overlay import Overlay
-from penstock.kv.slatedb_moment import CheckpointReader as Files
-from penstock.kv.slatedb_moment import Tail
+from penstock.flight import partition, read, select
+from penstock.flight.partitions import Numbers, QueueKeys, WholeQueue, of_queues
 from penstock.limits import MAX_OFFSET
 from penstock.model import LogStats, QueueStats, StoreStats
-from penstock.opening import DESIGNS, identity_in, make_store, place_to_read
-from penstock.stores.core import Identity
-from penstock.stores.metadata_log import MetadataLog
-from penstock.stores.pinned import Pinned
-from penstock.stores.pinning import Keys
-from penstock.tables import partition, read, select
-from penstock.tables.partitions import Numbers, QueueKeys, WholeQueue, of_queues
+from penstock.store.codec import log as log_codec
+from penstock.store.codec import opendata
+from penstock.store.codec.stored import decode_lease
+from penstock.store.kv.log import MetadataLog
+from penstock.store.kv.snapshot import Pinned
+from penstock.store.kv.state import Identity
+from penstock.store.snapshot import Keys
+from penstock.urls import DESIGNS, identity_in, make_store, place_to_read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from penstock.clock import Clock
-    from penstock.kv import View
-    from penstock.kv.overlay import Below, Changes, OverlayTable
-    from penstock.kv.slatedb_moment import Moment
-    from penstock.stores.kvstore import KvStore
-    from penstock.stores.metadata_log import Segment
-    from penstock.tables import Part, Selection
-    from penstock.tables.partitions import Piece
+    from penstock.engines import View
+    from penstock.engines.overlay import Below, Changes, OverlayTable
+    from penstock.engines.slatedb.moment import Moment
+    from penstock.flight import Part, Selection
+    from penstock.flight.partitions import Piece
+    from penstock.store.kv.log import Segment
+    from penstock.store.kv.store import KvStore
 
 __all__ = [
     "Files",

@@ -25,29 +25,29 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from penstock.clock import Clock, SystemClock
-from penstock.codec.encodings import read_terminated
-from penstock.codec.log import parse_entry_key
-from penstock.codec.metadata import Metadata, decode_metadata, encode_metadata
-from penstock.codec.opendata import payload_key, payload_prefix
-from penstock.codec.records import decode_queue_spec
-from penstock.codec.stored import decode_lease
+from penstock.engines import Damage, rows_of
 from penstock.errors import CorruptRecord, InvalidUrl, StorageFailed, StoreDamaged
 from penstock.filters import parse
-from penstock.kv import Damage, rows_of
 from penstock.model import Ordering, QueueSpec, State
-from penstock.opening import DESIGNS, make_engine, make_store, remains_of
-from penstock.stores.active import Item, lane_of
-from penstock.stores.audit import audit, held_ids
-from penstock.stores.core import FORMAT, Identity
-from penstock.stores.placing import Placing
-from penstock.stores.queues import Counts, Queue, QueueTable, decode_counts
+from penstock.store.codec.encodings import read_terminated
+from penstock.store.codec.log import parse_entry_key
+from penstock.store.codec.metadata import Metadata, decode_metadata, encode_metadata
+from penstock.store.codec.opendata import payload_key, payload_prefix
+from penstock.store.codec.records import decode_queue_spec
+from penstock.store.codec.stored import decode_lease
+from penstock.store.kv.check import audit, held_ids
+from penstock.store.kv.placing import Placing
+from penstock.store.kv.queues import Counts, Queue, QueueTable, decode_counts
+from penstock.store.kv.state import FORMAT, Identity
+from penstock.store.live import Item, lane_of
+from penstock.urls import DESIGNS, make_engine, make_store, remains_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+    from penstock.engines import Remains
     from penstock.filters import Filter
-    from penstock.kv import Remains
-    from penstock.stores.kvstore import KvStore
+    from penstock.store.kv.store import KvStore
 
 __all__ = ["SalvageReport", "SalvagedQueue", "Unreadable", "salvage"]
 

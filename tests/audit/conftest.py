@@ -9,18 +9,18 @@ import pytest
 import penstock
 from penstock import Message
 from penstock.clock import ManualClock
-from penstock.codec.stored import decode_lease
-from penstock.opening import DESIGNS
+from penstock.store.codec.stored import decode_lease
 from penstock.testing.checking import assert_clean
+from penstock.urls import DESIGNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from penstock.broker import Broker
-    from penstock.stores.audit import AuditReport
-    from penstock.stores.kvstore import KvStore
-    from penstock.stores.queues import Queue
+    from penstock.broker.broker import Broker
+    from penstock.store.kv.check import AuditReport
+    from penstock.store.kv.queues import Queue
+    from penstock.store.kv.store import KvStore
 
 LAST = b"\xff" * 32
 

@@ -10,18 +10,18 @@ import pytest
 import penstock
 from penstock import Message
 from penstock.clock import ManualClock
-from penstock.codec import opendata, records
-from penstock.codec.opendata import payload_key
-from penstock.codec.stored import (
+from penstock.model import State
+from penstock.store import check_report as audit_report
+from penstock.store.codec import opendata, records
+from penstock.store.codec.opendata import payload_key
+from penstock.store.codec.stored import (
     decode_lease,
     decode_stored_item,
     encode_lease,
     encode_stored_item,
 )
-from penstock.model import State
-from penstock.stores.audit import Kind, audit
-from penstock.stores.audit import report as audit_report
-from penstock.stores.queues import Counts, Queue, QueueTable
+from penstock.store.kv.check import Kind, audit
+from penstock.store.kv.queues import Counts, Queue, QueueTable
 from penstock.testing.checking import assert_clean
 
 DESIGNS = pytest.mark.parametrize("design", ["indexed", "buckets"])

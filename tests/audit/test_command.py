@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 import penstock
-from penstock.cli import cli
-from penstock.codec.opendata import payload_key
+from penstock.cli.main import cli
+from penstock.store.codec.opendata import payload_key
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from penstock.codec import log as log_codec
-from penstock.codec import opendata, records
-from penstock.codec.encodings import encode_seq_block, terminated
-from penstock.codec.opendata import payload_key
-from penstock.codec.stored import decode_lease, encode_lease
-from penstock.stores.audit import Kind
-from penstock.stores.audit.report import AuditReport
-from penstock.stores.queues import Counts, QueueTable
+from penstock.store.check_report import AuditReport
+from penstock.store.codec import log as log_codec
+from penstock.store.codec import opendata, records
+from penstock.store.codec.encodings import encode_seq_block, terminated
+from penstock.store.codec.opendata import payload_key
+from penstock.store.codec.stored import decode_lease, encode_lease
+from penstock.store.kv.check import Kind
+from penstock.store.kv.queues import Counts, QueueTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.codec import opendata, records
-from penstock.codec.opendata import payload_key
-from penstock.codec.stored import decode_lease
-from penstock.codec.summaries import decode_summary, encode_head, pack_summary
-from penstock.stores.audit import Kind
+from penstock.store.codec import opendata, records
+from penstock.store.codec.opendata import payload_key
+from penstock.store.codec.stored import decode_lease
+from penstock.store.codec.summaries import decode_summary, encode_head, pack_summary
+from penstock.store.kv.check import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable

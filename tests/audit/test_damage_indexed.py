@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.codec.opendata import payload_key
-from penstock.codec.stored import decode_lease, decode_stored_item, encode_stored_item
-from penstock.stores.active import lane_of
-from penstock.stores.audit import Kind
+from penstock.store.codec.opendata import payload_key
+from penstock.store.codec.stored import decode_lease, decode_stored_item, encode_stored_item
+from penstock.store.kv.check import Kind
+from penstock.store.live import lane_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.stores.audit import Kind
-from penstock.stores.indexed_directory import Held
+from penstock.store.kv.check import Kind
+from penstock.store.live.indexed_directory import Held
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from penstock.codec.encodings import terminated
 from penstock.errors import CorruptRecord
 from penstock.model import State
-from penstock.stores.active import Item
-from penstock.stores.audit import Kind
-from penstock.stores.queues import Counts, decode_counts, encode_counts
+from penstock.store.codec.encodings import terminated
+from penstock.store.kv.check import Kind
+from penstock.store.kv.queues import Counts, decode_counts, encode_counts
+from penstock.store.live import Item
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:

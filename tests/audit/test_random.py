@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
 import penstock
-from penstock.opening import DESIGNS
-from penstock.stores.audit import audit
+from penstock.store.kv.check import audit
 from penstock.testing.checking import assert_clean
 from penstock.testing.machine import StoreMachine
+from penstock.urls import DESIGNS
 
 DESIGN = pytest.mark.parametrize("design", ["indexed", "buckets"])
 

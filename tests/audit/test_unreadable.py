@@ -10,8 +10,8 @@ from tests.damaging import files_of, flip
 
 import penstock
 from penstock import Message
-from penstock.cli import cli
-from penstock.stores.audit import Kind
+from penstock.cli.main import cli
+from penstock.store.kv.check import Kind
 
 if TYPE_CHECKING:
     from pathlib import Path

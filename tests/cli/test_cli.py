@@ -13,9 +13,10 @@ import rocksdict as rocks
 from click.testing import CliRunner, Result
 
 import penstock
-from penstock.cli import COMMANDS, cli
-from penstock.codec import queueber as keys
-from penstock.commands.common import duration
+from penstock.cli.common import duration
+from penstock.cli.main import COMMANDS, cli
+from penstock.importers import queueber_keys as keys
+from penstock.store import codec
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,9 +54,9 @@ def shell(tmp_path: Path) -> Shell:
 
 def test_help_lists_every_command_without_loading_one() -> None:
     probe = (
-        "import sys; from click.testing import CliRunner; from penstock.cli import cli\n"
+        "import sys; from click.testing import CliRunner; from penstock.cli.main import cli\n"
         "result = CliRunner().invoke(cli, ['--help'], prog_name='penstock')\n"
-        "heavy = {'rich', 'rocksdict', 'capnp', 'sqlglot', 'penstock.commands'}\n"
+        "heavy = {'rich', 'rocksdict', 'capnp', 'sqlglot', 'penstock.cli'}\n"
         "print(result.exit_code, sorted(heavy & set(sys.modules)), result.output)\n"
     )
     run = subprocess.run(
@@ -259,7 +260,7 @@ def test_durations() -> None:
 
 def test_import(shell: Shell, tmp_path: Path) -> None:
     capnp = pytest.importorskip("capnp")
-    schema = capnp.load(str(Path(keys.__file__).with_name("queueber.capnp")))
+    schema = capnp.load(str(Path(codec.__path__[0]) / "queueber.capnp"))
     database = rocks.Rdict(str(tmp_path / "q"), rocks.Options(raw_mode=True))
     for number in range(3):
         id_ = bytes([number]) * 16

@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from tests.damaging import compact, files_of, flip
 
 import penstock
-from penstock.cli import cli
+from penstock.cli.main import cli
 from penstock.errors import StoreDamaged
-from penstock.opening import DESIGNS
 from penstock.server.metrics import Metrics
+from penstock.urls import DESIGNS
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -41,7 +41,7 @@ class Served:
         self.log = place / "log"
         self.key_id, self.secret = "AKIATESTS", "not-a-secret"
         self.token = ""
-        command = [sys.executable, "-m", "penstock.cli", "serve"]
+        command = [sys.executable, "-m", "penstock", "serve"]
         command += ["--store", f"rocksdb:{place}/db", "--flight", "off"]
         command += ["--http", "127.0.0.1:0", "--native", "127.0.0.1:0"]
         ports = place / "ports"

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.gateways.native import wire
-from penstock.gateways.native.frames import FrameReader
+from penstock.wire.native import messages as wire
+from penstock.wire.native.frames import FrameReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,7 +26,7 @@ from tests.clients.sockets import (
 )
 
 import penstock
-from penstock.gateways.native import wire
+from penstock.wire.native import messages as wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

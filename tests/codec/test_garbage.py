@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.codec import encodings as enc
-from penstock.codec import log, stored
-from penstock.codec import opendata as od
-from penstock.codec import queueber as qb
-from penstock.codec import records as rec
 from penstock.errors import CorruptRecord
+from penstock.importers import queueber_keys as qb
+from penstock.store.codec import encodings as enc
+from penstock.store.codec import log, stored
+from penstock.store.codec import opendata as od
+from penstock.store.codec import records as rec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.codec import log
 from penstock.errors import CorruptRecord, InvalidInput
+from penstock.store.codec import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.codec.metadata import (
+from penstock.errors import CorruptRecord
+from penstock.store.codec.metadata import (
     Metadata,
     decode_heads,
     decode_many,
     decode_metadata,
     encode_metadata,
 )
-from penstock.errors import CorruptRecord
 
 VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**63), 2**63 - 1), st.text(max_size=5), st.floats()

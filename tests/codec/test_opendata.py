@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.codec import opendata as od
 from penstock.errors import CorruptRecord, InvalidInput
+from penstock.store.codec import opendata as od
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.codec import queueber as qb
 from penstock.errors import CorruptRecord
+from penstock.importers import queueber_keys as qb
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.codec import records as rec
-from penstock.codec.opendata import make_id
 from penstock.errors import CorruptRecord, InvalidInput
+from penstock.store.codec import records as rec
+from penstock.store.codec.opendata import make_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import penstock.codec
-from penstock.codec import stored
+import penstock.store.codec
 from penstock.errors import CorruptRecord
+from penstock.store.codec import stored
 
 U16 = st.integers(0, 2**16 - 1)
 U32 = st.integers(0, 2**32 - 1)
@@ -56,7 +56,7 @@ LEASE = stored.LeaseRecord([b"AAAAAAAA", b"BBBBBBBB"], 1500, b"indexkey9", 7, 9,
 
 @pytest.fixture(scope="module")
 def schema() -> Any:
-    source = resources.files(penstock.codec) / "queueber.capnp"
+    source = resources.files(penstock.store.codec) / "queueber.capnp"
     with resources.as_file(source) as path:
         return capnp.load(str(path))
 

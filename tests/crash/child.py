@@ -26,7 +26,7 @@ from tests.noting import CLOCK, Notebook, Noting
 
 import penstock
 from penstock import Broker, BrokerClosed, Message, StorageFailed
-from penstock.stores import moving
+from penstock.store.kv import move as moving
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -104,7 +104,7 @@ def test_full_and_back_under_load(
     for thread in threads:
         thread.join()
     judge(url, tmp_path)
-    lines = [each.getMessage() for each in caplog.records if each.name == "penstock.shell"]
+    lines = [each.getMessage() for each in caplog.records if each.name == "penstock.broker.runner"]
     assert [line.split(" be used")[0] for line in lines] == ["the store can't", "the store can"]
 
 

@@ -33,8 +33,8 @@ from tests.faults.store_under_test import (
 )
 
 from penstock.errors import PenstockError, StoreDamaged
-from penstock.opening import remains_of
 from penstock.salvage import SalvageReport, salvage
+from penstock.urls import remains_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

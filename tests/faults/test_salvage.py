@@ -18,11 +18,11 @@ from tests.faults.store_under_test import (
 )
 
 from penstock import Message, StoreLocked
-from penstock.cli import cli
+from penstock.cli.main import cli
 from penstock.errors import InvalidUrl, StoreDamaged
-from penstock.opening import DESIGNS
 from penstock.salvage import SalvagedQueue, SalvageReport, salvage
 from penstock.testing.checking import assert_clean
+from penstock.urls import DESIGNS
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,7 @@ import pytest
 import penstock
 from penstock import Message
 from penstock.clock import ManualClock
-from penstock.flight_client import FlightStore
+from penstock.flight.client import FlightStore
 from penstock.server import in_process_server
 
 if TYPE_CHECKING:

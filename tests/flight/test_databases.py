@@ -10,7 +10,7 @@ from tests.sql.test_clusters import FIRST, SECOND
 
 import penstock
 from penstock import InvalidInput, Message
-from penstock.tables import TABLES, partition, read, select
+from penstock.flight import TABLES, partition, read, select
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.sql.postgres import PostgresServer
 
     from penstock.clock import ManualClock
-    from penstock.flight_client import FlightStore
+    from penstock.flight.client import FlightStore
 
 BASE = (1 << 48) + 1
 

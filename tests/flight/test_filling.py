@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 import penstock
 from penstock import InvalidInput, InvalidQueue, Message, QueueNotFound, State
 from penstock.clock import ManualClock
-from penstock.stores.routing import FILL_MESSAGES, FILL_WINDOW
+from penstock.store.kv.routing import FILL_MESSAGES, FILL_WINDOW
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from penstock.flight_client import FilledCounts, FlightStore
+    from penstock.flight.client import FilledCounts, FlightStore
 
 HOUR_MS = 3_600_000
 

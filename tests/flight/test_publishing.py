@@ -10,7 +10,7 @@ from penstock import InvalidInput, InvalidMessage, limits
 
 if TYPE_CHECKING:
     import penstock
-    from penstock.flight_client import FlightStore, Published
+    from penstock.flight.client import FlightStore, Published
 
 MAP = pa.map_(pa.string(), pa.string())
 

@@ -9,11 +9,11 @@ import pyarrow as pa
 import pytest
 
 from penstock import InvalidFilter, InvalidInput, Message, QueueNotFound, limits
-from penstock.flight_client import FlightStore
+from penstock.flight import TABLES, schema_of
+from penstock.flight.client import FlightStore
+from penstock.flight.schemas import FILTERED, WITH_PAYLOAD
 from penstock.model import QueueSpec, State
 from penstock.server import in_process_server
-from penstock.tables import TABLES, schema_of
-from penstock.tables.schemas import FILTERED, WITH_PAYLOAD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,13 +9,13 @@ import pytest
 
 import penstock
 from penstock import InvalidInput, Message, QueueNotFound, limits
-from penstock.server.restoring import Restorer
-from penstock.tables import wire
+from penstock.flight import protocol as wire
+from penstock.flight.restore import Restorer
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
     from penstock.clock import ManualClock
-    from penstock.flight_client import FlightStore
+    from penstock.flight.client import FlightStore
 
 HOUR_MS = 3_600_000
 COLUMNS = [name for name in wire.RESTORED.names if name != "offset"]

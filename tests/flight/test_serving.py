@@ -18,9 +18,9 @@ from tests.waiting import wait_until
 import penstock
 from penstock import InvalidInput, InvalidUrl, Message, QueueNotFound, limits
 from penstock.errors import ServerUnreachable
-from penstock.flight_client import FlightStore
+from penstock.flight import read
+from penstock.flight.client import FlightStore
 from penstock.server import in_process_server
-from penstock.tables import read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,7 @@ class Served:
     def __init__(self, place: Path, port: int = 0) -> None:
         self.port_file = place / "port"
         self.port_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "penstock.cli", "serve", "--store", f"rocksdb:{place}/db"]
+        command = [sys.executable, "-m", "penstock", "serve", "--store", f"rocksdb:{place}/db"]
         command += ["--flight", f"127.0.0.1:{port}", "--port-file", str(self.port_file)]
         self.process = subprocess.Popen(
             command,
@@ -118,7 +118,7 @@ def test_a_store_that_is_open_elsewhere(served: Served, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:", ":80", "127.0.0.1:99999"])
 def test_wrong_addresses(address: str) -> None:
-    command = [sys.executable, "-m", "penstock.cli", "serve", "--store", "memory:"]
+    command = [sys.executable, "-m", "penstock", "serve", "--store", "memory:"]
     ended = subprocess.run(
         [*command, "--flight", address],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
@@ -153,7 +153,7 @@ def go_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         let_on.wait(600)
         yield from batches
 
-    monkeypatch.setattr("penstock.server.flight.read", held)
+    monkeypatch.setattr("penstock.flight.service.read", held)
     yield let_on
     let_on.set()
 
@@ -202,7 +202,7 @@ def test_a_read_that_never_ends_is_ended(broker: penstock.Broker, go_on: threadi
 def test_a_client_waits_for_a_server_to_come_back(
     broker: penstock.Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.flight_client.BACKOFF_MS", (100,) * 600)
+    monkeypatch.setattr("penstock.flight.client.BACKOFF_MS", (100,) * 600)
     monkeypatch.setattr(limits, "MAX_UNREACHABLE_MS", 60_000)
     server = in_process_server(broker, port=free_ports(1)[0])
     store = FlightStore(server.location)
@@ -221,7 +221,7 @@ def test_a_client_waits_for_a_server_to_come_back(
 
 
 def test_a_server_that_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.flight_client.BACKOFF_MS", (1, 1))
+    monkeypatch.setattr("penstock.flight.client.BACKOFF_MS", (1, 1))
     store = FlightStore("grpc://127.0.0.1:9")
     with pytest.raises(ServerUnreachable):
         store.info()
@@ -341,7 +341,7 @@ def test_a_fault_of_ours_is_not_told_to_clients(
 
 
 def test_importing_penstock_loads_no_arrow() -> None:
-    code = "import penstock, penstock.cli, sys; sys.exit('pyarrow' in sys.modules)"
+    code = "import penstock, penstock.cli.main, sys; sys.exit('pyarrow' in sys.modules)"
     ended = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from penstock import Message
 from penstock.clock import ManualClock
-from penstock.codec.metadata import decode_metadata
-from penstock.server import stages
-from penstock.server.stages import Stage, Stages
-from penstock.tables.wire import StageCommand
+from penstock.flight import stages
+from penstock.flight.protocol import StageCommand
+from penstock.flight.stages import Stage, Stages
+from penstock.store.codec.metadata import decode_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import penstock
-    from penstock.flight_client import FlightStore
+    from penstock.flight.client import FlightStore
 
 ROWS = st.lists(st.tuples(st.integers(1, 30), st.sampled_from(["a", "b", "c"])), max_size=20)
 

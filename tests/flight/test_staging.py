@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     import penstock
     from penstock.clock import ManualClock
-    from penstock.flight_client import FlightStore
-    from penstock.stores.plans import LogStretch, RoutePlan
+    from penstock.flight.client import FlightStore
+    from penstock.store.plans import LogStretch, RoutePlan
 
 
 def pairs(rows: Sequence[tuple[int, str]]) -> list[pa.RecordBatch]:

@@ -7,8 +7,8 @@ import re
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.server.connections import Connections
-from penstock.server.http_types import Handler, HttpBounds, Request, Response
-from penstock.server.http_wire import Connection
+from penstock.server.http.messages import Handler, HttpBounds, Request, Response
+from penstock.server.http.protocol import Connection
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

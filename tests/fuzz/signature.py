@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.gateways.sqs import signature
-from penstock.gateways.sqs.faults import SqsFault
+from penstock.wire.sqs import signature
+from penstock.wire.sqs.faults import SqsFault
 
 __all__ = ["SEEDS", "one"]
 

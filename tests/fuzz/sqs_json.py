@@ -6,9 +6,9 @@ import json
 
 import msgspec
 
-from penstock.gateways.sqs import jsonwire, messages, queues
-from penstock.gateways.sqs.faults import SqsFault
-from penstock.gateways.sqs.requests import OPERATIONS, CreateQueue, SendMessage
+from penstock.wire.sqs import jsonwire, messages, queues
+from penstock.wire.sqs.faults import SqsFault
+from penstock.wire.sqs.requests import OPERATIONS, CreateQueue, SendMessage
 
 __all__ = ["SEEDS", "one"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from xml.etree import ElementTree as ET
 
-from penstock.gateways.sqs import querywire
-from penstock.gateways.sqs.faults import SqsFault
+from penstock.wire.sqs import querywire
+from penstock.wire.sqs.faults import SqsFault
 
 __all__ = ["SEEDS", "one"]
 

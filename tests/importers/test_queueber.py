@@ -16,11 +16,12 @@ import rocksdict as rocks
 from tests.damaging import files_of, flip
 
 import penstock
-from penstock import ManualClock, codec
-from penstock.codec import queueber as keys
+from penstock import ManualClock
 from penstock.errors import ImportFailed, InvalidInput
+from penstock.importers import queueber_keys as keys
 from penstock.importers import queueber_source
 from penstock.importers.queueber import ID_ATTRIBUTE, import_queueber, progress_queue
+from penstock.store import codec
 
 NOW_SECS = 1_700_000_000
 

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.damaging import compact, files_of, flip
 
+from penstock.engines import Shape, damaged
+from penstock.engines.rocksdb.engine import RocksEngine
+from penstock.engines.slatedb.engine import SlateEngine
+from penstock.engines.slatedb.location import Place
 from penstock.errors import StorageFailed, StoreDamaged
-from penstock.kv import Shape, damaged
-from penstock.kv.rocksdb import RocksEngine
-from penstock.kv.slatedb import SlateEngine
-from penstock.kv.slatedb_place import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from penstock.kv import Engine, Table
+    from penstock.engines import Engine, Table
 
 SHAPES = {"default": Shape.SYSTEM} | {shape.name: shape for shape in Shape}
 LAST = b"\xff" * 9

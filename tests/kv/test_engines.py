@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kv import Shape, rows_of
-from penstock.kv.memory import MemoryEngine
-from penstock.kv.rocksdb import RocksEngine
-from penstock.kv.slatedb import SlateEngine
-from penstock.kv.slatedb_place import Place
+from penstock.engines import Shape, rows_of
+from penstock.engines.memory import MemoryEngine
+from penstock.engines.rocksdb.engine import RocksEngine
+from penstock.engines.slatedb.engine import SlateEngine
+from penstock.engines.slatedb.location import Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from penstock.kv import Engine, Table
+    from penstock.engines import Engine, Table
 
 TABLES: Mapping[str, Shape] = {
     "default": Shape.SYSTEM,

@@ -16,10 +16,11 @@ import pytest
 import rocksdict
 
 import penstock
+from penstock.engines import Shape
+from penstock.engines.rocksdb import engine as rocksdb
+from penstock.engines.rocksdb.engine import RocksEngine
 from penstock.errors import InvalidUrl, StorageFailed, StoreDamaged, StoreLocked, StoreMismatch
-from penstock.kv import Shape, rocksdb
-from penstock.kv.rocksdb import RocksEngine
-from penstock.opening import DESIGNS
+from penstock.urls import DESIGNS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,8 +33,8 @@ OPEN_AND = """
 import os, resource, sys
 from pathlib import Path
 from penstock.errors import PenstockError
-from penstock.kv import Shape
-from penstock.kv.rocksdb import RocksEngine
+from penstock.engines import Shape
+from penstock.engines.rocksdb.engine import RocksEngine
 
 engine = RocksEngine(Path(sys.argv[1]), {"default": Shape.SYSTEM, "things": Shape.VALUES})
 

@@ -15,12 +15,12 @@ import pytest
 from click.testing import CliRunner
 
 import penstock
-from penstock.cli import cli as main
+from penstock.cli.main import cli as main
+from penstock.engines import Shape
+from penstock.engines.rocksdb.engine import RocksEngine
+from penstock.engines.rocksdb.files import creation
+from penstock.engines.rocksdb.wal import check_log, read_records
 from penstock.errors import StoreDamaged, StoreLocked, StoreMismatch
-from penstock.kv import Shape
-from penstock.kv.rocksdb import RocksEngine
-from penstock.kv.rocksdb_files import creation
-from penstock.kv.rocksdb_wal import check_log, read_records
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -473,7 +473,7 @@ def test_a_creation_that_was_broken_off_is_finished(unfinished: Path) -> None:
 def test_a_process_that_is_killed_while_it_makes_a_store(tmp_path: Path, when: str) -> None:
     script = f"""
 import os, sys, rocksdict
-from penstock.kv import rocksdb_files
+from penstock.engines import rocksdb_files
 import penstock
 
 if {when!r} == "_sync":

@@ -17,6 +17,15 @@ from tests.waiting import wait_until
 
 import penstock
 from penstock import Message
+from penstock.engines import Shape
+from penstock.engines.overlay import Overlay
+from penstock.engines.slatedb import engine as slatedb
+from penstock.engines.slatedb.binding import FILLER, CallTimeout, call, call_all, filled
+from penstock.engines.slatedb.cache import UNKNOWN, ReadCache
+from penstock.engines.slatedb.engine import SlateEngine
+from penstock.engines.slatedb.location import Place, place_of
+from penstock.engines.slatedb.reader import NoDatabase, ReaderMoved, SlateReader, peek
+from penstock.engines.slatedb.tables import SILENCE_S
 from penstock.errors import (
     InvalidInput,
     InvalidUrl,
@@ -25,20 +34,12 @@ from penstock.errors import (
     StoreFenced,
     StoreMismatch,
 )
-from penstock.kv import Shape, slatedb
-from penstock.kv.overlay import Overlay
-from penstock.kv.slatedb import SlateEngine
-from penstock.kv.slatedb_cache import UNKNOWN, ReadCache
-from penstock.kv.slatedb_calls import FILLER, CallTimeout, call, call_all, filled
-from penstock.kv.slatedb_place import Place, place_of
-from penstock.kv.slatedb_reader import NoDatabase, ReaderMoved, SlateReader, peek
-from penstock.kv.slatedb_rows import SILENCE_S
-from penstock.opening import DESIGNS, open_reader
+from penstock.urls import DESIGNS, open_reader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.kv import Table
+    from penstock.engines import Table
 
 TABLES = {"default": Shape.SYSTEM, "things": Shape.VALUES}
 
@@ -257,7 +258,7 @@ def test_a_copy_is_refused(engine: SlateEngine, tmp_path: Path) -> None:
 
 
 def test_a_long_log_is_made_short(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.kv.slatedb._LONG_LOG", 5)
+    monkeypatch.setattr("penstock.engines.slatedb.engine._LONG_LOG", 5)
     engine = SlateEngine(place, TABLES)
     for number in range(6):
         put(engine, **{f"k{number}": "v"})

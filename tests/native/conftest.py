@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 import penstock
-from penstock.client.link import Link
+from penstock.client.transport import Link
 from penstock.clock import ManualClock
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
@@ -19,7 +19,7 @@ from tests.native.serving import Served
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
     from penstock.client import Client
 
 

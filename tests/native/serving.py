@@ -15,18 +15,18 @@ import uvloop
 import penstock
 from penstock.client.verbs import Verb, Verbs
 from penstock.clock import SystemClock
-from penstock.gateways.native import wire
-from penstock.gateways.native.frames import FrameReader
 from penstock.model import Message
-from penstock.server.desk import Desk
-from penstock.server.native import NativeListener
+from penstock.server.batcher import Desk
+from penstock.server.native.listener import NativeListener
+from penstock.wire.native import messages as wire
+from penstock.wire.native.frames import FrameReader
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
     from pathlib import Path
     from types import TracebackType
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
     from penstock.client import Client
     from penstock.clock import Clock
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tests.native.conftest import Steered
     from tests.native.serving import Served
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
     from penstock.client import AsyncClient, Client
 
 OWN = {"ping"}
@@ -352,7 +352,7 @@ def test_a_consumer_of_no_queue_raises(client: Client) -> None:
 def test_closing_the_client_ends_what_it_runs(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.client.link.CLOSE_SECONDS", SLOW_SECONDS)
+    monkeypatch.setattr("penstock.client.transport.CLOSE_SECONDS", SLOW_SECONDS)
     client = penstock.connect(served.url)
     client.publish([message(b"%d" % n) for n in range(3)])
     consumer = client.consume("q", prefetch=3)

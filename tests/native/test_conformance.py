@@ -13,7 +13,7 @@ from penstock.testing.routing import UrlRoutingConformance
 from penstock.testing.suite.base import Suite
 
 if TYPE_CHECKING:
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
     from penstock.clock import Clock
 
 

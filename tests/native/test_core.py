@@ -8,8 +8,8 @@ import pytest
 
 from penstock.client import calls
 from penstock.client.calls import Uncertain
-from penstock.client.core import PING_MS, SILENCE_MS, Core, Options, Phase
-from penstock.client.keeping import Keeper
+from penstock.client.connection import PING_MS, SILENCE_MS, Core, Options, Phase
+from penstock.client.lease_keeper import Keeper
 from penstock.errors import (
     BrokerClosed,
     InvalidInput,
@@ -19,10 +19,10 @@ from penstock.errors import (
     ServerUnreachable,
     StoreFenced,
 )
-from penstock.gateways.native import wire
-from penstock.gateways.native.frames import FrameReader
-from penstock.gateways.native.progress import Progress
 from penstock.model import Message, Outcome, OutcomeStatus
+from penstock.wire.native import messages as wire
+from penstock.wire.native.frames import FrameReader
+from penstock.wire.native.progress import Progress
 
 encoder = wire.Encoder()
 WELCOME = wire.Welcome(1, "test", "s", {})

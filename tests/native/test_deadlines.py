@@ -16,8 +16,8 @@ from tests.waiting import wait_until
 
 import penstock
 from penstock import Message, ServerUnreachable, StorageFailed
-from penstock.broker_joint import Publish
-from penstock.server.desk import LOOK_THREADS, Desk
+from penstock.broker.requests import Publish
+from penstock.server.batcher import LOOK_THREADS, Desk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +44,7 @@ class Hanging:
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have changes made on a thread, as those of a store on another machine are."""
-    monkeypatch.setattr("penstock.server.desk.FAR", frozenset({"indexed", "buckets"}))
+    monkeypatch.setattr("penstock.server.batcher.FAR", frozenset({"indexed", "buckets"}))
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def broker(far: None) -> Iterator[Broker]:
 
 def hasty(served: Served, monkeypatch: pytest.MonkeyPatch) -> Client:
     """Return a client that wants answers within 0.3 s, though it waits for longer itself."""
-    monkeypatch.setattr("penstock.client.core.ANSWER_SHARE", 0.005)
+    monkeypatch.setattr("penstock.client.connection.ANSWER_SHARE", 0.005)
     return penstock.connect(served.url, patience_ms=60_000)
 
 
@@ -149,7 +149,7 @@ def test_leases_are_kept_though_the_store_fails_for_a_moment(
         return extend(*arguments, **options)
 
     monkeypatch.setattr(broker._store, "extend", fail_once)
-    monkeypatch.setattr("penstock.client.keeping.BEATS", 300)
+    monkeypatch.setattr("penstock.client.lease_keeper.BEATS", 300)
     broker.send("q", b"x")
     with Served(broker) as served, penstock.connect(served.url) as client:
         held = client.claim("q", lease_ms=60_000)

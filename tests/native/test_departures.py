@@ -18,13 +18,13 @@ from tests.waiting import wait_until as eventually
 import penstock
 from penstock.clock import ManualClock
 from penstock.errors import PenstockError
-from penstock.gateways.native import wire
 from penstock.model import Message
+from penstock.wire.native import messages as wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
     from penstock.client import AsyncClient
     from penstock.clock import Clock
 
@@ -166,7 +166,7 @@ def test_a_claim_cancelled_before_its_caller_knows_is_given_back(
     stormed: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer comes between ``cancel()`` and the turn in which the caller is told."""
-    monkeypatch.setattr("penstock.client.link.CLOSE_SECONDS", SLOW_SECONDS)
+    monkeypatch.setattr("penstock.client.transport.CLOSE_SECONDS", SLOW_SECONDS)
 
     async def main() -> None:
         async with await penstock.connect_async(stormed.url) as client:

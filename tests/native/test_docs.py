@@ -12,7 +12,7 @@ from tests.native.serving import SLOW_SECONDS, Served
 import penstock
 from penstock.client.verbs import Verbs
 from penstock.clock import ManualClock
-from penstock.gateways.native import wire
+from penstock.wire.native import messages as wire
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "native-protocol.md").read_text()
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from penstock import errors, limits
 from penstock.errors import InvalidFilter, InvalidInput, PenstockError
-from penstock.gateways.native import wire
-from penstock.gateways.native.failures import error_of, failure_of
-from penstock.gateways.native.frames import FrameReader
 from penstock.model import Message
+from penstock.wire.native import messages as wire
+from penstock.wire.native.failures import error_of, failure_of
+from penstock.wire.native.frames import FrameReader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from tests.native.serving import SLOW_SECONDS
 from tests.waiting import wait_until as eventually
 
 import penstock
-from penstock.client import threads
+from penstock.client import sync as threads
 from penstock.errors import BrokerClosed
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def alarm(served: Served) -> Iterator[None]:
 def test_a_claim_cancelled_in_the_turn_of_its_answer_gives_back(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.client.link.CLOSE_SECONDS", SLOW_SECONDS)
+    monkeypatch.setattr("penstock.client.transport.CLOSE_SECONDS", SLOW_SECONDS)
 
     async def main() -> None:
         async with await penstock.connect_async(served.url) as client:

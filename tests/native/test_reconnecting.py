@@ -17,8 +17,8 @@ from tests.waiting import wait_until as eventually
 
 import penstock
 from penstock.client import Uncertain
-from penstock.client.core import Core
-from penstock.client.link import Link
+from penstock.client.connection import Core
+from penstock.client.transport import Link
 from penstock.clock import ManualClock
 from penstock.errors import InvalidUrl, ServerUnreachable
 from penstock.model import Message, OutcomeStatus
@@ -207,8 +207,8 @@ def test_a_half_open_connection_is_noticed(served: Served, monkeypatch: pytest.M
     ):
         before = proxy.made
         proxy.frozen = True
-        monkeypatch.setattr("penstock.client.core.PING_MS", 200)
-        monkeypatch.setattr("penstock.client.core.SILENCE_MS", 300)
+        monkeypatch.setattr("penstock.client.connection.PING_MS", 200)
+        monkeypatch.setattr("penstock.client.connection.SILENCE_MS", 300)
         asked = pool.submit(client.stats, "q")
         eventually(lambda: proxy.made > before)
         # From here on nobody is to be suspicious of what is only slow.
@@ -299,8 +299,8 @@ def test_a_server_that_restarts(tmp_path: Path) -> None:
 KILLED = """
 import asyncio, sys, uvloop, penstock
 from penstock.clock import SystemClock
-from penstock.server.desk import Desk
-from penstock.server.native import NativeListener
+from penstock.server.batcher import Desk
+from penstock.server.native.listener import NativeListener
 
 async def main():
     broker = penstock.open(sys.argv[1])
@@ -400,7 +400,7 @@ class Resolver:
         self._resolve = socket.getaddrinfo
         monkeypatch.setattr(socket, "getaddrinfo", self)
         # Libuv has a resolver of its own.
-        monkeypatch.setattr("penstock.client.threads._new_loop", asyncio.new_event_loop)
+        monkeypatch.setattr("penstock.client.sync._new_loop", asyncio.new_event_loop)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         self.asked += 1

@@ -12,17 +12,17 @@ from tests.waiting import wait_until as eventually
 
 import penstock
 from penstock import limits
-from penstock.gateways.native import wire
 from penstock.model import Message
-from penstock.server import native_room
-from penstock.server.desk import Desk
-from penstock.server.native_room import Asked, Room, Sizes
-from penstock.server.native_verbs import VERBS
+from penstock.server.batcher import Desk
+from penstock.server.native import backpressure
+from penstock.server.native.backpressure import Asked, Room, Sizes
+from penstock.server.native.verbs import VERBS
+from penstock.wire.native import messages as wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.server.native_connection import Connection
+    from penstock.server.native.connection import Connection
 
 MEGABYTE = 1024 * 1024
 ALL = limits.MAX_BYTES_AT_WORK
@@ -59,7 +59,7 @@ class Hall:
 
 def test_sizes_go_up_at_once_and_down_by_and_by() -> None:
     sizes = Sizes()
-    assert sizes.guess("q") == native_room.UNKNOWN_MESSAGE_BYTES
+    assert sizes.guess("q") == backpressure.UNKNOWN_MESSAGE_BYTES
     sizes.saw("q", 100)
     assert sizes.guess("q") == 100
     sizes.saw("q", 5_000)
@@ -72,7 +72,7 @@ def test_sizes_go_up_at_once_and_down_by_and_by() -> None:
 
 
 def test_sizes_are_of_so_many_queues(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_room, "MAX_SIZES", 3)
+    monkeypatch.setattr(backpressure, "MAX_SIZES", 3)
     sizes = Sizes()
     for n in range(10):
         sizes.saw(f"q{n}", n)

@@ -15,10 +15,10 @@ from tests.waiting import wait_until as eventually
 import penstock
 from penstock import limits
 from penstock.errors import InvalidInput, NotAllowed, ServerUnreachable
-from penstock.gateways.native import wire
 from penstock.model import Message
-from penstock.server.native_verbs import VERBS
+from penstock.server.native.verbs import VERBS
 from penstock.server.security import Keys, add_key
+from penstock.wire.native import messages as wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

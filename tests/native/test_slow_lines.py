@@ -92,8 +92,8 @@ class SlowLine:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.client.core.PING_MS", PING_MS)
-    monkeypatch.setattr("penstock.client.core.SILENCE_MS", SILENCE_MS)
+    monkeypatch.setattr("penstock.client.connection.PING_MS", PING_MS)
+    monkeypatch.setattr("penstock.client.connection.SILENCE_MS", SILENCE_MS)
 
 
 def url_of(line: SlowLine) -> str:

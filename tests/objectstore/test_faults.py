@@ -13,7 +13,7 @@ from tests.objectstore.test_owners import QUEUES, acked, judge, wait
 
 import penstock
 from penstock import BrokerClosed, PenstockError, StorageFailed, SystemClock
-from penstock.kv import slatedb as engine_module
+from penstock.engines.slatedb import engine as engine_module
 from penstock.testing.auditor import Kind
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def test_failing_for_too_long(
         broker.create_queue("another")
         assert broker.check().ok
         wait(lambda: "the store can be used again, after" in caplog.text)
-        told = [each for each in caplog.records if each.name == "penstock.shell"]
+        told = [each for each in caplog.records if each.name == "penstock.broker.runner"]
         assert len(told) == 2, told
     assert judge(url, notes) > 0
 

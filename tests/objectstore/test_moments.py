@@ -18,13 +18,14 @@ from sortedcontainers import SortedDict
 
 import penstock
 from penstock import InvalidInput, InvalidUrl, ManualClock, Message, StorageFailed, StoreMismatch
-from penstock.kv import overlay, slatedb_moment
-from penstock.kv.memory import MemoryEngine
-from penstock.kv.overlay import Overlay
-from penstock.kv.slatedb_calls import call
+from penstock.engines import overlay
+from penstock.engines.memory import MemoryEngine
+from penstock.engines.overlay import Overlay
+from penstock.engines.slatedb import moment as slatedb_moment
+from penstock.engines.slatedb.binding import call
+from penstock.flight import TABLES, partition, read, select
 from penstock.moments import Looking, Ticket, Wanted, files_of, narrowed, read_ticket
-from penstock.opening import DESIGNS, place_to_read
-from penstock.tables import TABLES, partition, read, select
+from penstock.urls import DESIGNS, place_to_read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

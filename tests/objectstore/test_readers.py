@@ -13,15 +13,15 @@ from click.testing import CliRunner
 
 import penstock
 from penstock import InvalidUrl, ManualClock, Message, SystemClock
-from penstock.cli import cli
-from penstock.opening import DESIGNS
-from penstock.tables import TABLES, partition, read, select
+from penstock.cli.main import cli
+from penstock.flight import TABLES, partition, read, select
+from penstock.urls import DESIGNS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock import Broker
-    from penstock.stores.pinning import PinnedStore
+    from penstock.store.snapshot import PinnedStore
 
 
 @pytest.fixture(params=sorted(DESIGNS))

@@ -10,13 +10,13 @@ from tests.objectstore.test_owners import wait
 
 import penstock
 from penstock import InvalidUrl, Message, StorageFailed, StoreDamaged, StoreMismatch, SystemClock
-from penstock.kv import Shape
-from penstock.kv import slatedb as engine_module
-from penstock.kv.slatedb import SlateEngine
-from penstock.kv.slatedb_files import check_objects
-from penstock.kv.slatedb_place import Place
-from penstock.opening import open_reader, place_to_read
+from penstock.engines import Shape
+from penstock.engines.slatedb import engine as engine_module
+from penstock.engines.slatedb.engine import SlateEngine
+from penstock.engines.slatedb.files import check_objects
+from penstock.engines.slatedb.location import Place
 from penstock.testing.checking import assert_clean
+from penstock.urls import open_reader, place_to_read
 
 if TYPE_CHECKING:
     from pathlib import Path

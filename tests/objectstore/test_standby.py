@@ -21,18 +21,18 @@ from tests.ports import free_ports
 
 import penstock
 from penstock import InvalidInput, InvalidUrl, PenstockError, StorageFailed, SystemClock
-from penstock.kv import slatedb as engine_module
-from penstock.opening import watch_owner
+from penstock.engines.slatedb import engine as engine_module
 from penstock.server import config as configuring
 from penstock.server import process, running
-from penstock.server.standing import Silence, until_silent
+from penstock.server.standby import Silence, until_silent
 from penstock.testing.auditor import Kind
+from penstock.urls import watch_owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from penstock import Broker
-    from penstock.kv.slatedb_watch import Pulse
+    from penstock.engines.slatedb.heartbeat import Pulse
 
 ROOT = Path(__file__).parents[2]
 # Long enough for an owner that has stalled not to be taken for one that is gone.
@@ -69,7 +69,7 @@ class Served:
         (self.http,) = free_ports(1)
         self.native = f"penstock://127.0.0.1:{native}"
         self._said = said
-        command = [sys.executable, "-m", "penstock.cli", "serve", "--store", url]
+        command = [sys.executable, "-m", "penstock", "serve", "--store", url]
         command += ["--native", f"127.0.0.1:{native}", "--http", f"127.0.0.1:{self.http}"]
         with said.open("wb") as output:
             self.process = subprocess.Popen(

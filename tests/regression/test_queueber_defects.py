@@ -10,9 +10,9 @@ import pytest
 from sortedcontainers import SortedDict, SortedSet
 
 from penstock import Broker, ManualClock, Message, SystemClock
-from penstock.kv.memory import MemoryEngine, MemoryTable
-from penstock.opening import DESIGNS, make_store
+from penstock.engines.memory import MemoryEngine, MemoryTable
 from penstock.testing.stores import Reopenable
+from penstock.urls import DESIGNS, make_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock import Broker, InvalidInput, ManualClock, Message, State
-from penstock.codec.metadata import Metadata, encode_metadata
-from penstock.kv.memory import MemoryEngine
-from penstock.opening import DESIGNS, make_store
-from penstock.stores import intake
+from penstock.engines.memory import MemoryEngine
+from penstock.store.codec.metadata import Metadata, encode_metadata
+from penstock.store.kv import publish as intake
+from penstock.urls import DESIGNS, make_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock import Broker, ManualClock, Message, State, route_once
-from penstock.kv.memory import MemoryEngine
-from penstock.opening import DESIGNS, make_store
+from penstock.engines.memory import MemoryEngine
+from penstock.urls import DESIGNS, make_store
 
 if TYPE_CHECKING:
-    from penstock.kv import Batch
+    from penstock.engines import Batch
 
 RETENTION_MS = 60_000
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock import Broker, ManualClock, Message
-from penstock.kv.memory import MemoryEngine
-from penstock.opening import DESIGNS, make_store
+from penstock.engines.memory import MemoryEngine
+from penstock.urls import DESIGNS, make_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

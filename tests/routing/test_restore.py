@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import penstock
 from penstock import InvalidInput, InvalidMessage, InvalidQueue, LogRecord, Message, State, limits
 from penstock.clock import ManualClock
-from penstock.stores.coverage import Coverage, Stretch
-from penstock.stores.restoring import RESTORE_MESSAGES
+from penstock.store.coverage import Coverage, Stretch
+from penstock.store.kv.restoring import RESTORE_MESSAGES
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def test_steps_are_bounded_and_go_on(
     assert broker.stats("q").available == count
     coverage = broker._store.core.coverage["q"]  # type: ignore[attr-defined]
     assert len(coverage.backfilled) == 1
-    monkeypatch.setattr("penstock.stores.restoring.RESTORE_BYTES", 10)
+    monkeypatch.setattr("penstock.store.kv.restoring.RESTORE_BYTES", 10)
     broker.create_queue("bytes", filter="n < 9")
     before = broker._store.commits
     assert broker.restore("bytes", 1, end, kept[:9]).added == 9
@@ -220,7 +220,7 @@ def test_what_is_refused(broker: penstock.Broker, clock: ManualClock) -> None:
 def test_old_stretches_go_and_the_queue_says_what_it_knows(
     broker: penstock.Broker, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.stores.coverage.MAX_COVERAGE_STRETCHES", 3)
+    monkeypatch.setattr("penstock.store.coverage.MAX_COVERAGE_STRETCHES", 3)
     broker.create_queue("q", filter="n < 0")
     kept: list[Kept] = []
     for number in range(6):
@@ -274,7 +274,7 @@ def test_a_collection_spares_what_is_restored_meanwhile(
     kept = publish(broker, 4)
     end = let_go(broker, clock)
     broker.create_queue("late", filter="n < 2")
-    from penstock.stores.pinned import Pinned  # noqa: PLC0415
+    from penstock.store.kv.snapshot import Pinned  # noqa: PLC0415
 
     look = Pinned.referenced
 
@@ -343,7 +343,7 @@ def test_what_is_forgotten_is_said_to_be(
         coverage.note(begin, begin + width, text)
     before = list(coverage.backfilled)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.stores.coverage.MAX_COVERAGE_STRETCHES", 3)
+        patch.setattr("penstock.store.coverage.MAX_COVERAGE_STRETCHES", 3)
         coverage.bound(earliest)
     assert coverage.known_from is not None
     assert coverage.known_from <= earliest

@@ -12,12 +12,12 @@ from click.testing import CliRunner
 
 import penstock
 from penstock import InvalidInput, Message, StorageFailed, StoreDamaged, StoreMismatch
-from penstock.cli import cli as main
-from penstock.flight_client import FlightStore
-from penstock.kv.rocksdb import RocksEngine
-from penstock.opening import DESIGNS
+from penstock.cli.main import cli as main
+from penstock.engines.rocksdb.engine import RocksEngine
+from penstock.flight.client import FlightStore
 from penstock.server import backup as backups
 from penstock.server.security import add_key
+from penstock.urls import DESIGNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

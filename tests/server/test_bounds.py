@@ -10,9 +10,9 @@ import pytest
 
 import penstock
 from penstock import Message, limits
-from penstock.committer import Committer
+from penstock.broker.durability import Committer
 from penstock.errors import InvalidInput, StorageFailed
-from penstock.server.desk import Desk
+from penstock.server.batcher import Desk
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:

@@ -197,7 +197,7 @@ def test_who_needs_a_key(flags: dict[str, Any], needs: bool | str) -> None:
 
 def penstock(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "penstock.cli", *arguments],
+        [sys.executable, "-m", "penstock", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment},
         capture_output=True,
         text=True,

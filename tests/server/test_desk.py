@@ -10,7 +10,7 @@ import pytest
 
 import penstock
 from penstock import Message
-from penstock.broker_joint import Ack, Claim, Joint, Publish
+from penstock.broker.requests import Ack, Claim, Joint, Publish
 from penstock.errors import (
     BrokerClosed,
     InvalidInput,
@@ -19,8 +19,8 @@ from penstock.errors import (
     QueueNotFound,
     StoreFenced,
 )
-from penstock.server import desk as desk_module
-from penstock.server.desk import Desk
+from penstock.server import batcher as desk_module
+from penstock.server.batcher import Desk
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:

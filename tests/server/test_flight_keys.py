@@ -12,7 +12,7 @@ import pytest
 import penstock
 from penstock import InvalidInput, Message, NotAllowed
 from penstock.errors import ServerUnreachable
-from penstock.flight_client import FlightStore
+from penstock.flight.client import FlightStore
 from penstock.server import running
 from penstock.server.security import add_key
 from penstock.spark.options import read_options, write_options
@@ -222,7 +222,7 @@ def tls_settings(certs: Any, *, mutual: bool) -> dict[str, Any]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.flight_client.BACKOFF_MS", (1,))
+    monkeypatch.setattr("penstock.flight.client.BACKOFF_MS", (1,))
 
 
 @pytest.mark.usefixtures("impatient")

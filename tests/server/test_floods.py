@@ -19,11 +19,11 @@ from tests.waiting import wait_until
 
 import penstock
 from penstock import limits
-from penstock.flight_client import FlightStore
-from penstock.gateways.native import wire
+from penstock.flight.client import FlightStore
 from penstock.server.acceptor import Acceptor
 from penstock.server.connections import Connections
 from penstock.server.security import add_key
+from penstock.wire.native import messages as wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

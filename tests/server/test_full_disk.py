@@ -134,7 +134,7 @@ def test_a_reserve_is_for_a_disk_of_this_machine() -> None:
 
 def _run(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "penstock.cli", "serve", "--http", "127.0.0.1:0", *options],
+        [sys.executable, "-m", "penstock", "serve", "--http", "127.0.0.1:0", *options],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
@@ -161,7 +161,7 @@ def test_a_port_file_that_can_not_be_written_ends_it_with_a_line(
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
 def test_it_serves_also_if_nothing_can_be_logged_or_said(tmp_path: Path, wait_until: Any) -> None:
     ports = tmp_path / "ports"
-    command = [sys.executable, "-m", "penstock.cli", "serve", "--store", f"rocksdb:{tmp_path}/db"]
+    command = [sys.executable, "-m", "penstock", "serve", "--store", f"rocksdb:{tmp_path}/db"]
     command += ["--http", "127.0.0.1:0", "--port-file", str(ports), "--log-access"]
     with FULL.open("wb", buffering=0) as full:
         process = subprocess.Popen(

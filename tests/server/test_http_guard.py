@@ -9,8 +9,8 @@ import pytest
 
 import penstock
 from penstock.server import running
-from penstock.server.http_guard import PageGuard
-from penstock.server.http_types import Request
+from penstock.server.http.guard import PageGuard
+from penstock.server.http.messages import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from penstock import limits
-from penstock.cli import cli
+from penstock.cli.main import cli
 from penstock.errors import InvalidInput, NotAllowed
 from penstock.model import Message
 from penstock.server import security

@@ -72,7 +72,7 @@ def test_health_and_readiness(broker: penstock.Broker, ask: Any) -> None:
 def test_pages_do_not_wait_for_a_store_that_hangs(
     broker: penstock.Broker, ask: Any, wait_until: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr("penstock.shell.BUSY_SECONDS", 0.2)
+    monkeypatch.setattr("penstock.broker.runner.BUSY_SECONDS", 0.2)
     going_on = threading.Event()
     broker.create_queue("q")
     with running(broker, **HTTP) as server, ThreadPoolExecutor(8) as threads:
@@ -129,7 +129,7 @@ def test_a_page_that_takes_long_holds_nobody_up(
 def test_figures_of_a_slow_store_have_an_age(
     broker: penstock.Broker, ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.server.operations._FRESH_SECONDS", 0.01)
+    monkeypatch.setattr("penstock.server.admin._FRESH_SECONDS", 0.01)
     with running(broker, **HTTP) as server:
         address = server.addresses["http"]
         asked = threading.Event()

@@ -23,18 +23,20 @@ from tests.server.conftest import request as ask_page
 from tests.waiting import wait_until
 
 import penstock
-from penstock import InvalidInput, Message, NotAllowed, PenstockError, QueueNotFound, gateways
+from penstock import InvalidInput, Message, NotAllowed, PenstockError, QueueNotFound
+from penstock import wire as gateways
 from penstock.client.verbs import Verb, Verbs
-from penstock.flight_client import FlightStore
-from penstock.gateways.native import wire
-from penstock.gateways.sqs.handles import handle_of
-from penstock.gateways.sqs.requests import OPERATIONS
+from penstock.flight import TABLES
+from penstock.flight.client import FlightStore
+from penstock.flight.service import PUTS, FlightService
 from penstock.model import Cursor
-from penstock.server import operations, running
-from penstock.server.flight import PUTS, FlightService
-from penstock.server.native_verbs import VERBS
+from penstock.server import admin as operations
+from penstock.server import running
+from penstock.server.native.verbs import VERBS
 from penstock.server.security import add_key
-from penstock.tables import TABLES
+from penstock.wire.native import messages as wire
+from penstock.wire.sqs.handles import handle_of
+from penstock.wire.sqs.requests import OPERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,7 +17,7 @@ import pytest
 
 import penstock
 from penstock import Message, NotAllowed
-from penstock.flight_client import FlightStore
+from penstock.flight.client import FlightStore
 from penstock.server import logs, running
 from penstock.server.security import add_key, remove_key
 
@@ -108,7 +108,7 @@ def test_a_port_that_is_taken_leaves_nothing_behind(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         ended = subprocess.run(
-            [sys.executable, "-m", "penstock.cli", "serve", "--store", f"rocksdb:{tmp_path}/db",
+            [sys.executable, "-m", "penstock", "serve", "--store", f"rocksdb:{tmp_path}/db",
              "--flight", "127.0.0.1:0", "--http", f"127.0.0.1:{port}"],
             cwd=ROOT, env={"PYTHONPATH": "src", "PATH": ""}, capture_output=True, text=True,
             timeout=120, check=False,

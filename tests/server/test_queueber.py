@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock
-from penstock import gateways
+from penstock import wire as gateways
 from penstock.errors import InvalidInput
-from penstock.gateways.queueber import item_id, lease_of, message_of
-from penstock.server.desk import Desk
+from penstock.server.batcher import Desk
 from penstock.server.queueber import QueueberListener
 from penstock.testing.checking import assert_clean
+from penstock.wire.queueber import item_id, lease_of, message_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator

@@ -16,7 +16,7 @@ from penstock.spark.archive_runs import Runs
 from penstock.spark.columns import spark_schema
 from penstock.spark.jobs import archive
 from penstock.spark.options import read_options
-from penstock.spark.reading import TableReader
+from penstock.spark.reader import TableReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

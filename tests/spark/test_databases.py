@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from tests.sql.postgres import PostgresServer
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
 
 
 def put(broker: Broker, count: int) -> None:

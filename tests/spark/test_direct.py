@@ -18,13 +18,13 @@ from tests.objectstore.test_moments import collect_garbage, marks, to_files
 
 import penstock
 from penstock import InvalidInput, InvalidUrl, ManualClock, Message, moments
-from penstock.cli import cli
+from penstock.cli.main import cli
 from penstock.server import in_process_server
 from penstock.spark import direct
 from penstock.spark.columns import spark_schema
 from penstock.spark.jobs import archive, collect, report
 from penstock.spark.options import TABLES, read_options, write_options
-from penstock.spark.reading import TableReader
+from penstock.spark.reader import TableReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,13 +21,14 @@ import pyarrow as pa
 import pyarrow.flight as fl
 
 import penstock
-from penstock import flight_client, limits
+from penstock import limits
 from penstock.clock import SystemClock
 from penstock.errors import ServerUnreachable
-from penstock.flight_client import FlightStore, Published
+from penstock.flight import client as flight_client
+from penstock.flight import tables as reading
+from penstock.flight.client import FlightStore, Published
+from penstock.spark.broker_client import Store
 from penstock.spark.route import route, status
-from penstock.spark.stores import Store
-from penstock.tables import reading
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:

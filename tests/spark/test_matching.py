@@ -11,11 +11,11 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.codec.metadata import Metadata, encode_metadata
 from penstock.filters import Row, parse
+from penstock.flight.schemas import schema_of
 from penstock.spark import matching
 from penstock.spark.matching import match_batch, match_packed, matcher_of
-from penstock.tables.schemas import schema_of
+from penstock.store.codec.metadata import Metadata, encode_metadata
 
 FILTERS = {
     "books": "kind = 'book'",

@@ -22,8 +22,8 @@ from pyspark.errors import StreamingQueryException
 import penstock
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput
-from penstock.flight_client import FlightStore
-from penstock.server.stages import Stages
+from penstock.flight.client import FlightStore
+from penstock.flight.stages import Stages
 from penstock.spark.offsets import LEAST_PIECE
 from penstock.spark.route import AVAILABLE_NOW, route, status
 from penstock.testing.checking import assert_clean
@@ -400,7 +400,7 @@ class Served:
     def serve(self) -> subprocess.Popen[bytes]:
         note = self.path.with_suffix(".port")
         note.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "penstock.cli", "serve", "--port-file", str(note)]
+        command = [sys.executable, "-m", "penstock", "serve", "--port-file", str(note)]
         flags = ["--store", f"rocksdb:{self.path}", "--flight", f"127.0.0.1:{self.port}"]
         process = subprocess.Popen(
             [*command, *flags],

@@ -12,8 +12,8 @@ pytest.importorskip("pyspark", reason="pyspark is not installed")
 from pyspark.errors import AnalysisException
 
 import penstock
+from penstock.flight.schemas import WITH_PAYLOAD
 from penstock.spark.options import TABLES
-from penstock.tables.schemas import WITH_PAYLOAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,8 +8,8 @@ import pytest
 
 import penstock
 from penstock import ManualClock, Message
-from penstock.stores.sql import SqlStore
-from penstock.stores.sql.audit import CHECKS
+from penstock.store.sql.check import CHECKS
+from penstock.store.sql.store import SqlStore
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:

@@ -17,11 +17,12 @@ from click.testing import CliRunner
 
 import penstock
 from penstock import ManualClock, Message
-from penstock.cli import cli
-from penstock.stores.sql import SqlStore, status
-from penstock.stores.sql.ring import token_of
-from penstock.stores.sql.statements import statements_of
-from penstock.stores.sql.tunables import Tunables
+from penstock.cli.main import cli
+from penstock.store.sql import status
+from penstock.store.sql.statements import statements_of
+from penstock.store.sql.store import SqlStore
+from penstock.store.sql.tokens import token_of
+from penstock.store.sql.tunables import Tunables
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -280,7 +281,7 @@ def test_several_databases_are_shown_and_changed_as_one(url: str, postgres: Post
 
 def test_the_command_as_a_process(url: str) -> None:
     penstock.open(url, background=False).close()
-    command = [sys.executable, "-W", "error", "-m", "penstock.cli", "cluster"]
+    command = [sys.executable, "-W", "error", "-m", "penstock", "cluster"]
     environment = {**os.environ, "PENSTOCK_STORE": url, "PYTHONPATH": str(ROOT / "src")}
     resized = subprocess.run(
         [*command, "resize", "5", "--wait"], env=environment, capture_output=True, text=True,

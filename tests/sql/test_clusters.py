@@ -27,10 +27,10 @@ from penstock import (
     StorageFailed,
     StoreMismatch,
 )
-from penstock.broker_joint import Joint, Publish
+from penstock.broker.requests import Joint, Publish
 from penstock.server.metrics import Metrics
-from penstock.stores.sql import ClusterStore
-from penstock.stores.sql.ring import cluster_of_group, cluster_of_id
+from penstock.store.sql.clusters import ClusterStore
+from penstock.store.sql.tokens import cluster_of_group, cluster_of_id
 from penstock.testing.checking import assert_clean
 from penstock.testing.conformance import BrokerConformance
 from penstock.testing.stores import Reopenable
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from tests.sql.postgres import PostgresServer
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
     from penstock.clock import Clock
 
 
@@ -164,7 +164,7 @@ def test_a_claim_is_filled_by_whoever_has_something(broker: Broker) -> None:
 def test_a_claim_is_bounded_whatever_it_is_from(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.stores.sql.spreading.MAX_CLAIM_BYTES", 100)
+    monkeypatch.setattr("penstock.store.sql.spreading.MAX_CLAIM_BYTES", 100)
     for group in (FIRST, SECOND):
         broker.publish([Message(b"x" * 40, {"queue": "q"}, group) for _ in range(5)])
     # It ends with the message that brings it there.

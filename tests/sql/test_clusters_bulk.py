@@ -14,13 +14,13 @@ from tests.sql.test_pinned import finish, open_transactions, rows_of
 
 import penstock
 from penstock import InvalidInput, ManualClock, Message, ServerUnreachable, State, StorageFailed
+from penstock.flight import TABLES, partition
+from penstock.flight.partitions import Numbers
 from penstock.model import LogSpan
-from penstock.stores.plans import Want
-from penstock.stores.sql import pinned_together
-from penstock.stores.sql.pinned_together import PinnedTogether
-from penstock.stores.sql.ring import cluster_of_id, first_offset
-from penstock.tables import TABLES, partition
-from penstock.tables.partitions import Numbers
+from penstock.store.plans import Want
+from penstock.store.sql import pinned_together
+from penstock.store.sql.pinned_together import PinnedTogether
+from penstock.store.sql.tokens import cluster_of_id, first_offset
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from penstock.stores.sql import SqlStore
+from penstock.store.sql.store import SqlStore
 from penstock.testing.conformance import BrokerConformance
 from penstock.testing.routing import RoutingConformance
 from penstock.testing.stores import Reopenable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tests.sql.postgres import PostgresServer
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
     from penstock.clock import Clock
 
 

@@ -26,7 +26,7 @@ from tests.work.test_process import Running, started
 import penstock
 from penstock import ManualClock, Message, StorageFailed, SystemClock
 from penstock.errors import DiskFull
-from penstock.stores.sql import SqlStore
+from penstock.store.sql.store import SqlStore
 from penstock.testing.auditor import Kind
 from penstock.testing.checking import assert_clean
 

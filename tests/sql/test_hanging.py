@@ -19,7 +19,7 @@ from tests.waiting import wait_until
 
 import penstock
 from penstock import Message, ServerUnreachable, StorageFailed, SystemClock
-from penstock.stores.sql import SqlStore
+from penstock.store.sql.store import SqlStore
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import penstock
 from penstock import ManualClock, Message
-from penstock.stores.plans import Want
-from penstock.stores.sql import ClusterStore, SqlStore
+from penstock.store.plans import Want
+from penstock.store.sql.clusters import ClusterStore
+from penstock.store.sql.store import SqlStore
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:

@@ -11,8 +11,10 @@ import pytest
 
 import penstock
 from penstock import InvalidInput, ManualClock, Message, State, StorageFailed
-from penstock.stores.sql import SqlStore, pinned, pins
-from penstock.tables import TABLES, partition, read, select
+from penstock.flight import TABLES, partition, read, select
+from penstock.store.sql import pins
+from penstock.store.sql import snapshot as pinned
+from penstock.store.sql.store import SqlStore
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from tests.sql.postgres import PostgresServer
 
     from penstock import Broker
-    from penstock.stores.pinning import PinnedStore
+    from penstock.store.snapshot import PinnedStore
 
 SECONDS = 60
 

@@ -16,10 +16,10 @@ from tests.waiting import wait_until
 
 import penstock
 from penstock import ManualClock, Message, ServerUnreachable
-from penstock.stores.metadata_log import SEGMENT_MS
-from penstock.stores.sql import SqlStore
-from penstock.stores.sql.database import Aborted
-from penstock.stores.sql.tunables import Tunables
+from penstock.store.kv.log import SEGMENT_MS
+from penstock.store.sql.database import Aborted
+from penstock.store.sql.store import SqlStore
+from penstock.store.sql.tunables import Tunables
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import psycopg
     from tests.sql.postgres import PostgresServer
 
-    from penstock.stores.sql.database import Database
+    from penstock.store.sql.database import Database
 
 TUNABLES = Tunables()
 

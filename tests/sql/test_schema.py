@@ -20,11 +20,12 @@ from penstock import (
     StoreDamaged,
 )
 from penstock import StoreMismatch as Mismatch
-from penstock.stores.sql import SqlStore, schema
-from penstock.stores.sql.statements import DIALECTS, parse_statements, statements_of
-from penstock.stores.sql.status import ClusterLook
-from penstock.stores.sql.tunables import Tunables
-from penstock.stores.sql_place import TUNED
+from penstock.store.sql import schema
+from penstock.store.sql.location import TUNED
+from penstock.store.sql.statements import DIALECTS, parse_statements, statements_of
+from penstock.store.sql.status import ClusterLook
+from penstock.store.sql.store import SqlStore
+from penstock.store.sql.tunables import Tunables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -220,7 +220,7 @@ def test_many_polls_at_both_get_each_message_once(two: Two) -> None:
 
 def test_flight_of_one_shows_what_clients_of_the_other_did(two: Two) -> None:
     pytest.importorskip("pyarrow")
-    from penstock.flight_client import FlightStore  # noqa: PLC0415
+    from penstock.flight.client import FlightStore  # noqa: PLC0415
 
     two.first.create_queue("flown", lease_ms=60_000)
     ids = two.first.publish([Message(b"x" * n, {"queue": "flown"}) for n in range(30)])

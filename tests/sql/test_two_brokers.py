@@ -82,7 +82,7 @@ def test_filters_count_from_the_change_on(two: Two) -> None:
 
 
 def test_filters_count_in_a_batch_of_a_server_as_well(two: Two) -> None:
-    from penstock.broker_joint import Joint, Publish  # noqa: PLC0415
+    from penstock.broker.requests import Joint, Publish  # noqa: PLC0415
 
     first, second = two.brokers
     first.create_queue("q", filter="n = 1")

@@ -14,7 +14,7 @@ from tests.work.test_process import Running, metrics_of, started
 
 import penstock
 from penstock import ManualClock, Message, SystemClock, Worker
-from penstock.stores.sql import SqlStore
+from penstock.store.sql.store import SqlStore
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def work(url: str, handler: str, *options: object) -> tuple[object, ...]:
     queues = ("--queue", "standard", "--queue", "fifo", "--lease", "1h")
     # No more than there are slots for, so that every process must have some.
     slots = ("--concurrency", SLOTS, "--prefetch", 0)
-    command = ("-m", "penstock.cli", "work", f"tests.work.handlers:{handler}", "--store", url)
+    command = ("-m", "penstock", "work", f"tests.work.handlers:{handler}", "--store", url)
     return (*command, *queues, *slots, *options)
 
 

@@ -11,21 +11,21 @@ from tests.waiting import wait_until
 
 import penstock
 from penstock import ManualClock, Message
-from penstock.stores.plans import Want
-from penstock.stores.sql import SqlStore
-from penstock.stores.sql.claiming import LOST_MAX, Claiming
-from penstock.stores.sql.crowding import PATIENCE, PAUSE_MAX_MS, Crowding
-from penstock.stores.sql.ring import choose, token_of, walk
-from penstock.stores.sql.tunables import Tunables
-from penstock.stores.sql.watching import PLANS_MS
-from penstock.stores.sql.zones import NEVER_MS
+from penstock.store.plans import Want
+from penstock.store.sql.claim import LOST_MAX, Claiming
+from penstock.store.sql.claim_pacing import PATIENCE, PAUSE_MAX_MS, Crowding
+from penstock.store.sql.polling import PLANS_MS
+from penstock.store.sql.store import SqlStore
+from penstock.store.sql.tokens import choose, token_of, walk
+from penstock.store.sql.tunables import Tunables
+from penstock.store.sql.zones import NEVER_MS
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock import Broker
-    from penstock.stores.sql.core import Core
+    from penstock.store.sql.session import Core
 
 MIN_INACTIVE_MS = Tunables().min_inactive_ms
 

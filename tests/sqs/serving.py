@@ -13,14 +13,14 @@ from botocore.config import Config
 
 import penstock
 from penstock.clock import SystemClock
-from penstock.server.desk import Desk
-from penstock.server.http import Handler, Http, HttpBounds
+from penstock.server.batcher import Desk
+from penstock.server.http.listener import Handler, Http, HttpBounds
 from penstock.server.sqs import SqsOptions, SqsService
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
     from penstock.server.security import Keys
     from penstock.server.sqs.service import Observer
 

@@ -10,25 +10,25 @@ import pytest
 import penstock
 from penstock import Message, limits
 from penstock.clock import SystemClock
-from penstock.gateways.sqs.requests import (
-    DeleteEntry,
-    DeleteMessage,
-    DeleteMessageBatch,
-    ReceiveMessage,
-)
-from penstock.server.desk import Desk
-from penstock.server.http_types import Request
+from penstock.server.batcher import Desk
+from penstock.server.http.messages import Request
 from penstock.server.security import ANYONE
 from penstock.server.sqs import receiving
 from penstock.server.sqs.attempts import Attempts
 from penstock.server.sqs.calls import Call, Place, SqsOptions
 from penstock.server.sqs.catalog import Catalog
 from penstock.server.sqs.settling import delete, delete_batch
+from penstock.wire.sqs.requests import (
+    DeleteEntry,
+    DeleteMessage,
+    DeleteMessageBatch,
+    ReceiveMessage,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
     from penstock.model import Delivery
 
 CALL = Call(ANYONE, "http://localhost/0/", Request("POST", "/", "", {}, b"", ""), "tester")

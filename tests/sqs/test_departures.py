@@ -20,7 +20,7 @@ from penstock.model import Message
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
 
 MESSAGES = 200
 

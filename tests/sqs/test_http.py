@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 
 from penstock import limits
 from penstock.errors import InvalidInput
-from penstock.server.http import Handler, Http, HttpBounds, Request, Response
+from penstock.server.http.listener import Handler, Http, HttpBounds, Request, Response
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterator

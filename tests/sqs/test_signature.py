@@ -18,9 +18,9 @@ from tests.sqs.serving import client_of, serving
 from tests.sqs.test_messages import code_of
 
 from penstock.clock import SystemClock
-from penstock.gateways.sqs import signature
-from penstock.gateways.sqs.faults import SqsFault
 from penstock.server.security import Keys, add_key
+from penstock.wire.sqs import signature
+from penstock.wire.sqs.faults import SqsFault
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
 
 GRANTS = {
     "team": ["admin:team-*", "consume:team-*"],

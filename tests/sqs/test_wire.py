@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateways.sqs import digests, jsonwire, messages, policies, querywire, queues
-from penstock.gateways.sqs.faults import SqsFault
-from penstock.gateways.sqs.requests import OPERATIONS, AttributeValue, SendMessageBatch
 from penstock.model import QueueSpec
+from penstock.wire.sqs import digests, jsonwire, messages, policies, querywire, queues
+from penstock.wire.sqs.faults import SqsFault
+from penstock.wire.sqs.requests import OPERATIONS, AttributeValue, SendMessageBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

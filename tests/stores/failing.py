@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.broker import Broker
-from penstock.kv.memory import MemoryEngine
-from penstock.kv.rocksdb import RocksEngine
-from penstock.opening import DESIGNS, make_store
+from penstock.broker.broker import Broker
+from penstock.engines.memory import MemoryEngine
+from penstock.engines.rocksdb.engine import RocksEngine
+from penstock.urls import DESIGNS, make_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable

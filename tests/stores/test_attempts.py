@@ -9,13 +9,13 @@ from tests.stores.failing import make_engine, open_on
 
 from penstock import Message, limits
 from penstock.clock import ManualClock
-from penstock.codec import opendata, records
+from penstock.store.codec import opendata, records
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
 
 
 def tried(broker: Broker, attempts: int) -> None:

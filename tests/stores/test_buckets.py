@@ -11,8 +11,11 @@ import pytest
 
 import penstock
 from penstock.clock import ManualClock
-from penstock.codec import opendata, records
-from penstock.codec.summaries import (
+from penstock.engines.memory import MemoryEngine
+from penstock.errors import CorruptRecord, InvalidInput
+from penstock.model import Ordering, QueueSpec, State
+from penstock.store.codec import opendata, records
+from penstock.store.codec.summaries import (
     Due,
     Head,
     Held,
@@ -22,13 +25,10 @@ from penstock.codec.summaries import (
     encode_held,
     pack_summary,
 )
-from penstock.errors import CorruptRecord, InvalidInput
-from penstock.kv.memory import MemoryEngine
-from penstock.model import Ordering, QueueSpec, State
-from penstock.stores import bucket_shelf
-from penstock.stores.active import Item, lane_of, split_lane
-from penstock.stores.buckets import TABLES, BucketActive
-from penstock.stores.queues import Counts, Queue
+from penstock.store.kv.queues import Counts, Queue
+from penstock.store.live import Item, lane_of, split_lane
+from penstock.store.live import bucket_cache as bucket_shelf
+from penstock.store.live.buckets import TABLES, BucketActive
 
 NOW = 1_700_000_000_000
 LEASE = bytes(range(16))

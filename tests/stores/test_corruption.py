@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock import Broker, ManualClock, Message, PenstockError, State
-from penstock.kv.memory import MemoryEngine
-from penstock.kv.rocksdb import RocksEngine
-from penstock.opening import DESIGNS, make_store
+from penstock.engines.memory import MemoryEngine
+from penstock.engines.rocksdb.engine import RocksEngine
+from penstock.urls import DESIGNS, make_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from penstock import Delivery
-    from penstock.kv import Engine
+    from penstock.engines import Engine
 
 GARBAGE = b"\xff\x00garbage"
 

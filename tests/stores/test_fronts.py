@@ -15,15 +15,15 @@ from tests.stores.failing import FailingEngine, open_on
 
 from penstock import Message, State
 from penstock.clock import ManualClock
-from penstock.kv.memory import MemoryEngine, MemoryTable
-from penstock.opening import DESIGNS
-from penstock.stores import fronts
+from penstock.engines.memory import MemoryEngine, MemoryTable
+from penstock.store.kv import fronts
 from penstock.testing.checking import assert_clean
+from penstock.urls import DESIGNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
 
 HOUR_MS = 3_600_000
 COUNT = 200

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
 
 DESIGN = pytest.mark.parametrize("design", ["indexed", "buckets"])
 # Those of one commit are among what fails everywhere (test_failing_verbs).

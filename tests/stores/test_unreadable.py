@@ -16,14 +16,14 @@ from tests.damaging import compact, files_of, flip
 import penstock
 from penstock import ManualClock, Message
 from penstock.errors import StorageFailed, StoreDamaged
-from penstock.opening import DESIGNS
+from penstock.urls import DESIGNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from penstock.broker import Broker
-    from penstock.stores.kvstore import KvStore
+    from penstock.broker.broker import Broker
+    from penstock.store.kv.store import KvStore
 
 NOW_MS = 1_700_000_000_000
 LEASE_MS = 60_000
@@ -167,7 +167,7 @@ def checking(broker: Broker, table: str) -> None:
         assert contents(broker) == before
     engine = cast("KvStore", broker._store).core.engine
     try:
-        for _ in penstock.kv.rows_of(engine.table(table), b"", LAST):
+        for _ in penstock.engines.rows_of(engine.table(table), b"", LAST):
             pass
     except StoreDamaged:
         assert report.found == {"unreadable": 1}

@@ -24,17 +24,17 @@ from penstock import (
     StoreFenced,
 )
 from penstock.server import running
-from penstock.work.handling import handle, handle_async, is_async, resolve
-from penstock.work.hands import End, Hands
-from penstock.work.leases import Leases
-from penstock.work.meters import Meters
-from penstock.work.settings import Settings
-from penstock.work.settling import Batch, Ends
-from penstock.work.trying import Failures, Standing, is_final
-from penstock.work.verdicts import Act, Verdict, verdict_of
+from penstock.worker.handling import handle, handle_async, is_async, resolve
+from penstock.worker.hands import End, Hands
+from penstock.worker.heartbeat import Leases
+from penstock.worker.outcome import Act, Verdict, verdict_of
+from penstock.worker.retry import Failures, Standing, is_final
+from penstock.worker.settings import Settings
+from penstock.worker.settler import Batch, Ends
+from penstock.worker.stats import Meters
 
 if TYPE_CHECKING:
-    from penstock.work.hands import Task
+    from penstock.worker.hands import Task
 
 
 def delivery(number: int, attempts: int = 1) -> Delivery:

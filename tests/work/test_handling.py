@@ -12,8 +12,8 @@ from tests.work.helping import fill, reasons, wait_until
 
 import penstock
 from penstock import Delivery, InvalidInput, Retry, Worker
-from penstock.work.handling import handle, handle_async
-from penstock.work.verdicts import Act, verdict_of
+from penstock.worker.handling import handle, handle_async
+from penstock.worker.outcome import Act, verdict_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -230,7 +230,7 @@ def test_a_pool_that_ends_by_itself_ends_the_worker(
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr("penstock.work.floor.Floor.take", broken)
+    monkeypatch.setattr("penstock.worker.state.Floor.take", broken)
     worker.start()
     with pytest.raises(ZeroDivisionError, match="a defect"):
         wait_until(lambda: worker.join(100))

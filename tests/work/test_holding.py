@@ -22,22 +22,22 @@ from penstock import (
     QueueNotFound,
     Worker,
 )
-from penstock.gateways.native.wire import Bye
 from penstock.server import running
-from penstock.work.floor import Floor
-from penstock.work.hands import Hands
-from penstock.work.leases import Leases
-from penstock.work.meters import Meters
-from penstock.work.settling import MOST_RELEASES, Batch, Ends, Settler
-from penstock.work.source import LOOK_AGAIN_MS, source_of
-from penstock.work.trying import Failures, Standing, is_final
-from penstock.work.verdicts import ACKED, Act
+from penstock.wire.native.messages import Bye
+from penstock.worker.hands import Hands
+from penstock.worker.heartbeat import Leases
+from penstock.worker.outcome import ACKED, Act
+from penstock.worker.retry import Failures, Standing, is_final
+from penstock.worker.settler import MOST_RELEASES, Batch, Ends, Settler
+from penstock.worker.source import LOOK_AGAIN_MS, source_of
+from penstock.worker.state import Floor
+from penstock.worker.stats import Meters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock import Broker
-    from penstock.work import Source
+    from penstock.worker import Source
 
 MINUTE_MS = 60_000
 
@@ -289,7 +289,7 @@ def test_threads_that_can_not_be_started(broker: Broker, monkeypatch: pytest.Mon
         raise RuntimeError("can't start new thread")
 
     before = set(threading.enumerate())
-    monkeypatch.setattr("penstock.work.feeding.Feeder.start", full)
+    monkeypatch.setattr("penstock.worker.claimer.Feeder.start", full)
     with pytest.raises(RuntimeError, match="new thread"):
         worker.start()
     assert worker.join(0)

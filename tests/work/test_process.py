@@ -21,7 +21,7 @@ from tests.work.helping import alive, fill, reasons, wait_until
 
 import penstock
 from penstock import ManualClock, Message, SystemClock, Worker
-from penstock.cli import cli
+from penstock.cli.main import cli
 from penstock.testing.auditor import Kind
 from penstock.testing.checking import assert_clean
 
@@ -90,7 +90,7 @@ def prepared(tmp_path: Path, count: int) -> tuple[str, list[int]]:
 
 def work(url: str, *options: object) -> tuple[object, ...]:
     handler = "tests.work.handlers:waits_for_file"
-    return ("-m", "penstock.cli", "work", handler, "--store", url, "--queue", "q", *options)
+    return ("-m", "penstock", "work", handler, "--store", url, "--queue", "q", *options)
 
 
 # --- signals --------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_what_the_command_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def serve(url: str, port: object, port_file: Path) -> tuple[object, ...]:
     listen = ("--native", f"127.0.0.1:{port}", "--port-file", port_file)
-    return ("-m", "penstock.cli", "serve", "--store", url, *listen)
+    return ("-m", "penstock", "serve", "--store", url, *listen)
 
 
 def test_a_server_that_is_killed_and_comes_back(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from tests.work.helping import PATIENCE_SECONDS, alive, fill, reasons, wait_unti
 import penstock
 from penstock import InvalidInput, Message, Worker
 from penstock.testing.checking import assert_clean
-from penstock.work import pool_processes
-from penstock.work.pool_processes import ProcessPool
+from penstock.worker import pool_processes
+from penstock.worker.pool_processes import ProcessPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

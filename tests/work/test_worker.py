@@ -25,7 +25,7 @@ from penstock import (
     Worker,
 )
 from penstock.testing.checking import assert_clean
-from penstock.work import Claimed
+from penstock.worker import Claimed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -529,7 +529,7 @@ class Zones:
 
 def test_a_source_with_zones(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Zones(broker)
-    monkeypatch.setattr("penstock.work.worker.source_of", lambda *_, **__: source)
+    monkeypatch.setattr("penstock.worker.worker.source_of", lambda *_, **__: source)
     fill(broker, "q", 30)
     with Worker(broker, "q", lambda _: None, dequeue_max=3, scan_interval_ms=1) as worker:
         wait_until(lambda: worker.stats().processed == 30)

@@ -8,8 +8,8 @@ shells around these: the first has a loop of its own on a thread, the second run
 
 from __future__ import annotations
 
-from penstock.client.aio import AsyncClient, connect_async
+from penstock.client.async_ import AsyncClient, connect_async
 from penstock.client.calls import Uncertain
-from penstock.client.threads import Client, connect
+from penstock.client.sync import Client, connect
 
 __all__ = ["AsyncClient", "Client", "Uncertain", "connect", "connect_async"]

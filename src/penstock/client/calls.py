@@ -15,7 +15,6 @@ import msgspec
 
 from penstock import limits
 from penstock.errors import InvalidInput, InvalidMessage, InvalidQueue, InvalidReceipt
-from penstock.gateways.native import wire
 from penstock.model import (
     Assigned,
     Attempt,
@@ -35,7 +34,7 @@ from penstock.model import (
     StoreStats,
     Value,
 )
-from penstock.stores.plans import StoreInfo
+from penstock.store.plans import StoreInfo
 from penstock.validation import (
     check_assignments,
     check_count,
@@ -46,6 +45,7 @@ from penstock.validation import (
     check_state,
     cut_text,
 )
+from penstock.wire.native import messages as wire
 
 __all__ = ["Answer", "Call", "Plan", "Repeat", "Uncertain", "may_repeat"]
 

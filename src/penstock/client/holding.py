@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from penstock import limits
 from penstock.client import calls
-from penstock.client.keeping import Keeper
+from penstock.client.lease_keeper import Keeper
 from penstock.errors import BrokerClosed, PenstockError, StorageFailed, StoreDamaged
 from penstock.validation import check_count, check_duration
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Sequence
 
-    from penstock.client.link import Link
+    from penstock.client.transport import Link
     from penstock.model import Delivery
 
 __all__ = ["Fetcher", "Holder", "OnLost"]

@@ -29,9 +29,9 @@ import msgspec
 
 from penstock import limits
 from penstock.clock import SystemClock
-from penstock.codec import queueber as keys
 from penstock.errors import CorruptRecord, ImportFailed, InvalidMessage
 from penstock.filters import Row, default_filter, parse
+from penstock.importers import queueber_keys as keys
 from penstock.importers.queueber_source import Source
 from penstock.model import Message, State
 from penstock.validation import check_count, check_messages, check_queue_name
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from os import PathLike
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
     from penstock.clock import Clock
     from penstock.filters import Filter
     from penstock.importers.queueber_source import Found, StoredItem

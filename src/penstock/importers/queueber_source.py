@@ -1,7 +1,7 @@
 """A Queueber database, read without changing a byte of it.
 
-The namespaces of ``penstock.codec.queueber`` lie in column families of their own, or all in
-``default``, or (while Queueber is moving from the one to the other) in both. Where a key is in
+The namespaces of ``penstock.importers.queueber_keys`` lie in column families of their own, or all
+in ``default``, or (while Queueber is moving from the one to the other) in both. Where a key is in
 both, the family of its own has the newer record.
 
 RocksDB and its binding leave log and configuration files in the directory they open, even for
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import rocksdict as rocks
 
-from penstock import codec
-from penstock.codec import queueber as keys
 from penstock.errors import CorruptRecord, ImportFailed
+from penstock.importers import queueber_keys as keys
+from penstock.store import codec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

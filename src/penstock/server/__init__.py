@@ -12,21 +12,21 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from penstock.server.listening import FlightListener, in_process_server
-    from penstock.server.serving import Server, running
+    from penstock.flight.listener import FlightListener, in_process_server
+    from penstock.server.served_store import Server, running
 
 __all__ = ["FlightListener", "Server", "in_process_server", "running"]
 
 _MODULES: Final = {
-    "FlightListener": "listening",
-    "in_process_server": "listening",
-    "Server": "serving",
-    "running": "serving",
+    "FlightListener": "penstock.flight.listener",
+    "in_process_server": "penstock.flight.listener",
+    "Server": "penstock.server.served_store",
+    "running": "penstock.server.served_store",
 }
 
 
 def __getattr__(name: str) -> Any:
     # Loaded when used: who imports one module of this package need not load them all.
     if name in _MODULES:
-        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, PenstockError, StorageFailed, StoreMismatch
-from penstock.opening import open_copy
+from penstock.urls import open_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.broker import Broker
-    from penstock.stores.audit import AuditReport
+    from penstock.broker.broker import Broker
+    from penstock.store.kv.check import AuditReport
 
 __all__ = ["NAME", "backup", "backup_into", "restore", "verify"]
 

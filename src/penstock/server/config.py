@@ -24,7 +24,7 @@ from msgspec import Meta
 from penstock import limits
 from penstock.errors import InvalidInput
 from penstock.server.security import is_loopback
-from penstock.stores.sql_place import without_password
+from penstock.store.sql.location import without_password
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
     from penstock.model import QueueStats
     from penstock.server.connections import Connections
 

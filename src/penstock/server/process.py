@@ -28,14 +28,14 @@ from penstock.server import config as configuring
 from penstock.server import descriptors
 from penstock.server.config import LISTENERS, OFF, Config
 from penstock.server.security import Keys
-from penstock.server.serving import Server, new_loop, open_broker, tls_of
-from penstock.server.standing import Taken, stand_by
-from penstock.stores.sql_place import without_password
+from penstock.server.served_store import Server, new_loop, open_broker, tls_of
+from penstock.server.standby import Taken, stand_by
+from penstock.store.sql.location import without_password
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
     from penstock.errors import PenstockError
 
 __all__ = ["serve"]

@@ -17,26 +17,26 @@ import capnp
 
 from penstock import limits
 from penstock.errors import InvalidInput, InvalidReceipt, PenstockError, QueueNotFound
-from penstock.gateways.queueber import item_id, lease_data, lease_of, message_of
 from penstock.model import Message
 from penstock.server.acceptor import Acceptor
 from penstock.server.connections import Connections
 from penstock.validation import check_count
+from penstock.wire.queueber import item_id, lease_data, lease_of, message_of
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Awaitable, Callable, Iterator
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
     from penstock.model import Delivery
+    from penstock.server.batcher import Desk
     from penstock.server.connections import Slot
-    from penstock.server.desk import Desk
 
 __all__ = ["QueueberListener"]
 
 log = logging.getLogger(__name__)
 
-_SCHEMA: Final = capnp.load(str(Path(__file__).parent.parent / "gateways/queueber/rpc.capnp"))
+_SCHEMA: Final = capnp.load(str(Path(__file__).parent.parent / "wire/queueber/rpc.capnp"))
 # What a message from a client may hold, in words of eight bytes: a publish, and some room.
 _TRAVERSAL_WORDS: Final = limits.MAX_PUBLISH_BYTES // 8 + (1 << 20)
 _CONSUMER: Final = "queueber"

@@ -14,16 +14,16 @@ import msgspec
 
 from penstock import limits
 from penstock.errors import InvalidInput
-from penstock.server.desk import Desk
+from penstock.server.batcher import Desk
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, Future
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from penstock.broker import Broker
-    from penstock.broker_joint import Check
+    from penstock.broker.broker import Broker
+    from penstock.broker.requests import Check
     from penstock.model import Delivery, Message, Outcome
-    from penstock.server.desk import Turnstile
+    from penstock.server.batcher import Turnstile
 
 __all__ = ["TRACEPARENT", "TracedDesk", "traced"]
 

@@ -26,17 +26,17 @@ from pyspark.sql.datasource import InputPartition
 
 from penstock.errors import InvalidInput, QueueNotFound, StorageFailed
 from penstock.filters import parse
+from penstock.flight.schemas import schema_of
 from penstock.limits import MAX_CLUSTERS
 from penstock.spark.archive_runs import Runs
-from penstock.spark.stores import source
-from penstock.tables.schemas import schema_of
+from penstock.spark.broker_client import source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from penstock.filters import Filter
+    from penstock.spark.broker_client import Source
     from penstock.spark.options import Options
-    from penstock.spark.stores import Source
 
 __all__ = ["ArchivedPartition", "AttemptsPartition", "FreshPartition", "plan", "read_part"]
 

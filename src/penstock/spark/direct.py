@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 from penstock.errors import InvalidInput
-from penstock.flight_client import ReadPlan, SnapshotFacts, Watermarks
+from penstock.flight.client import ReadPlan, SnapshotFacts, Watermarks
 from penstock.limits import MAX_DIRECT_READERS
 
 try:

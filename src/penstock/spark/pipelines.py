@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.errors import InvalidInput, PenstockError
+from penstock.spark.broker_client import store
 from penstock.spark.matching import MATCHES, match_batch, matcher_of
 from penstock.spark.offsets import Stretch
 from penstock.spark.route import DEFAULT_MAX_OFFSETS, route_stream, take_over, triggered
 from penstock.spark.route_sink import commit
 from penstock.spark.route_source import new_stage
-from penstock.spark.stores import store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

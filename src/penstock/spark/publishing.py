@@ -42,7 +42,7 @@ from pyspark.sql.types import (
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput
-from penstock.spark.stores import store
+from penstock.spark.broker_client import store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

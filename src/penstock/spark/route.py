@@ -22,8 +22,8 @@ import msgspec
 
 from penstock import limits
 from penstock.errors import InvalidInput
+from penstock.spark.broker_client import store
 from penstock.spark.sessions import is_connect, parallelism, session
-from penstock.spark.stores import store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

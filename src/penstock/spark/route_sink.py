@@ -19,9 +19,9 @@ from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMess
 
 from penstock.errors import InvalidInput, PenstockError
 from penstock.model import AssignStatus
+from penstock.spark.broker_client import fenced, store
 from penstock.spark.columns import ROUTING, check_columns
 from penstock.spark.matching import settle_in
-from penstock.spark.stores import fenced, store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -25,12 +25,12 @@ from pyspark.sql.streaming.datasource import (
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, PenstockError
+from penstock.spark.broker_client import fenced, store
 from penstock.spark.columns import Shape, check_columns, spark_schema
 from penstock.spark.matching import PACKED_COLUMNS, match_packed, matcher_of, settle_in
 from penstock.spark.offsets import Offset, Stretch, check_store, cut, logs_of
-from penstock.spark.reading import LogPartition
-from penstock.spark.stores import fenced, store
-from penstock.spark.streaming import most_rows
+from penstock.spark.reader import LogPartition
+from penstock.spark.stream import most_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

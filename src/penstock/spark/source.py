@@ -13,10 +13,10 @@ from penstock.errors import InvalidInput
 from penstock.spark.columns import spark_schema
 from penstock.spark.options import ROUTING_TABLES, read_options, write_options
 from penstock.spark.publishing import BatchPublisher, StreamPublisher
-from penstock.spark.reading import TableReader
+from penstock.spark.reader import TableReader
 from penstock.spark.route_sink import AssignmentWriter
 from penstock.spark.route_source import RouteStreamReader
-from penstock.spark.streaming import LogStreamReader
+from penstock.spark.stream import LogStreamReader
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import (

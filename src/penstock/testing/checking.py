@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
 
 __all__ = ["assert_clean"]
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from penstock.stores.kvstore import KvStore
+from penstock.store.kv.store import KvStore
 from penstock.testing.stores import Reopenable
 from penstock.testing.suite.dead_letters import DeadLetterSuite
 from penstock.testing.suite.delivery import DeliverySuite
@@ -33,7 +33,7 @@ from penstock.testing.suite.restarting import RestartingSuite, WaitingSuite
 from penstock.testing.suite.settling import SettlingSuite
 
 if TYPE_CHECKING:
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
     from penstock.clock import Clock
 
 __all__ = ["BrokerConformance", "UrlConformance"]

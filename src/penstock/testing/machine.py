@@ -22,7 +22,7 @@ from penstock.testing.stores import Reopenable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
     from penstock.testing.model import Copy
 
 __all__ = ["StoreMachine"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from penstock.stores.kvstore import KvStore
+from penstock.store.kv.store import KvStore
 from penstock.testing.stores import Reopenable
 from penstock.testing.suite.backfilling import BackfillSuite
 from penstock.testing.suite.fan_out import FanOutSuite
@@ -21,7 +21,7 @@ from penstock.testing.suite.moved import MovedSuite
 from penstock.testing.suite.tailing import TailingSuite
 
 if TYPE_CHECKING:
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
     from penstock.clock import Clock
 
 __all__ = ["RoutingConformance", "UrlRoutingConformance"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock import opening
-from penstock.broker import Broker
-from penstock.kv.memory import MemoryEngine
+from penstock import urls
+from penstock.broker.broker import Broker
+from penstock.engines.memory import MemoryEngine
 
 if TYPE_CHECKING:
     from penstock.clock import Clock
@@ -24,9 +24,9 @@ class Reopenable:
     def __init__(self, url: str) -> None:
         self._url = url
         self._engine: MemoryEngine | None = None
-        self._design = url.partition("design=")[2] or opening.DEFAULT_DESIGN
+        self._design = url.partition("design=")[2] or urls.DEFAULT_DESIGN
         if url.startswith("memory:"):
-            self._engine = MemoryEngine(opening.DESIGNS[self._design].tables)
+            self._engine = MemoryEngine(urls.DESIGNS[self._design].tables)
         self._clock: Clock | None = None
         self._options: dict[str, Any] = {}
         self.broker: Broker | None = None
@@ -40,10 +40,10 @@ class Reopenable:
         """Open the store; ``options`` are those of :func:`penstock.open`."""
         self._clock, self._options = clock, options
         if self._engine is None:
-            self.broker = opening.open(self._url, clock=clock, **options)
+            self.broker = urls.open(self._url, clock=clock, **options)
         else:
             routing = options.get("routing")
-            store = opening.make_store(self._engine, self._design, clock, routing)
+            store = urls.make_store(self._engine, self._design, clock, routing)
             own = {
                 name: value
                 for name, value in options.items()

@@ -17,7 +17,7 @@ from penstock.spark.archive_runs import Runs
 from penstock.spark.columns import spark_schema
 from penstock.spark.jobs import archive
 from penstock.spark.options import read_options
-from penstock.spark.reading import TableReader
+from penstock.spark.reader import TableReader
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 from click.testing import CliRunner
 
-from penstock.cli import cli
+from penstock.cli.main import cli
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

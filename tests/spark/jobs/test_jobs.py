@@ -16,13 +16,13 @@ from pyspark.errors import AnalysisException
 from pyspark.sql.types import StringType, StructField, StructType
 
 import penstock
-from penstock.cli import cli
+from penstock.cli.main import cli
 from penstock.errors import InvalidInput, InvalidMessage, QueueNotFound
+from penstock.spark.broker_client import Store
 from penstock.spark.jobs import backfill, collect, publish, redrive, report, save_report
 from penstock.spark.jobs.common import pinned, read, revived, translated
 from penstock.spark.options import Options
 from penstock.spark.publishing import BatchPublisher
-from penstock.spark.stores import Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from penstock import limits
-from penstock.gateways.sqs.faults import SqsFault
-from penstock.gateways.sqs.queues import arn_of
+from penstock.wire.sqs.faults import SqsFault
+from penstock.wire.sqs.queues import arn_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.clock import Clock
-    from penstock.gateways.sqs.requests import (
+    from penstock.server.batcher import Desk
+    from penstock.server.http.messages import Request
+    from penstock.server.security import Principal
+    from penstock.server.sqs.attempts import Attempts
+    from penstock.server.sqs.catalog import Catalog
+    from penstock.wire.sqs.requests import (
         DeleteEntry,
         OnQueue,
         SendEntry,
         VisibilityEntry,
     )
-    from penstock.server.desk import Desk
-    from penstock.server.http_types import Request
-    from penstock.server.security import Principal
-    from penstock.server.sqs.attempts import Attempts
-    from penstock.server.sqs.catalog import Catalog
 
 __all__ = ["Call", "Place", "SqsOptions", "check_entries", "check_token", "failed_entry"]
 

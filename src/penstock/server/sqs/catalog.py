@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from penstock.gateways.sqs.faults import SqsFault
-from penstock.gateways.sqs.queues import QueueView, view_of
+from penstock.wire.sqs.faults import SqsFault
+from penstock.wire.sqs.queues import QueueView, view_of
 
 if TYPE_CHECKING:
     from penstock.model import QueueSpec
-    from penstock.server.desk import Desk
+    from penstock.server.batcher import Desk
 
 __all__ = ["Catalog"]
 

@@ -7,9 +7,11 @@ from base64 import b64decode, urlsafe_b64encode
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from penstock import limits
-from penstock.gateways.sqs import policies, queues
-from penstock.gateways.sqs.faults import SqsFault
-from penstock.gateways.sqs.requests import (
+from penstock.model import Ordering, State
+from penstock.server.security import check_target
+from penstock.wire.sqs import policies, queues
+from penstock.wire.sqs.faults import SqsFault
+from penstock.wire.sqs.requests import (
     AddPermission,
     CreateQueue,
     DeleteQueue,
@@ -24,16 +26,14 @@ from penstock.gateways.sqs.requests import (
     TagQueue,
     UntagQueue,
 )
-from penstock.model import Ordering, State
-from penstock.server.security import check_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.broker import Broker
-    from penstock.gateways.sqs.requests import SqsRequest
+    from penstock.broker.broker import Broker
     from penstock.model import QueueSpec, QueueStats
     from penstock.server.sqs.calls import Call, Place
+    from penstock.wire.sqs.requests import SqsRequest
 
 __all__ = ["Manager", "get_attributes", "get_url", "list_queues", "list_sources", "list_tags"]
 

@@ -15,23 +15,23 @@ import msgspec
 
 from penstock import limits
 from penstock.errors import NotAllowed, PenstockError
-from penstock.gateways.sqs.faults import SqsFault
-from penstock.gateways.sqs.queues import name_of_arn
-from penstock.gateways.sqs.requests import (
+from penstock.model import State
+from penstock.server.security import Principal, check_target
+from penstock.wire.sqs.faults import SqsFault
+from penstock.wire.sqs.queues import name_of_arn
+from penstock.wire.sqs.requests import (
     CancelMessageMoveTask,
     ListMessageMoveTasks,
     StartMessageMoveTask,
 )
-from penstock.model import State
-from penstock.server.security import Principal, check_target
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from penstock.broker import Broker
-    from penstock.gateways.sqs.requests import SqsRequest
+    from penstock.broker.broker import Broker
     from penstock.model import QueueSpec
     from penstock.server.sqs.calls import Call, Place
+    from penstock.wire.sqs.requests import SqsRequest
 
 __all__ = ["Mover"]
 

@@ -7,18 +7,18 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from penstock import limits
-from penstock.gateways.sqs import digests, messages
-from penstock.gateways.sqs.faults import SqsFault
-from penstock.gateways.sqs.handles import handle_of
-from penstock.gateways.sqs.requests import AttributeValue, ReceiveMessage
 from penstock.server.sqs.calls import check_token
+from penstock.wire.sqs import digests, messages
+from penstock.wire.sqs.faults import SqsFault
+from penstock.wire.sqs.handles import handle_of
+from penstock.wire.sqs.requests import AttributeValue, ReceiveMessage
 
 if TYPE_CHECKING:
-    from penstock.gateways.sqs.messages import Kept
-    from penstock.gateways.sqs.queues import QueueView
-    from penstock.gateways.sqs.requests import SqsRequest
     from penstock.model import Delivery
     from penstock.server.sqs.calls import Call, Place
+    from penstock.wire.sqs.messages import Kept
+    from penstock.wire.sqs.queues import QueueView
+    from penstock.wire.sqs.requests import SqsRequest
 
 __all__ = ["check_visibility", "receive"]
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from penstock import limits
 from penstock.errors import InvalidInput
-from penstock.gateways.sqs import digests, messages
-from penstock.gateways.sqs.faults import SqsFault
-from penstock.gateways.sqs.requests import SendMessage, SendMessageBatch
 from penstock.model import Message
 from penstock.server.sqs.calls import check_entries, check_token, failed_entry
+from penstock.wire.sqs import digests, messages
+from penstock.wire.sqs.faults import SqsFault
+from penstock.wire.sqs.requests import SendMessage, SendMessageBatch
 
 if TYPE_CHECKING:
-    from penstock.gateways.sqs.queues import QueueView
-    from penstock.gateways.sqs.requests import AttributeValue, SendEntry, SqsRequest
     from penstock.server.sqs.calls import Call, Place
+    from penstock.wire.sqs.queues import QueueView
+    from penstock.wire.sqs.requests import AttributeValue, SendEntry, SqsRequest
 
 __all__ = ["send", "send_batch"]
 

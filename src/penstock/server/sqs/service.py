@@ -17,10 +17,7 @@ from penstock.errors import (
     QueueNotFound,
     StorageFailed,
 )
-from penstock.gateways.sqs import jsonwire, querywire, signature
-from penstock.gateways.sqs.faults import SqsFault
-from penstock.gateways.sqs.requests import OPERATIONS
-from penstock.server.http import Response
+from penstock.server.http.listener import Response
 from penstock.server.security import ANYONE, Principal
 from penstock.server.sqs import managing, sending, settling
 from penstock.server.sqs.attempts import Attempts
@@ -29,16 +26,19 @@ from penstock.server.sqs.catalog import Catalog
 from penstock.server.sqs.managing import Manager
 from penstock.server.sqs.moving import Mover
 from penstock.server.sqs.receiving import receive
+from penstock.wire.sqs import jsonwire, querywire, signature
+from penstock.wire.sqs.faults import SqsFault
+from penstock.wire.sqs.requests import OPERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
     from penstock.clock import Clock
-    from penstock.gateways.sqs.requests import SqsRequest
-    from penstock.server.desk import Desk
-    from penstock.server.http import Request
+    from penstock.server.batcher import Desk
+    from penstock.server.http.listener import Request
     from penstock.server.security import Keys
+    from penstock.wire.sqs.requests import SqsRequest
 
 __all__ = ["Observer", "SqsOptions", "SqsService"]
 

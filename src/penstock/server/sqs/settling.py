@@ -11,25 +11,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.errors import InvalidReceipt, PenstockError
-from penstock.gateways.sqs.faults import SqsFault
-from penstock.gateways.sqs.handles import message_of, receipt_of
-from penstock.gateways.sqs.requests import (
+from penstock.model import AttemptEnd
+from penstock.server.sqs.calls import check_entries, failed_entry
+from penstock.server.sqs.receiving import check_visibility
+from penstock.wire.sqs.faults import SqsFault
+from penstock.wire.sqs.handles import message_of, receipt_of
+from penstock.wire.sqs.requests import (
     ChangeMessageVisibility,
     ChangeMessageVisibilityBatch,
     DeleteMessage,
     DeleteMessageBatch,
 )
-from penstock.model import AttemptEnd
-from penstock.server.sqs.calls import check_entries, failed_entry
-from penstock.server.sqs.receiving import check_visibility
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from penstock.broker import Broker
-    from penstock.gateways.sqs.requests import SqsRequest
+    from penstock.broker.broker import Broker
     from penstock.model import Outcome
     from penstock.server.sqs.calls import Call, Place
+    from penstock.wire.sqs.requests import SqsRequest
 
 __all__ = ["change_visibility", "change_visibility_batch", "delete", "delete_batch"]
 

@@ -25,8 +25,8 @@ from pyspark.sql.types import DateType, StringType, StructField, StructType
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, QueueNotFound, StorageFailed
 from penstock.spark.archive_runs import Part, Reach, Run, Runs
+from penstock.spark.broker_client import store
 from penstock.spark.jobs.common import known, pinned, read
-from penstock.spark.stores import store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -20,10 +20,10 @@ import pyarrow as pa
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, PenstockError
+from penstock.spark.broker_client import offset_at, store
 from penstock.spark.jobs.backfill_archive import fill_archived, lowest_since, open_archive
 from penstock.spark.matching import COLUMNS, match_batch, matcher_of
 from penstock.spark.sessions import parallelism
-from penstock.spark.stores import offset_at, store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

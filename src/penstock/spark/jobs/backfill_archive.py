@@ -19,10 +19,10 @@ import pyarrow.compute as pc
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock.errors import InvalidInput, StorageFailed
+from penstock.flight.protocol import RESTORED
 from penstock.spark.archive_runs import Runs
+from penstock.spark.broker_client import store
 from penstock.spark.jobs.common import pinned, read, translated
-from penstock.spark.stores import store
-from penstock.tables.wire import RESTORED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import Column, DataFrame, SparkSession
 
-    from penstock.spark.stores import Store
+    from penstock.spark.broker_client import Store
 
 __all__ = ["fill_archived", "lowest_since", "open_archive"]
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
+from penstock.spark.broker_client import store
 from penstock.spark.jobs.common import pinned, read
-from penstock.spark.stores import store
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,9 +13,9 @@ from pyspark.errors import PySparkException
 from penstock import errors
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
+from penstock.spark.broker_client import source
 from penstock.spark.options import is_direct
 from penstock.spark.sessions import is_connect
-from penstock.spark.stores import source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -10,8 +10,8 @@ import pyarrow as pa
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock.errors import InvalidInput, InvalidMessage
+from penstock.flight.publish import COLUMNS
 from penstock.model import Message
-from penstock.server.publishing import COLUMNS
 from penstock.spark.jobs.common import FROM_SPARK, revived, watched
 from penstock.spark.publishing import check_schema, publisher
 from penstock.validation import check_messages

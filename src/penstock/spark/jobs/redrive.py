@@ -9,8 +9,8 @@ import msgspec
 from pyspark.errors import AnalysisException, ParseException
 
 from penstock.errors import InvalidInput
+from penstock.spark.broker_client import store
 from penstock.spark.jobs.common import known, pinned, read
-from penstock.spark.stores import store
 
 if TYPE_CHECKING:
     from collections.abc import Callable

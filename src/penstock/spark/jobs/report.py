@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 import pyarrow.parquet as pq
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
+from penstock.spark.broker_client import source
 from penstock.spark.jobs.common import known, pinned, read
 from penstock.spark.jobs.report_page import page
-from penstock.spark.stores import source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
     from penstock.model import Delivery, Entry, Value
 
 __all__ = ["HOUR_MS", "YEAR_MS", "Suite", "message", "receipts_of"]

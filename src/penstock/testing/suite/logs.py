@@ -7,10 +7,10 @@ from collections import defaultdict
 import pytest
 
 from penstock import limits
+from penstock.broker.router import route_once
 from penstock.clock import ManualClock
 from penstock.errors import InvalidInput
 from penstock.model import AssignStatus, Message
-from penstock.tailing import route_once
 from penstock.testing.suite.base import HOUR_MS
 from penstock.testing.suite.routed import Mode, RoutedSuite, made
 

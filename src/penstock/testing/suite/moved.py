@@ -12,7 +12,7 @@ from penstock.testing.suite.base import HOUR_MS, receipts_of
 from penstock.testing.suite.routed import Mode, RoutedSuite
 
 if TYPE_CHECKING:
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
 
 __all__ = ["MovedSuite"]
 

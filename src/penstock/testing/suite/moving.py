@@ -16,7 +16,7 @@ from penstock.testing.suite.base import Suite, message, receipts_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
 
 __all__ = ["MovingSuite"]
 

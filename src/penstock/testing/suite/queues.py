@@ -22,7 +22,7 @@ from penstock.testing.suite.base import Suite, message
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
 
 __all__ = ["QueuesSuite"]
 

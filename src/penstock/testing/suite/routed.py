@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import pytest
 
+from penstock.broker.router import match_page, route_once
 from penstock.filters import Matcher, parse
 from penstock.model import Message, State
-from penstock.tailing import match_page, route_once
 from penstock.testing.suite.base import Suite
 
 if TYPE_CHECKING:
-    from penstock.broker import Broker
+    from penstock.broker.broker import Broker
     from penstock.model import Assigned, LogPage, Value
 
 __all__ = ["Mode", "RoutedSuite", "made"]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from penstock.broker.router import route_once
 from penstock.errors import BrokerClosed, InvalidInput
 from penstock.model import Assigned, AssignStatus, Cursor, LogPage, Message
-from penstock.tailing import route_once
 from penstock.testing.suite.routed import RoutedSuite, made
 
 __all__ = ["TailingSuite"]

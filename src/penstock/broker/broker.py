@@ -1,0 +1,511 @@
+"""The deep module: everything between a caller and a store.
+
+A broker checks what comes in, routes it by the queues' filters and hands it to the store through
+the :mod:`~penstock.broker.runner`, which knows of threads, time and durability. The verbs of the
+metadata log are in :mod:`~penstock.broker.log_verbs`.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+
+import msgspec
+
+from penstock import limits
+from penstock.broker.log_verbs import LogVerbs
+from penstock.broker.look_verbs import LookVerbs
+from penstock.broker.requests import Claim, JointVerbs
+from penstock.broker.runner import SWEEP_BUDGET, Shell
+from penstock.errors import (
+    InvalidInput,
+    InvalidQueue,
+    QueueExists,
+    QueueNotFound,
+    StorageFailed,
+)
+from penstock.filters import Matcher, Row, default_filter, parse
+from penstock.model import Message, Ordering, QueueSpec, State
+from penstock.store.contract import FiltersChanged
+from penstock.validation import (
+    check_count,
+    check_duration,
+    check_ids,
+    check_messages,
+    check_queue_name,
+    check_receipts,
+    check_spec,
+    check_state,
+    check_text,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from penstock.clock import Clock
+    from penstock.model import (
+        Delivery,
+        Outcome,
+        SweepCounts,
+        Value,
+    )
+    from penstock.store.codec.metadata import Metadata
+    from penstock.store.contract import Store
+    from penstock.store.kv.check import AuditReport
+
+__all__ = ["Broker"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Messages that a verb over many takes before it lets others in.
+MASS_STEP: Final = 2_000
+
+
+class Broker(LookVerbs, LogVerbs, JointVerbs):
+    """An open store. Thread-safe; close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        clock: Clock,
+        relaxed: bool = False,
+        dedup_window_ms: int = 300_000,
+        background: bool = True,
+    ) -> None:
+        """Take a store over: use :func:`penstock.open`."""
+        self._dedup_window_ms = check_duration(
+            dedup_window_ms, "dedup_window_ms", low=1, high=limits.MAX_DEDUP_WINDOW_MS
+        )
+        self._store = store
+        self._clock = clock
+        self._inline = store.routing() == "inline"
+        self._restored = []
+        self._matcher, self._live = Matcher({}), {}
+        self._follow_filters()
+        self._shell = Shell(store, clock, relaxed=relaxed, background=background)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except StorageFailed as failure:
+            if error is None:
+                raise
+            # The caller is to see the first error.
+            log.error("the store was not closed in order: %s", failure)  # noqa: TRY400
+
+    def close(self) -> None:
+        """Make everything durable and let go of the store. A claim that waits raises."""
+        self._shell.close()
+
+    def _look(self, read: Callable[[int], T]) -> T:
+        return self._shell.look(read)
+
+    def _apply(self, change: Callable[[int], T]) -> T:
+        """Make a change, again if another process has changed the queues that it counted on."""
+        while True:
+            try:
+                return self._shell.apply(change)
+            except FiltersChanged:
+                continue
+
+    # --- queues --------------------------------------------------------------------------
+
+    def create_queue(
+        self,
+        name: str,
+        *,
+        filter: str | None = None,  # noqa: A002 - the word that users know
+        ordering: Ordering | str = Ordering.STANDARD,
+        **settings: Any,
+    ) -> QueueSpec:
+        """Make a queue and return its spec; the settings are the fields of :class:`QueueSpec`.
+
+        Without a filter the queue takes what names it in the attribute ``queue``. Making a queue
+        that is there with the same settings changes nothing.
+        """
+        check_queue_name(name)
+        compiled = parse(default_filter(name) if filter is None else filter)
+        spec = _make_spec(name, compiled.text, _ordering(ordering), settings)
+
+        def create(now_ms: int) -> QueueSpec:
+            present = next((known for known in self._store.specs() if known.name == name), None)
+            if present is not None:
+                if self._store.draining(name):
+                    raise QueueExists(f"queue {name!r} is draining: it is not gone yet")
+                if _settings_of(present) != _settings_of(spec):
+                    raise QueueExists(
+                        f"queue {name!r} exists with other settings: use update_queue()"
+                    )
+                return present
+            _check_dead_letter(self._store, spec)
+            fresh = msgspec.structs.replace(spec, created_at_ms=now_ms)
+            self._store.create_queue(fresh, now_ms)
+            return fresh
+
+        return self._apply(create)
+
+    def update_queue(
+        self, name: str, *, from_offset: int | None = None, **changes: Any
+    ) -> QueueSpec:
+        """Change settings of a queue; messages that are in it stay. Ordering can't change.
+
+        Another filter counts from the end of the log on, or from an earlier ``from_offset`` that
+        has not been routed yet.
+        """
+        compiled = parse(changes["filter"]) if "filter" in changes else None
+        if from_offset is not None:
+            check_count(from_offset, "from_offset", 0, limits.MAX_OFFSET)
+
+        def update(now_ms: int) -> QueueSpec:
+            present = self._store.spec(name)
+            if "ordering" in changes and _ordering(changes["ordering"]) is not present.ordering:
+                raise InvalidQueue(f"the ordering of queue {name!r} can't be changed")
+            text = present.filter if compiled is None else compiled.text
+            settings = {**_settings_of(present), **changes}
+            for fixed in ("name", "filter", "ordering"):
+                settings.pop(fixed, None)
+            spec = _make_spec(name, text, present.ordering, settings)
+            spec = msgspec.structs.replace(
+                spec, created_at_ms=present.created_at_ms, version=present.version + 1
+            )
+            # One that was deleted since does not stand in the way of other changes.
+            if spec.dead_letter != present.dead_letter:
+                _check_dead_letter(self._store, spec)
+            self._store.update_queue(spec, now_ms, from_offset=from_offset)
+            return spec
+
+        return self._apply(update)
+
+    def delete_queue(self, name: str, *, drain: bool = False) -> int:
+        """Remove a queue with every message in it, in whatever state; return how many.
+
+        With ``drain`` the queue takes no more messages, workers may finish what is in it, and
+        it is removed once nothing waits and nothing is in flight.
+        """
+
+        def delete(now_ms: int) -> int:
+            if drain:
+                self._store.drain_queue(name, now_ms)
+                return 0
+            return self._store.delete_queue(name, now_ms)
+
+        # Most of it in steps: only what has come meanwhile is left to the last one.
+        emptied = 0 if drain else self.purge(name, states=list(State))
+        return emptied + self._shell.apply(delete)
+
+    # --- messages in ---------------------------------------------------------------------
+
+    def publish(self, messages: Iterable[Message]) -> list[int]:
+        """Store messages, each into every queue whose filter it satisfies; return their ids.
+
+        All or none. A message whose dedup id was published within the window is not stored
+        again: its id is that of the first.
+        """
+        batch = check_messages(messages)
+        return self._publish(batch, None)
+
+    def send(self, queue: str, payload: bytes, /, **attributes: Value) -> int:
+        """Publish one message straight to a queue; keyword arguments are its attributes."""
+        batch = check_messages([Message(payload, {**attributes, "queue": queue})])
+        return self._publish(batch, queue)[0]
+
+    def _publish(self, batch: list[Message], target: str | None) -> list[int]:
+        return self._apply(
+            lambda now_ms: self._put(batch, self._routes(batch, target, now_ms), now_ms)
+        )
+
+    # --- messages out --------------------------------------------------------------------
+
+    def claim(
+        self,
+        queue: str,
+        *,
+        limit: int = 1,
+        lease_ms: int | None = None,
+        wait_ms: int = 0,
+        consumer: str = "",
+    ) -> list[Delivery]:
+        """Take up to ``limit`` messages under one lease, waiting up to ``wait_ms`` for the first.
+
+        A message that is not acked, released or extended before its lease's deadline is given
+        out again.
+        """
+        check_count(limit, "limit", 1, limits.MAX_CLAIM_LIMIT)
+        check_duration(wait_ms, "wait_ms", high=limits.MAX_WAIT_MS)
+        check_text(consumer, "consumer", limits.MAX_CONSUMER_BYTES)
+        if lease_ms is not None:
+            check_duration(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
+
+        claim = Claim(queue, limit, lease_ms, consumer)
+
+        def take(now_ms: int) -> list[Delivery]:
+            self._claim_together(queue, [claim], now_ms)
+            if claim.error is not None:
+                raise claim.error
+            return claim.answer
+
+        try:
+            return self._shell.apply_when_ready(queue, wait_ms, take)
+        except BaseException:
+            # An interrupt, or a store that could not be synced: nobody gets to see them.
+            if claim.answer:
+                with suppress(Exception):
+                    self.release([each.receipt for each in claim.answer], unseen=True)
+            raise
+
+    def ack(self, receipts: Iterable[str], *, queue: str | None = None) -> list[Outcome]:
+        """Settle messages as done. ``queue`` makes receipts of another queue an error."""
+        batch = check_receipts(receipts)
+        return self._shell.apply(
+            lambda now_ms: self._store.ack(batch, queue_name=queue, now_ms=now_ms)
+        )
+
+    def release(
+        self,
+        receipts: Iterable[str],
+        *,
+        delay_ms: int | None = None,
+        reason: str = "",
+        queue: str | None = None,
+        unseen: bool = False,
+    ) -> list[Outcome]:
+        """Give messages back: they are tried again, or fail if they are out of attempts.
+
+        Without ``delay_ms`` they wait for the queue's back-off. A ``reason`` that is too long is
+        cut. ``unseen`` is for messages that nobody has begun to work on: they take their old place
+        at once, and the claim counts as no attempt; delay and reason mean nothing then.
+        """
+        return self._shell.apply(self.releasing(receipts, delay_ms, reason, queue, unseen=unseen))
+
+    def extend(
+        self, receipts: Iterable[str] | str, *, lease_ms: int, queue: str | None = None
+    ) -> list[Outcome]:
+        """Move the deadline to now + ``lease_ms`` (which may be sooner than it was).
+
+        Takes receipts, or the token of a whole lease (:attr:`Delivery.lease`) for everything
+        that is still held under it.
+        """
+        return self._shell.apply(self.extending(receipts, lease_ms, queue))
+
+    # --- looking and mass moves ------------------------------------------------------------
+
+    def redrive(
+        self,
+        queue: str,
+        *,
+        message_ids: Iterable[int] | None = None,
+        where: str | Callable[[Mapping[str, Value]], bool] | None = None,
+    ) -> int:
+        """Make failed messages available again, with a full set of attempts; return how many.
+
+        All of them, or those of ``message_ids``, or those that ``where`` selects: a filter, or a
+        function of the attributes.
+        """
+        ids = None if message_ids is None else check_ids(list(message_ids))
+        chosen = None if where is None else _predicate(where)
+
+        self.queue(queue)
+        parts: list[list[int] | None] = [None]
+        if ids is not None:
+            parts = [ids[at : at + MASS_STEP] for at in range(0, len(ids), MASS_STEP)]
+        redriven = 0
+        for part in parts:
+            after: bytes | None = b""
+            while after is not None:
+                one, after = self._shell.apply(partial(self._redrive, queue, part, chosen, after))
+                redriven += one
+        return redriven
+
+    def _redrive(
+        self,
+        queue: str,
+        ids: list[int] | None,
+        where: Callable[[Metadata], bool] | None,
+        after: bytes,
+        now_ms: int,
+    ) -> tuple[int, bytes | None]:
+        return self._store.redrive(queue, message_ids=ids, where=where, after=after, now_ms=now_ms)
+
+    def move(
+        self,
+        queue: str,
+        to: str,
+        *,
+        state: State | str = State.FAILED,
+        message_ids: Iterable[int] | None = None,
+        limit: int | None = None,
+    ) -> int:
+        """Move messages of a queue that are failed, available or delayed into another queue.
+
+        All of them, or those of ``message_ids``, up to ``limit``; return how many. They keep what
+        they are and what was tried, and have a full set of attempts there. A message that the
+        other queue has waiting or in flight is merged with it; one in its history is live again.
+        In steps, each of which is stored whole: a move that is interrupted can be called again.
+        """
+        checked = check_state(state)
+        if checked not in {State.FAILED, State.AVAILABLE, State.DELAYED}:
+            raise InvalidInput(
+                f"only failed, available and delayed messages can be moved, not {checked}"
+            )
+        ids = None if message_ids is None else sorted(set(check_ids(list(message_ids))))
+        if limit is not None:
+            check_count(limit, "limit", 1, limits.MAX_OFFSET)
+
+        def step(now_ms: int) -> int:
+            chosen = None if ids is None else ids[at : at + MASS_STEP]
+            count = MASS_STEP if limit is None else min(MASS_STEP, limit - moved)
+            return self._store.move(
+                queue, to, state=checked, message_ids=chosen, limit=count, now_ms=now_ms
+            )
+
+        # What comes into the queue meanwhile must not keep this going for ever.
+        depth = getattr(self.stats(queue), checked.value) if ids is None else len(ids)
+        moved = at = 0
+        while True:
+            one = self._shell.apply(step)
+            moved, at = moved + one, at + MASS_STEP
+            if moved == limit or at >= depth or (ids is None and one < MASS_STEP):
+                return moved
+
+    def purge(
+        self,
+        queue: str,
+        *,
+        states: Sequence[State | str] = (State.AVAILABLE, State.DELAYED),
+    ) -> int:
+        """Remove the messages of a queue that are in one of the states; return how many.
+
+        In flight ones are removed only if asked for; their receipts become stale.
+        """
+        checked = [check_state(state) for state in states]
+        stats = self.stats(queue)
+        # What comes into the queue meanwhile must not keep this going for ever.
+        depth = sum(getattr(stats, state.value) for state in set(checked))
+        removed = 0
+        while True:
+            one = self._shell.apply(
+                lambda now_ms: self._store.purge(queue, checked, now_ms, limit=MASS_STEP)
+            )
+            removed += one
+            if one < MASS_STEP or removed >= depth:
+                return removed
+
+    def trim(
+        self, queue: str, *, state: State | str, before: int, created_at_ms: int | None = None
+    ) -> int:
+        """Remove done or failed messages whose sequence number is below ``before``.
+
+        For who has copied them elsewhere: the sequence is that of the history tables. With
+        ``created_at_ms`` nothing is removed if the queue has been deleted and made anew since.
+        """
+        checked = check_state(state)
+        if checked not in {State.DONE, State.FAILED}:
+            raise InvalidInput(f"only done and failed messages can be trimmed, not {checked}")
+        check_count(before, "before", 0, limits.MAX_OFFSET)
+        if created_at_ms is not None:
+            check_count(created_at_ms, "created_at_ms", 0, limits.MAX_OFFSET)
+        removed = 0
+        while one := self._shell.apply(
+            lambda now_ms: self._store.trim(
+                queue, checked, before, now_ms, limit=MASS_STEP, created_at_ms=created_at_ms
+            )
+        ):
+            removed += one
+        return removed
+
+    def check(self, *, repair: bool = False) -> AuditReport:
+        """Hold the store to its invariants; with ``repair``, mend what can be mended.
+
+        Nobody else is let in meanwhile. A store that is sound is not written to.
+        """
+
+        def check(now_ms: int) -> AuditReport:
+            return self._store.audit(repair=repair, now_ms=now_ms)
+
+        return self._shell.apply(check) if repair else self._shell.look(check)
+
+    def checkpoint(self, path: Path) -> None:
+        """Copy the store as it is into a directory that is not there yet; see ``penstock backup``.
+
+        Nobody else is let in meanwhile, which is short: most files are shared, not copied.
+        """
+        self._shell.look(lambda _: self._store.checkpoint(path))
+
+    # --- time ------------------------------------------------------------------------------
+
+    def sweep(self, *, budget: int = SWEEP_BUDGET) -> SweepCounts:
+        """Do what is due: lease expiry, delays, retention, dedup windows. The sweeper does it."""
+        check_count(budget, "budget", 1, 1_000_000)
+        self._shell.recover()
+        return self._shell.apply(lambda now_ms: self._store.sweep(now_ms, budget))
+
+
+def _ordering(ordering: Ordering | str) -> Ordering:
+    try:
+        return Ordering(ordering)
+    except ValueError:
+        raise InvalidQueue(f"ordering {ordering!r:.100}: 'standard' or 'fifo'") from None
+
+
+_SETTINGS: Final = frozenset(QueueSpec.__struct_fields__) - {"created_at_ms", "version"}
+
+
+def _settings_of(spec: QueueSpec) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in _SETTINGS}
+
+
+def _make_spec(
+    name: str, filter_text: str, ordering: Ordering, settings: dict[str, Any]
+) -> QueueSpec:
+    unknown = sorted(set(settings) - _SETTINGS)
+    if unknown:
+        known = ", ".join(sorted(_SETTINGS - {"name"}))
+        raise InvalidQueue(f"unknown setting {unknown[0]!r}; there are {known}")
+    spec = check_spec(QueueSpec(name=name, filter=filter_text, ordering=ordering, **settings))
+    # What the caller does to his labels from here on is his own affair.
+    return msgspec.structs.replace(spec, labels=dict(spec.labels))
+
+
+def _check_dead_letter(store: Store, spec: QueueSpec) -> None:
+    """Refuse a dead letter queue that could not take what fails."""
+    if not spec.dead_letter:
+        return
+    try:
+        target = store.spec(spec.dead_letter)
+    except QueueNotFound:
+        raise InvalidQueue(
+            f"no queue named {spec.dead_letter!r}: a dead letter queue must be made first"
+        ) from None
+    if store.draining(target.name):
+        raise InvalidQueue(f"queue {target.name!r} is draining: it takes no dead letters")
+    if target.ordering is not spec.ordering:
+        raise InvalidQueue(
+            f"the dead letter queue of a {spec.ordering.value} queue must be one as well; "
+            f"{target.name!r} is {target.ordering.value}"
+        )
+
+
+def _predicate(
+    where: str | Callable[[Mapping[str, Value]], bool],
+) -> Callable[[Metadata], bool]:
+    if isinstance(where, str):
+        compiled = parse(where)
+        return lambda m: compiled.matches(
+            Row(m.attributes, m.group, m.priority, m.published_at_ms, m.size)
+        )
+    return lambda m: where(m.attributes)

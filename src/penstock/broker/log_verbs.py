@@ -1,0 +1,333 @@
+"""The broker's verbs of the metadata log: for tailers, backfills and pipelines."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from datetime import datetime
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+from penstock import limits
+from penstock.errors import InvalidInput
+from penstock.model import Backfilled
+from penstock.store.plans import BackfillPlan, Collected, Filled
+from penstock.validation import (
+    check_archived,
+    check_assignments,
+    check_count,
+    check_duration,
+    check_ids,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from penstock.broker.runner import Shell
+    from penstock.model import Assigned, Cursor, LogPage, LogRecord, LogStats, QueueSpec
+    from penstock.store.contract import Store
+    from penstock.store.plans import LiveFilters, RoutePlan, StoreInfo
+    from penstock.store.snapshot import PinnedStore
+
+__all__ = ["LogVerbs"]
+
+
+class LogVerbs:
+    """Half of :class:`~penstock.broker.broker.Broker`."""
+
+    _shell: Shell
+    _store: Store
+    _inline: bool
+    # Messages restored since each collection that is under way has looked.
+    _restored: list[set[int]]
+
+    def queue(self, name: str) -> QueueSpec:
+        """Return the spec of a queue."""
+        return self._shell.look(lambda _: self._store.spec(name))
+
+    def read_log(self, log: int = 0, *, begin: int | None = None, limit: int = 1_000) -> LogPage:
+        """Read a page of a metadata log, from an offset or (None) from the log's cursor on."""
+        check_count(log, "log", 0, limits.MAX_LOGS)
+        check_count(limit, "limit", 1, limits.MAX_LOG_LIMIT)
+        if begin is not None:
+            check_count(begin, "begin", 0, limits.MAX_OFFSET)
+        return self._shell.look(lambda _: self._store.read_log(log, begin, limit))
+
+    def assign(
+        self,
+        log: int,
+        cursor: Cursor,
+        assignments: Mapping[int, Sequence[str]],
+        *,
+        epoch: int | None = None,
+    ) -> Assigned:
+        """Put the messages of a page into queues: message id to queue names.
+
+        ``cursor`` is the page's. What has been assigned before is left alone, and the answer
+        says so. ``epoch`` is what :meth:`take_epoch` gave.
+        """
+        if self._inline:
+            raise InvalidInput("this store routes inline: there is nothing to assign")
+        check_count(log, "log", 0, limits.MAX_LOGS)
+        check_assignments(cursor, assignments)
+        return self._shell.apply(
+            lambda now_ms: self._store.assign(log, cursor, assignments, now_ms, epoch=epoch)
+        )
+
+    def take_epoch(self) -> int:
+        """Fence every pipeline that took an epoch before; name the new one in ``assign``."""
+        return self._shell.apply(self._store.take_epoch)
+
+    def backfill(
+        self,
+        queue: str,
+        *,
+        from_: int | datetime | Literal["earliest"] = "earliest",
+        to: int | datetime | None = None,
+        progress: Callable[[Backfilled, int], None] | None = None,
+    ) -> Backfilled:
+        """Fill a queue from the retained log: what its filter wants and it has not had.
+
+        ``from_`` and ``to`` are offsets or times; by default everything that is kept. It goes in
+        steps, each durable: ``progress`` is called after each with the sums so far and the
+        offset to reach, and a backfill that was interrupted goes on where it stopped.
+        """
+        self.queue(queue)
+        log = self.log_stats()
+        ranges = [
+            (max(begin, span.earliest), min(end, span.end, log.routed_up_to))
+            for span, begin, end in zip(log.all_spans(), *self._bounds(log, from_, to), strict=True)
+        ]
+        reach = max(end for _, end in ranges)
+        total = Backfilled(scanned=0, added=0, missing=0, next=min(ranges)[0])
+        for begin, end in ranges:
+            at = begin
+            while at < end:
+                step = self._shell.apply(partial(self._store.backfill, queue, at, end))
+                at = step.next
+                total = Backfilled(
+                    scanned=total.scanned + step.scanned,
+                    added=total.added + step.added,
+                    missing=total.missing + step.missing,
+                    next=at,
+                )
+                if progress is not None:
+                    progress(total, reach)
+        return total
+
+    def _bounds(
+        self,
+        log: LogStats,
+        from_: int | datetime | Literal["earliest"],
+        to: int | datetime | None,
+    ) -> tuple[list[int], list[int]]:
+        """Return where to begin and to end in each range that offsets are in."""
+        count = len(log.all_spans())
+        begins = [0] * count if from_ == "earliest" else self._offsets(from_, "from_", count)
+        ends = [limits.MAX_OFFSET] * count if to is None else self._offsets(to, "to", count)
+        return begins, ends
+
+    def _offsets(self, place: int | datetime | str, name: str, count: int) -> list[int]:
+        if isinstance(place, datetime):
+            time_ms = int(place.timestamp() * 1000)
+            return self._shell.look(lambda _: self._store.offsets_at(time_ms))
+        if isinstance(place, str):
+            raise InvalidInput(f"{name} is an offset, a datetime or 'earliest', not {place!r:.100}")
+        return [check_count(place, name, 0, limits.MAX_OFFSET)] * count
+
+    # --- for a pipeline --------------------------------------------------------------------
+
+    def info(self) -> StoreInfo:
+        """Say which store this is: id, design, routing."""
+        return self._shell.look(lambda _: self._store.info())
+
+    def view(self, *, stats: bool = False, marks: bool = True) -> PinnedStore:
+        """Pin the present state, to be read in bulk while others go on; close it soon.
+
+        Only making it holds the broker up. ``stats`` adds the stats of every queue. What of done
+        and failed messages is read may be trimmed up to its highest sequence number: nothing comes
+        below it later. Who does not mean to says ``marks=False``, which is cheaper.
+        """
+        return self._shell.look(lambda now_ms: self._store.pin(now_ms, stats=stats, marks=marks))
+
+    @property
+    def max_views(self) -> int:
+        """How many states a server may have pinned at a time."""
+        return self._store.max_views
+
+    def route_plan(self, *, max_offsets: int | None = None) -> RoutePlan:
+        """Say which stretches of the logs a router may match next, and by whose epoch."""
+        if self._inline:
+            raise InvalidInput("this store routes inline: there is nothing to route")
+        if max_offsets is not None:
+            check_count(max_offsets, "max_offsets", 1, limits.MAX_OFFSET)
+        return self._shell.look(lambda _: self._store.route_plan(max_offsets))
+
+    def filters_at(self, offset: int) -> LiveFilters:
+        """Return the filters that are live at an offset of the log, and until where."""
+        check_count(offset, "offset", 0, limits.MAX_OFFSET)
+        return self._shell.look(lambda _: self._store.filters_at(offset))
+
+    def backfill_plan(
+        self,
+        queue: str,
+        *,
+        from_: int | datetime | Literal["earliest"] = "earliest",
+        to: int | datetime | None = None,
+        archived: bool = False,
+    ) -> BackfillPlan:
+        """Return the stretches of the log that a backfill of a queue has still to do.
+
+        With ``archived`` also those below the log, which an archive may hold.
+        """
+        log = self.log_stats()
+        begins, ends = self._bounds(log, from_, to)
+        plan = self._shell.look(
+            lambda _: self._store.backfill_plan(queue, min(begins), max(ends), archived=archived)
+        )
+        if not log.spans:
+            return plan
+        wanted = dict(zip(log.all_spans(), zip(begins, ends, strict=True), strict=True))
+        found = []
+        for begin, end in plan.stretches:
+            low, high = wanted[log.span_at(begin)]
+            if max(begin, low) < min(end, high):
+                found.append((max(begin, low), min(end, high)))
+        return BackfillPlan(found, plan.filter, plan.end, plan.earliest)
+
+    def fill(
+        self,
+        queue: str,
+        begin: int,
+        end: int,
+        offsets: Sequence[int],
+        *,
+        filter: str | None = None,  # noqa: A002 - the word that users know
+    ) -> Filled:
+        """Fill a queue from [begin, end) of the log with messages that were matched elsewhere.
+
+        ``offsets`` are all of them that the queue's filter wants, ascending. What the queue has
+        had is left alone, so that it may be called again. It goes in steps, each durable.
+        ``filter`` is what they were matched by: another one by now is an error.
+        """
+        check_count(begin, "begin", 0, limits.MAX_OFFSET)
+        check_count(end, "end", begin, limits.MAX_OFFSET)
+        if any(not begin <= each < end for each in offsets) or any(
+            first >= second for first, second in pairwise(offsets)
+        ):
+            raise InvalidInput(f"the offsets to fill must ascend and lie in [{begin}, {end})")
+        spec = self.queue(queue)
+        text = spec.filter if filter is None else filter
+        routed_up_to = self.log_stats().routed_up_to
+        if end > routed_up_to:
+            raise InvalidInput(
+                f"the log is routed up to offset {routed_up_to}: a fill can't go to {end}"
+            )
+        total = Filled(0, 0, 0, begin)
+        while total.next < end:
+            rest = offsets[bisect_left(offsets, total.next) :]
+            step = self._shell.apply(partial(self._store.fill, queue, total.next, end, rest, text))
+            total = Filled(
+                total.added + step.added,
+                total.already + step.already,
+                total.missing + step.missing,
+                step.next,
+            )
+        return total
+
+    def restore(
+        self,
+        queue: str,
+        begin: int,
+        end: int,
+        records: Sequence[tuple[LogRecord, bytes | None]],
+        *,
+        filter: str | None = None,  # noqa: A002
+    ) -> Filled:
+        """Fill a queue from [begin, end), below the log, with messages that were archived.
+
+        ``records`` are all of them that the queue's filter wants, ascending, each with its
+        payload, or None: then it must be in the store still. What the queue has had is left
+        alone, so that it may be called again. It goes in steps, each durable. ``filter`` is what
+        they were matched by: another one by now is an error.
+        """
+        check_count(begin, "begin", 0, limits.MAX_OFFSET)
+        check_count(end, "end", begin, limits.MAX_OFFSET)
+        check_archived(begin, end, records)
+        spec = self.queue(queue)
+        text = spec.filter if filter is None else filter
+        total = Filled(0, 0, 0, begin)
+
+        def step(now_ms: int) -> Filled:
+            done = self._store.restore(queue, total.next, end, rest, text, now_ms)
+            for restored in self._restored:
+                restored.update(each.message_id for each, _ in rest if each.message_id < done.next)
+            return done
+
+        while total.next < end:
+            rest = [each for each in records if each[0].message_id >= total.next]
+            one = self._shell.apply(step)
+            total = Filled(
+                total.added + one.added,
+                total.already + one.already,
+                total.missing + one.missing,
+                one.next,
+            )
+        return total
+
+    def collect(self, message_ids: Iterable[int], *, dry_run: bool = True) -> Collected:
+        """Delete payloads that the log has let go of and no queue holds; by default only count.
+
+        Every queue is read for it, from a view: others go on meanwhile.
+        """
+        ids = check_ids(list(message_ids))
+
+        def pin(now_ms: int) -> tuple[set[int], PinnedStore | None]:
+            candidates = self._store.collectable(ids)
+            if candidates:
+                self._restored.append(restored)
+            return candidates, self._store.pin(now_ms, marks=False) if candidates else None
+
+        def drop(now_ms: int) -> Collected:
+            unheld = [each for each in chunk if each not in restored]
+            return self._store.drop_payloads(unheld, now_ms, dry_run=dry_run)
+
+        # Only a restore can make a queue hold a candidate that nothing holds now: with what was
+        # restored since, the view is enough.
+        restored: set[int] = set()
+        candidates, pinned = self._shell.look(pin)
+        if pinned is None:
+            return Collected(0, 0)
+        total = Collected(0, 0)
+        try:
+            with pinned:
+                free = sorted(candidates - pinned.referenced(candidates))
+            for start in range(0, len(free), limits.MAX_COLLECT_CHUNK):
+                chunk = free[start : start + limits.MAX_COLLECT_CHUNK]
+                freed = self._shell.apply(drop)
+                total = Collected(
+                    total.freed_messages + freed.freed_messages,
+                    total.freed_bytes + freed.freed_bytes,
+                )
+        finally:
+            self._shell.look(lambda _: self._forget(restored))
+        return total
+
+    def _forget(self, restored: set[int]) -> None:
+        # Sets that are equal are not the same.
+        self._restored = [each for each in self._restored if each is not restored]
+
+    def configure_log(
+        self, *, logs: int | None = None, retention_ms: int | None = None
+    ) -> LogStats:
+        """Change the number of metadata logs, or how long they are kept (0: for ever)."""
+        if logs is not None:
+            check_count(logs, "logs", 1, limits.MAX_LOGS)
+        if retention_ms is not None:
+            check_duration(retention_ms, "retention_ms")
+        self._shell.apply(lambda now_ms: self._store.configure_log(logs, retention_ms, now_ms))
+        return self.log_stats()
+
+    def log_stats(self) -> LogStats:
+        """Describe the metadata log: offsets, logs, cursors, retention."""
+        return self._shell.look(lambda _: self._store.log_stats())

@@ -1,0 +1,98 @@
+"""Reading a store that another process owns, straight from where it is kept.
+
+A :class:`Reader` shows one moment of the store and has the looking verbs of a broker only. It asks
+nothing of the owner and disturbs nobody. What comes due after that moment is worked out in memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import msgspec
+
+from penstock import limits
+from penstock.broker.look_verbs import LookVerbs
+from penstock.clock import TimeGuard
+from penstock.limits import MAX_OFFSET
+from penstock.validation import check_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from penstock.clock import Clock
+    from penstock.model import (
+        LogPage,
+        LogStats,
+    )
+    from penstock.store.kv.check import AuditReport
+    from penstock.store.kv.store import KvStore
+    from penstock.store.snapshot import PinnedStore
+
+__all__ = ["Reader"]
+
+T = TypeVar("T")
+
+
+class Reader(LookVerbs):
+    """A store as it was when the reader was opened. Threads may share it."""
+
+    def __init__(self, store: KvStore, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._guard = TimeGuard(store.time_floor_ms())
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def log_stats(self) -> LogStats:
+        """Return what the metadata log holds; its end is behind the last message."""
+        return self._look(lambda _: self._log_stats())
+
+    def read_log(self, log: int = 0, *, begin: int = 0, limit: int = 1_000) -> LogPage:
+        """Read a page of a metadata log, from an offset on."""
+        check_count(log, "log", 0, limits.MAX_LOGS)
+        check_count(begin, "begin", 0, limits.MAX_OFFSET)
+        check_count(limit, "limit", 1, limits.MAX_LOG_LIMIT)
+        return self._look(lambda _: self._store.read_log(log, begin, limit))
+
+    def check(self) -> AuditReport:
+        """Hold the store to its invariants."""
+        return self._look(lambda now_ms: self._store.audit(repair=False, now_ms=now_ms))
+
+    def pin(self, *, stats: bool = False) -> PinnedStore:
+        """Give the rows of all tables, for reading in bulk; close it before the reader."""
+
+        def pin(now_ms: int) -> PinnedStore:
+            pinned = self._store.pin(now_ms, stats=stats)
+            pinned.log_stats = self._log_stats()
+            return pinned
+
+        return self._look(pin)
+
+    def close(self) -> None:
+        """Let go of the store."""
+        with self._lock:
+            self._store.close()
+
+    def _log_stats(self) -> LogStats:
+        stats = self._store.log_stats()
+        # A store that is opened begins a new block of ids. The owner goes on in its own: whoever
+        # took that block's end for the end of the log would pass over what comes.
+        end = min(stats.end, self._store.offsets_at(MAX_OFFSET)[-1])
+        routed = min(stats.routed_up_to, end)
+        return msgspec.structs.replace(stats, end=end, routed_up_to=routed)
+
+    def _look(self, read: Callable[[int], T]) -> T:
+        with self._lock:
+            return read(self._guard.now_ms(self._clock.now_ms()))

@@ -1,0 +1,181 @@
+"""What the commands share: the store option, durations, and the two ways of output."""
+
+from __future__ import annotations
+
+import re
+import sys
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+import msgspec
+
+import penstock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from penstock.broker.reader import Reader
+
+__all__ = [
+    "duration",
+    "emit_json",
+    "json_option",
+    "open_store",
+    "open_to_look",
+    "plain",
+    "preview",
+    "progress_bar",
+    "read_only_option",
+    "show_table",
+    "store_option",
+    "when",
+]
+
+_Command = TypeVar("_Command", bound="Callable[..., Any]")
+_UNITS_MS: Final = {
+    "": 1,
+    "ms": 1,
+    "s": 1_000,
+    "m": 60_000,
+    "h": 3_600_000,
+    "d": 86_400_000,
+}
+_DURATION: Final = re.compile(r"(\d{1,18})(ms|s|m|h|d|)")
+_PREVIEW_CHARS: Final = 60
+# Tables that go to a file or a pipe are not cut to a screen's width.
+_UNCUT_WIDTH: Final = 10_000
+
+
+def duration(value: str | int) -> int:
+    """Turn ``250ms``, ``30s``, ``5m``, ``2h`` or ``7d`` into milliseconds; a bare number is ms."""
+    if isinstance(value, int):
+        return value
+    found = _DURATION.fullmatch(value)
+    if found is None:
+        raise click.BadParameter(f"{value!r} is not a duration such as 250ms, 30s, 5m, 2h or 7d")
+    return int(found[1]) * _UNITS_MS[found[2]]
+
+
+def store_option(command: _Command) -> _Command:
+    """Add ``--store`` and ``--json``."""
+    add = click.option(
+        "--store",
+        "store",
+        metavar="URL",
+        envvar="PENSTOCK_STORE",
+        required=True,
+        show_envvar=True,
+        help="The store, such as rocksdb:./data; writing to one on object storage takes it over.",
+    )
+    return json_option(add(command))
+
+
+def json_option(command: _Command) -> _Command:
+    """Add ``--json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")(
+        command
+    )
+
+
+def open_store(url: str, *, make: bool = False) -> penstock.Broker:
+    """Open a store; one that is not there is made only by the commands that are to make it."""
+    return penstock.open(url, background=False, create=make)
+
+
+def read_only_option(command: _Command) -> _Command:
+    """Add ``--read-only``."""
+    return click.option(
+        "--read-only", is_flag=True, help="Read a store on object storage beside its owner."
+    )(command)
+
+
+def open_to_look(url: str, *, read_only: bool = False) -> penstock.Broker | Reader:
+    """Open a store for looking: where opening it would take it over, by a reader."""
+    if read_only or url.startswith("slatedb+"):
+        return penstock.open_reader(url)
+    return open_store(url)
+
+
+def plain(value: Any) -> Any:
+    """Turn structs into what JSON has; a payload that is not text becomes ``payload_base64``."""
+    return _readable(msgspec.to_builtins(value, builtin_types=(bytes,)))
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_readable(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    readable: dict[str, Any] = {}
+    for name, each in value.items():
+        if isinstance(each, bytes):
+            try:
+                readable[name] = each.decode()
+            except UnicodeDecodeError:
+                readable[f"{name}_base64"] = each
+        else:
+            readable[name] = _readable(each)
+    return readable
+
+
+def emit_json(value: Any) -> None:
+    """Print a value as JSON."""
+    click.echo(msgspec.json.format(msgspec.json.encode(plain(value)), indent=2))
+
+
+def show_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str, title: str = ""
+) -> None:
+    """Print a table, or one line if it has no rows. Columns named ``:x`` hold numbers."""
+    # Loaded here: commands that print JSON, and --help, do without.
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    table = Table(title=title or None, title_justify="left")
+    for name in columns:
+        right = name.startswith(":")
+        table.add_column(name.removeprefix(":"), justify="right" if right else "left",
+                         overflow="fold")  # fmt: skip
+    for row in rows:
+        table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+    if not table.row_count:
+        click.echo(empty)
+        return
+    width = None if sys.stdout.isatty() else _UNCUT_WIDTH
+    Console(file=sys.stdout, width=width).print(table)
+
+
+@contextmanager
+def progress_bar(text: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Give a function to call with (done, in all), which draws a bar; None if nobody looks."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console  # noqa: PLC0415 - only on a terminal
+    from rich.progress import Progress  # noqa: PLC0415
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task(text, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def preview(payload: bytes | None) -> str:
+    """Show the beginning of a payload."""
+    if payload is None:
+        return ""
+    try:
+        text = payload.decode()
+    except UnicodeDecodeError:
+        return f"{len(payload)} bytes"
+    text = text if text.isprintable() else repr(text)[1:-1]
+    return text if len(text) <= _PREVIEW_CHARS else f"{text[:_PREVIEW_CHARS]}…"
+
+
+def when(ms: int | None) -> str:
+    """Show a time, in UTC."""
+    if ms is None:
+        return ""
+    return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,382 @@
+"""Spark over a broker that serves Flight: routing, and the jobs on its history."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from penstock.cli.common import (
+    duration,
+    emit_json,
+    json_option,
+    progress_bar,
+    show_table,
+)
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import msgspec
+    from pyspark.sql import SparkSession
+
+__all__ = ["commands"]
+
+_Command = TypeVar("_Command", bound="Callable[..., Any]")
+_LOCATION: Final = "PENSTOCK_FLIGHT"
+
+
+class _Pipeline(click.Group):
+    """Tells an error that went through Spark as what it was."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; what Penstock has refused is then one line, as everywhere."""
+        try:
+            return super().invoke(ctx)
+        except (click.exceptions.Exit, click.ClickException, click.Abort, PenstockError):
+            raise
+        except Exception as error:
+            # Only Spark's errors are asked, and only where Spark was loaded.
+            if not type(error).__module__.startswith(("pyspark.", "py4j.")):
+                raise
+            from penstock.spark.jobs.common import revived  # noqa: PLC0415
+
+            ours = revived(error)
+            if ours is None:
+                raise
+            raise ours from error
+
+
+@click.group("pipeline", cls=_Pipeline)
+def pipeline() -> None:
+    """Work on a broker with Spark; needs penstock[spark] and Java."""
+
+
+def _location_option(command: _Command, *, required: bool) -> _Command:
+    add = click.option(
+        "--location",
+        metavar="URL",
+        envvar=_LOCATION,
+        required=required,
+        show_envvar=True,
+        help="The broker's Flight address, such as grpc://127.0.0.1:8815.",
+    )
+    return json_option(add(command))
+
+
+def _broker_option(command: _Command) -> _Command:
+    return _location_option(command, required=True)
+
+
+def _master_option(command: _Command) -> _Command:
+    add = click.option(
+        "--master", default="local[*]", show_default=True, help="Where Spark runs its tasks."
+    )
+    return add(command)
+
+
+def _spark_options(command: _Command) -> _Command:
+    return _broker_option(_master_option(command))
+
+
+def _source_options(command: _Command) -> _Command:
+    add = click.option(
+        "--store",
+        metavar="URL",
+        help="Instead of a broker: a store on object storage, slatedb+s3://BUCKET/PREFIX, that is "
+        "read without its broker.",
+    )
+    return _location_option(_master_option(add(command)), required=False)
+
+
+def _source(location: str | None, store: str | None) -> str:
+    """Return what is to be read: a broker or a bucket."""
+    if store is None:
+        if location is None:
+            raise click.UsageError(f"give --location (or {_LOCATION}), or --store")
+        return location
+    given = click.get_current_context().get_parameter_source("location")
+    if given is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--location and --store exclude each other")
+    if not store.startswith("slatedb+"):
+        raise click.BadParameter(
+            f"{store!r:.200} is read by its broker: give --location", param_hint="--store"
+        )
+    return store
+
+
+def _session(master: str) -> SparkSession:
+    """Start Spark; it is loaded only here, so that --help and status do without."""
+    try:
+        from penstock.spark import session  # noqa: PLC0415
+    except ImportError as error:
+        raise click.ClickException(
+            f"{error.name} is missing: pip install penstock[spark]"
+        ) from None
+    return session(master, conf={"spark.log.level": "ERROR"})
+
+
+def _pairs(given: tuple[str, ...], what: str) -> dict[str, str]:
+    pairs = {}
+    for each in given:
+        name, found, value = each.partition("=")
+        if not found or not name:
+            raise click.BadParameter(f"{each!r} is not {what}=VALUE")
+        pairs[name.strip()] = value
+    return pairs
+
+
+def _show(result: msgspec.Struct, text: str, *, as_json: bool) -> None:
+    if as_json:
+        emit_json(result)
+    else:
+        click.echo(text)
+
+
+# --- routing --------------------------------------------------------------------------------------
+
+
+@pipeline.command("route")
+@click.option("--checkpoint", type=click.Path(path_type=Path), required=True,
+              help="A directory for the query's checkpoint.")  # fmt: skip
+@click.option("--once", is_flag=True, help="Route what there is, and end.")
+@click.option("--max-offsets", type=click.IntRange(min=1), default=100_000, show_default=True,
+              help="Messages in one micro-batch at the most.")  # fmt: skip
+@_spark_options
+def route(
+    location: str, master: str, checkpoint: Path, max_offsets: int, *, once: bool, as_json: bool
+) -> None:
+    """Put what the logs hold into the queues, until it is stopped.
+
+    For a store whose routing is pipeline. Starting it fences every pipeline that ran before.
+    """
+    spark = _session(master)
+    from penstock.spark.route import AVAILABLE_NOW, status  # noqa: PLC0415
+    from penstock.spark.route import route as start  # noqa: PLC0415
+
+    trigger = AVAILABLE_NOW if once else "0 seconds"
+    query = start(
+        location, spark=spark, checkpoint=checkpoint, trigger=trigger, max_offsets=max_offsets
+    )
+    try:
+        query.awaitTermination()
+    except KeyboardInterrupt:
+        query.stop()
+    now = status(location)
+    _show(now, f"routed up to offset {now.routed_up_to} of {now.end}", as_json=as_json)
+
+
+@pipeline.command("status")
+@_broker_option
+def status(location: str, *, as_json: bool) -> None:
+    """Show how far the logs are routed; asks the broker, starts no Spark."""
+    try:
+        from penstock.spark.route import status as ask  # noqa: PLC0415
+    except ImportError as error:
+        raise click.ClickException(
+            f"{error.name} is missing: pip install penstock[spark]"
+        ) from None
+    now = ask(location)
+    if as_json:
+        emit_json(now)
+        return
+    click.echo(f"routing {now.routing}, epoch {now.epoch}, routed up to {now.routed_up_to}")
+    show_table(
+        (":log", ":cursor", ":end", ":lag"),
+        [(log, at, now.end, now.lag[log]) for log, at in sorted(now.cursors.items())],
+        empty="no logs",
+    )
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+
+@pipeline.command("backfill")
+@click.argument("queue")
+@click.option("--from", "begin", type=int, metavar="OFFSET", help="By default all that is kept.")
+@click.option("--from-time-ms", type=int, help="Instead: what was published from this time on.")
+@click.option("--to", "end", type=int, metavar="OFFSET", help="By default all that is routed.")
+@click.option("--archive", "place", type=click.Path(path_type=Path),
+              help="Where the log has let go of messages, take them from here.")  # fmt: skip
+@click.option("--window", type=click.IntRange(min=1), default=200_000, show_default=True,
+              help="Offsets between two commits.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Only count what matches.")
+@_spark_options
+def backfill(
+    location: str, master: str, queue: str, begin: int | None, from_time_ms: int | None,
+    end: int | None, place: Path | None, window: int, *, dry_run: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Fill a queue from the log with what it wants and has not had."""
+    spark = _session(master)
+    from penstock.spark.jobs import backfill as job  # noqa: PLC0415
+
+    with progress_bar(f"filling {queue}") as bar:
+        done = job(
+            spark,
+            location,
+            queue,
+            from_=begin,
+            from_time_ms=from_time_ms,
+            to=end,
+            archive=place,
+            window=window,
+            dry_run=dry_run,
+            progress=bar,
+        )
+    text = f"looked at {done.scanned} messages, {done.matched} match"
+    _show(done, text if dry_run else f"{text}, added {done.added} to {queue}", as_json=as_json)
+
+
+@pipeline.command("archive")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--queue", "queues", multiple=True, help="Only this queue; may be repeated.")
+@click.option("--state", "states", multiple=True, type=click.Choice(["done", "failed"]),
+              help="Only this state. Archived failed messages can't be redriven.")  # fmt: skip
+@click.option("--keep", type=duration, default="0", help="Leave what ended less long ago.")
+@click.option("--no-payload", is_flag=True, help="Leave payloads out.")
+@click.option("--no-trim", is_flag=True, help="Only copy; a later run removes it from the store.")
+@click.option("--dry-run", is_flag=True, help="Only count.")
+@_spark_options
+def archive(
+    location: str, master: str, path: Path, queues: tuple[str, ...], states: tuple[str, ...],
+    keep: int, *, no_payload: bool, no_trim: bool, dry_run: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Move done and failed messages, and the attempts at them, to Parquet files in PATH."""
+    spark = _session(master)
+    from penstock.spark.jobs import archive as job  # noqa: PLC0415
+
+    done = job(
+        spark,
+        location,
+        path,
+        queues=queues or None,
+        states=states or ("done", "failed"),
+        keep_ms=keep,
+        payload=not no_payload,
+        trim=not no_trim,
+        dry_run=dry_run,
+        progress=lambda step: click.echo(step, err=True),
+    )
+    rows = ", ".join(f"{count} {table}" for table, count in done.rows.items())
+    verb = "would archive" if dry_run else "archived"
+    _show(done, f"{verb} {rows}; trimmed {done.trimmed} messages", as_json=as_json)
+
+
+@pipeline.command("collect")
+@click.option("--delete", is_flag=True, help="Free them; by default they are only counted.")
+@_spark_options
+def collect(location: str, master: str, *, delete: bool, as_json: bool) -> None:
+    """Find payloads that nobody refers to any more, and free them."""
+    spark = _session(master)
+    from penstock.spark.jobs import collect as job  # noqa: PLC0415
+
+    with progress_bar("asking the broker") as bar:
+        done = job(spark, location, dry_run=not delete, progress=bar)
+    verb = "freed" if delete else "would free"
+    _show(done, f"{verb} {done.freed_messages} payloads, {done.freed_bytes} bytes", as_json=as_json)
+
+
+@pipeline.command("report")
+@click.option("--queue", "queues", multiple=True, help="Only this queue; may be repeated.")
+@click.option("--save", type=click.Path(path_type=Path),
+              help="Write report.html and Parquet files into this directory.")  # fmt: skip
+@_source_options
+def report(
+    location: str | None,
+    store: str | None,
+    master: str,
+    queues: tuple[str, ...],
+    save: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Show throughput, waiting, attempts and failures of each queue."""
+    place = _source(location, store)
+    spark = _session(master)
+    from penstock.spark.jobs import report as job  # noqa: PLC0415
+    from penstock.spark.jobs import save_report  # noqa: PLC0415
+
+    frames = job(spark, place, queues=queues or None)
+    if as_json:
+        emit_json({name: frame.toArrow().to_pylist() for name, frame in frames.items()})
+    else:
+        counts = ("done", "failed", "available", "done_per_second", "attempts_mean")
+        times = [
+            f"{what}_{share}_ms" for what in ("first_claim", "done") for share in ("p50", "p99")
+        ]
+        columns = ("queue", *counts, *times)
+        rows = frames["queues"].select(*columns).collect()
+        names = [name if name == "queue" else f":{name}" for name in columns]
+        show_table(names, [tuple(row) for row in rows], empty="no queues")
+    if save is not None:
+        click.echo(f"written: {save_report(frames, save)}", err=as_json)
+
+
+@pipeline.command("redrive")
+@click.option("--queue", required=True, help="The queue whose failed messages are meant.")
+@click.option("--where", metavar="SQL", help="A condition on the table failed; default: all.")
+@click.option("--dry-run", is_flag=True, help="Only count them and show a few.")
+@_spark_options
+def redrive(
+    location: str, master: str, queue: str, where: str | None, *, dry_run: bool, as_json: bool
+) -> None:
+    """Make the failed messages that a SQL condition selects available again."""
+    spark = _session(master)
+    from penstock.spark.jobs import redrive as job  # noqa: PLC0415
+
+    with progress_bar(f"redriving {queue}") as bar:
+        done = job(spark, location, queue, where=where, dry_run=dry_run, progress=bar)
+    if as_json:
+        emit_json(done)
+        return
+    if dry_run:
+        show_table(
+            (":message", "failed", ":attempts", "reason", "group", "attributes"),
+            [tuple(row.values()) for row in done.sample],
+            empty="none is selected",
+        )
+    click.echo(f"{done.selected} selected, {done.redriven} redriven")
+
+
+@pipeline.command("publish")
+@click.argument("paths", nargs=-1)
+@click.option("--query", metavar="SQL", help="Publish the rows of a query instead of files.")
+@click.option("--format", "kind", type=click.Choice(["parquet", "json", "csv"]),
+              help="By default what the first file's name ends in.")  # fmt: skip
+@click.option("--option", "options", multiple=True, metavar="NAME=VALUE",
+              help="An option of Spark's reader, such as sep=;")  # fmt: skip
+@click.option("--column", "columns", multiple=True, metavar="COLUMN=SQL",
+              help="What a column of messages is made of, such as group=tenant.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Only check every row.")
+@_spark_options
+def publish(
+    location: str, master: str, paths: tuple[str, ...], query: str | None, kind: str | None,
+    options: tuple[str, ...], columns: tuple[str, ...], *, dry_run: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Publish the rows of files, or of a SQL query, as messages."""
+    given = _pairs(options, "NAME"), _pairs(columns, "COLUMN")
+    spark = _session(master)
+    from penstock.spark.jobs import publish as job  # noqa: PLC0415
+
+    with progress_bar("publishing") as bar:
+        done = job(
+            spark,
+            location,
+            paths or None,
+            query=query,
+            format=kind,
+            options=given[0],
+            columns=given[1],
+            dry_run=dry_run,
+            progress=bar,
+        )
+    text = f"checked {done.rows} rows" if dry_run else f"published {done.published} rows"
+    if done.duplicates:
+        text += f"; {done.duplicates} had been published before"
+    _show(done, text, as_json=as_json)
+
+
+commands: Final = {"pipeline": pipeline}

@@ -1,0 +1,516 @@
+"""The client's mind: what to send, whose answer came, what may be repeated, when to try again.
+
+::
+
+              connected()            welcome
+    away ──────────────────▶ greeting ──────▶ ready ──── bye ────▶ leaving
+      ▲                          │              │                     │
+      └───────── lost() ─────────┴──────────────┴─────────────────────┘
+                                                  close(), or a refusal for good: closed
+
+It is told the time and given bytes, and keeps for its shell what to do with them: bytes to write
+(:meth:`Core.take_output`), calls that are over (:meth:`Core.take_done`), and when to connect.
+A call that was not sent waits for the next connection. One that was sent and not answered before
+its connection was lost is sent again only if that is safe; otherwise its caller is told.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from penstock import limits
+from penstock.client.calls import (
+    Call,
+    Repeat,
+    cancel,
+    doubtful,
+    may_repeat,
+    not_sendable,
+    ping,
+    release,
+)
+from penstock.errors import (
+    BrokerClosed,
+    InvalidInput,
+    PenstockError,
+    ServerUnreachable,
+    StoreFenced,
+)
+from penstock.model import Message
+from penstock.wire.native import messages as wire
+from penstock.wire.native.failures import error_of
+from penstock.wire.native.frames import FrameReader
+
+if TYPE_CHECKING:
+    from penstock.wire.native.progress import Progress
+
+__all__ = ["Core", "Options", "Phase", "Told"]
+
+# How long the other side may be silent before it is asked, and then until it is given up. It has
+# to answer only once it has been sent the question, which waits behind what was written before.
+PING_MS: Final = 10_000
+SILENCE_MS: Final = 10_000
+BACKOFF_BASE_MS: Final = 50
+BACKOFF_CAP_MS: Final = 5_000
+# How long the pause is after a server has lost its store, as if it had been tried so often.
+FENCED_TRIES: Final = 3
+# The share of a server's dedup window in which a publish may be sent again: the rest is for the
+# way there.
+REPEAT_SHARE: Final = 0.8
+# The share of a call's patience that the server may use up: the rest is for the way there and back.
+ANSWER_SHARE: Final = 0.9
+
+Told = Callable[[Any, BaseException | None], None]
+"""Called once with what came of a call: its result, or its error."""
+
+
+class Phase(Enum):
+    """Where the connection stands."""
+
+    AWAY = "away"
+    GREETING = "greeting"
+    READY = "ready"
+    LEAVING = "leaving"
+    CLOSED = "closed"
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client was asked to do.
+
+    ``patience_ms``: how long a call waits for a connection, and then for its answer.
+    """
+
+    token: str = ""
+    name: str = ""
+    patience_ms: int = 10_000
+    dedup: bool = False
+
+
+class _Pending:
+    """A call that is not over."""
+
+    __slots__ = ("call", "fenced_ms", "repeated", "sent_ms", "since_ms", "told", "withdrawn")
+
+    def __init__(self, call: Call[Any], told: Told, since_ms: int) -> None:
+        self.call = call
+        self.told = told
+        self.since_ms = since_ms
+        # When it was sent for the first time.
+        self.sent_ms: int | None = None
+        # When a server first said that the store is another's.
+        self.fenced_ms: int | None = None
+        self.repeated = False
+        self.withdrawn = False
+
+
+class Core:
+    """The state of one client, across all of its connections. For one thread."""
+
+    def __init__(
+        self, options: Options, *, now_ms: int, random: Callable[[], float], fresh: bytes
+    ) -> None:
+        self._options = options
+        self._random = random
+        # Dedup ids are this client's own sixteen bytes and a number.
+        self._fresh = fresh.hex()
+        self._made = 0
+        self.phase = Phase.AWAY
+        self.welcome: wire.Welcome | None = None
+        self.failure: PenstockError | None = None
+        self.connect_at_ms = now_ms
+        self.hang_up = False
+        self.paused = False
+        self._tries = 0
+        self._away_since_ms = now_ms
+        self._why = "no connection yet"
+        # What a server has said that has lost its store: it is to be left.
+        self._fenced = ""
+        self._max_frame_bytes = limits.MAX_FRAME_BYTES
+        self._repeat_ms: float = limits.MAX_REPEAT_MS
+        self._encoder = wire.Encoder()
+        self._reader = FrameReader()
+        self._next_id = 1
+        self._waiting: deque[_Pending] = deque()
+        self._sent: dict[int, _Pending] = {}
+        self._parts: dict[int, list[bytes]] = {}
+        self._output: list[bytes] = []
+        self._done: list[tuple[Told, Any, BaseException | None]] = []
+        self._heard_ms = now_ms
+        self._asked_ms: int | None = None
+        # Bytes that the server had taken at the last look, whether these were all, and whether
+        # it was also the question; and when it was last seen to take more of what it had not, or to
+        # be in the middle of an answer.
+        self._taken, self._all_taken = 0, True
+        self._question_came = False
+        self._moved_ms = now_ms
+
+    # --- calls -----------------------------------------------------------------------------
+
+    def submit(self, call: Call[Any], told: Told, now_ms: int) -> _Pending | None:
+        """Take a call; ``told`` is called when it is over. None: it is over already."""
+        if self.phase is Phase.CLOSED:
+            error = self.failure or BrokerClosed("the client is closed")
+            self._done.append((told, None, error))
+            return None
+        if self._options.dedup and isinstance(call.request, wire.Publish):
+            self._add_dedup_ids(call.request)
+        pending = _Pending(call, told, now_ms)
+        if self.phase is Phase.READY and not self.paused and not self._waiting:
+            self._send(pending, now_ms)
+        else:
+            self._waiting.append(pending)
+        return pending
+
+    def withdraw(self, pending: _Pending, now_ms: int) -> None:
+        """Forget a call whose caller has gone; a claim that waits at the server is ended."""
+        pending.withdrawn = True
+        request = pending.call.request
+        if (
+            self._sent.get(request.id) is pending
+            and isinstance(request, wire.Claim)
+            and self.phase in {Phase.READY, Phase.LEAVING}
+        ):
+            self._send(_Pending(cancel(request.id), _nobody, now_ms), now_ms)
+
+    def give_back(self, call: Call[Any], result: Any, now_ms: int) -> None:
+        """Release what a claim has brought to a caller who had gone by then."""
+        if not result or not isinstance(call.request, wire.Claim):
+            return
+        back = release([each.receipt for each in result], reason="withdrawn", unseen=True)
+        self.submit(back, _nobody, now_ms)
+
+    def abandon(self, error: PenstockError, now_ms: int) -> None:
+        """Fail the claims that were sent, and end them at the server before the connection ends."""
+        for pending in list(self._sent.values()):
+            if isinstance(pending.call.request, wire.Claim) and not pending.withdrawn:
+                self._fail(pending, error)
+                self.withdraw(pending, now_ms)
+                pending.told = _nobody
+
+    @property
+    def giving_back(self) -> bool:
+        """Whether the server has yet to hear, or to say, what becomes of withdrawn claims."""
+        return any(
+            (pending.withdrawn and isinstance(pending.call.request, wire.Claim))
+            or (pending.told is _nobody and isinstance(pending.call.request, wire.Release))
+            for pending in chain(self._sent.values(), self._waiting)
+        )
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call is under way."""
+        return not self._sent and not self._waiting
+
+    def take_output(self) -> list[bytes]:
+        """Return the bytes that are to be written now."""
+        output, self._output = self._output, []
+        return output
+
+    def take_done(self) -> list[tuple[Told, Any, BaseException | None]]:
+        """Return the calls that are over, in order."""
+        done, self._done = self._done, []
+        return done
+
+    # --- the connection --------------------------------------------------------------------
+
+    def connected(self, now_ms: int) -> None:
+        """Greet: a connection stands."""
+        self.phase = Phase.GREETING
+        self.hang_up = False
+        self.paused = False
+        self._reader = FrameReader()
+        self._heard_ms, self._asked_ms = now_ms, None
+        options = self._options
+        patience_ms = int(options.patience_ms * ANSWER_SHARE)
+        hello = wire.Hello(wire.MAGIC, wire.VERSION, options.token, options.name, patience_ms)
+        self._output = [self._encoder.frame(hello)]
+
+    def lost(self, why: str, now_ms: int) -> None:
+        """Settle what was under way with a connection that has ended, or never stood."""
+        if self.phase is Phase.CLOSED:
+            return
+        if self.phase in {Phase.READY, Phase.LEAVING}:
+            self._away_since_ms = now_ms
+        self.phase = Phase.AWAY
+        self.hang_up = False
+        self._why = why
+        self._output.clear()
+        self._parts.clear()
+        sent, self._sent = self._sent, {}
+        again = []
+        for pending in sent.values():
+            if pending.withdrawn:
+                continue
+            if may_repeat(pending.call) and not self._is_late(pending, now_ms):
+                pending.repeated = True
+                pending.since_ms = now_ms
+                again.append(pending)
+            else:
+                self._fail_unanswered(pending, now_ms)
+        self._waiting.extendleft(reversed(again))
+        backoff_ms = min(BACKOFF_CAP_MS, BACKOFF_BASE_MS << min(self._tries, 16))
+        self._tries += 1
+        self.connect_at_ms = now_ms + int(backoff_ms * (0.5 + self._random() / 2))
+
+    def received(self, data: bytes, now_ms: int) -> None:
+        """Take bytes from the server."""
+        self._heard_ms, self._asked_ms = now_ms, None
+        self._reader.feed(data)
+        try:
+            while not self.hang_up and (frame := self._reader.take()) is not None:
+                self._read(wire.read_server_frame(frame), now_ms)
+        except InvalidInput as error:
+            self._give_up(f"the server sent what can't be read: {error}")
+        if self._reader.pending or self._parts:
+            # The other answers may be behind this one.
+            self._moved_ms = now_ms
+        if self._fenced:
+            # Now that everything is read which it had said before.
+            self._give_up(self._fenced)
+            self._fenced = ""
+
+    def resume(self, now_ms: int) -> None:
+        """Send what has waited: the connection stands, or takes bytes again."""
+        self.paused = False
+        while self._waiting and self.phase is Phase.READY and not self.paused:
+            pending = self._waiting.popleft()
+            if pending.withdrawn:
+                continue
+            if self._is_late(pending, now_ms):
+                self._fail_unanswered(pending, now_ms)
+            else:
+                self._send(pending, now_ms)
+
+    def progressed(self, progress: Progress, now_ms: int) -> None:
+        """Be told how far what was written has come.
+
+        While a server takes what it had not, it is not silent and no call is late.
+        """
+        if progress.taken > self._taken and not self._all_taken:
+            self._moved_ms = now_ms
+        if self._asked_ms is not None and not self._question_came:
+            if progress.all:
+                self._question_came = True
+            elif progress.taken > self._taken:
+                self._asked_ms = now_ms
+        self._taken, self._all_taken = progress
+
+    def tick(self, now_ms: int) -> None:
+        """Do what time asks for: ask a silent server, give up on it, give up on waiting calls."""
+        if self.phase is not Phase.AWAY:
+            silent_ms = now_ms - (self._heard_ms if self._asked_ms is None else self._asked_ms)
+            if self._asked_ms is not None or self.phase is not Phase.READY:
+                if silent_ms >= SILENCE_MS:
+                    self._give_up("the server has been silent for too long")
+            elif silent_ms >= PING_MS:
+                self._asked_ms, self._question_came = now_ms, False
+                self._send(_Pending(ping(), _nobody, now_ms), now_ms)
+        self._fail_late(now_ms)
+        if self.phase is Phase.READY:
+            return
+        patience_ms = self._options.patience_ms
+        while self._waiting:
+            pending = self._waiting[0]
+            if now_ms < max(pending.since_ms, self._away_since_ms) + patience_ms:
+                break
+            self._waiting.popleft()
+            text = f"no server for {patience_ms} ms: {self._why}"
+            if pending.repeated:
+                text = f"{_unanswered(pending.call, self._why)}; {text}"
+            self._fail(pending, ServerUnreachable(text))
+
+    def _fail_late(self, now_ms: int) -> None:
+        """Fail calls that were sent, and not answered for as long as they may take.
+
+        Not while bytes go out or an answer comes in: theirs may be behind it.
+        """
+        for pending in list(self._sent.values()):
+            request, patience_ms = pending.call.request, self._options.patience_ms
+            if pending.withdrawn or pending.told is _nobody or type(request) in wire.LONG:
+                continue
+            late_ms = max(pending.since_ms, self._moved_ms) + patience_ms
+            if isinstance(request, wire.Claim):
+                late_ms += request.wait_ms
+            if now_ms >= late_ms:
+                # Whatever comes yet is nobody's; what a claim brings is given back.
+                self.withdraw(pending, now_ms)
+                name, rest = type(request).__name__, _rest(pending.call)
+                text = f"the server did not answer {name} within {patience_ms} ms: {rest}"
+                self._fail(pending, ServerUnreachable(text))
+                pending.told = _nobody
+
+    def close(self, error: PenstockError | None = None) -> None:
+        """End for good; every call that is not over fails."""
+        self.phase = Phase.CLOSED
+        self.failure = error
+        self.hang_up = True
+        everything = list(chain(self._sent.values(), self._waiting))
+        self._sent.clear()
+        self._waiting.clear()
+        for pending in everything:
+            self._fail(pending, error or BrokerClosed("the client was closed"))
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def _read(self, frame: wire.ServerFrame, now_ms: int) -> None:
+        if isinstance(frame, wire.Result):
+            self._settle(frame.id, frame.value, now_ms)
+        elif isinstance(frame, wire.Failure):
+            pending = self._sent.pop(frame.id, None)
+            if pending is not None:
+                error = error_of(frame.name, frame.message, frame.place)
+                if isinstance(error, StoreFenced):
+                    self._leave(pending, error, now_ms)
+                else:
+                    self._fail(pending, error)
+        elif isinstance(frame, wire.Part):
+            parts = self._parts.setdefault(frame.id, [])
+            parts.append(frame.data)
+            if frame.last:
+                del self._parts[frame.id]
+                self._settle(frame.id, b"".join(parts), now_ms)
+        elif isinstance(frame, wire.Undone):
+            pending = self._sent.pop(frame.id, None)
+            if pending is not None and not pending.withdrawn:
+                pending.since_ms = now_ms
+                if not pending.repeated:
+                    pending.sent_ms = None
+                self._waiting.append(pending)
+        elif isinstance(frame, wire.Bye):
+            self._bid_farewell(frame)
+        elif self.phase is Phase.GREETING:
+            self.welcome = frame
+            self._max_frame_bytes = frame.limits.get("frame_bytes", limits.MAX_FRAME_BYTES)
+            window_ms = frame.limits.get("dedup_window_ms", limits.MAX_REPEAT_MS / REPEAT_SHARE)
+            self._repeat_ms = min(limits.MAX_REPEAT_MS, window_ms * REPEAT_SHARE)
+            self.phase = Phase.READY
+            self._tries = 0
+            self.resume(now_ms)
+
+    def _bid_farewell(self, bye: wire.Bye) -> None:
+        error = error_of(bye.name, bye.message)
+        if bye.final:
+            self.close(error)
+        elif self.phase is Phase.READY:
+            self.phase = Phase.LEAVING
+        self._why = f"the server said: {bye.message}"
+
+    def _leave(self, pending: _Pending, error: StoreFenced, now_ms: int) -> None:
+        """Turn away from a server whose store has another owner: that one may answer by now."""
+        if pending.fenced_ms is None:
+            pending.fenced_ms = now_ms
+        patient = now_ms - pending.fenced_ms < self._options.patience_ms
+        if patient and may_repeat(pending.call):
+            # Settled with all others that this server does not answer any more.
+            self._sent[pending.call.request.id] = pending
+        else:
+            self._fail(pending, error)
+        # It greets until it has ended, and each time there would be no pause before the next.
+        self._tries = max(self._tries, FENCED_TRIES)
+        self._fenced = f"the server said: {error}"
+
+    def _settle(self, request_id: int, value: msgspec.Raw | bytes, now_ms: int) -> None:
+        pending = self._sent.pop(request_id, None)
+        if pending is None:
+            return
+        call = pending.call
+        try:
+            result = call.answer.read(value)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            self._fail(pending, ServerUnreachable(f"an answer that can't be read: {error}"))
+            return
+        if pending.repeated and call.repeat is Repeat.SETTLES:
+            result = doubtful(result)
+        if pending.withdrawn and result and isinstance(call.request, wire.Claim):
+            # Claimed just before the claim was withdrawn: nobody is going to work on them.
+            self.give_back(call, result, now_ms)
+            return
+        self._done.append((pending.told, result, None))
+
+    def _is_late(self, pending: _Pending, now_ms: int) -> bool:
+        """Whether the server may have forgotten the dedup ids of a publish that was sent before."""
+        if pending.sent_ms is None or pending.call.repeat is not Repeat.DEDUPED:
+            return False
+        return now_ms - pending.sent_ms > self._repeat_ms
+
+    def _send(self, pending: _Pending, now_ms: int) -> None:
+        request = pending.call.request
+        request.id = self._next_id
+        self._next_id += 1
+        try:
+            assert self.welcome is not None, "nothing is sent before it"
+            frame = self._encoder.frame(wire.spoken(request, self.welcome.version))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            self._fail(pending, not_sendable(request, error))
+            return
+        if len(frame) > self._max_frame_bytes:
+            text = f"{len(frame)} bytes; the server takes {self._max_frame_bytes} at once"
+            self._fail(pending, InvalidInput(text))
+            return
+        pending.since_ms = now_ms
+        if pending.sent_ms is None:
+            pending.sent_ms = now_ms
+        self._sent[request.id] = pending
+        self._output.append(frame)
+
+    def _fail(self, pending: _Pending, error: BaseException) -> None:
+        self._done.append((pending.told, None, error))
+
+    def _fail_unanswered(self, pending: _Pending, now_ms: int) -> None:
+        text = _unanswered(pending.call, self._why)
+        if self._is_late(pending, now_ms):
+            text += ", and the server may have forgotten its dedup ids by now"
+        self._fail(pending, ServerUnreachable(text))
+
+    def _give_up(self, why: str) -> None:
+        self._why = why
+        self.hang_up = True
+
+    @property
+    def why(self) -> str:
+        """Why there is no connection."""
+        return self._why
+
+    def _add_dedup_ids(self, request: wire.Publish) -> None:
+        messages = request.messages
+        for at, each in enumerate(messages):
+            if each.dedup_id is None:
+                self._made += 1
+                messages[at] = Message(
+                    each.payload,
+                    each.attributes,
+                    each.group,
+                    each.priority,
+                    each.delay_ms,
+                    f"{self._fresh}-{self._made:x}",
+                )
+
+
+def _nobody(_result: Any, _error: BaseException | None) -> None:
+    """For what nobody waits for."""
+
+
+def _rest(call: Call[Any]) -> str:
+    """Say what may have become of a call that was sent and not answered."""
+    rest = {
+        Repeat.NEVER: "it may or may not have been done",
+        Repeat.SETTLES: "it may or may not have been done",
+        Repeat.DEDUPED: "it may or may not have been stored, and without dedup ids it is not sent "
+        "again",
+    }.get(call.repeat, "it was sent at least once")
+    if call.repeat is Repeat.DEDUPED and may_repeat(call):
+        rest = "it may or may not have been stored"
+    if isinstance(call.request, wire.Claim):
+        rest = "what it may have claimed comes back when its lease ends"
+    return rest
+
+
+def _unanswered(call: Call[Any], why: str) -> str:
+    name = type(call.request).__name__
+    return f"the connection was lost before {name} was answered ({why}): {_rest(call)}"

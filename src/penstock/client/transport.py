@@ -1,0 +1,371 @@
+"""Runs a core on an event loop: one connection at a time, made anew whenever it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import ssl
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar, cast
+from urllib.parse import urlsplit
+
+from penstock.client.connection import Core, Options, Phase
+from penstock.errors import BrokerClosed, InvalidUrl, ServerUnreachable
+from penstock.wire.native.messages import DEFAULT_PORT, Ack, Release
+from penstock.wire.native.progress import progress_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.client.calls import Call
+    from penstock.client.connection import Told
+    from penstock.clock import Clock
+    from penstock.errors import PenstockError
+
+__all__ = ["Holds", "Link", "Target", "target_of"]
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+TICK_SECONDS: Final = 0.25
+CONNECT_SECONDS: Final = 10.0
+PROBE_SECONDS: Final = 2.0
+CLOSE_SECONDS: Final = 1.0
+WRITE_HIGH_BYTES: Final = 4 * 1024 * 1024
+
+
+# Answers of resolvers for a name that nobody has; not EAI_AGAIN, for that may pass.
+_NO_SUCH_HOST: Final = frozenset(
+    getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)
+)
+# Errors of TLS that say no more than that the other side has gone.
+_CUT_OFF: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
+
+
+class Holds(Protocol):
+    """Something that must know which receipts are being settled."""
+
+    def forget(self, receipts: Iterable[str]) -> None:
+        """Extend these no more."""
+
+    async def stop(self) -> None:
+        """End, and give back what nobody has seen."""
+
+
+class Target(NamedTuple):
+    """Whom to connect to, and how."""
+
+    host: str
+    port: int
+    tls: ssl.SSLContext | None
+
+
+def target_of(url: str, tls: bool | ssl.SSLContext) -> Target:  # noqa: FBT001 - a union
+    """Read ``penstock://HOST[:PORT]``; ``penstocks`` is the same over TLS."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except (ValueError, AttributeError, TypeError):
+        host, port = None, None
+    if host is None or parts.scheme not in {"penstock", "penstocks"}:
+        raise InvalidUrl(f"{url!r:.200} names no server: penstock://HOST:PORT")
+    if parts.path.strip("/") or parts.query or parts.fragment or parts.username:
+        raise InvalidUrl(f"{url!r:.200}: only a host and a port can be given: penstock://HOST:PORT")
+    context = None
+    if isinstance(tls, ssl.SSLContext):
+        context = tls
+    elif tls or parts.scheme == "penstocks":
+        context = ssl.create_default_context()
+    return Target(host, port or DEFAULT_PORT, context)
+
+
+class Link(asyncio.Protocol):
+    """A core and its connection. Everything here happens on the loop's thread."""
+
+    def __init__(
+        self, target: Target, options: Options, clock: Clock, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.target = target
+        self.loop = loop
+        self._pid = os.getpid()
+        self.core = Core(options, now_ms=self.now_ms(), random=clock.random, fresh=clock.lease_id())
+        self._transport: asyncio.Transport | None = None
+        self._flushing = False
+        self._ready = loop.create_future()
+        self._gone = asyncio.Event()
+        self._runner: asyncio.Task[None] | None = None
+        self._suspect = False
+        # Who extends leases by way of this link.
+        self.holders: set[Holds] = set()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process made it, and not the one that this is a fork of."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        """Refuse to be used in a fork: the connection is the parent's."""
+        if not self.is_ours:
+            raise BrokerClosed("the client was made before fork(): connect anew in the child")
+
+    def now_ms(self) -> int:
+        """Time that never steps, for durations alone."""
+        return int(self.loop.time() * 1000)
+
+    # --- calls -----------------------------------------------------------------------------
+
+    def start(self, call: Call[Any], told: Told) -> Any:
+        """Begin a call, and return what :meth:`forget` takes."""
+        request = call.request
+        if self.holders and isinstance(request, Ack | Release):
+            # From here on they need no lease: an extension must not race with the end.
+            for holder in self.holders:
+                holder.forget(request.receipts)
+        pending = self.core.submit(call, told, self.now_ms())
+        self._soon()
+        return pending
+
+    def forget(self, pending: Any) -> None:
+        """Nobody waits for this call any more."""
+        if pending is not None:
+            self.core.withdraw(pending, self.now_ms())
+            self._soon()
+
+    async def call(self, call: Call[R]) -> R:
+        """Run a call to its end."""
+        self.check_process()
+        future: asyncio.Future[R] = self.loop.create_future()
+        pending = self.start(call, partial(self._resolve, future, call))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if not future.done() or future.cancelled():
+                self.forget(pending)
+            elif future.exception() is None:
+                # The answer came in the same moment, and nobody is going to see it.
+                self.give_back(call, future.result())
+            raise
+
+    def _resolve(
+        self,
+        future: asyncio.Future[Any],
+        call: Call[Any],
+        result: Any,
+        error: BaseException | None,
+    ) -> None:
+        if future.done():
+            # Cancelled, and whoever waited does not know it yet.
+            self.give_back(call, result)
+        elif error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def give_back(self, call: Call[Any], result: Any) -> None:
+        """Release what a claim has brought, if it is one: its caller has gone."""
+        self.core.give_back(call, result, self.now_ms())
+        self._soon()
+
+    async def open(self) -> None:
+        """Connect, and return when the server has said welcome."""
+        self._runner = self.loop.create_task(self._run())
+        self._runner.add_done_callback(self._ended)
+        try:
+            await self._ready
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End the connection; calls that are under way raise."""
+        if not self.is_ours:
+            return
+        for holder in list(self.holders):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(holder.stop(), CLOSE_SECONDS)
+        self.core.abandon(BrokerClosed("the client was closed"), self.now_ms())
+        self._flush()
+        until = self.loop.time() + CLOSE_SECONDS
+        while self._transport is not None and self.core.giving_back and self.loop.time() < until:
+            self._flush()
+            await asyncio.sleep(0.005)
+        self.core.close(self.core.failure)
+        self._flush()
+        if self._runner is not None:
+            self._runner.cancel()
+            await asyncio.wait({self._runner})
+        if self._transport is not None:
+            self._transport.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), CLOSE_SECONDS)
+            if self._transport is not None:
+                self._transport.abort()
+
+    # --- the connection --------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Connect whenever there is no connection, and tell the core how time goes by."""
+        core = self.core
+        begun_ms = self.now_ms()
+        connecting: asyncio.Task[None] | None = None
+        try:
+            while core.phase is not Phase.CLOSED:
+                now_ms = self.now_ms()
+                if connecting is not None and connecting.done():
+                    connecting.result()
+                    connecting = None
+                if connecting is None and core.phase is Phase.AWAY and now_ms >= core.connect_at_ms:
+                    connecting = self.loop.create_task(self._connect())
+                if self._transport is not None:
+                    core.progressed(progress_of(self._transport), now_ms)
+                core.tick(now_ms)
+                self._flush()
+                pause_ms = TICK_SECONDS * 1000
+                if not self._ready.done():
+                    left_ms = begun_ms + self._patience_ms - now_ms
+                    if left_ms <= 0:
+                        self._fail(ServerUnreachable(f"no server at {self._where}: {core.why}"))
+                        return
+                    pause_ms = min(pause_ms, left_ms)
+                if connecting is not None:
+                    await asyncio.wait({connecting}, timeout=pause_ms / 1000)
+                    continue
+                if core.phase is Phase.AWAY:
+                    pause_ms = min(pause_ms, core.connect_at_ms - now_ms)
+                self._gone.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._gone.wait(), max(pause_ms, 1) / 1000)
+        finally:
+            if connecting is not None:
+                connecting.cancel()
+                await asyncio.wait({connecting})
+
+    def _ended(self, runner: asyncio.Task[None]) -> None:
+        """Leave no call waiting for a connection that nobody makes any more."""
+        failure = None if runner.cancelled() else runner.exception()
+        if failure is not None:
+            log.error("the client's connection can't be run any more", exc_info=failure)
+            self._fail(ServerUnreachable(f"the client failed: {failure!r}"))
+        elif self.core.phase is not Phase.CLOSED:
+            self._fail(BrokerClosed("the client was closed"))
+
+    def _fail(self, error: PenstockError) -> None:
+        """End for good."""
+        self.core.close(error)
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        self._flush()
+
+    @property
+    def _where(self) -> str:
+        return f"{self.target.host}:{self.target.port}"
+
+    @property
+    def _patience_ms(self) -> int:
+        return self.core._options.patience_ms  # noqa: SLF001 - its own core
+
+    async def _connect(self) -> None:
+        host, port, tls = self.target
+        new = not self._ready.done()
+        if new and self._suspect and await self._speaks_tls():
+            text = f"{self._where} speaks TLS: connect to penstocks://{self._where}, or with tls="
+            self._fail(ServerUnreachable(text))
+            return
+        try:
+            await asyncio.wait_for(
+                self.loop.create_connection(lambda: self, host, port, ssl=tls), CONNECT_SECONDS
+            )
+        except Exception as error:
+            why = str(error) or type(error).__name__
+            if new and isinstance(error, UnicodeError):
+                self._fail(InvalidUrl(f"{host!r:.200} can't be the name of a host: {why}"))
+            elif new and isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_HOST:
+                # One that has been there may come back; one that never was is told at once.
+                self._fail(ServerUnreachable(f"there is no host named {host!r:.200}: {why}"))
+            elif new and isinstance(error, ssl.SSLError) and not isinstance(error, _CUT_OFF):
+                # A server that came back with a wrong certificate may yet be mended; one that
+                # was never right is told at once.
+                self._fail(ServerUnreachable(f"no TLS with {self._where}: {why}"))
+            else:
+                self.core.lost(why, self.now_ms())
+
+    async def _speaks_tls(self) -> bool:
+        """Try whether a server that ended a greeting without a word answers to that of TLS."""
+        self._suspect = False
+        hello = ssl.MemoryBIO()
+        tried = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), hello, server_hostname="x")
+        with contextlib.suppress(ssl.SSLWantReadError):
+            tried.do_handshake()
+        host, port, _ = self.target
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                reader, writer = await asyncio.open_connection(host, port)
+                try:
+                    writer.write(hello.read())
+                    # A handshake or an alert: nobody else begins with these.
+                    return await reader.read(1) in {b"\x16", b"\x15"}
+                finally:
+                    writer.transport.abort()
+        except (OSError, TimeoutError):
+            return False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin with a greeting."""
+        # A loop's transports need not be of asyncio's classes.
+        made = cast(asyncio.Transport, transport)
+        made.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
+        self._transport = made
+        self.core.connected(self.now_ms())
+        self._flush()
+
+    def data_received(self, data: bytes) -> None:
+        """Hand bytes to the core and results to their callers."""
+        self.core.received(data, self.now_ms())
+        if not self._ready.done():
+            if self.core.phase is Phase.READY:
+                self._ready.set_result(None)
+            elif self.core.phase is Phase.CLOSED:
+                failure = self.core.failure or BrokerClosed("the client was closed")
+                self._ready.set_exception(failure)
+        self._flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Settle what was under way; the runner connects again."""
+        self._transport = None
+        if self.core.phase is Phase.GREETING and self.target.tls is None:
+            self._suspect = True
+        why = self.core.why if self.core.hang_up else str(exc or "the server closed it")
+        self.core.lost(why, self.now_ms())
+        self._gone.set()
+        self._flush()
+
+    def pause_writing(self) -> None:
+        """Keep what comes until the server reads again."""
+        self.core.paused = True
+
+    def resume_writing(self) -> None:
+        """Send what was kept."""
+        self.core.resume(self.now_ms())
+        self._flush()
+
+    def _soon(self) -> None:
+        """Write at the end of this turn of the loop, together with what else comes in it."""
+        if not self._flushing:
+            self._flushing = True
+            self.loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        core = self.core
+        output = core.take_output()
+        if self._transport is not None:
+            if output:
+                self._transport.write(output[0] if len(output) == 1 else b"".join(output))
+            if core.hang_up:
+                self._transport.abort()
+        for told, result, error in core.take_done():
+            told(result, error)

@@ -1,0 +1,1 @@
+"""RocksDB: the engine, and readers of its files for checks and salvage."""

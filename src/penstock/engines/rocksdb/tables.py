@@ -1,0 +1,243 @@
+"""Reading the column families of a RocksDB database, and what its errors mean.
+
+rocksdict's generators end at a block that can't be read as they do at the end of a range, so
+whatever may end early is read by an iterator, whose status tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+
+import rocksdict as rocks
+
+from penstock.engines import damaged
+from penstock.errors import DiskFull, StorageFailed, StoreDamaged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+__all__ = ["RocksTable", "RocksView", "is_full", "translate"]
+
+# Words of the operating system when there is no room, as RocksDB passes them on.
+_NO_SPACE: Final = ("No space left", "File too large", "Disk quota exceeded")
+# What RocksDB says when a block has the wrong checksum, and the operating system when a file is
+# gone or its disk can't read it.
+_DAMAGED: Final = ("Corruption", "Input/output error", "No such file or directory")
+# What RocksDB says to who writes of something that it could not read, as in a compaction.
+_NOT_READ: Final = ("Corruption", "While pread", "for random read")
+# Up to this many rows, a scan is faster without the binding's generator.
+_FEW_ROWS: Final = 16
+# After every key of every table.
+_AFTER_ALL: Final = b"\xff" * 64
+
+
+class RocksTable:
+    """One column family. ``on_damage`` is told its name when a part of it can't be read."""
+
+    def __init__(self, database: rocks.Rdict, name: str, on_damage: Callable[[str], None]) -> None:
+        self.name = name
+        self._on_damage = on_damage
+        self.bind(database)
+
+    def bind(self, database: rocks.Rdict) -> None:
+        """Read from this database from now on."""
+        self.column = database.get_column_family(self.name)
+        self._get: Any = self.column.get
+        self.family: rocks.ColumnFamily | None = database.get_column_family_handle(self.name)
+
+    def close(self) -> None:
+        """Let go of the database: it stays open for as long as any handle to it is alive."""
+        self.family = None
+        # Its rows are in the log, whether or not they could be flushed.
+        with contextlib.suppress(Exception):
+            self.column.close()
+
+    def get(self, key: bytes) -> bytes | None:
+        """Read one value."""
+        try:
+            value: bytes | None = self._get(key)
+        except Exception as error:
+            self.fail(error, key, key + b"\0")
+        return value
+
+    def multi_get(self, keys: list[bytes]) -> list[bytes | None]:
+        """Read many values in one call."""
+        try:
+            values: list[bytes | None] = self._get(keys)
+        except Exception as error:
+            self.fail(error, min(keys), max(keys) + b"\0")
+        return values
+
+    def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
+        """Read up to ``limit`` pairs of [begin, end), ascending."""
+        bound = rocks.ReadOptions()
+        bound.set_iterate_upper_bound(end)
+        found: list[tuple[bytes, bytes]] = []
+        try:
+            if limit > _FEW_ROWS:
+                rows: Any = self.column.items(from_key=begin, read_opt=bound)
+                found = list(islice(rows, limit))
+                del rows
+                if len(found) == limit:
+                    return found
+            # The generator hides why it has ended: an iterator goes on from there, and tells.
+            after = found[-1][0] + b"\0" if found else begin
+            found += _ascending(self.column.iter(bound), self.fail, after, end, limit - len(found))
+        except StorageFailed:
+            raise
+        except Exception as error:
+            self.fail(error, begin, end)
+        return found
+
+    def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
+        """Read up to ``limit`` pairs of [begin, end), descending."""
+        bound = rocks.ReadOptions()
+        bound.set_iterate_upper_bound(end)
+        return _descending(self.column.iter(bound), self.fail, begin, end, limit)
+
+    def fail(self, error: Exception, begin: bytes, end: bytes) -> NoReturn:
+        """Say what could not be read."""
+        try:
+            translate(error, self.name, begin, end)
+        except StoreDamaged:
+            self._on_damage(self.name)
+            raise
+
+
+class RocksViewTable:
+    """A column family as it was: an iterator pins the moment it was made at.
+
+    rocksdict's own snapshots pin point reads only; what they iterate over is the present.
+    """
+
+    def __init__(self, table: RocksTable) -> None:
+        self.family: rocks.ColumnFamily | None = None
+        self._fail = table.fail
+        self._rows: Any = table.column.iter()
+
+    def close(self) -> None:
+        """Let go of the pinned files."""
+        self._rows = None
+
+    def _open(self) -> Any:
+        if self._rows is None:
+            raise StorageFailed("what was being read is closed: the store was, or was reopened")
+        return self._rows
+
+    def get(self, key: bytes) -> bytes | None:
+        """Read one value."""
+        found = self.scan(key, key + b"\0", 1)
+        return found[0][1] if found else None
+
+    def multi_get(self, keys: list[bytes]) -> list[bytes | None]:
+        """Read many values."""
+        return [self.get(key) for key in keys]
+
+    def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
+        """Read up to ``limit`` pairs of [begin, end), ascending."""
+        return _ascending(self._open(), self._fail, begin, end, limit)
+
+    def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
+        """Read up to ``limit`` pairs of [begin, end), descending."""
+        return _descending(self._open(), self._fail, begin, end, limit)
+
+
+_Fail: TypeAlias = "Callable[[Exception, bytes, bytes], NoReturn]"
+
+
+def _ascending(
+    rows: Any, fail: _Fail, begin: bytes, end: bytes, limit: int
+) -> list[tuple[bytes, bytes]]:
+    """Read up to ``limit`` pairs of [begin, end); an end that is not the end of the range raises.
+
+    No step is taken beyond the last pair that is wanted: it could meet a block that nobody needs.
+    """
+    found: list[tuple[bytes, bytes]] = []
+    try:
+        rows.seek(begin)
+        while len(found) < limit and (key := rows.key()) is not None and key < end:
+            found.append((key, rows.value()))
+            if len(found) < limit:
+                rows.next()
+        rows.status()
+    except Exception as error:
+        _reset(rows)
+        # A kept error keeps this frame, and the iterator would keep the database open.
+        del rows
+        fail(error, found[-1][0] + b"\0" if found else begin, end)
+    return found
+
+
+def _descending(
+    rows: Any, fail: _Fail, begin: bytes, end: bytes, limit: int
+) -> list[tuple[bytes, bytes]]:
+    """Read up to ``limit`` pairs of [begin, end), last first, in the same way."""
+    found: list[tuple[bytes, bytes]] = []
+    try:
+        rows.seek_for_prev(end)
+        if rows.key() == end:
+            rows.prev()
+        while len(found) < limit and (key := rows.key()) is not None and key >= begin:
+            found.append((key, rows.value()))
+            if len(found) < limit:
+                rows.prev()
+        rows.status()
+    except Exception as error:
+        end = found[-1][0] if found else end
+        _reset(rows)
+        # The binding knows no lower bound, so the block may be below the range; and to give a row,
+        # RocksDB looks at the one before. Forward, no more than that row can be left of the range.
+        try:
+            rest = _ascending(rows, fail, begin, end, 2)
+        finally:
+            del rows
+        if len(rest) > 1:
+            fail(error, begin, end)
+        found += rest
+    return found
+
+
+def _reset(rows: Any) -> None:
+    """Make an iterator that has failed read again what can be read.
+
+    RocksDB may keep on giving its error for blocks that are whole, until it has been at the end.
+    """
+    with contextlib.suppress(Exception):
+        rows.seek(_AFTER_ALL)
+
+
+class RocksView:
+    """All column families as they were at one moment."""
+
+    def __init__(self, tables: Mapping[str, RocksTable]) -> None:
+        self._tables = {name: RocksViewTable(table) for name, table in tables.items()}
+
+    def table(self, name: str) -> RocksViewTable:
+        """Return a table as it was."""
+        return self._tables[name]
+
+    def close(self) -> None:
+        """Let go of the pinned files."""
+        for table in self._tables.values():
+            table.close()
+
+
+def is_full(error: Exception) -> bool:
+    """Whether there was no room for what was to be written."""
+    return any(sign in str(error) for sign in _NO_SPACE)
+
+
+def translate(error: Exception, table: str = "", begin: bytes = b"", end: bytes = b"") -> NoReturn:
+    """Turn the binding's bare exceptions into ours; ``table``: one that was read, from where on."""
+    text = str(error)
+    if isinstance(error, rocks.DbClosedError):
+        raise StorageFailed("the store is closed, or could not be opened again") from error
+    if is_full(error):
+        raise DiskFull(f"no space left for the store: {text}") from error
+    if table and any(sign in text for sign in _DAMAGED):
+        raise damaged(table, begin, end, text) from error
+    if any(sign in text for sign in _NOT_READ):
+        raise StoreDamaged(f"files of the store can't be read: {text}") from error
+    raise StorageFailed(f"RocksDB failed: {text}") from error

@@ -1,0 +1,142 @@
+"""The pages for operators, on the HTTP listener: /health, /ready, /metrics, /admin/backup.
+
+The first two tell nothing but a line and are open to everybody. The others want a key where there
+are keys: one that may consume or admin all queues to look, and admin all queues to act.
+
+No page waits for a store: what can't be known at once is read by one thread, whoever asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from penstock.errors import NotAllowed, PenstockError
+from penstock.server.backup import backup_into
+from penstock.server.http.listener import Response
+from penstock.server.metrics import CONTENT_TYPE
+from penstock.server.security import ANYONE, token_of
+from penstock.store.sql.location import without_password
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from penstock.server.http.listener import Handler, Request
+    from penstock.server.security import Principal
+    from penstock.server.served_store import Server
+
+__all__ = ["routes"]
+
+# For how long figures of the store pass for new, and how long a page waits for newer ones while the
+# store answers; then it shows the last ones.
+_FRESH_SECONDS: Final = 1.0
+
+
+class _Backup(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+def routes(server: Server) -> dict[tuple[str, str], Handler]:
+    """Return the handlers by method and path."""
+    pages = _Pages(server)
+    found: dict[tuple[str, str], Handler] = {
+        ("GET", "/health"): lambda _: Response(body=b"alive\n"),
+        ("GET", "/ready"): pages.ready,
+        ("POST", "/admin/backup"): pages.backup,
+    }
+    if server.config.metrics_enabled:
+        found["GET", "/metrics"] = pages.metrics
+    return found
+
+
+class _Pages:
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._reading: asyncio.Future[None] | None = None
+        self._page: asyncio.Future[bytes] | None = None
+        self._fresh_until = 0.0
+
+    async def ready(self, _: Request) -> Response:
+        """Say whether requests are welcome, and if not, why."""
+        why = self._server.unready
+        if why is None:
+            return Response(body=b"ready\n")
+        return Response(503, f"{without_password(why)}\n".encode())
+
+    async def metrics(self, request: Request) -> Response:
+        """Show what is counted."""
+        return await self._counted("metrics", request, ("consume", "admin"), self._metrics)
+
+    async def _metrics(self, _: Request) -> Response:
+        # Requests at the same time share one look at the store, which asks about every queue.
+        loop, metrics = asyncio.get_running_loop(), self._server.metrics
+        if self._reading is None or (self._reading.done() and loop.time() > self._fresh_until):
+            self._reading = asyncio.ensure_future(asyncio.to_thread(metrics.read_store))
+            self._fresh_until = loop.time() + _FRESH_SECONDS
+        if self._server.broker.outage is None:
+            await asyncio.wait({self._reading}, timeout=_FRESH_SECONDS)
+        # On a thread, and one page at a time for all: with many queues it takes the loop too long.
+        if self._page is None or self._page.done():
+            self._page = asyncio.ensure_future(asyncio.to_thread(metrics.page))
+        return Response(body=await asyncio.shield(self._page), content_type=CONTENT_TYPE)
+
+    async def backup(self, request: Request) -> Response:
+        """Make a backup in the directory that is set for it."""
+        return await self._counted("backup", request, ("admin",), self._backup)
+
+    async def _backup(self, request: Request) -> Response:
+        try:
+            asked = msgspec.json.decode(request.body, type=_Backup)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return _json(400, {"error": "InvalidInput", "message": str(error)})
+        directory = self._server.config.backup_directory
+        # On the desk's threads: those of the pages must be free, however long it takes.
+        path, size = await self._server.desk.call(
+            lambda broker: backup_into(broker, directory, asked.name), long=True
+        )
+        return _json(200, {"path": str(path), "bytes": size})
+
+    async def _counted(
+        self,
+        operation: str,
+        request: Request,
+        actions: tuple[str, ...],
+        answer: Callable[[Request], Awaitable[Response]],
+    ) -> Response:
+        """Answer who may ask, and count it."""
+        clock = self._server.clock
+        begin = clock.seconds()
+        key_id, outcome = "", "ok"
+        try:
+            principal = self._principal(request)
+            if principal is None:
+                outcome = NotAllowed.__name__
+                text = "this page wants authorization: Bearer ID:SECRET"
+                return _json(401, {"error": outcome, "message": text}, _CHALLENGE)
+            key_id = principal.key_id
+            request.trust()
+            principal.check_any(actions)
+            return await answer(request)
+        except PenstockError as error:
+            outcome = type(error).__name__
+            status = 403 if isinstance(error, NotAllowed) else 400
+            return _json(status, {"error": outcome, "message": str(error)})
+        finally:
+            self._server.metrics.request(
+                "admin", operation, clock.seconds() - begin, outcome, key_id
+            )
+
+    def _principal(self, request: Request) -> Principal | None:
+        if self._server.keys is None:
+            return ANYONE
+        token = token_of(request.headers.get("authorization"))
+        return self._server.keys.by_token(token) if token else None
+
+
+_CHALLENGE = (("www-authenticate", 'Bearer realm="penstock"'),)
+
+
+def _json(status: int, body: Any, headers: tuple[tuple[str, str], ...] = ()) -> Response:
+    return Response(status, msgspec.json.encode(body), "application/json", headers)

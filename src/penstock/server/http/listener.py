@@ -1,0 +1,126 @@
+"""The HTTP listener that SQS and the admin pages share.
+
+What happens on a connection is in :mod:`~penstock.server.http.protocol`. One watch for all
+connections sees to their deadlines, so that an idle one costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from penstock.server.acceptor import Acceptor
+from penstock.server.connections import Connections
+from penstock.server.http.messages import Handler, HttpBounds, Request, Response
+from penstock.server.http.protocol import Connection
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Awaitable, Callable, Mapping
+    from ssl import SSLContext
+
+    from penstock.server.connections import Slot
+
+__all__ = ["Handler", "Http", "HttpBounds", "Request", "Response"]
+
+
+class Http:
+    """A listener: hands requests to the handler of their method and path, or to the fallback.
+
+    A ``guard`` may refuse any request before that, by giving an answer.
+    """
+
+    def __init__(
+        self,
+        routes: Mapping[tuple[str, str], Handler],
+        fallback: Handler,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: SSLContext | None = None,
+        bounds: HttpBounds | None = None,
+        connections: Connections | None = None,
+        guard: Callable[[Request], Response | None] | None = None,
+    ) -> None:
+        self.bounds = bounds or HttpBounds()
+        self.all = Connections() if connections is None else connections
+        self.secure = tls is not None
+        self._routes = dict(routes)
+        self._fallback = fallback
+        if guard is not None:
+            self._routes = {key: _guarded(guard, each) for key, each in routes.items()}
+            self._fallback = _guarded(guard, fallback)
+        self._place = (host, port)
+        self._tls = tls
+        self._acceptor = Acceptor(self.all, "http", self._serve)
+        self._watch: asyncio.TimerHandle | None = None
+        self._empty = asyncio.Event()
+        self.stopping = False
+        self.open: set[Connection] = set()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that it listens on."""
+        return self._acceptor.address
+
+    @property
+    def connections(self) -> int:
+        """How many connections are open."""
+        return len(self.open)
+
+    async def start(self) -> None:
+        """Bind and accept."""
+        await self._acceptor.listen(*self._place)
+        self._look_around()
+
+    def _serve(self, taken: socket.socket, slot: Slot) -> Awaitable[Any]:
+        loop = asyncio.get_running_loop()
+        options: dict[str, Any] = {}
+        if self._tls is not None:
+            options["ssl_handshake_timeout"] = self.bounds.first_byte_ms / 1000
+        return loop.connect_accepted_socket(
+            lambda: Connection(self, loop, slot), taken, ssl=self._tls, **options
+        )
+
+    async def stop(self, grace_ms: int) -> None:
+        """Accept no more, let what is in hand be answered for ``grace_ms``, then close."""
+        self.stopping = True
+        self._acceptor.close()
+        for connection in list(self.open):
+            connection.finish()
+        if self.open:
+            self._empty.clear()
+            try:
+                await asyncio.wait_for(self._empty.wait(), grace_ms / 1000)
+            except TimeoutError:
+                for connection in list(self.open):
+                    connection.abort()
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def handler_of(self, method: str, path: str) -> Handler:
+        """Return who answers; HEAD is answered like GET."""
+        key = ("GET" if method == "HEAD" else method, path)
+        return self._routes.get(key, self._fallback)
+
+    def forget(self, connection: Connection) -> None:
+        """Take a connection out of those that are open."""
+        self.open.discard(connection)
+        if not self.open:
+            self._empty.set()
+
+    def _look_around(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for connection in list(self.open):
+            if connection.deadline <= now:
+                connection.overdue()
+        bounds = self.bounds
+        shortest_ms = min(
+            bounds.first_byte_ms, bounds.request_ms, bounds.idle_ms, bounds.stalled_write_ms
+        )
+        self._watch = loop.call_later(min(0.5, shortest_ms / 4000), self._look_around)
+
+
+def _guarded(guard: Callable[[Request], Response | None], handler: Handler) -> Handler:
+    return lambda request: guard(request) or handler(request)

@@ -1,0 +1,1 @@
+"""The native protocol: a listener, its connections, and what each request does."""

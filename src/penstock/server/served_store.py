@@ -1,0 +1,442 @@
+"""A store that is served: its desk, its listeners, and an end in good order.
+
+:mod:`penstock.server.process` is the process around it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import penstock
+from penstock.broker.broker import Broker
+from penstock.clock import SystemClock
+from penstock.errors import InvalidInput
+from penstock.server import config as configuring
+from penstock.server import descriptors
+from penstock.server.batcher import Desk
+from penstock.server.config import LISTENERS, OFF, Config
+from penstock.server.connections import Connections
+from penstock.server.logs import AccessLog
+from penstock.server.metrics import Metrics
+from penstock.server.security import Keys, is_loopback, server_tls
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable, Iterator
+
+    from penstock.clock import Clock
+    from penstock.flight.listener import FlightListener
+
+__all__ = ["Listener", "Server", "new_loop", "open_broker", "running", "tls_of"]
+
+log = logging.getLogger(__name__)
+
+_SCHEMES: Final = {"native": "penstock", "http": "http", "flight": "grpc", "capnp": "capnp"}
+_TLS_SCHEMES: Final = {"native": "penstocks", "http": "https", "flight": "grpc+tls"}
+_EXTRAS: Final = {"flight": "flight", "capnp": "queueber"}
+_WATCH_SECONDS: Final = 2.0
+# As fast as somebody may connect: how soon it is looked again whether there are too many.
+_CONNECTIONS_PER_SECOND: Final = 20_000
+
+
+class Listener(Protocol):
+    """What the server starts and stops; one for each protocol."""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that it listens on, once it was started."""
+
+    async def start(self) -> None:
+        """Listen; InvalidInput names an address that can't be listened on."""
+
+    async def stop(self, grace_ms: int) -> None:
+        """Accept nothing more, let what is in hand be answered, then close the connections."""
+
+
+class Server:
+    """A store that is being served. Its methods are called on the loop's thread."""
+
+    def __init__(self, broker: Broker, config: Config, *, clock: Clock | None = None) -> None:
+        self.broker = broker
+        self.config = config
+        self.clock = clock or SystemClock()
+        self.keys = Keys(Path(config.auth_keys)) if configuring.authenticates(config) else None
+        self.tls = tls_of(config)
+        self.metrics = Metrics(
+            queues=config.metrics_queues, access=AccessLog(info=config.log_access)
+        )
+        self.connections = Connections(config.limits_connections, turned_away=self.metrics.refused)
+        self.desk: Desk
+        self.addresses: dict[str, tuple[str, int]] = {}
+        self.closing: list[Callable[[], None]] = []
+        self._listeners: dict[str, Listener] = {}
+        self._watches: list[asyncio.Task[None]] = []
+        self._listening = False
+        self._stopped = False
+
+    # --- life --------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listen everywhere, or nowhere."""
+        self.desk = self._make_desk()
+        self.metrics.watch(
+            self.broker,
+            parked=lambda: self.desk.parked,
+            connections=self._connections,
+            seconds=self.clock.seconds,
+            held=self.connections,
+        )
+        try:
+            for name in LISTENERS:
+                address = getattr(self.config, f"listen_{name}")
+                if address == OFF:
+                    continue
+                host, port = configuring.parse_address(address)
+                listener = _make(name, self, host, port)
+                await listener.start()
+                self._listeners[name] = listener
+                self.addresses[name] = listener.address[:2]
+                log.info("listening at %s", self.location(name))
+        except BaseException:
+            await self.stop(grace_ms=0)
+            raise
+        self._warn()
+        self._make_room()
+        loop = asyncio.get_running_loop()
+        self._watches = [loop.create_task(self._watch_keys())]
+        if "flight" in self.addresses:
+            self._watches.append(loop.create_task(self._watch_flight(self.addresses["flight"][1])))
+        self._listening = True
+
+    def _make_room(self) -> None:
+        """Take as many connections as there are descriptors for, beside those of the store."""
+        self.connections.most = descriptors.room_for_connections(
+            self.config.limits_connections, flight="flight" in self.addresses
+        )
+        log.info(
+            "room for %d connections: %d files may be open, of which %d are kept for the store",
+            self.connections.most,
+            descriptors.limit(),
+            descriptors.limit() - descriptors.room_for_files(),
+        )
+
+    def _make_desk(self) -> Desk:
+        loop = asyncio.get_running_loop()
+        if not self.config.tracing:
+            return Desk(self.broker, loop)
+        from penstock.server.tracing import TracedDesk  # noqa: PLC0415 - an extra
+
+        return TracedDesk(self.broker, loop)
+
+    def _connections(self) -> dict[str, int]:
+        # Flight keeps its connections to itself.
+        found = {name: getattr(each, "connections", None) for name, each in self._listeners.items()}
+        return {
+            name: count if isinstance(count, int) else len(count)
+            for name, count in found.items()
+            if count is not None
+        }
+
+    def _warn(self) -> None:
+        exposed = [name for name, (host, _) in self.addresses.items() if not is_loopback(host)]
+        if exposed and self.keys is None:
+            log.warning("%s: anybody who can connect may do anything", ", ".join(exposed))
+        elif exposed and self.tls is None:
+            log.warning("%s: without TLS, keys and messages can be read on the way",
+                        ", ".join(exposed))  # fmt: skip
+
+    @property
+    def unready(self) -> str | None:
+        """Say that requests are not welcome, since when, and why; None: they are. Never waits."""
+        if not self._listening:
+            return "not ready: the server is starting or stopping"
+        outage, failure = self.broker.outage, self.broker.failure
+        if outage is not None:
+            return f"not ready for {self.clock.seconds() - outage.since:.0f} s: {outage.why}"
+        return None if failure is None else f"not ready: {failure}"
+
+    def location(self, name: str) -> str:
+        """Return the URL of a listener, for a client on this machine."""
+        host, port = self.addresses[name]
+        scheme = (_SCHEMES if self.tls is None else _SCHEMES | _TLS_SCHEMES)[name]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def reload(self) -> None:
+        """Read keys and certificate again; what can't be used leaves things as they are."""
+        if self.keys is not None:
+            self.keys.reload()
+        if self.tls is not None:
+            try:
+                # In a context of its own first: one that does not take a pair is spoilt by it.
+                tls_of(self.config)
+                self.tls.load_cert_chain(self.config.tls_certificate, self.config.tls_key)
+            except (InvalidInput, OSError) as error:
+                log.error("the certificate stays as it was: %s", error)  # noqa: TRY400
+
+    async def _watch_keys(self) -> None:
+        while self.keys is not None:
+            await asyncio.sleep(_WATCH_SECONDS)
+            self.keys.refresh()
+
+    async def _watch_flight(self, port: int) -> None:
+        before = 0
+        while True:
+            closed, free = await asyncio.to_thread(descriptors.close_idle, port)
+            for _ in range(closed):
+                self.metrics.refused("flight")
+            if closed and not before:
+                log.warning("idle connections of Flight are closed: they leave too few files")
+            before = closed
+            await asyncio.sleep(min(max(free / _CONNECTIONS_PER_SECOND, 0.02), 0.5))
+
+    async def stop(self, *, grace_ms: int | None = None) -> None:
+        """Take nothing more, answer what is in hand, and let go; the broker stays open."""
+        if self._stopped:
+            return
+        self._stopped, self._listening = True, False
+        grace_ms = self.config.grace if grace_ms is None else grace_ms
+        self.desk.hand_back()
+        for watch in self._watches:
+            watch.cancel()
+        stops = [listener.stop(grace_ms) for listener in self._listeners.values()]
+        for name, outcome in zip(
+            self._listeners, await asyncio.gather(*stops, return_exceptions=True), strict=True
+        ):
+            if isinstance(outcome, BaseException):
+                log.error("the %s listener did not stop", name, exc_info=outcome)
+        for close in self.closing:
+            close()
+        await self.desk.close()
+
+
+class _FlightEdge:
+    """The Flight service, which has threads of its own, as a listener."""
+
+    def __init__(self, server: Server, host: str, port: int) -> None:
+        import pyarrow.flight  # noqa: F401, PLC0415 - an extra, which must be there
+
+        self._server = server
+        self._place = host, port
+        self._listener: FlightListener | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that it listens on."""
+        assert self._listener is not None
+        return self._place[0], self._listener.port
+
+    async def start(self) -> None:
+        """Listen."""
+        from penstock.flight.listener import FlightListener, TlsFiles  # noqa: PLC0415 - an extra
+
+        server, config = self._server, self._server.config
+        tls = None
+        if config.tls_certificate:
+            ca = Path(config.tls_client_ca) if config.tls_client_ca else None
+            tls = TlsFiles(Path(config.tls_certificate), Path(config.tls_key), ca)
+        self._listener = FlightListener(
+            server.broker,
+            *self._place,
+            server.clock,
+            keys=server.keys,
+            metrics=server.metrics,
+            tls=tls,
+        )
+
+    async def stop(self, grace_ms: int) -> None:
+        """Wait for the calls that run, on a thread."""
+        assert self._listener is not None
+        listener = self._listener
+        await asyncio.to_thread(lambda: listener.close(grace_ms=grace_ms))
+
+
+def _native(server: Server, host: str, port: int) -> Listener:
+    from penstock.server.native.listener import NativeListener  # noqa: PLC0415 - only if it is wanted
+
+    return NativeListener(
+        server.desk,
+        host,
+        port,
+        clock=server.clock,
+        keys=server.keys,
+        tls=server.tls,
+        metrics=server.metrics,
+        connections=server.connections,
+    )
+
+
+def _http(server: Server, host: str, port: int) -> Listener:
+    from penstock.server import admin  # noqa: PLC0415
+    from penstock.server.http.guard import PageGuard  # noqa: PLC0415
+    from penstock.server.http.listener import Http, HttpBounds  # noqa: PLC0415
+    from penstock.server.sqs import SqsOptions, SqsService  # noqa: PLC0415
+
+    config = server.config
+    service = SqsService(
+        server.desk,
+        clock=server.clock,
+        keys=server.keys,
+        options=SqsOptions(
+            account=config.account_id,
+            region=config.sqs_region,
+            url=config.sqs_url,
+            done_retention_ms=int(config.sqs_done_retention),
+        ),
+        observer=server.metrics,
+    )
+    server.closing.append(service.close)
+    bounds = HttpBounds(
+        body_bytes=int(config.limits_body),
+        first_byte_ms=int(config.limits_first_byte),
+        request_ms=int(config.limits_request),
+        idle_ms=int(config.limits_idle),
+    )
+    return Http(
+        admin.routes(server),
+        service.handle,
+        host=host,
+        port=port,
+        tls=server.tls,
+        bounds=bounds,
+        connections=server.connections,
+        guard=PageGuard(host, config.sqs_url) if server.keys is None else None,
+    )
+
+
+def _capnp(server: Server, host: str, port: int) -> Listener:
+    if server.keys is not None:
+        raise InvalidInput(
+            "Queueber's clients know no login: set listen.capnp to off, or auth.mode to off"
+        )
+    from penstock.server.queueber import QueueberListener  # noqa: PLC0415 - needs an extra
+
+    return QueueberListener(
+        server.desk,
+        host,
+        port,
+        queue=server.config.capnp_queue,
+        connections=server.connections,
+    )
+
+
+_MAKERS: Final[dict[str, Callable[[Server, str, int], Listener]]] = {
+    "native": _native,
+    "http": _http,
+    "flight": _FlightEdge,
+    "capnp": _capnp,
+}
+
+
+def _make(name: str, server: Server, host: str, port: int) -> Listener:
+    try:
+        return _MAKERS[name](server, host, port)
+    except ImportError as error:
+        raise InvalidInput(
+            f"{error}: serving {name} needs pip install 'penstock[{_EXTRAS.get(name, 'server')}]'"
+        ) from None
+
+
+def tls_of(config: Config) -> ssl.SSLContext | None:
+    """Return what connections are made secret by, if that is wanted."""
+    if not config.tls_certificate:
+        return None
+    ca = Path(config.tls_client_ca) if config.tls_client_ca else None
+    return server_tls(Path(config.tls_certificate), Path(config.tls_key), ca)
+
+
+# --- running it ---------------------------------------------------------------------------------
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """Make an event loop: uvloop's, or Python's own where that is not installed."""
+    try:
+        import uvloop  # noqa: PLC0415 - an extra
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def open_broker(config: Config, clock: Clock | None = None) -> Broker:
+    """Open the store that is to be served."""
+    if not config.store:
+        raise InvalidInput("which store? Give --store URL, such as rocksdb:./data")
+    return penstock.open(
+        _url(config),
+        durability=config.durability,
+        dedup_window_ms=int(config.dedup_window),
+        routing=config.routing or None,
+        clock=clock,
+    )
+
+
+def _url(config: Config) -> str:
+    """Return the store's URL, with what is set apart from it."""
+    if config.min_free_bytes is None:
+        return config.store
+    if not config.store.startswith("rocksdb:"):
+        raise InvalidInput("min_free_bytes is for stores on a disk of this machine: rocksdb:PATH")
+    mark = "&" if "?" in config.store else "?"
+    return f"{config.store}{mark}min_free_bytes={int(config.min_free_bytes)}"
+
+
+@contextmanager
+def running(
+    store: Broker | str, *, clock: Clock | None = None, **settings: Any
+) -> Iterator[Server]:
+    """Serve a broker, or the store that a URL names, from a thread of this process.
+
+    ::
+
+        with running("memory:", native="127.0.0.1:0") as server:
+            server.location("native")
+
+    Settings are the fields of :class:`Config` or the names of their flags; listeners that are not
+    named are off.
+    """
+    broker = store if isinstance(store, Broker) else None
+    url = "memory:" if isinstance(store, Broker) else store
+    config = _config(url, settings)
+    opened = broker or open_broker(config, clock)
+    try:
+        with _thread(opened, config, clock) as server:
+            yield server
+    finally:
+        if broker is None:
+            opened.close()
+
+
+def _config(url: str, settings: dict[str, Any]) -> Config:
+    short = {flag.removeprefix("--"): field for field, flag in configuring.FLAGS.items()}
+    flags: dict[str, Any] = {f"listen_{name}": OFF for name in LISTENERS}
+    for name, value in settings.items():
+        field = short.get(name, name)
+        if field not in configuring.SETTINGS:
+            raise InvalidInput(f"no setting {name!r:.100}; there are {', '.join([*short])} …")
+        flags[field] = str(value) if isinstance(value, Path) else value
+    return configuring.load(environment={}, flags={**flags, "store": url}).config
+
+
+@contextmanager
+def _thread(broker: Broker, config: Config, clock: Clock | None) -> Iterator[Server]:
+    loop = new_loop()
+    server = Server(broker, config, clock=clock)
+    thread = threading.Thread(target=loop.run_forever, name="penstock-server", daemon=True)
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(server.start(), loop).result()
+        try:
+            yield server
+        finally:
+            asyncio.run_coroutine_threadsafe(server.stop(), loop).result()
+    finally:
+        with suppress(RuntimeError):
+            asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

@@ -1,0 +1,1 @@
+"""The contract on a key-value engine: RocksDB, SlateDB or memory."""

@@ -1,0 +1,448 @@
+"""History: done and failed messages, and every attempt, in the RFC's records (version 2).
+
+::
+
+    table history
+    02 03 | queue | bucket u64 | part u64       done messages of one commit
+    02 04 | queue | bucket u64 | part u64       failed messages of one commit
+    02 05 | queue | message u64 | attempt u16   one attempt that has ended
+    02 0a | queue | message u64                 key of the failed part that holds the message
+    02 15 | queue | message u64                 u64 BE: the key that a message came in with that was
+                                                moved here from another queue; while it is here
+
+Parts are numbered by a sequence per queue and state, so they lie in the order of time and
+retention takes them from the front. The bucket is the RFC's: exponent and number, the number
+being the part's rounded down to the bucket's capacity.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from penstock import limits
+from penstock.engines import rows_of
+from penstock.errors import CorruptRecord, StoreDamaged
+from penstock.model import Attempt, AttemptEnd, State
+from penstock.store.codec import opendata, records
+from penstock.store.codec.encodings import terminated
+from penstock.store.kv.fronts import Fronts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from penstock.engines import Batch, Table
+    from penstock.store.kv.queues import Queue
+    from penstock.store.live import Item, Quarantine
+
+__all__ = ["Ended", "History", "sequence_of"]
+
+_FAILED_INDEX: Final = b"\x02\x0a"
+_MARKS: Final = b"\x02\x15"
+_ENDS: Final = (AttemptEnd.ACKED, AttemptEnd.RELEASED, AttemptEnd.EXPIRED)
+_CODES: Final = {end: code for code, end in enumerate(_ENDS)}
+_INDEX_BYTES: Final = 2
+# Parts read at a time: each may hold many messages.
+_PAGE: Final = 64
+
+
+class Ended(NamedTuple):
+    """A message in history, and the key of the part that it is in."""
+
+    message_id: int
+    key: int
+    ended_at_ms: int
+    attempts: int
+    metadata: bytes
+    reason: str
+    part: bytes
+
+
+class History:
+    """Done and failed parts, attempts, and the way from a failed message to its part."""
+
+    def __init__(self, table: Table, quarantine: Quarantine) -> None:
+        self._table = table
+        self._quarantine = quarantine
+        self.fronts = Fronts(table)
+        # Numbers of the queues that have marks, or have had some.
+        self._marked: set[int] = set()
+
+    def load(self, queue: Queue) -> None:
+        """Find out whether a queue has messages that were moved here."""
+        prefix = _marks_prefix(queue)
+        try:
+            has_some = bool(self._table.scan(prefix, prefix + b"\xff" * 9, 1))
+        except StoreDamaged:
+            # A verb that looks for one finds out.
+            has_some = True
+        (self._marked.add if has_some else self._marked.discard)(queue.number)
+
+    # --- in ------------------------------------------------------------------------------
+
+    def add_done(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
+        """Append done messages."""
+        counts, exponent = queue.counts, queue.spec.bucket_exponent
+        for bucket, part, chunk in _parts(items, counts.next_done, exponent):
+            entries = [
+                (item.message_id, item.key, now_ms, item.attempts, item.metadata) for item in chunk
+            ]
+            key = opendata.done_key(queue.id, bucket, part)
+            self.fronts.note(_run(queue.id, State.DONE, exponent)[0], key)
+            batch.put(key, records.encode_done(entries), self._table.family)
+        counts.next_done += len(items)
+        counts.done += len(items)
+        counts.acked_total += len(items)
+
+    def add_failed(
+        self, batch: Batch, queue: Queue, items: Sequence[Item], reason: str, now_ms: int
+    ) -> None:
+        """Append failed messages, which share a reason."""
+        counts, exponent = queue.counts, queue.spec.bucket_exponent
+        for bucket, part, chunk in _parts(items, counts.next_failed, exponent):
+            entries = [
+                records.Failed(
+                    item.message_id, item.key, now_ms, item.attempts, item.metadata, reason
+                )
+                for item in chunk
+            ]
+            key = opendata.failed_key(queue.id, bucket, part)
+            self.fronts.note(_run(queue.id, State.FAILED, exponent)[0], key)
+            batch.put(key, records.encode_failed(entries), self._table.family)
+            for item in chunk:
+                batch.put(_failed_index(queue, item.message_id), key, self._table.family)
+        counts.next_failed += len(items)
+        counts.failed += len(items)
+        counts.failed_total += len(items)
+
+    def add_attempts(
+        self,
+        batch: Batch,
+        queue: Queue,
+        items: Sequence[Item],
+        *,
+        claimed_at_ms: int,
+        consumer: str,
+        end: AttemptEnd,
+        reason: str,
+        now_ms: int,
+    ) -> None:
+        """Record the end of attempts that began in one claim and end in one call."""
+        record = _attempt(claimed_at_ms, consumer, now_ms, _CODES[end], reason)
+        put, family = batch.put, self._table.family
+        prefix = opendata.attempts_prefix(queue.id)
+        for item in items:
+            suffix = (item.message_id << 16 | item.attempts).to_bytes(10, "big")
+            put(prefix + suffix, record, family)
+
+    # --- out -----------------------------------------------------------------------------
+
+    def attempts(self, queue: Queue, message_id: int) -> list[Attempt]:
+        """Read the ended attempts of a message."""
+        prefix = opendata.attempts_prefix(queue.id, message_id)
+        found = []
+        for key, record in rows_of(self._table, prefix, prefix + b"\xff\xff\xff"):
+            try:
+                stored = records.decode_attempt(record)
+                end = _ENDS[stored.outcome]
+            except (CorruptRecord, IndexError) as error:
+                self._quarantine("history", key, record, str(error))
+                continue
+            found.append(
+                Attempt(
+                    int.from_bytes(key[-2:], "big"),
+                    stored.consumer,
+                    stored.claimed_at,
+                    stored.ended_at,
+                    end,
+                    stored.reason,
+                )
+            )
+        return found
+
+    def page(
+        self, queue: Queue, state: State, after: bytes, limit: int, *, whole_parts: bool = False
+    ) -> tuple[list[Ended], bytes | None]:
+        """Read a page in the order of ending, and where the next begins (part key, index).
+
+        With ``whole_parts`` it ends at the end of a part, for a caller who rewrites them.
+        """
+        skip = int.from_bytes(after[-_INDEX_BYTES:], "big") if after else 0
+        page: list[Ended] = []
+        for key, record in self._parts_from(queue, state, after[:-_INDEX_BYTES]):
+            if whole_parts and len(page) >= limit:
+                return page, key + bytes(_INDEX_BYTES)
+            entries = self._decode(queue, state, key, record)
+            for index in range(skip, len(entries)):
+                if len(page) >= limit and not whole_parts:
+                    return page, key + index.to_bytes(_INDEX_BYTES, "big")
+                page.append(entries[index])
+            skip = 0
+        return page, None
+
+    def find_failed(self, queue: Queue, message_ids: Sequence[int]) -> list[Ended]:
+        """Look failed messages up by id; unknown ids are left out."""
+        keys = [_failed_index(queue, message_id) for message_id in message_ids]
+        parts = {part for part in self._table.multi_get(keys) if part is not None}
+        wanted = set(message_ids)
+        return [
+            entry
+            for part in sorted(parts)
+            for entry in self._part(queue, part)
+            if entry.message_id in wanted
+        ]
+
+    def find_done(self, queue: Queue, message_ids: Sequence[int]) -> list[Ended]:
+        """Look done messages up by id, in all there are: nothing leads to them."""
+        wanted = set(message_ids)
+        found: list[Ended] = []
+        after: bytes | None = b"" if wanted and queue.counts.done else None
+        while after is not None and len(found) < len(wanted):
+            page, after = self.page(queue, State.DONE, after, 1_000)
+            found += [entry for entry in page if entry.message_id in wanted]
+        return found
+
+    def take(self, batch: Batch, queue: Queue, state: State, entries: Sequence[Ended]) -> None:
+        """Remove messages from their parts: they are live again, here or in another queue."""
+        gone = {entry.message_id for entry in entries}
+        for part in {entry.part for entry in entries}:
+            held = self._part(queue, part, state)
+            rest = [entry for entry in held if entry.message_id not in gone]
+            if not rest:
+                batch.delete(part, self._table.family)
+            elif state is State.DONE:
+                done = [records.Done(*entry[:-2]) for entry in rest]
+                batch.put(part, records.encode_done(done), self._table.family)
+            else:
+                failed = [records.Failed(*entry[:-1]) for entry in rest]
+                batch.put(part, records.encode_failed(failed), self._table.family)
+        if state is State.DONE:
+            queue.counts.done -= len(entries)
+            return
+        for entry in entries:
+            batch.delete(_failed_index(queue, entry.message_id), self._table.family)
+        queue.counts.failed -= len(entries)
+
+    def trim(
+        self, batch: Batch, queue: Queue, state: State, ended_by_ms: int, limit: int
+    ) -> list[Ended]:
+        """Remove parts from the front that ended by then, up to about ``limit`` messages."""
+        return self._trim(
+            batch, queue, state, limit, lambda _, last: last.ended_at_ms <= ended_by_ms
+        )
+
+    def trim_to(
+        self, batch: Batch, queue: Queue, state: State, before: int, limit: int
+    ) -> list[Ended]:
+        """Remove parts from the front whose messages are all numbered below ``before``."""
+        return self._trim(batch, queue, state, limit, lambda after_last, _: after_last <= before)
+
+    def _trim(
+        self,
+        batch: Batch,
+        queue: Queue,
+        state: State,
+        limit: int,
+        is_over: Callable[[int, Ended], bool],
+    ) -> list[Ended]:
+        """Remove parts from the front of each run, as long as they are over.
+
+        ``is_over`` is told the number after a part's last message, and that message.
+        """
+        removed: list[Ended] = []
+        for begin, end in _runs(queue, state):
+            if len(removed) >= limit:
+                break
+            for key, record in self.fronts.rows(begin, end, page=_PAGE):
+                entries = self._decode(queue, state, key, record)
+                if entries and not is_over(sequence_of(key) + len(entries), entries[-1]):
+                    break
+                self._remove_part(batch, queue, state, key, entries)
+                removed += entries
+                if len(removed) >= limit:
+                    break
+        return removed
+
+    def _remove_part(
+        self, batch: Batch, queue: Queue, state: State, key: bytes, entries: Sequence[Ended]
+    ) -> None:
+        batch.delete(key, self._table.family)
+        if state is State.DONE:
+            queue.counts.done -= len(entries)
+            return
+        queue.counts.failed -= len(entries)
+        for entry in entries:
+            batch.delete(_failed_index(queue, entry.message_id), self._table.family)
+
+    def forget_attempts(
+        self, batch: Batch, queue: Queue, messages: Sequence[tuple[int, int]]
+    ) -> None:
+        """Delete the attempts of messages that leave the queue: (message id, attempts)."""
+        delete, family = batch.delete, self._table.family
+        prefix = opendata.attempts_prefix(queue.id)
+        for message_id, attempts in messages:
+            for attempt in range(1, attempts + 1):
+                delete(prefix + (message_id << 16 | attempt).to_bytes(10, "big"), family)
+        if self.may_have_marks(queue):
+            marks = _marks_prefix(queue)
+            for message_id, _ in messages:
+                delete(marks + message_id.to_bytes(8, "big"), family)
+
+    # --- from one queue to another ---------------------------------------------------------
+
+    def move_attempts(
+        self, batch: Batch, queue: Queue, to: Queue, messages: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Have attempts be of another queue: (message id, attempts, those there before them)."""
+        old, new = opendata.attempts_prefix(queue.id), opendata.attempts_prefix(to.id)
+        numbers = [
+            (message_id, number, before + number)
+            for message_id, attempts, before in messages
+            for number in range(1, attempts + 1)
+        ]
+        keys = [old + (id_ << 16 | number).to_bytes(10, "big") for id_, number, _ in numbers]
+        for (id_, _, number), record in zip(numbers, self._table.multi_get(keys), strict=True):
+            if record is not None and number <= limits.MAX_ATTEMPTS:
+                batch.put(
+                    new + (id_ << 16 | number).to_bytes(10, "big"), record, self._table.family
+                )
+        self.forget_attempts(batch, queue, [(id_, attempts) for id_, attempts, _ in messages])
+
+    def mark(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
+        """Note that messages have come in by a move, and their keys."""
+        prefix = _marks_prefix(queue)
+        for item in items:
+            key = prefix + item.message_id.to_bytes(8, "big")
+            batch.put(key, item.key.to_bytes(8, "big"), self._table.family)
+        self._marked.add(queue.number)
+
+    def may_have_marks(self, queue: Queue) -> bool:
+        """Whether messages may have come into a queue by a move: known without a look."""
+        return queue.number in self._marked
+
+    def marks(self, queue: Queue, message_ids: Sequence[int]) -> dict[int, int]:
+        """Return those messages that a move has brought into a queue, and the keys they got."""
+        if not self.may_have_marks(queue) or not message_ids:
+            return {}
+        prefix = _marks_prefix(queue)
+        keys = [prefix + message_id.to_bytes(8, "big") for message_id in message_ids]
+        return {
+            message_id: int.from_bytes(record, "big")
+            for message_id, record in zip(message_ids, self._table.multi_get(keys), strict=True)
+            if record is not None
+        }
+
+    def clear(self, batch: Batch, queue: Queue) -> None:
+        """Delete whatever a queue that is deleted may still have here."""
+        for prefix in (
+            opendata.done_prefix(queue.id),
+            opendata.failed_prefix(queue.id),
+            opendata.attempts_prefix(queue.id),
+            _FAILED_INDEX + terminated(queue.id),
+            _marks_prefix(queue),
+        ):
+            batch.delete_range(prefix, prefix + b"\xff" * 17, self._table.family)
+
+    def first_ended_at_ms(self, queue: Queue, state: State) -> int | None:
+        """Return when the oldest message of that state ended."""
+        # A few of each run, in case the first ones do not decode.
+        times = [
+            entries[0].ended_at_ms
+            for begin, end in _runs(queue, state)
+            for key, record in self.fronts.scan(begin, end, 4)
+            if (entries := self._decode(queue, state, key, record))
+        ]
+        return min(times, default=None)
+
+    # --- parts ---------------------------------------------------------------------------
+
+    def _parts_from(
+        self, queue: Queue, state: State, first: bytes
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """Read parts in the order of keys, from one on or (empty) from the first there is."""
+        for begin, end in _runs(queue, state):
+            if first <= begin:
+                yield from self.fronts.rows(begin, end, page=_PAGE)
+            elif first < end:
+                yield from rows_of(self._table, first, end, page=_PAGE)
+
+    def _part(self, queue: Queue, key: bytes, state: State = State.FAILED) -> list[Ended]:
+        record = self._table.get(key)
+        return [] if record is None else self._decode(queue, state, key, record)
+
+    def _recount(self, queue: Queue, state: State) -> None:
+        """Count a state's messages anew: nobody knows how many a part held that is lost."""
+        prefix = _prefix(queue.id, state)
+        count = sum(
+            len(self._decode(queue, state, key, record))
+            for key, record in rows_of(self._table, prefix, prefix + b"\xff" * 17, page=_PAGE)
+        )
+        if state is State.DONE:
+            queue.counts.done = count
+        else:
+            queue.counts.failed = count
+
+    def _decode(self, queue: Queue, state: State, key: bytes, record: bytes) -> list[Ended]:
+        try:
+            if state is State.DONE:
+                return [Ended(*entry, "", key) for entry in records.decode_done(record)]
+            return [Ended(*entry, key) for entry in records.decode_failed(record)]
+        except CorruptRecord as error:
+            if self._quarantine("history", key, record, f"queue {queue.name}: {error}"):
+                self._recount(queue, state)
+            return []
+
+
+def sequence_of(key: bytes) -> int:
+    """Return the number of a part's first message, from the part's key."""
+    return int.from_bytes(key[-8:], "big")
+
+
+def _prefix(queue: bytes, state: State) -> bytes:
+    make = opendata.done_prefix if state is State.DONE else opendata.failed_prefix
+    return make(queue)
+
+
+def _runs(queue: Queue, state: State) -> Iterator[tuple[bytes, bytes]]:
+    """Give the ranges of a state's parts: each bucket size has a run of its own."""
+    for exponent in range(limits.MAX_BUCKET_EXPONENT + 1):
+        yield _run(queue.id, state, exponent)
+
+
+@lru_cache(maxsize=1024)
+def _run(queue: bytes, state: State, exponent: int) -> tuple[bytes, bytes]:
+    prefix = _prefix(queue, state)
+    begin = prefix + opendata.make_id(exponent, 0).to_bytes(8, "big")
+    return begin, prefix + opendata.make_id(exponent, (1 << 60) - 1).to_bytes(8, "big")
+
+
+def _marks_prefix(queue: Queue) -> bytes:
+    return _MARKS + terminated(queue.id)
+
+
+@lru_cache(maxsize=64)
+def _attempt(
+    claimed_at_ms: int, consumer: str, ended_at_ms: int, outcome: int, reason: str
+) -> bytes:
+    """Encode how an attempt went; those of claims that were made together mostly went alike."""
+    return records.encode_attempt(
+        records.AttemptRecord(claimed_at_ms, consumer, ended_at_ms, outcome, reason)
+    )
+
+
+def _failed_index(queue: Queue, message_id: int) -> bytes:
+    return _FAILED_INDEX + terminated(queue.id) + message_id.to_bytes(8, "big")
+
+
+def _parts(
+    items: Sequence[Item], sequence: int, exponent: int
+) -> Iterator[tuple[int, int, Sequence[Item]]]:
+    """Cut items at the borders of buckets; give bucket id, part number and items."""
+    size = opendata.capacity(exponent)
+    start = 0
+    while start < len(items):
+        number = sequence + start
+        first = number - number % size
+        end = min(len(items), start + first + size - number)
+        yield opendata.make_id(exponent, first), number, items[start:end]
+        start = end

@@ -1,0 +1,310 @@
+"""The metadata log: what was published, in order, for routing, backfill, audit and analytics.
+
+An instance of the OpenData-Log (codec/log.py), plus two records of our own::
+
+    table log
+    03 01 | segment | 10 | log's key | offset     Array<MessageMetadata>: messages of one publish
+    03 01 | 00000000 | 20                         SeqBlock: message ids are the Log's sequence
+    03 01 | 00000000 | 30 | segment               where and when a segment begins
+    03 01 | segment | 40 | log's key              which logs a segment has entries of
+    02 10                                         Settings of the logs, MessagePack
+    02 11 | segment u32 | id u64                  packed u64 ids of messages that no queue took
+
+A message's id is its offset. There are one or more logs; a message goes to the one that its
+group hashes to, so a group's order is one log's order. Their number can change: from the offset
+on that the change is noted at, the new number decides. An entry's sequence is the first id in it.
+
+Segments are what retention drops: a segment goes when its successor is older than the retention.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import TYPE_CHECKING, Final, NamedTuple
+from zlib import crc32
+
+import msgspec
+
+from penstock.engines import rows_of
+from penstock.errors import CorruptRecord
+from penstock.store.codec import log as codec
+from penstock.store.codec.metadata import decode_metadata
+from penstock.store.kv.fronts import Fronts
+from penstock.store.kv.sequences import Sequence as SeqBlocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from penstock.engines import Batch, Table
+    from penstock.store.live import Quarantine
+
+__all__ = ["LogSettings", "MetadataLog", "Segment"]
+
+_SETTINGS: Final = b"\x02\x10"
+_UNROUTED: Final = b"\x02\x11"
+SEGMENT_MS: Final = 3_600_000
+# Bounds of one entry: a publish of more is cut into several.
+ENTRY_MESSAGES: Final = 4_096
+ENTRY_BYTES: Final = 1 << 20
+
+
+class LogSettings(msgspec.Struct):
+    """How messages are spread over logs, and how long they are kept (0: for ever).
+
+    ``changes`` holds (offset, number of logs), ascending, the first at offset 0.
+    """
+
+    changes: list[tuple[int, int]] = msgspec.field(default_factory=lambda: [(0, 1)])
+    retention_ms: int = 7 * 86_400_000
+
+
+class Segment(NamedTuple):
+    """A stretch of the log."""
+
+    number: int
+    start_offset: int
+    start_ms: int
+
+
+class MetadataLog:
+    """Appends to and reads from the logs of one store."""
+
+    def __init__(self, table: Table, instance_id: str, quarantine: Quarantine) -> None:
+        self._table = table
+        self._instance_id = instance_id
+        self._quarantine = quarantine
+        self.fronts = Fronts(table)
+        self.ids = SeqBlocks(table, codec.SEQ_BLOCK_KEY, first=1)
+        record = self._table.get(_SETTINGS)
+        try:
+            self.settings = LogSettings()
+            if record is not None:
+                self.settings = msgspec.msgpack.decode(record, type=LogSettings)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise CorruptRecord(
+                f"the settings of the metadata log do not decode: {error}"
+            ) from None
+        prefix = codec.SEGMENT_META_PREFIX
+        self.segments = [
+            Segment(codec.parse_segment_meta_key(key), *codec.decode_segment_meta(value))
+            for key, value in rows_of(self._table, prefix, prefix + b"\xff" * 5)
+        ]
+        self._listed: set[int] = set()
+        self._keys = [self._key(log) for log in range(self.logs)]
+
+    # --- settings ------------------------------------------------------------------------
+
+    @property
+    def logs(self) -> int:
+        """The number of logs that new messages are spread over."""
+        return self.settings.changes[-1][1]
+
+    @property
+    def all_logs(self) -> int:
+        """The number of logs that may hold anything."""
+        return max(count for _, count in self.settings.changes)
+
+    def put_settings(self, batch: Batch, settings: LogSettings) -> None:
+        """Change the settings."""
+        self.settings = settings
+        self._keys = [self._key(log) for log in range(self.logs)]
+        self._listed.clear()
+        batch.put(_SETTINGS, msgspec.msgpack.encode(settings), self._table.family)
+
+    def _key(self, log: int) -> bytes:
+        return codec.metadata_log_key(self._instance_id, str(log))
+
+    # --- in ------------------------------------------------------------------------------
+
+    def append(
+        self, batch: Batch, rows: Sequence[tuple[int, bytes]], groups: Sequence[str], now_ms: int
+    ) -> None:
+        """Append messages (id, metadata) in the order of their ids."""
+        segment = self._segment_for(batch, rows[0][0], now_ms)
+        if self.logs == 1:
+            self._append(batch, segment, 0, rows)
+            return
+        spread: dict[int, list[tuple[int, bytes]]] = {}
+        for row, group in zip(rows, groups, strict=True):
+            spread.setdefault(self.log_of(group), []).append(row)
+        for log, part in spread.items():
+            self._append(batch, segment, log, part)
+
+    def log_of(self, group: str) -> int:
+        """Return the log that a group's messages go to now."""
+        return crc32(group.encode()) % self.logs
+
+    def _append(
+        self, batch: Batch, segment: Segment, log: int, rows: Sequence[tuple[int, bytes]]
+    ) -> None:
+        family, key = self._table.family, self._keys[log]
+        if log not in self._listed:
+            self._listed.add(log)
+            batch.put(codec.listing_key(segment.number, key), b"", family)
+        for part in _entries(rows):
+            offset = part[0][0] - segment.start_offset
+            entry = codec.encode_metadata_batch(part)
+            batch.put(codec.entry_key(segment.number, key, offset), entry, family)
+
+    def _segment_for(self, batch: Batch, offset: int, now_ms: int) -> Segment:
+        if self.segments and now_ms - self.segments[-1].start_ms < SEGMENT_MS:
+            return self.segments[-1]
+        return self.roll(batch, offset, now_ms)
+
+    def roll(self, batch: Batch, offset: int, now_ms: int) -> Segment:
+        """Begin a new segment at an offset."""
+        number = self.segments[-1].number + 1 if self.segments else 1
+        segment = Segment(number, offset, now_ms)
+        meta = codec.encode_segment_meta(segment.start_offset, segment.start_ms)
+        batch.put(codec.segment_meta_key(segment.number), meta, self._table.family)
+        self.segments.append(segment)
+        self._listed.clear()
+        return segment
+
+    def note_unrouted(self, batch: Batch, message_ids: Sequence[int]) -> None:
+        """Remember messages that no queue took, for when their segment is dropped."""
+        by_segment: dict[int, list[int]] = {}
+        for message_id in message_ids:
+            by_segment.setdefault(self.segment_of(message_id).number, []).append(message_id)
+        for number, ids in by_segment.items():
+            packed = b"".join(message_id.to_bytes(8, "big") for message_id in ids)
+            prefix = _unrouted_prefix(number)
+            batch.put(prefix + packed[:8], packed, self._table.family)
+            self.fronts.note(prefix, prefix + packed[:8])
+
+    # --- out -----------------------------------------------------------------------------
+
+    @property
+    def earliest(self) -> int:
+        """The lowest offset that is kept."""
+        return self.segments[0].start_offset if self.segments else self.end
+
+    @property
+    def end(self) -> int:
+        """The offset that the next message gets."""
+        return self.ids.next
+
+    def segment_of(self, offset: int) -> Segment:
+        """Return the segment that an offset lies in (the first, if it is older)."""
+        starts = [segment.start_offset for segment in self.segments]
+        return self.segments[max(0, bisect_right(starts, offset) - 1)]
+
+    def offset_at(self, time_ms: int) -> int:
+        """Return the first offset whose message was published at that time or later."""
+        # Time never goes back in a store, so offsets can be searched by halves.
+        low, high = self.earliest, self.end
+        while low < high:
+            middle = (low + high) // 2
+            published = self._published_from(middle)
+            if published is not None and published < time_ms:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _published_from(self, offset: int) -> int | None:
+        """Return when the first message at or after an offset was published."""
+        rows = [
+            page.rows[0] for log in range(self.all_logs) if (page := self.read(log, offset, 1)).rows
+        ]
+        return decode_metadata(min(rows)[1]).published_at_ms if rows else None
+
+    def read(self, log: int, begin: int, limit: int, *, end: int | None = None) -> Page:
+        """Read up to ``limit`` messages of a log from offset ``begin`` on, up to ``end``."""
+        end = self.end if end is None else min(end, self.end)
+        rows: list[tuple[int, bytes]] = []
+        if not self.segments:
+            return Page(rows, max(begin, end))
+        start = self.segments.index(self.segment_of(begin))
+        for segment in self.segments[start:]:
+            if segment.start_offset >= end:
+                break
+            for key, entry in self._entries_of(segment, log, begin):
+                for row in self._decode(key, entry):
+                    if begin <= row[0] < end:
+                        if len(rows) == limit:
+                            return Page(rows, row[0])
+                        rows.append(row)
+                    elif row[0] >= end:
+                        return Page(rows, end)
+        return Page(rows, max(begin, end))
+
+    def _entries_of(self, segment: Segment, log: int, begin: int) -> Iterator[tuple[bytes, bytes]]:
+        """Read a segment's entries, from the one on that may hold ``begin``."""
+        prefix = codec.entry_prefix(segment.number, self._key(log))
+        first = prefix
+        if begin > segment.start_offset:
+            exact = codec.entry_key(segment.number, self._key(log), begin - segment.start_offset)
+            before = self._table.scan_back(prefix, exact + b"\0", 1)
+            first = before[0][0] if before else prefix
+        return rows_of(self._table, first, prefix + b"\xff" * 10, page=64)
+
+    def _decode(self, key: bytes, entry: bytes) -> list[tuple[int, bytes]]:
+        try:
+            return codec.decode_metadata_batch(entry)
+        except CorruptRecord as error:
+            self._quarantine("log", key, entry, str(error))
+            return []
+
+    # --- retention -----------------------------------------------------------------------
+
+    def next_due_ms(self, routed_up_to: int) -> int | None:
+        """Return when retention has something to do: a segment to drop, or to close."""
+        if not self.segments or not self.settings.retention_ms:
+            return None
+        if len(self.segments) > 1:
+            following = self.segments[1]
+            routed = following.start_offset <= routed_up_to
+            return following.start_ms + self.settings.retention_ms if routed else None
+        newest = self.segments[-1]
+        return newest.start_ms + SEGMENT_MS if newest.start_offset < self.end else None
+
+    def droppable(self, now_ms: int, routed_up_to: int) -> Segment | None:
+        """Return the oldest segment if it is past retention and was routed to its end."""
+        retention_ms = self.settings.retention_ms
+        if not retention_ms or len(self.segments) < 2:
+            return None
+        following = self.segments[1]
+        over = following.start_ms + retention_ms <= now_ms
+        return self.segments[0] if over and following.start_offset <= routed_up_to else None
+
+    def drop(self, batch: Batch, segment: Segment, limit: int) -> list[int]:
+        """Return messages of a segment that no queue took, of up to ``limit`` publishes.
+
+        The call that gives the last of them deletes the segment.
+        """
+        family = self._table.family
+        prefix = _unrouted_prefix(segment.number)
+        rows = self.fronts.scan(prefix, prefix + b"\xff" * 9, limit)
+        ids: list[int] = []
+        for key, packed in rows:
+            batch.delete(key, family)
+            ids += [int.from_bytes(packed[at : at + 8], "big") for at in range(0, len(packed), 8)]
+        if len(rows) < limit:
+            begin = codec.entry_key(segment.number, b"", 0)[:6]
+            batch.delete_range(begin, begin + b"\xff", family)
+            batch.delete(codec.segment_meta_key(segment.number), family)
+            self.segments.remove(segment)
+        return ids
+
+
+class Page(NamedTuple):
+    """Messages of a log (id, metadata), and the offset to go on from."""
+
+    rows: list[tuple[int, bytes]]
+    next_offset: int
+
+
+def _unrouted_prefix(segment: int) -> bytes:
+    return _UNROUTED + segment.to_bytes(4, "big")
+
+
+def _entries(rows: Sequence[tuple[int, bytes]]) -> Iterator[Sequence[tuple[int, bytes]]]:
+    """Cut messages into entries of bounded count and size."""
+    start = size = 0
+    for at, (_, metadata) in enumerate(rows):
+        size += len(metadata)
+        if at > start and (size > ENTRY_BYTES or at - start >= ENTRY_MESSAGES):
+            yield rows[start:at]
+            start, size = at, len(metadata)
+    yield rows[start:]

@@ -1,0 +1,285 @@
+"""Messages go from one queue to another: by the verb ``move``, or because they have failed.
+
+A message is taken out of one queue and put into the other in one commit, so that it is in exactly
+one of them whatever happens. It brings its attempts along, all of them forgiven. Two things need a
+look before that: whether the other queue has the message already (it was routed to both, or moved
+before), and what the payload's reference count becomes. Mostly neither costs anything: a payload
+without a count has one holder, the queue that the message is leaving.
+
+What came into a queue by a move is marked (``history``), because coverage knows nothing of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue
+from penstock.limits import MAX_ATTEMPTS
+from penstock.model import State
+from penstock.store.codec.metadata import decode_metadata
+from penstock.store.live import NO_LEASE, Item, lane_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from penstock.engines import Batch
+    from penstock.filters import Filter, RowTuple
+    from penstock.store.kv.history import Ended
+    from penstock.store.kv.queues import Queue
+    from penstock.store.kv.state import Core
+
+__all__ = ["Moving"]
+
+# Bounds of one step, which commits together: messages, and records of their attempts.
+STEP_MESSAGES: Final = 1_000
+STEP_ATTEMPTS: Final = 10_000
+
+
+class _Leaving(NamedTuple):
+    """A message that is to leave its queue, as that queue has it."""
+
+    origin: Item | Ended
+    lane: bytes
+    row: RowTuple
+
+    @property
+    def message_id(self) -> int:
+        return self.origin.message_id
+
+    @property
+    def attempts(self) -> int:
+        return self.origin.attempts
+
+
+class _Present(NamedTuple):
+    """Which messages the other queue has: waiting or in flight, and in its history."""
+
+    live: set[int]
+    done: dict[int, Ended]
+    failed: dict[int, Ended]
+
+
+class Moving:
+    """Moves messages between queues, in steps of bounded size."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def check(self, queue_name: str, to_name: str) -> None:
+        """Refuse a move that can't be made."""
+        core = self._core
+        if core.queue(queue_name) is core.queue(to_name):
+            raise InvalidInput(f"queue {queue_name!r} can't be moved to itself: name another")
+        if core.coverage[to_name].draining:
+            raise InvalidQueue(f"queue {to_name!r} is draining: it takes no more messages")
+
+    def move(
+        self,
+        queue: Queue,
+        to: Queue,
+        state: State,
+        message_ids: Sequence[int] | None,
+        limit: int | None,
+        now_ms: int,
+    ) -> int:
+        """Move the messages of a queue that are in a state, or those of some ids; say how many."""
+        moved = 0
+        compiled: dict[str, Filter] = {}
+        for page in self._pages(queue, state, message_ids, now_ms):
+            for step in _steps(page):
+                chosen = step if limit is None else step[: limit - moved]
+                self._step(queue, to, state, chosen, now_ms, compiled)
+                moved += len(chosen)
+                if moved == limit:
+                    return moved
+        return moved
+
+    def dead_letters(self, now_ms: int, budget: int) -> int:
+        """Move what has failed into dead letter queues, up to a budget; say how many."""
+        core = self._core
+        moved = 0
+        while moved < budget and (number := core.dead_letters.first()) is not None:
+            queue = core.by_number[number]
+            to = core.queues.get(queue.spec.dead_letter)
+            if to is None or core.coverage[to.name].draining:
+                core.dead_letters.park(queue)
+                continue
+            moved += self.move(queue, to, State.FAILED, None, budget - moved, now_ms)
+            if moved < budget or not queue.counts.failed:
+                core.dead_letters.settle(queue)
+        return moved
+
+    # --- what leaves -----------------------------------------------------------------------
+
+    def _pages(
+        self, queue: Queue, state: State, message_ids: Sequence[int] | None, now_ms: int
+    ) -> Iterator[list[_Leaving]]:
+        """Read a page at a time; each is read when the one before has been moved."""
+        core = self._core
+        if message_ids is not None:
+            ids = sorted(set(message_ids))
+            for start in range(0, len(ids), STEP_MESSAGES):
+                chunk = ids[start : start + STEP_MESSAGES]
+                if state is State.FAILED:
+                    yield _leaving(core.history.find_failed(queue, chunk))
+                    continue
+                yield _leaving(
+                    [
+                        item
+                        for item in core.active.live(queue, chunk)
+                        if item.lease == NO_LEASE
+                        and (item.visible_at_ms > now_ms) == (state is State.DELAYED)
+                    ]
+                )
+            return
+        after: bytes | None = b""
+        while after is not None:
+            if state is State.FAILED:
+                ended, after = core.history.page(
+                    queue, state, after, STEP_MESSAGES, whole_parts=True
+                )
+                yield _leaving(ended)
+            else:
+                items, after = core.active.page(queue, state, after, STEP_MESSAGES)
+                yield _leaving(items)
+
+    # --- one step --------------------------------------------------------------------------
+
+    def _step(
+        self,
+        queue: Queue,
+        to: Queue,
+        state: State,
+        leaving: Sequence[_Leaving],
+        now_ms: int,
+        compiled: dict[str, Filter],
+    ) -> None:
+        core = self._core
+        present = self._present(to, leaving, compiled)
+        batch = core.begin()
+        self._take_out(batch, queue, [each.origin for each in leaving])
+        merged = [each for each in leaving if each.message_id in present.live]
+        core.history.forget_attempts(batch, queue, [(m.message_id, m.attempts) for m in merged])
+        ended = {**present.done, **present.failed}
+        # These queues hold the message both, and one of them from here on.
+        let_go = [each.message_id for each in merged] + list(ended)
+        if let_go:
+            core.payloads.let_go(batch, let_go)
+        for its_state, entries in ((State.DONE, present.done), (State.FAILED, present.failed)):
+            if entries:
+                core.history.take(batch, to, its_state, list(entries.values()))
+        arriving = [each for each in leaving if each.message_id not in present.live]
+        if arriving:
+            self._put_in(batch, queue, to, state, arriving, ended, now_ms)
+        queue.counts.moved_out_total += len(leaving)
+        core.commit(batch, (queue, to), now_ms)
+        core.wake(to)
+        if queue.fifo:
+            # The head of a group may be gone, which others of it have waited for.
+            core.wake(queue)
+
+    def _take_out(self, batch: Batch, queue: Queue, origins: Sequence[Item | Ended]) -> None:
+        core = self._core
+        items = [each for each in origins if isinstance(each, Item)]
+        if items:
+            core.active.remove(batch, queue, items)
+        else:
+            entries = [each for each in origins if not isinstance(each, Item)]
+            core.history.take(batch, queue, State.FAILED, entries)
+
+    def _put_in(
+        self,
+        batch: Batch,
+        queue: Queue,
+        to: Queue,
+        state: State,
+        arriving: Sequence[_Leaving],
+        ended: dict[int, Ended],
+        now_ms: int,
+    ) -> None:
+        core = self._core
+        items = []
+        tried = []
+        for each in arriving:
+            origin, id_ = each.origin, each.message_id
+            # What is told of it in the other queue comes first, and attempts only grow.
+            before = ended[id_].attempts if id_ in ended else 0
+            attempts = min(before + each.attempts, MAX_ATTEMPTS)
+            visible_at_ms = now_ms
+            if isinstance(origin, Item) and state is State.DELAYED:
+                visible_at_ms = max(now_ms, origin.visible_at_ms)
+            items.append(
+                Item(id_, id_, each.lane, attempts, attempts, visible_at_ms, origin.metadata)
+            )
+            tried.append((id_, each.attempts, before))
+        core.history.move_attempts(batch, queue, to, tried)
+        core.active.add(batch, to, items, now_ms)
+        core.note_unclaimed(batch, to, items, [item.visible_at_ms for item in items])
+        core.history.mark(batch, to, items)
+        to.counts.moved_in_total += len(items) - len(ended)
+        to.counts.redriven_total += len(ended)
+
+    # --- what is there already ---------------------------------------------------------------
+
+    def _present(
+        self, to: Queue, leaving: Sequence[_Leaving], compiled: dict[str, Filter]
+    ) -> _Present:
+        """Find out which of the messages the other queue has."""
+        core = self._core
+        shared = core.payloads.shared([each.message_id for each in leaving])
+        marks = core.history.marks(to, sorted(shared))
+        coverage = core.coverage[to.name]
+        known_from = coverage.known_from or 0
+        open_ids = [
+            each.message_id
+            for each in leaving
+            if each.message_id in shared
+            and (
+                each.message_id in marks
+                or each.message_id < known_from
+                or coverage.had(each.row, each.message_id, compiled)
+            )
+        ]
+        if not open_ids:
+            return _Present(set(), {}, {})
+        live = self._where_marked(to, marks)
+        rest = [id_ for id_ in open_ids if id_ not in live]
+        failed = {entry.message_id: entry for entry in core.history.find_failed(to, rest)}
+        rest = [id_ for id_ in rest if id_ not in failed]
+        if rest:
+            live |= {item.message_id for item in core.active.live(to, rest)}
+        rest = [id_ for id_ in rest if id_ not in live]
+        done = {entry.message_id: entry for entry in core.history.find_done(to, rest)}
+        return _Present(live, done, failed)
+
+    def _where_marked(self, to: Queue, marks: dict[int, int]) -> set[int]:
+        """Give the messages that are live under the key that they came in with."""
+        active = self._core.active
+        keys = list(marks.values())
+        found = [*active.waiting(to, keys), *active.find(to, keys)] if keys else []
+        return {item.message_id for item in found if item is not None} & marks.keys()
+
+
+def _leaving(origins: Sequence[Item | Ended]) -> list[_Leaving]:
+    """Make out lanes; a message whose metadata can't be read stays where it is."""
+    leaving = []
+    for origin in origins:
+        try:
+            m = decode_metadata(origin.metadata)
+        except CorruptRecord:
+            continue
+        row = (m.attributes, m.group, m.priority, m.published_at_ms, m.size)
+        leaving.append(_Leaving(origin, lane_of(m.group, m.priority), row))
+    return leaving
+
+
+def _steps(leaving: Sequence[_Leaving]) -> Iterator[Sequence[_Leaving]]:
+    """Cut a page into what commits together."""
+    start = attempts = 0
+    for at, each in enumerate(leaving):
+        attempts += each.attempts
+        if at > start and (at - start >= STEP_MESSAGES or attempts > STEP_ATTEMPTS):
+            yield leaving[start:at]
+            start, attempts = at, each.attempts
+    if start < len(leaving):
+        yield leaving[start:]

@@ -1,0 +1,418 @@
+"""A claim ends: ack, release, extend, expiry. Every receipt is judged here.
+
+A receipt names a message and the lease it was given under. It is good while the message is in
+flight under that lease (or a split of it) and the lease's deadline is ahead; the clock decides,
+whether or not a sweep has been by. A receipt that is not good changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock import limits
+from penstock.errors import CorruptRecord, InvalidReceipt, StoreDamaged
+from penstock.model import AttemptEnd, Outcome, OutcomeStatus, State
+from penstock.store.codec.stored import LeaseRecord
+from penstock.store.live import uncount_attempt
+from penstock.store.policy import backoff_ms
+from penstock.store.receipts import parse_lease_token, parse_receipts, queue_numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from penstock.engines import Batch
+    from penstock.store.kv.queues import Queue
+    from penstock.store.kv.state import Core
+    from penstock.store.live import Item
+
+__all__ = ["Settling"]
+
+
+class Holding(NamedTuple):
+    """Messages that are in flight under one live lease, of one queue."""
+
+    queue: Queue
+    name: bytes
+    lease: LeaseRecord
+    items: list[Item]
+
+
+class Overdue(NamedTuple):
+    """A lease whose deadline has come: its expiry entry, its name, what is held under it."""
+
+    index_key: bytes
+    name: bytes
+    holdings: list[Holding]
+
+
+class Judged(NamedTuple):
+    """Receipts looked up: what is held, whose receipt each is, and what was refused."""
+
+    holdings: list[Holding]
+    accepted: dict[int, Item]
+    refused: dict[int, OutcomeStatus]
+
+    @property
+    def queues(self) -> list[Queue]:
+        """Return the queues concerned, each once."""
+        return list({id(holding.queue): holding.queue for holding in self.holdings}.values())
+
+
+class Settling:
+    """The verbs that take receipts, and what becomes of messages whose lease ends."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    # --- verbs -----------------------------------------------------------------------------
+
+    def ack(self, receipts: Sequence[str], *, queue_name: str | None, now_ms: int) -> list[Outcome]:
+        """Settle messages as done."""
+        core = self._core
+        judged = self._judge(receipts, queue_name, now_ms)
+        if judged.holdings:
+            batch = core.begin()
+            queues = judged.queues
+            for queue in queues:
+                # What many leases of a queue held ends as one stretch of its history.
+                items = [item for h in judged.holdings if h.queue is queue for item in h.items]
+                core.active.settle(batch, queue, items)
+                core.history.add_done(batch, queue, items, now_ms)
+                if queue.spec.done_retention_ms:
+                    due_ms = now_ms + queue.spec.done_retention_ms
+                    core.retention.lower((queue.number, State.DONE.value), due_ms)
+                if queue.fifo:
+                    core.wake(queue)
+            for holding in judged.holdings:
+                self._end(batch, holding, AttemptEnd.ACKED, "", now_ms)
+            core.commit(batch, queues, now_ms)
+        return _outcomes(receipts, judged, OutcomeStatus.DONE)
+
+    def release(
+        self,
+        receipts: Sequence[str],
+        *,
+        delay_ms: int | None,
+        reason: str,
+        random: Callable[[], float],
+        queue_name: str | None,
+        now_ms: int,
+        unseen: bool = False,
+    ) -> list[Outcome]:
+        """Give messages back, to be tried again after a delay or (out of attempts) to fail."""
+        core = self._core
+        judged = self._judge(receipts, queue_name, now_ms)
+        failed: set[int] = set()
+        if judged.holdings:
+            batch = core.begin()
+            for holding in judged.holdings:
+                holding.queue.counts.released_total += len(holding.items)
+                if unseen:
+                    self._take_back(batch, holding, now_ms)
+                    continue
+                self._end(batch, holding, AttemptEnd.RELEASED, reason, now_ms)
+                spec = holding.queue.spec
+                for item in holding.items:
+                    wait_ms = delay_ms
+                    if wait_ms is None:
+                        wait_ms = backoff_ms(spec, item.attempts - item.forgiven, random)
+                    item.visible_at_ms = now_ms + wait_ms
+                failed.update(map(id, self._retry_or_fail(batch, holding, reason, now_ms)))
+            core.commit(batch, judged.queues, now_ms)
+        return _outcomes(receipts, judged, OutcomeStatus.RETRYING, failed=failed)
+
+    def extend(
+        self, receipts: Sequence[str], *, lease_ms: int, queue_name: str | None, now_ms: int
+    ) -> list[Outcome]:
+        """Move the deadline of single receipts; the rest of their lease keeps its own."""
+        core = self._core
+        judged = self._judge(receipts, queue_name, now_ms)
+        deadline_ms = now_ms + lease_ms
+        if judged.holdings:
+            batch = core.begin()
+            splits: dict[bytes, int] = {}
+            for holding in judged.holdings:
+                self._move_deadline(batch, holding, deadline_ms, splits)
+            core.commit(batch, judged.queues, now_ms)
+        return _outcomes(receipts, judged, OutcomeStatus.EXTENDED, deadline_ms=deadline_ms)
+
+    def extend_lease(
+        self, token: str, *, lease_ms: int, queue_name: str | None, now_ms: int
+    ) -> list[Outcome]:
+        """Move the deadline of everything that is still held under a lease."""
+        core = self._core
+        lease = parse_lease_token(core.identity.store_id, token).lease
+        receipts = [
+            f"{token}-{key.hex()}"
+            for _, record in core.leases.splits(lease)
+            for key in core.leases.decode(record).ids
+        ]
+        return self.extend(receipts, lease_ms=lease_ms, queue_name=queue_name, now_ms=now_ms)
+
+    def held(self, token: str) -> dict[int, str]:
+        """Return the receipts of what is held under a lease, by message id."""
+        core = self._core
+        lease = parse_lease_token(core.identity.store_id, token).lease
+        return {
+            item.message_id: f"{token}-{item.key:016x}"
+            for name, record in core.leases.splits(lease)
+            for holding in self._held_by(name, self._decode(name, record))
+            for item in holding.items
+        }
+
+    def queues_of(self, receipts: Sequence[str] | str) -> set[str]:
+        """Name the queues of receipts, or of a lease token; those that are gone are left out."""
+        core = self._core
+        numbers = queue_numbers(core.identity.store_id, receipts)
+        return {core.by_number[number].name for number in numbers if number in core.by_number}
+
+    def overdue(self, now_ms: int, limit: int) -> tuple[list[Overdue], StoreDamaged | None]:
+        """Find the leases whose deadline has come; and why some, if so, can't be read."""
+        core = self._core
+        due, damage = core.leases.due(now_ms, limit)
+        found: list[Overdue] = []
+        names = [name for _, name in due]
+        for (index_key, name), record in zip(due, core.leases.get_each(names), strict=True):
+            try:
+                if isinstance(record, StoreDamaged):
+                    raise record
+                holdings = self._held_by(name, self._decode(name, record))
+                for holding in holdings:
+                    # Raises if its messages can't come back, because what waits there is not known.
+                    core.active.ready_groups(holding.queue)
+                found.append(Overdue(index_key, name, holdings))
+            except StoreDamaged as error:
+                # It stays as it is; the others are seen to.
+                damage = error
+        return found, damage
+
+    def expire(
+        self, batch: Batch, overdue: Sequence[Overdue], now_ms: int
+    ) -> tuple[list[Queue], int]:
+        """End leases; give the queues touched, and how many messages have failed."""
+        core = self._core
+        touched: dict[int, Queue] = {}
+        failures = 0
+        for index_key, name, holdings in overdue:
+            core.leases.drop_expiry_entry(batch, index_key, name)
+            for holding in holdings:
+                queue, items = holding.queue, holding.items
+                for item in items:
+                    item.visible_at_ms = now_ms
+                self._end(batch, holding, AttemptEnd.EXPIRED, "", now_ms)
+                failures += len(self._retry_or_fail(batch, holding, "lease expired", now_ms))
+                queue.counts.lease_expired_total += len(items)
+                touched[queue.number] = queue
+        return list(touched.values()), failures
+
+    def _held_by(self, name: bytes, lease: LeaseRecord | None) -> list[Holding]:
+        """Find the messages that are in flight under a lease."""
+        core = self._core
+        if lease is None:
+            return self._strays(name)
+        queue = core.by_number.get(lease.queue)
+        if queue is None:
+            return []
+        keys = [int.from_bytes(key, "big") for key in lease.ids]
+        found = core.active.find(queue, keys)
+        items = [item for item in found if item is not None and item.lease == name]
+        return [Holding(queue, name, lease, items)]
+
+    def _strays(self, name: bytes) -> list[Holding]:
+        """Find the messages of a lease whose record was lost, by looking at all in flight."""
+        core = self._core
+        holdings = []
+        for queue in core.queues.values():
+            items: list[Item] = []
+            after: bytes | None = b""
+            while after is not None:
+                page, after = core.active.page(queue, State.IN_FLIGHT, after, 1_000)
+                items += [item for item in page if item.lease == name]
+            if items:
+                keys = [item.key.to_bytes(8, "big") for item in items]
+                lease = LeaseRecord(keys, 0, b"", 0, queue.number, "")
+                holdings.append(Holding(queue, name, lease, items))
+        return holdings
+
+    def abandon(self, batch: Batch, items: Sequence[Item]) -> None:
+        """Take messages that are removed in flight out of their leases."""
+        core = self._core
+        by_lease: dict[bytes, set[bytes]] = {}
+        for item in items:
+            by_lease.setdefault(item.lease, set()).add(item.key.to_bytes(8, "big"))
+        names = list(by_lease)
+        for name, record in zip(names, core.leases.get(names), strict=True):
+            lease = self._decode(name, record)
+            if lease is not None:
+                core.leases.let_go(batch, name, lease, by_lease[name])
+
+    # --- parts -----------------------------------------------------------------------------
+
+    def _end(
+        self, batch: Batch, holding: Holding, end: AttemptEnd, reason: str, now_ms: int
+    ) -> None:
+        """Record the attempts that end, and take their messages out of the lease."""
+        core, lease = self._core, holding.lease
+        core.history.add_attempts(
+            batch,
+            holding.queue,
+            holding.items,
+            claimed_at_ms=lease.claimed_at_ms,
+            consumer=lease.consumer,
+            end=end,
+            reason=reason,
+            now_ms=now_ms,
+        )
+        if end is AttemptEnd.EXPIRED:
+            # The caller has deleted the lease with its expiry entry.
+            return
+        self._let_go(batch, holding)
+
+    def _let_go(self, batch: Batch, holding: Holding) -> None:
+        """Take messages out of their lease."""
+        leases, lease = self._core.leases, holding.lease
+        if len(holding.items) == len(lease.ids):
+            leases.delete(batch, holding.name, lease)
+        else:
+            gone = {item.key.to_bytes(8, "big") for item in holding.items}
+            leases.let_go(batch, holding.name, lease, gone)
+
+    def _take_back(self, batch: Batch, holding: Holding, now_ms: int) -> None:
+        """Put messages back as if they had not been claimed."""
+        self._let_go(batch, holding)
+        for item in holding.items:
+            uncount_attempt(item)
+        self._put_back(batch, holding.queue, holding.items, now_ms)
+        self._core.wake(holding.queue)
+
+    def _put_back(self, batch: Batch, queue: Queue, items: list[Item], now_ms: int) -> None:
+        core = self._core
+        core.active.put_back(batch, queue, items, now_ms)
+        core.note_unclaimed(batch, queue, items, [item.visible_at_ms for item in items])
+
+    def _retry_or_fail(
+        self, batch: Batch, holding: Holding, reason: str, now_ms: int
+    ) -> list[Item]:
+        """Put messages back that have attempts left; fail the others, and return those."""
+        core, queue = self._core, holding.queue
+        allowed = queue.spec.max_attempts
+        failed: list[Item] = []
+        retried: list[Item] = []
+        for item in holding.items:
+            over = item.attempts - item.forgiven >= allowed or item.attempts >= limits.MAX_ATTEMPTS
+            (failed if over else retried).append(item)
+        if retried:
+            self._put_back(batch, queue, retried, now_ms)
+        if failed:
+            core.active.settle(batch, queue, failed)
+            core.history.add_failed(
+                batch, queue, failed, reason or f"released {allowed} times", now_ms
+            )
+            if queue.spec.failed_retention_ms:
+                due_ms = now_ms + queue.spec.failed_retention_ms
+                core.retention.lower((queue.number, State.FAILED.value), due_ms)
+            core.dead_letters.note(queue)
+        core.wake(queue)
+        return failed
+
+    def _move_deadline(
+        self, batch: Batch, holding: Holding, deadline_ms: int, splits: dict[bytes, int]
+    ) -> None:
+        """Give the messages of a holding a new deadline, in a split of their own if they must."""
+        core, lease = self._core, holding.lease
+        keys = [item.key.to_bytes(8, "big") for item in holding.items]
+        target = holding.name
+        if len(keys) < len(lease.ids):
+            target = core.leases.next_split(target, splits)
+            core.active.relabel(batch, holding.queue, holding.items, target)
+        core.leases.let_go(batch, holding.name, lease, set(keys))
+        core.leases.put(
+            batch,
+            target,
+            keys=keys,
+            deadline_ms=deadline_ms,
+            claimed_at_ms=lease.claimed_at_ms,
+            queue=holding.queue.number,
+            consumer=lease.consumer,
+        )
+
+    # --- judging ---------------------------------------------------------------------------
+
+    def _judge(self, receipts: Sequence[str], queue_name: str | None, now_ms: int) -> Judged:
+        """Find out which receipts are good."""
+        core = self._core
+        by_queue: dict[int, list[tuple[int, bytes, int]]] = {}
+        for index, (token, key) in enumerate(parse_receipts(core.identity.store_id, receipts)):
+            by_queue.setdefault(token.queue, []).append((index, token.family, key))
+        if queue_name is not None:
+            own = core.queue(queue_name).number
+            if any(number != own for number in by_queue):
+                raise InvalidReceipt(f"a receipt is of another queue than {queue_name!r}")
+        judged = Judged([], {}, {})
+        for number, rows in by_queue.items():
+            queue = core.by_number.get(number)
+            if queue is None:
+                judged.refused.update((index, OutcomeStatus.STALE) for index, _, _ in rows)
+            else:
+                self._judge_queue(judged, queue, rows, now_ms)
+        core.stale_receipts += len(judged.refused)
+        if not judged.holdings:
+            core.settle_quarantine(now_ms)
+        return judged
+
+    def _judge_queue(
+        self, judged: Judged, queue: Queue, rows: list[tuple[int, bytes, int]], now_ms: int
+    ) -> None:
+        core = self._core
+        found = core.active.find(queue, [key for _, _, key in rows])
+        names = list({item.lease for item in found if item is not None})
+        holdings: dict[bytes, Holding] = {}
+        for name, record in zip(names, core.leases.get(names), strict=True):
+            lease = self._decode(name, record)
+            if lease is not None:
+                holdings[name] = Holding(queue, name, lease, [])
+        seen: set[int] = set()
+        for (index, family, key), item in zip(rows, found, strict=True):
+            if item is None or item.lease[:14] != family or key in seen:
+                judged.refused[index] = OutcomeStatus.STALE
+                continue
+            holding = holdings.get(item.lease)
+            if holding is None or holding.lease.expiry_ms <= now_ms:
+                judged.refused[index] = OutcomeStatus.EXPIRED
+                continue
+            seen.add(key)
+            holding.items.append(item)
+            judged.accepted[index] = item
+        judged.holdings.extend(holding for holding in holdings.values() if holding.items)
+
+    def _decode(self, name: bytes, record: bytes | None) -> LeaseRecord | None:
+        if record is None:
+            return None
+        try:
+            return self._core.leases.decode(record)
+        except CorruptRecord as error:
+            self._core.quarantine("leases", name, record, str(error))
+            return None
+
+
+def _outcomes(
+    receipts: Sequence[str],
+    judged: Judged,
+    status: OutcomeStatus,
+    *,
+    deadline_ms: int | None = None,
+    failed: Collection[int] = (),
+) -> list[Outcome]:
+    """Answer each receipt; ``failed`` holds the identities of items that are out of attempts."""
+    if not judged.refused and not failed:
+        return [Outcome(receipt, status, deadline_ms) for receipt in receipts]
+    outcomes = []
+    for index, receipt in enumerate(receipts):
+        item = judged.accepted.get(index)
+        if item is None:
+            outcomes.append(Outcome(receipt, judged.refused[index]))
+        elif id(item) in failed:
+            outcomes.append(Outcome(receipt, OutcomeStatus.FAILED))
+        else:
+            outcomes.append(Outcome(receipt, status, deadline_ms))
+    return outcomes

@@ -1,0 +1,449 @@
+"""A store at one moment, for reading in bulk: a view of its tables and what memory knew then.
+
+Everything is read from the view, so writers go on meanwhile. Several threads may read one
+:class:`Pinned`: a lock lets them take turns, a page at a time. A record that does not decode is
+left out and told of in the log; putting it aside is for the store's own readers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from penstock.errors import CorruptRecord, InvalidInput
+from penstock.limits import MAX_ATTEMPTS, MAX_BUCKET_EXPONENT, MAX_OFFSET
+from penstock.model import State
+from penstock.store.codec import log as log_codec
+from penstock.store.codec import opendata, records
+from penstock.store.codec.stored import decode_lease, decode_stored_item
+from penstock.store.coverage import CoverageTable
+from penstock.store.kv.history import sequence_of
+from penstock.store.kv.log import MetadataLog
+from penstock.store.kv.queues import QueueTable
+from penstock.store.live import NO_LEASE
+from penstock.store.snapshot import Depths, Held, Keys, cut_range
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import TracebackType
+
+    from penstock.engines import Table, View
+    from penstock.model import LogStats, QueueSpec, QueueStats, StoreStats
+    from penstock.store.kv.log import Segment
+    from penstock.store.kv.queues import Queue
+    from penstock.store.kv.state import Identity
+    from penstock.store.snapshot import LiveRow
+
+__all__ = ["Pinned"]
+
+log_ = logging.getLogger(__name__)
+
+# What one read of a table aims at: pages are counted in rows, and rows differ in size.
+PAGE_BYTES: Final = 4 << 20
+PAGE_ROWS: Final = 4_096
+LIVE_ROWS: Final = 1_024
+_AVAILABLE: Final = State.AVAILABLE.value
+_DELAYED: Final = State.DELAYED.value
+_IN_FLIGHT: Final = State.IN_FLIGHT.value
+# A bucket's number: its size in the highest bits, then what counts.
+_NUMBER_BITS: Final = 60
+
+
+class Pinned:
+    """A store as it was at ``at_ms``. Close it soon: it keeps deleted data on disk."""
+
+    def __init__(
+        self,
+        view: View,
+        identity: Identity,
+        *,
+        at_ms: int,
+        log: LogStats,
+        totals: StoreStats,
+        stats: Sequence[QueueStats],
+    ) -> None:
+        self._view = view
+        self._lock = threading.Lock()
+        self._closed = False
+        self._left_out = 0
+        self.identity = identity
+        self.at_ms = at_ms
+        self.log_stats = log
+        self.totals = totals
+        self.stats = stats
+        self._payloads = self.table("payloads")
+        self._leases = self.table("leases")
+
+    # Read when they are first asked for: whoever pins a store holds up everybody else.
+
+    @cached_property
+    def _queues(self) -> dict[str, Queue]:
+        found = QueueTable(self.table("queues")).load()
+        return {queue.name: queue for queue in sorted(found, key=lambda queue: queue.name)}
+
+    @cached_property
+    def queues(self) -> dict[str, QueueSpec]:
+        """Every queue's settings, by name."""
+        return {name: queue.spec for name, queue in self._queues.items()}
+
+    @cached_property
+    def draining(self) -> set[str]:
+        """The names of queues that take no more messages."""
+        coverage = CoverageTable(self.table("queues"))
+        return {name for name, queue in self._queues.items() if coverage.get(queue).draining}
+
+    @property
+    def store_id(self) -> str:
+        """Which store it is."""
+        return f"{self.identity.store_id:08x}"
+
+    def depths(self, queue: str) -> Depths:
+        """Count a queue's messages."""
+        counts = self._queues[queue].counts
+        return Depths(
+            counts.available, counts.delayed, counts.in_flight, counts.done, counts.failed
+        )
+
+    @cached_property
+    def _segments(self) -> list[Segment]:
+        table, identity = self.table("log"), self.store_id
+        return MetadataLog(table, identity, self._leave_out).segments
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of what the view pins; who still reads is told so."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._view.close()
+
+    def table(self, name: str) -> _SharedTable:
+        """Return a table as it was, for any number of threads."""
+        return _SharedTable(self, name)
+
+    def _leave_out(self, table: str, key: bytes, value: bytes, why: str) -> bool:  # noqa: ARG002
+        log_.warning("left out a record of %s, key %s: %s", table, key.hex(), why)
+        self._left_out += 1
+        return False
+
+    # --- ranges of keys --------------------------------------------------------------------
+
+    @property
+    def numbers(self) -> dict[int, str]:
+        """The names of queues by the numbers that leases know them by."""
+        return {queue.number: name for name, queue in self._queues.items()}
+
+    def live_keys(self, queue: str) -> list[tuple[str, bytes, bytes]]:
+        """Return where a queue's live messages may be: tables, each with a range of keys."""
+        found = _ranges(self.identity.design, "active", self._queues[queue])
+        return [(table, prefix, prefix + b"\xff" * 17) for table, prefix, _ in found]
+
+    def about(self, table: str, queue: str) -> int:
+        """Say about how many rows a queue has in active, attempts, done or failed."""
+        counts = self._queues[queue].counts
+        if table == "active":
+            return counts.available + counts.delayed + counts.in_flight
+        if table == "attempts":
+            return counts.acked_total + counts.released_total + counts.lease_expired_total
+        return counts.done if table == "done" else counts.failed
+
+    def cut(self, table: str, queue: str, count: int, least: int = 0) -> Iterator[Keys]:
+        """Cut a queue's rows of one of these into about ``count`` ranges for each of its runs."""
+        for name, prefix, width in _ranges(self.identity.design, table, self._queues[queue]):
+            yield from self._key_ranges(name, prefix, width, count, least)
+
+    def _key_ranges(
+        self, table: str, prefix: bytes, width: int, count: int, least: int
+    ) -> Iterator[Keys]:
+        """Cut the keys under a prefix by the u64 after it, from the one on that may hold ``least``.
+
+        In a bucket's number the highest bits are its size, so that numbers lie in a few dense runs.
+        """
+        source = self.table(table)
+        for run in range(MAX_BUCKET_EXPONENT + 1):
+            start = least - least % opendata.capacity(run)
+            if start >> _NUMBER_BITS:
+                return
+            low = prefix + (run << _NUMBER_BITS | start).to_bytes(8, "big")
+            # One byte longer than any key of the run.
+            high = prefix + ((run + 1 << _NUMBER_BITS) - 1).to_bytes(8, "big")
+            bounds = _ends(source, low, high + b"\xff" * (width + 1))
+            if bounds is None:
+                continue
+            at = len(prefix)
+            first, last = (int.from_bytes(key[at : at + 8], "big") for key in bounds)
+            for begin, end in cut_range(first, last + 1, count):
+                low, high = (prefix + each.to_bytes(8, "big") for each in (begin, end))
+                yield Keys(table, low, high, table != "history")
+
+    def message_runs(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Return the first and the last id in [begin, end) whose payload is kept."""
+        bounds = _ends(self._payloads, opendata.payload_key(begin), opendata.payload_key(end))
+        if bounds is None:
+            return []
+        first, last = (int.from_bytes(key[2:], "big") for key in bounds)
+        return [(first, last)]
+
+    # --- the log -------------------------------------------------------------------------
+
+    def log_rows(self, log: int, begin: int, end: int) -> Iterator[list[tuple[int, bytes]]]:
+        """Read messages (id, metadata) of [begin, end) of a log, one stored entry at a time."""
+        table = self.table("log")
+        key = log_codec.metadata_log_key(self.store_id, str(log))
+        end = min(end, self.log_stats.end)
+        segments = self._segments
+        for at, segment in enumerate(segments):
+            following = segments[at + 1].start_offset if at + 1 < len(segments) else None
+            if segment.start_offset >= end or (following is not None and following <= begin):
+                continue
+            prefix = log_codec.entry_prefix(segment.number, key)
+            first = prefix
+            if begin > segment.start_offset:
+                exact = log_codec.entry_key(segment.number, key, begin - segment.start_offset)
+                before = table.scan_back(prefix, exact + b"\0", 1)
+                first = before[0][0] if before else prefix
+            last = log_codec.entry_key(segment.number, key, end - segment.start_offset)
+            for entry_key, entry in pages_of(table, first, last):
+                try:
+                    rows = log_codec.decode_metadata_batch(entry)
+                except CorruptRecord as error:
+                    self._leave_out("log", entry_key, entry, str(error))
+                    continue
+                if rows and (rows[0][0] < begin or rows[-1][0] >= end):
+                    rows = [row for row in rows if begin <= row[0] < end]
+                if rows:
+                    yield rows
+
+    # --- payloads ------------------------------------------------------------------------
+
+    def payloads(self, message_ids: Sequence[int]) -> list[bytes | None]:
+        """Read payloads; None for those that are gone."""
+        return self._payloads.multi_get([opendata.payload_key(each) for each in message_ids])
+
+    def payload_rows(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """Read every kept payload (message id, payload) of ids in [begin, end)."""
+        first, last = opendata.payload_key(begin), opendata.payload_key(end)
+        for key, payload in pages_of(self._payloads, first, last):
+            yield int.from_bytes(key[2:], "big"), payload
+
+    def payload_sizes(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Read how large every kept payload of ids in [begin, end) is."""
+        for message_id, payload in self.payload_rows(begin, end):
+            yield message_id, len(payload)
+
+    # --- messages of queues --------------------------------------------------------------
+
+    def live_rows(self, keys: Keys) -> Iterator[list[LiveRow]]:
+        """Read live messages of a range of keys."""
+        decode = {
+            "available": self._waiting_row,
+            "in_progress": _flying_row,
+            "buckets": self._bucket_rows,
+        }[keys.table]
+        rows: list[LiveRow] = []
+        for key, record in pages_of(self.table(keys.table), keys.begin, keys.end):
+            try:
+                rows += decode(record)
+            except CorruptRecord as error:
+                self._leave_out(keys.table, key, record, str(error))
+            if len(rows) >= LIVE_ROWS:
+                yield rows
+                rows = []
+        if rows:
+            yield rows
+
+    def _waiting(self, visible_at_ms: int) -> str:
+        # What had come due was moved over when this was pinned, so that time alone tells.
+        return _DELAYED if visible_at_ms > self.at_ms else _AVAILABLE
+
+    def _waiting_row(self, record: bytes) -> tuple[LiveRow]:
+        metadata, _, id8, attempts, _, visible_at_ms, _ = decode_stored_item(record)
+        state = self._waiting(visible_at_ms)
+        message_id = int.from_bytes(id8, "big")
+        return ((message_id, state, attempts, visible_at_ms, NO_LEASE, metadata),)
+
+    def _bucket_rows(self, record: bytes) -> list[LiveRow]:
+        available, flying = records.decode_active(record)
+        rows: list[LiveRow] = [
+            (each[0], self._waiting(each[4]), each[2], each[4], NO_LEASE, each[3])
+            for each, _ in available
+        ]
+        rows += [
+            (
+                each.message_id,
+                _IN_FLIGHT,
+                each.attempts,
+                each.visible_at,
+                each.lease,
+                each.metadata,
+            )
+            for each, _ in flying
+        ]
+        return rows
+
+    def leases(self, rows: Sequence[LiveRow]) -> list[Held | None]:
+        """Say who holds each of some live messages; None: nobody, or nobody knows."""
+        names = sorted({row[4] for row in rows if row[1] == _IN_FLIGHT})
+        found: dict[bytes, Held] = {}
+        for name, record in zip(names, self._leases.multi_get(names), strict=True):
+            if record is not None:
+                try:
+                    lease = decode_lease(record)
+                except CorruptRecord as error:
+                    self._leave_out("leases", name, record, str(error))
+                else:
+                    found[name] = Held(lease.consumer, lease.claimed_at_ms, lease.expiry_ms)
+        return [found.get(row[4]) for row in rows]
+
+    def ended_rows(
+        self, state: State, keys: Keys, low: int = 0, high: int = MAX_OFFSET
+    ) -> Iterator[tuple[Sequence[int], Sequence[tuple[Any, ...]]]]:
+        """Read done or failed messages whose sequence is in [low, high), with their sequences.
+
+        Of each: message id, key, when it ended, attempts, metadata, and of failed ones the reason.
+        """
+        decode: Callable[[bytes], Sequence[tuple[Any, ...]]] = (
+            records.decode_done if state is State.DONE else records.decode_failed
+        )
+        for key, record in pages_of(self.table("history"), keys.begin, keys.end):
+            first = sequence_of(key)
+            if first >= high:
+                continue
+            try:
+                # As plain tuples: the garbage collector lets go of those, and they come by the
+                # ten thousand.
+                rows = list(map(tuple, decode(record)))
+            except CorruptRecord as error:
+                self._leave_out("history", key, record, str(error))
+                continue
+            if first < low or first + len(rows) > high:
+                rows = rows[max(0, low - first) : high - first]
+                first = max(first, low)
+            if rows:
+                yield range(first, first + len(rows)), rows
+
+    def attempt_rows(self, keys: Keys) -> Iterator[tuple[int, int, records.AttemptRecord]]:
+        """Read ended attempts: message id, attempt, record."""
+        for key, record in pages_of(self.table("history"), keys.begin, keys.end):
+            try:
+                stored = records.decode_attempt(record)
+            except CorruptRecord as error:
+                self._leave_out("history", key, record, str(error))
+                continue
+            number = int.from_bytes(key[-10:], "big")
+            yield number >> 16, number & 0xFFFF, stored
+
+    # --- references ----------------------------------------------------------------------
+
+    def referenced(self, message_ids: set[int]) -> set[int]:
+        """Return which of the messages any queue still holds, in whatever state.
+
+        Raises CorruptRecord if a record does not decode: what it holds can't be known.
+        """
+        held: set[int] = set()
+        before = self._left_out
+        for queue in self._queues:
+            for keys in self.cut("active", queue, 1):
+                for live in self.live_rows(keys):
+                    held.update(message_ids.intersection(row[0] for row in live))
+            for state in (State.DONE, State.FAILED):
+                for keys in self.cut(state.value, queue, 1):
+                    for _, ended in self.ended_rows(state, keys):
+                        held.update(message_ids.intersection(row[0] for row in ended))
+        if self._left_out > before:
+            raise CorruptRecord(
+                f"{self._left_out - before} records can't be read (the log names them), so that "
+                "nobody knows which messages they hold"
+            )
+        return held
+
+
+class _SharedTable:
+    """A table of a view that several threads may read."""
+
+    def __init__(self, pinned: Pinned, name: str) -> None:
+        self.family = None
+        self._pinned = pinned
+        self._name = name
+
+    def _table(self) -> Table:
+        if self._pinned._closed:  # noqa: SLF001 - one thing in two classes
+            raise InvalidInput("the snapshot was closed while it was being read")
+        return self._pinned._view.table(self._name)  # noqa: SLF001
+
+    def get(self, key: bytes) -> bytes | None:
+        """Read one value."""
+        with self._pinned._lock:  # noqa: SLF001
+            return self._table().get(key)
+
+    def multi_get(self, keys: list[bytes]) -> list[bytes | None]:
+        """Read many values."""
+        with self._pinned._lock:  # noqa: SLF001
+            return self._table().multi_get(keys)
+
+    def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
+        """Read up to ``limit`` pairs of [begin, end), ascending."""
+        with self._pinned._lock:  # noqa: SLF001
+            return self._table().scan(begin, end, limit)
+
+    def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
+        """Read up to ``limit`` pairs of [begin, end), descending."""
+        with self._pinned._lock:  # noqa: SLF001
+            return self._table().scan_back(begin, end, limit)
+
+
+def _flying_row(record: bytes) -> tuple[LiveRow]:
+    metadata, _, id8, attempts, _, visible_at_ms, lease = decode_stored_item(record)
+    message_id = int.from_bytes(id8, "big")
+    # The record counts the claims that have ended.
+    attempts = min(attempts + 1, MAX_ATTEMPTS)
+    return ((message_id, _IN_FLIGHT, attempts, visible_at_ms, lease, metadata),)
+
+
+def _ranges(design: str, table: str, queue: Queue) -> list[tuple[str, bytes, int]]:
+    """Return tables, prefixes, and how many bytes follow the eight that are counted by."""
+    if table == "done":
+        return [("history", opendata.done_prefix(queue.id), 8)]
+    if table == "failed":
+        return [("history", opendata.failed_prefix(queue.id), 8)]
+    if design == "buckets":
+        live = [("buckets", opendata.active_prefix(queue.id), 0)]
+    else:
+        number = queue.number.to_bytes(4, "big")
+        live = [(name, number, 0) for name in ("available", "in_progress")]
+    if table == "active":
+        return live
+    # Running attempts are told from what is in flight.
+    running = [each for each in live if each[0] != "available"]
+    return [("history", opendata.attempts_prefix(queue.id), 2), *running]
+
+
+def _ends(table: Table, begin: bytes, end: bytes) -> tuple[bytes, bytes] | None:
+    first = table.scan(begin, end, 1)
+    if not first:
+        return None
+    return first[0][0], table.scan_back(begin, end, 1)[0][0]
+
+
+def pages_of(table: Table, begin: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Read every pair of [begin, end) in pages of about the same number of bytes."""
+    page = 16
+    while rows := table.scan(begin, end, page):
+        yield from rows
+        if len(rows) < page:
+            return
+        begin = rows[-1][0] + b"\0"
+        size = sum(len(value) for _, value in rows) // len(rows)
+        page = max(1, min(PAGE_ROWS, PAGE_BYTES // (size + 64)))

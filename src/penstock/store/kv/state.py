@@ -1,0 +1,523 @@
+"""What every key-value store is made of, and how its changes commit.
+
+::
+
+    table default
+    "meta"                    identity of the store, MessagePack (Identity)
+    02 0c | "queue"           SeqBlock of queue numbers
+    02 0e                     store-wide totals, MessagePack (Totals)
+    02 0f | table, NUL, key   a record that did not decode: MessagePack [why, value]
+
+    table unclaimed           queue u32 | due_ms u64 | first key u64 | CRC-32 of the value:
+                              packed u64 keys of messages that expire then
+
+One lock, held by the broker, covers everything here. A verb reads what was committed, fills a
+batch, and commits it whole. Memory runs ahead of the disk meanwhile: if a verb raises, whatever it
+raises, memory is rebuilt from disk.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
+from zlib import crc32
+
+import msgspec
+
+from penstock.engines import Shape
+from penstock.errors import (
+    CorruptRecord,
+    InvalidInput,
+    QueueNotFound,
+    StorageFailed,
+    StoreDamaged,
+    StoreMismatch,
+)
+from penstock.model import State
+from penstock.store.coverage import Coverage, CoverageTable, Stretch
+from penstock.store.kv.dead_letters import DeadLetters
+from penstock.store.kv.dedup import Dedup
+from penstock.store.kv.due import DueHeap
+from penstock.store.kv.fronts import Fronts
+from penstock.store.kv.history import History
+from penstock.store.kv.leases import Leases
+from penstock.store.kv.log import MetadataLog
+from penstock.store.kv.payloads import Payloads
+from penstock.store.kv.queues import Queue, QueueTable
+from penstock.store.kv.sequences import Sequence as SeqBlocks
+from penstock.store.live import Beliefs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from penstock.engines import Batch, Engine
+    from penstock.store.live import ActiveSet, Item, Quarantine
+
+__all__ = ["SHARED_TABLES", "Core", "Identity"]
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+FORMAT: Final = 1
+SHARED_TABLES: Final[Mapping[str, Shape]] = {
+    "default": Shape.SYSTEM,
+    "leases": Shape.SHORT_LIVED,
+    "lease_expiry": Shape.TIME_INDEX,
+    "payloads": Shape.VALUES,
+    "log": Shape.APPEND,
+    "history": Shape.APPEND,
+    "queues": Shape.SYSTEM,
+    "dedup": Shape.SHORT_LIVED,
+    "unclaimed": Shape.TIME_INDEX,
+}
+_META: Final = b"meta"
+# Bytes that a message needs beside its payload, roughly: rows of log, index and metadata.
+_ROWS_BYTES: Final = 256
+_TOTALS: Final = b"\x02\x0e"
+_QUARANTINE: Final = b"\x02\x0f"
+# Errors by which a verb refuses its caller: memory is as it was unless a change had begun.
+_REFUSALS: Final = (InvalidInput, QueueNotFound, StorageFailed)
+
+
+class Identity(msgspec.Struct):
+    """What a store says about itself."""
+
+    format: int
+    design: str
+    store_id: int
+    created_at_ms: int
+    routing: str
+
+
+class Totals(msgspec.Struct):
+    """Counters of the whole store."""
+
+    published: int = 0
+    duplicates: int = 0
+    unrouted: int = 0
+    quarantined: int = 0
+    time_floor_ms: int = 0
+    # Raised whenever the set of live filters changes.
+    filters_version: int = 0
+
+
+class Core:
+    """The parts of a store, its queues, and the one way to commit."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        design: str,
+        make_active: Callable[[Engine, Quarantine], ActiveSet],
+        *,
+        store_id: int,
+        routing: str | None,
+        now_ms: int,
+    ) -> None:
+        self.engine = engine
+        self.system = engine.table("default")
+        self._make_active = make_active
+        self.identity = self._identify(design, store_id, routing, now_ms)
+        self.active = make_active(engine, self.quarantine)
+        self._queue_table = QueueTable(engine.table("queues"))
+        self._coverage_table = CoverageTable(engine.table("queues"))
+        self.commits = 0
+        self.stale_receipts = 0
+        # Messages that claims have passed over.
+        self.unreadable = 0
+        self.woken: set[str] = set()
+        # How often the live filters have changed, or may have: whenever memory is rebuilt.
+        self.live_changes = 0
+        self.load()
+
+    def _identify(self, design: str, store_id: int, routing: str | None, now_ms: int) -> Identity:
+        record = self.system.get(_META)
+        if record is None:
+            identity = Identity(FORMAT, design, store_id, now_ms, routing or "inline")
+            batch = self.engine.batch()
+            batch.put(_META, msgspec.msgpack.encode(identity), self.system.family)
+            self.engine.commit(batch)
+            self.engine.sync()
+            return identity
+        try:
+            identity = msgspec.msgpack.decode(record, type=Identity)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise StoreMismatch(f"the store's identity record does not decode: {error}") from error
+        if identity.format > FORMAT:
+            raise StoreMismatch(
+                f"the store has format {identity.format}; this version of Penstock reads up to "
+                f"{FORMAT}: use a newer one"
+            )
+        if identity.design != design:
+            raise StoreMismatch(
+                f"the store has the {identity.design} design, it was opened as {design}"
+            )
+        if identity.routing not in {"inline", "pipeline"}:
+            raise StoreMismatch(f"the store routes {identity.routing!r:.100}, which is not known")
+        if routing is not None and identity.routing != routing:
+            raise StoreMismatch(
+                f"the store routes {identity.routing}, it was opened with routing={routing!r}"
+            )
+        return identity
+
+    # --- memory --------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Rebuild everything that memory keeps from what is on disk."""
+        # Until this has come to its end; if it does not, the next verb tries again.
+        self._is_stale = True
+        # Whether a batch has been begun and not committed.
+        self._is_ahead = False
+        self.live_changes += 1
+        engine = self.engine
+        self._aside: dict[tuple[str, bytes], tuple[bytes, str, bool]] = {}
+        record = self.system.get(_TOTALS)
+        try:
+            self.totals = Totals()
+            if record is not None:
+                self.totals = msgspec.msgpack.decode(record, type=Totals)
+        except (msgspec.MsgspecError, ValueError) as error:
+            self.quarantine("default", _TOTALS, record or b"", str(error))
+        # All of these know something by heart: they are made anew, so that nothing is left of it.
+        before = self.active
+        self.active = self._make_active(engine, self.quarantine)
+        self.active.healed, self.active.passed = before.healed, before.passed
+        self.payloads = Payloads(engine.table("payloads"))
+        self.dedup = Dedup(engine.table("dedup"))
+        self.leases = Leases(engine.table("leases"), engine.table("lease_expiry"))
+        self.history = History(engine.table("history"), self.quarantine)
+        self.log = MetadataLog(
+            engine.table("log"), f"{self.identity.store_id:08x}", self.quarantine
+        )
+        self.queue_numbers = SeqBlocks(self.system, b"\x02\x0cqueue", first=1)
+        self._unclaimed = engine.table("unclaimed")
+        self._unclaimed_fronts = Fronts(self._unclaimed)
+        # (version, from which offset on), of late: a page that was read before is judged by them.
+        self.filter_changes: deque[tuple[int, int]] = deque(maxlen=10_000)
+        self.queues: dict[str, Queue] = {}
+        self.by_number: dict[int, Queue] = {}
+        self.coverage: dict[str, Coverage] = {}
+        # Named apart, so that a sweep need not look at every queue.
+        self.draining: set[str] = set()
+        # (queue number, what) -> when its retention next has something to do
+        self.retention: DueHeap[tuple[int, str]] = DueHeap()
+        # ... or why that is not known.
+        self.unscheduled: dict[tuple[int, str], StoreDamaged] = {}
+        self.dead_letters = DeadLetters()
+        # Queues whose waiting messages are being listed to expire: in which state, and from where
+        # on there are some that are not.
+        self.listing: dict[str, tuple[State, bytes]] = {}
+        for queue in self._queue_table.load():
+            self.adopt(queue)
+        self._is_stale = False
+
+    def guarded(self, verb: Callable[P, T]) -> Callable[P, T]:
+        """Wrap a verb in :meth:`run`."""
+        return partial(self.run, verb)
+
+    def run(self, verb: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a verb; memory is as the disk says it is, however the verb ends."""
+        if self._is_stale:
+            self.load()
+        self._is_ahead = False
+        try:
+            result = verb(*args, **kwargs)
+        except BaseException as error:
+            if self._is_ahead or not isinstance(error, _REFUSALS):
+                self._load_after(error)
+            raise
+        # A batch that was begun and not needed has changed nothing, whatever is raised later on.
+        self._is_ahead = False
+        return result
+
+    def _load_after(self, error: BaseException) -> None:
+        self._is_stale = True
+        try:
+            self.load()
+        except Exception as failure:
+            # The caller is to know why the verb has failed, not why this has.
+            log.warning(
+                "after %r: memory can't be rebuilt, the next verb tries again: %r", error, failure
+            )
+
+    def adopt(self, queue: Queue) -> None:
+        """Take a queue into memory."""
+        try:
+            self.coverage[queue.name] = self._coverage_table.get(queue)
+        except CorruptRecord as error:
+            self.quarantine("queues", self._coverage_table.key(queue), b"", str(error))
+            # What it has had is forgotten; what it wants from here on is not.
+            live = Stretch(self.log.end, None, queue.spec.filter)
+            self.coverage[queue.name] = Coverage([live], known_from=self.log.end)
+        known = self.coverage[queue.name]
+        if known.known_from is None:
+            told = known.live or known.backfilled
+            known.known_from = self.log.earliest if told else self.log.end
+        if self.coverage[queue.name].draining:
+            self.draining.add(queue.name)
+        listing = self._queue_table.listing(queue)
+        if listing is not None:
+            self.listing[queue.name] = listing
+        self.queues[queue.name] = queue
+        self.by_number[queue.number] = queue
+        self.active.load(queue)
+        self.history.load(queue)
+        self.schedule_retention(queue)
+        self.dead_letters.adopt(queue)
+
+    def drop(self, queue: Queue) -> None:
+        """Let go of a deleted queue."""
+        self.wake(queue)
+        del self.queues[queue.name], self.by_number[queue.number], self.coverage[queue.name]
+        self.draining.discard(queue.name)
+        self.listing.pop(queue.name, None)
+        self.active.forget(queue)
+        self.dead_letters.forget(queue)
+        for what in (State.DONE.value, State.FAILED.value, "unclaimed"):
+            self.retention.set((queue.number, what), None)
+            self.unscheduled.pop((queue.number, what), None)
+
+    def queue(self, name: str) -> Queue:
+        """Look a queue up by name."""
+        queue = self.queues.get(name)
+        if queue is None:
+            raise QueueNotFound(f"no queue named {name!r}")
+        return queue
+
+    def time_floor_ms(self) -> int:
+        """Return the latest time that this store has seen."""
+        floors = [queue.counts.time_floor_ms for queue in self.queues.values()]
+        return max([self.totals.time_floor_ms, *floors])
+
+    # --- commit --------------------------------------------------------------------------
+
+    def begin(self) -> Batch:
+        """Begin a batch. Memory may be changed from here on, and not before."""
+        batch = self.engine.batch()
+        self._is_ahead = True
+        return batch
+
+    def commit(self, batch: Batch, touched: Iterable[Queue], now_ms: int) -> None:
+        """Commit a batch with the counters of the queues that it touched."""
+        for queue in touched:
+            queue.counts.time_floor_ms = now_ms
+            self._queue_table.put_counts(batch, queue)
+        if self._aside:
+            self._put_aside(batch)
+        self.engine.commit(batch)
+        self._is_ahead = False
+        self.commits += 1
+
+    def batch_of_new(self, messages: int, payload_bytes: int = 0) -> Batch:
+        """Begin a batch that brings messages into queues, if the disk has room for them."""
+        batch = self.engine.batch(growth=messages * _ROWS_BYTES + payload_bytes)
+        self._is_ahead = True
+        return batch
+
+    def put_totals(self, batch: Batch, now_ms: int) -> None:
+        """Write the store's totals."""
+        self.totals.time_floor_ms = now_ms
+        batch.put(_TOTALS, msgspec.msgpack.encode(self.totals), self.system.family)
+
+    def put_spec(self, batch: Batch, queue: Queue) -> None:
+        """Write a queue's spec."""
+        self._queue_table.put_spec(batch, queue)
+
+    def put_coverage(self, batch: Batch, queue: Queue, coverage: Coverage) -> None:
+        """Write what a queue has been filled from."""
+        coverage.bound(self.log.earliest)
+        self.coverage[queue.name] = coverage
+        if coverage.draining:
+            self.draining.add(queue.name)
+        self._coverage_table.put(batch, queue, coverage)
+
+    def filters_changed(self, batch: Batch, from_offset: int, now_ms: int) -> None:
+        """Note that the live filters have changed from an offset on."""
+        self.totals.filters_version += 1
+        self.live_changes += 1
+        self.filter_changes.append((self.totals.filters_version, from_offset))
+        self.put_totals(batch, now_ms)
+
+    def remove_queue(self, batch: Batch, queue: Queue) -> None:
+        """Delete a queue's own records."""
+        self._queue_table.remove(batch, queue)
+        self._coverage_table.remove(batch, queue)
+
+    def wake(self, queue: Queue) -> None:
+        """Note that a queue may have something to claim."""
+        self.woken.add(queue.name)
+
+    # --- quarantine ----------------------------------------------------------------------
+
+    def take_unread(self, queue: Queue) -> list[StoreDamaged]:
+        """Tell of the messages that a claim has just passed over, and give the reasons."""
+        met, self.active.unread = self.active.unread, []
+        for error in met:
+            log.error("queue %s: passed over a message that can't be read: %s", queue.name, error)
+        self.unreadable += len(met)
+        return met
+
+    def quarantine(
+        self, table: str, key: bytes, value: bytes, why: str, *, remove: bool = True
+    ) -> bool:
+        """Have a record that does not decode put aside with the next commit.
+
+        False if it was met before since the last commit: then its counters are right already.
+        Without ``remove`` a copy is kept under the name ``table``, and nothing is removed.
+        """
+        if (table, key) in self._aside:
+            return False
+        log.error("quarantined a record of %s, key %s: %s", table, key.hex(), why)
+        self._aside[table, key] = (value, why, remove)
+        self.totals.quarantined += 1
+        return True
+
+    @property
+    def has_aside(self) -> bool:
+        """Whether records wait to be put aside."""
+        return bool(self._aside)
+
+    def settle_quarantine(self, now_ms: int) -> None:
+        """Commit what reads have put aside, if anything can be written."""
+        if self._aside and self.engine.away is None:
+            self.commit(self.begin(), list(self.queues.values()), now_ms)
+
+    def _put_aside(self, batch: Batch) -> None:
+        for (table, key), (value, why, remove) in self._aside.items():
+            if remove:
+                batch.delete(key, self.engine.table(table).family)
+            batch.put(
+                _QUARANTINE + table.encode() + b"\0" + key,
+                msgspec.msgpack.encode((why, value)),
+                self.system.family,
+            )
+        self._aside.clear()
+        batch.put(_TOTALS, msgspec.msgpack.encode(self.totals), self.system.family)
+
+    # --- retention of unclaimed messages ---------------------------------------------------
+
+    def note_unclaimed(
+        self, batch: Batch, queue: Queue, items: Sequence[Item], since_ms: Sequence[int]
+    ) -> None:
+        """Remember when waiting messages expire, one row for those that expire together."""
+        retention_ms = queue.spec.unclaimed_retention_ms
+        if not retention_ms:
+            return
+        by_due: dict[int, list[int]] = {}
+        for item, since in zip(items, since_ms, strict=True):
+            by_due.setdefault(since + retention_ms, []).append(item.key)
+        for due_ms, keys in by_due.items():
+            packed = b"".join(key.to_bytes(8, "big") for key in keys)
+            row = _unclaimed_key(queue, due_ms) + packed[:8] + crc32(packed).to_bytes(4, "big")
+            batch.put(row, packed, self._unclaimed.family)
+            self._unclaimed_fronts.note(queue.number.to_bytes(4, "big"), row)
+            self.retention.lower((queue.number, "unclaimed"), due_ms)
+
+    def take_unclaimed(self, batch: Batch, queue: Queue, now_ms: int, limit: int) -> list[int]:
+        """Remove rows that are due, with up to about ``limit`` keys, and return those."""
+        begin, end = queue.number.to_bytes(4, "big"), _unclaimed_key(queue, now_ms + 1)
+        keys: list[int] = []
+        for row, packed in self._unclaimed_fronts.scan(begin, end, limit):
+            if len(keys) >= limit:
+                break
+            batch.delete(row, self._unclaimed.family)
+            keys += [int.from_bytes(packed[at : at + 8], "big") for at in range(0, len(packed), 8)]
+        return keys
+
+    def clear_unclaimed(self, batch: Batch, queue: Queue) -> None:
+        """Remove every row of a queue."""
+        prefix = queue.number.to_bytes(4, "big")
+        batch.delete_range(prefix, prefix + b"\xff" * 17, self._unclaimed.family)
+
+    def put_listing(self, batch: Batch, queue: Queue, listing: tuple[State, bytes] | None) -> None:
+        """Note how far the waiting messages of a queue are listed to expire; None: all are."""
+        self._queue_table.put_listing(batch, queue, listing)
+        if listing is None:
+            self.listing.pop(queue.name, None)
+        else:
+            self.listing[queue.name] = listing
+
+    def schedule_retention(self, queue: Queue) -> None:
+        """Work out when each retention of a queue next has something to do."""
+        spec = queue.spec
+        for what, retention_ms in (
+            (State.DONE.value, spec.done_retention_ms),
+            (State.FAILED.value, spec.failed_retention_ms),
+            ("unclaimed", 0),
+        ):
+            self.unscheduled.pop((queue.number, what), None)
+            try:
+                due_ms = self._first_due_ms(queue, what, retention_ms)
+            except StoreDamaged as error:
+                self.unscheduled[queue.number, what] = error.anew()
+                due_ms = None
+            self.retention.set((queue.number, what), due_ms)
+
+    def _first_due_ms(self, queue: Queue, what: str, retention_ms: int) -> int | None:
+        if what == "unclaimed":
+            prefix = queue.number.to_bytes(4, "big")
+            rows = self._unclaimed_fronts.scan(prefix, prefix + b"\xff" * 17, 1)
+            return int.from_bytes(rows[0][0][4:12], "big") if rows else None
+        first = self.history.first_ended_at_ms(queue, State(what)) if retention_ms else None
+        return None if first is None else first + retention_ms
+
+    # --- what memory believes ----------------------------------------------------------------
+
+    def reread(self) -> Core:
+        """Read the store once more, as if it were opened now, beside this."""
+        identity = self.identity
+        fresh = Core(
+            self.engine,
+            identity.design,
+            self._make_active,
+            store_id=identity.store_id,
+            routing=identity.routing,
+            now_ms=0,
+        )
+        # Looked up when first asked for.
+        fresh.leases.due(0, 1)
+        return fresh
+
+    def beliefs(self) -> Beliefs:
+        """Tell what memory believes of the store."""
+        found = Beliefs({}, {})
+        log = self.log
+        found.facts.update(
+            {
+                ("totals",): self.totals,
+                ("log",): (log.settings, log.segments),
+                ("sequences",): (log.ids.end, self.queue_numbers.end),
+                ("draining",): self.draining,
+                ("listing",): self.listing,
+            }
+        )
+        found.bounds["leases",] = self.leases.none_before_ms
+        fronts = (
+            *(self._unclaimed_fronts, self.leases.fronts, self.dedup.fronts),
+            *(self.history.fronts, self.log.fronts, *self.active.fronts),
+        )
+        for key in [key for each in fronts for key in each.overrun()]:
+            found.facts["a key before its front", key.hex()] = True
+        for (number, what), due_ms in self.retention.items():
+            found.bounds["retention of queue", number, what] = due_ms
+        for name, queue in self.queues.items():
+            covered = self.coverage[name]
+            found.facts[name, "spec"] = (queue.number, queue.spec)
+            found.facts[name, "counts"] = queue.counts
+            found.facts[name, "coverage"] = (covered.live, covered.backfilled, covered.draining)
+            if self.dead_letters.knows(queue):
+                found.bounds[name, "dead letters"] = 0
+            if self.history.may_have_marks(queue):
+                found.bounds[name, "moved here"] = 0
+            facts, bounds = self.active.beliefs(queue)
+            found.facts.update(((name, *key), value) for key, value in facts.items())
+            found.bounds.update(((name, *key), value) for key, value in bounds.items())
+        return found
+
+
+def _unclaimed_key(queue: Queue, due_ms: int) -> bytes:
+    return queue.number.to_bytes(4, "big") + due_ms.to_bytes(8, "big")

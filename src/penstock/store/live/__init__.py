@@ -1,0 +1,218 @@
+"""The seam between the two key-value designs: where a queue's live messages are kept.
+
+Everything else (leases, history, payloads, dedup, counters) is the same for both and lives in
+:mod:`penstock.store.kv.store`. An active set is called under the store's lock with a batch to
+write into; it reads only what was committed before, keeps ``queue.counts.available``,
+``.delayed`` and ``.in_flight`` right, and may keep a small directory in memory that
+:meth:`ActiveSet.load` rebuilds from disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import msgspec
+
+from penstock.limits import MAX_ATTEMPTS
+from penstock.store.codec.encodings import read_terminated, terminated
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from penstock.engines import Batch
+    from penstock.errors import StoreDamaged
+    from penstock.model import State
+    from penstock.store.kv.fronts import Fronts
+    from penstock.store.kv.queues import Queue
+
+__all__ = [
+    "NO_LEASE",
+    "ActiveSet",
+    "Beliefs",
+    "Directories",
+    "Grant",
+    "Item",
+    "Quarantine",
+    "count_attempt",
+    "group_of",
+    "lane_of",
+    "split_lane",
+    "uncount_attempt",
+]
+
+D = TypeVar("D")
+
+NO_LEASE = bytes(16)
+
+
+class Item(msgspec.Struct, gc=False):
+    """A live message of one queue.
+
+    ``key`` names it within the queue (in receipts and leases); ``lane`` is its group and
+    inverted priority in sort order; ``attempts`` counts claims so far, the running one included.
+    """
+
+    key: int
+    message_id: int
+    lane: bytes
+    attempts: int
+    forgiven: int
+    visible_at_ms: int
+    metadata: bytes
+    lease: bytes = NO_LEASE
+
+
+def count_attempt(item: Item) -> None:
+    """Count a claim; one more than a record can hold is not counted."""
+    if item.attempts < MAX_ATTEMPTS:
+        item.attempts += 1
+
+
+def uncount_attempt(item: Item) -> None:
+    """Count a claim as not made. At the bound it stays: attempts never go below what they were."""
+    if item.attempts < MAX_ATTEMPTS:
+        item.attempts -= 1
+
+
+@lru_cache(maxsize=8192)
+def lane_of(group: str, priority: int) -> bytes:
+    """Encode a lane: lanes of a group sort together, the highest priority first."""
+    return terminated(group.encode()) + bytes([255 - priority])
+
+
+def group_of(lane: bytes) -> bytes:
+    """Return the group's part of a lane."""
+    return lane[:-1]
+
+
+def split_lane(lane: bytes) -> tuple[str, int]:
+    """Return group and priority of a lane."""
+    return read_terminated(lane, 0)[0].decode(), 255 - lane[-1]
+
+
+Grant: TypeAlias = tuple[bytes, int]
+"""A lease's name and its deadline: what a message goes in flight under."""
+
+# quarantine(table name, key, value, why): have a record that does not decode put aside with the
+# next commit. If it answers True, the caller corrects its queue's counters.
+Quarantine: TypeAlias = Callable[[str, bytes, bytes, str], bool]
+
+
+class Directories(dict[int, D]):
+    """What memory keeps of each queue, by number, and ``damage``: why it may not be all there is.
+
+    Of a queue without a directory because of that, looking it up raises the reason.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.damage: dict[int, StoreDamaged] = {}
+
+    def __missing__(self, number: int) -> D:
+        raise self.damage[number].anew()
+
+
+class Beliefs(NamedTuple):
+    """The beliefs of memory about the disk, in a form that two memories can be compared by.
+
+    Facts are the same in a memory that is made anew. Bounds are keys or times before which there
+    is nothing to be found: too low costs a look in vain, too high or missing hides something.
+    """
+
+    facts: dict[tuple[Any, ...], Any]
+    bounds: dict[tuple[Any, ...], Any]
+
+
+class ActiveSet(Protocol):
+    """Available, delayed and in-flight messages of all queues of a store.
+
+    ``healed`` counts index or directory entries that had no message and were removed. ``fronts``
+    are those that it keeps of its tables.
+
+    ``passed`` are messages (queue number, key) that claims pass over, because they can't be read;
+    ``unread`` says why, of those that were met since somebody took it. ``damage`` is why a queue,
+    by number, may have more to claim than is known of.
+    """
+
+    healed: int
+    passed: set[tuple[int, int]]
+    unread: list[StoreDamaged]
+    damage: dict[int, StoreDamaged]
+    fronts: Sequence[Fronts]
+
+    def load(self, queue: Queue) -> None:
+        """Rebuild what memory keeps about a queue from what is on disk."""
+
+    def forget(self, queue: Queue) -> None:
+        """Drop what memory keeps about a queue that was deleted."""
+
+    def add(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
+        """Put messages in: available, or delayed if ``visible_at_ms`` is after now.
+
+        Sets ``item.key`` where the design chooses it. On a FIFO queue, order is by message id.
+        """
+
+    def take(
+        self,
+        batch: Batch,
+        queue: Queue,
+        limit: int,
+        grants: Iterator[Grant],
+        now_ms: int,
+    ) -> list[Item]:
+        """Move up to ``limit`` available messages to in flight, each under the next of the grants.
+
+        Groups take turns; within a group the highest priority goes first, then the longest
+        visible. On a FIFO queue a group that has anything in flight, or whose head is not
+        visible, is passed over; all that is taken of it must go under one lease, so the grants
+        must be of one. ``attempts`` of what is returned counts this claim.
+        """
+
+    def find(self, queue: Queue, keys: Sequence[int]) -> list[Item | None]:
+        """Look messages up in flight."""
+
+    def live(self, queue: Queue, message_ids: Sequence[int]) -> list[Item]:
+        """Look messages up by their ids, waiting or in flight; may have to read all there are."""
+
+    def in_flight_by_message(self, queue: Queue, message_id: int) -> Item | None:
+        """Look a message up in flight by its id."""
+
+    def settle(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
+        """Remove messages from in flight: they are done, failed or removed."""
+
+    def put_back(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
+        """Move messages from in flight back to waiting, as :meth:`add` does."""
+
+    def pass_over(self, queue: Queue, items: Sequence[Item]) -> None:
+        """Make claims pass waiting messages over; on a FIFO queue, also those behind them."""
+
+    def relabel(self, batch: Batch, queue: Queue, items: Sequence[Item], lease: bytes) -> None:
+        """Note in flight messages as held under another split of their lease."""
+
+    def come_due(self, batch: Batch, now_ms: int, budget: int) -> list[tuple[Queue, int]]:
+        """Make delayed messages available whose time has come; say how many, by queue."""
+
+    def next_due_ms(self) -> int | None:
+        """Return when the next delayed message comes due."""
+
+    def ready_groups(self, queue: Queue) -> int:
+        """Return how many groups a claim would visit (possibly in vain)."""
+
+    def waiting(self, queue: Queue, keys: Sequence[int]) -> list[Item | None]:
+        """Look messages up among available and delayed."""
+
+    def remove(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
+        """Remove waiting messages."""
+
+    def page(
+        self, queue: Queue, state: State, after: bytes, limit: int
+    ) -> tuple[list[Item], bytes | None]:
+        """Read a page of available, delayed or in-flight messages, and where the next begins."""
+
+    def oldest(self, queue: Queue) -> Item | None:
+        """Return the waiting message that was published first."""
+
+    def beliefs(self, queue: Queue) -> Beliefs:
+        """Tell what memory believes of a queue's messages."""

@@ -1,0 +1,600 @@
+"""The indexed design: one record per message, and a sorted index of what can be claimed.
+
+This is Queueber's layout made for many queues. Its namespaces are tables here, so the keys drop
+the namespace prefix; a queue's number takes its place::
+
+    table available         queue u32 | id u64          StoredItem (codec/stored.py): waiting
+    table in_progress       queue u32 | id u64          the same record, with its lease filled in
+    table visibility_index  01 | queue u32 | lane | visible_at u64 | id u64   key of `available`
+                            00 | queue u32 | visible_at u64 | id u64          the same, then lane
+    table groups            queue u32 | group           u32: FIFO messages in flight: group is held
+
+All big-endian. A lane is ``terminated(group) | 255 - priority``. What can be claimed stands under
+01, in the order in which it is claimed; what is delayed stands under 00 in the order in which it
+comes due, and moves over when it does. On a FIFO queue ``visible_at`` is 0 in the 01 key, so that
+ids alone decide, and a delayed message stands under both: it holds its place, and its group.
+
+Claims delete at the head of the index, and an LSM tree steps over what was deleted until it is
+compacted. So memory keeps, for every lane in use, the lowest key that may be alive, and a scan
+starts there.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from itertools import takewhile
+from typing import TYPE_CHECKING, Final
+
+from penstock.engines import Shape, get_each, rows_of, scan_readable
+from penstock.errors import CorruptRecord, InvalidInput, StoreDamaged
+from penstock.model import State
+from penstock.store.codec.stored import encode_stored_item, with_lease
+from penstock.store.kv.due import DueHeap
+from penstock.store.kv.fronts import Fronts
+from penstock.store.live import NO_LEASE, Directories, Item, count_attempt, group_of
+from penstock.store.live.indexed_directory import (
+    DELAYED,
+    READY,
+    Directory,
+    lane_of_key,
+    main_of,
+    pack_main,
+    pack_slot,
+    past,
+    timer_key,
+    unpack_main,
+    visible_at_of_timer,
+)
+from penstock.store.live.indexed_recent import RECENT_BYTES, Recent, item_of, visible_at_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from penstock.engines import Batch, Engine
+    from penstock.store.kv.queues import Queue
+    from penstock.store.live import Beliefs, Grant, Quarantine
+
+__all__ = ["TABLES", "IndexedActive"]
+
+log = logging.getLogger(__name__)
+
+TABLES: Final[Mapping[str, Shape]] = {
+    "available": Shape.VALUES,
+    "in_progress": Shape.SHORT_LIVED,
+    "visibility_index": Shape.TIME_INDEX,
+    "groups": Shape.SHORT_LIVED,
+}
+
+_NO_PRIORITY: Final = b"\xff"
+_REGION_BYTES: Final = 5
+
+
+class IndexedActive:
+    """The active set of the indexed design."""
+
+    def __init__(self, engine: Engine, quarantine: Quarantine) -> None:
+        self._available = engine.table("available")
+        self._in_progress = engine.table("in_progress")
+        self._index = engine.table("visibility_index")
+        self._groups = engine.table("groups")
+        self._quarantine = quarantine
+        self._directories: Directories[Directory] = Directories()
+        self.damage = self._directories.damage
+        self.passed: set[tuple[int, int]] = set()
+        self.unread: list[StoreDamaged] = []
+        self._queues: dict[int, Queue] = {}
+        # No message of a queue has a timer before this.
+        self._due: DueHeap[int] = DueHeap()
+        fronts = [Fronts(each) for each in (self._available, self._in_progress, self._index)]
+        self._available_fronts, self._in_progress_fronts, self._timer_fronts = fronts
+        self.fronts: Sequence[Fronts] = fronts
+        self._recent = Recent()
+        # FIFO queues that lost a message in flight to corruption: which group is unknown.
+        self._recount: set[int] = set()
+        self.healed = 0
+
+    # --- memory --------------------------------------------------------------------------
+
+    def load(self, queue: Queue) -> None:
+        """Find out which groups are held, which lanes are in use, and what is due first."""
+        self._recent.clear()
+        directory = self._directories[queue.number] = Directory(queue.number, self._groups)
+        self._queues[queue.number] = queue
+        self.damage.pop(queue.number, None)
+        self._due.set(queue.number, None)
+        held, timer = partial(self._find_held, queue), partial(self._find_timer, queue)
+        for find in (held, timer, partial(Directory.find_lanes, index=self._index)):
+            try:
+                find(directory)
+            except StoreDamaged as error:
+                log.error("queue %s: not all of it is known: %s", queue.name, str(error))  # noqa: TRY400
+                self.damage[queue.number] = error.anew()
+        if queue.fifo and queue.number in self.damage:
+            # Order can't be kept without knowing all of it.
+            del self._directories[queue.number]
+            self._due.set(queue.number, None)
+
+    def _find_held(self, queue: Queue, directory: Directory) -> None:
+        if queue.fifo and directory.find_held(self._quarantine):
+            self._recount.add(queue.number)
+
+    def _find_timer(self, queue: Queue, directory: Directory) -> None:
+        delayed = DELAYED + directory.prefix[1:]
+        first = self._timer_fronts.scan(delayed, past(delayed), 1)
+        self._due.set(queue.number, visible_at_of_timer(first[0][0]) if first else None)
+
+    def forget(self, queue: Queue) -> None:
+        """Drop a queue's directory."""
+        self._directories.pop(queue.number, None)
+        self.damage.pop(queue.number, None)
+        self._queues.pop(queue.number, None)
+        self._due.set(queue.number, None)
+
+    def ready_groups(self, queue: Queue) -> int:
+        """Return how many groups have something to claim, as far as memory knows."""
+        return len(self._directories[queue.number].ring) or len(self._recount)
+
+    # --- in ------------------------------------------------------------------------------
+
+    def add(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
+        """Write the record and its index entry for each message."""
+        directory = self._directories[queue.number]
+        put = batch.put
+        available, index = self._available.family, self._index.family
+        prefix, number, fifo = directory.prefix, queue.number, queue.fifo
+        ring, fresh = directory.ring, self._recent.fresh
+        self._recent.bound()
+        delayed = 0
+        for item in items:
+            message_id = item.key = item.message_id
+            visible_at = item.visible_at_ms
+            if fifo:
+                item.lane = item.lane[:-1] + _NO_PRIORITY
+            lane = item.lane
+            key = prefix + lane + pack_slot(0 if fifo else visible_at, message_id)
+            main = pack_main(number, message_id)
+            record = encode_stored_item(
+                item.metadata,
+                key,
+                main[4:],
+                item.attempts,
+                item.forgiven,
+                visible_at,
+                NO_LEASE,
+            )
+            put(main, record, available)
+            if visible_at > now_ms:
+                delayed += 1
+                timer = timer_key(number, visible_at, message_id)
+                put(timer, main + lane, index)
+                self._timer_fronts.note(timer[:_REGION_BYTES], timer)
+                self._due.lower(number, visible_at)
+                if not fifo:
+                    continue
+            if len(record) <= RECENT_BYTES:
+                fresh[main] = (record, item)
+            put(key, main, index)
+            # The usual case (the lane is known and its lowest key is lower) costs two look-ups.
+            lanes = ring.get(lane[:-1])
+            if lanes is None or lanes.get(lane, b"\xff") > key:
+                directory.offer(lane, key)
+                if fifo and visible_at <= now_ms:
+                    # It may stand before the head that the group waits for.
+                    directory.unblock(lane[:-1])
+        if items:
+            lowest = pack_main(number, min([item.message_id for item in items]))
+            self._available_fronts.note(lowest[:4], lowest)
+        queue.counts.delayed += delayed
+        queue.counts.available += len(items) - delayed
+
+    def come_due(self, batch: Batch, now_ms: int, budget: int) -> list[tuple[Queue, int]]:
+        """Move index entries from delayed to ready, in the order in which they came due."""
+        moved: list[tuple[Queue, int]] = []
+        while budget > 0 and (first := self._due.first()) and first[0] <= now_ms:
+            number = first[1]
+            queue, directory = self._queues[number], self._directories[number]
+            prefix = DELAYED + number.to_bytes(4, "big")
+            # One more than the budget tells when the next is due.
+            try:
+                rows = self._timer_fronts.scan(prefix, past(prefix), budget + 1)
+            except StoreDamaged as error:
+                self.damage[number] = error.anew()
+                rows, _ = scan_readable(self._index, prefix, past(prefix), budget + 1)
+            count = 0
+            for key, value in rows[:budget]:
+                if visible_at_of_timer(key) > now_ms:
+                    break
+                count += 1
+                self._move_due(batch, queue, directory, key, value)
+            rest = rows[count:]
+            self._due.set(number, visible_at_of_timer(rest[0][0]) if rest else None)
+            budget -= count
+            queue.counts.delayed -= count
+            queue.counts.available += count
+            moved.append((queue, count))
+        return moved
+
+    def _move_due(
+        self, batch: Batch, queue: Queue, directory: Directory, key: bytes, value: bytes
+    ) -> None:
+        batch.delete(key, self._index.family)
+        main, lane = main_of(key), value[12:]
+        if value[:12] != main or not lane:
+            # The entry's value is damaged; the message knows its lane.
+            item = self._waiting(queue, [main])[0]
+            if item is None:
+                self._heal(batch, queue, key)
+                return
+            lane = item.lane
+        if queue.fifo:
+            ready = directory.prefix + lane + bytes(8) + main[4:]
+        else:
+            ready = directory.prefix + lane + key[-16:]
+            batch.put(ready, main, self._index.family)
+        directory.offer(lane, ready)
+        directory.unblock(group_of(lane))
+
+    def next_due_ms(self) -> int | None:
+        """Return when the next delayed message comes due."""
+        first = self._due.first()
+        return first[0] if first else None
+
+    # --- claim ---------------------------------------------------------------------------
+
+    def take(
+        self,
+        batch: Batch,
+        queue: Queue,
+        limit: int,
+        grants: Iterator[Grant],
+        now_ms: int,  # noqa: ARG002 - what is delayed has a timer
+    ) -> list[Item]:
+        """Visit groups in turn until the limit is reached or no group has more."""
+        directory = self._directories[queue.number]
+        if queue.number in self._recount:
+            self._recount_held(batch, queue, directory)
+        ring = directory.ring
+        taken: list[Item] = []
+        while ring and len(taken) < limit:
+            want = limit - len(taken)
+            visits = min(len(ring), want)
+            keys: list[tuple[bytes, bytes]] = []
+            for visit in range(visits):
+                group, lanes = next(iter(ring.items()))
+                # What one group does not use is shared among those after it.
+                room = (want - len(keys)) // (visits - visit)
+                if queue.fifo:
+                    keys += self._visit_fifo(batch, queue, group, room)
+                else:
+                    rows = self._visit(queue, lanes, room)
+                    keys += [r for r in rows if not self._is_passed(r)] if self.passed else rows
+                    if lanes:
+                        ring.move_to_end(group)
+                    else:
+                        del ring[group]
+            taken += self._move_to_in_progress(batch, queue, keys, grants)
+        queue.counts.available -= len(taken)
+        queue.counts.in_flight += len(taken)
+        return taken
+
+    def _is_passed(self, entry: tuple[bytes, bytes]) -> bool:
+        return unpack_main(main_of(entry[0])) in self.passed
+
+    def _visit(
+        self, queue: Queue, lanes: dict[bytes, bytes], limit: int
+    ) -> list[tuple[bytes, bytes]]:
+        """Read up to ``limit`` index entries of a group and move its lanes' lowest keys on."""
+        directory = self._directories[queue.number]
+        picked: list[tuple[bytes, bytes]] = []
+        for lane in sorted(lanes) if len(lanes) > 1 else list(lanes):
+            room = limit - len(picked)
+            if not room:
+                break
+            end = past(directory.prefix + lane)
+            rows, damage = scan_readable(self._index, lanes[lane], end, room + 1)
+            if damage is not None:
+                self.damage[queue.number] = damage.anew()
+            if len(rows) > room:
+                lanes[lane] = rows[room][0]
+            elif damage is None or not queue.fifo:
+                del lanes[lane]
+            elif rows:
+                lanes[lane] = rows[-1][0] + b"\0"
+            picked += rows[:room]
+        return picked
+
+    def _visit_fifo(
+        self, batch: Batch, queue: Queue, group: bytes, limit: int
+    ) -> list[tuple[bytes, bytes]]:
+        """Read the visible head of a FIFO group and hold the group while it is in flight."""
+        directory = self._directories[queue.number]
+        lanes = directory.ring.pop(group)
+        rows = self._visit(queue, lanes, limit)
+        visible = self._without_timer(queue, rows)
+        if visible < len(rows):
+            lane = lane_of_key(rows[visible][0])
+            lanes[lane] = min(rows[visible][0], lanes.get(lane, b"\xff"))
+        if rows or lanes:
+            directory.hold(batch, group, visible, lanes)
+        return rows[:visible]
+
+    def _without_timer(self, queue: Queue, rows: Sequence[tuple[bytes, bytes]]) -> int:
+        """Count the first entries of a FIFO group up to one whose message is delayed.
+
+        A message is delayed while its timer is there, however late the timer may be moved.
+        """
+        if self.passed:
+            rows = list(takewhile(lambda row: not self._is_passed(row), rows))
+        due_ms = self._due.get(queue.number)
+        if due_ms is None:
+            return len(rows)
+        mains = [main_of(key) for key, _ in rows]
+        # A record that does not decode does not hold the group: it is put aside further on.
+        times = [
+            visible_at_of(record) if isinstance(record, bytes) else 0
+            for record in get_each(self._available, mains)
+        ]
+        timers = [
+            timer_key(queue.number, time, int.from_bytes(main[4:], "big"))
+            for time, main in zip(times, mains, strict=True)
+        ]
+        found = get_each(self._index, timers) if max(times, default=0) >= due_ms else []
+        self.unread += [timer for timer in found if isinstance(timer, StoreDamaged)]
+        return next((at for at, timer in enumerate(found) if timer is not None), len(rows))
+
+    def _move_to_in_progress(
+        self,
+        batch: Batch,
+        queue: Queue,
+        rows: list[tuple[bytes, bytes]],
+        grants: Iterator[Grant],
+    ) -> list[Item]:
+        directory = self._directories[queue.number]
+        put, delete = batch.put, batch.delete
+        available, index = self._available.family, self._index.family
+        in_progress = self._in_progress.family
+        number, claimed = queue.number, self._recent.claimed
+        self._recent.bound()
+        items = []
+        unread: set[bytes] = set()
+        for key, main, record, item in self._recent.entries(
+            rows, self._available, self._quarantine
+        ):
+            if isinstance(record, StoreDamaged):
+                self.unread.append(record)
+                self.passed.add(unpack_main(main))
+                unread.add(group_of(lane_of_key(key)))
+            if unread and queue.fifo and (group := group_of(lane_of_key(key))) in unread:
+                # The messages behind it wait for it.
+                directory.offer(lane_of_key(key), key)
+                directory.unhold(batch, group, 1)
+                continue
+            if isinstance(record, StoreDamaged):
+                continue
+            delete(key, index)
+            if record is not None:
+                delete(main, available)
+            if item is None:
+                if record is None:
+                    self._heal(batch, queue, key)
+                else:
+                    queue.counts.available -= 1
+                    directory.unhold(batch, group_of(lane_of_key(key)), 1)
+                continue
+            assert record is not None
+            item.lease = lease = next(grants)[0]
+            put(main, with_lease(record, lease), in_progress)
+            count_attempt(item)
+            if len(record) <= RECENT_BYTES:
+                claimed[number, item.key] = item
+            items.append(item)
+        if items:
+            lowest = pack_main(number, min([item.key for item in items]))
+            self._in_progress_fronts.note(lowest[:4], lowest)
+            self._available_fronts.note_gone(lowest[:4], past(lowest[:4]), len(items))
+        return items
+
+    def _heal(self, batch: Batch, queue: Queue, key: bytes) -> None:
+        """Count and tell of an index entry without its message; the caller has deleted it."""
+        self.healed += 1
+        queue.counts.available = max(0, queue.counts.available - 1)
+        log.warning("queue %s: removed an index entry without a message: %s", queue.name, key.hex())
+        self._directories[queue.number].unhold(batch, group_of(lane_of_key(key)), 1)
+
+    def _lose_entries(self, queue: Queue, main: bytes) -> None:
+        """Put the index entries of a lost message aside: nothing else knows which they are."""
+        number = queue.number.to_bytes(4, "big")
+        for region in (DELAYED + number, READY + number):
+            for key, value in rows_of(self._index, region, past(region)):
+                if key[-8:] == main[4:]:
+                    self._lose(queue, key, value)
+
+    def _lose(self, queue: Queue, key: bytes, value: bytes) -> None:
+        """Put an index entry aside that leads to no message, and count its message off."""
+        if not self._quarantine("visibility_index", key, value, "leads to no message"):
+            return
+        self.healed += 1
+        counts = queue.counts
+        if key[:1] == DELAYED:
+            counts.delayed = max(0, counts.delayed - 1)
+        elif not (queue.fifo and self._has_timer(queue, key[-8:])):
+            counts.available = max(0, counts.available - 1)
+
+    def _has_timer(self, queue: Queue, id8: bytes) -> bool:
+        region = DELAYED + queue.number.to_bytes(4, "big")
+        return any(key[-8:] == id8 for key, _ in rows_of(self._index, region, past(region)))
+
+    # --- in flight -----------------------------------------------------------------------
+
+    def find(self, queue: Queue, keys: Sequence[int]) -> list[Item | None]:
+        """Look messages up in flight."""
+        number, claimed = queue.number, self._recent.claimed
+        found = [claimed.get((number, key)) for key in keys]
+        if None not in found:
+            return found
+        missing = [at for at, item in enumerate(found) if item is None]
+        mains = [pack_main(number, keys[at]) for at in missing]
+        for at, main, record in zip(
+            missing, mains, self._in_progress.multi_get(mains), strict=True
+        ):
+            if record is not None:
+                found[at] = self._item(queue, State.IN_FLIGHT, main, record)
+        return found
+
+    def live(self, queue: Queue, message_ids: Sequence[int]) -> list[Item]:
+        """Look messages up by their ids, which are their keys here."""
+        found = [*self.waiting(queue, message_ids), *self.find(queue, message_ids)]
+        return [item for item in found if item is not None]
+
+    def in_flight_by_message(self, queue: Queue, message_id: int) -> Item | None:
+        """Look a message up in flight: here its id is its key."""
+        return self.find(queue, [message_id])[0]
+
+    def settle(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
+        """Delete in-progress records, and let go of FIFO groups."""
+        delete, family, number = batch.delete, self._in_progress.family, queue.number
+        forget = self._recent.claimed.pop
+        for item in items:
+            key = item.key
+            forget((number, key), None)
+            delete(pack_main(number, key), family)
+        queue.counts.in_flight -= len(items)
+        if queue.fifo:
+            self._directories[queue.number].unhold_all(batch, items)
+
+    def put_back(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
+        """Move in-progress records back to available."""
+        for item in items:
+            item.lease = NO_LEASE
+        # Added first: on a FIFO queue the group is let go with its head back in place.
+        self.add(batch, queue, items, now_ms)
+        self.settle(batch, queue, items)
+
+    def pass_over(self, queue: Queue, items: Sequence[Item]) -> None:
+        """Remember messages that claims are to pass over."""
+        self.passed.update((queue.number, item.key) for item in items)
+
+    def relabel(self, batch: Batch, queue: Queue, items: Sequence[Item], lease: bytes) -> None:
+        """Write another split of the lease into in-progress records."""
+        mains = [pack_main(queue.number, item.key) for item in items]
+        for main, record in zip(mains, self._in_progress.multi_get(mains), strict=True):
+            assert record is not None
+            batch.put(main, with_lease(record, lease), self._in_progress.family)
+        for item in items:
+            item.lease = lease
+
+    def _recount_held(self, batch: Batch, queue: Queue, directory: Directory) -> None:
+        """Count anew what each FIFO group has in flight."""
+        number = queue.number.to_bytes(4, "big")
+        counts: dict[bytes, int] = {}
+        for main, record in rows_of(self._in_progress, number, past(number)):
+            item = self._item(queue, State.IN_FLIGHT, main, record)
+            if item is not None:
+                counts[group_of(item.lane)] = counts.get(group_of(item.lane), 0) + 1
+        self._recount.discard(queue.number)
+        for group, held in list(directory.held.items()):
+            if held.count:
+                directory.unhold(batch, group, held.count - counts.get(group, 0))
+
+    # --- waiting -------------------------------------------------------------------------
+
+    def waiting(self, queue: Queue, keys: Sequence[int]) -> list[Item | None]:
+        """Look messages up among available and delayed."""
+        return self._waiting(queue, [pack_main(queue.number, key) for key in keys])
+
+    def _waiting(self, queue: Queue, mains: list[bytes]) -> list[Item | None]:
+        return [
+            None if record is None else self._item(queue, State.AVAILABLE, main, record)
+            for main, record in zip(mains, self._available.multi_get(mains), strict=True)
+        ]
+
+    def remove(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
+        """Delete records with whichever index entries they have."""
+        directory = self._directories[queue.number]
+        timers = [timer_key(queue.number, item.visible_at_ms, item.message_id) for item in items]
+        for item in items:
+            self._recent.fresh.pop(pack_main(queue.number, item.key), None)
+        gone: dict[bytes, set[bytes]] = {}
+        for item, timer, delayed in zip(items, timers, self._index.multi_get(timers), strict=True):
+            slot = pack_slot(0 if queue.fifo else item.visible_at_ms, item.message_id)
+            key = directory.prefix + item.lane + slot
+            batch.delete(pack_main(queue.number, item.key), self._available.family)
+            batch.delete(key, self._index.family)
+            gone.setdefault(item.lane, set()).add(key)
+            if delayed is None:
+                queue.counts.available -= 1
+            else:
+                batch.delete(timer, self._index.family)
+                queue.counts.delayed -= 1
+        for lane, keys in gone.items():
+            directory.move_on(lane, keys, self._index)
+            if queue.fifo:
+                directory.unblock(group_of(lane))
+
+    def page(
+        self, queue: Queue, state: State, after: bytes, limit: int
+    ) -> tuple[list[Item], bytes | None]:
+        """Read a page: available in claim order, delayed by due time, in flight by id."""
+        number = queue.number.to_bytes(4, "big")
+        prefix = {State.IN_FLIGHT: b"", State.AVAILABLE: READY, State.DELAYED: DELAYED}[state]
+        if after and not after.startswith(prefix + number):
+            raise InvalidInput("not a cursor of this queue and state; pass a page's next_cursor")
+        found: list[Item | None]
+        if state is State.IN_FLIGHT:
+            rows = self._in_progress_fronts.page(number, past(number), after, limit + 1)
+            found = [self._item(queue, state, main, record) for main, record in rows[:limit]]
+        else:
+            if state is State.AVAILABLE and not (after or self.passed or self.damage):
+                after = self._directories[queue.number].lowest()
+            region = prefix + number
+            rows = self._timer_fronts.page(region, past(region), after, limit + 1)
+            mains = [main_of(key) for key, _ in rows[:limit]]
+            found = self._waiting(queue, mains)
+            for (key, value), item in zip(rows, found, strict=False):
+                if item is None:
+                    self._lose(queue, key, value)
+        items = [item for item in found if item is not None]
+        if state is State.AVAILABLE and queue.fifo:
+            # A delayed FIFO message stands in the order too; it is shown as delayed only.
+            timers = [timer_key(queue.number, item.visible_at_ms, item.key) for item in items]
+            delayed = self._index.multi_get(timers)
+            items = [item for item, timer in zip(items, delayed, strict=True) if timer is None]
+        return items, rows[limit][0] if len(rows) > limit else None
+
+    def oldest(self, queue: Queue) -> Item | None:
+        """Return the waiting message with the lowest id."""
+        number = queue.number.to_bytes(4, "big")
+        rows = self._available_fronts.scan(number, past(number), 1)
+        return self._item(queue, State.AVAILABLE, *rows[0]) if rows else None
+
+    def beliefs(self, queue: Queue) -> Beliefs:
+        """Tell what the directory says; what is kept of late must be as the tables have it."""
+        number, directory = queue.number, self._directories[queue.number]
+        found = directory.beliefs(self._index, lambda head: not self._without_timer(queue, head))
+        due_ms = self._due.get(number)
+        if due_ms is not None:
+            found.bounds["delays",] = due_ms
+        for main in self._recent.differing(number, self._available, self._in_progress):
+            found.facts["kept of late", main] = True
+        return found
+
+    def _item(self, queue: Queue, state: State, main: bytes, record: bytes) -> Item | None:
+        """Decode a record, or have it put aside."""
+        in_flight = state is State.IN_FLIGHT
+        try:
+            item = item_of(record)
+        except CorruptRecord as error:
+            table = "in_progress" if in_flight else "available"
+            if not self._quarantine(table, main, record, str(error)):
+                return None
+            if in_flight:
+                queue.counts.in_flight -= 1
+                if queue.fifo:
+                    self._recount.add(queue.number)
+            else:
+                self._lose_entries(queue, main)
+            return None
+        if in_flight:
+            count_attempt(item)
+        return item

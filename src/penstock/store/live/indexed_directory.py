@@ -1,0 +1,229 @@
+"""Keys of the visibility index, and what memory keeps about a queue of the indexed design.
+
+The key map is at the top of :mod:`penstock.store.live.indexed`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from struct import Struct
+from typing import TYPE_CHECKING, Final
+
+from penstock.engines import rows_of
+from penstock.errors import StoreDamaged
+from penstock.store.live import Beliefs, group_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from penstock.engines import Batch, Table
+    from penstock.store.live import Item, Quarantine
+
+__all__ = [
+    "DELAYED",
+    "READY",
+    "Directory",
+    "Held",
+    "lane_of_key",
+    "main_of",
+    "pack_main",
+    "pack_slot",
+    "past",
+    "timer_key",
+    "unpack_main",
+    "visible_at_of_timer",
+]
+
+DELAYED: Final = b"\x00"
+READY: Final = b"\x01"
+_LANE_AT: Final = 5
+_SLOT_BYTES: Final = 16
+
+_main: Final = Struct(">IQ")
+pack_main: Final = _main.pack
+pack_slot: Final = Struct(">QQ").pack
+_pack_timer: Final = Struct(">BIQQ").pack
+
+
+def timer_key(queue: int, visible_at_ms: int, message_id: int) -> bytes:
+    """Return the key under which a delayed message waits for its time."""
+    return _pack_timer(0, queue, visible_at_ms, message_id)
+
+
+def visible_at_of_timer(key: bytes) -> int:
+    """Return when a delayed message comes due."""
+    return int.from_bytes(key[_LANE_AT : _LANE_AT + 8], "big")
+
+
+def main_of(index_key: bytes) -> bytes:
+    """Return the key of the message that an index entry is for."""
+    return index_key[1:5] + index_key[-8:]
+
+
+def unpack_main(main: bytes) -> tuple[int, int]:
+    """Return a message's queue number and id."""
+    number, message_id = _main.unpack(main)
+    return number, message_id
+
+
+def lane_of_key(index_key: bytes) -> bytes:
+    """Return the lane of an entry of what can be claimed."""
+    return index_key[_LANE_AT:-_SLOT_BYTES]
+
+
+def past(prefix: bytes) -> bytes:
+    """Return a key after every key with this prefix: what follows one never begins with ff."""
+    return prefix + b"\xff" * (_SLOT_BYTES + 1)
+
+
+class Held:
+    """A FIFO group that can't be claimed from, and where its lane goes on.
+
+    It has ``count`` messages in flight, or (0) a head that is not visible yet.
+    """
+
+    __slots__ = ("count", "lanes")
+
+    def __init__(self, count: int, lanes: dict[bytes, bytes]) -> None:
+        self.count = count
+        self.lanes = lanes
+
+
+class Directory:
+    """A queue's groups in turn, and the lowest key that may be alive of every lane."""
+
+    __slots__ = ("_groups", "held", "prefix", "ring")
+
+    def __init__(self, number: int, groups: Table) -> None:
+        self._groups = groups
+        self.prefix = READY + number.to_bytes(4, "big")
+        # group -> {lane: lowest key that may be alive}; the first group is next in turn
+        self.ring: OrderedDict[bytes, dict[bytes, bytes]] = OrderedDict()
+        self.held: dict[bytes, Held] = {}
+
+    def all_lanes(self) -> Iterator[dict[bytes, bytes]]:
+        """Give the lanes of every group, held or not."""
+        yield from self.ring.values()
+        yield from (held.lanes for held in self.held.values())
+
+    def lowest(self) -> bytes:
+        """Return the lowest key that may be alive of all lanes."""
+        end = past(self.prefix)
+        return min((key for lanes in self.all_lanes() for key in lanes.values()), default=end)
+
+    def find_held(self, quarantine: Quarantine) -> bool:
+        """Find the groups with messages in flight; whether these have to be counted."""
+        number = self.prefix[1:]
+        uncounted = False
+        for key, record in rows_of(self._groups, number, past(number)):
+            self.held[key[4:]] = Held(int.from_bytes(record, "big"), {})
+            if len(record) != 4:
+                quarantine("groups", key, record, f"{len(record)} bytes, not 4")
+                self.held[key[4:]] = Held(1, {})
+                uncounted = True
+        return uncounted
+
+    def find_lanes(self, index: Table) -> None:
+        """Find the lanes in use by skipping from lane to lane: one seek each, at any depth."""
+        seek, end = self.prefix, past(self.prefix)
+        try:
+            while rows := index.scan(seek, end, 1):
+                lane = lane_of_key(rows[0][0])
+                self.offer(lane, rows[0][0])
+                seek = past(self.prefix + lane)
+        except StoreDamaged:
+            # From behind, as far as to where the damage is met again.
+            while rows := index.scan_back(seek, end, 1):
+                lane = lane_of_key(rows[0][0])
+                end = self.prefix + lane
+                self.offer(lane, index.scan(end, past(end), 1)[0][0])
+
+    def offer(self, lane: bytes, key: bytes) -> None:
+        """Note that a key can be claimed."""
+        group = group_of(lane)
+        held = self.held.get(group)
+        lanes = self.ring.get(group) if held is None else held.lanes
+        if lanes is None:
+            self.ring[group] = {lane: key}
+        else:
+            lowest = lanes.get(lane)
+            if lowest is None or key < lowest:
+                lanes[lane] = key
+
+    def move_on(self, lane: bytes, gone: set[bytes], index: Table) -> None:
+        """Note what a lane begins with now that keys of it are gone.
+
+        A group without any lane must not take a turn: others would go without their share.
+        """
+        group = group_of(lane)
+        held = self.held.get(group)
+        lanes = self.ring.get(group, {}) if held is None else held.lanes
+        if lane not in lanes:
+            return
+        rows = index.scan(lanes[lane], past(self.prefix + lane), len(gone) + 1)
+        left = next((key for key, _ in rows if key not in gone), None)
+        if left is not None:
+            lanes[lane] = left
+            return
+        del lanes[lane]
+        if not lanes:
+            self.ring.pop(group, None)
+
+    def unblock(self, group: bytes) -> None:
+        """Let a claim look again at a FIFO group whose head was not visible."""
+        held = self.held.get(group)
+        if held is not None and not held.count:
+            del self.held[group]
+            if held.lanes:
+                self.ring[group] = held.lanes
+
+    def hold(self, batch: Batch, group: bytes, count: int, lanes: dict[bytes, bytes]) -> None:
+        """Take a FIFO group out of turn: it has messages in flight, or a head that is delayed."""
+        self.held[group] = Held(count, lanes)
+        if count:
+            self._put_held(batch, group, count)
+
+    def unhold(self, batch: Batch, group: bytes, count: int) -> None:
+        """Count messages of a FIFO group out of flight; with the last it has its turn again."""
+        held = self.held.get(group)
+        if held is None:
+            return
+        held.count -= count
+        if held.count <= 0:
+            del self.held[group]
+            if held.lanes:
+                self.ring[group] = held.lanes
+        self._put_held(batch, group, held.count)
+
+    def unhold_all(self, batch: Batch, items: Iterable[Item]) -> None:
+        """Count messages of any FIFO groups out of flight."""
+        counts: dict[bytes, int] = {}
+        for item in items:
+            group = group_of(item.lane)
+            counts[group] = counts.get(group, 0) + 1
+        for group, count in counts.items():
+            self.unhold(batch, group, count)
+
+    def _put_held(self, batch: Batch, group: bytes, count: int) -> None:
+        key = self.prefix[1:] + group
+        if count > 0:
+            batch.put(key, count.to_bytes(4, "big"), self._groups.family)
+        else:
+            batch.delete(key, self._groups.family)
+
+    def beliefs(
+        self, index: Table, is_delayed: Callable[[Sequence[tuple[bytes, bytes]]], bool]
+    ) -> Beliefs:
+        """Tell of groups in flight, the beginnings of lanes, and groups that wait for nothing."""
+        found = Beliefs({}, {})
+        for lanes in self.all_lanes():
+            found.bounds.update((("lane", lane), lowest) for lane, lowest in lanes.items())
+        for group, held in self.held.items():
+            if held.count:
+                found.facts["in flight", group] = held.count
+                continue
+            # A FIFO group has one lane.
+            heads = [index.scan(low, past(self.prefix + at), 1) for at, low in held.lanes.items()]
+            if not any(is_delayed(head) for head in heads if head):
+                found.facts["waits for nothing", group] = True
+        return found

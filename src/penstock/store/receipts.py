@@ -1,0 +1,94 @@
+"""Receipts: what a worker shows to prove that it holds a message.
+
+::
+
+    ps1-SSSSSSSS-QQQQQQQQ-LLLLLLLLLLLLLLLLLLLLLLLLLLLLLLLL-KKKKKKKKKKKKKKKK
+        store    queue    lease the message was claimed   message in that queue
+                          under
+
+Everything but the last part is the same for all messages of a claim: the token of the lease.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from penstock.errors import InvalidReceipt
+from penstock.store.kv.leases import family_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["LeaseToken", "lease_token", "parse_lease_token", "parse_receipts", "queue_numbers"]
+
+_TOKEN: Final = re.compile(r"ps1-([0-9a-f]{8})-([0-9a-f]{8})-([0-9a-f]{32})")
+_TOKEN_CHARS: Final = 3 + 3 + 8 + 8 + 32
+_RECEIPT_CHARS: Final = _TOKEN_CHARS + 1 + 16
+
+
+class LeaseToken(NamedTuple):
+    """A parsed token: the queue's number, the lease, and what all splits of it share."""
+
+    queue: int
+    lease: bytes
+    family: bytes
+
+
+def lease_token(store_id: int, queue: int, lease: bytes) -> str:
+    """Make the part that all receipts of a lease share."""
+    return f"ps1-{store_id:08x}-{queue:08x}-{lease.hex()}"
+
+
+def parse_lease_token(store_id: int, token: object) -> LeaseToken:
+    """Read a lease token of this store."""
+    match = _TOKEN.fullmatch(token) if isinstance(token, str) else None
+    if match is None:
+        raise _not_a_receipt(token)
+    if int(match[1], 16) != store_id:
+        raise InvalidReceipt(
+            f"receipt {_shown(token)} is of another store ({match[1]}; this one is {store_id:08x})"
+        )
+    lease = bytes.fromhex(match[3])
+    return LeaseToken(int(match[2], 16), lease, family_of(lease))
+
+
+def parse_receipts(store_id: int, receipts: Iterable[object]) -> list[tuple[LeaseToken, int]]:
+    """Read receipts of this store; one bad one refuses them all."""
+    tokens: dict[str, LeaseToken] = {}
+    parsed = []
+    for receipt in receipts:
+        if not isinstance(receipt, str) or len(receipt) != _RECEIPT_CHARS:
+            raise _not_a_receipt(receipt)
+        # With its dash, so that the one look-up checks it too.
+        head = receipt[: _TOKEN_CHARS + 1]
+        token = tokens.get(head)
+        if token is None:
+            if head[-1] != "-":
+                raise _not_a_receipt(receipt)
+            token = tokens[head] = parse_lease_token(store_id, head[:-1])
+        try:
+            key = bytes.fromhex(receipt[_TOKEN_CHARS + 1 :])
+        except ValueError:
+            key = b""
+        # fromhex skips blanks; a key with any of them is too short.
+        if len(key) != 8:
+            raise _not_a_receipt(receipt)
+        parsed.append((token, int.from_bytes(key, "big")))
+    return parsed
+
+
+def queue_numbers(store_id: int, receipts: Iterable[object] | str) -> set[int]:
+    """Return the numbers of the queues that receipts name, or a lease token if it is a string."""
+    if isinstance(receipts, str):
+        return {parse_lease_token(store_id, receipts).queue}
+    return {token.queue for token, _ in parse_receipts(store_id, receipts)}
+
+
+def _not_a_receipt(receipt: object) -> InvalidReceipt:
+    return InvalidReceipt(f"not a receipt: {_shown(receipt)}; receipts come from claim()")
+
+
+def _shown(receipt: object) -> str:
+    text = repr(receipt)
+    return text if len(text) <= 100 else text[:97] + "..."

@@ -1,0 +1,509 @@
+"""A connection to the database: transactions that are repeated, and errors in our own words.
+
+One thread at a time uses it, as the broker sees to. A statement by itself is a transaction by
+itself: it is committed by the server, whatever becomes of the process that has sent it.
+
+What may be done again:
+
+* a transaction that the server has aborted (a serialization failure, a deadlock), always;
+* one whose connection was lost before it was told to commit, always;
+* one whose connection was lost later, if it says that it can be repeated (``again``): it finds
+  out by itself whether it had been committed. Others fail with StorageFailed: nobody knows.
+
+How long is waited: the server may be silent for ``statement_timeout_ms`` and a little, and for
+``verb_timeout_ms`` in all that is done between two calls of :meth:`Database.limit`, pauses between
+attempts included. A server that is silent for longer (a process that is stopped still acknowledges
+what is sent to it, and keeps no timeout of its own) is hung up on, and the connection is lost. The
+time is counted in silence, so that who sends or reads much over a slow line is not cut off.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import contextmanager
+from math import ceil, inf
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import psycopg
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.types.numeric import Int8BinaryDumper
+
+from penstock.errors import (
+    DiskFull,
+    InvalidUrl,
+    PenstockError,
+    ServerUnreachable,
+    StorageFailed,
+    StoreMismatch,
+)
+from penstock.limits import MAX_DATABASE_CONNECT_MS, MAX_DATABASE_REPEATS
+from penstock.store.sql.tunables import Tunables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Mapping
+
+    from penstock.store.sql.statements import Statement
+
+__all__ = ["Aborted", "Database", "Lost", "Refused", "translated"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Row = tuple[Any, ...]
+
+# A process that is stopped in the middle of a transaction must not stop the others for longer.
+IDLE_IN_TRANSACTION_MS: Final = 5_000
+# 40001 serialization_failure, 40P01 deadlock_detected, 55P03 lock_not_available.
+_LOCKED: Final = "55P03"
+_ABORTED: Final = frozenset({"40001", "40P01", _LOCKED})
+# A message came into a queue twice, with what was tried.
+_COMES_TWICE: Final = frozenset({"items_pkey", "attempts_pkey"})
+# Classes and codes that say that there is no such place: invalid_authorization, no such database.
+_WRONG_PLACE: Final = ("28", "3D")
+# Shutting down, crashed, starting up, too many connections.
+_AWAY: Final = ("08", "57P", "53300")
+_RETRY_WAIT_S: Final = 0.05
+# How often a silent server is looked at.
+_TICK_S: Final = 0.1
+# A server is taken to be away when it has been silent for so long; what it is asked takes moments.
+_SILENT_S: Final = 2.0
+# Seconds that the server's own timeouts may take to reach us before it is hung up on.
+_GRACE_S: Final = 2.0
+# The least that psycopg takes for an attempt to connect.
+_LEAST_CONNECT_S: Final = 2
+_ALIVE: Final = {
+    "connect_timeout": str(MAX_DATABASE_CONNECT_MS // 1000),
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "30000",
+}
+
+
+class Lost(StorageFailed):
+    """The connection was lost; ``unknown``: what was asked for last may have been done."""
+
+    unknown = True
+
+
+class _Silent(psycopg.OperationalError):
+    """The server has said nothing for too long."""
+
+
+class _Silence:
+    """How long the server has been silent, and how long it may be: at a time, and in all."""
+
+    def __init__(self, most_s: float) -> None:
+        self.most_s = most_s
+        self.left_s = inf
+        self.now_s = 0.0
+
+    def wait(self, seconds: float) -> None:
+        """Count time in which nothing was heard."""
+        self.now_s += seconds
+        self.left_s -= seconds
+        if self.now_s >= self.most_s or self.left_s <= 0:
+            raise _Silent(f"it was silent for {self.now_s:.1f} s")
+
+    def during(self, steps: Generator[Any, Any, T]) -> Generator[Any, Any, T]:
+        """Take the steps of a statement, which yield whenever they wait for the server."""
+        try:
+            wanted = next(steps)
+            while True:
+                # Nothing, if neither side could send or read for the time of a tick.
+                ready = yield wanted
+                if ready:
+                    self.now_s = 0.0
+                else:
+                    self.wait(_TICK_S)
+                wanted = steps.send(ready)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        finally:
+            self.now_s = 0.0
+
+
+class _Connection(psycopg.Connection[Row]):
+    """A connection that waits for its server only as long as it may."""
+
+    silence: _Silence | None = None
+
+    def wait(self, gen: Any, *_: Any, **__: Any) -> Any:
+        """Run the steps of a statement to their end."""
+        if self.silence is None:
+            return super().wait(gen)
+        return super().wait(self.silence.during(gen), interval=_TICK_S)
+
+
+class Database:
+    """One connection, made again when it is lost."""
+
+    def __init__(
+        self,
+        conninfo: str,
+        schema: str,
+        dialect: str,
+        *,
+        relaxed: bool = False,
+        tunables: Tunables | None = None,
+        clock: Callable[[], int] = lambda: 0,
+        bulk: bool = False,
+    ) -> None:
+        """``bulk``: it is read for long, so that every statement may take as long as any may."""
+        self._conninfo = _conninfo(conninfo)
+        self.schema = schema
+        self.dialect = dialect
+        self._relaxed = relaxed
+        self._tunables = tunables or Tunables()
+        self._clock = clock
+        self._bulk = bulk
+        self._silence = _Silence(self._most_s(bulk=bulk))
+        self._statements: Mapping[str, Statement] = {}
+        self._connection: psycopg.Connection[Row] | None = None
+        self._depth = 0
+        # How often it is tried to connect again before a verb fails.
+        self.patience = MAX_DATABASE_REPEATS
+        # What the store has cost so far, and had to do again.
+        self.statements = 0
+        self.repeated = 0
+        self.reconnected = 0
+        # Why it could not be reached when last tried.
+        self._failed: str | None = None
+        # A statement that waited for a lock in vain, why, and until when that counts: others may
+        # well be answered meanwhile.
+        self._locked_out: tuple[Any, str, int] | None = None
+
+    @property
+    def away(self) -> str | None:
+        """Why the database does not answer at present; from any thread, at once."""
+        locked_out = self._locked_out
+        if self._failed is not None:
+            return self._failed
+        if locked_out is not None and self._clock() < locked_out[2]:
+            return locked_out[1]
+        return "it is silent" if not self._bulk and self._silence.now_s >= _SILENT_S else None
+
+    def use(self, statements: Mapping[str, Statement]) -> None:
+        """Take the statements that :meth:`run` knows by name."""
+        self._statements = statements
+
+    # --- connecting ------------------------------------------------------------------------
+
+    def connect(self) -> psycopg.Connection[Row]:
+        """Return the connection; make one if there is none."""
+        connection = self._connection
+        if connection is not None and not connection.closed:
+            return connection
+        told_s = conninfo_to_dict(self._conninfo)["connect_timeout"]
+        wait_s = max(_LEAST_CONNECT_S, ceil(min(float(told_s or 0), self._silence.left_s)))
+        try:
+            connection = _Connection.connect(
+                self._conninfo, autocommit=True, connect_timeout=wait_s
+            )
+        except psycopg.Error as error:
+            if isinstance(error, psycopg.errors.ConnectionTimeout):
+                self._silence.left_s -= wait_s
+            self._failed = _said(error)
+            raise translated(error) from error
+        connection.silence = self._silence
+        try:
+            self._configure(connection)
+        except psycopg.Error as error:
+            connection.close()
+            self._failed = _said(error)
+            raise translated(error) from error
+        self._connection = connection
+        return connection
+
+    def _configure(self, connection: psycopg.Connection[Row]) -> None:
+        # One type for all numbers: a statement is prepared once, not for each width of them.
+        connection.adapters.register_dumper(int, Int8BinaryDumper)
+        settings = {
+            **self._timeouts(bulk=self._bulk),
+            "search_path": self.schema,
+            "idle_in_transaction_session_timeout": str(IDLE_IN_TRANSACTION_MS),
+            "application_name": "penstock",
+            "default_transaction_isolation": "read committed",
+        }
+        if self.dialect == "cockroachdb":
+            settings["default_transaction_isolation"] = "serializable"
+            settings["enable_multiple_modifications_of_table"] = "on"
+        else:
+            # Statements of many parts look dear to the planner, and are not.
+            settings["jit"] = "off"
+            # Tables grow faster than the planner's idea of them: every statement has its index.
+            settings |= {"enable_seqscan": "off", "enable_bitmapscan": "off"}
+            if self._relaxed:
+                settings["synchronous_commit"] = "off"
+        connection.execute(_settings(settings))
+
+    # --- how long it may take --------------------------------------------------------------
+
+    def limit(self, seconds: float) -> None:
+        """Let all that is done from here on wait for the server for so long."""
+        self._silence.left_s = seconds
+
+    @contextmanager
+    def at_leisure(self) -> Iterator[None]:
+        """Let what is done inside take as long as any maintenance may."""
+        if self._bulk or self._depth:
+            yield
+            return
+        # Asked within the time of any other, so that a server that hangs is found out first.
+        settings = _settings(self._timeouts(bulk=True))
+        try:
+            self.execute(settings)
+        except Lost:
+            # It was cut before anything was begun: another one does.
+            self.execute(settings)
+        left_s = self._silence.left_s
+        self._bulk, self._silence.most_s, self._silence.left_s = True, self._most_s(bulk=True), inf
+        try:
+            yield
+        finally:
+            self._bulk, self._silence.most_s = False, self._most_s(bulk=False)
+            self._silence.left_s = left_s
+            self._restore_timeouts()
+
+    def _restore_timeouts(self) -> None:
+        try:
+            if self._connection is not None and not self._connection.closed:
+                self._connection.execute(_settings(self._timeouts(bulk=False)))
+        except psycopg.Error:
+            # The work is done; the next connection gets its timeouts when it is made.
+            self.close()
+
+    def _timeouts(self, *, bulk: bool) -> dict[str, str]:
+        """Return what the server keeps to: for a statement that waits for a lock, and for any."""
+        tunables = self._tunables
+        lock_ms = tunables.bulk_timeout_ms if bulk else tunables.lock_timeout_ms
+        statement_ms = tunables.bulk_timeout_ms if bulk else tunables.statement_timeout_ms
+        return {"lock_timeout": str(lock_ms), "statement_timeout": str(statement_ms)}
+
+    def _most_s(self, *, bulk: bool) -> float:
+        tunables = self._tunables
+        most_ms = tunables.bulk_timeout_ms if bulk else tunables.statement_timeout_ms
+        return most_ms / 1000 + _GRACE_S
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    @property
+    def server(self) -> tuple[object, object]:
+        """Where it is: host and port."""
+        told = conninfo_to_dict(self._conninfo)
+        return told.get("host"), told.get("port")
+
+    def another(self, *, bulk: bool = False) -> Database:
+        """Return what makes another connection to the same place; ``bulk``: to read for long."""
+        twin = Database(
+            self._conninfo,
+            self.schema,
+            self.dialect,
+            tunables=self._tunables,
+            clock=self._clock,
+            bulk=bulk,
+        )
+        twin.use(self._statements)
+        return twin
+
+    # --- statements ------------------------------------------------------------------------
+
+    def run(self, name: str, /, **parameters: Any) -> list[Row]:
+        """Run a statement and return its rows."""
+        statement = self._statements[name]
+        assert parameters.keys() == statement.parameters, (
+            f"{name}: {parameters.keys() ^ statement.parameters}"
+        )
+        return self.execute(statement.text, parameters, prepare=statement.planned_once)
+
+    def parameters(self, name: str) -> frozenset[str]:
+        """Return the parameters of a statement."""
+        return self._statements[name].parameters
+
+    def execute(
+        self, text: Any, parameters: Mapping[str, Any] | None = None, *, prepare: bool = False
+    ) -> list[Row]:
+        """Run any text."""
+        self.statements += 1
+        if self._silence.left_s <= 0:
+            raise ServerUnreachable(f"the database does not answer: {self.away}")
+        try:
+            # A text without parameters may hold many statements, which have no binary answer.
+            cursor = self.connect().execute(
+                text, parameters, prepare=prepare, binary=parameters is not None
+            )
+            rows = [] if cursor.description is None else cursor.fetchall()
+        except psycopg.Error as error:
+            raise self._judged(error, text) from error
+        self._failed = None
+        if self._locked_out is not None and self._locked_out[0] == text:
+            self._locked_out = None
+        return rows
+
+    def _judged(self, error: psycopg.Error, text: Any) -> PenstockError:
+        """Translate an error; tell apart those after which the connection is gone."""
+        if isinstance(error, _Silent):
+            # Whatever it has been sent may yet be done, and its answer must not be read as another.
+            self.close()
+        self._failed = _said(error) if isinstance(error, _Silent) else None
+        if error.sqlstate == _LOCKED:
+            # Until it would have been tried again, and have waited as long.
+            until_ms = self._clock() + 2 * self._tunables.lock_timeout_ms
+            self._locked_out = text, _said(error), until_ms
+        if self._connection is None or self._connection.closed or self._connection.broken:
+            self.close()
+            return Lost(f"the connection to the database was lost: {_said(error)}")
+        return translated(error)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Make everything inside one transaction; one inside another is part of it."""
+        if self._depth:
+            yield
+            return
+        try:
+            self.execute("BEGIN")
+            self._depth = 1
+            yield
+        except BaseException as error:
+            self._depth = 0
+            self._roll_back()
+            if isinstance(error, Lost):
+                # It was not told to commit, so that it did not.
+                error.unknown = False
+            raise
+        self._depth = 0
+        self.execute("COMMIT")
+
+    def _roll_back(self) -> None:
+        try:
+            if self._connection is not None and not self._connection.closed:
+                self._connection.execute("ROLLBACK")
+        except psycopg.Error:
+            # The server undoes it when it finds that nobody is there.
+            self.close()
+
+    # --- repeating -------------------------------------------------------------------------
+
+    def do(self, work: Callable[[], T], *, again: bool = False) -> T:
+        """Do something that is one transaction, again if the server has aborted it.
+
+        ``again``: also if the connection was lost, because it does no harm if it had been done.
+        """
+        if self._depth:
+            return work()
+        lost = 0
+        in_doubt = False
+        for left in range(MAX_DATABASE_REPEATS, -1, -1):
+            try:
+                return work()
+            except Aborted:
+                # One that waits for a lock once more is to hear from the server that it was undone.
+                lock_s = self._tunables.lock_timeout_ms / 1000 if self._locked_out else 0
+                if not left or self._silence.left_s <= lock_s:
+                    raise
+                self.repeated += 1
+                wait_s = 0.0
+            except (Lost, ServerUnreachable) as error:
+                # A database that restarts is given time; one that stays away fails the verb.
+                lost += 1
+                in_doubt = in_doubt or (isinstance(error, Lost) and error.unknown)
+                gives_up = not left or lost > self.patience or self._silence.left_s <= 0
+                if gives_up or (in_doubt and not again):
+                    if in_doubt:
+                        error.args = (f"{error}; it may or may not have been done",)
+                    raise
+                self.reconnected += 1
+                wait_s = _RETRY_WAIT_S * lost
+            if wait_s:
+                self._silence.left_s -= wait_s
+                threading.Event().wait(wait_s)
+        raise AssertionError("the loop ends by itself")
+
+
+class Aborted(StorageFailed):
+    """The server has undone the transaction, for the sake of another; it may be tried again."""
+
+
+class Refused(StorageFailed):
+    """A row that must not be there is, or the other way round; ``constraint`` names the rule."""
+
+    def __init__(self, message: str, constraint: str) -> None:
+        super().__init__(message)
+        self.constraint = constraint
+
+
+def _conninfo(conninfo: str) -> str:
+    """Add what a connection needs to notice that the other end is gone, unless it is said."""
+    try:
+        told = conninfo_to_dict(conninfo)
+    except psycopg.Error as error:
+        raise InvalidUrl(f"the database can't be opened: {_said(error)}") from error
+    return make_conninfo(
+        conninfo, **{name: value for name, value in _ALIVE.items() if name not in told}
+    )
+
+
+def _settings(settings: Mapping[str, str]) -> sql.Composed:
+    parts = [
+        sql.SQL("SET {} = {}").format(sql.Identifier(name), sql.Literal(value))
+        for name, value in settings.items()
+    ]
+    return sql.SQL("; ").join(parts)
+
+
+def translated(error: psycopg.Error) -> PenstockError:
+    """Put an error of the database in our own words."""
+    code = error.sqlstate or ""
+    said = _said(error)
+    if code in _ABORTED:
+        return Aborted(f"the database has aborted a transaction: {said}")
+    if code.startswith("23"):
+        rule = error.diag.constraint_name or error.diag.column_name or ""
+        if rule in _COMES_TWICE:
+            # Another process has brought the same message into the queue: it is seen next time.
+            return Aborted(f"a message has come into a queue meanwhile: {said}")
+        return Refused(said, rule)
+    if code.startswith(_WRONG_PLACE):
+        return InvalidUrl(f"the database can't be opened: {said}")
+    if code == "42501":
+        return StorageFailed(
+            f"the database does not allow it: {said}; the user needs the right to make and use "
+            "the tables of its schema"
+        )
+    if code.startswith("42"):
+        return StoreMismatch(f"the database has not the tables that were expected: {said}")
+    if code == "57014":
+        return StorageFailed(
+            f"the database has cancelled a statement, and nothing was changed: {said}; one that "
+            "needs longer is given it by ?statement_timeout_ms= of the store's URL"
+        )
+    if code in {"53100", "53200"}:
+        return DiskFull(f"the database has no room left: {said}")
+    if code.startswith(_AWAY) or (not code and isinstance(error, psycopg.OperationalError)):
+        wrong = _wrong_place(said)
+        if wrong:
+            return InvalidUrl(f"the database can't be opened: {said}")
+        return ServerUnreachable(f"the database does not answer: {said}")
+    return StorageFailed(f"the database has failed: {said}")
+
+
+def _wrong_place(said: str) -> bool:
+    """Whether a connection was refused for what it asked for; libpq gives no code then."""
+    return any(
+        sign in said
+        for sign in ("password", "authentication", "does not exist", "no pg_hba.conf", "role ")
+    )
+
+
+def _said(error: psycopg.Error) -> str:
+    primary = error.diag.message_primary or str(error) or type(error).__name__
+    return " ".join(primary.split())

@@ -1,0 +1,394 @@
+"""The store at one moment, for reading in bulk: a transaction that sees what was committed then.
+
+A :class:`SqlPinned` has a connection of its own, on which it holds one REPEATABLE READ transaction
+open: writers go on meanwhile, and the database keeps what they delete until it is closed. Pages go
+on after the last row of the one before, so that neither side holds more than a page. What is due is
+told by the time that it was pinned at, whatever anybody has written down of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+
+import msgspec
+
+from penstock.errors import InvalidInput, PenstockError, StorageFailed
+from penstock.limits import MAX_OFFSET
+from penstock.model import LogStats, QueueSpec, QueueStats, State, StoreStats
+from penstock.store.codec.metadata import decode_metadata
+from penstock.store.codec.records import AttemptRecord
+from penstock.store.coverage import Coverage
+from penstock.store.kv.log import LogSettings
+from penstock.store.snapshot import Depths, Held, Keys, cut_range
+from penstock.store.sql.session import Queue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import TracebackType
+
+    from penstock.store.snapshot import LiveRow
+    from penstock.store.sql.database import Database
+    from penstock.store.sql.session import Core, Head
+
+__all__ = ["SqlPinned"]
+
+# What one read of a table aims at: pages are counted in rows, and rows differ in size.
+PAGE_BYTES: Final = 4 << 20
+PAGE_ROWS: Final = 1_024
+FIRST_ROWS: Final = 64
+SIZE_ROWS: Final = 8_192
+# Ids of one question which of them a queue has.
+ASKED: Final = 10_000
+_AVAILABLE: Final = State.AVAILABLE.value
+_DELAYED: Final = State.DELAYED.value
+_IN_FLIGHT: Final = State.IN_FLIGHT.value
+_ENDED: Final = {State.DONE: "pinned_done", State.FAILED: "pinned_failed"}
+_ENDS: Final = {"done": "pinned_done_ends", "failed": "pinned_failed_ends"}
+
+
+class _Rows(NamedTuple):
+    """About how many rows a queue has."""
+
+    live: int = 0
+    in_flight: int = 0
+    done: int = 0
+    failed: int = 0
+    attempts: int = 0
+
+
+class SqlPinned:
+    """A store as it was at ``at_ms``; see :class:`~penstock.store.snapshot.PinnedStore`."""
+
+    def __init__(
+        self,
+        database: Database,
+        core: Core,
+        head: Head,
+        at_ms: int,
+        let_go: Callable[..., None],
+        *,
+        stats: bool,
+    ) -> None:
+        self._database = database
+        self._lock = threading.Lock()
+        self._let_go = let_go
+        self._closed = ""
+        self.at_ms = at_ms
+        self.store_id = f"{core.known_as:08x}"
+        self.log_stats = self._log_stats(head, core.identity.routing)
+        self.totals = StoreStats(
+            published_total=head.published,
+            duplicates_total=head.duplicates,
+            unrouted_total=head.unrouted,
+            quarantined_total=0,
+            healed_total=core.zones.orphans,
+            stale_receipts_total=core.stale_receipts,
+        )
+        self.stats: Sequence[QueueStats] = (
+            [self._queue_stats(queue) for queue in self._queues.values()] if stats else []
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the transaction; who still reads is told so."""
+        with self._lock:
+            if not self._closed:
+                self._closed = "the snapshot was closed while it was being read"
+                self._end()
+
+    def _end(self) -> None:
+        whole = True
+        try:
+            self._database.execute("ROLLBACK")
+        except PenstockError:
+            whole = False
+        self._let_go(self, self._database, whole=whole)
+
+    def _run(self, name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
+        with self._lock:
+            if self._closed:
+                raise InvalidInput(self._closed)
+            try:
+                return self._database.run(name, **parameters)
+            except StorageFailed as error:
+                # Another transaction would see another moment: this one can't be begun again.
+                self._closed = f"the database has ended the snapshot: {error}; ask for a new one"
+                self._end()
+                raise
+
+    # --- what there is -------------------------------------------------------------------
+
+    @cached_property
+    def _queues(self) -> dict[str, Queue]:
+        return {
+            name: Queue(
+                number,
+                msgspec.msgpack.decode(spec, type=QueueSpec),
+                msgspec.msgpack.decode(coverage, type=Coverage),
+            )
+            for number, name, spec, coverage in sorted(
+                self._run("load_queues"), key=lambda row: str(row[1])
+            )
+        }
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of every queue, by name."""
+        return {name: queue.number for name, queue in self._queues.items()}
+
+    @cached_property
+    def queues(self) -> dict[str, QueueSpec]:
+        """Every queue's settings, by name."""
+        return {name: queue.spec for name, queue in self._queues.items()}
+
+    @cached_property
+    def draining(self) -> set[str]:
+        """The names of queues that take no more messages."""
+        return {name for name, queue in self._queues.items() if queue.coverage.draining}
+
+    @cached_property
+    def _counts(self) -> dict[int, _Rows]:
+        return {row[0]: _Rows(*row[1:]) for row in self._run("pinned_counts")}
+
+    def depths(self, queue: str) -> Depths:
+        """Count a queue's messages."""
+        number = self._queues[queue].number
+        counts = self._counts.get(number, _Rows())
+        delayed = self._run("count_delayed", queue=number, now_ms=self.at_ms)[0][0]
+        available = max(0, counts.live - counts.in_flight - delayed)
+        return Depths(available, delayed, counts.in_flight, counts.done, counts.failed)
+
+    def _log_stats(self, head: Head, routing: str) -> LogStats:
+        settings = msgspec.msgpack.decode(self._run("load_instance")[0][7], type=LogSettings)
+        segments = self._run("load_segments")
+        earliest = segments[0][1] if segments else head.next_offset
+        stored: dict[int, int] = dict(self._run("load_cursors"))
+        logs = range(max(count for _, count in settings.changes))
+        cursors = {log: max(stored.get(log, 0), earliest) for log in logs}
+        return LogStats(
+            routing=routing,
+            logs=settings.changes[-1][1],
+            earliest=earliest,
+            end=head.next_offset,
+            routed_up_to=head.next_offset if routing == "inline" else min(cursors.values()),
+            segments=len(segments),
+            retention_ms=settings.retention_ms,
+            cursors=cursors,
+        )
+
+    def _queue_stats(self, queue: Queue) -> QueueStats:
+        at = {"queue": queue.number, "now_ms": self.at_ms}
+        sums = self._run("sum_counts", queue=queue.number)[0]
+        depths = self.depths(queue.name)
+        age_ms = None
+        if oldest := self._run("oldest", **at):
+            age_ms = max(0, self.at_ms - decode_metadata(oldest[0][0]).published_at_ms)
+        ready = self._run("groups_ready_fifo" if queue.fifo else "groups_ready", **at)[0][0]
+        names = (
+            *("enqueued_total", "claimed_total", "acked_total", "released_total"),
+            *("lease_expired_total", "failed_total", "redriven_total", "removed_total"),
+            *("moved_in_total", "moved_out_total"),
+        )
+        return QueueStats(
+            queue=queue.name,
+            **depths._asdict(),
+            oldest_age_ms=age_ms,
+            groups_ready=ready,
+            **{name: int(each or 0) for name, each in zip(names, sums[4:], strict=True)},
+        )
+
+    # --- ranges --------------------------------------------------------------------------
+
+    def about(self, table: str, queue: str) -> int:
+        """Say about how many rows a queue has in active, attempts, done or failed."""
+        counts = self._counts.get(self._queues[queue].number, _Rows())
+        return int(getattr(counts, "live" if table == "active" else table))
+
+    def cut(self, table: str, queue: str, count: int, least: int = 0) -> Iterator[Keys]:
+        """Cut a queue's rows into at most ``count`` ranges, and those in flight by themselves."""
+        number = self._queues[queue].number
+        if table in {"done", "failed"}:
+            ends = self._run(_ENDS[table], queue=number, least=least)
+            yield from _cut(table, number, ends, count, live=False)
+            return
+        if table == "attempts":
+            ends = self._run("pinned_attempt_ends", queue=number)
+            yield from _cut("attempts", number, ends, count, live=False)
+        ends = self._run("pinned_item_ends", queue=number)
+        yield from _cut("held" if table == "attempts" else "items", number, ends, count, live=True)
+
+    def message_runs(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Return the first and the last id in [begin, end) whose payload is kept."""
+        first, last = self._run("pinned_message_ends", begin=begin, end=end)[0]
+        return [] if first is None else [(first, last)]
+
+    # --- rows ----------------------------------------------------------------------------
+
+    def _pages(
+        self, name: str, begin: int, end: int, heavy: int, **parameters: Any
+    ) -> Iterator[list[tuple[Any, ...]]]:
+        """Read [begin, end) in pages of about the same size; ``heavy`` is the largest column."""
+        count = FIRST_ROWS
+        while begin < end:
+            rows = self._run(name, begin=begin, end=end, count=count, **parameters)
+            if rows:
+                yield rows
+            if len(rows) < count:
+                return
+            begin = rows[-1][0] + 1
+            size = sum(len(row[heavy] or b"") for row in rows) // len(rows)
+            count = max(1, min(PAGE_ROWS, PAGE_BYTES // (size + 64)))
+
+    def log_rows(self, log: int, begin: int, end: int) -> Iterator[list[tuple[int, bytes]]]:
+        """Read messages (id, metadata) of [begin, end) of a log."""
+        # What lies below the log is removed by and by.
+        begin, end = max(begin, self.log_stats.earliest), min(end, self.log_stats.end)
+        for rows in self._pages("read_log", begin, end, 1, log=log):
+            yield [(row[0], row[1]) for row in rows]
+
+    def payloads(self, message_ids: Sequence[int]) -> list[bytes | None]:
+        """Read payloads; None for those that are gone."""
+        found: dict[int, bytes] = dict(self._run("payloads", message_ids=list(message_ids)))
+        return [found.get(message_id) for message_id in message_ids]
+
+    def payload_sizes(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Read how large every kept payload of ids in [begin, end) is."""
+        while rows := self._run("pinned_sizes", begin=begin, end=end, count=SIZE_ROWS):
+            yield from ((row[0], row[1]) for row in rows)
+            begin = rows[-1][0] + 1
+
+    def payload_rows(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """Read every kept payload (message id, payload) of ids in [begin, end)."""
+        ids: list[int] = []
+        total = 0
+        for message_id, size in self.payload_sizes(begin, end):
+            if ids and (total + size > PAGE_BYTES or len(ids) >= PAGE_ROWS):
+                yield from self._bodies(ids)
+                ids, total = [], 0
+            ids.append(message_id)
+            total += size
+        if ids:
+            yield from self._bodies(ids)
+
+    def _bodies(self, message_ids: list[int]) -> Iterator[tuple[int, bytes]]:
+        for message_id, payload in zip(message_ids, self.payloads(message_ids), strict=True):
+            if payload is not None:
+                yield message_id, payload
+
+    def live_rows(self, keys: Keys) -> Iterator[list[LiveRow]]:
+        """Read live messages; of keys that were cut for attempts, those in flight."""
+        number, begin, end = _numbers(keys)
+        if keys.table == "held":
+            pages = self._pages("pinned_held", begin, end, 7, queue=number, now_ms=self.at_ms)
+        else:
+            pages = self._pages("pinned_items", begin, end, 7, queue=number)
+        for rows in pages:
+            yield [self._live_row(*row) for row in rows]
+
+    def _live_row(
+        self,
+        message_id: int,
+        attempts: int,
+        visible_at_ms: int,
+        vesting_ms: int,
+        leased: bool,  # noqa: FBT001 - a column
+        consumer: bytes,
+        claimed_at_ms: int,
+        metadata: bytes | None,
+    ) -> LiveRow:
+        # What is not there can't be decoded either.
+        about = metadata or b""
+        if leased and vesting_ms > self.at_ms:
+            held = Held(consumer.decode(), claimed_at_ms, vesting_ms)
+            return message_id, _IN_FLIGHT, attempts, visible_at_ms, held, about
+        state = _DELAYED if vesting_ms > self.at_ms else _AVAILABLE
+        # A lease that is over, of which nobody has taken note: it waits since then.
+        visible_at_ms = vesting_ms if leased else visible_at_ms
+        return message_id, state, attempts, visible_at_ms, None, about
+
+    def leases(self, rows: Sequence[LiveRow]) -> list[Held | None]:
+        """Say who holds each of some live messages."""
+        return [row[4] for row in rows]
+
+    def ended_rows(
+        self, state: State, keys: Keys, low: int = 0, high: int = MAX_OFFSET
+    ) -> Iterator[tuple[Sequence[int], Sequence[tuple[Any, ...]]]]:
+        """Read done or failed messages whose sequence is in [low, high), with their sequences.
+
+        Of each: message id, nothing, when it ended, attempts, metadata, and the reason.
+        """
+        number, begin, end = _numbers(keys)
+        pages = self._pages(_ENDED[state], max(begin, low), min(end, high), 4, queue=number)
+        for rows in pages:
+            yield (
+                [row[0] for row in rows],
+                [
+                    (row[1], None, row[2], row[3], row[4] or b"", row[5].decode(errors="replace"))
+                    for row in rows
+                ],
+            )
+
+    def attempt_rows(self, keys: Keys) -> Iterator[tuple[int, int, AttemptRecord]]:
+        """Read ended attempts: message id, attempt, record."""
+        number, begin, end = _numbers(keys)
+        after = (begin, -1)
+        while rows := self._run(
+            "pinned_attempts",
+            queue=number,
+            after=after[0],
+            after_number=after[1],
+            end=end,
+            count=PAGE_ROWS,
+        ):
+            for message_id, attempt, claimed_at_ms, consumer, ended_at_ms, ending, reason in rows:
+                record = AttemptRecord(
+                    claimed_at_ms,
+                    consumer.decode(),
+                    ended_at_ms,
+                    ending,
+                    reason.decode(errors="replace"),
+                )
+                yield message_id, attempt, record
+            after = rows[-1][:2]
+
+    def referenced(self, message_ids: set[int]) -> set[int]:
+        """Return which of the messages any queue still holds, in whatever state."""
+        held: set[int] = set()
+        ids = sorted(message_ids)
+        for queue in self._queues.values():
+            for at in range(0, len(ids), ASKED):
+                rows = self._run(
+                    "find_present", queue=queue.number, message_ids=ids[at : at + ASKED]
+                )
+                held.update(row[0] for row in rows)
+        return held
+
+
+def _cut(
+    table: str, number: int, ends: list[tuple[Any, ...]], count: int, *, live: bool
+) -> Iterator[Keys]:
+    first, last = ends[0]
+    if first is None:
+        return
+    prefix = number.to_bytes(4, "big")
+    for begin, end in cut_range(first, last + 1, count):
+        low, high = (prefix + each.to_bytes(8, "big") for each in (begin, end))
+        yield Keys(table, low, high, live)
+
+
+def _numbers(keys: Keys) -> tuple[int, int, int]:
+    """Return the queue's number, and the range of message ids or sequence numbers."""
+    number = int.from_bytes(keys.begin[:4], "big")
+    return number, int.from_bytes(keys.begin[4:], "big"), int.from_bytes(keys.end[4:], "big")

@@ -1,0 +1,361 @@
+"""The contract on a SQL database, as one object; each verb is in the module of its kind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+from zlib import crc32
+
+import msgspec
+
+from penstock.errors import InvalidInput, PenstockError
+from penstock.limits import MAX_DATABASE_VIEWS, MAX_RING_SIZE
+from penstock.model import Contention
+from penstock.store.plans import Collected, StoreInfo
+from penstock.store.sql.claim import Claiming
+from penstock.store.sql.database import Database
+from penstock.store.sql.filling import Filling
+from penstock.store.sql.inspect import Views
+from penstock.store.sql.maintain import ALL, Upkeep
+from penstock.store.sql.move import Moving
+from penstock.store.sql.pins import Pins
+from penstock.store.sql.polling import Watching
+from penstock.store.sql.publish import Intake
+from penstock.store.sql.routing import Routing
+from penstock.store.sql.schema import prepare
+from penstock.store.sql.session import Core
+from penstock.store.sql.settle import Settling
+from penstock.store.sql.statements import statements_of
+from penstock.store.sql.tunables import Tunables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from penstock.model import QueueSpec
+    from penstock.store.kv.check import AuditReport
+    from penstock.store.sql.session import Queue
+    from penstock.store.sql.snapshot import SqlPinned
+
+__all__ = ["SqlStore", "open_store"]
+
+
+def open_store(
+    conninfo: str,
+    *,
+    schema: str,
+    dialect: str,
+    store_id: int,
+    routing: str | None,
+    random: Callable[[], float],
+    now_ms: int,
+    clock: Callable[[], int] | None = None,
+    ring_size: int | None = None,
+    tunables: Tunables | None = None,
+    tuned: Mapping[str, int] | None = None,
+    relaxed: bool = False,
+    background: bool = False,
+    cluster: int = 0,
+    clusters: int = 1,
+) -> SqlStore:
+    """Open a store, making it if the database has none; nothing is written if it is not ours.
+
+    ``cluster`` and ``clusters`` say which of several databases it is that are one store:
+    :mod:`penstock.store.sql.clusters`. Without a number of them it is read by itself. ``tuned``
+    are tunables as a URL names them.
+    """
+    if tunables is None:
+        # Where contention is dear, pointers are spread from the beginning.
+        tunables = Tunables(ring_size=16 if dialect == "cockroachdb" else 1)
+    if tuned:
+        told = {**msgspec.structs.asdict(tunables), **tuned}
+        # Not strictly: a URL says yes by 1.
+        tunables = msgspec.convert(told, Tunables, strict=False)
+    database = Database(
+        conninfo,
+        schema,
+        dialect,
+        relaxed=relaxed,
+        tunables=tunables,
+        clock=clock or (lambda: now_ms),
+    )
+    database.use(statements_of(dialect))
+    try:
+        database.connect()
+        prepare(database)
+        core = Core(
+            database,
+            tunables,
+            store_id=store_id,
+            routing=routing,
+            ring_size=ring_size,
+            random=random,
+            now_ms=now_ms,
+            clock=clock,
+            cluster=cluster,
+            clusters=clusters,
+        )
+    except BaseException:
+        database.close()
+        raise
+    store = SqlStore(core, background=background)
+    if not clusters:
+        store.only_read()
+    return store
+
+
+class SqlStore:
+    """A store on a SQL database."""
+
+    def __init__(self, core: Core, *, background: bool) -> None:
+        self.core = core
+        routing = Routing(core)
+        settling = Settling(core)
+        moving = Moving(core)
+        upkeep = Upkeep(core, settling, routing, moving)
+        claiming = Claiming(core, upkeep)
+        watching = Watching(core, claiming, upkeep, background=background)
+        filling = Filling(core, routing)
+        views = Views(core, upkeep)
+        self.create_queue = upkeep.create_queue
+        self.update_queue = upkeep.update_queue
+        self.delete_queue = upkeep.delete_queue
+        self.drain_queue = upkeep.drain_queue
+        self.publish = Intake(core).publish
+        self.claim = watching.claim
+        self.watch = watching.watch
+        self.ack = settling.ack
+        self.release = settling.release
+        self.extend = settling.extend
+        self.extend_lease = settling.extend_lease
+        self.held = settling.held
+        self.queues_of = settling.queues_of
+        self.redrive = upkeep.redrive
+        self.move = upkeep.move
+        self.purge = upkeep.purge
+        self.trim = upkeep.trim
+        self.read_log = routing.read_log
+        self.assign = routing.assign
+        self.take_epoch = routing.take_epoch
+        self.route_plan = routing.route_plan
+        self.filters_at = routing.filters_at
+        self.configure_log = routing.configure_log
+        self.offset_at = routing.offset_at
+        self.log_stats = routing.stats
+        self.backfill_plan = filling.backfill_plan
+        self.backfill = filling.backfill
+        self.fill = filling.fill
+        self.restore = filling.restore
+        self.browse = views.browse
+        self.attempts = views.attempts
+        self.queue_stats = views.queue_stats
+        self.store_stats = views.store_stats
+        self.soonest_ms = watching.soonest_ms
+        self.take_woken = watching.take_woken
+        self.available = watching.available
+        self.sweep = watching.sweep
+        self.ready_zones = claiming.ready_zones
+        self.remove_drained = upkeep.remove_drained
+        self._watching = watching
+        self._upkeep = upkeep
+        self.pins = Pins(core, lambda now_ms: upkeep.catch_up(now_ms, ALL))
+
+    def follow(self, look: Callable[[], None]) -> None:
+        """Have something called about every minute: a clock looks at the database's."""
+        self._watching.follow = look
+
+    # --- one of several databases ------------------------------------------------------------
+
+    def ask_before_removal(self, may_go: Callable[[Queue], bool]) -> None:
+        """Have a drained queue removed only if nothing of it is elsewhere."""
+        self._upkeep.may_go = may_go
+
+    def only_read(self) -> None:
+        """Refuse what all databases of the store must agree on; settling and trimming go on."""
+
+        def refuse(*_: object, **__: object) -> NoReturn:
+            raise InvalidInput(
+                "this is one of several databases that are one store, opened by itself: messages "
+                "are published and queues are changed with all of them"
+            )
+
+        # A broker purges a queue before it deletes it.
+        for name in ("create", "update", "delete", "drain"):
+            setattr(self, f"{name}_queue", refuse)
+        self.publish = self.purge = refuse
+        # What was archived of it must not pass for an archive of all.
+        place = self.core.database.run("load_cluster")[0][1]
+        self.core.known_as = crc32(b"%d/%d" % (self.core.identity.store_id, place))
+        self.ask_before_removal(lambda _: False)
+
+    # --- queues ----------------------------------------------------------------------------
+
+    def draining(self, queue_name: str) -> bool:
+        """Whether a queue takes no more messages and is about to go."""
+        return self.core.queue(queue_name).coverage.draining
+
+    def live_filters(self) -> dict[str, str]:
+        """Return the filters that new messages are routed by."""
+        self.core.refresh()
+        return self.core.live_filters()
+
+    @property
+    def filter_changes(self) -> int:
+        """How often the live filters were found changed, by whichever process."""
+        return self.core.live_changes
+
+    def spec(self, queue_name: str) -> QueueSpec:
+        """Return the settings of a queue."""
+        return self.core.queue(queue_name).spec
+
+    def specs(self) -> list[QueueSpec]:
+        """Return the settings of every queue, by name."""
+        self.core.refresh()
+        return [queue.spec for _, queue in sorted(self.core.queues.items())]
+
+    def routing(self) -> str:
+        """Return how the store routes."""
+        return self.core.identity.routing
+
+    def contention(self) -> Contention:
+        """Say what sharing the database has cost this process."""
+        zones, database = self.core.zones, self.core.database
+        return Contention(
+            collisions=zones.collisions,
+            collected=zones.collected,
+            repeated=database.repeated,
+            reconnected=database.reconnected,
+            statements=database.statements,
+        )
+
+    @property
+    def away(self) -> str | None:
+        """Why the database does not answer, if it did not when it was last asked something."""
+        why = self.core.database.away
+        return None if why is None else f"the database does not answer: {why}"
+
+    @property
+    def patience_s(self) -> float:
+        """How long a verb waits for the database, and for others of this process."""
+        return self.core.tunables.verb_timeout_ms / 1000
+
+    def limit(self, seconds: float) -> None:
+        """Let what is asked for from here on wait for the database for so long."""
+        self.core.database.limit(seconds)
+
+    def recover(self, alone: AbstractContextManager[None]) -> None:
+        """Do nothing: every verb tries to connect."""
+
+    def free_bytes(self) -> None:
+        """Return None: the disk is the database's."""
+
+    def offsets_at(self, time_ms: int) -> list[int]:
+        """Return an offset at or before the first message of that time."""
+        return [self.offset_at(time_ms)]
+
+    def info(self) -> StoreInfo:
+        """Say which store this is."""
+        return StoreInfo(f"{self.core.known_as:08x}", "sql", self.core.identity.routing)
+
+    def set_ring_size(self, ring_size: int, now_ms: int) -> None:
+        """Give zones that come from here on a token of another ring; others keep theirs."""
+        if not 1 <= ring_size <= MAX_RING_SIZE:
+            raise InvalidInput(f"ring_size {ring_size}: from 1 to {MAX_RING_SIZE}")
+        core = self.core
+
+        def work() -> None:
+            core.lock_head()
+            core.database.run("put_ring", ring_size=ring_size)
+            core.ring_high = core.database.run("put_ring_high")[0][0]
+            core.ring_size = ring_size
+            core.changed(now_ms)
+
+        core.change(work)
+
+    def split_tokens(self, queue_name: str, now_ms: int) -> int:
+        """Give each token of a queue a range of its own; return how many. CockroachDB only."""
+        core = self.core
+        if core.database.dialect != "cockroachdb":
+            raise InvalidInput("a table of PostgreSQL is in one place: no ranges to split")
+        core.refresh(now_ms)
+        queue = core.queue(queue_name)
+        for statement in ("split_pointers", "split_vesting"):
+            core.database.run(statement, queue=queue.number, tokens=core.ring_high)
+        return core.ring_high
+
+    # --- payloads --------------------------------------------------------------------------
+
+    def collectable(self, message_ids: Sequence[int]) -> set[int]:
+        """Return those messages that no queue can come to hold any more: the log has let go."""
+        log = self.log_stats()
+        gone = min(log.earliest, log.routed_up_to)
+        return {message_id for message_id in message_ids if message_id < gone}
+
+    def drop_payloads(
+        self,
+        message_ids: Sequence[int],
+        now_ms: int,  # noqa: ARG002
+        *,
+        dry_run: bool,
+    ) -> Collected:
+        """Delete payloads that nothing refers to."""
+        core = self.core
+        ids = [message_id for message_id in message_ids if message_id < 1 << 63]
+
+        def work() -> Collected:
+            rows = core.database.run("unheld", message_ids=ids)
+            if rows and not dry_run:
+                core.database.run("drop_messages", message_ids=[row[0] for row in rows])
+            return Collected(len(rows), sum(row[1] for row in rows))
+
+        dropped: Collected = core.change(work)
+        return dropped
+
+    def pin(self, now_ms: int, *, stats: bool = False, marks: bool = True) -> SqlPinned:
+        """Pin what is committed for reading in bulk, on a connection of its own."""
+        return self.pins.pin(now_ms, stats=stats, marks=marks)
+
+    @property
+    def max_views(self) -> int:
+        """How many states a server may have pinned at a time: each has a connection."""
+        return MAX_DATABASE_VIEWS
+
+    # --- time and durability ---------------------------------------------------------------
+
+    def audit(self, *, repair: bool, now_ms: int) -> AuditReport:
+        """Hold the store to its invariants."""
+        from penstock.store.sql.check import audit  # noqa: PLC0415 - seldom wanted
+
+        with self.core.database.at_leisure():
+            return audit(self.core, repair=repair, now_ms=now_ms)
+
+    def time_floor_ms(self) -> int:
+        """Return the latest time that this store has seen."""
+        return int(self.core.database.run("time_floor")[0][0] or 0)
+
+    def server_ms(self) -> int:
+        """Return what time the server has."""
+        return int(self.core.database.run("server_time")[0][0])
+
+    @property
+    def commits(self) -> int:
+        """How many commits were made; each is durable when it has been made."""
+        return self.core.commits
+
+    def sync(self) -> None:
+        """Do nothing: a commit is durable when the database has answered it."""
+
+    def checkpoint(self, path: Path) -> None:
+        """Refuse: a database has its own ways to be backed up."""
+        raise PenstockError(
+            f"a store on a SQL database is not copied to {path}: use the database's own backup, "
+            "such as pg_dump or BACKUP"
+        )
+
+    def on_lost(self, told: Callable[[PenstockError], None]) -> None:
+        """Do nothing: the database is never lost to one process alone."""
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self.pins.close()
+        self.core.database.close()

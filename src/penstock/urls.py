@@ -1,0 +1,491 @@
+"""From a URL to an open broker.
+
+::
+
+    memory:                       in memory, gone with the broker
+    rocksdb:PATH                  a RocksDB directory, made if it is not there
+    slatedb+file:///DIR           a SlateDB database in a directory
+    slatedb+s3://BUCKET/PREFIX    a SlateDB database in an S3 bucket
+    postgresql://USER@HOST/DB     tables in a PostgreSQL database, for any number of processes
+    cockroachdb://USER@HOST/DB    the same in CockroachDB
+    URL;URL                       several databases as one store
+    ...?schema=S&ring_size=N      SQL: the schema of the tables, tokens of a new store, and what
+                                  docs/sql.md has under "What can be tuned"
+    ...?design=indexed|buckets    which of the two storage designs a new store gets
+    ...?min_free_bytes=N          RocksDB: what new messages leave free on the disk
+    ...?flush_ms=N                SlateDB: the least time from one write of its log to the next
+    penstock://HOST:PORT          a server, by way of :func:`penstock.connect`
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from penstock.broker.broker import Broker
+from penstock.clock import Clock, FollowingClock, SystemClock
+from penstock.engines.memory import MemoryEngine
+from penstock.errors import InvalidUrl, StoreMismatch
+from penstock.limits import MAX_FLUSH_MS, MAX_OFFSET
+from penstock.store.kv.state import FORMAT, SHARED_TABLES, Identity
+from penstock.store.kv.store import KvStore
+from penstock.store.live import buckets, indexed
+from penstock.store.sql.location import SQL_SCHEMES, parse_sql, split_urls, without_password
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from penstock.broker.reader import Reader
+    from penstock.engines import Engine, Remains, Shape, Table
+    from penstock.engines.slatedb.heartbeat import Pulse
+    from penstock.engines.slatedb.location import Place
+    from penstock.store.live import ActiveSet, Quarantine
+    from penstock.store.sql.clusters import ClusterStore
+    from penstock.store.sql.store import SqlStore
+
+__all__ = [
+    "DESIGNS",
+    "Design",
+    "identity_in",
+    "make_engine",
+    "make_store",
+    "open",
+    "open_copy",
+    "open_reader",
+    "place_to_read",
+    "remains_of",
+    "watch_owner",
+]
+
+
+class Design(NamedTuple):
+    """A way to keep live messages: its tables, and what makes its active set."""
+
+    tables: Mapping[str, Shape]
+    make_active: Callable[[Engine, Quarantine], ActiveSet]
+
+
+DESIGNS: Final[Mapping[str, Design]] = {
+    "indexed": Design({**SHARED_TABLES, **indexed.TABLES}, indexed.IndexedActive),
+    "buckets": Design({**SHARED_TABLES, **buckets.TABLES}, buckets.BucketActive),
+}
+DEFAULT_DESIGN: Final = "indexed"
+# Where every operation is dear.
+DEFAULT_SLATEDB_DESIGN: Final = "buckets"
+_IDENTITY_KEY: Final = b"meta"
+
+
+def open(  # noqa: A001 - penstock.open is the way in
+    url: str | Sequence[str],
+    *,
+    durability: Literal["fsync", "relaxed"] = "fsync",
+    dedup_window_ms: int = 300_000,
+    background: bool = True,
+    routing: Literal["inline", "pipeline"] | None = None,
+    clock: Clock | None = None,
+    create: bool = True,
+) -> Broker:
+    """Open a store, making it if it is not there.
+
+    ``create=False`` raises StoreMismatch instead of making one; ``memory:`` is always made.
+
+    Several URLs of SQL databases, as a list or with ``;`` in between, are one store.
+    ``durability="relaxed"`` lets verbs return before the disk has their change: a crash of this
+    process still loses nothing, a crash of the machine may lose the last tenth of a second.
+    ``routing`` is chosen when a store is made, and kept: ``inline`` (the default) puts messages
+    into their queues as they are published, ``pipeline`` leaves that to a process that tails the
+    metadata log (:func:`penstock.route_once`, or the Spark pipeline).
+    ``background=False`` starts no sweeper thread: call :meth:`Broker.sweep` yourself.
+    """
+    if durability not in {"fsync", "relaxed"}:
+        raise InvalidUrl(f"durability {durability!r:.100}: 'fsync' or 'relaxed'")
+    if routing not in {None, "inline", "pipeline"}:
+        raise InvalidUrl(f"routing {routing!r:.100}: 'inline' or 'pipeline'")
+    urls = [str(each) for each in url] if isinstance(url, list | tuple) else split_urls(url)
+    if len(urls) == 1:
+        url = urls[0] if isinstance(url, list | tuple) else url
+    elif not urls or not all(each.startswith(SQL_SCHEMES) for each in urls):
+        raise InvalidUrl("a store of several URLs is of SQL databases: postgresql:, cockroachdb:")
+    if str(url).startswith(("penstock:", "penstocks:")):
+        if (durability, dedup_window_ms, background, routing) != ("fsync", 300_000, True, None):
+            raise InvalidUrl(f"{url!r:.200} is a server: what its store does is its own setting")
+        # Imported here: who opens a store of its own need not load what a client needs.
+        from penstock.client import connect  # noqa: PLC0415
+
+        # It has the verbs of a broker, so that who is given either need not know which.
+        return cast(Broker, connect(str(url), clock=clock))
+    clock = clock or SystemClock()
+    if urls[0].startswith(SQL_SCHEMES):
+        return _open_sql(
+            urls,
+            clock,
+            relaxed=durability == "relaxed",
+            dedup_window_ms=dedup_window_ms,
+            background=background,
+            routing=routing,
+            create=create,
+        )
+    named = _parse(url)
+    if named.scheme == "memory":
+        design = named.design or DEFAULT_DESIGN
+        engine: Engine = MemoryEngine(DESIGNS[design].tables)
+    elif named.scheme == "rocksdb":
+        engine, design = _open_rocksdb(named, named.design, create=create)
+    else:
+        engine, design = _open_slatedb(named, routing, create=create)
+    try:
+        store = make_store(engine, design, clock, routing)
+        return Broker(
+            store,
+            clock=clock,
+            relaxed=durability == "relaxed",
+            dedup_window_ms=dedup_window_ms,
+            background=background,
+        )
+    except BaseException:
+        engine.close()
+        raise
+
+
+def _open_sql(
+    urls: Sequence[str],
+    clock: Clock,
+    *,
+    relaxed: bool,
+    dedup_window_ms: int,
+    background: bool,
+    routing: str | None,
+    create: bool,
+) -> Broker:
+    places = [parse_sql(url) for url in urls]
+    try:
+        from penstock.store.sql.forming import open_clusters  # noqa: PLC0415
+        from penstock.store.sql.status import is_there  # noqa: PLC0415
+        from penstock.store.sql.store import open_store  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        dialect = places[0].dialect
+        raise InvalidUrl(f"{dialect}: needs psycopg: pip install 'penstock[sql]'") from error
+    for each in places:
+        if not create and not is_there(each.conninfo, schema=each.schema, dialect=each.dialect):
+            raise _no_store(each.shown)
+    # Processes on many machines must agree about when a lease is over.
+    following = FollowingClock() if type(clock) is SystemClock else None
+    clock = following or clock
+    settings: dict[str, Any] = {
+        "store_id": int.from_bytes(clock.lease_id()[-4:], "big"),
+        "routing": routing,
+        "random": clock.random,
+        "now_ms": clock.now_ms(),
+        "clock": clock.now_ms,
+        "relaxed": relaxed,
+        "background": background,
+    }
+    store: SqlStore | ClusterStore
+    if len(places) > 1:
+        if any(named.cluster is not None for named in places):
+            raise InvalidUrl("cluster: for who reads one of several databases by itself")
+        store = open_clusters(places, **settings)
+    else:
+        (named,) = places
+        store = open_store(
+            named.conninfo,
+            schema=named.schema,
+            dialect=named.dialect,
+            ring_size=named.ring_size,
+            tuned=named.tuned,
+            cluster=named.cluster or 0,
+            clusters=1 if named.cluster is None else 0,
+            **settings,
+        )
+    try:
+        if following is not None:
+            following.follow(store.server_ms)
+            store.follow(lambda: following.follow(store.server_ms))
+        return Broker(
+            store,
+            clock=clock,
+            relaxed=relaxed,
+            dedup_window_ms=dedup_window_ms,
+            background=background,
+        )
+    except BaseException:
+        store.close()
+        raise
+
+
+def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
+    """Open a store on object storage for reading, as it is now, whoever owns it.
+
+    The owner is not asked and not disturbed. Needs the same credentials as a broker: a mark in the
+    database keeps the files of this moment for as long as the reader is open.
+    """
+    place = place_to_read(url)
+    from penstock.broker.reader import Reader  # noqa: PLC0415
+    from penstock.engines.overlay import Overlay  # noqa: PLC0415 - an extra
+    from penstock.engines.slatedb.reader import ReaderMoved, SlateReader, peek  # noqa: PLC0415
+
+    clock = clock or SystemClock()
+    # The reasons not to open it are reasons not to read it.
+    peek(place, "default", _IDENTITY_KEY)
+    below = SlateReader(place)
+    try:
+        while True:
+            try:
+                design = identity_in(url, below.table("default")).design
+                engine = Overlay(below, DESIGNS[design].tables)
+                return Reader(make_store(engine, design, clock), clock)
+            except ReaderMoved:
+                # Once at most before its first interval is over.
+                below.settle()
+    except BaseException:
+        below.close()
+        raise
+
+
+def open_copy(path: Path) -> Reader:
+    """Open a backup, or a store on RocksDB that no process has open; nothing of it is changed."""
+    from penstock.broker.reader import Reader  # noqa: PLC0415
+    from penstock.engines.overlay import Overlay  # noqa: PLC0415 - a process may need neither
+    from penstock.engines.rocksdb.engine import RocksReader  # noqa: PLC0415
+
+    design = _design_at(path)
+    if design is None:
+        raise _no_store(path)
+    tables = DESIGNS[design].tables
+    clock = SystemClock()
+    below = RocksReader(path, tables)
+    try:
+        return Reader(make_store(Overlay(below, tables), design, clock), clock)
+    except BaseException:
+        below.close()
+        raise
+
+
+def place_to_read(url: str) -> Place:
+    """Return where a store is that can be read beside its owner; nothing is made or opened."""
+    named = _parse(url)
+    if not named.scheme.startswith("slatedb"):
+        raise InvalidUrl(f"{url!r:.200} can't be read beside its owner: slatedb+file, slatedb+s3")
+    place = _slatedb_place(named)
+    if place.holds_something_else():
+        raise StoreMismatch(f"{place.root} is not empty and holds no SlateDB database")
+    if place.kind == "file" and not Path(place.root).is_dir():
+        raise StoreMismatch(f"{place} holds no store")
+    return place
+
+
+def identity_in(url: str, table: Table) -> Identity:
+    """Return what the store at a URL says about itself; raise if it is not one to be read."""
+    named = _parse(url)
+    return _check_identity(url, table.get(_IDENTITY_KEY) or b"", named.design, None)
+
+
+def watch_owner(url: str, *, routing: str | None = None, check: bool = True) -> Pulse:
+    """Watch whether a store on object storage has an owner, for who would be the next one.
+
+    With ``check``, what speaks against opening the store is raised now.
+    """
+    named = _parse(url)
+    if not named.scheme.startswith("slatedb"):
+        raise InvalidUrl(
+            f"{url!r:.200} has no standby: that is for stores on object storage, slatedb+s3 and "
+            "slatedb+file"
+        )
+    place = _slatedb_place(named)
+    from penstock.engines.slatedb.heartbeat import Pulse  # noqa: PLC0415 - an extra
+
+    if check:
+        _look_at(place, named, routing)
+    return Pulse(place)
+
+
+def make_store(engine: Engine, design: str, clock: Clock, routing: str | None = None) -> KvStore:
+    """Put a store on an engine."""
+    return KvStore(
+        engine,
+        design,
+        DESIGNS[design].make_active,
+        store_id=int.from_bytes(clock.lease_id()[-4:], "big"),
+        routing=routing,
+        now_ms=clock.now_ms(),
+    )
+
+
+def make_engine(url: str, design: str) -> Engine:
+    """Make a database for a store of a design where nothing is."""
+    named = _parse(url)
+    if named.design not in {None, design}:
+        raise StoreMismatch(f"{url!r:.200}: the store has the {design} design")
+    if named.scheme == "rocksdb":
+        return _open_rocksdb(named, design, create=True)[0]
+    place = _slatedb_place(named)
+    from penstock.engines.slatedb.engine import SlateEngine  # noqa: PLC0415 - an extra
+    from penstock.engines.slatedb.reader import peek  # noqa: PLC0415
+
+    if peek(place, "default", _IDENTITY_KEY) is not None:
+        raise StoreMismatch(f"{place} is not empty")
+    return SlateEngine(place, DESIGNS[design].tables, flush_ms=named.flush_ms)
+
+
+def remains_of(url: str, scratch: Path, *, drop_after: bool) -> Remains:
+    """Open what is left of a store to be read, whatever is missing; nothing of it is changed."""
+    named = _parse(url)
+    if named.scheme == "rocksdb":
+        from penstock.engines.rocksdb.salvage import RocksRemains  # noqa: PLC0415
+
+        return RocksRemains(Path(named.place), scratch, drop_after=drop_after)
+    if named.scheme == "memory":
+        raise InvalidUrl("memory: leaves nothing behind")
+    place = _slatedb_place(named)
+    from penstock.engines.slatedb.salvage import SlateRemains  # noqa: PLC0415 - an extra
+
+    return SlateRemains(place, scratch, drop_after=drop_after)
+
+
+def _open_rocksdb(named: _Named, design: str | None, *, create: bool) -> tuple[Engine, str]:
+    # Imported here: a process that only uses other engines need not load this one.
+    from penstock.engines.rocksdb.engine import RocksEngine  # noqa: PLC0415
+
+    path = Path(named.place)
+    found = _design_at(path)
+    if found is None and not create:
+        raise _no_store(path)
+    if found is not None and design not in {None, found}:
+        raise StoreMismatch(f"{path} holds a store of the {found} design, not {design}")
+    design = found or design or DEFAULT_DESIGN
+    tables, min_free_bytes = DESIGNS[design].tables, named.min_free_bytes
+    return RocksEngine(path, tables, mark=design, min_free_bytes=min_free_bytes), design
+
+
+def _design_at(path: Path) -> str | None:
+    """Return the design of the store at ``path``; None if one may be made there."""
+    from penstock.engines.rocksdb.files import mark_at  # noqa: PLC0415 - as above
+
+    found = mark_at(path, {name: each.tables for name, each in DESIGNS.items()})
+    if found is not None and found not in DESIGNS:
+        raise StoreMismatch(
+            f"{path} holds a store of the design {found!r:.100}, which this version of Penstock "
+            "does not know: use a newer one; or mend the file PENSTOCK, if that was damaged"
+        )
+    return found
+
+
+def _no_store(place: object) -> StoreMismatch:
+    return StoreMismatch(f"there is no store at {place}; 'penstock create' makes one")
+
+
+def _slatedb_place(named: _Named) -> Place:
+    try:
+        from penstock.engines.slatedb.location import place_of  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise InvalidUrl(
+            f"{named.scheme}: needs SlateDB: pip install 'penstock[slatedb]'"
+        ) from error
+    return place_of(named.scheme, named.place, os.environ)
+
+
+def _open_slatedb(named: _Named, routing: str | None, *, create: bool) -> tuple[Engine, str]:
+    place = _slatedb_place(named)
+    from penstock.engines.slatedb.engine import SlateEngine  # noqa: PLC0415 - an extra
+
+    # Opening takes the store from whoever has it, so what speaks against it is looked for before.
+    design = _look_at(place, named, routing, create=create)
+    return SlateEngine(place, DESIGNS[design].tables, flush_ms=named.flush_ms), design
+
+
+def _look_at(place: Place, named: _Named, routing: str | None, *, create: bool = True) -> str:
+    """Hold what is asked for against what is there, if anything; return the design."""
+    from penstock.engines.slatedb.reader import peek  # noqa: PLC0415 - an extra
+
+    if not create and place.kind == "file" and not Path(place.root).is_dir():
+        raise _no_store(place)
+    found = peek(place, "default", _IDENTITY_KEY)
+    if found is None or found.record is None:
+        if not create:
+            raise _no_store(place)
+        return named.design or DEFAULT_SLATEDB_DESIGN
+    return _check_identity(str(place), found.record, named.design, routing).design
+
+
+def _check_identity(place: str, record: bytes, design: str | None, routing: str | None) -> Identity:
+    """Hold what was asked for against what is there; return the latter."""
+    try:
+        found = msgspec.msgpack.decode(record, type=Identity)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise StoreMismatch(f"{place}: its identity record does not decode: {error}") from error
+    if found.format > FORMAT or found.design not in DESIGNS:
+        raise StoreMismatch(
+            f"{place} holds a store of format {found.format} and design {found.design!r:.100}; "
+            f"this version of Penstock reads up to {FORMAT}: use a newer one"
+        )
+    if design is not None and design != found.design:
+        raise StoreMismatch(f"{place} holds a store of the {found.design} design, not {design}")
+    if routing is not None and routing != found.routing:
+        raise StoreMismatch(
+            f"{place} routes {found.routing}, it was opened with routing={routing!r}"
+        )
+    return found
+
+
+class _Named(NamedTuple):
+    """What a URL names."""
+
+    scheme: str
+    place: str
+    design: str | None
+    flush_ms: int | None
+    min_free_bytes: int | None
+
+
+def _check_directory(place: str) -> None:
+    """Refuse what would be taken for a directory at the root: rocksdb://./data would be /data."""
+    if not place.startswith("//"):
+        return
+    path = place.lstrip("/")
+    relative = path.partition("/")[0] in {".", ".."}
+    if relative or not place.startswith("///"):
+        at_root = "" if relative else f", or rocksdb:/{path} at the root"
+        raise InvalidUrl(
+            f"rocksdb:{place!s:.200} has a host where a directory has none: "
+            f"rocksdb:{path:.200} is the directory{at_root}"
+        )
+
+
+def _parse(url: object) -> _Named:
+    scheme, colon, rest = url.partition(":") if isinstance(url, str) else ("", "", "")
+    place, _, query = rest.partition("?")
+    if not colon or scheme not in {"memory", "rocksdb", "slatedb+file", "slatedb+s3"}:
+        raise InvalidUrl(
+            f"no store is named by {without_password(str(url))!r:.200}; known are memory:, "
+            "rocksdb:PATH, slatedb+file:///DIR, slatedb+s3://BUCKET/PREFIX, postgresql://HOST/DB, "
+            "cockroachdb://HOST/DB and penstock://HOST:PORT"
+        )
+    if scheme == "rocksdb" and not place:
+        raise InvalidUrl("rocksdb: needs a directory: rocksdb:./data")
+    if scheme == "rocksdb":
+        _check_directory(place)
+    if scheme == "memory" and place:
+        raise InvalidUrl(f"memory: takes no place, got {place!r:.100}")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    design = options.pop("design", None)
+    flush_ms = options.pop("flush_ms", None) if scheme.startswith("slatedb") else None
+    min_free = options.pop("min_free_bytes", None) if scheme == "rocksdb" else None
+    if options:
+        raise InvalidUrl(f"unknown option {next(iter(options))!r:.100} in {url!r:.200}: design")
+    if design is not None and design not in DESIGNS:
+        raise InvalidUrl(f"no design {design!r:.100}; there are {', '.join(DESIGNS)}")
+    if flush_ms is not None and not (flush_ms.isdecimal() and int(flush_ms) <= MAX_FLUSH_MS):
+        raise InvalidUrl(f"flush_ms {flush_ms!r:.100}: milliseconds, up to {MAX_FLUSH_MS}")
+    if min_free is not None and not (min_free.isdecimal() and int(min_free) <= MAX_OFFSET):
+        raise InvalidUrl(f"min_free_bytes {min_free!r:.100}: a number of bytes; 0: no reserve")
+    return _Named(
+        scheme,
+        place,
+        design,
+        None if flush_ms is None else int(flush_ms),
+        None if min_free is None else int(min_free),
+    )

@@ -1,0 +1,490 @@
+"""A type for every frame of the native protocol, and what turns them into bytes and back.
+
+Every frame is a msgpack array that begins with the number of its kind. ``Message``, ``Delivery``
+and the other values inside are maps by field name, straight from :mod:`penstock.model`.
+
+To add a verb, take the next number, and to add a field to a request, append it with a default;
+either way raise ``VERSION`` by one and note in the class which version has it first. A number is
+never used again. Both sides speak the lower of their two versions, so that neither is sent what
+it can't know: a request that is longer than its kind allows is refused, not cut.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta, Raw
+
+from penstock import limits
+from penstock.errors import InvalidInput
+from penstock.model import Backfilled, Cursor, Entry, Message
+from penstock.wire.native.frames import HEADER_BYTES
+
+__all__ = [
+    "DEFAULT_PORT",
+    "LONG",
+    "MAGIC",
+    "OLDEST_VERSION",
+    "VERSION",
+    "Ack",
+    "Assign",
+    "Attempts",
+    "Backfill",
+    "Browse",
+    "Bye",
+    "Cancel",
+    "Claim",
+    "ConfigureLog",
+    "CreateQueue",
+    "DeleteQueue",
+    "Encoder",
+    "Entries",
+    "Extend",
+    "Failure",
+    "Hello",
+    "Info",
+    "LogStats",
+    "Move",
+    "Part",
+    "Ping",
+    "Place",
+    "Publish",
+    "Purge",
+    "Queue",
+    "Queues",
+    "ReadLog",
+    "Redrive",
+    "Release",
+    "Request",
+    "Result",
+    "ServerFrame",
+    "Stats",
+    "Step",
+    "StoreStats",
+    "TakeEpoch",
+    "Undone",
+    "UpdateQueue",
+    "Welcome",
+    "read_hello",
+    "read_request",
+    "read_server_frame",
+    "spoken",
+]
+
+MAGIC: Final = "penstock"
+VERSION: Final = 2
+OLDEST_VERSION: Final = 1
+DEFAULT_PORT: Final = 8814
+
+Id: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Hello(msgspec.Struct, array_like=True, tag=0, frozen=True):
+    """The client's first frame. ``version`` is the newest that it speaks, ``token`` its key.
+
+    ``patience_ms`` is how long it waits for the answer to a request, from when the server has it
+    whole; 0: as long as the server likes. Servers that do not know of it pass it by.
+    """
+
+    magic: str
+    version: int
+    token: str = ""
+    client: str = ""
+    patience_ms: int = 0
+
+
+class Request(
+    msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False, omit_defaults=False
+):
+    """What a client asks. Its ``id`` comes back with the answer."""
+
+    id: Id
+
+
+class Publish(Request, tag=1):
+    """Answered with the ids. With ``queue``, every message must go there."""
+
+    messages: list[Message]
+    queue: str | None = None
+
+
+class Claim(Request, tag=2):
+    """Answered with deliveries, when there are some or ``wait_ms`` is over."""
+
+    queue: str
+    limit: int = 1
+    lease_ms: int | None = None
+    wait_ms: int = 0
+    consumer: str = ""
+
+
+class Ack(Request, tag=3):
+    """Answered with an outcome for each receipt, as the next two are."""
+
+    receipts: list[str]
+    queue: str | None = None
+
+
+class Release(Request, tag=4):
+    """Give messages back. ``unseen`` since version 2: nobody has begun to work on them."""
+
+    receipts: list[str]
+    delay_ms: int | None = None
+    reason: str = ""
+    queue: str | None = None
+    unseen: bool = False
+
+
+class Extend(Request, tag=5):
+    """Receipts, or the token of a lease."""
+
+    receipts: list[str] | str
+    lease_ms: int
+    queue: str | None = None
+
+
+class Browse(Request, tag=6):
+    """Answered with :class:`Entries`."""
+
+    queue: str
+    state: str = "available"
+    limit: int = 100
+    cursor: str | None = None
+    payloads: bool = True
+
+
+class Attempts(Request, tag=7):
+    """Answered with a list of attempts."""
+
+    queue: str
+    message_id: int
+
+
+class Stats(Request, tag=8):
+    """Answered with the stats of a queue."""
+
+    queue: str
+
+
+class StoreStats(Request, tag=9):
+    """Answered with the stats of the store."""
+
+
+class Queues(Request, tag=10):
+    """Answered with the specs of all queues."""
+
+
+class Queue(Request, tag=11):
+    """Answered with the spec of a queue."""
+
+    name: str
+
+
+class CreateQueue(Request, tag=12):
+    """Answered with the spec. Settings are checked by the broker, hence any value."""
+
+    name: str
+    settings: dict[str, Any] = {}
+
+
+class UpdateQueue(Request, tag=13):
+    """Answered with the new spec."""
+
+    name: str
+    changes: dict[str, Any] = {}
+    from_offset: int | None = None
+
+
+class DeleteQueue(Request, tag=14):
+    """Answered with the number of messages removed."""
+
+    name: str
+    drain: bool = False
+
+
+class Redrive(Request, tag=15):
+    """Answered with the number of messages, as the next two are; ``where`` is a filter."""
+
+    queue: str
+    message_ids: list[int] | None = None
+    where: str | None = None
+
+
+class Purge(Request, tag=16):
+    """Remove messages in some states."""
+
+    queue: str
+    states: list[str]
+
+
+class Move(Request, tag=17):
+    """Take messages from one queue into another."""
+
+    queue: str
+    to: str
+    state: str = "failed"
+    message_ids: list[int] | None = None
+    limit: int | None = None
+
+
+class ReadLog(Request, tag=18):
+    """Answered with a page of the log."""
+
+    log: int = 0
+    begin: int | None = None
+    limit: int = 1_000
+
+
+class Assign(Request, tag=19):
+    """Answered with what became of the page."""
+
+    log: int
+    cursor: Cursor
+    assignments: dict[int, list[str]]
+    epoch: int | None = None
+
+
+class TakeEpoch(Request, tag=20):
+    """Answered with the new epoch."""
+
+
+class Backfill(Request, tag=21):
+    """One step of a backfill; answered with :class:`Step`. ``begin`` None: the earliest."""
+
+    queue: str
+    begin: int | datetime | None = None
+    to: int | datetime | None = None
+
+
+class ConfigureLog(Request, tag=22):
+    """Answered with the stats of the log."""
+
+    logs: int | None = None
+    retention_ms: int | None = None
+
+
+class LogStats(Request, tag=23):
+    """Answered with the stats of the log."""
+
+
+class Info(Request, tag=24):
+    """Answered with what store this is."""
+
+
+class Ping(Request, tag=25):
+    """Answered with the server's time in milliseconds."""
+
+
+class Cancel(Request, tag=26):
+    """End the wait of a claim; answered with whether it was still waiting.
+
+    A claim that was ended is answered with no deliveries.
+    """
+
+    claim: int
+
+
+class Entries(msgspec.Struct, array_like=True):
+    """A page of entries."""
+
+    entries: list[Entry]
+    next_cursor: str | None
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+class Step(msgspec.Struct, array_like=True):
+    """What one step of a backfill did, and the offset that the whole of it is to reach."""
+
+    done: Backfilled
+    end: int
+
+
+# --- what a server sends --------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, array_like=True, tag=0, frozen=True):
+    """The answer to a hello: the version that both speak, whose store it is, what is allowed."""
+
+    version: int
+    server: str
+    store_id: str
+    limits: dict[str, int]
+
+
+class Result(msgspec.Struct, array_like=True, tag=1, frozen=True, gc=False):
+    """The answer to a request; what is in it follows from the request."""
+
+    id: int
+    value: Raw
+
+
+class Place(msgspec.Struct, array_like=True, frozen=True):
+    """Where in a filter the mistake is."""
+
+    line: int
+    column: int
+    fragment: str
+
+
+class Failure(msgspec.Struct, array_like=True, tag=2, frozen=True):
+    """The answer to a request that raised: the name of the class and its message."""
+
+    id: int
+    name: str
+    message: str
+    place: Place | None = None
+
+
+class Part(msgspec.Struct, array_like=True, tag=3, frozen=True, gc=False):
+    """A part of an answer that is longer than a frame should be; all parts make up one value."""
+
+    id: int
+    data: bytes
+    last: bool
+
+
+class Bye(msgspec.Struct, array_like=True, tag=4, frozen=True):
+    """The last frame before the server closes the connection, and why.
+
+    What it has not answered by then, it has not done, unless the answer was lost on the way.
+    ``final``: connecting again would end the same way.
+    """
+
+    name: str
+    message: str
+    final: bool
+
+
+class Undone(msgspec.Struct, array_like=True, tag=5, frozen=True, gc=False):
+    """A request that was not done, since the server is stopping: send it elsewhere, or later."""
+
+    id: int
+
+
+AnyRequest: TypeAlias = (
+    Publish
+    | Claim
+    | Ack
+    | Release
+    | Extend
+    | Browse
+    | Attempts
+    | Stats
+    | StoreStats
+    | Queues
+    | Queue
+    | CreateQueue
+    | UpdateQueue
+    | DeleteQueue
+    | Redrive
+    | Purge
+    | Move
+    | ReadLog
+    | Assign
+    | TakeEpoch
+    | Backfill
+    | ConfigureLog
+    | LogStats
+    | Info
+    | Ping
+    | Cancel
+)
+# Requests that take as long as there are messages, in steps each of which ends in time: their whole
+# has no deadline.
+LONG: Final = frozenset({DeleteQueue, Redrive, Purge, Move, Backfill})
+ServerFrame: TypeAlias = Welcome | Result | Failure | Part | Bye | Undone
+
+
+class _Head(msgspec.Struct, array_like=True):
+    kind: int
+    id: Id
+
+
+_LAST_KIND: Final = 26
+# What a decoder raises for bytes that are nothing of ours.
+_UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+_hellos: Final = msgspec.msgpack.Decoder(Hello)
+_requests: Final[msgspec.msgpack.Decoder[AnyRequest]] = msgspec.msgpack.Decoder(AnyRequest)
+_heads: Final = msgspec.msgpack.Decoder(_Head)
+_answers: Final[msgspec.msgpack.Decoder[ServerFrame]] = msgspec.msgpack.Decoder(ServerFrame)
+
+
+def read_hello(frame: memoryview | bytes) -> Hello:
+    """Read the first frame of a client."""
+    try:
+        hello = _hellos.decode(frame)
+    except _UNREADABLE as error:
+        raise InvalidInput(f"not a greeting: {error}") from None
+    if hello.magic != MAGIC or hello.version < OLDEST_VERSION:
+        raise InvalidInput(
+            f"not a greeting of this protocol: {hello.magic!r:.40} version {hello.version!r:.40}; "
+            f"spoken here are versions {OLDEST_VERSION} to {VERSION}"
+        )
+    return hello
+
+
+def read_request(frame: memoryview | bytes) -> Request | Failure:
+    """Read a request, or say what is wrong with it.
+
+    A frame that is no request at all, so that nobody could be answered, raises
+    :class:`~penstock.errors.InvalidInput`.
+    """
+    try:
+        return _requests.decode(frame)
+    except msgspec.ValidationError as error:
+        why = str(error)
+    except UnicodeDecodeError as error:
+        why = f"a text is not UTF-8: {error}"
+    except _UNREADABLE as error:
+        raise InvalidInput(f"not a request: {error}") from None
+    try:
+        head = _heads.decode(frame)
+    except _UNREADABLE as error:
+        raise InvalidInput(f"not a request: {error}") from None
+    if not 1 <= head.kind <= _LAST_KIND:
+        why = f"there is no request of kind {head.kind} in version {VERSION} of the protocol"
+    return Failure(head.id, "InvalidInput", why)
+
+
+def read_server_frame(frame: memoryview | bytes) -> ServerFrame:
+    """Read what a server sent."""
+    try:
+        return _answers.decode(frame)
+    except _UNREADABLE as error:
+        raise InvalidInput(f"not an answer: {error}") from None
+
+
+def spoken(request: Request, version: int) -> object:
+    """Return a request as a version of the protocol has it."""
+    if version < 2 and isinstance(request, Release):
+        delay_ms = 0 if request.unseen else request.delay_ms
+        return (4, request.id, request.receipts, delay_ms, request.reason, request.queue)
+    return request
+
+
+class Encoder:
+    """Makes frames. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def frame(self, value: object) -> bytes:
+        """Make a frame of any of the types above."""
+        body = self._encode(value)
+        return len(body).to_bytes(HEADER_BYTES, "big") + body
+
+    def result(self, request_id: int, value: object) -> list[bytes]:
+        """Make the answer to a request: one frame, or several if it is long."""
+        frame = self.frame((1, request_id, value))
+        size = limits.MAX_ANSWER_PART_BYTES
+        if len(frame) <= size:
+            return [frame]
+        whole = self._encode(value)
+        return [
+            self.frame(Part(request_id, whole[at : at + size], at + size >= len(whole)))
+            for at in range(0, len(whole), size)
+        ]

@@ -1,0 +1,317 @@
+"""Messages: what SQS says of one, and what Penstock keeps of it.
+
+::
+
+    SQS                              Penstock
+    Body                             payload, in UTF-8
+    MessageAttributes  String        attribute: text
+                       Number        attribute: number, if 64 bits hold it exactly; else text
+                       Binary        attribute: base64
+    MessageGroupId                   group
+    QueueUrl                         attribute ``queue``
+    (data types, odd numbers,        attribute ``sqs``: JSON, only if there is any of it
+     trace header, dedup id, sender)
+
+An attribute called ``queue`` or ``sqs`` by its sender is kept inside of ``sqs``, so that it can't
+change where the message goes. What was published by others is shown with the nearest SQS has.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64decode, b64encode
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from penstock import limits
+from penstock.wire.sqs.faults import SqsFault
+from penstock.wire.sqs.requests import AttributeValue
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from penstock.model import Value
+
+__all__ = [
+    "ENCODING_ATTRIBUTE",
+    "RESERVED",
+    "Kept",
+    "attribute_bytes",
+    "check_attributes",
+    "check_body",
+    "message_uuid",
+    "select",
+    "shown_attributes",
+    "shown_body",
+    "speakable",
+    "to_attributes",
+]
+
+RESERVED: Final = "sqs"
+# Says of a body that it is base64, since it has bytes that SQS has no text for.
+ENCODING_ATTRIBUTE: Final = "penstock.encoding"
+_ROUTING: Final = "queue"
+_OWN: Final = frozenset({RESERVED, _ROUTING})
+_INT64: Final = 1 << 63
+
+# What XML 1.0 can't carry; SQS refuses it in bodies and values, whatever the protocol.
+_UNSPEAKABLE: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+_UNSPEAKABLE_BYTES: Final = bytes({*range(0x20)} - {*b"\t\n\r"})
+_NAME: Final = re.compile(r"[A-Za-z0-9_\-.]{1,256}")
+_NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
+_MAX_NUMBER_CHARS: Final = 1_000
+
+
+class Kept(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the attribute ``sqs`` holds.
+
+    ``attributes`` has [data type, text] by name; the text is null if the attribute of that name
+    says it exactly.
+    """
+
+    attributes: dict[str, tuple[str, str | None]] = msgspec.field(default={}, name="a")
+    trace: str | None = msgspec.field(default=None, name="t")
+    dedup_id: str | None = msgspec.field(default=None, name="d")
+    sender: str | None = msgspec.field(default=None, name="s")
+
+
+_NOTHING: Final = Kept()
+_ENCODE: Final = msgspec.json.Encoder().encode
+_DECODE: Final = msgspec.json.Decoder(Kept).decode
+
+
+def message_uuid(store_id: int, message_id: int) -> str:
+    """Lay the ids of a store and of a message out as a UUID of version 8."""
+    return (
+        f"{store_id:08x}-{message_id >> 48:04x}-8{message_id >> 36 & 0xFFF:03x}-8000-"
+        f"{message_id & 0xFFFFFFFFF:012x}"
+    )
+
+
+# --- in -------------------------------------------------------------------------------------------
+
+
+def check_body(body: str | None) -> bytes:
+    """Turn a body into a payload."""
+    if body is None:
+        raise SqsFault.missing("MessageBody")
+    if not body:
+        raise SqsFault.missing("MessageBody")
+    if not speakable(body):
+        raise SqsFault(
+            "InvalidMessageContents",
+            "Invalid characters found. Valid unicode characters are "
+            "#x9 | #xA | #xD | #x20 to #xD7FF | #xE000 to #xFFFD | #x10000 to #x10FFFF",
+        )
+    return body.encode()
+
+
+def check_attributes(attributes: Mapping[str, AttributeValue] | None) -> int:
+    """Check message attributes and return their size."""
+    if not attributes:
+        return 0
+    if len(attributes) > limits.SQS_MAX_MESSAGE_ATTRIBUTES:
+        raise SqsFault.invalid(
+            f"Number of message attributes [{len(attributes)}] exceeds the allowed maximum "
+            f"[{limits.SQS_MAX_MESSAGE_ATTRIBUTES}]."
+        )
+    for name, value in attributes.items():
+        _check_name(name)
+        _check_value(name, value)
+    return attribute_bytes(attributes)
+
+
+def attribute_bytes(attributes: Mapping[str, AttributeValue]) -> int:
+    """Return what attributes count towards the size of a message."""
+    return sum(
+        len(name.encode())
+        + len((value.data_type or "").encode())
+        + len((value.string_value or "").encode())
+        + len(value.binary_value or b"")
+        for name, value in attributes.items()
+    )
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise SqsFault.invalid(
+            f"The message attribute name '{name[:300]}' is invalid. Attribute name can contain "
+            "A-Z, a-z, 0-9, underscore (_), hyphen (-), and period (.) characters."
+        )
+    if name.startswith(".") or name.endswith(".") or ".." in name:
+        raise SqsFault.invalid(
+            f"The message attribute name '{name}' is invalid. Attribute name must not start or "
+            "end with a period or have successive periods."
+        )
+    if name.lower().startswith(("aws.", "amazon.")):
+        raise SqsFault.invalid(
+            f"The message attribute name '{name}' is invalid. Names that begin with AWS. or "
+            "Amazon. are reserved."
+        )
+
+
+def _check_value(name: str, value: AttributeValue) -> None:
+    data_type = value.data_type
+    if not data_type:
+        raise SqsFault.invalid(
+            f"The message attribute '{name}' must contain non-empty message attribute type."
+        )
+    kind = data_type.partition(".")[0]
+    if kind not in {"String", "Number", "Binary"} or len(data_type) > 256:
+        raise SqsFault.invalid(
+            f"The message attribute '{name}' has an invalid message attribute type, the set of "
+            "supported type prefixes is Binary, Number, and String."
+        )
+    if not (value.binary_value if kind == "Binary" else value.string_value):
+        raise SqsFault.invalid(
+            f"The message attribute '{name}' must contain non-empty message attribute value for "
+            f"message attribute type '{data_type}'."
+        )
+    text = value.string_value
+    if text is None:
+        return
+    if kind == "Binary" or value.binary_value is not None:
+        raise SqsFault.invalid(f"The message attribute '{name}' must have one value, not two.")
+    if not (speakable(text) and speakable(data_type)):
+        raise SqsFault("InvalidMessageContents", f"Invalid characters in attribute '{name}'.")
+    if kind == "Number" and (len(text) > _MAX_NUMBER_CHARS or not _NUMBER.fullmatch(text.strip())):
+        raise SqsFault.invalid(
+            f"Can't cast the value of message (user) attribute '{name}' to a number."
+        )
+
+
+def to_attributes(
+    queue: str,
+    attributes: Mapping[str, AttributeValue] | None,
+    *,
+    trace: str | None = None,
+    dedup_id: str | None = None,
+    sender: str | None = None,
+) -> dict[str, Value]:
+    """Make the attributes of a message for a queue out of checked message attributes."""
+    made: dict[str, Value] = {_ROUTING: queue}
+    kept: dict[str, tuple[str, str | None]] = {}
+    for name, value in (attributes or {}).items():
+        data_type = value.data_type or "String"
+        text = (
+            b64encode(value.binary_value).decode()
+            if value.binary_value is not None
+            else value.string_value or ""
+        )
+        if name in _OWN:
+            kept[name] = (data_type, text)
+            continue
+        stored = _number(text) if data_type.startswith("Number") else text
+        made[name] = stored
+        exact = _text(stored) == text
+        if not exact or data_type != ("String" if isinstance(stored, str) else "Number"):
+            kept[name] = (data_type, None if exact else text)
+    if kept or trace is not None or dedup_id is not None or sender is not None:
+        made[RESERVED] = _ENCODE(Kept(kept, trace, dedup_id, sender)).decode()
+    return made
+
+
+def _number(text: str) -> str | int | float:
+    """Return the number that a text is if 64 bits hold it exactly, else the text."""
+    try:
+        whole = int(text)
+    except ValueError:
+        pass
+    else:
+        return whole if -_INT64 <= whole < _INT64 else text
+    number = float(text)
+    # The shortest text of a number has at most 17 digits; with more, some of them are lost.
+    digits = sum(each.isdigit() for each in text.lower().partition("e")[0])
+    return number if digits <= 15 and abs(number) < float("inf") else text
+
+
+def _text(value: Value) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return value if isinstance(value, str) else repr(value)
+
+
+# --- out ------------------------------------------------------------------------------------------
+
+
+def shown_attributes(attributes: Mapping[str, Value]) -> tuple[dict[str, AttributeValue], Kept]:
+    """Return message attributes as they were sent, or the nearest to what others published."""
+    kept = _kept(attributes.get(RESERVED))
+    shown: dict[str, AttributeValue] = {}
+    for name, value in attributes.items():
+        if name in _OWN or value is None or not speakable(name):
+            continue
+        if name in kept.attributes:
+            data_type, text = kept.attributes[name]
+            text = _text(value) if text is None else text
+            shown[name] = _attribute(data_type if speakable(text) else "Binary", text)
+        elif isinstance(value, str) and not speakable(value):
+            shown[name] = AttributeValue("Binary", None, value.encode("utf-8", "surrogatepass"))
+        else:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            shown[name] = AttributeValue("Number" if number else "String", _text(value))
+    for name in _OWN & kept.attributes.keys():
+        data_type, text = kept.attributes[name]
+        shown[name] = _attribute(data_type, text or "")
+    return shown, kept
+
+
+def _kept(stored: Value) -> Kept:
+    if not isinstance(stored, str):
+        return _NOTHING
+    try:
+        kept = _DECODE(stored.encode())
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        # Somebody else's attribute of that name.
+        return _NOTHING
+    texts = [kept.trace, kept.dedup_id, kept.sender, *kept.attributes]
+    for pair in kept.attributes.values():
+        texts += pair
+    return kept if all(text is None or speakable(text) for text in texts) else _NOTHING
+
+
+def _attribute(data_type: str, text: str) -> AttributeValue:
+    if data_type.startswith("Binary"):
+        try:
+            return AttributeValue(data_type, None, b64decode(text, validate=True))
+        except ValueError:
+            return AttributeValue("Binary", None, text.encode("utf-8", "surrogatepass"))
+    return AttributeValue(data_type, text)
+
+
+def shown_body(payload: bytes) -> tuple[str, bool]:
+    """Return a payload as text, and whether that is base64 because it is no text for SQS."""
+    try:
+        text = payload.decode()
+    except UnicodeDecodeError:
+        return b64encode(payload).decode(), True
+    if not speakable(text):
+        return b64encode(payload).decode(), True
+    return text, False
+
+
+def speakable(text: str) -> bool:
+    """Whether SQS can carry a text."""
+    if text.isascii():
+        # Several times as fast as a search, and most texts are ASCII.
+        data = text.encode()
+        return len(data.translate(None, _UNSPEAKABLE_BYTES)) == len(data)
+    return _UNSPEAKABLE.search(text) is None
+
+
+def select(
+    attributes: dict[str, AttributeValue], names: Iterable[str]
+) -> dict[str, AttributeValue]:
+    """Keep the attributes that a receiver asks for: by name, by ``prefix.*``, or all."""
+    wanted = set(names)
+    if not wanted:
+        return {}
+    if "All" in wanted or ".*" in wanted:
+        return attributes
+    prefixes = tuple(name[:-2] for name in wanted if name.endswith(".*"))
+    return {
+        name: value
+        for name, value in attributes.items()
+        if name in wanted or (prefixes and name.startswith(prefixes))
+    }

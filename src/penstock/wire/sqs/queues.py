@@ -1,0 +1,351 @@
+"""Queues: the attributes that SQS has, and the settings and labels that Penstock keeps.
+
+::
+
+    VisibilityTimeout          lease_ms (0 is kept as a label: no lease ends before it begins)
+    DelaySeconds               delay_ms
+    MessageRetentionPeriod     unclaimed_retention_ms
+    RedrivePolicy              max_attempts, dead_letter
+    FifoQueue                  ordering
+    all others                 labels ``sqs.<name>``, given back as they were
+    tags                       label ``sqs.tags``, a JSON object
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from penstock import limits
+from penstock.model import Ordering
+from penstock.wire.sqs.faults import SqsFault
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from penstock.model import QueueSpec, QueueStats
+
+__all__ = [
+    "CHANGED_LABEL",
+    "QueueView",
+    "arn_of",
+    "attributes_of",
+    "check_name",
+    "check_requested",
+    "checked_attributes",
+    "dead_letter_of",
+    "name_of_arn",
+    "new_queue",
+    "settings_for",
+    "tags_of",
+    "view_of",
+    "with_tags",
+]
+
+_LABEL: Final = "sqs."
+_TAGS: Final = "sqs.tags"
+CHANGED_LABEL: Final = "sqs.LastModifiedTimestamp"
+_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,80}|[A-Za-z0-9_-]{1,75}\.fifo")
+
+# Attribute: its bounds.
+_NUMBERS: Final = {
+    "DelaySeconds": (0, limits.SQS_MAX_DELAY_S),
+    "MaximumMessageSize": (limits.SQS_MIN_MESSAGE_SIZE_BYTES, limits.SQS_MAX_MESSAGE_BYTES),
+    # SQS has 60 at least; fewer seconds harm nobody and help who tests.
+    "MessageRetentionPeriod": (1, limits.SQS_MAX_RETENTION_S),
+    "ReceiveMessageWaitTimeSeconds": (0, limits.SQS_MAX_WAIT_S),
+    "VisibilityTimeout": (0, limits.SQS_MAX_VISIBILITY_S),
+    "KmsDataKeyReusePeriodSeconds": (60, 86_400),
+}
+_CHOICES: Final = {
+    "FifoQueue": {"true", "false"},
+    "ContentBasedDeduplication": {"true", "false"},
+    "SqsManagedSseEnabled": {"true", "false"},
+    "DeduplicationScope": {"queue", "messageGroup"},
+    "FifoThroughputLimit": {"perQueue", "perMessageGroupId"},
+}
+_DOCUMENTS: Final = ("Policy", "RedrivePolicy", "RedriveAllowPolicy")
+_FIFO_ONLY: Final = ("ContentBasedDeduplication", "DeduplicationScope", "FifoThroughputLimit")
+_COUNTS: Final = {
+    "ApproximateNumberOfMessages": "available",
+    "ApproximateNumberOfMessagesNotVisible": "in_flight",
+    "ApproximateNumberOfMessagesDelayed": "delayed",
+}
+_SETTABLE: Final = frozenset({*_NUMBERS, *_CHOICES, *_DOCUMENTS, "KmsMasterKeyId"})
+_READABLE: Final = frozenset(
+    {*_SETTABLE, *_COUNTS, "All", "CreatedTimestamp", "LastModifiedTimestamp", "QueueArn"}
+)
+_DEFAULT_RETENTION_S: Final = 345_600
+
+
+class QueueView(msgspec.Struct, frozen=True):
+    """What the verbs need to know of a queue."""
+
+    name: str
+    fifo: bool
+    visibility_s: int
+    delay_s: int
+    wait_s: int
+    max_bytes: int
+    content_dedup: bool
+    group_dedup: bool
+    created_at_ms: int
+
+
+def view_of(spec: QueueSpec) -> QueueView:
+    """Read what the verbs need from a spec."""
+    labels = spec.labels
+    return QueueView(
+        name=spec.name,
+        fifo=spec.ordering is Ordering.FIFO,
+        visibility_s=_visibility_s(spec),
+        delay_s=-(-spec.delay_ms // 1000),
+        wait_s=_number(labels, "ReceiveMessageWaitTimeSeconds", 0),
+        max_bytes=_number(labels, "MaximumMessageSize", limits.SQS_MAX_MESSAGE_BYTES),
+        content_dedup=labels.get("sqs.ContentBasedDeduplication") == "true",
+        group_dedup=labels.get("sqs.DeduplicationScope") == "messageGroup",
+        created_at_ms=spec.created_at_ms,
+    )
+
+
+def _visibility_s(spec: QueueSpec) -> int:
+    return _number(spec.labels, "VisibilityTimeout", -(-spec.lease_ms // 1000))
+
+
+def _number(labels: Mapping[str, str], name: str, otherwise: int) -> int:
+    # Labels are anybody's: what could not have been set here does not count.
+    text = labels.get(_LABEL + name, "")
+    low, high = _NUMBERS[name]
+    good = text.isascii() and text.isdigit() and len(text) < 10 and low <= int(text) <= high
+    return int(text) if good else otherwise
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def check_name(name: str | None) -> str:
+    """Check the name of a queue that is to be made."""
+    if name is None:
+        raise SqsFault.missing("QueueName")
+    if not _NAME.fullmatch(name):
+        raise SqsFault.invalid(
+            "Can only include alphanumeric characters, hyphens, or underscores. 1 to 80 in length"
+        )
+    if name[0] in "-_":
+        raise SqsFault.invalid("The name of a queue must begin with a letter or a digit.")
+    return name
+
+
+def arn_of(region: str, account: str, name: str) -> str:
+    """Name a queue as policies do."""
+    return f"arn:aws:sqs:{region}:{account}:{name}"
+
+
+def name_of_arn(arn: str) -> str | None:
+    """Return the queue that an ARN names; None if it names none."""
+    parts = arn.split(":")
+    good = len(parts) == 6 and parts[0] == "arn" and parts[2] == "sqs" and parts[5]
+    return parts[5] if good else None
+
+
+# --- attributes in --------------------------------------------------------------------------------
+
+
+def checked_attributes(attributes: Mapping[str, str], *, fifo: bool) -> dict[str, str]:
+    """Check attributes that are to be set, and bring their values into one form."""
+    checked: dict[str, str] = {}
+    for given, text in attributes.items():
+        name = given.strip()
+        if name not in _SETTABLE:
+            raise SqsFault.attribute_name(given)
+        checked[name] = _checked_value(name, text)
+    if checked.get("FifoQueue") == "true" and not fifo:
+        raise SqsFault.invalid(
+            "The name of a FIFO queue can only include alphanumeric characters, "
+            "hyphens, or underscores, must end with .fifo suffix and be 1 to 80 in length."
+        )
+    if not fifo:
+        for name in _FIFO_ONLY:
+            if checked.get(name, "false") != "false":
+                raise SqsFault.attribute_name(name)
+    return checked
+
+
+def _checked_value(name: str, text: str) -> str:
+    if name in _NUMBERS:
+        low, high = _NUMBERS[name]
+        if not (text.isascii() and text.isdigit() and len(text) < 10 and low <= int(text) <= high):
+            raise SqsFault.attribute_value(name)
+        return str(int(text))
+    if name in _CHOICES:
+        lowered = text.lower()
+        value = lowered if lowered in {"true", "false"} else text
+        if value not in _CHOICES[name]:
+            raise SqsFault.attribute_value(name)
+        return value
+    if name in _DOCUMENTS and text:
+        return _checked_document(name, text)
+    return text
+
+
+def _checked_document(name: str, text: str) -> str:
+    try:
+        document = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        raise SqsFault.value(text, name, "not a JSON object.")
+    if not document:
+        return ""
+    if name == "RedrivePolicy":
+        target, count = document.get("deadLetterTargetArn"), document.get("maxReceiveCount")
+        if not isinstance(target, str) or name_of_arn(target) is None:
+            raise SqsFault.value(
+                text,
+                name,
+                "Redrive policy does not contain mandatory attribute: deadLetterTargetArn.",
+            )
+        if count is None:
+            raise SqsFault.value(
+                text, name, "Redrive policy does not contain mandatory attribute: maxReceiveCount."
+            )
+        digits = str(count)
+        if not (
+            digits.isascii()
+            and digits.isdigit()
+            and len(digits) < 6
+            and 1 <= int(digits) <= limits.SQS_MAX_RECEIVE_COUNT
+        ):
+            raise SqsFault.value(
+                text,
+                name,
+                "Invalid value for maxReceiveCount: "
+                f"{digits[:20]}, valid values are from 1 to {limits.SQS_MAX_RECEIVE_COUNT} both "
+                "inclusive.",
+            )
+        return _redrive_policy(target, int(digits))
+    return text
+
+
+def _redrive_policy(target: str, count: int) -> str:
+    # With the blanks that other servers put there: some callers compare the text.
+    return f'{{"deadLetterTargetArn": "{target}", "maxReceiveCount": {count}}}'
+
+
+def dead_letter_of(attributes: Mapping[str, str]) -> str | None:
+    """Return the queue that a checked RedrivePolicy names; None if there is no policy."""
+    policy = attributes.get("RedrivePolicy")
+    return name_of_arn(msgspec.json.decode(policy)["deadLetterTargetArn"]) if policy else None
+
+
+def new_queue(done_retention_ms: int) -> dict[str, Any]:
+    """Return the settings of a queue that was asked for without attributes.
+
+    What was released or has expired is visible at once, and nothing fails for good: so it is in
+    SQS.
+    """
+    return {
+        "lease_ms": 30_000,
+        "max_attempts": limits.MAX_ATTEMPTS,
+        "backoff_base_ms": 0,
+        "backoff_cap_ms": 0,
+        "unclaimed_retention_ms": _DEFAULT_RETENTION_S * 1000,
+        "done_retention_ms": done_retention_ms,
+    }
+
+
+def settings_for(attributes: Mapping[str, str], labels: Mapping[str, str]) -> dict[str, Any]:
+    """Turn checked attributes into settings of a queue, with the labels it has so far."""
+    settings: dict[str, Any] = {}
+    kept = dict(labels)
+    for name, text in attributes.items():
+        if name == "VisibilityTimeout":
+            settings["lease_ms"] = int(text) * 1000 or 1000
+            kept.pop(_LABEL + name, None)
+            if int(text) == 0:
+                kept[_LABEL + name] = text
+        elif name == "DelaySeconds":
+            settings["delay_ms"] = int(text) * 1000
+        elif name == "MessageRetentionPeriod":
+            settings["unclaimed_retention_ms"] = int(text) * 1000
+        elif name == "RedrivePolicy":
+            policy = msgspec.json.decode(text) if text else {}
+            settings["max_attempts"] = policy.get("maxReceiveCount", limits.MAX_ATTEMPTS)
+            settings["dead_letter"] = dead_letter_of(attributes) or ""
+        elif name == "FifoQueue":
+            continue
+        elif text:
+            kept[_LABEL + name] = text
+        else:
+            kept.pop(_LABEL + name, None)
+    settings["labels"] = kept
+    return settings
+
+
+# --- attributes out -------------------------------------------------------------------------------
+
+
+def check_requested(names: Iterable[str] | None) -> list[str]:
+    """Check which attributes are asked for."""
+    wanted = list(names or ())
+    for name in wanted:
+        if name not in _READABLE:
+            raise SqsFault.attribute_name(name)
+    return wanted
+
+
+def attributes_of(
+    spec: QueueSpec, stats: QueueStats | None, region: str, account: str
+) -> dict[str, str]:
+    """Return every attribute of a queue; without ``stats``, all but the counts."""
+    labels = spec.labels
+    made_s = str(spec.created_at_ms // 1000)
+    view = view_of(spec)
+    attributes = {
+        "QueueArn": arn_of(region, account, spec.name),
+        "CreatedTimestamp": made_s,
+        "LastModifiedTimestamp": labels.get(CHANGED_LABEL, made_s),
+        "VisibilityTimeout": str(view.visibility_s),
+        "MaximumMessageSize": str(view.max_bytes),
+        "MessageRetentionPeriod": str(-(-spec.unclaimed_retention_ms // 1000)),
+        "DelaySeconds": str(view.delay_s),
+        "ReceiveMessageWaitTimeSeconds": str(view.wait_s),
+        "SqsManagedSseEnabled": labels.get("sqs.SqsManagedSseEnabled", "false"),
+    }
+    if stats is not None:
+        attributes |= {name: str(getattr(stats, field)) for name, field in _COUNTS.items()}
+    if view.fifo:
+        attributes |= {
+            "FifoQueue": "true",
+            "ContentBasedDeduplication": "true" if view.content_dedup else "false",
+            "DeduplicationScope": labels.get("sqs.DeduplicationScope", "queue"),
+            "FifoThroughputLimit": labels.get("sqs.FifoThroughputLimit", "perQueue"),
+        }
+    if spec.dead_letter:
+        target = arn_of(region, account, spec.dead_letter)
+        attributes["RedrivePolicy"] = _redrive_policy(target, spec.max_attempts)
+    for name in ("Policy", "RedriveAllowPolicy", "KmsMasterKeyId", "KmsDataKeyReusePeriodSeconds"):
+        if _LABEL + name in labels:
+            attributes[name] = labels[_LABEL + name]
+    return attributes
+
+
+# --- tags -----------------------------------------------------------------------------------------
+
+
+def tags_of(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return a queue's tags."""
+    try:
+        return msgspec.json.decode(labels.get(_TAGS, "{}"), type=dict[str, str])
+    except msgspec.DecodeError:
+        return {}
+
+
+def with_tags(labels: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:
+    """Return labels with other tags."""
+    kept = {name: text for name, text in labels.items() if name != _TAGS}
+    if tags:
+        kept[_TAGS] = msgspec.json.encode(tags).decode()
+    return kept

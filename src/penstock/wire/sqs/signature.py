@@ -1,0 +1,174 @@
+"""AWS Signature Version 4: whether a request was signed by who it says, for its body, just now.
+
+Pure: the caller looks the secret up and says what time it is. Presigned URLs are not taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote, unquote
+
+import msgspec
+
+from penstock.wire.sqs.faults import SqsFault
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["SKEW_MS", "Claim", "canonical_request", "parse", "signing_key", "verify"]
+
+SKEW_MS: Final = 15 * 60_000
+_ALGORITHM: Final = "AWS4-HMAC-SHA256"
+_HEADER: Final = re.compile(
+    rf"{_ALGORITHM} +Credential=([^/,\s]+)/(\d{{8}})/([^/,\s]+)/([^/,\s]+)/aws4_request,"
+    r"\s*SignedHeaders=([a-z0-9\-_;]+),\s*Signature=([0-9a-f]{64})"
+)
+_DATE: Final = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)Z")
+_SPACES: Final = re.compile(r"\s+")
+_SLASHES: Final = re.compile(r"/+")
+_UNSIGNED: Final = "UNSIGNED-PAYLOAD"
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """What an Authorization header says; nothing of it is proven yet."""
+
+    key_id: str
+    date: str
+    region: str
+    service: str
+    signed: tuple[str, ...]
+    signature: str
+
+
+def parse(authorization: str | None) -> Claim:
+    """Read an Authorization header."""
+    if not authorization:
+        raise SqsFault(
+            "MissingAuthenticationTokenException",
+            "Request is missing Authentication Token",
+            status=403,
+        )
+    match = _HEADER.fullmatch(authorization.strip()) if len(authorization) < 4_096 else None
+    if match is None:
+        raise SqsFault(
+            "IncompleteSignatureException",
+            f"Authorization must be of the form {_ALGORITHM} Credential=..., SignedHeaders=..., "
+            "Signature=...",
+        )
+    key_id, date, region, service, signed, signature = match.groups()
+    return Claim(key_id, date, region, service, tuple(signed.split(";")), signature)
+
+
+def signing_key(secret: str, date: str, region: str, service: str) -> bytes:
+    """Derive the key of a day, region and service."""
+    key = f"AWS4{secret}".encode()
+    for part in (date, region, service, "aws4_request"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    return key
+
+
+def verify(
+    claim: Claim,
+    key: bytes,
+    *,
+    method: str,
+    path: str,
+    query: str,
+    headers: Mapping[str, str],
+    body: bytes,
+    now_ms: int,
+    unsigned_body: bool = False,
+) -> None:
+    """Raise unless the request carries the signature that ``key`` gives it.
+
+    ``headers`` have lower-case names. ``unsigned_body`` lets the sender leave the body out of the
+    signature: only for who has it protected otherwise, by TLS.
+    """
+    stamp = headers.get("x-amz-date", "")
+    _check_time(claim, stamp, now_ms)
+    for name in headers:
+        if (name == "host" or name.startswith("x-amz-")) and name not in claim.signed:
+            raise _refused(f"The header {name[:100]} must be signed.")
+    if claim.service != "sqs" or "host" not in claim.signed:
+        raise _refused("Credential must be scoped to service 'sqs', and the host must be signed.")
+    payload_hash = _payload_hash(headers.get("x-amz-content-sha256"), body, unsigned=unsigned_body)
+    request = canonical_request(method, path, query, headers, claim.signed, payload_hash)
+    scope = f"{claim.date}/{claim.region}/{claim.service}/aws4_request"
+    hashed = hashlib.sha256(request.encode()).hexdigest()
+    text = f"{_ALGORITHM}\n{stamp}\n{scope}\n{hashed}"
+    expected = hmac.digest(key, text.encode(), "sha256").hex()
+    if not hmac.compare_digest(expected, claim.signature):
+        raise _refused(
+            "The request signature we calculated does not match the signature you provided. "
+            "Check your AWS Secret Access Key and signing method."
+        )
+
+
+def canonical_request(
+    method: str,
+    path: str,
+    query: str,
+    headers: Mapping[str, str],
+    signed: tuple[str, ...],
+    payload_hash: str,
+) -> str:
+    """Write a request in the one form that both sides sign."""
+    lines = [method, _canonical_path(path), _canonical_query(query)]
+    lines += (f"{name}:{_SPACES.sub(' ', headers.get(name, '')).strip()}" for name in signed)
+    lines += ("", ";".join(signed), payload_hash)
+    return "\n".join(lines)
+
+
+def _canonical_path(path: str) -> str:
+    if path in {"", "/"}:
+        return "/"
+    kept: list[str] = []
+    for part in _SLASHES.sub("/", path).split("/")[1:]:
+        if part == "..":
+            if kept:
+                kept.pop()
+        elif part != ".":
+            kept.append(part)
+    return quote("/" + "/".join(kept), safe="/~")
+
+
+def _canonical_query(query: str) -> str:
+    pairs = []
+    for part in query.split("&") if query else ():
+        name, _, value = part.partition("=")
+        pairs.append((quote(unquote(name), safe="-_.~"), quote(unquote(value), safe="-_.~")))
+    return "&".join(f"{name}={value}" for name, value in sorted(pairs))
+
+
+def _payload_hash(announced: str | None, body: bytes, *, unsigned: bool) -> str:
+    if announced == _UNSIGNED:
+        if not unsigned:
+            raise _refused("An unsigned body is taken over TLS only.")
+        return _UNSIGNED
+    actual = hashlib.sha256(body).hexdigest()
+    if announced is not None and not hmac.compare_digest(announced.encode(), actual.encode()):
+        raise _refused("The body is not the one that x-amz-content-sha256 announces.")
+    return actual
+
+
+def _check_time(claim: Claim, stamp: str, now_ms: int) -> None:
+    match = _DATE.fullmatch(stamp)
+    if match is None or not stamp.startswith(claim.date):
+        raise _refused("X-Amz-Date must be given as YYYYMMDDTHHMMSSZ, of the credential's day.")
+    try:
+        year, month, day, hour, minute, second = map(int, match.groups())
+        signed_at = datetime(year, month, day, hour, minute, second, tzinfo=UTC)
+    except ValueError:
+        raise _refused(f"X-Amz-Date {stamp} is no time.") from None
+    skew_ms = now_ms - round(signed_at.timestamp() * 1000)
+    if abs(skew_ms) > SKEW_MS:
+        direction = "expired" if skew_ms > 0 else "not yet current"
+        raise _refused(f"Signature {direction}: {stamp} is more than 15 minutes from now.")
+
+
+def _refused(message: str) -> SqsFault:
+    return SqsFault("InvalidSignatureException", message, status=403)
