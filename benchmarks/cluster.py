@@ -2,9 +2,8 @@
 
 Starts a PostgreSQL of its own (fsync on), in a directory of its own. Four parts:
 
-* throughput: publish, and claim and ack, by 1 to 8 broker processes on one database and on four
-  that are one store, and what a message costs: CPU of the brokers and of PostgreSQL, statements,
-  transactions;
+* throughput: publish, and claim and ack, by 1 to 8 broker processes, and what a message costs: CPU
+  of the brokers and of PostgreSQL, statements, transactions;
 * contention: claims that came to nothing or were aborted, for each that won, with fewer zones than
   claimers and with many: this store's way, the same without randomness and tokens, and two naive
   claimers at the head of one table;
@@ -12,7 +11,6 @@ Starts a PostgreSQL of its own (fsync on), in a directory of its own. Four parts
 * fairness: claims until a group of one message is served, alone and beside a large group.
 
     python benchmarks/cluster.py [--parts throughput contention zones fairness] [--seconds 2]
-    python benchmarks/cluster.py --servers 1          # without a store of several servers
 """
 
 from __future__ import annotations
@@ -190,21 +188,16 @@ class Crew:
 # --- throughput -----------------------------------------------------------------------------------
 
 
-def _open(urls: list[str]) -> Broker:
-    where: Any = urls[0] if len(urls) == 1 else urls
-    return penstock.open(where)
-
-
 def _statements(broker: Broker) -> int:
-    """Count the statements of a broker's store so far, in all of its databases."""
-    store: Any = broker._store  # noqa: SLF001
-    cores = [member.core for member in getattr(store, "members", [store])]
-    return sum(core.database.statements for core in cores)
+    """Count the statements of a broker's store so far."""
+    contention = broker.contention()
+    assert contention is not None
+    return contention.statements
 
 
-def publishing(start: Start, urls: list[str], batch: int, seconds: float) -> Counter[str]:
+def publishing(start: Start, url: str, batch: int, seconds: float) -> Counter[str]:
     """Publish for a while."""
-    with _open(urls) as broker:
+    with penstock.open(url) as broker:
         start()
         began, cpu, statements, done = perf_counter(), process_time(), _statements(broker), 0
         while perf_counter() - began < seconds:
@@ -216,9 +209,9 @@ def publishing(start: Start, urls: list[str], batch: int, seconds: float) -> Cou
         return _counted(broker, done, perf_counter() - began, process_time() - cpu, statements)
 
 
-def working(start: Start, urls: list[str], batch: int, seconds: float) -> Counter[str]:
+def working(start: Start, url: str, batch: int, seconds: float) -> Counter[str]:
     """Claim and ack for a while, or until nothing is left."""
-    with _open(urls) as broker:
+    with penstock.open(url) as broker:
         start()
         began, cpu, statements, done = perf_counter(), process_time(), _statements(broker), 0
         while perf_counter() - began < seconds:
@@ -240,36 +233,33 @@ def _counted(broker: Broker, done: int, spent: float, cpu: float, statements: in
     )
 
 
-def opening(start: Start, urls: list[str]) -> Counter[str]:
+def opening(start: Start, url: str) -> Counter[str]:
     """Open a store and close it: what it costs is not the messages'."""
-    with _open(urls):
+    with penstock.open(url):
         start()
     return Counter()
 
 
-def throughput(
-    servers: list[Server], crew: Crew, options: argparse.Namespace
-) -> Iterator[list[object]]:
+def throughput(server: Server, crew: Crew, options: argparse.Namespace) -> Iterator[list[object]]:
     """Measure both verbs for each number of processes."""
     for processes in options.processes:
-        urls = [server.url() for server in servers]
-        with _open(urls) as broker:
+        url = server.url()
+        with penstock.open(url) as broker:
             broker.create_queue("q")
             fill(broker, options.ahead, 64)
-        before = sum(map(Server.transactions, servers, urls))
-        crew.do(opening, 1, urls)
+        before = server.transactions(url)
+        crew.do(opening, 1, url)
         threading.Event().wait(0.5)
-        opened = sum(map(Server.transactions, servers, urls)) - before
+        opened = server.transactions(url) - before
         for verb, work in (("publish", publishing), ("claim and ack", working)):
-            cpu = sum(server.seconds() for server in servers)
-            before = sum(map(Server.transactions, servers, urls))
-            run = crew.do(work, processes, urls, options.batch, options.seconds)
+            cpu = server.seconds()
+            before = server.transactions(url)
+            run = crew.do(work, processes, url, options.batch, options.seconds)
             # Connections that were closed are counted when their processes have ended.
             threading.Event().wait(0.5)
             messages = max(1, run["messages"])
-            cpu = sum(server.seconds() for server in servers) - cpu
-            after = sum(map(Server.transactions, servers, urls))
-            made = after - before - processes * opened
+            cpu = server.seconds() - cpu
+            made = server.transactions(url) - before - processes * opened
             yield [
                 f"{verb}, {processes} processes",
                 f"{run['rate']:,}",
@@ -568,6 +558,11 @@ def fairness(server: Server, _: Crew, options: argparse.Namespace) -> Iterator[l
 Part: TypeAlias = "Callable[[Server, Crew, argparse.Namespace], Iterator[list[object]]]"
 PARTS: dict[str, tuple[Part, str,
                        Sequence[str]]] = {
+    "throughput": (
+        throughput,
+        "brokers on one PostgreSQL, {batch} messages a verb, 1 KB, 64 groups",
+        ("", "messages/s", "broker CPU us", "PostgreSQL CPU us", "statements", "transactions"),
+    ),
     "contention": (
         contention,
         "{claimers} processes claim and ack from one queue, {batch_claim} messages a claim",
@@ -589,9 +584,8 @@ PARTS: dict[str, tuple[Part, str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", default=["throughput", *PARTS])
+    parser.add_argument("--parts", nargs="+", default=list(PARTS))
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--servers", type=int, nargs="+", default=[1, 4], help="for throughput")
     parser.add_argument("--batch", type=int, default=10, help="messages of one verb")
     parser.add_argument("--seconds", type=float, default=2.0, help="of one measurement")
     parser.add_argument("--ahead", type=int, default=5_000, help="messages there beforehand")
@@ -609,22 +603,13 @@ def main() -> None:
     with ExitStack() as stack:
         crew = Crew(max(options.claimers, *options.processes))
         stack.callback(crew.close)
-        servers = []
-        for _ in range(max(options.servers)):
-            servers.append(Server())
-            stack.callback(servers[-1].remove)
-        with psycopg.connect(servers[0].url()) as one:
+        server = Server()
+        stack.callback(server.remove)
+        with psycopg.connect(server.url()) as one:
             console.print(f"PostgreSQL {one.info.server_version // 10_000}, fsync on")
-        for count in options.servers if "throughput" in options.parts else ():
-            show(
-                f"brokers on {count} PostgreSQL, {options.batch} messages a verb, 1 KB, 64 groups",
-                ("", "messages/s", "broker CPU us", "PostgreSQL CPU us", "statements",
-                 "transactions"),
-                list(throughput(servers[:count], crew, options)),
-            )  # fmt: skip
         for name, (part, title, header) in PARTS.items():
             if name in options.parts:
-                rows = list(part(servers[0], crew, options))
+                rows = list(part(server, crew, options))
                 show(title.format(batch_claim=CLAIM, **vars(options)), header, rows)
 
 

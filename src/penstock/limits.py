@@ -205,7 +205,3 @@ MAX_DATABASE_REPEATS: Final = 20
 # Snapshots that a server keeps for readers at one time: each is a connection, and a database has
 # about a hundred for all that use it.
 MAX_DATABASE_VIEWS: Final = 32
-# Databases that are one store; and how often it is tried to connect to one of them again before
-# the verb goes on without it, or fails: with the pauses less than a second.
-MAX_CLUSTERS: Final = 32
-MAX_CLUSTER_REPEATS: Final = 5

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Final, NamedTuple, TypeAlias, overload
+from typing import Final, TypeAlias, overload
 
 import msgspec
 
@@ -38,7 +38,6 @@ __all__ = [
     "Event",
     "LogPage",
     "LogRecord",
-    "LogSpan",
     "LogStats",
     "Message",
     "Ordering",
@@ -373,20 +372,8 @@ class Backfilled(msgspec.Struct, frozen=True, kw_only=True):
     next: int
 
 
-class LogSpan(NamedTuple):
-    """The offset that the first message of a log could have, what is kept, and the end."""
-
-    first: int
-    earliest: int
-    end: int
-
-
-class LogStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The metadata log: how it is spread, what it holds, and how far it has been routed.
-
-    Logs share their offsets, but for a store of several databases: each of these counts from a
-    number of its own on, and ``spans`` has what holds for each log.
-    """
+class LogStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The metadata log: how it is spread, what it holds, and how far it has been routed."""
 
     routing: str
     logs: int
@@ -396,25 +383,11 @@ class LogStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     segments: int
     retention_ms: int
     cursors: dict[int, int]
-    spans: dict[int, LogSpan] = {}
-
-    def span(self, log: int) -> LogSpan:
-        """Return which offsets a log has."""
-        return self.spans.get(log) or LogSpan(1, self.earliest, self.end)
-
-    def all_spans(self) -> list[LogSpan]:
-        """Return the ranges that offsets are in, ascending: as a rule one."""
-        return sorted({self.span(log) for log in self.cursors})
-
-    def span_at(self, offset: int) -> LogSpan:
-        """Return the range that an offset is of."""
-        spans = self.all_spans()
-        return max((span for span in spans if span.first <= offset), default=spans[0])
 
     @property
     def kept(self) -> int:
         """How many offsets are kept."""
-        return sum(span.end - span.earliest for span in self.all_spans())
+        return self.end - self.earliest
 
 
 class QueueStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,6 @@
     slatedb+s3://BUCKET/PREFIX    a SlateDB database in an S3 bucket
     postgresql://USER@HOST/DB     tables in a PostgreSQL database, for any number of processes
     cockroachdb://USER@HOST/DB    the same in CockroachDB
-    URL;URL                       several databases as one store
     ...?schema=S&ring_size=N      SQL: the schema of the tables, tokens of a new store, and what
                                   docs/sql.md has under "What can be tuned"
     ...?design=indexed|buckets    which of the two storage designs a new store gets
@@ -21,7 +20,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -34,18 +33,16 @@ from penstock.limits import MAX_FLUSH_MS, MAX_OFFSET
 from penstock.store.kv.state import FORMAT, SHARED_TABLES, Identity
 from penstock.store.kv.store import KvStore
 from penstock.store.live import buckets, indexed
-from penstock.store.sql.location import SQL_SCHEMES, parse_sql, split_urls, without_password
+from penstock.store.sql.location import SEVERAL, SQL_SCHEMES, parse_sql, without_password
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from penstock.broker.reader import Reader
     from penstock.engines import Engine, Remains, Shape, Table
     from penstock.engines.slatedb.heartbeat import Pulse
     from penstock.engines.slatedb.location import Place
     from penstock.store.live import ActiveSet, Quarantine
-    from penstock.store.sql.clusters import ClusterStore
-    from penstock.store.sql.store import SqlStore
 
 __all__ = [
     "DESIGNS",
@@ -80,7 +77,7 @@ _IDENTITY_KEY: Final = b"meta"
 
 
 def open(  # noqa: A001 - penstock.open is the way in
-    url: str | Sequence[str],
+    url: str,
     *,
     durability: Literal["fsync", "relaxed"] = "fsync",
     dedup_window_ms: int = 300_000,
@@ -93,7 +90,6 @@ def open(  # noqa: A001 - penstock.open is the way in
 
     ``create=False`` raises StoreMismatch instead of making one; ``memory:`` is always made.
 
-    Several URLs of SQL databases, as a list or with ``;`` in between, are one store.
     ``durability="relaxed"`` lets verbs return before the disk has their change: a crash of this
     process still loses nothing, a crash of the machine may lose the last tenth of a second.
     ``routing`` is chosen when a store is made, and kept: ``inline`` (the default) puts messages
@@ -105,11 +101,6 @@ def open(  # noqa: A001 - penstock.open is the way in
         raise InvalidUrl(f"durability {durability!r:.100}: 'fsync' or 'relaxed'")
     if routing not in {None, "inline", "pipeline"}:
         raise InvalidUrl(f"routing {routing!r:.100}: 'inline' or 'pipeline'")
-    urls = [str(each) for each in url] if isinstance(url, list | tuple) else split_urls(url)
-    if len(urls) == 1:
-        url = urls[0] if isinstance(url, list | tuple) else url
-    elif not urls or not all(each.startswith(SQL_SCHEMES) for each in urls):
-        raise InvalidUrl("a store of several URLs is of SQL databases: postgresql:, cockroachdb:")
     if str(url).startswith(("penstock:", "penstocks:")):
         if (durability, dedup_window_ms, background, routing) != ("fsync", 300_000, True, None):
             raise InvalidUrl(f"{url!r:.200} is a server: what its store does is its own setting")
@@ -119,9 +110,9 @@ def open(  # noqa: A001 - penstock.open is the way in
         # It has the verbs of a broker, so that who is given either need not know which.
         return cast(Broker, connect(str(url), clock=clock))
     clock = clock or SystemClock()
-    if urls[0].startswith(SQL_SCHEMES):
+    if str(url).startswith(SQL_SCHEMES):
         return _open_sql(
-            urls,
+            url,
             clock,
             relaxed=durability == "relaxed",
             dedup_window_ms=dedup_window_ms,
@@ -152,7 +143,7 @@ def open(  # noqa: A001 - penstock.open is the way in
 
 
 def _open_sql(
-    urls: Sequence[str],
+    url: str,
     clock: Clock,
     *,
     relaxed: bool,
@@ -161,46 +152,31 @@ def _open_sql(
     routing: str | None,
     create: bool,
 ) -> Broker:
-    places = [parse_sql(url) for url in urls]
+    named = parse_sql(url)
     try:
-        from penstock.store.sql.forming import open_clusters  # noqa: PLC0415
         from penstock.store.sql.status import is_there  # noqa: PLC0415
         from penstock.store.sql.store import open_store  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        dialect = places[0].dialect
-        raise InvalidUrl(f"{dialect}: needs psycopg: pip install 'penstock[sql]'") from error
-    for each in places:
-        if not create and not is_there(each.conninfo, schema=each.schema, dialect=each.dialect):
-            raise _no_store(each.shown)
+        raise InvalidUrl(f"{named.dialect}: needs psycopg: pip install 'penstock[sql]'") from error
+    if not create and not is_there(named.conninfo, schema=named.schema, dialect=named.dialect):
+        raise _no_store(named.shown)
     # Processes on many machines must agree about when a lease is over.
     following = FollowingClock() if type(clock) is SystemClock else None
     clock = following or clock
-    settings: dict[str, Any] = {
-        "store_id": int.from_bytes(clock.lease_id()[-4:], "big"),
-        "routing": routing,
-        "random": clock.random,
-        "now_ms": clock.now_ms(),
-        "clock": clock.now_ms,
-        "relaxed": relaxed,
-        "background": background,
-    }
-    store: SqlStore | ClusterStore
-    if len(places) > 1:
-        if any(named.cluster is not None for named in places):
-            raise InvalidUrl("cluster: for who reads one of several databases by itself")
-        store = open_clusters(places, **settings)
-    else:
-        (named,) = places
-        store = open_store(
-            named.conninfo,
-            schema=named.schema,
-            dialect=named.dialect,
-            ring_size=named.ring_size,
-            tuned=named.tuned,
-            cluster=named.cluster or 0,
-            clusters=1 if named.cluster is None else 0,
-            **settings,
-        )
+    store = open_store(
+        named.conninfo,
+        schema=named.schema,
+        dialect=named.dialect,
+        ring_size=named.ring_size,
+        tuned=named.tuned,
+        store_id=int.from_bytes(clock.lease_id()[-4:], "big"),
+        routing=routing,
+        random=clock.random,
+        now_ms=clock.now_ms(),
+        clock=clock.now_ms,
+        relaxed=relaxed,
+        background=background,
+    )
     try:
         if following is not None:
             following.follow(store.server_ms)
@@ -456,6 +432,8 @@ def _check_directory(place: str) -> None:
 
 
 def _parse(url: object) -> _Named:
+    if isinstance(url, list | tuple):
+        raise InvalidUrl(f"a list of URLs: {SEVERAL}")
     scheme, colon, rest = url.partition(":") if isinstance(url, str) else ("", "", "")
     place, _, query = rest.partition("?")
     if not colon or scheme not in {"memory", "rocksdb", "slatedb+file", "slatedb+s3"}:

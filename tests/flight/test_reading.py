@@ -198,7 +198,7 @@ def test_stats_are_the_brokers(life: penstock.Broker, store: FlightStore) -> Non
     assert found == {
         (None, name): getattr(log, name)
         for name in log.__struct_fields__
-        if name not in {"routing", "cursors", "spans"}
+        if name not in {"routing", "cursors"}
     }
     assert store.stats().log == log
     assert store.read_table("stats", queue="q").num_rows == len(stats.__struct_fields__) - 1

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidInput, StoreMismatch
-from penstock.model import LogSpan, LogStats
+from penstock.model import LogStats
 from penstock.spark.offsets import (
     Stretch,
     between,
@@ -106,54 +106,3 @@ def test_offsets_of_another_store_are_refused() -> None:
     with pytest.raises(StoreMismatch, match="belongs to store 7, the broker serves store 8"):
         check_store({"0": 5, "store": "7"}, "8")
     assert logs_of({"0": 5, "11": 6, "store": "7", "filters": 1}) == {0: 5, 11: 6}
-
-
-# Two databases, with two logs each.
-BASE = (1 << 48) + 1
-APART = LogStats(
-    routing="inline",
-    logs=4,
-    earliest=10,
-    end=BASE + 50,
-    routed_up_to=BASE + 50,
-    segments=2,
-    retention_ms=0,
-    cursors=dict.fromkeys(range(4), 10),
-    spans={
-        log: (LogSpan(1, 10, 100), LogSpan(BASE, BASE + 20, BASE + 50))[log % 2]
-        for log in range(4)
-    },
-)  # fmt: skip
-
-
-def test_logs_of_several_databases_have_offsets_of_their_own() -> None:
-    first, second = {0: 10, 2: 10}, {1: BASE + 20, 3: BASE + 20}
-    assert resolve("earliest", APART, "x") == first | second
-    assert resolve("latest", APART, "x") == {0: 100, 1: BASE + 50, 2: 100, 3: BASE + 50}
-    with pytest.raises(InvalidInput, match="log 0 is 101; there are offsets up to 100"):
-        resolve({0: 101, 1: BASE, 2: 1, 3: BASE}, APART, "x")
-    with pytest.raises(InvalidInput, match="data loss"):
-        check_kept([Stretch(1, BASE, BASE + 30)], APART, fail=True)
-    kept = [Stretch(1, BASE + 20, BASE + 30)]
-    assert check_kept([Stretch(1, BASE, BASE + 30)], APART, fail=False) == kept
-
-
-def test_a_limit_is_shared_between_databases() -> None:
-    start = {0: 10, 1: BASE + 20, 2: 10, 3: BASE + 20}
-    ends = resolve("latest", APART, "x")
-    assert limited(start, ends, 20, APART) == {0: 20, 1: BASE + 30, 2: 20, 3: BASE + 30}
-    # One that has been read to its end leaves it to the other.
-    start = {0: 100, 1: BASE + 20, 2: 100, 3: BASE + 20}
-    assert limited(start, ends, 20, APART) == {0: 100, 1: BASE + 40, 2: 100, 3: BASE + 40}
-    assert limited(start, ends, None, APART) == ends
-
-
-def test_a_new_log_begins_where_those_of_its_database_stand() -> None:
-    start, end = {0: 40, 1: BASE + 30}, {0: 60, 1: BASE + 40, 2: 60, 3: BASE + 40}
-    assert between(start, end, APART) == [
-        Stretch(0, 40, 60),
-        Stretch(1, BASE + 30, BASE + 40),
-        Stretch(2, 40, 60),
-        Stretch(3, BASE + 30, BASE + 40),
-    ]
-    assert limited(start, end, 10, APART)[3] == BASE + 35

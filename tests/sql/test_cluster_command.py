@@ -27,7 +27,6 @@ from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
     from click.testing import Result
-    from tests.sql.postgres import PostgresServer
 
     from penstock import Broker
 
@@ -250,33 +249,10 @@ def test_wait_until_every_zone_has_a_token_of_the_ring(url: str) -> None:
         assert_clean(broker)
 
 
-def test_several_databases_are_shown_and_changed_as_one(url: str, postgres: PostgresServer) -> None:
-    other = postgres.create()
-    both = f"{url};{postgres.url(other)}"
-    with penstock.open(both, background=False) as broker:
-        broker.create_queue("q")
-        send(broker, 40)
-        found = seen(both)["databases"]
-        assert sum(each["zones"] for each in found) == 40
-        assert all(each["zones"] for each in found)
-        assert {each["store_id"] for each in found} == {broker.info().store_id}
-        resized = seen(both, "resize", "8")["databases"]
-        assert [each["ring_size"] for each in resized] == [8, 8]
-        send(broker, 40, first=100)
-        assert all(len(each["tokens"]) > 2 for each in seen(both)["databases"])
-        assert "is number 0 of the 2" in refused("resize", "2", "--store", url)
-        alone = seen(url)
-        assert alone["ring_size"] == 8
-        got: set[str] = set()
-        while len(got) < 80:
-            deliveries = broker.claim("q", limit=100)
-            assert deliveries
-            got |= {each.group for each in deliveries}
-        said = run("status", "--store", both).stdout
-        assert [line for line in said.splitlines() if line.startswith("postgresql://")] == (
-            both.split(";")
-        )
-    postgres.drop(other)
+def test_several_databases_are_refused(url: str) -> None:
+    penstock.open(url, background=False).close()
+    for command in (("status",), ("resize", "2"), ("split", "q")):
+        assert "a store is in one database" in refused(*command, "--store", f"{url};{url}")
 
 
 def test_the_command_as_a_process(url: str) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import penstock
 from penstock import ManualClock, Message
 from penstock.store.plans import Want
-from penstock.store.sql.clusters import ClusterStore
 from penstock.store.sql.store import SqlStore
 from penstock.testing.checking import assert_clean
 
@@ -76,30 +75,6 @@ def test_what_another_process_is_at_is_not_asked_for_all_the_time(
             assert counts.next_due_ms is not None
             assert counts.next_due_ms > now_ms
             watching._background = False
-
-
-def test_a_claim_that_waits_is_watched_for_in_every_database(
-    url: str, postgres: PostgresServer
-) -> None:
-    second = postgres.create()
-    clock = ManualClock()
-    with penstock.open([url, postgres.url(second)], clock=clock, background=False) as broker:
-        broker.create_queue("q")
-        store = broker._store
-        assert isinstance(store, ClusterStore)
-        # One message, in the first database, for two claims.
-        broker.publish([Message(b"", {"queue": "q"})])
-        wants = [a_want(clock) for _ in range(2)]
-        answers = store.claim("q", wants, clock.now_ms())
-        assert sorted(map(len, answers)) == [0, 1]
-        for member in store.members:
-            member.store.take_woken()
-        broker_of_second = penstock.open([url, postgres.url(second)], clock=clock, background=False)
-        with broker_of_second:
-            broker_of_second.publish([Message(b"", {"queue": "q"}, group="a")])
-        store.sweep(clock.now_ms(), 100)
-        assert "q" in store.take_woken()
-    postgres.drop(second)
 
 
 def test_pauses_do_not_add_up(url: str, postgres: PostgresServer) -> None:

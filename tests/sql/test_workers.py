@@ -1,4 +1,4 @@
-"""Worker runtimes on databases: processes that share them, and what they count."""
+"""Worker runtimes on a database: processes that share it, and what they count."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.sql.test_clusters import FIRST, SECOND
 from tests.waiting import wait_until
 from tests.work.helping import Gate
 from tests.work.test_process import Running, metrics_of, started
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from penstock import Broker
 
-GROUPS = (FIRST, SECOND, "c", "d", "e", "f")
+GROUPS = ("a", "b", "c", "d", "e", "f")
 EACH = 5
 SLOTS = 2
 PATIENCE_S = 120
@@ -68,22 +67,21 @@ def check_order(lines: list[list[str]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("handler", "options", "databases"),
+    ("handler", "options"),
     [
-        ("writes_down", ("--metrics", "127.0.0.1:0"), 1),
-        ("writes_down_async", (), 2),
-        ("writes_down", ("--processes",), 1),
+        ("writes_down", ("--metrics", "127.0.0.1:0")),
+        ("writes_down_async", ()),
+        ("writes_down", ("--processes",)),
     ],
-    ids=["threads", "coroutines-two-databases", "processes"],
+    ids=["threads", "coroutines", "processes"],
 )
 def test_workers_of_several_processes(
     postgres: PostgresServer,
     tmp_path: Path,
     handler: str,
     options: tuple[object, ...],
-    databases: int,
 ) -> None:
-    url = ";".join(postgres.url(postgres.create()) for _ in range(databases))
+    url = postgres.url(postgres.create())
     with penstock.open(url, background=False) as broker:
         for queue in ("standard", "fifo"):
             broker.create_queue(queue, ordering=queue)

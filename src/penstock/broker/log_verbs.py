@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from penstock import limits
 from penstock.errors import InvalidInput
 from penstock.model import Backfilled
-from penstock.store.plans import BackfillPlan, Collected, Filled
+from penstock.store.plans import Collected, Filled
 from penstock.validation import (
     check_archived,
     check_assignments,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.broker.runner import Shell
     from penstock.model import Assigned, Cursor, LogPage, LogRecord, LogStats, QueueSpec
     from penstock.store.contract import Store
-    from penstock.store.plans import LiveFilters, RoutePlan, StoreInfo
+    from penstock.store.plans import BackfillPlan, LiveFilters, RoutePlan, StoreInfo
     from penstock.store.snapshot import PinnedStore
 
 __all__ = ["LogVerbs"]
@@ -94,46 +94,35 @@ class LogVerbs:
         """
         self.queue(queue)
         log = self.log_stats()
-        ranges = [
-            (max(begin, span.earliest), min(end, span.end, log.routed_up_to))
-            for span, begin, end in zip(log.all_spans(), *self._bounds(log, from_, to), strict=True)
-        ]
-        reach = max(end for _, end in ranges)
-        total = Backfilled(scanned=0, added=0, missing=0, next=min(ranges)[0])
-        for begin, end in ranges:
-            at = begin
-            while at < end:
-                step = self._shell.apply(partial(self._store.backfill, queue, at, end))
-                at = step.next
-                total = Backfilled(
-                    scanned=total.scanned + step.scanned,
-                    added=total.added + step.added,
-                    missing=total.missing + step.missing,
-                    next=at,
-                )
-                if progress is not None:
-                    progress(total, reach)
+        begin, end = self._bounds(from_, to)
+        begin, end = max(begin, log.earliest), min(end, log.routed_up_to)
+        total = Backfilled(scanned=0, added=0, missing=0, next=begin)
+        while total.next < end:
+            step = self._shell.apply(partial(self._store.backfill, queue, total.next, end))
+            total = Backfilled(
+                scanned=total.scanned + step.scanned,
+                added=total.added + step.added,
+                missing=total.missing + step.missing,
+                next=step.next,
+            )
+            if progress is not None:
+                progress(total, end)
         return total
 
     def _bounds(
-        self,
-        log: LogStats,
-        from_: int | datetime | Literal["earliest"],
-        to: int | datetime | None,
-    ) -> tuple[list[int], list[int]]:
-        """Return where to begin and to end in each range that offsets are in."""
-        count = len(log.all_spans())
-        begins = [0] * count if from_ == "earliest" else self._offsets(from_, "from_", count)
-        ends = [limits.MAX_OFFSET] * count if to is None else self._offsets(to, "to", count)
-        return begins, ends
+        self, from_: int | datetime | Literal["earliest"], to: int | datetime | None
+    ) -> tuple[int, int]:
+        """Return the offsets to begin and to end at."""
+        begin = 0 if from_ == "earliest" else self._offset(from_, "from_")
+        return begin, limits.MAX_OFFSET if to is None else self._offset(to, "to")
 
-    def _offsets(self, place: int | datetime | str, name: str, count: int) -> list[int]:
+    def _offset(self, place: int | datetime | str, name: str) -> int:
         if isinstance(place, datetime):
             time_ms = int(place.timestamp() * 1000)
-            return self._shell.look(lambda _: self._store.offsets_at(time_ms))
+            return self._shell.look(lambda _: self._store.offset_at(time_ms))
         if isinstance(place, str):
             raise InvalidInput(f"{name} is an offset, a datetime or 'earliest', not {place!r:.100}")
-        return [check_count(place, name, 0, limits.MAX_OFFSET)] * count
+        return check_count(place, name, 0, limits.MAX_OFFSET)
 
     # --- for a pipeline --------------------------------------------------------------------
 
@@ -180,20 +169,10 @@ class LogVerbs:
 
         With ``archived`` also those below the log, which an archive may hold.
         """
-        log = self.log_stats()
-        begins, ends = self._bounds(log, from_, to)
-        plan = self._shell.look(
-            lambda _: self._store.backfill_plan(queue, min(begins), max(ends), archived=archived)
+        begin, end = self._bounds(from_, to)
+        return self._shell.look(
+            lambda _: self._store.backfill_plan(queue, begin, end, archived=archived)
         )
-        if not log.spans:
-            return plan
-        wanted = dict(zip(log.all_spans(), zip(begins, ends, strict=True), strict=True))
-        found = []
-        for begin, end in plan.stretches:
-            low, high = wanted[log.span_at(begin)]
-            if max(begin, low) < min(end, high):
-                found.append((max(begin, low), min(end, high)))
-        return BackfillPlan(found, plan.filter, plan.end, plan.earliest)
 
     def fill(
         self,

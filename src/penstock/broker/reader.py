@@ -89,7 +89,7 @@ class Reader(LookVerbs):
         stats = self._store.log_stats()
         # A store that is opened begins a new block of ids. The owner goes on in its own: whoever
         # took that block's end for the end of the log would pass over what comes.
-        end = min(stats.end, self._store.offsets_at(MAX_OFFSET)[-1])
+        end = min(stats.end, self._store.offset_at(MAX_OFFSET))
         routed = min(stats.routed_up_to, end)
         return msgspec.structs.replace(stats, end=end, routed_up_to=routed)
 

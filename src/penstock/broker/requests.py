@@ -15,7 +15,7 @@ from penstock import limits
 from penstock.errors import InvalidMessage, PenstockError
 from penstock.filters import Matcher, parse
 from penstock.model import Delivery, Message, Outcome
-from penstock.store.contract import FiltersChanged, PartAway
+from penstock.store.contract import FiltersChanged
 from penstock.store.plans import Want
 from penstock.validation import check_duration, check_receipts, cut_text
 
@@ -294,11 +294,6 @@ class JointVerbs:
         except FiltersChanged:
             raise
         except PenstockError as error:
-            if isinstance(error, PartAway) and len(good) > 1:
-                # Nothing was stored: those that go elsewhere need not fail.
-                for publish in good:
-                    self._publish_together([publish], now_ms)
-                return
             for publish in good:
                 publish.error = error
             return

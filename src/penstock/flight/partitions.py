@@ -124,24 +124,19 @@ def _log_pieces(
         if log not in stats.cursors:
             raise InvalidInput(f"no log {log}; there are logs 0 to {known[-1]}")
     chosen = known if logs is None else list(dict.fromkeys(logs))
-    spans = {log: stats.span(log) for log in chosen}
-    bounds = {log: (max(low, span.earliest), min(high, span.end)) for log, span in spans.items()}
-    asked = {log: each for log, each in bounds.items() if each[0] < each[1]}
-    if not asked:
+    low, high = max(low, stats.earliest), min(high, stats.end)
+    if not chosen or low >= high:
         return []
-    each = -(-count // len(asked))
-    return [Numbers(log, *cut) for log, ends in asked.items() for cut in cut_range(*ends, each)]
+    each = -(-count // len(chosen))
+    return [Numbers(log, *cut) for log in chosen for cut in cut_range(low, high, each)]
 
 
 def _message_pieces(pinned: PinnedStore, count: int, low: int, high: int) -> list[Piece]:
-    """Cut each run of ids into as many pieces as its share of them asks for."""
-    runs = pinned.message_runs(low, high)
-    total = sum(last + 1 - first for first, last in runs)
-    return [
-        Numbers(0, *cut)
-        for first, last in runs
-        for cut in cut_range(first, last + 1, -(-(last + 1 - first) * count // total))
-    ]
+    """Cut the ids whose payload is kept into pieces."""
+    ends = pinned.message_ends(low, high)
+    if ends is None:
+        return []
+    return [Numbers(0, *cut) for cut in cut_range(ends[0], ends[1] + 1, count)]
 
 
 def _queue_pieces(

@@ -73,7 +73,7 @@ class Publisher:
         self.published += len(messages)
         # A duplicate has the id of a message from before, or of one that came first in here.
         if log is not None:
-            self.duplicates += len(ids) - len({id_ for id_ in ids if id_ >= log.span_at(id_).end})
+            self.duplicates += len(ids) - len({id_ for id_ in ids if id_ >= log.end})
 
     def _messages(self, batch: pa.RecordBatch) -> Iterator[Message]:
         rows = batch.num_rows

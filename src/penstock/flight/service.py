@@ -354,15 +354,14 @@ def _check_stretch(pinned: PinnedStore, ticket: wire.LogTicket) -> None:
     stats = pinned.log_stats
     if ticket.log not in stats.cursors:
         raise InvalidInput(f"no log {ticket.log}; there are logs 0 to {max(stats.cursors)}")
-    first, earliest, end = stats.span(ticket.log)
-    if max(ticket.begin, first) < min(earliest, ticket.end):
+    if max(ticket.begin, 1) < min(stats.earliest, ticket.end):
         raise InvalidInput(
             f"offsets from {ticket.begin} on were asked for; log {ticket.log} is kept from offset "
-            f"{earliest} on"
+            f"{stats.earliest} on"
         )
-    if ticket.end > end:
+    if ticket.end > stats.end:
         raise InvalidInput(
-            f"offsets up to {ticket.end} were asked for; log {ticket.log} ends at {end}"
+            f"offsets up to {ticket.end} were asked for; log {ticket.log} ends at {stats.end}"
         )
 
 

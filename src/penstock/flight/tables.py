@@ -396,12 +396,6 @@ def _stats(
                     {"queue": None, "metric": f"cursor.{log}", "value": at}
                     for log, at in sorted(value.items())
                 ]
-            elif metric == "spans":
-                rows += [
-                    {"queue": None, "metric": f"{bound}.{log}", "value": getattr(span, bound)}
-                    for log, span in sorted(value.items())
-                    for bound in ("earliest", "end")
-                ]
             elif not isinstance(value, str):
                 rows.append({"queue": piece.queue or None, "metric": metric, "value": value})
     if rows:

@@ -299,7 +299,7 @@ def _store(broker: Broker) -> Iterator[Metric]:
         "penstock_routing_lag", "Messages of a log that are not routed yet.", labels=["log"]
     )
     for number, cursor in sorted(log.cursors.items()):
-        behind = log.span(number).end - cursor if log.routing == "pipeline" else 0
+        behind = log.end - cursor if log.routing == "pipeline" else 0
         lag.add_metric([str(number)], max(0, behind))
     yield lag
     yield GaugeMetricFamily("penstock_log_messages", "Offsets kept.", log.kept)

@@ -27,7 +27,6 @@ from pyspark.sql.datasource import InputPartition
 from penstock.errors import InvalidInput, QueueNotFound, StorageFailed
 from penstock.filters import parse
 from penstock.flight.schemas import schema_of
-from penstock.limits import MAX_CLUSTERS
 from penstock.spark.archive_runs import Runs
 from penstock.spark.broker_client import source
 
@@ -44,10 +43,8 @@ _TRIES: Final = 10
 _FILTERED: Final = ("attributes_json", "group", "priority", "published_at", "size")
 _KEY: Final = ("message_id", "attempt", "claimed_at")
 _BATCH_ROWS: Final = 16_384
-# Which of several databases an id is of is told by its upper bits; beyond this many below them, an
-# id and an attempt do not fit into 64 bits.
-_DATABASE_BITS: Final = 48
-_MAX_ID: Final = 1 << 42
+# Beyond this, an id and an attempt do not fit into 63 bits.
+_MAX_ID: Final = 1 << 47
 _decode: Final = msgspec.json.Decoder(dict[str, str | int | float | bool | None]).decode
 
 
@@ -296,12 +293,11 @@ class _Keys:
 
 def _coded(batch: pa.RecordBatch) -> tuple[np.ndarray, np.ndarray]:
     ids = batch.column("message_id").to_numpy(zero_copy_only=False)
-    database, own = ids >> _DATABASE_BITS, ids & ((1 << _DATABASE_BITS) - 1)
-    if len(ids) and (own.max() >= _MAX_ID or database.max() >= MAX_CLUSTERS):
+    if len(ids) and ids.max() >= _MAX_ID:
         raise InvalidInput(f"message {ids.max()} is beyond what archived attempts are told by")
     attempts = batch.column("attempt").to_numpy(zero_copy_only=False).astype(np.int64)
     claimed = batch.column("claimed_at").cast(pa.int64()).to_numpy(zero_copy_only=False)
-    return (database * _MAX_ID + own) * (1 << 16) + attempts, claimed
+    return ids * (1 << 16) + attempts, claimed
 
 
 def _rows(options: Options, columns: Sequence[str], files: _Files) -> Iterator[pa.RecordBatch]:

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from penstock.flight.client import ReadPlan, Watermarks
-    from penstock.model import LogSpan, LogStats
+    from penstock.model import LogStats
     from penstock.spark.offsets import Stretch
 
-__all__ = ["Source", "Store", "fenced", "offset_at", "offsets_at", "source", "store"]
+__all__ = ["Source", "Store", "fenced", "offset_at", "source", "store"]
 
 _GONE: Final = (ServerUnreachable, fl.FlightCancelledError)
 _TRIES: Final = 4
@@ -201,23 +201,8 @@ def fenced(mine: int | None, now: int) -> InvalidInput:
 
 def offset_at(client: Source, at_ms: int) -> int:
     """Return the first offset that was published at a time or later."""
-    return min(offsets_at(client, at_ms).values())
-
-
-def offsets_at(client: Source, at_ms: int) -> dict[int, int]:
-    """Return the first offset that was published at a time or later, for each log.
-
-    It is the same for all of them, but for several databases.
-    """
     stats = client.log_stats()
-    found: dict[LogSpan, int] = {}
-    for span in stats.all_spans():
-        logs = [log for log in stats.cursors if stats.span(log) == span]
-        found[span] = _search(client, logs, span.earliest, span.end, at_ms)
-    return {log: found[stats.span(log)] for log in stats.cursors}
-
-
-def _search(client: Source, logs: list[int], low: int, high: int, at_ms: int) -> int:
+    logs, low, high = list(stats.cursors), stats.earliest, stats.end
     # Time in a store never goes back, so neither does it along the offsets.
     while low < high:
         middle = (low + high) // 2

@@ -61,9 +61,9 @@ class Stretch(NamedTuple):
 def resolve(place: Place, stats: LogStats, name: str) -> dict[int, int]:
     """Turn ``earliest``, ``latest`` or offsets by log into an offset for every log."""
     if place == "earliest":
-        return {log: stats.span(log).earliest for log in stats.cursors}
+        return dict.fromkeys(stats.cursors, stats.earliest)
     if place == "latest":
-        return {log: stats.span(log).end for log in stats.cursors}
+        return dict.fromkeys(stats.cursors, stats.end)
     assert isinstance(place, dict)
     strangers = sorted(set(place) - set(stats.cursors))
     if strangers:
@@ -74,12 +74,11 @@ def resolve(place: Place, stats: LogStats, name: str) -> dict[int, int]:
         raise InvalidInput(f"{name} must name every log; {missing[0]} is missing")
     found = {}
     for log, offset in place.items():
-        span = stats.span(log)
-        if offset < _EARLIEST or offset > span.end:
+        if offset < _EARLIEST or offset > stats.end:
             raise InvalidInput(
-                f"{name} of log {log} is {offset}; there are offsets up to {span.end}"
+                f"{name} of log {log} is {offset}; there are offsets up to {stats.end}"
             )
-        found[log] = {_EARLIEST: span.earliest, _LATEST: span.end}.get(offset, offset)
+        found[log] = {_EARLIEST: stats.earliest, _LATEST: stats.end}.get(offset, offset)
     return found
 
 
@@ -88,52 +87,25 @@ def logs_of(offset: Mapping[str, int | str]) -> dict[int, int]:
     return {int(name): int(value) for name, value in offset.items() if name.isdigit()}
 
 
-def limited(
-    start: Mapping[int, int],
-    ends: Mapping[int, int],
-    most: int | None,
-    stats: LogStats | None = None,
-) -> dict[int, int]:
-    """Return where a micro-batch ends that takes at most ``most`` messages.
-
-    Of several databases (``stats`` tells) each gives its share, and at least one.
-    """
-    begins = {log: _begin(start, log, ends[log], stats) for log in ends}
+def limited(start: Mapping[int, int], ends: Mapping[int, int], most: int | None) -> dict[int, int]:
+    """Return where a micro-batch ends that takes at most ``most`` messages."""
+    begins = {log: _begin(start, log, ends[log]) for log in ends}
     if most is None:
         return {log: max(begins[log], end) for log, end in ends.items()}
     # Ids are shared by the logs: one bound for all of them holds for their sum.
-    behind: dict[int, int] = {}
-    for log, end in ends.items():
-        if begins[log] < end:
-            first = _first(log, stats)
-            behind[first] = min(begins[log], behind.get(first, end))
-    share = max(1, most // max(1, len(behind)))
-    return {
-        log: max(begins[log], min(end, behind.get(_first(log, stats), 0) + share))
-        for log, end in ends.items()
-    }
+    behind = min((begins[log] for log, end in ends.items() if begins[log] < end), default=0)
+    return {log: max(begins[log], min(end, behind + most)) for log, end in ends.items()}
 
 
-def between(
-    start: Mapping[int, int], end: Mapping[int, int], stats: LogStats | None = None
-) -> list[Stretch]:
+def between(start: Mapping[int, int], end: Mapping[int, int]) -> list[Stretch]:
     """Return what lies between two offsets, log by log."""
-    found = [
-        Stretch(log, _begin(start, log, until, stats), until) for log, until in sorted(end.items())
-    ]
+    found = [Stretch(log, _begin(start, log, until), until) for log, until in sorted(end.items())]
     return [stretch for stretch in found if stretch.begin < stretch.end]
 
 
-def _first(log: int, stats: LogStats | None) -> int:
-    return FIRST if stats is None else stats.span(log).first
-
-
-def _begin(start: Mapping[int, int], log: int, end: int, stats: LogStats | None) -> int:
-    if log in start:
-        return start[log]
+def _begin(start: Mapping[int, int], log: int, end: int) -> int:
     # A log that was added since holds nothing older than where the others stood.
-    first = _first(log, stats)
-    return min((at for each, at in start.items() if _first(each, stats) == first), default=end)
+    return start[log] if log in start else min(start.values(), default=end)
 
 
 def cut(stretches: Iterable[Stretch], pieces: int, least: int = LEAST_PIECE) -> list[Stretch]:
@@ -153,8 +125,8 @@ def check_kept(stretches: Sequence[Stretch], stats: LogStats, *, fail: bool) -> 
     """Refuse (or, if not ``fail``, leave out) what the log's retention has removed."""
     kept = []
     for log, begin, end in stretches:
-        first, earliest, _ = stats.span(log)
-        if max(begin, first) < earliest and fail:
+        earliest = stats.earliest
+        if max(begin, FIRST) < earliest and fail:
             raise InvalidInput(
                 f"data loss: offsets {begin} to {min(end, earliest)} of log {log} are asked for, "
                 f"but the log begins at {earliest}: its retention has removed them. Set "

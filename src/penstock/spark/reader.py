@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from penstock.spark import archived
-from penstock.spark.broker_client import offsets_at, source, store
+from penstock.spark.broker_client import offset_at, source, store
 from penstock.spark.columns import Shape, check_columns, spark_schema
 from penstock.spark.offsets import Stretch, between, check_kept, cut, resolve
 
@@ -83,8 +83,8 @@ class TableReader(DataSourceReader):
         else:
             start = resolve(options.starting or "earliest", stats, "startingOffsets")
             if options.starting_ms is not None:
-                start = offsets_at(client, options.starting_ms)
-            wanted = between(start, resolve(options.ending, stats, "endingOffsets"), stats)
+                start = dict.fromkeys(stats.cursors, offset_at(client, options.starting_ms))
+            wanted = between(start, resolve(options.ending, stats, "endingOffsets"))
         kept = check_kept(wanted, stats, fail=options.fail_on_data_loss)
         return cut(kept, options.partitions)
 

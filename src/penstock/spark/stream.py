@@ -12,7 +12,7 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
-from penstock.spark.broker_client import offsets_at, source
+from penstock.spark.broker_client import offset_at, source
 from penstock.spark.columns import Shape, check_columns, spark_schema
 from penstock.spark.offsets import (
     Offset,
@@ -58,7 +58,7 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         stats = client.log_stats()
         start = resolve(self._options.starting or "latest", stats, "startingOffsets")
         if self._options.starting_ms is not None:
-            start = offsets_at(client, self._options.starting_ms)
+            start = dict.fromkeys(stats.cursors, offset_at(client, self._options.starting_ms))
         return _offset(start, client.store_id)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
@@ -72,7 +72,7 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         check_store(start, client.store_id)
         stats = client.log_stats()
         ends = self._until or resolve("latest", stats, "")
-        until = limited(logs_of(start), ends, most_rows(limit), stats)
+        until = limited(logs_of(start), ends, most_rows(limit))
         return _offset(until, client.store_id)
 
     def reportLatestOffset(self) -> Offset:  # noqa: N802
@@ -90,9 +90,7 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         check_store(start, client.store_id)
         stats = client.last_log_stats()
         kept = check_kept(
-            between(logs_of(start), logs_of(end), stats),
-            stats,
-            fail=self._options.fail_on_data_loss,
+            between(logs_of(start), logs_of(end)), stats, fail=self._options.fail_on_data_loss
         )
         stretches = cut(kept, self._options.partitions)
         return log_partitions(client, self._options, self._shape, stretches)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.errors import PenstockError, ServerUnreachable
+from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     )
     from penstock.store.snapshot import PinnedStore
 
-__all__ = ["FiltersChanged", "PartAway", "Store"]
+__all__ = ["FiltersChanged", "Store"]
 
 
 class FiltersChanged(PenstockError):
@@ -57,10 +57,6 @@ class FiltersChanged(PenstockError):
 
     The broker looks again and tries again: nobody else sees this error.
     """
-
-
-class PartAway(ServerUnreachable):
-    """A part of the store that a verb needs does not answer; nothing was changed."""
 
 
 class Store(Protocol):
@@ -276,11 +272,8 @@ class Store(Protocol):
     def backfill(self, queue_name: str, begin: int, end: int, now_ms: int) -> Backfilled:
         """Do one bounded step of filling a queue from the log."""
 
-    def offsets_at(self, time_ms: int) -> list[int]:
-        """Return an offset at or before the first message of that time.
-
-        Where offsets are in several ranges (``LogStats.all_spans``), one of each.
-        """
+    def offset_at(self, time_ms: int) -> int:
+        """Return an offset at or before the first message of that time."""
 
     def configure_log(self, logs: int | None, retention_ms: int | None, now_ms: int) -> None:
         """Change the number of logs, or how long they are kept."""

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.limits import MAX_CLAIM_BYTES
-
 __all__ = [
     "BackfillPlan",
     "Collected",
@@ -21,16 +19,12 @@ __all__ = [
 
 
 class Want(NamedTuple):
-    """One claim: how many messages, for how long, for whom; ``lease`` is sixteen fresh bytes.
-
-    ``most_bytes``: it ends with the message that brings it there.
-    """
+    """One claim: how many messages, for how long, for whom; ``lease`` is sixteen fresh bytes."""
 
     limit: int
     lease_ms: int
     consumer: str
     lease: bytes
-    most_bytes: int = MAX_CLAIM_BYTES
 
 
 class StoreInfo(msgspec.Struct, frozen=True):

@@ -55,10 +55,7 @@ class Depths(NamedTuple):
 
 
 class PinnedStore(Protocol):
-    """A store as it was at ``at_ms``. Close it soon: it keeps deleted data.
-
-    Of several databases that are one store, each has a moment of its own.
-    """
+    """A store as it was at ``at_ms``. Close it soon: it keeps deleted data."""
 
     at_ms: int
     log_stats: LogStats
@@ -90,11 +87,8 @@ class PinnedStore(Protocol):
         Ended messages whose sequence is below ``least`` may be left out.
         """
 
-    def message_runs(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Return where ids in [begin, end) whose payload is kept lie: first and last of each run.
-
-        As a rule there is one; several databases that are one store count from different numbers.
-        """
+    def message_ends(self, begin: int, end: int) -> tuple[int, int] | None:
+        """Return the first and the last id in [begin, end) whose payload is kept, if any is."""
 
     # --- rows, a page of bounded size in memory at a time
     def log_rows(self, log: int, begin: int, end: int) -> Iterator[list[tuple[int, bytes]]]:

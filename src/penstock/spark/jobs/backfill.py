@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-    from penstock.model import LogSpan
 
 __all__ = ["Backfill", "backfill"]
 
@@ -86,18 +85,13 @@ def backfill(
     if archive is not None:
         open_archive(location, archive)
         if from_time_ms is not None and from_ is None:
-            if store(location).log_stats().spans:
-                raise InvalidInput(
-                    "what was archived of several databases is not told by a time: name an offset"
-                )
             logged = offset_at(store(location), from_time_ms)
             low = lowest_since(spark, location, archive, from_time_ms)
             from_, from_time_ms = (logged if low is None else min(low, logged)), None
     plan = store(location).backfill_plan(
         queue, from_=from_, from_time_ms=from_time_ms, to=to, archived=archive is not None
     )
-    spans = store(location).log_stats().spans
-    below, kept = _split(plan.stretches, plan.earliest, list(spans.values()))
+    below, kept = _split(plan.stretches, plan.earliest)
     windows = [
         (at, min(at + window, end)) for begin, end in kept for at in range(begin, end, window)
     ]
@@ -126,20 +120,11 @@ def backfill(
 
 
 def _split(
-    stretches: Sequence[tuple[int, int]], earliest: int, spans: Sequence[LogSpan] = ()
+    stretches: Sequence[tuple[int, int]], earliest: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Cut stretches where the log begins: what lies below it, and what is kept.
-
-    Of several databases each has its own, and no stretch is of two.
-    """
-    below, kept = [], []
-    for begin, end in stretches:
-        own = max((each for each in spans if each.first <= begin), default=None)
-        log = earliest if own is None else own.earliest
-        if begin < log:
-            below.append((begin, min(end, log)))
-        if end > log:
-            kept.append((max(begin, log), end))
+    """Cut stretches where the log begins: what lies below it, and what is kept."""
+    below = [(begin, min(end, earliest)) for begin, end in stretches if begin < earliest]
+    kept = [(max(begin, earliest), end) for begin, end in stretches if end > earliest]
     return below, kept
 
 
@@ -214,10 +199,7 @@ def _stage_part(
     matcher = matcher_of({queue: filter_})
     rows: list[pa.RecordBatch] = []
     scanned = 0
-    stats = client.log_stats()
-    for log in stats.cursors:
-        if stats.span(log) != stats.span_at(begin):
-            continue
+    for log in client.log_stats().cursors:
         for batch in client.read_log(log, begin, end, columns=COLUMNS):
             scanned += batch.num_rows
             rows.append(match_batch(matcher, batch).select(["offset"]))

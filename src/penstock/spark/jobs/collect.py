@@ -51,10 +51,7 @@ def collect(
     """
     client = store(location)
     log = client.log_stats()
-    below = F.lit(False)  # noqa: FBT003 - Spark's signature
-    for span in log.all_spans():
-        end = min(span.earliest, log.routed_up_to)
-        below |= F.col("message_id").between(span.first, end - 1)
+    below = F.col("message_id") < min(log.earliest, log.routed_up_to)
     kept = read(spark, location, "messages", columns=("message_id", "size"))
     # Payloads first: one whose reference goes meanwhile is at worst left to the next run, and one
     # whose reference is made later than this is above the watermark.

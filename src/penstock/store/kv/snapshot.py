@@ -188,13 +188,13 @@ class Pinned:
                 low, high = (prefix + each.to_bytes(8, "big") for each in (begin, end))
                 yield Keys(table, low, high, table != "history")
 
-    def message_runs(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Return the first and the last id in [begin, end) whose payload is kept."""
+    def message_ends(self, begin: int, end: int) -> tuple[int, int] | None:
+        """Return the first and the last id in [begin, end) whose payload is kept, if any is."""
         bounds = _ends(self._payloads, opendata.payload_key(begin), opendata.payload_key(end))
         if bounds is None:
-            return []
+            return None
         first, last = (int.from_bytes(key[2:], "big") for key in bounds)
-        return [(first, last)]
+        return first, last
 
     # --- the log -------------------------------------------------------------------------
 

@@ -256,10 +256,6 @@ class KvStore:
         """Return an offset at or before the first message of that time."""
         return self.core.log.offset_at(time_ms)
 
-    def offsets_at(self, time_ms: int) -> list[int]:
-        """Return the same: all offsets are in one range."""
-        return [self.offset_at(time_ms)]
-
     @_guarded
     def specs(self) -> list[QueueSpec]:
         """Return the settings of every queue, by name."""

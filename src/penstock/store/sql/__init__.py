@@ -16,9 +16,5 @@ its zone has a pointer. No process owns anything, and every verb is one transact
     routing                     the metadata log: read, assign, backfill, restore
     views, audit                browse, stats; the invariants
     store                       all of it as one Store
-    clusters, spreading, joining  several databases as one Store: verbs go where a group belongs
-    members, agreeing           one of them: is it there; do all have the same queues
-    forming                     do they belong together, before anything is written
-    pins, pinned                a moment, to be read in bulk
-    pinned_together, logs_together  the same of several databases; their logs, and the past
+    pins, snapshot              a moment, to be read in bulk
 """

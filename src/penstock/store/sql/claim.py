@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from penstock import limits
 from penstock.errors import CorruptRecord
 from penstock.model import Delivery
 from penstock.store.codec.metadata import decode_metadata
@@ -89,14 +90,6 @@ class Claiming:
                 # Waits are bounded for all claims together: the broker lets nobody else in.
                 return False
         return not any(claim.deliveries for claim in claims)
-
-    def ready_zones(self, queue_name: str, now_ms: int) -> int:
-        """Return how many of the zones that a claim looks at seem to have something."""
-        core = self._core
-        core.refresh(now_ms)
-        queue = core.queue(queue_name)
-        tokens = list(range(core.ring_high))
-        return len(self._peek(queue, tokens, now_ms))
 
     def _peek(self, queue: Queue, tokens: list[int], now_ms: int) -> list[Pointer]:
         core = self._core
@@ -182,7 +175,7 @@ class Claiming:
                 consumers=[claim.consumer for claim in claims],
                 lows=lows,
                 highs=highs,
-                room_bytes=[claim.most_bytes - claim.bytes for claim in claims],
+                room_bytes=[limits.MAX_CLAIM_BYTES - claim.bytes for claim in claims],
                 slot=core.slot,
                 turn=core.take_turns(len(offered) + 1),
                 stamp=core.stamp(),
@@ -241,7 +234,6 @@ class _Claim:
     def __init__(self, core: Core, queue: Queue, want: Want, now_ms: int) -> None:
         self._queue = queue.name
         self._limit = want.limit
-        self.most_bytes = want.most_bytes
         self.lease = family_of(want.lease) + b"\0\0"
         self.deadline_ms = now_ms + want.lease_ms
         self.consumer = want.consumer.encode()
@@ -252,7 +244,7 @@ class _Claim:
     @property
     def full(self) -> bool:
         """Whether it has all the bytes that one claim may have."""
-        return self.bytes >= self.most_bytes
+        return self.bytes >= limits.MAX_CLAIM_BYTES
 
     @property
     def room(self) -> int:

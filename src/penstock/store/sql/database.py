@@ -295,12 +295,6 @@ class Database:
             self._connection.close()
             self._connection = None
 
-    @property
-    def server(self) -> tuple[object, object]:
-        """Where it is: host and port."""
-        told = conninfo_to_dict(self._conninfo)
-        return told.get("host"), told.get("port")
-
     def another(self, *, bulk: bool = False) -> Database:
         """Return what makes another connection to the same place; ``bulk``: to read for long."""
         twin = Database(

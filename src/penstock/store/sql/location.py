@@ -10,22 +10,26 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import parse_qsl, quote, urlencode
 
 from penstock.errors import InvalidUrl
-from penstock.limits import MAX_CLUSTERS, MAX_RING_SIZE
+from penstock.limits import MAX_RING_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
+    "SEVERAL",
     "SQL_SCHEMES",
     "TUNED",
     "SqlPlace",
     "parse_sql",
-    "split_urls",
-    "sql_places",
     "without_password",
 ]
 
 SQL_SCHEMES: Final = ("postgresql:", "cockroachdb:")
+# The error of a list of databases.
+SEVERAL: Final = (
+    "a store is in one database. Name one, with ?schema=NAME if applications share it, or open a "
+    "store for each application"
+)
 # Options that are tunables of the store, with the least and the most that they may be.
 TUNED: Final[Mapping[str, tuple[int, int]]] = {
     "peek_max": (1, 10_000),
@@ -44,41 +48,27 @@ TUNED: Final[Mapping[str, tuple[int, int]]] = {
 
 
 class SqlPlace(NamedTuple):
-    """A database that holds a store, or a part of one; ``shown`` is its URL without password."""
+    """A database that holds a store; ``shown`` is its URL without password."""
 
     dialect: str
     conninfo: str
     schema: str
     ring_size: int | None
-    cluster: int | None
     tuned: Mapping[str, int]
     shown: str
 
 
-def split_urls(url: object) -> list[str]:
-    """Tell the URLs of several databases apart; what is none is left to whoever parses it."""
-    text = str(url)
-    return text.split(";") if text.startswith(SQL_SCHEMES) else [text]
-
-
-def sql_places(url: str) -> list[SqlPlace]:
-    """Say where the tables of a store on SQL databases are, one place for each."""
-    urls = split_urls(url)
-    if not all(each.startswith(SQL_SCHEMES) for each in urls):
-        raise InvalidUrl(
-            f"{without_password(str(url))!r:.200} is not on a SQL database: postgresql://HOST/DB, "
-            "cockroachdb://HOST/DB"
-        )
-    return [parse_sql(each) for each in urls]
-
-
 def parse_sql(url: str) -> SqlPlace:
-    """Read the URL of one database."""
+    """Read the URL of a SQL database."""
+    shown = without_password(url)
+    if not url.startswith(SQL_SCHEMES):
+        raise InvalidUrl(
+            f"{shown!r:.200} is not on a SQL database: postgresql://HOST/DB, cockroachdb://HOST/DB"
+        )
+    if re.search(rf"[;,]\s*(?:{'|'.join(SQL_SCHEMES)})", url):
+        raise InvalidUrl(f"{shown!r:.200}: {SEVERAL}")
     dialect, _, rest = url.partition(":")
     place, _, query = rest.partition("?")
-    shown = without_password(url)
-    if "," in url and any(f",{scheme}" in url for scheme in SQL_SCHEMES):
-        raise InvalidUrl(f"{shown!r:.200}: several databases are named with ; in between")
     if not place.startswith("//"):
         raise InvalidUrl(f"{shown!r:.200}: {dialect}://USER:PASSWORD@HOST:PORT/DATABASE")
     # What libpq can't read it quotes, and that may be a part of the password.
@@ -95,7 +85,6 @@ def parse_sql(url: str) -> SqlPlace:
     if not re.fullmatch(r"[a-z_][a-z0-9_]{0,62}", schema) or schema.startswith("pg_"):
         raise InvalidUrl(f"schema {schema!r:.100}: lower case letters, digits and _")
     ring_size = _number(options, "ring_size", 1, MAX_RING_SIZE)
-    cluster = _number(options, "cluster", 0, MAX_CLUSTERS - 1)
     tuned = {
         name: value
         for name, bounds in TUNED.items()
@@ -104,19 +93,15 @@ def parse_sql(url: str) -> SqlPlace:
     # The rest is for the driver.
     told = urlencode(options, quote_via=quote)
     conninfo = f"postgresql:{place}" + (f"?{told}" if told else "")
-    return SqlPlace(dialect, conninfo, schema, ring_size, cluster, tuned, shown)
+    return SqlPlace(dialect, conninfo, schema, ring_size, tuned, shown)
 
 
 def without_password(url: str) -> str:
-    """Return the URL of a store, or of several databases, as it may be shown."""
+    """Return the URL of a store as it may be shown."""
     if url.startswith("rocksdb:"):
         return url
-    return ";".join(_masked(each) for each in split_urls(url))
-
-
-def _masked(url: str) -> str:
     shown = re.sub(r"(?<=:)(?!//).*(?=@)", "...", url, flags=re.DOTALL)
-    return re.sub(r"(?<=password=)[^&;]*", "...", shown)
+    return re.sub(r"(?<=password=)[^&]*", "...", shown)
 
 
 def _number(options: dict[str, str], name: str, least: int, most: int) -> int | None:

@@ -57,8 +57,6 @@ class Upkeep:
         self._moving = moving
         # When it was last looked how long ended messages are kept.
         self._looked_ms: int | None = None
-        # Whether a drained queue may be removed, as far as nothing of it is here.
-        self.may_go: Callable[[Queue], bool] = lambda _: True
 
     def _run(self, name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
         """Run a statement by itself, which may be done twice."""
@@ -290,13 +288,12 @@ class Upkeep:
         now_ms: int,
         *,
         limit: int | None = None,
-        number: int | None = None,
     ) -> int:
         """Remove messages of a queue that are in one of the states, up to a limit; say how many."""
         core = self._core
         # Another process may have made it again, under another number.
         core.refresh()
-        queue = core.queue(queue_name, number)
+        queue = core.queue(queue_name)
         self.catch_up(now_ms, ALL, queue)
         removed = 0
         for state in states:
@@ -368,8 +365,8 @@ class Upkeep:
 
     # --- queues ----------------------------------------------------------------------------
 
-    def create_queue(self, spec: QueueSpec, now_ms: int, *, number: int | None = None) -> None:
-        """Add a queue, which takes messages from here on; under a number that it has elsewhere."""
+    def create_queue(self, spec: QueueSpec, now_ms: int) -> None:
+        """Add a queue, which takes messages from here on."""
         core, database = self._core, self._core.database
 
         def work() -> Queue:
@@ -378,12 +375,8 @@ class Upkeep:
                 # Another process was faster: the caller is to look at it.
                 raise FiltersChanged
             live = [Stretch(end, None, spec.filter)]
-            if number is None:
-                own = database.run("next_queue")[0][0]
-            else:
-                database.run("take_queue_number", number=number)
-                own = number
-            queue = Queue(own, spec, Coverage(live, known_from=0))
+            number = database.run("next_queue")[0][0]
+            queue = Queue(number, spec, Coverage(live, known_from=0))
             database.run(
                 "add_queue",
                 number=queue.number,
@@ -401,18 +394,8 @@ class Upkeep:
         queue: Queue = core.change(work)
         core.adopt(queue)
 
-    def update_queue(
-        self,
-        spec: QueueSpec,
-        now_ms: int,
-        *,
-        from_offset: int | None = None,
-        leap: int | None = None,
-    ) -> None:
-        """Change settings; another filter counts from an offset on (the log's end).
-
-        ``leap``: whatever older version of them the queue of this number has.
-        """
+    def update_queue(self, spec: QueueSpec, now_ms: int, *, from_offset: int | None = None) -> None:
+        """Change settings; another filter counts from an offset on (the log's end)."""
         core, database = self._core, self._core.database
         present = core.queue(spec.name).spec
         # Then what waits is written again, however much it is.
@@ -420,9 +403,8 @@ class Upkeep:
 
         def work() -> Queue:
             head = core.lock_head()
-            queue = core.lock_queue(spec.name, leap)
-            behind = spec.version - queue.spec.version
-            if behind != 1 and (leap is None or behind < 1):
+            queue = core.lock_queue(spec.name)
+            if spec.version != queue.spec.version + 1:
                 raise FiltersChanged
             begin = head.next_offset if from_offset is None else from_offset
             lowest = self._routing.routed_up_to()
@@ -460,14 +442,12 @@ class Upkeep:
         self._moving.unpark()
         self.look_again()
 
-    def delete_queue(self, queue_name: str, now_ms: int, *, number: int | None = None) -> int:
+    def delete_queue(self, queue_name: str, now_ms: int) -> int:
         """Remove a queue with everything in it; say how many messages went."""
-        removed = self.purge(queue_name, State, now_ms, number=number)
-        return removed + self._delete(queue_name, now_ms, number=number)
+        removed = self.purge(queue_name, State, now_ms)
+        return removed + self._delete(queue_name, now_ms)
 
-    def _delete(
-        self, queue_name: str, now_ms: int, *, drained: bool = False, number: int | None = None
-    ) -> int:
+    def _delete(self, queue_name: str, now_ms: int, *, drained: bool = False) -> int:
         """Remove a queue with what is left in it; a drained one only if nothing waits there."""
         core = self._core
 
@@ -475,9 +455,7 @@ class Upkeep:
             end = core.lock_head().next_offset
             # As of now: another process may have deleted it, and made it again.
             queue = core.queues.get(queue_name)
-            if queue is None or number not in {None, queue.number}:
-                return None, 0
-            if not core.database.run("lock_queue", number=queue.number):
+            if queue is None or not core.database.run("lock_queue", number=queue.number):
                 return None, 0
             # Nothing can come any more, but what is held may end: it is done or failed then.
             live = core.database.run(
@@ -502,14 +480,14 @@ class Upkeep:
         self.look_again()
         return int(removed)
 
-    def drain_queue(self, queue_name: str, now_ms: int, *, number: int | None = None) -> None:
+    def drain_queue(self, queue_name: str, now_ms: int) -> None:
         """Let no more messages in; a sweep removes the queue once nothing waits in it."""
         core = self._core
         core.queue(queue_name)
 
         def work() -> Queue:
             end = core.lock_head().next_offset
-            queue = core.lock_queue(queue_name, number)
+            queue = core.lock_queue(queue_name)
             queue.coverage.close(end)
             queue.coverage.draining = True
             self._routing.put_coverage(queue)
@@ -535,7 +513,7 @@ class Upkeep:
             waits = core.database.run(
                 "pick_items", queue=queue.number, state=3, now_ms=now_ms, count=1
             )
-            if not waits and not self._moving.is_pending(queue) and self.may_go(queue):
+            if not waits and not self._moving.is_pending(queue):
                 removed += self.purge(queue.name, (State.DONE, State.FAILED), now_ms)
                 removed += self._delete(queue.name, now_ms, drained=True)
         return removed

@@ -16,9 +16,6 @@ all rows are locked and, still locked, raised to the highest number of their que
 That nothing came in between is looked at in the snapshot itself: a queue that was made meanwhile
 had no rows to lock, and a database may order its transactions otherwise than it lets them wait. If
 a number from a mark on was given out, it is all done again; the locks see to it that this ends.
-
-Several databases that are one store have the same mark: whoever pins them names one that is ahead
-of all of them.
 """
 
 from __future__ import annotations
@@ -26,19 +23,18 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final
 
-from penstock.errors import StorageFailed
 from penstock.limits import MAX_VIEW_IDLE_MS
 from penstock.store.sql.database import Aborted
 from penstock.store.sql.session import Head
 from penstock.store.sql.snapshot import SqlPinned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from penstock.store.sql.database import Database
     from penstock.store.sql.session import Core
 
-__all__ = ["Overtaken", "Pins"]
+__all__ = ["Pins"]
 
 # Connections that are kept for the next who reads.
 SPARE: Final = 4
@@ -48,10 +44,6 @@ _BEGIN: Final = (
     "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY; "
     f"SET LOCAL idle_in_transaction_session_timeout = {IDLE_MS}"
 )
-
-
-class Overtaken(StorageFailed):
-    """Numbers were given out beyond the marks that all of several databases were to have."""
 
 
 class Pins:
@@ -65,19 +57,8 @@ class Pins:
         self._live: set[SqlPinned] = set()
         self._closed = False
 
-    def marks(self) -> dict[int, int]:
-        """Return the highest number that each queue has to give out next."""
-        own = self._core.database
-        return own.do(lambda: dict(own.run("pinned_sequences")), again=True)
-
-    def pin(
-        self, now_ms: int, *, stats: bool, marks: bool, ahead: Mapping[int, int] | None = None
-    ) -> SqlPinned:
-        """Pin what is committed; leases that are over are ended before, as for who browses.
-
-        ``ahead`` are marks to raise numbers to, queue by queue; it raises Overtaken if they are
-        behind.
-        """
+    def pin(self, now_ms: int, *, stats: bool, marks: bool) -> SqlPinned:
+        """Pin what is committed; leases that are over are ended before, as for who browses."""
         core = self._core
         core.refresh(now_ms)
         self._catch_up(now_ms)
@@ -85,9 +66,7 @@ class Pins:
         try:
             # Here, and not where it would be repeated: who waits for a connection holds up others.
             database.connect()
-            head = core.database.do(
-                lambda: self._begin(database, marks=marks, ahead=ahead), again=True
-            )
+            head = core.database.do(lambda: self._begin(database, marks=marks), again=True)
             pinned = SqlPinned(database, core, head, now_ms, self._let_go, stats=stats)
         except BaseException:
             database.close()
@@ -122,7 +101,7 @@ class Pins:
                 return
         database.close()
 
-    def _begin(self, database: Database, *, marks: bool, ahead: Mapping[int, int] | None) -> Head:
+    def _begin(self, database: Database, *, marks: bool) -> Head:
         # One that was begun by an attempt before this one.
         database.execute("ROLLBACK")
         if not marks:
@@ -130,10 +109,6 @@ class Pins:
         own = self._core.database
         with own.transaction():
             known: dict[int, int] = dict(own.run("lock_sequences"))
-            if ahead is not None:
-                if any(mark > ahead.get(queue, -1) for queue, mark in known.items()):
-                    raise Overtaken("messages have ended while the store was being pinned")
-                known = {queue: ahead[queue] for queue in known}
             own.run("raise_sequences", queues=list(known), marks=list(known.values()))
             head = _snapshot(database)
         if any(given > known.get(queue, 0) for queue, given in database.run("pinned_sequences")):

@@ -61,14 +61,10 @@ class Watching:
         answers = self._claiming.claim(queue_name, wants, now_ms)
         if not all(answers):
             # One that finds something does not end this: another claim may still wait.
-            self.watch(queue_name, now_ms)
+            queue = self._core.queues.get(queue_name)
+            if queue is not None:
+                self._watched[queue.number] = now_ms + WATCH_MS
         return answers
-
-    def watch(self, queue_name: str, now_ms: int) -> None:
-        """Look for messages of a queue that somebody waits for."""
-        queue = self._core.queues.get(queue_name)
-        if queue is not None:
-            self._watched[queue.number] = now_ms + WATCH_MS
 
     def take_woken(self) -> set[str]:
         """Return the queues that may have got something to claim since the last call."""

@@ -22,20 +22,12 @@ FROM instance;
 -- Write what a new store says of itself; nothing happens if another process was faster.
 INSERT INTO instance
 VALUES (1, 'penstock', :format, :store_id, :now_ms, :routing, :ring_size, :ring_size, 1, 0,
-        :log_settings, :filter_changes, :cluster, :clusters)
+        :log_settings, :filter_changes)
 ON CONFLICT DO NOTHING;
 
--- name: load_cluster
--- Which of several databases this is: the store, its number, and how many there are.
-SELECT store_id, cluster, clusters FROM instance;
-
--- name: finish_cluster
--- Note that every database of a new store has its row.
-UPDATE instance SET clusters = abs(clusters);
-
 -- name: make_head
--- Begin the log of a new store, whose messages are numbered from an offset on.
-INSERT INTO log_head VALUES (1, :first_offset, 1, 1, 0, :segment_ms, 0, 0, 0, 0)
+-- Begin the log of a new store, whose messages are numbered from 1 on.
+INSERT INTO log_head VALUES (1, 1, 1, 1, 0, :segment_ms, 0, 0, 0, 0)
 ON CONFLICT DO NOTHING;
 
 -- name: fresh_id
@@ -133,10 +125,6 @@ SELECT number, name, spec, coverage FROM queues ORDER BY name;
 -- name: next_queue
 -- Take a number for a new queue. Numbers are never used twice: receipts name them.
 UPDATE instance SET next_queue = next_queue + 1 RETURNING next_queue - 1;
-
--- name: take_queue_number
--- Take a number that another database of the store has given to the queue.
-UPDATE instance SET next_queue = greatest(next_queue, :number + 1);
 
 -- name: add_queue
 -- Add a queue.

@@ -23,11 +23,7 @@ CREATE TABLE instance (
     next_queue      integer NOT NULL,
     epoch           bigint NOT NULL,
     log_settings    bytea NOT NULL,
-    filter_changes  bytea NOT NULL,
-    -- Several databases may be one store, of which this is number ``cluster`` from 0 on; all have
-    -- the same store_id. clusters is negative until each of them has its row.
-    cluster         integer NOT NULL DEFAULT 0,
-    clusters        integer NOT NULL DEFAULT 1
+    filter_changes  bytea NOT NULL
 );
 
 -- The end of the log. One row, hot: every publish locks it until it commits, so that messages

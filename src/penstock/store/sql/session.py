@@ -18,7 +18,6 @@ from penstock.model import Ordering, QueueSpec
 from penstock.store.coverage import Coverage
 from penstock.store.kv.log import LogSettings
 from penstock.store.sql.schema import FORMAT, PRODUCT
-from penstock.store.sql.tokens import first_offset
 from penstock.store.sql.zones import Zones
 
 if TYPE_CHECKING:
@@ -90,8 +89,6 @@ class Core:
         random: Callable[[], float],
         now_ms: int,
         clock: Callable[[], int] | None = None,
-        cluster: int = 0,
-        clusters: int = 1,
     ) -> None:
         self.database = database
         self.tunables = tunables
@@ -111,9 +108,7 @@ class Core:
         self._due_ms: int | None = None
         # When the retention of done and failed messages next has something to do.
         self.retention_ms: int | None = None
-        self.identity = self._identify(store_id, routing, ring_size, now_ms, (cluster, clusters))
-        # What the store is called: one of several databases, opened by itself, is another one.
-        self.known_as = self.identity.store_id
+        self.identity = self._identify(store_id, routing, ring_size, now_ms)
         self.zones = Zones(self)
         self.queues: dict[str, Queue] = {}
         self.by_number: dict[int, Queue] = {}
@@ -126,12 +121,7 @@ class Core:
         self._reload()
 
     def _identify(
-        self,
-        store_id: int,
-        routing: str | None,
-        ring_size: int | None,
-        now_ms: int,
-        place: tuple[int, int],
+        self, store_id: int, routing: str | None, ring_size: int | None, now_ms: int
     ) -> Identity:
         database = self.database
         # First: what another process is just making has both.
@@ -139,7 +129,7 @@ class Core:
         rows = database.run("load_instance")
         if remains and not rows:
             raise _row_lost("instance")
-        if not rows and place[1]:
+        if not rows:
             with database.transaction():
                 database.run(
                     "make_instance",
@@ -150,15 +140,9 @@ class Core:
                     ring_size=ring_size or self.tunables.ring_size,
                     log_settings=msgspec.msgpack.encode(LogSettings()),
                     filter_changes=msgspec.msgpack.encode([]),
-                    cluster=place[0],
-                    clusters=place[1],
                 )
-                database.run(
-                    "make_head", first_offset=first_offset(place[0]), segment_ms=-(1 << 62)
-                )
+                database.run("make_head", segment_ms=-(1 << 62))
             rows = database.run("load_instance")
-        if not rows:
-            raise StoreMismatch("the database holds no store: it can't be a part of one")
         product, format_, found_id, found_routing, *_ = rows[0]
         if product != PRODUCT or format_ > FORMAT:
             raise StoreMismatch(
@@ -171,23 +155,7 @@ class Core:
             raise StoreMismatch(
                 f"the store routes {found_routing}, it was opened with routing={routing!r}"
             )
-        self._check_place(place)
         return Identity(found_id, found_routing)
-
-    def _check_place(self, wanted: tuple[int, int]) -> None:
-        """Refuse one of several databases that are one store, unless it is opened as such."""
-        _, cluster, clusters = self.database.run("load_cluster")[0]
-        clusters = abs(clusters)
-        if (cluster, clusters) == (wanted[0], abs(wanted[1])):
-            return
-        if clusters == 1:
-            raise StoreMismatch("the database is a store of its own, not one of several")
-        # Whatever their number: to be read by itself.
-        if (cluster, 0) != wanted:
-            raise StoreMismatch(
-                f"the database is number {cluster} of the {clusters} that are one store: name all "
-                f"of them, with ';' in between, or read it by itself with ?cluster={cluster}"
-            )
 
     # --- fresh names -----------------------------------------------------------------------
 
@@ -271,13 +239,13 @@ class Core:
             if (text := queue.coverage.filter_at((1 << 63) - 1)) is not None
         }
 
-    def queue(self, name: str, number: int | None = None) -> Queue:
-        """Look a queue up by name; with ``number``, one that was made anew is another."""
+    def queue(self, name: str) -> Queue:
+        """Look a queue up by name."""
         queue = self.queues.get(name)
         if queue is None:
             self.refresh()
             queue = self.queues.get(name)
-        if queue is None or number not in {None, queue.number}:
+        if queue is None:
             raise QueueNotFound(f"no queue named {name!r}")
         return queue
 
@@ -287,9 +255,9 @@ class Core:
             self.refresh()
         return self.by_number.get(number)
 
-    def lock_queue(self, name: str, number: int | None = None) -> Queue:
-        """Hold a queue until the commit, as it is now; with ``number``, none that was made anew."""
-        number = self.queue(name, number).number
+    def lock_queue(self, name: str) -> Queue:
+        """Hold a queue until the commit, as it is now."""
+        number = self.queue(name).number
         rows = self.database.run("lock_queue", number=number)
         if not rows:
             raise QueueNotFound(f"no queue named {name!r}")

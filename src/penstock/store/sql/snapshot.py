@@ -76,7 +76,7 @@ class SqlPinned:
         self._let_go = let_go
         self._closed = ""
         self.at_ms = at_ms
-        self.store_id = f"{core.known_as:08x}"
+        self.store_id = f"{core.identity.store_id:08x}"
         self.log_stats = self._log_stats(head, core.identity.routing)
         self.totals = StoreStats(
             published_total=head.published,
@@ -229,10 +229,10 @@ class SqlPinned:
         ends = self._run("pinned_item_ends", queue=number)
         yield from _cut("held" if table == "attempts" else "items", number, ends, count, live=True)
 
-    def message_runs(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Return the first and the last id in [begin, end) whose payload is kept."""
+    def message_ends(self, begin: int, end: int) -> tuple[int, int] | None:
+        """Return the first and the last id in [begin, end) whose payload is kept, if any is."""
         first, last = self._run("pinned_message_ends", begin=begin, end=end)[0]
-        return [] if first is None else [(first, last)]
+        return None if first is None else (first, last)
 
     # --- rows ----------------------------------------------------------------------------
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
-from zlib import crc32
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
     from penstock.model import QueueSpec
     from penstock.store.kv.check import AuditReport
-    from penstock.store.sql.session import Queue
     from penstock.store.sql.snapshot import SqlPinned
 
 __all__ = ["SqlStore", "open_store"]
@@ -55,14 +53,10 @@ def open_store(
     tuned: Mapping[str, int] | None = None,
     relaxed: bool = False,
     background: bool = False,
-    cluster: int = 0,
-    clusters: int = 1,
 ) -> SqlStore:
     """Open a store, making it if the database has none; nothing is written if it is not ours.
 
-    ``cluster`` and ``clusters`` say which of several databases it is that are one store:
-    :mod:`penstock.store.sql.clusters`. Without a number of them it is read by itself. ``tuned``
-    are tunables as a URL names them.
+    ``tuned`` are tunables as a URL names them.
     """
     if tunables is None:
         # Where contention is dear, pointers are spread from the beginning.
@@ -92,16 +86,11 @@ def open_store(
             random=random,
             now_ms=now_ms,
             clock=clock,
-            cluster=cluster,
-            clusters=clusters,
         )
     except BaseException:
         database.close()
         raise
-    store = SqlStore(core, background=background)
-    if not clusters:
-        store.only_read()
-    return store
+    return SqlStore(core, background=background)
 
 
 class SqlStore:
@@ -123,7 +112,6 @@ class SqlStore:
         self.drain_queue = upkeep.drain_queue
         self.publish = Intake(core).publish
         self.claim = watching.claim
-        self.watch = watching.watch
         self.ack = settling.ack
         self.release = settling.release
         self.extend = settling.extend
@@ -154,8 +142,6 @@ class SqlStore:
         self.take_woken = watching.take_woken
         self.available = watching.available
         self.sweep = watching.sweep
-        self.ready_zones = claiming.ready_zones
-        self.remove_drained = upkeep.remove_drained
         self._watching = watching
         self._upkeep = upkeep
         self.pins = Pins(core, lambda now_ms: upkeep.catch_up(now_ms, ALL))
@@ -163,30 +149,6 @@ class SqlStore:
     def follow(self, look: Callable[[], None]) -> None:
         """Have something called about every minute: a clock looks at the database's."""
         self._watching.follow = look
-
-    # --- one of several databases ------------------------------------------------------------
-
-    def ask_before_removal(self, may_go: Callable[[Queue], bool]) -> None:
-        """Have a drained queue removed only if nothing of it is elsewhere."""
-        self._upkeep.may_go = may_go
-
-    def only_read(self) -> None:
-        """Refuse what all databases of the store must agree on; settling and trimming go on."""
-
-        def refuse(*_: object, **__: object) -> NoReturn:
-            raise InvalidInput(
-                "this is one of several databases that are one store, opened by itself: messages "
-                "are published and queues are changed with all of them"
-            )
-
-        # A broker purges a queue before it deletes it.
-        for name in ("create", "update", "delete", "drain"):
-            setattr(self, f"{name}_queue", refuse)
-        self.publish = self.purge = refuse
-        # What was archived of it must not pass for an archive of all.
-        place = self.core.database.run("load_cluster")[0][1]
-        self.core.known_as = crc32(b"%d/%d" % (self.core.identity.store_id, place))
-        self.ask_before_removal(lambda _: False)
 
     # --- queues ----------------------------------------------------------------------------
 
@@ -249,13 +211,9 @@ class SqlStore:
     def free_bytes(self) -> None:
         """Return None: the disk is the database's."""
 
-    def offsets_at(self, time_ms: int) -> list[int]:
-        """Return an offset at or before the first message of that time."""
-        return [self.offset_at(time_ms)]
-
     def info(self) -> StoreInfo:
         """Say which store this is."""
-        return StoreInfo(f"{self.core.known_as:08x}", "sql", self.core.identity.routing)
+        return StoreInfo(f"{self.core.identity.store_id:08x}", "sql", self.core.identity.routing)
 
     def set_ring_size(self, ring_size: int, now_ms: int) -> None:
         """Give zones that come from here on a token of another ring; others keep theirs."""

@@ -3,40 +3,17 @@
 Pointers of one token lie together, and a claim walks the tokens from one that it draws, so that
 claims on many machines begin at different places. A zone keeps the token that it was given until
 its pointer is collected: the ring may grow or shrink at any time.
-
-Where several databases are one store, a token of the group alone names one of them, so that all
-that belongs to a message is in one place; its id says which.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["choose", "cluster_of_group", "cluster_of_id", "first_offset", "token_of", "walk"]
-
-# Message ids of one database: as many as a million a second in nine years. With MAX_CLUSTERS of
-# them no id is beyond 2**53, up to which JSON's readers are exact.
-_ID_BITS: Final = 48
-
-
-def cluster_of_group(group: str, clusters: int) -> int:
-    """Return which of several databases the messages of a group are in."""
-    # By the upper bits: the lower ones choose the log and the token in there.
-    return crc32(group.encode()) * clusters >> 32
-
-
-def cluster_of_id(message_id: int) -> int:
-    """Return which database a message of this id would be in."""
-    return message_id >> _ID_BITS
-
-
-def first_offset(cluster: int) -> int:
-    """Return the lowest id that a message of a database has, or an offset of its log."""
-    return (cluster << _ID_BITS) + 1
+__all__ = ["choose", "token_of", "walk"]
 
 
 def token_of(queue: int, zone: bytes, ring_size: int) -> int:
