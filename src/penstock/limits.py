@@ -182,10 +182,6 @@ MAX_FLUSH_MS: Final = 10_000
 READ_CACHE_BYTES: Final = 64 * 1024 * 1024
 # How long a reader that is not the writer keeps to one moment.
 MAX_READER_SNAPSHOT_MS: Final = 30 * 60_000
-# Rows of the log that one who reads a moment has in memory before it looks for newer files.
-MAX_MOMENT_BYTES: Final = 64 * 1024 * 1024
-# Stores that a process of Spark's keeps open for reading.
-MAX_DIRECT_READERS: Final = 4
 # An owner that has nothing else to write gives a sign of life this often; who takes less than the
 # second for its end would take a store from an owner that is only a little late.
 HEARTBEAT_MS: Final = 2_000

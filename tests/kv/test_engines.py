@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.engines import Shape, rows_of
 from penstock.engines.memory import MemoryEngine
+from penstock.engines.overlay import Overlay
 from penstock.engines.rocksdb.engine import RocksEngine
 from penstock.engines.slatedb.engine import SlateEngine
 from penstock.engines.slatedb.location import Place
@@ -413,3 +415,27 @@ def test_slatedb_agrees_with_a_dictionary(history: Sequence[Sequence[Change]]) -
         engine = SlateEngine(Place("file", place, ""), TABLES)
         agrees(engine, model)
         engine.close()
+
+
+def test_an_overlay_reads_changes_and_rows_as_one_table() -> None:
+    below = MemoryEngine(["t"])
+    keys = [b"%02d" % n for n in range(40)]
+    below.table("t").rows.update({key: b"below" for key in keys if int(key) % 3})
+    changes = {key: (None if int(key) % 4 == 0 else b"") for key in keys if int(key) % 2 == 0}
+    overlay = Overlay(below, ["t"])
+    table = overlay.table("t")
+    batch = overlay.batch()
+    for key, value in changes.items():
+        if value is None:
+            batch.delete(key, table)
+        else:
+            batch.put(key, value, table)
+    overlay.commit(batch)
+    model = dict(below.table("t").rows) | changes
+    rows = [(key, value) for key, value in sorted(model.items()) if value is not None]
+    for begin, end in product((b"", *keys[::5]), (*keys[::7], b"\xff")):
+        within = [row for row in rows if begin <= row[0] < end]
+        for limit in (0, 1, 2, 3, 7, 100):
+            assert list(table.scan(begin, end, limit)) == within[:limit]
+            assert list(table.scan_back(begin, end, limit)) == within[::-1][:limit]
+    assert table.multi_get(keys) == [model.get(key) for key in keys]

@@ -28,17 +28,18 @@ if TYPE_CHECKING:
 PATIENCE = """
 from itertools import chain, islice, repeat
 from pathlib import Path
-from penstock import flight_client, limits
+from penstock import limits
+from penstock.flight import client
 
 
 class Waits:
-    own = flight_client.BACKOFF_MS
+    own = client.BACKOFF_MS
 
     def __iter__(self):
         return islice(chain(self.own, repeat(1_000)), int(Path({note!r}).read_text()))
 
 
-flight_client.BACKOFF_MS = Waits()
+client.BACKOFF_MS = Waits()
 limits.MAX_UNREACHABLE_MS = 600_000
 """
 MANY_TRIES = 300

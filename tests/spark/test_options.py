@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
@@ -87,3 +89,12 @@ def test_only_messages_can_be_written() -> None:
         write_options({**PLACE, "table": "queues"})
     with pytest.raises(InvalidInput, match="unknown option 'mode'"):
         write_options({**PLACE, "mode": "x"})
+
+
+def test_a_store_is_not_read_without_its_server() -> None:
+    url = "slatedb+s3://bucket/store"
+    for check in (read_options, write_options):
+        with pytest.raises(InvalidInput, match=f"penstock serve --store {re.escape(url)}") as said:
+            check({"table": "messages", "store": url})
+        assert "'location'" in str(said.value)
+        assert "penstock.open_reader" in str(said.value)

@@ -17,6 +17,7 @@ from penstock.spark.options import TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from pyspark.sql import SparkSession
 
@@ -28,7 +29,10 @@ HOUR_MS = 3_600_000
 @pytest.fixture
 def full(make_world: Callable[..., Any]) -> Any:
     """Give a store with something in every table."""
-    world = make_world(routing="inline")
+    return filled(make_world(routing="inline"))
+
+
+def filled(world: Any) -> Any:
     broker = world.broker
     # Leases and delays that no test is slow enough to see the end of.
     broker.create_queue("books", filter="kind = 'book'", max_attempts=1, lease_ms=HOUR_MS)
@@ -46,6 +50,27 @@ def full(make_world: Callable[..., Any]) -> Any:
     broker.ack([delivery.receipt for delivery in held[:5]])
     broker.release([delivery.receipt for delivery in held[5:8]], reason="torn")
     return world
+
+
+def test_a_store_on_slatedb_is_read_through_its_server(
+    spark: SparkSession, make_world: Callable[..., Any], full: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("slatedb", reason="slatedb is not installed")
+    other = filled(make_world(routing="inline", url=f"slatedb+file://{tmp_path}/slatedb"))
+    for table, columns in {
+        "log": ("offset", "group", "attributes_json"),
+        "active": ("queue", "message_id", "state", "attempts"),
+        "done": ("queue", "message_id", "payload"),
+        "attempts": ("queue", "message_id", "attempt", "outcome", "reason"),
+    }.items():
+        options = {"columns": ",".join(columns)}
+        if "payload" in columns:
+            options["payload"] = "true"
+        found, expected = (
+            sorted(world.reader(spark, table, **options).collect()) for world in (other, full)
+        )
+        assert found == expected, table
+        assert found, table
 
 
 @pytest.mark.parametrize("table", TABLES)

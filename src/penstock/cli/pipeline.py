@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
-from click.core import ParameterSource
 
 from penstock.cli.common import (
     duration,
@@ -55,20 +54,16 @@ def pipeline() -> None:
     """Work on a broker with Spark; needs penstock[spark] and Java."""
 
 
-def _location_option(command: _Command, *, required: bool) -> _Command:
+def _broker_option(command: _Command) -> _Command:
     add = click.option(
         "--location",
         metavar="URL",
         envvar=_LOCATION,
-        required=required,
+        required=True,
         show_envvar=True,
         help="The broker's Flight address, such as grpc://127.0.0.1:8815.",
     )
     return json_option(add(command))
-
-
-def _broker_option(command: _Command) -> _Command:
-    return _location_option(command, required=True)
 
 
 def _master_option(command: _Command) -> _Command:
@@ -80,32 +75,6 @@ def _master_option(command: _Command) -> _Command:
 
 def _spark_options(command: _Command) -> _Command:
     return _broker_option(_master_option(command))
-
-
-def _source_options(command: _Command) -> _Command:
-    add = click.option(
-        "--store",
-        metavar="URL",
-        help="Instead of a broker: a store on object storage, slatedb+s3://BUCKET/PREFIX, that is "
-        "read without its broker.",
-    )
-    return _location_option(_master_option(add(command)), required=False)
-
-
-def _source(location: str | None, store: str | None) -> str:
-    """Return what is to be read: a broker or a bucket."""
-    if store is None:
-        if location is None:
-            raise click.UsageError(f"give --location (or {_LOCATION}), or --store")
-        return location
-    given = click.get_current_context().get_parameter_source("location")
-    if given is ParameterSource.COMMANDLINE:
-        raise click.UsageError("--location and --store exclude each other")
-    if not store.startswith("slatedb+"):
-        raise click.BadParameter(
-            f"{store!r:.200} is read by its broker: give --location", param_hint="--store"
-        )
-    return store
 
 
 def _session(master: str) -> SparkSession:
@@ -283,10 +252,9 @@ def collect(location: str, master: str, *, delete: bool, as_json: bool) -> None:
 @click.option("--queue", "queues", multiple=True, help="Only this queue; may be repeated.")
 @click.option("--save", type=click.Path(path_type=Path),
               help="Write report.html and Parquet files into this directory.")  # fmt: skip
-@_source_options
+@_spark_options
 def report(
-    location: str | None,
-    store: str | None,
+    location: str,
     master: str,
     queues: tuple[str, ...],
     save: Path | None,
@@ -294,12 +262,11 @@ def report(
     as_json: bool,
 ) -> None:
     """Show throughput, waiting, attempts and failures of each queue."""
-    place = _source(location, store)
     spark = _session(master)
     from penstock.spark.jobs import report as job  # noqa: PLC0415
     from penstock.spark.jobs import save_report  # noqa: PLC0415
 
-    frames = job(spark, place, queues=queues or None)
+    frames = job(spark, location, queues=queues or None)
     if as_json:
         emit_json({name: frame.toArrow().to_pylist() for name, frame in frames.items()})
     else:

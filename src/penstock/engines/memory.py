@@ -27,6 +27,10 @@ class MemoryTable:
         self.family: MemoryTable = self
         self.rows: Any = SortedDict() if rows is None else rows
 
+    def copy(self) -> MemoryTable:
+        """Return the table as it is now."""
+        return MemoryTable(self.rows.copy())
+
     def get(self, key: bytes) -> bytes | None:
         """Read one value."""
         value: bytes | None = self.rows.get(key)
@@ -73,7 +77,7 @@ class MemoryView:
     """Copies of all tables."""
 
     def __init__(self, tables: Mapping[str, MemoryTable]) -> None:
-        self._tables = {name: MemoryTable(table.rows.copy()) for name, table in tables.items()}
+        self._tables = {name: table.copy() for name, table in tables.items()}
 
     def table(self, name: str) -> MemoryTable:
         """Return a table as it was."""
@@ -88,7 +92,7 @@ class MemoryEngine(NeverAway):
     """Tables that live as long as the object: reopening a store on it finds everything."""
 
     def __init__(self, tables: Iterable[str]) -> None:
-        self._tables = {name: MemoryTable() for name in tables}
+        self._tables: dict[str, MemoryTable] = {name: MemoryTable() for name in tables}
 
     def table(self, name: str) -> MemoryTable:
         """Return a table named at open."""

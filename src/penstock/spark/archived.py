@@ -28,13 +28,13 @@ from penstock.errors import InvalidInput, QueueNotFound, StorageFailed
 from penstock.filters import parse
 from penstock.flight.schemas import schema_of
 from penstock.spark.archive_runs import Runs
-from penstock.spark.broker_client import source
+from penstock.spark.broker_client import store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from penstock.filters import Filter
-    from penstock.spark.broker_client import Source
+    from penstock.spark.broker_client import Store
     from penstock.spark.options import Options
 
 __all__ = ["ArchivedPartition", "AttemptsPartition", "FreshPartition", "plan", "read_part"]
@@ -84,7 +84,7 @@ class AttemptsPartition(InputPartition):
 
 def plan(options: Options, columns: Sequence[str]) -> list[InputPartition]:
     """Pin the live rows and find the archived ones that belong to them."""
-    client = source(options.location)
+    client = store(options.location)
     for _ in range(_TRIES):
         runs = _runs(options)
         runs.check_store(client.store_id)
@@ -116,7 +116,7 @@ def _archived(runs: Runs) -> set[str]:
     return {reach.queue for run in runs.runs for reach in run.reaches}
 
 
-def _queues(client: Source) -> dict[str, int]:
+def _queues(client: Store) -> dict[str, int]:
     """Ask which queues there are, and when each was made."""
     found = client.plan_read("queues", columns=["name", "created_at_ms"])
     # Read to its end, so that the broker need not keep the snapshot.
@@ -125,7 +125,7 @@ def _queues(client: Source) -> dict[str, int]:
 
 
 def _live(
-    client: Source,
+    client: Store,
     options: Options,
     columns: Sequence[str],
     runs: Runs,
@@ -153,7 +153,7 @@ def _live(
 
 
 def _partitions(
-    client: Source, options: Options, runs: Runs, born: Mapping[str, int], live: Sequence[bytes]
+    client: Store, options: Options, runs: Runs, born: Mapping[str, int], live: Sequence[bytes]
 ) -> list[InputPartition]:
     wanted = None if options.queues is None else set(options.queues)
     files = [
@@ -173,7 +173,7 @@ def _partitions(
 
 
 def _attempts(
-    client: Source,
+    client: Store,
     options: Options,
     files: Sequence[_Files],
     born: Mapping[str, int],
@@ -221,7 +221,7 @@ def read_part(
     options: Options, columns: Sequence[str], partition: InputPartition
 ) -> Iterator[pa.RecordBatch]:
     """Read one part; batches have at least the columns."""
-    client = source(options.location)
+    client = store(options.location)
     if isinstance(partition, FreshPartition):
         for batch in client.read(partition.ticket):
             yield batch.filter(_fresh(batch, partition.ends))
@@ -239,7 +239,7 @@ def _fresh(batch: pa.RecordBatch, ends: Mapping[str, int]) -> pa.Array:
 
 
 def _read_attempts(
-    client: Source, options: Options, columns: Sequence[str], partition: AttemptsPartition
+    client: Store, options: Options, columns: Sequence[str], partition: AttemptsPartition
 ) -> Iterator[pa.RecordBatch]:
     ticket = partition.ticket
     alone = [name for name, files in partition.queues.items() if not files]

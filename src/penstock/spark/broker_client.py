@@ -1,4 +1,4 @@
-"""What the data source reads from: a broker, through a Flight client with patience, or a bucket.
+"""The Flight client of the data source: it waits for a broker that restarts.
 
 A broker that restarts must not fail a streaming query: reads of the log go on after the last
 offset that came, and stages are put again.
@@ -6,25 +6,21 @@ offset that came, and stages are put again.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import pyarrow.flight as fl
 
 from penstock import limits
 from penstock.errors import InvalidInput, ServerUnreachable
 from penstock.flight.client import FlightStore
-from penstock.spark.options import is_direct
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import pyarrow as pa
 
-    from penstock.flight.client import ReadPlan, Watermarks
-    from penstock.model import LogStats
-    from penstock.spark.offsets import Stretch
 
-__all__ = ["Source", "Store", "fenced", "offset_at", "source", "store"]
+__all__ = ["Store", "fenced", "offset_at", "store"]
 
 _GONE: Final = (ServerUnreachable, fl.FlightCancelledError)
 _TRIES: Final = 4
@@ -43,10 +39,6 @@ class Store(FlightStore):
     def routing(self) -> str:
         """How the store routes."""
         return self.info().routing
-
-    def last_log_stats(self) -> LogStats:
-        """Describe the log as it is now: to ask a broker costs next to nothing."""
-        return self.log_stats()
 
     def read_log(
         self,
@@ -80,17 +72,6 @@ class Store(FlightStore):
             else:
                 return
 
-    def plan_log(
-        self,
-        stretches: Sequence[Stretch],
-        *,
-        payload: bool,  # noqa: ARG002
-        columns: Sequence[str],  # noqa: ARG002
-        filter: str | None,  # noqa: A002, ARG002
-    ) -> Sequence[bytes | None]:
-        """Return nothing for each: a broker need not be told of a log that only grows."""
-        return [None] * len(stretches)
-
     def put_stage(
         self,
         stage: str,
@@ -122,73 +103,9 @@ class Store(FlightStore):
                 return
 
 
-class Source(Protocol):
-    """What tables are read from: a broker, or a bucket."""
-
-    @property
-    def store_id(self) -> str:
-        """Which store it is."""
-
-    def log_stats(self) -> LogStats:
-        """Describe the log as it is now."""
-
-    def last_log_stats(self) -> LogStats:
-        """Describe the log as it was last looked at, where a look has its price."""
-
-    def plan_read(
-        self,
-        table: str,
-        *,
-        queue: Sequence[str] | None = None,
-        payload: bool = False,
-        columns: Sequence[str] | None = None,
-        filter: str | None = None,  # noqa: A002
-        partitions: int = 1,
-    ) -> ReadPlan:
-        """Take a snapshot of a table."""
-
-    def read(self, ticket: bytes) -> Iterator[pa.RecordBatch]:
-        """Read a part of a snapshot."""
-
-    def narrowed(self, ticket: bytes, queues: Sequence[str]) -> bytes:
-        """Make of a ticket one for some of its queues alone."""
-
-    def read_log(
-        self, log: int, begin: int, end: int, *, columns: Sequence[str]
-    ) -> Iterator[pa.RecordBatch]:
-        """Read [begin, end) of a log."""
-
-    def plan_log(
-        self,
-        stretches: Sequence[Stretch],
-        *,
-        payload: bool,
-        columns: Sequence[str],
-        filter: str | None,  # noqa: A002
-    ) -> Sequence[bytes | None]:
-        """Return what an executor needs besides a stretch of a log to read it."""
-
-    def watermarks(self) -> Watermarks:
-        """Say how far the logs are routed."""
-
-    @property
-    def routing(self) -> str:
-        """How the store routes."""
-
-
 def store(location: str) -> Store:
     """Return the broker at a location."""
     return Store(location)
-
-
-def source(location: str, *, following: bool = False) -> Source:
-    """Return what tables are read from; ``following``: for a stream, which looks on and on."""
-    if not is_direct(location):
-        return Store(location)
-    # Imported here: who reads from brokers need not have SlateDB.
-    from penstock.spark.direct import direct_store  # noqa: PLC0415
-
-    return direct_store(location, following=following)
 
 
 def fenced(mine: int | None, now: int) -> InvalidInput:
@@ -199,7 +116,7 @@ def fenced(mine: int | None, now: int) -> InvalidInput:
     )
 
 
-def offset_at(client: Source, at_ms: int) -> int:
+def offset_at(client: Store, at_ms: int) -> int:
     """Return the first offset that was published at a time or later."""
     stats = client.log_stats()
     logs, low, high = list(stats.cursors), stats.earliest, stats.end
@@ -216,7 +133,7 @@ def offset_at(client: Source, at_ms: int) -> int:
     return low
 
 
-def _first(client: Source, logs: list[int], begin: int, end: int) -> tuple[int, int] | None:
+def _first(client: Store, logs: list[int], begin: int, end: int) -> tuple[int, int] | None:
     """Return offset and time of the first message at an offset or after it."""
     width = _PROBE
     while begin < end:

@@ -24,7 +24,6 @@ __all__ = [
     "TABLES",
     "Options",
     "Place",
-    "is_direct",
     "read_options",
     "write_options",
 ]
@@ -49,7 +48,6 @@ ROUTING_TABLES: Final = ("matches", "stretches")
 
 _READ: Final = {
     "location",
-    "store",
     "token",
     "ca",
     "table",
@@ -84,14 +82,13 @@ _WRITE: Final = {"location", "token", "ca", "table", "epoch", "checkpointlocatio
 _OF_SPARK: Final = {"path", "checkpointlocation", "queryname"}
 
 DEFAULT_PARTITIONS: Final = 4
-_DIRECT: Final = ("slatedb+s3:", "slatedb+file:")
 
 Place = str | dict[int, int]
 """``earliest``, ``latest``, or the offset to begin (or end) at for each log."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """Options that were checked. ``location`` is a broker's address, or the URL of a store."""
+    """Options that were checked."""
 
     location: str
     table: str
@@ -131,8 +128,6 @@ def read_options(given: Mapping[str, str], *, streaming: bool | None = None) -> 
         _refuse(options, {"maxoffsetspertrigger"}, "are for streams, not for a batch read")
     if "startingtimestamp" in options and "startingoffsets" in options:
         raise InvalidInput("startingOffsets and startingTimestamp exclude each other")
-    if "store" in options:
-        _check_direct(options, table)
     return Options(
         location=_location(options),
         table=table,
@@ -154,11 +149,7 @@ def read_options(given: Mapping[str, str], *, streaming: bool | None = None) -> 
 
 def write_options(given: Mapping[str, str]) -> Options:
     """Check the options of a write: ``messages`` are published, ``assignments`` are routed."""
-    options = _lowered(given, {*_WRITE, "store"})
-    if "store" in options:
-        raise InvalidInput(
-            "a store is written by the broker that owns it: give its 'location', not a 'store'"
-        )
+    options = _lowered(given, _WRITE)
     table = options.get("table", "messages")
     if table not in {"messages", "assignments"}:
         raise InvalidInput(f"table {table!r:.100} can't be written; 'messages' can be published")
@@ -171,6 +162,13 @@ def write_options(given: Mapping[str, str]) -> Options:
 
 def _lowered(given: Mapping[str, str], known: set[str]) -> dict[str, str]:
     options = {name.lower(): value for name, value in given.items()}
+    if "store" in options:
+        raise InvalidInput(
+            "there is no option 'store': Spark reads and writes every store through its server. "
+            f"Start one (penstock serve --store {options['store']:.200}) and give its Flight "
+            "address as 'location'. To read a bucket without a server, and without Spark, use "
+            "penstock.open_reader"
+        )
     unknown = sorted(set(options) - known - _OF_SPARK)
     if unknown:
         raise InvalidInput(
@@ -185,28 +183,7 @@ def _refuse(options: Mapping[str, str], names: set[str], why: str) -> None:
         raise InvalidInput(f"options {', '.join(wrong)} {why}")
 
 
-def is_direct(location: str) -> bool:
-    """Whether a store is read from where it is kept, and not from a broker."""
-    return location.startswith(_DIRECT)
-
-
-def _check_direct(options: Mapping[str, str], table: str) -> None:
-    """Refuse what takes a broker."""
-    if not is_direct(options["store"]):
-        raise InvalidInput(
-            f"store is slatedb+s3://BUCKET/PREFIX or slatedb+file:///DIR, not "
-            f"{options['store']!r:.200}; any other store is read from its broker: 'location'"
-        )
-    if "location" in options:
-        raise InvalidInput("store and location exclude each other: read the bucket, or the broker")
-    _refuse(options, {"token", "ca", "epoch"}, "are for a broker: give its 'location'")
-    if table in ROUTING_TABLES:
-        raise InvalidInput(f"table {table!r} is for routing, which takes a broker: 'location'")
-
-
 def _location(options: Mapping[str, str]) -> str:
-    if "store" in options:
-        return options["store"]
     location = options.get("location") or os.environ.get(LOCATION_VARIABLE)
     if not location:
         raise InvalidInput(

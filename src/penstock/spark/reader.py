@@ -7,35 +7,34 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from penstock.spark import archived
-from penstock.spark.broker_client import offset_at, source, store
+from penstock.spark.broker_client import offset_at, store
 from penstock.spark.columns import Shape, check_columns, spark_schema
 from penstock.spark.offsets import Stretch, between, check_kept, cut, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     import pyarrow as pa
     from pyspark.sql.types import StructType
 
-    from penstock.spark.broker_client import Source
+    from penstock.spark.broker_client import Store
     from penstock.spark.options import Options
 
-__all__ = ["LogPartition", "TableReader", "TicketPartition", "log_partitions", "read_stretch"]
+__all__ = ["LogPartition", "TableReader", "TicketPartition", "read_stretch"]
 
 
 class TicketPartition(InputPartition):
-    """A part of a snapshot that the broker holds for a while, or that is kept in the bucket."""
+    """A part of a snapshot that the broker holds for a while."""
 
     def __init__(self, ticket: bytes) -> None:
         self.ticket = ticket
 
 
 class LogPartition(InputPartition):
-    """A stretch of a log. From a broker it needs no snapshot, as a log only grows."""
+    """A stretch of a log. It needs no snapshot, as a log only grows."""
 
-    def __init__(self, stretch: Stretch, ticket: bytes | None = None) -> None:
+    def __init__(self, stretch: Stretch) -> None:
         self.stretch = stretch
-        self.ticket = ticket
 
 
 class TableReader(DataSourceReader):
@@ -50,11 +49,10 @@ class TableReader(DataSourceReader):
         """Plan the read: take a snapshot, or cut up the log."""
         options = self._options
         if options.table == "log":
-            client = source(options.location)
-            return log_partitions(client, options, self._shape, self._stretches(client))
+            return [LogPartition(each) for each in self._stretches(store(options.location))]
         if options.include_archive is not None:
             return archived.plan(options, self._shape.names)
-        plan = source(options.location).plan_read(
+        plan = store(options.location).plan_read(
             options.table,
             queue=options.queues,
             payload=options.payload,
@@ -67,7 +65,7 @@ class TableReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one part."""
         if isinstance(partition, TicketPartition):
-            for batch in source(self._options.location).read(partition.ticket):
+            for batch in store(self._options.location).read(partition.ticket):
                 yield self._shape.fit(batch)
         elif isinstance(partition, LogPartition):
             yield from read_stretch(self._options, self._shape, partition)
@@ -75,7 +73,7 @@ class TableReader(DataSourceReader):
             for batch in archived.read_part(self._options, self._shape.names, partition):
                 yield self._shape.fit(batch)
 
-    def _stretches(self, client: Source) -> list[Stretch]:
+    def _stretches(self, client: Store) -> list[Stretch]:
         options = self._options
         stats = client.log_stats()
         if options.stretches is not None:
@@ -89,29 +87,15 @@ class TableReader(DataSourceReader):
         return cut(kept, options.partitions)
 
 
-def log_partitions(
-    client: Source, options: Options, shape: Shape, stretches: Sequence[Stretch]
-) -> list[InputPartition]:
-    """Make partitions of stretches of a log."""
-    tickets = client.plan_log(
-        stretches, payload=options.payload, columns=tuple(shape.names), filter=options.filter
-    )
-    pairs = zip(stretches, tickets, strict=True)
-    return [LogPartition(stretch, ticket) for stretch, ticket in pairs]
-
-
 def read_stretch(
     options: Options, shape: Shape, partition: LogPartition
 ) -> Iterator[pa.RecordBatch]:
     """Read a stretch of a log; one that is no longer there whole is refused."""
-    if partition.ticket is not None:
-        batches = source(options.location).read(partition.ticket)
-    else:
-        batches = store(options.location).read_log(
-            *partition.stretch,
-            payload=options.payload,
-            columns=tuple(shape.names),
-            filter=options.filter,
-        )
+    batches = store(options.location).read_log(
+        *partition.stretch,
+        payload=options.payload,
+        columns=tuple(shape.names),
+        filter=options.filter,
+    )
     for batch in batches:
         yield shape.fit(batch)

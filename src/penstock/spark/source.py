@@ -39,9 +39,6 @@ class PenstockSource(DataSource):
         spark = penstock.spark.session()
         reader = spark.read.format("penstock").option("location", "grpc://127.0.0.1:8815")
 
-    A store on object storage is read without its broker, all executors at the same moment, with
-    ``option("store", "slatedb+s3://BUCKET/PREFIX")`` instead.
-
     **Tables.** ``log``, ``messages``, ``active``, ``done``, ``failed``, ``attempts``, ``queues``,
     ``groups`` and ``stats``, each a snapshot of the moment in which the query was planned::
 

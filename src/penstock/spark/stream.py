@@ -12,7 +12,7 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
-from penstock.spark.broker_client import offset_at, source
+from penstock.spark.broker_client import offset_at, store
 from penstock.spark.columns import Shape, check_columns, spark_schema
 from penstock.spark.offsets import (
     Offset,
@@ -24,7 +24,7 @@ from penstock.spark.offsets import (
     logs_of,
     resolve,
 )
-from penstock.spark.reader import LogPartition, log_partitions, read_stretch
+from penstock.spark.reader import LogPartition, read_stretch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.types import StructType
 
-    from penstock.spark.broker_client import Source
     from penstock.spark.options import Options
 
 __all__ = ["LogStreamReader", "most_rows"]
@@ -54,7 +53,7 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name, as all below
         """Return where a stream without a checkpoint begins."""
-        client = self._source()
+        client = store(self._options.location)
         stats = client.log_stats()
         start = resolve(self._options.starting or "latest", stats, "startingOffsets")
         if self._options.starting_ms is not None:
@@ -68,7 +67,7 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """Return where the next micro-batch ends; ``start`` if there is nothing."""
-        client = self._source()
+        client = store(self._options.location)
         check_store(start, client.store_id)
         stats = client.log_stats()
         ends = self._until or resolve("latest", stats, "")
@@ -77,31 +76,27 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def reportLatestOffset(self) -> Offset:  # noqa: N802
         """Return how far the log goes, for the query's progress."""
-        client = self._source()
-        return _offset(resolve("latest", client.last_log_stats(), ""), client.store_id)
+        client = store(self._options.location)
+        return _offset(resolve("latest", client.log_stats(), ""), client.store_id)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Note how far the log goes: what comes later is for the next run."""
-        self._until = resolve("latest", self._source().log_stats(), "")
+        self._until = resolve("latest", store(self._options.location).log_stats(), "")
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """Cut a micro-batch into tasks."""
-        client = self._source()
+        client = store(self._options.location)
         check_store(start, client.store_id)
-        stats = client.last_log_stats()
+        stats = client.log_stats()
         kept = check_kept(
             between(logs_of(start), logs_of(end)), stats, fail=self._options.fail_on_data_loss
         )
-        stretches = cut(kept, self._options.partitions)
-        return log_partitions(client, self._options, self._shape, stretches)
+        return [LogPartition(each) for each in cut(kept, self._options.partitions)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one part of a micro-batch."""
         assert isinstance(partition, LogPartition)
         yield from read_stretch(self._options, self._shape, partition)
-
-    def _source(self) -> Source:
-        return source(self._options.location, following=True)
 
 
 def most_rows(limit: ReadLimit) -> int | None:

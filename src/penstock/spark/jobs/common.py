@@ -13,8 +13,7 @@ from pyspark.errors import PySparkException
 from penstock import errors
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
-from penstock.spark.broker_client import source
-from penstock.spark.options import is_direct
+from penstock.spark.broker_client import store
 from penstock.spark.sessions import is_connect
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class Known(NamedTuple):
 
 def known(location: str, queues: Sequence[str] | None = None) -> Known:
     """Ask which queues there are; one of ``queues`` that is not there is an error."""
-    client = source(location)
+    client = store(location)
     plan = client.plan_read("queues", queue=queues, columns=["name", "created_at_ms"])
     # Read to its end, so that the broker need not keep the snapshot.
     rows = [
@@ -83,9 +82,8 @@ def read(
     columns: Sequence[str] | None = None,
     **options: Any,
 ) -> DataFrame:
-    """Read a table of a broker or a bucket; the snapshot is taken when a query is planned."""
-    named = {"store" if is_direct(location) else "location": location}
-    reader = spark.read.format("penstock").options(table=table, **named, **options)
+    """Read a table of a broker; the snapshot is taken when a query is planned."""
+    reader = spark.read.format("penstock").options(table=table, location=location, **options)
     if queues is not None:
         reader = reader.option("queue", ",".join(queues))
     if columns is not None:

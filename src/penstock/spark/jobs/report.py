@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import pyarrow.parquet as pq
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
-from penstock.spark.broker_client import source
+from penstock.spark.broker_client import store
 from penstock.spark.jobs.common import known, pinned, read
 from penstock.spark.jobs.report_page import page
 
@@ -35,8 +35,7 @@ def report(
     attempts did not succeed. ``attempts``: how many messages took how many. ``slowest``: groups
     by the time to done. ``starving``: groups whose oldest message has waited longest. ``timeline``:
     done and failed by time. ``routing``: how far the logs are routed. Times are in milliseconds,
-    of messages whose history is kept; retention and archived runs are not in it. ``location`` is a
-    broker's, or the URL of a store on object storage, which is then read without its broker.
+    of messages whose history is kept; retention and archived runs are not in it.
 
     >>> report(spark, "grpc://127.0.0.1:8815")["slowest"].show()          # doctest: +SKIP
     """
@@ -210,7 +209,7 @@ def _timeline(ended: DataFrame) -> DataFrame:
 
 
 def _routing(spark: SparkSession, location: str) -> DataFrame:
-    client = source(location)
+    client = store(location)
     marks = client.watermarks()
     # A store that routes inline has no use for cursors.
     piped = client.routing == "pipeline"
