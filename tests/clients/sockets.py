@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.wire.native import messages as wire
-from penstock.wire.native.frames import FrameReader
+from penstock.wire.native.messages import FrameReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

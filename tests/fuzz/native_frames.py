@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.errors import InvalidInput
 from penstock.wire.native import messages as wire
-from penstock.wire.native.frames import FrameReader
+from penstock.wire.native.messages import FrameReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

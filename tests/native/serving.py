@@ -13,13 +13,13 @@ import msgspec
 import uvloop
 
 import penstock
-from penstock.client.verbs import Verb, Verbs
+from penstock.client.calls import Verb, Verbs
 from penstock.clock import SystemClock
 from penstock.model import Message
 from penstock.server.batcher import Desk
 from penstock.server.native.listener import NativeListener
 from penstock.wire.native import messages as wire
-from penstock.wire.native.frames import FrameReader
+from penstock.wire.native.messages import FrameReader
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -51,8 +51,8 @@ def pause(seconds: float) -> None:
 
 def make_impatient(client: Client, patience_ms: int) -> None:
     """Shorten the patience of a client that has connected, however long that took."""
-    core = client._link.core
-    core._options = msgspec.structs.replace(core._options, patience_ms=patience_ms)
+    connection = client._transport.connection
+    connection._options = msgspec.structs.replace(connection._options, patience_ms=patience_ms)
 
 
 def tls_contexts(place: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:

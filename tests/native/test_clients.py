@@ -1,19 +1,17 @@
-"""Both clients against a running server: verbs, threads, leases that are kept, fetching ahead."""
+"""Both clients against a running server: verbs, threads, cancelled calls."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, assert_type
 
 import pytest
 from tests.native.serving import SLOW_SECONDS, VERB_NAMES
-from tests.waiting import wait_until as eventually
 
 import penstock
-from penstock.client.verbs import Verbs
+from penstock.client.calls import Verbs
 from penstock.errors import (
     BrokerClosed,
     InvalidFilter,
@@ -28,10 +26,8 @@ from penstock.model import Backfilled, Delivery, Message, State
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from tests.native.conftest import Steered
     from tests.native.serving import Served
 
-    from penstock.broker.broker import Broker
     from penstock.client import AsyncClient, Client
 
 OWN = {"ping"}
@@ -246,153 +242,5 @@ def test_a_cancelled_claim_takes_nothing(served: Served) -> None:
         assert served.desk.parked == 0
         await client.send("q", b"x")
         assert len(await client.claim("q")) == 1
-
-    run(served, work)
-
-
-# --- leases ---------------------------------------------------------------------------------------
-
-
-def deadlines(broker: Broker) -> list[int | None]:
-    return [entry.lease_deadline_ms for entry in broker.browse("q", state="in_flight")]
-
-
-def test_kept_leases_outlive_themselves(steered: Steered) -> None:
-    clock, broker, client = steered
-    client.publish([message(b"1"), message(b"2")])
-    deliveries = client.claim("q", limit=2, lease_ms=600)
-    with client.keep(deliveries, lease_ms=600) as kept:
-        for _ in range(4):
-            later_ms = clock.advance(400) + 600
-            eventually(lambda: deadlines(broker) == [later_ms] * 2)  # noqa: B023 - asked at once
-        assert all(client.ack([deliveries[0].receipt]))
-        assert kept.lost == frozenset()
-    clock.advance(600)
-    broker.sweep()
-    assert [d.payload for d in client.claim("q", limit=2)] == [b"2"]
-
-
-def test_a_lease_that_is_lost_is_told(steered: Steered) -> None:
-    clock, broker, client = steered
-    client.publish([message(b"1"), message(b"2")])
-    deliveries = client.claim("q", limit=2)
-    lost: list[Any] = []
-    with client.keep(deliveries, lease_ms=300, on_lost=lost.append) as kept:
-        broker.release([deliveries[0].receipt])
-        clock.advance(150)
-        eventually(lambda: lost)
-        assert kept.lost == {deliveries[0].receipt}
-    assert lost == [deliveries[0]]
-
-
-def test_keeping_never_shortens_a_longer_lease(served: Served, client: Client) -> None:
-    client.send("q", b"x")
-    (delivery,) = client.claim("q", lease_ms=3_600_000)
-    with client.keep([delivery]):
-        (entry,) = client.browse("q", state="in_flight")
-    assert entry.lease_deadline_ms is not None
-    assert entry.lease_deadline_ms >= delivery.lease_deadline_ms - 5_000
-
-
-def test_consuming(served: Served, client: Client) -> None:
-    client.publish([message(b"%d" % n) for n in range(50)])
-    seen = []
-    with client.consume("q", prefetch=8) as consumer:
-        for delivery in consumer:
-            seen.append(delivery.payload)
-            assert client.ack([delivery.receipt])[0].ok
-            if len(seen) == 50:
-                break
-    assert sorted(seen) == sorted(b"%d" % n for n in range(50))
-    assert client.stats("q").done == 50
-
-
-def test_what_was_fetched_ahead_does_not_expire(steered: Steered) -> None:
-    clock, broker, client = steered
-    client.publish([message(b"%d" % n) for n in range(5)])
-    with client.consume("q", prefetch=5, lease_ms=500) as consumer:
-        first = next(consumer)
-        for _ in range(3):
-            later_ms = clock.advance(400) + 500
-            eventually(lambda: deadlines(broker) == [later_ms] * 5)  # noqa: B023 - asked at once
-        rest = [next(consumer) for _ in range(4)]
-        assert all(client.ack([d.receipt for d in [first, *rest]]))
-    assert client.stats("q").lease_expired_total == 0
-
-
-def test_what_lost_its_lease_is_not_handed_out(steered: Steered) -> None:
-    clock, broker, client = steered
-    client.publish([message(b"%d" % n) for n in range(3)])
-    with client.consume("q", prefetch=3, lease_ms=600) as consumer:
-        next(consumer)
-        in_flight = broker.browse("q", state="in_flight")
-        broker.purge("q", states=["in_flight"])
-        clock.advance(300)
-        eventually(lambda: len(consumer.lost) >= 2)
-        client.send("q", b"new")
-        assert next(consumer).payload == b"new"
-    assert len(in_flight) == 3
-
-
-def test_a_closed_consumer_gives_back_what_nobody_saw(served: Served, client: Client) -> None:
-    client.publish([message(b"%d" % n) for n in range(5)])
-    with client.consume("q", prefetch=5) as consumer:
-        seen = next(consumer)
-    stats = client.stats("q")
-    assert (stats.available, stats.in_flight) == (4, 1)
-    assert client.ack([seen.receipt])[0].ok
-    assert served.desk.parked == 0
-
-
-def test_a_consumer_of_no_queue_raises(client: Client) -> None:
-    with pytest.raises(QueueNotFound), client.consume("nowhere") as consumer:
-        next(consumer)
-
-
-def test_closing_the_client_ends_what_it_runs(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penstock.client.transport.CLOSE_SECONDS", SLOW_SECONDS)
-    client = penstock.connect(served.url)
-    client.publish([message(b"%d" % n) for n in range(3)])
-    consumer = client.consume("q", prefetch=3)
-    first = next(consumer)
-    with client.keep([first]):
-        client.close()
-    with pytest.raises(BrokerClosed):
-        next(consumer)
-    consumer.close()
-    stats = served.broker.stats("q")
-    assert (stats.available, stats.in_flight) == (2, 1)
-
-
-def test_a_consumer_that_waits_is_woken_by_the_end_of_the_client(served: Served) -> None:
-    client = penstock.connect(served.url)
-    consumer = client.consume("q")
-    threading.Timer(0.2, client.close).start()
-    with pytest.raises(BrokerClosed):
-        next(consumer)
-
-
-def test_a_queue_that_goes_away_ends_its_consumer(served: Served, client: Client) -> None:
-    with client.consume("q") as consumer:
-        threading.Timer(0.1, served.broker.delete_queue, ["q"]).start()
-        with pytest.raises(QueueNotFound):
-            next(consumer)
-
-
-def test_consuming_asynchronously(served: Served) -> None:
-    async def work(client: AsyncClient) -> None:
-        await client.publish([message(b"%d" % n) for n in range(20)])
-        seen = 0
-        async with client.consume("q", prefetch=4) as consumer:
-            async for delivery in consumer:
-                async with client.keep([delivery]) as kept:
-                    assert (await client.ack([delivery.receipt]))[0].ok
-                assert not kept.lost
-                seen += 1
-                if seen == 20:
-                    break
-        assert (await client.stats("q")).done == 20
 
     run(served, work)

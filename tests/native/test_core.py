@@ -8,7 +8,7 @@ import pytest
 
 from penstock.client import calls
 from penstock.client.calls import Uncertain
-from penstock.client.connection import PING_MS, SILENCE_MS, Core, Options, Phase
+from penstock.client.connection import PING_MS, SILENCE_MS, ClientConnection, Options, Phase
 from penstock.client.lease_keeper import Keeper
 from penstock.errors import (
     BrokerClosed,
@@ -21,7 +21,7 @@ from penstock.errors import (
 )
 from penstock.model import Message, Outcome, OutcomeStatus
 from penstock.wire.native import messages as wire
-from penstock.wire.native.frames import FrameReader
+from penstock.wire.native.messages import FrameReader
 from penstock.wire.native.progress import Progress
 
 encoder = wire.Encoder()
@@ -37,12 +37,19 @@ DELIVERY = {
 }
 
 
+def taken(items: list[Any]) -> list[Any]:
+    """Take everything out of a list, as the transport does."""
+    found = items[:]
+    items.clear()
+    return found
+
+
 class Talk:
-    """A core, what it wrote, and what its callers were told."""
+    """A client's connection, what it wrote, and what its callers were told."""
 
     def __init__(self, **options: Any) -> None:
         self.now_ms = 1000
-        self.core = Core(
+        self.core = ClientConnection(
             Options(patience_ms=5_000, **options), now_ms=1000, random=lambda: 1.0, fresh=b"f" * 16
         )
         self.results: dict[str, Any] = {}
@@ -56,7 +63,7 @@ class Talk:
         return self.core.submit(call, told, self.now_ms)
 
     def sent(self) -> list[wire.Request]:
-        self.reader.feed(b"".join(self.core.take_output()))
+        self.reader.feed(b"".join(taken(self.core.output)))
         requests = []
         while (frame := self.reader.take()) is not None:
             request = wire.read_request(frame)
@@ -66,13 +73,13 @@ class Talk:
         return requests
 
     def told(self) -> dict[str, Any]:
-        for told, result, error in self.core.take_done():
+        for told, result, error in taken(self.core.done):
             told(result, error)
         return self.results
 
     def greet(self) -> None:
         self.core.connected(self.now_ms)
-        (hello,) = self.core.take_output()
+        (hello,) = taken(self.core.output)
         assert wire.read_hello(hello[4:]).magic == "penstock"
         self.say(WELCOME)
 
@@ -117,7 +124,7 @@ def test_calls_wait_for_the_welcome() -> None:
     talk = Talk()
     talk.call("a", calls.ping())
     talk.core.connected(talk.now_ms)
-    assert len(talk.core.take_output()) == 1
+    assert len(taken(talk.core.output)) == 1
     talk.say(WELCOME)
     assert len(talk.sent()) == 1
 
@@ -548,14 +555,14 @@ def test_a_publish_is_repeated_only_while_its_dedup_ids_are_remembered(
     talk = Talk(dedup=True)
     bounds = {} if window_ms is None else {"dedup_window_ms": window_ms}
     talk.core.connected(talk.now_ms)
-    talk.core.take_output()
+    taken(talk.core.output)
     talk.say(wire.Welcome(1, "test", "s", bounds))
     publish(talk)
     for passed_ms in (1, last_ms // 2, last_ms):
         talk.now_ms = 1000 + passed_ms
         talk.lose()
         talk.core.connected(talk.now_ms)
-        talk.core.take_output()
+        taken(talk.core.output)
         talk.say(wire.Welcome(1, "test", "s", bounds))
         assert len(talk.sent()) == 1
     talk.now_ms = 1000 + last_ms + 1

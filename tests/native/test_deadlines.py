@@ -15,7 +15,7 @@ from tests.sqs.serving import client_of, serving
 from tests.waiting import wait_until
 
 import penstock
-from penstock import Message, ServerUnreachable, StorageFailed
+from penstock import Message, ServerUnreachable
 from penstock.broker.requests import Publish
 from penstock.server.batcher import LOOK_THREADS, Desk
 
@@ -135,27 +135,6 @@ def test_what_was_claimed_for_who_waits_no_longer_is_given_back(
             hanging.going_on.set()
         wait_until(lambda: broker.stats("q").available == 1)
         assert [each.payload for each in broker.claim("q")] == [b"x"]
-
-
-def test_leases_are_kept_though_the_store_fails_for_a_moment(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    extend, tries = broker._store.extend, []
-
-    def fail_once(*arguments: Any, **options: Any) -> Any:
-        tries.append(1)
-        if len(tries) == 1:
-            raise StorageFailed("a lock was waited for in vain")
-        return extend(*arguments, **options)
-
-    monkeypatch.setattr(broker._store, "extend", fail_once)
-    monkeypatch.setattr("penstock.client.lease_keeper.BEATS", 300)
-    broker.send("q", b"x")
-    with Served(broker) as served, penstock.connect(served.url) as client:
-        held = client.claim("q", lease_ms=60_000)
-        with client.keep(held, lease_ms=60_000) as kept:
-            wait_until(lambda: len(tries) > 1)
-            assert kept.lost == frozenset()
 
 
 def test_sqs_answers_in_time(far: None, monkeypatch: pytest.MonkeyPatch) -> None:

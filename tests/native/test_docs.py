@@ -10,7 +10,7 @@ from typing import cast
 from tests.native.serving import SLOW_SECONDS, Served
 
 import penstock
-from penstock.client.verbs import Verbs
+from penstock.client.calls import Verbs
 from penstock.clock import ManualClock
 from penstock.wire.native import messages as wire
 

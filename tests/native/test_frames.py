@@ -15,8 +15,7 @@ from penstock import errors, limits
 from penstock.errors import InvalidFilter, InvalidInput, PenstockError
 from penstock.model import Message
 from penstock.wire.native import messages as wire
-from penstock.wire.native.failures import error_of, failure_of
-from penstock.wire.native.frames import FrameReader
+from penstock.wire.native.messages import FrameReader, error_of, failure_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

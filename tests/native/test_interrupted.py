@@ -21,11 +21,9 @@ from penstock.errors import BrokerClosed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.native.conftest import Steered
     from tests.native.serving import Served
 
     from penstock.client import AsyncClient, Client
-    from penstock.model import Delivery
 
 
 class AlarmError(Exception):
@@ -83,16 +81,16 @@ def test_a_claim_cancelled_in_the_turn_of_its_answer_gives_back(
 
 
 def cancel_with_the_answer(client: AsyncClient, task: asyncio.Task[Any]) -> None:
-    link = client._link
-    flush = link._flush
+    transport = client._transport
+    flush = transport.flush
 
     def flush_and_cancel() -> None:
-        answered = bool(link.core._done)
+        answered = bool(transport.connection.done)
         flush()
         if answered:
             task.cancel()
 
-    link._flush = flush_and_cancel  # type: ignore[method-assign]
+    transport.flush = flush_and_cancel  # type: ignore[method-assign]
 
 
 def test_an_interrupted_claim_is_withdrawn(served: Served, client: Client) -> None:
@@ -122,67 +120,18 @@ def test_an_interrupt_behind_the_answer_gives_back(
     assert delivery.attempts == 1
 
 
-def test_an_interrupted_consumer_goes_on(served: Served, client: Client) -> None:
-    with client.consume("q") as deliveries:
-        with pytest.raises(AlarmError), alarm(served):
-            next(deliveries)
-        served.broker.send("q", b"x")
-        delivery = next(deliveries)
-        assert delivery.payload == b"x"
-        client.ack([delivery.receipt])
-
-
-def test_what_was_not_handed_out_is_not_kept_for_nobody(
-    served: Served, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    with client.consume("q") as deliveries:
-        served.broker.send("q", b"x")
-        with monkeypatch.context() as patch:
-            patch.setattr(deliveries._fetcher, "handed", interrupted)
-            for _ in range(2):
-                with pytest.raises(KeyboardInterrupt):
-                    next(deliveries)
-        assert next(deliveries).payload == b"x"
-        served.broker.send("q", b"y")
-        with monkeypatch.context() as patch:
-            patch.setattr(deliveries._fetcher, "handed", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                next(deliveries)
-    (delivery,) = client.claim("q")
-    assert delivery.payload == b"y"
-
-
-def test_on_lost_may_use_the_client(steered: Steered) -> None:
-    clock, broker, client = steered
-    client.send("q", b"x")
-    deliveries = client.claim("q")
-    told: list[tuple[Delivery, int]] = []
-
-    def on_lost(delivery: Delivery) -> None:
-        told.append((delivery, client.stats("q").available))
-
-    with client.keep(deliveries, lease_ms=300, on_lost=on_lost):
-        broker.release([deliveries[0].receipt], delay_ms=0)
-        clock.advance(150)
-        eventually(lambda: told)
-    assert told == [(deliveries[0], 1)]
-
-
 def test_calls_on_the_clients_own_thread_are_refused(client: Client) -> None:
     errors: list[BaseException] = []
 
     def call() -> None:
-        for act in (client.ping, client.close, lambda: client.consume("q")):
+        for act in (client.ping, client.close):
             try:
                 act()
             except BrokerClosed as error:
                 errors.append(error)
 
     client._loop.call_soon_threadsafe(call)
-    eventually(lambda: len(errors) == 3)
+    eventually(lambda: len(errors) == 2)
     assert client.ping() > 0
 
 
@@ -190,12 +139,11 @@ FORKS = """
 import os, sys, penstock
 
 client = penstock.connect(sys.argv[1])
-deliveries = client.consume("q")
-next(deliveries)
+client.claim("q")
 child = os.fork()
 if not child:
     refused = 0
-    for act in (client.ping, deliveries.__next__, lambda: client.consume("q")):
+    for act in (client.ping, lambda: client.claim("q")):
         try:
             act()
         except penstock.BrokerClosed as error:
@@ -205,8 +153,8 @@ if not child:
         own.send("q", b"from the child")
     os._exit(40 + refused)
 _, status = os.waitpid(child, 0)
-assert os.waitstatus_to_exitcode(status) == 43, status
-assert next(deliveries).payload == b"from the child"
+assert os.waitstatus_to_exitcode(status) == 42, status
+assert [each.payload for each in client.claim("q")] == [b"from the child"]
 client.close()
 """
 

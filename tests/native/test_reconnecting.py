@@ -17,8 +17,8 @@ from tests.waiting import wait_until as eventually
 
 import penstock
 from penstock.client import Uncertain
-from penstock.client.connection import Core
-from penstock.client.transport import Link
+from penstock.client.connection import ClientConnection
+from penstock.client.transport import Transport
 from penstock.clock import ManualClock
 from penstock.errors import InvalidUrl, ServerUnreachable
 from penstock.model import Message, OutcomeStatus
@@ -216,26 +216,6 @@ def test_a_half_open_connection_is_noticed(served: Served, monkeypatch: pytest.M
         proxy.frozen = False
         proxy.cut()
         assert asked.result(SLOW_SECONDS).queue == "q"
-
-
-def test_a_consumer_goes_on_after_a_cut(served: Served) -> None:
-    with Proxy(served.port) as proxy, penstock.connect(proxy.url) as client:
-        served.broker.update_queue("q", lease_ms=1_000)
-        seen: set[bytes] = set()
-        with client.consume("q", prefetch=4) as consumer:
-            for n in range(12):
-                served.broker.publish([message(b"%d" % n)])
-                if n % 4 == 3:
-                    proxy.cut()
-                delivery = next(consumer)
-                seen.add(delivery.payload)
-                client.ack([delivery.receipt])
-            # One whose lease ended before its ack came is there once more.
-            while client.stats("q").done < 12:
-                delivery = next(consumer)
-                seen.add(delivery.payload)
-                client.ack([delivery.receipt])
-        assert len(seen) == client.stats("q").done == 12
 
 
 def test_nothing_is_lost_under_many_cuts(served: Served) -> None:
@@ -476,14 +456,14 @@ def test_who_ends_greetings_and_speaks_no_tls_is_tried_again(served: Served) -> 
 # --- patience, and what ends the client ---------------------------------------------------------
 
 
-async def never(_link: Link) -> None:
+async def never(_transport: Transport) -> None:
     await asyncio.sleep(3600)
 
 
 def test_patience_is_kept_while_connecting(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     with penstock.connect(served.url) as client:
         make_impatient(client, 300)
-        monkeypatch.setattr(Link, "_connect", never)
+        monkeypatch.setattr(Transport, "_connect", never)
         served.cut()
         with pytest.raises(ServerUnreachable, match="no server for 300 ms"):
             client.ping()
@@ -504,11 +484,11 @@ def test_a_host_that_can_be_none_is_told_at_once(host: str) -> None:
 
 
 def test_no_surprise_leaves_calls_waiting(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    def surprise(_core: Core, _now_ms: int) -> None:
+    def surprise(_connection: ClientConnection, _now_ms: int) -> None:
         raise ZeroDivisionError
 
     with penstock.connect(served.url) as client:
-        monkeypatch.setattr(Core, "tick", surprise)
+        monkeypatch.setattr(ClientConnection, "tick", surprise)
         with pytest.raises(ServerUnreachable, match="ZeroDivisionError"):
             client.claim("q", wait_ms=20_000)
     with pytest.raises(ServerUnreachable, match="ZeroDivisionError"):

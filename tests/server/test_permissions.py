@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 import penstock
 from penstock import InvalidInput, Message, NotAllowed, PenstockError, QueueNotFound
 from penstock import wire as gateways
-from penstock.client.verbs import Verb, Verbs
+from penstock.client.calls import Verb, Verbs
 from penstock.flight import TABLES
 from penstock.flight.client import FlightStore
 from penstock.flight.service import PUTS, FlightService

@@ -7,15 +7,17 @@ the moto that is installed is fetched once, into a cache outside of the reposito
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tarfile
 import tomllib
 from collections import Counter
+from collections.abc import Awaitable
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 from xml.etree import ElementTree as ET
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
@@ -69,20 +71,36 @@ def fetched() -> Path:
     return place
 
 
-def _with_identity(handle: Handler) -> Handler:
-    def wrapped(request: Request) -> object:
+def _for_the_suite(handle: Handler) -> Handler:
+    """Answer beside SQS what the suite asks of moto's own server."""
+
+    async def ask(operation: str, **fields: str) -> dict[str, Any]:
+        target = {"x-amz-target": f"AmazonSQS.{operation}"}
+        request = Request("POST", "/", "", target, json.dumps(fields).encode(), "")
+        answer = await cast(Awaitable[Response], handle(request))
+        assert answer.status == 200, answer.body
+        return cast(dict[str, Any], json.loads(answer.body))
+
+    async def delete_all_queues() -> Response:
+        for url in (await ask("ListQueues")).get("QueueUrls", []):
+            await ask("DeleteQueue", QueueUrl=url)
+        return Response(200, b'{"status": "ok"}', "application/json")
+
+    def answer(request: Request) -> Response | Awaitable[Response]:
         if b"Action=GetCallerIdentity" in request.body:
             return Response(200, _WHO, "text/xml")
+        if request.path == "/moto-api/reset":
+            return delete_all_queues()
         return handle(request)
 
-    return wrapped  # type: ignore[return-value]
+    return answer
 
 
 def run(report: Path, *more: str) -> dict[str, str]:
     """Run the suite; return the outcome of each test: passed, failed or skipped."""
     place = fetched()
-    options = SqsOptions(account=ACCOUNT, url="http://localhost:5000", allow_reset=True)
-    with serving(options=options, wrap=_with_identity) as served:
+    options = SqsOptions(account=ACCOUNT, url="http://localhost:5000")
+    with serving(options=options, wrap=_for_the_suite) as served:
         environment = {
             **os.environ,
             "TEST_SERVER_MODE": "true",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.error
 import urllib.request
 from typing import Any
 
@@ -14,16 +13,6 @@ from tests.sqs.test_queues import attributes_of, spec_of
 
 from penstock.server import running
 from penstock.server.sqs import SqsOptions
-
-
-def reset(url: str) -> int:
-    request = urllib.request.Request(f"{url}/moto-api/reset", data=b"", method="POST")
-    try:
-        with urllib.request.urlopen(request) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code
 
 
 def test_account_region_address_and_retention_can_be_chosen() -> None:
@@ -49,19 +38,6 @@ def test_retention_is_a_setting_of_the_server() -> None:
         with urllib.request.urlopen(server.location("http"), data=form) as answer:
             assert answer.status == 200
         assert server.broker.queue("q").done_retention_ms == 5_000
-
-
-def test_everything_is_removed_only_by_a_server_for_tests() -> None:
-    for allowed, status in ((True, 200), (False, 400)):
-        with serving(options=SqsOptions(allow_reset=allowed)) as served:
-            sqs = client_of(served)
-            url = sqs.create_queue(QueueName="q")["QueueUrl"]
-            sqs.purge_queue(QueueUrl=url)
-            assert reset(served.url) == status
-            assert ("QueueUrls" in sqs.list_queues()) is not allowed
-            if allowed:
-                sqs.create_queue(QueueName="q")
-                sqs.purge_queue(QueueUrl=url)
 
 
 def test_requests_are_counted_by_operation_and_outcome() -> None:

@@ -241,7 +241,7 @@ def test_a_client_that_was_refused_for_good_ends_the_worker() -> None:
             worker = Worker(client, "q", lambda _: None, wait_ms=20).start()
             assert not client.closed
             bye = Bye("NotAllowed", "the key was removed", final=True)
-            client._loop.call_soon_threadsafe(client._link.core._bid_farewell, bye)
+            client._loop.call_soon_threadsafe(client._transport.connection._bid_farewell, bye)
             with pytest.raises(NotAllowed, match="the key was removed"):
                 wait_until(lambda: worker.join(100))
             assert is_final(NotAllowed("x"), client)

@@ -1,15 +1,18 @@
-"""Every verb of the client, once: what it sends, what comes back, and whether it may be repeated.
+"""Every verb of the client, once: its request, its answer, and whether it may be repeated.
 
 A verb is a function with the signature of the broker's method. It returns a :class:`Call`, or is
-a generator of calls if it takes several. The shells run them; see :mod:`penstock.client.verbs`.
+a generator of calls if it takes several. A :class:`Verb` is a descriptor around such a function:
+on a :class:`Waiting` client it is a method that returns the result, on an :class:`Awaiting` one a
+method that returns a coroutine of it, with the same parameters either way; type checkers see both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from datetime import datetime
 from enum import Enum
-from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, Final, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
 import msgspec
 
@@ -47,8 +50,7 @@ from penstock.validation import (
 )
 from penstock.wire.native import messages as wire
 
-__all__ = ["Answer", "Call", "Plan", "Repeat", "Uncertain", "may_repeat"]
-
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -73,30 +75,19 @@ class Uncertain(Outcome, frozen=True):
     """
 
 
-class Answer(Generic[R]):
-    """How to read what comes back."""
+class Answer(msgspec.Struct, Generic[R], frozen=True):
+    """The decoder of an answer; ``finish`` makes the verb's result of the decoded value."""
 
-    def __init__(self, kind: Any, *, finish: Callable[[Any], R] | None = None) -> None:
-        self._decode: Callable[[Any], Any] = msgspec.msgpack.Decoder(kind).decode
-        self._finish = finish
-
-    def read(self, data: msgspec.Raw | bytes) -> R:
-        """Turn the bytes of a value into the value."""
-        value: R = self._decode(data)
-        return value if self._finish is None else self._finish(value)
+    decode: Callable[[Any], Any]
+    finish: Callable[[Any], R] | None = None
 
 
-class Call(Generic[R]):
+class Call(msgspec.Struct, Generic[R], frozen=True):
     """A request to be sent, and how to read its answer."""
 
-    __slots__ = ("answer", "repeat", "request")
-
-    def __init__(
-        self, request: wire.Request, answer: Answer[R], repeat: Repeat = Repeat.ALWAYS
-    ) -> None:
-        self.request = request
-        self.answer = answer
-        self.repeat = repeat
+    request: wire.Request
+    answer: Answer[R]
+    repeat: Repeat = Repeat.ALWAYS
 
 
 Plan: TypeAlias = Generator[Call[Any], Any, R]
@@ -121,25 +112,29 @@ def doubtful(outcomes: list[Outcome]) -> list[Outcome]:
     ]
 
 
-_COUNT: Final[Answer[int]] = Answer(int)
-_IDS: Final[Answer[list[int]]] = Answer(list[int])
-_ONE_ID: Final[Answer[int]] = Answer(list[int], finish=lambda ids: ids[0])
-_DELIVERIES: Final[Answer[list[Delivery]]] = Answer(list[Delivery])
-_OUTCOMES: Final[Answer[list[Outcome]]] = Answer(list[Outcome])
-_PAGE: Final[Answer[Page]] = Answer(
-    wire.Entries, finish=lambda page: Page(page.entries, page.next_cursor)
+def _answer(kind: Any, finish: Callable[[Any], Any] | None = None) -> Answer[Any]:
+    return Answer(msgspec.msgpack.Decoder(kind).decode, finish)
+
+
+_COUNT: Final[Answer[int]] = _answer(int)
+_IDS: Final[Answer[list[int]]] = _answer(list[int])
+_ONE_ID: Final[Answer[int]] = _answer(list[int], lambda ids: ids[0])
+_DELIVERIES: Final[Answer[list[Delivery]]] = _answer(list[Delivery])
+_OUTCOMES: Final[Answer[list[Outcome]]] = _answer(list[Outcome])
+_PAGE: Final[Answer[Page]] = _answer(
+    wire.Entries, lambda page: Page(page.entries, page.next_cursor)
 )
-_ATTEMPTS: Final[Answer[list[Attempt]]] = Answer(list[Attempt])
-_QUEUE_STATS: Final[Answer[QueueStats]] = Answer(QueueStats)
-_STORE_STATS: Final[Answer[StoreStats]] = Answer(StoreStats)
-_SPEC: Final[Answer[QueueSpec]] = Answer(QueueSpec)
-_SPECS: Final[Answer[list[QueueSpec]]] = Answer(list[QueueSpec])
-_LOG_PAGE: Final[Answer[LogPage]] = Answer(LogPage)
-_LOG_STATS: Final[Answer[LogStats]] = Answer(LogStats)
-_ASSIGNED: Final[Answer[Assigned]] = Answer(Assigned)
-_STEP: Final[Answer[wire.Step]] = Answer(wire.Step)
-_INFO: Final[Answer[StoreInfo]] = Answer(StoreInfo)
-_YES: Final[Answer[bool]] = Answer(bool)
+_ATTEMPTS: Final[Answer[list[Attempt]]] = _answer(list[Attempt])
+_QUEUE_STATS: Final[Answer[QueueStats]] = _answer(QueueStats)
+_STORE_STATS: Final[Answer[StoreStats]] = _answer(StoreStats)
+_SPEC: Final[Answer[QueueSpec]] = _answer(QueueSpec)
+_SPECS: Final[Answer[list[QueueSpec]]] = _answer(list[QueueSpec])
+_LOG_PAGE: Final[Answer[LogPage]] = _answer(LogPage)
+_LOG_STATS: Final[Answer[LogStats]] = _answer(LogStats)
+_ASSIGNED: Final[Answer[Assigned]] = _answer(Assigned)
+_STEP: Final[Answer[wire.Step]] = _answer(wire.Step)
+_INFO: Final[Answer[StoreInfo]] = _answer(StoreInfo)
+_YES: Final[Answer[bool]] = _answer(bool)
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -412,3 +407,77 @@ def not_sendable(request: wire.Request, error: Exception) -> InvalidInput:
     """Say that what a call was given can't be put into bytes."""
     kind = _REFUSALS.get(type(request), InvalidInput)
     return kind(f"{type(request).__name__} can't be sent: {error}")
+
+
+# --- verbs as methods -----------------------------------------------------------------------------
+
+
+class Waiting:
+    """A client whose verbs return when the answer is there."""
+
+    def _run(self, verb: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+
+class Awaiting:
+    """A client whose verbs are awaited."""
+
+    def _run(self, verb: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+
+class Verb(Generic[P, R]):
+    """A verb as a method of either client."""
+
+    def __init__(self, verb: Callable[P, Call[R]] | Callable[P, Plan[R]]) -> None:
+        self.__wrapped__ = verb
+        self.__doc__ = verb.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.__name__ = name
+
+    @overload
+    def __get__(self, client: None, owner: type) -> Verb[P, R]: ...
+    @overload
+    def __get__(self, client: Waiting, owner: type) -> Callable[P, R]: ...
+    @overload
+    def __get__(self, client: Awaiting, owner: type) -> Callable[P, Coroutine[Any, Any, R]]: ...
+    def __get__(self, client: Waiting | Awaiting | None, owner: type) -> Any:
+        if client is None:
+            return self
+        return partial(client._run, self.__wrapped__)  # noqa: SLF001 - the seam of the two clients
+
+    def __call__(self, client: Waiting | Awaiting, /, *args: P.args, **options: P.kwargs) -> Any:
+        """Run the verb on a client, as an unbound method would."""
+        return client._run(self.__wrapped__, *args, **options)  # noqa: SLF001
+
+
+class Verbs:
+    """The verbs of :class:`penstock.Broker` that a server can be asked for."""
+
+    publish = Verb(publish)
+    send = Verb(send)
+    claim = Verb(claim)
+    ack = Verb(ack)
+    release = Verb(release)
+    extend = Verb(extend)
+    browse = Verb(browse)
+    attempts = Verb(attempts)
+    stats = Verb(stats)
+    store_stats = Verb(store_stats)
+    redrive = Verb(redrive)
+    purge = Verb(purge)
+    move = Verb(move)
+    create_queue = Verb(create_queue)
+    update_queue = Verb(update_queue)
+    delete_queue = Verb(delete_queue)
+    queues = Verb(queues)
+    queue = Verb(queue)
+    read_log = Verb(read_log)
+    assign = Verb(assign)
+    take_epoch = Verb(take_epoch)
+    backfill = Verb(backfill)
+    configure_log = Verb(configure_log)
+    log_stats = Verb(log_stats)
+    info = Verb(info)
+    ping = Verb(ping)

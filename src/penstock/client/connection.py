@@ -1,4 +1,4 @@
-"""The client's mind: what to send, whose answer came, what may be repeated, when to try again.
+"""The state of a client: what to send, whose answer came, what may be repeated, when to reconnect.
 
 ::
 
@@ -8,10 +8,10 @@
       └───────── lost() ─────────┴──────────────┴─────────────────────┘
                                                   close(), or a refusal for good: closed
 
-It is told the time and given bytes, and keeps for its shell what to do with them: bytes to write
-(:meth:`Core.take_output`), calls that are over (:meth:`Core.take_done`), and when to connect.
-A call that was not sent waits for the next connection. One that was sent and not answered before
-its connection was lost is sent again only if that is safe; otherwise its caller is told.
+It is given bytes and the time, and leaves the rest to its transport: bytes to write (``output``),
+calls that are over (``done``), and when to connect (``connect_at_ms``). A call that was not sent
+waits for the next connection. One that was sent and not answered before its connection was lost is
+sent again only if that is safe; otherwise it fails.
 """
 
 from __future__ import annotations
@@ -44,13 +44,10 @@ from penstock.errors import (
 )
 from penstock.model import Message
 from penstock.wire.native import messages as wire
-from penstock.wire.native.failures import error_of
-from penstock.wire.native.frames import FrameReader
+from penstock.wire.native.messages import FrameReader, error_of
 
 if TYPE_CHECKING:
     from penstock.wire.native.progress import Progress
-
-__all__ = ["Core", "Options", "Phase", "Told"]
 
 # How long the other side may be silent before it is asked, and then until it is given up. It has
 # to answer only once it has been sent the question, which waits behind what was written before.
@@ -66,12 +63,12 @@ REPEAT_SHARE: Final = 0.8
 # The share of a call's patience that the server may use up: the rest is for the way there and back.
 ANSWER_SHARE: Final = 0.9
 
-Told = Callable[[Any, BaseException | None], None]
-"""Called once with what came of a call: its result, or its error."""
+Callback = Callable[[Any, BaseException | None], None]
+"""Called once with the result of a call, or its error."""
 
 
 class Phase(Enum):
-    """Where the connection stands."""
+    """The phase of the connection."""
 
     AWAY = "away"
     GREETING = "greeting"
@@ -81,7 +78,7 @@ class Phase(Enum):
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client was asked to do.
+    """The options of :func:`penstock.connect`.
 
     ``patience_ms``: how long a call waits for a connection, and then for its answer.
     """
@@ -92,24 +89,23 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     dedup: bool = False
 
 
-class _Pending:
-    """A call that is not over."""
+class _PendingCall(msgspec.Struct, eq=False):
+    """A call that is not over.
 
-    __slots__ = ("call", "fenced_ms", "repeated", "sent_ms", "since_ms", "told", "withdrawn")
+    ``sent_ms`` is when it was sent for the first time, ``fenced_ms`` when a server first said that
+    another process owns the store.
+    """
 
-    def __init__(self, call: Call[Any], told: Told, since_ms: int) -> None:
-        self.call = call
-        self.told = told
-        self.since_ms = since_ms
-        # When it was sent for the first time.
-        self.sent_ms: int | None = None
-        # When a server first said that the store is another's.
-        self.fenced_ms: int | None = None
-        self.repeated = False
-        self.withdrawn = False
+    call: Call[Any]
+    callback: Callback
+    since_ms: int
+    sent_ms: int | None = None
+    fenced_ms: int | None = None
+    repeated: bool = False
+    withdrawn: bool = False
 
 
-class Core:
+class ClientConnection:
     """The state of one client, across all of its connections. For one thread."""
 
     def __init__(
@@ -136,11 +132,11 @@ class Core:
         self._encoder = wire.Encoder()
         self._reader = FrameReader()
         self._next_id = 1
-        self._waiting: deque[_Pending] = deque()
-        self._sent: dict[int, _Pending] = {}
+        self._waiting: deque[_PendingCall] = deque()
+        self._sent: dict[int, _PendingCall] = {}
         self._parts: dict[int, list[bytes]] = {}
-        self._output: list[bytes] = []
-        self._done: list[tuple[Told, Any, BaseException | None]] = []
+        self.output: list[bytes] = []
+        self.done: list[tuple[Callback, Any, BaseException | None]] = []
         self._heard_ms = now_ms
         self._asked_ms: int | None = None
         # Bytes that the server had taken at the last look, whether these were all, and whether
@@ -152,22 +148,22 @@ class Core:
 
     # --- calls -----------------------------------------------------------------------------
 
-    def submit(self, call: Call[Any], told: Told, now_ms: int) -> _Pending | None:
-        """Take a call; ``told`` is called when it is over. None: it is over already."""
+    def submit(self, call: Call[Any], callback: Callback, now_ms: int) -> _PendingCall | None:
+        """Take a call; ``callback`` is called when it is over. None: it is over already."""
         if self.phase is Phase.CLOSED:
             error = self.failure or BrokerClosed("the client is closed")
-            self._done.append((told, None, error))
+            self.done.append((callback, None, error))
             return None
         if self._options.dedup and isinstance(call.request, wire.Publish):
             self._add_dedup_ids(call.request)
-        pending = _Pending(call, told, now_ms)
+        pending = _PendingCall(call, callback, now_ms)
         if self.phase is Phase.READY and not self.paused and not self._waiting:
             self._send(pending, now_ms)
         else:
             self._waiting.append(pending)
         return pending
 
-    def withdraw(self, pending: _Pending, now_ms: int) -> None:
+    def withdraw(self, pending: _PendingCall, now_ms: int) -> None:
         """Forget a call whose caller has gone; a claim that waits at the server is ended."""
         pending.withdrawn = True
         request = pending.call.request
@@ -176,7 +172,7 @@ class Core:
             and isinstance(request, wire.Claim)
             and self.phase in {Phase.READY, Phase.LEAVING}
         ):
-            self._send(_Pending(cancel(request.id), _nobody, now_ms), now_ms)
+            self._send(_PendingCall(cancel(request.id), _nobody, now_ms), now_ms)
 
     def give_back(self, call: Call[Any], result: Any, now_ms: int) -> None:
         """Release what a claim has brought to a caller who had gone by then."""
@@ -191,14 +187,14 @@ class Core:
             if isinstance(pending.call.request, wire.Claim) and not pending.withdrawn:
                 self._fail(pending, error)
                 self.withdraw(pending, now_ms)
-                pending.told = _nobody
+                pending.callback = _nobody
 
     @property
     def giving_back(self) -> bool:
         """Whether the server has yet to hear, or to say, what becomes of withdrawn claims."""
         return any(
             (pending.withdrawn and isinstance(pending.call.request, wire.Claim))
-            or (pending.told is _nobody and isinstance(pending.call.request, wire.Release))
+            or (pending.callback is _nobody and isinstance(pending.call.request, wire.Release))
             for pending in chain(self._sent.values(), self._waiting)
         )
 
@@ -206,16 +202,6 @@ class Core:
     def idle(self) -> bool:
         """Whether no call is under way."""
         return not self._sent and not self._waiting
-
-    def take_output(self) -> list[bytes]:
-        """Return the bytes that are to be written now."""
-        output, self._output = self._output, []
-        return output
-
-    def take_done(self) -> list[tuple[Told, Any, BaseException | None]]:
-        """Return the calls that are over, in order."""
-        done, self._done = self._done, []
-        return done
 
     # --- the connection --------------------------------------------------------------------
 
@@ -229,7 +215,7 @@ class Core:
         options = self._options
         patience_ms = int(options.patience_ms * ANSWER_SHARE)
         hello = wire.Hello(wire.MAGIC, wire.VERSION, options.token, options.name, patience_ms)
-        self._output = [self._encoder.frame(hello)]
+        self.output = [self._encoder.frame(hello)]
 
     def lost(self, why: str, now_ms: int) -> None:
         """Settle what was under way with a connection that has ended, or never stood."""
@@ -240,7 +226,7 @@ class Core:
         self.phase = Phase.AWAY
         self.hang_up = False
         self._why = why
-        self._output.clear()
+        self.output.clear()
         self._parts.clear()
         sent, self._sent = self._sent, {}
         again = []
@@ -264,7 +250,11 @@ class Core:
         self._reader.feed(data)
         try:
             while not self.hang_up and (frame := self._reader.take()) is not None:
-                self._read(wire.read_server_frame(frame), now_ms)
+                answer = wire.read_server_frame(frame)
+                if type(answer) is wire.Result:
+                    self._settle(answer.id, answer.value, now_ms)
+                else:
+                    self._read(answer, now_ms)
         except InvalidInput as error:
             self._give_up(f"the server sent what can't be read: {error}")
         if self._reader.pending or self._parts:
@@ -310,7 +300,7 @@ class Core:
                     self._give_up("the server has been silent for too long")
             elif silent_ms >= PING_MS:
                 self._asked_ms, self._question_came = now_ms, False
-                self._send(_Pending(ping(), _nobody, now_ms), now_ms)
+                self._send(_PendingCall(ping(), _nobody, now_ms), now_ms)
         self._fail_late(now_ms)
         if self.phase is Phase.READY:
             return
@@ -332,7 +322,7 @@ class Core:
         """
         for pending in list(self._sent.values()):
             request, patience_ms = pending.call.request, self._options.patience_ms
-            if pending.withdrawn or pending.told is _nobody or type(request) in wire.LONG:
+            if pending.withdrawn or pending.callback is _nobody or type(request) in wire.LONG:
                 continue
             late_ms = max(pending.since_ms, self._moved_ms) + patience_ms
             if isinstance(request, wire.Claim):
@@ -343,7 +333,7 @@ class Core:
                 name, rest = type(request).__name__, _rest(pending.call)
                 text = f"the server did not answer {name} within {patience_ms} ms: {rest}"
                 self._fail(pending, ServerUnreachable(text))
-                pending.told = _nobody
+                pending.callback = _nobody
 
     def close(self, error: PenstockError | None = None) -> None:
         """End for good; every call that is not over fails."""
@@ -359,9 +349,7 @@ class Core:
     # --- inside ----------------------------------------------------------------------------
 
     def _read(self, frame: wire.ServerFrame, now_ms: int) -> None:
-        if isinstance(frame, wire.Result):
-            self._settle(frame.id, frame.value, now_ms)
-        elif isinstance(frame, wire.Failure):
+        if isinstance(frame, wire.Failure):
             pending = self._sent.pop(frame.id, None)
             if pending is not None:
                 error = error_of(frame.name, frame.message, frame.place)
@@ -384,7 +372,7 @@ class Core:
                 self._waiting.append(pending)
         elif isinstance(frame, wire.Bye):
             self._bid_farewell(frame)
-        elif self.phase is Phase.GREETING:
+        elif isinstance(frame, wire.Welcome) and self.phase is Phase.GREETING:
             self.welcome = frame
             self._max_frame_bytes = frame.limits.get("frame_bytes", limits.MAX_FRAME_BYTES)
             window_ms = frame.limits.get("dedup_window_ms", limits.MAX_REPEAT_MS / REPEAT_SHARE)
@@ -401,7 +389,7 @@ class Core:
             self.phase = Phase.LEAVING
         self._why = f"the server said: {bye.message}"
 
-    def _leave(self, pending: _Pending, error: StoreFenced, now_ms: int) -> None:
+    def _leave(self, pending: _PendingCall, error: StoreFenced, now_ms: int) -> None:
         """Turn away from a server whose store has another owner: that one may answer by now."""
         if pending.fenced_ms is None:
             pending.fenced_ms = now_ms
@@ -421,7 +409,9 @@ class Core:
             return
         call = pending.call
         try:
-            result = call.answer.read(value)
+            result = call.answer.decode(value)
+            if call.answer.finish is not None:
+                result = call.answer.finish(result)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             self._fail(pending, ServerUnreachable(f"an answer that can't be read: {error}"))
             return
@@ -431,21 +421,24 @@ class Core:
             # Claimed just before the claim was withdrawn: nobody is going to work on them.
             self.give_back(call, result, now_ms)
             return
-        self._done.append((pending.told, result, None))
+        self.done.append((pending.callback, result, None))
 
-    def _is_late(self, pending: _Pending, now_ms: int) -> bool:
+    def _is_late(self, pending: _PendingCall, now_ms: int) -> bool:
         """Whether the server may have forgotten the dedup ids of a publish that was sent before."""
         if pending.sent_ms is None or pending.call.repeat is not Repeat.DEDUPED:
             return False
         return now_ms - pending.sent_ms > self._repeat_ms
 
-    def _send(self, pending: _Pending, now_ms: int) -> None:
+    def _send(self, pending: _PendingCall, now_ms: int) -> None:
         request = pending.call.request
         request.id = self._next_id
         self._next_id += 1
         try:
             assert self.welcome is not None, "nothing is sent before it"
-            frame = self._encoder.frame(wire.spoken(request, self.welcome.version))
+            old = self.welcome.version < wire.VERSION
+            frame = self._encoder.frame(
+                wire.spoken(request, self.welcome.version) if old else request
+            )
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             self._fail(pending, not_sendable(request, error))
             return
@@ -457,12 +450,12 @@ class Core:
         if pending.sent_ms is None:
             pending.sent_ms = now_ms
         self._sent[request.id] = pending
-        self._output.append(frame)
+        self.output.append(frame)
 
-    def _fail(self, pending: _Pending, error: BaseException) -> None:
-        self._done.append((pending.told, None, error))
+    def _fail(self, pending: _PendingCall, error: BaseException) -> None:
+        self.done.append((pending.callback, None, error))
 
-    def _fail_unanswered(self, pending: _Pending, now_ms: int) -> None:
+    def _fail_unanswered(self, pending: _PendingCall, now_ms: int) -> None:
         text = _unanswered(pending.call, self._why)
         if self._is_late(pending, now_ms):
             text += ", and the server may have forgotten its dedup ids by now"

@@ -1,4 +1,4 @@
-"""Runs a core on an event loop: one connection at a time, made anew whenever it is lost."""
+"""Runs a client's connection on an event loop, and connects again whenever it is lost."""
 
 from __future__ import annotations
 
@@ -9,23 +9,19 @@ import os
 import socket
 import ssl
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
-from penstock.client.connection import Core, Options, Phase
+from penstock.client.connection import ClientConnection, Options, Phase
 from penstock.errors import BrokerClosed, InvalidUrl, ServerUnreachable
-from penstock.wire.native.messages import DEFAULT_PORT, Ack, Release
+from penstock.wire.native.messages import DEFAULT_PORT
 from penstock.wire.native.progress import progress_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from penstock.client.calls import Call
-    from penstock.client.connection import Told
+    from penstock.client.connection import Callback
     from penstock.clock import Clock
     from penstock.errors import PenstockError
-
-__all__ = ["Holds", "Link", "Target", "target_of"]
 
 log = logging.getLogger(__name__)
 
@@ -44,16 +40,6 @@ _NO_SUCH_HOST: Final = frozenset(
 )
 # Errors of TLS that say no more than that the other side has gone.
 _CUT_OFF: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
-
-
-class Holds(Protocol):
-    """Something that must know which receipts are being settled."""
-
-    def forget(self, receipts: Iterable[str]) -> None:
-        """Extend these no more."""
-
-    async def stop(self) -> None:
-        """End, and give back what nobody has seen."""
 
 
 class Target(NamedTuple):
@@ -83,8 +69,8 @@ def target_of(url: str, tls: bool | ssl.SSLContext) -> Target:  # noqa: FBT001 -
     return Target(host, port or DEFAULT_PORT, context)
 
 
-class Link(asyncio.Protocol):
-    """A core and its connection. Everything here happens on the loop's thread."""
+class Transport(asyncio.Protocol):
+    """The state of a client and its socket. Everything here happens on the loop's thread."""
 
     def __init__(
         self, target: Target, options: Options, clock: Clock, loop: asyncio.AbstractEventLoop
@@ -92,15 +78,15 @@ class Link(asyncio.Protocol):
         self.target = target
         self.loop = loop
         self._pid = os.getpid()
-        self.core = Core(options, now_ms=self.now_ms(), random=clock.random, fresh=clock.lease_id())
+        self.connection = ClientConnection(
+            options, now_ms=self.now_ms(), random=clock.random, fresh=clock.lease_id()
+        )
         self._transport: asyncio.Transport | None = None
         self._flushing = False
         self._ready = loop.create_future()
         self._gone = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
         self._suspect = False
-        # Who extends leases by way of this link.
-        self.holders: set[Holds] = set()
 
     @property
     def is_ours(self) -> bool:
@@ -118,21 +104,16 @@ class Link(asyncio.Protocol):
 
     # --- calls -----------------------------------------------------------------------------
 
-    def start(self, call: Call[Any], told: Told) -> Any:
+    def start(self, call: Call[Any], callback: Callback) -> Any:
         """Begin a call, and return what :meth:`forget` takes."""
-        request = call.request
-        if self.holders and isinstance(request, Ack | Release):
-            # From here on they need no lease: an extension must not race with the end.
-            for holder in self.holders:
-                holder.forget(request.receipts)
-        pending = self.core.submit(call, told, self.now_ms())
+        pending = self.connection.submit(call, callback, self.now_ms())
         self._soon()
         return pending
 
     def forget(self, pending: Any) -> None:
         """Nobody waits for this call any more."""
         if pending is not None:
-            self.core.withdraw(pending, self.now_ms())
+            self.connection.withdraw(pending, self.now_ms())
             self._soon()
 
     async def call(self, call: Call[R]) -> R:
@@ -167,7 +148,7 @@ class Link(asyncio.Protocol):
 
     def give_back(self, call: Call[Any], result: Any) -> None:
         """Release what a claim has brought, if it is one: its caller has gone."""
-        self.core.give_back(call, result, self.now_ms())
+        self.connection.give_back(call, result, self.now_ms())
         self._soon()
 
     async def open(self) -> None:
@@ -184,17 +165,16 @@ class Link(asyncio.Protocol):
         """End the connection; calls that are under way raise."""
         if not self.is_ours:
             return
-        for holder in list(self.holders):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(holder.stop(), CLOSE_SECONDS)
-        self.core.abandon(BrokerClosed("the client was closed"), self.now_ms())
-        self._flush()
+        self.connection.abandon(BrokerClosed("the client was closed"), self.now_ms())
+        self.flush()
         until = self.loop.time() + CLOSE_SECONDS
-        while self._transport is not None and self.core.giving_back and self.loop.time() < until:
-            self._flush()
+        while (
+            self._transport is not None and self.connection.giving_back and self.loop.time() < until
+        ):
+            self.flush()
             await asyncio.sleep(0.005)
-        self.core.close(self.core.failure)
-        self._flush()
+        self.connection.close(self.connection.failure)
+        self.flush()
         if self._runner is not None:
             self._runner.cancel()
             await asyncio.wait({self._runner})
@@ -209,33 +189,39 @@ class Link(asyncio.Protocol):
 
     async def _run(self) -> None:
         """Connect whenever there is no connection, and tell the core how time goes by."""
-        core = self.core
+        connection = self.connection
         begun_ms = self.now_ms()
         connecting: asyncio.Task[None] | None = None
         try:
-            while core.phase is not Phase.CLOSED:
+            while connection.phase is not Phase.CLOSED:
                 now_ms = self.now_ms()
                 if connecting is not None and connecting.done():
                     connecting.result()
                     connecting = None
-                if connecting is None and core.phase is Phase.AWAY and now_ms >= core.connect_at_ms:
+                if (
+                    connecting is None
+                    and connection.phase is Phase.AWAY
+                    and now_ms >= connection.connect_at_ms
+                ):
                     connecting = self.loop.create_task(self._connect())
                 if self._transport is not None:
-                    core.progressed(progress_of(self._transport), now_ms)
-                core.tick(now_ms)
-                self._flush()
+                    connection.progressed(progress_of(self._transport), now_ms)
+                connection.tick(now_ms)
+                self.flush()
                 pause_ms = TICK_SECONDS * 1000
                 if not self._ready.done():
                     left_ms = begun_ms + self._patience_ms - now_ms
                     if left_ms <= 0:
-                        self._fail(ServerUnreachable(f"no server at {self._where}: {core.why}"))
+                        self._fail(
+                            ServerUnreachable(f"no server at {self._where}: {connection.why}")
+                        )
                         return
                     pause_ms = min(pause_ms, left_ms)
                 if connecting is not None:
                     await asyncio.wait({connecting}, timeout=pause_ms / 1000)
                     continue
-                if core.phase is Phase.AWAY:
-                    pause_ms = min(pause_ms, core.connect_at_ms - now_ms)
+                if connection.phase is Phase.AWAY:
+                    pause_ms = min(pause_ms, connection.connect_at_ms - now_ms)
                 self._gone.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._gone.wait(), max(pause_ms, 1) / 1000)
@@ -250,15 +236,15 @@ class Link(asyncio.Protocol):
         if failure is not None:
             log.error("the client's connection can't be run any more", exc_info=failure)
             self._fail(ServerUnreachable(f"the client failed: {failure!r}"))
-        elif self.core.phase is not Phase.CLOSED:
+        elif self.connection.phase is not Phase.CLOSED:
             self._fail(BrokerClosed("the client was closed"))
 
     def _fail(self, error: PenstockError) -> None:
         """End for good."""
-        self.core.close(error)
+        self.connection.close(error)
         if not self._ready.done():
             self._ready.set_exception(error)
-        self._flush()
+        self.flush()
 
     @property
     def _where(self) -> str:
@@ -266,7 +252,7 @@ class Link(asyncio.Protocol):
 
     @property
     def _patience_ms(self) -> int:
-        return self.core._options.patience_ms  # noqa: SLF001 - its own core
+        return self.connection._options.patience_ms  # noqa: SLF001 - its own core
 
     async def _connect(self) -> None:
         host, port, tls = self.target
@@ -291,7 +277,7 @@ class Link(asyncio.Protocol):
                 # was never right is told at once.
                 self._fail(ServerUnreachable(f"no TLS with {self._where}: {why}"))
             else:
-                self.core.lost(why, self.now_ms())
+                self.connection.lost(why, self.now_ms())
 
     async def _speaks_tls(self) -> bool:
         """Try whether a server that ended a greeting without a word answers to that of TLS."""
@@ -319,53 +305,56 @@ class Link(asyncio.Protocol):
         made = cast(asyncio.Transport, transport)
         made.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
         self._transport = made
-        self.core.connected(self.now_ms())
-        self._flush()
+        self.connection.connected(self.now_ms())
+        self.flush()
 
     def data_received(self, data: bytes) -> None:
         """Hand bytes to the core and results to their callers."""
-        self.core.received(data, self.now_ms())
+        self.connection.received(data, self.now_ms())
         if not self._ready.done():
-            if self.core.phase is Phase.READY:
+            if self.connection.phase is Phase.READY:
                 self._ready.set_result(None)
-            elif self.core.phase is Phase.CLOSED:
-                failure = self.core.failure or BrokerClosed("the client was closed")
+            elif self.connection.phase is Phase.CLOSED:
+                failure = self.connection.failure or BrokerClosed("the client was closed")
                 self._ready.set_exception(failure)
-        self._flush()
+        self.flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Settle what was under way; the runner connects again."""
         self._transport = None
-        if self.core.phase is Phase.GREETING and self.target.tls is None:
+        if self.connection.phase is Phase.GREETING and self.target.tls is None:
             self._suspect = True
-        why = self.core.why if self.core.hang_up else str(exc or "the server closed it")
-        self.core.lost(why, self.now_ms())
+        why = self.connection.why if self.connection.hang_up else str(exc or "the server closed it")
+        self.connection.lost(why, self.now_ms())
         self._gone.set()
-        self._flush()
+        self.flush()
 
     def pause_writing(self) -> None:
         """Keep what comes until the server reads again."""
-        self.core.paused = True
+        self.connection.paused = True
 
     def resume_writing(self) -> None:
         """Send what was kept."""
-        self.core.resume(self.now_ms())
-        self._flush()
+        self.connection.resume(self.now_ms())
+        self.flush()
 
     def _soon(self) -> None:
         """Write at the end of this turn of the loop, together with what else comes in it."""
         if not self._flushing:
             self._flushing = True
-            self.loop.call_soon(self._flush)
+            self.loop.call_soon(self.flush)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write the bytes that are to be sent, and call back the callers whose calls are over."""
         self._flushing = False
-        core = self.core
-        output = core.take_output()
+        connection = self.connection
+        output, connection.output = connection.output, []
         if self._transport is not None:
             if output:
                 self._transport.write(output[0] if len(output) == 1 else b"".join(output))
-            if core.hang_up:
+            if connection.hang_up:
                 self._transport.abort()
-        for told, result, error in core.take_done():
-            told(result, error)
+        if connection.done:
+            done, connection.done = connection.done, []
+            for callback, result, error in done:
+                callback(result, error)

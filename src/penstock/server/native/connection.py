@@ -20,8 +20,7 @@ from penstock.server.native.verbs import VERBS, claim_in_turn
 from penstock.server.security import ANYONE
 from penstock.validation import check_duration
 from penstock.wire.native import messages as wire
-from penstock.wire.native.failures import failure_of
-from penstock.wire.native.frames import FrameReader
+from penstock.wire.native.messages import FrameReader, failure_of
 from penstock.wire.native.progress import progress_of
 
 if TYPE_CHECKING:

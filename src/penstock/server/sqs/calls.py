@@ -35,14 +35,12 @@ class SqsOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     ``url`` is what queue URLs begin with; without it, the address that the request came to.
     ``done_retention_ms`` is how long queues that are made here remember deleted messages.
-    ``allow_reset`` is for test suites: POST /moto-api/reset removes every queue.
     """
 
     account: str = "000000000000"
     region: str = "us-east-1"
     url: str = ""
     done_retention_ms: int = 3_600_000
-    allow_reset: bool = False
 
 
 class Place(NamedTuple):

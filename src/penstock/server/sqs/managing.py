@@ -112,10 +112,6 @@ class Manager:
         self._purged_at_ms[name] = place.clock.now_ms()
         return {}
 
-    def forget(self) -> None:
-        """Forget when queues were purged."""
-        self._purged_at_ms.clear()
-
     # --- attributes, tags, permissions ---------------------------------------------------------
 
     async def set_attributes(self, place: Place, call: Call, request: SqsRequest) -> dict[str, Any]:

@@ -33,7 +33,6 @@ from penstock.wire.sqs.requests import OPERATIONS
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from penstock.broker.broker import Broker
     from penstock.clock import Clock
     from penstock.server.batcher import Desk
     from penstock.server.http.listener import Request
@@ -132,8 +131,6 @@ class SqsService:
 
     async def handle(self, request: Request) -> Response:
         """Answer a request, whatever it is."""
-        if self._options.allow_reset and request.path == "/moto-api/reset":
-            return await self._reset()
         if request.method in {"GET", "HEAD"} and "Action=" not in request.query:
             return _NO_PAGE
         self._requests += 1
@@ -225,20 +222,6 @@ class SqsService:
             scheme = "https" if request.secure else "http"
             base = f"{scheme}://{request.headers.get('host', 'localhost')}"
         return f"{base}/{self._options.account}/"
-
-    async def _reset(self) -> Response:
-        """Remove every queue, for test suites that begin each test with nothing."""
-
-        def remove_all(broker: Broker) -> list[str]:
-            names = [spec.name for spec in broker.queues()]
-            for name in names:
-                broker.delete_queue(name)
-            return names
-
-        for name in await self._place.desk.call(remove_all):
-            self._place.catalog.forget(name)
-        self._manager.forget()
-        return Response(200, b'{"status": "ok"}', "application/json")
 
 
 def _unsigned() -> SqsFault:

@@ -1,6 +1,7 @@
-"""A type for every frame of the native protocol, and what turns them into bytes and back.
+"""The native protocol: a type for every frame, the reader and the encoder of frames, and errors.
 
-Every frame is a msgpack array that begins with the number of its kind. ``Message``, ``Delivery``
+A frame is a length of four bytes, big-endian, and as many bytes of msgpack: an array that begins
+with the number of the frame's kind. ``Message``, ``Delivery``
 and the other values inside are maps by field name, straight from :mod:`penstock.model`.
 
 To add a verb, take the next number, and to add a field to a request, append it with a default;
@@ -12,71 +13,22 @@ it can't know: a request that is longer than its kind allows is refused, not cut
 from __future__ import annotations
 
 from datetime import datetime
+from functools import reduce
+from operator import or_
 from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta, Raw
 
-from penstock import limits
-from penstock.errors import InvalidInput
+from penstock import errors, limits
+from penstock.errors import InvalidFilter, InvalidInput, PenstockError
 from penstock.model import Backfilled, Cursor, Entry, Message
-from penstock.wire.native.frames import HEADER_BYTES
-
-__all__ = [
-    "DEFAULT_PORT",
-    "LONG",
-    "MAGIC",
-    "OLDEST_VERSION",
-    "VERSION",
-    "Ack",
-    "Assign",
-    "Attempts",
-    "Backfill",
-    "Browse",
-    "Bye",
-    "Cancel",
-    "Claim",
-    "ConfigureLog",
-    "CreateQueue",
-    "DeleteQueue",
-    "Encoder",
-    "Entries",
-    "Extend",
-    "Failure",
-    "Hello",
-    "Info",
-    "LogStats",
-    "Move",
-    "Part",
-    "Ping",
-    "Place",
-    "Publish",
-    "Purge",
-    "Queue",
-    "Queues",
-    "ReadLog",
-    "Redrive",
-    "Release",
-    "Request",
-    "Result",
-    "ServerFrame",
-    "Stats",
-    "Step",
-    "StoreStats",
-    "TakeEpoch",
-    "Undone",
-    "UpdateQueue",
-    "Welcome",
-    "read_hello",
-    "read_request",
-    "read_server_frame",
-    "spoken",
-]
 
 MAGIC: Final = "penstock"
 VERSION: Final = 2
 OLDEST_VERSION: Final = 1
 DEFAULT_PORT: Final = 8814
+HEADER_BYTES: Final = 4
 
 Id: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
@@ -365,34 +317,6 @@ class Undone(msgspec.Struct, array_like=True, tag=5, frozen=True, gc=False):
     id: int
 
 
-AnyRequest: TypeAlias = (
-    Publish
-    | Claim
-    | Ack
-    | Release
-    | Extend
-    | Browse
-    | Attempts
-    | Stats
-    | StoreStats
-    | Queues
-    | Queue
-    | CreateQueue
-    | UpdateQueue
-    | DeleteQueue
-    | Redrive
-    | Purge
-    | Move
-    | ReadLog
-    | Assign
-    | TakeEpoch
-    | Backfill
-    | ConfigureLog
-    | LogStats
-    | Info
-    | Ping
-    | Cancel
-)
 # Requests that take as long as there are messages, in steps each of which ends in time: their whole
 # has no deadline.
 LONG: Final = frozenset({DeleteQueue, Redrive, Purge, Move, Backfill})
@@ -404,11 +328,13 @@ class _Head(msgspec.Struct, array_like=True):
     id: Id
 
 
-_LAST_KIND: Final = 26
+_LAST_KIND: Final = len(Request.__subclasses__())
 # What a decoder raises for bytes that are nothing of ours.
 _UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 _hellos: Final = msgspec.msgpack.Decoder(Hello)
-_requests: Final[msgspec.msgpack.Decoder[AnyRequest]] = msgspec.msgpack.Decoder(AnyRequest)
+_requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(
+    reduce(or_, Request.__subclasses__())
+)
 _heads: Final = msgspec.msgpack.Decoder(_Head)
 _answers: Final[msgspec.msgpack.Decoder[ServerFrame]] = msgspec.msgpack.Decoder(ServerFrame)
 
@@ -479,12 +405,93 @@ class Encoder:
 
     def result(self, request_id: int, value: object) -> list[bytes]:
         """Make the answer to a request: one frame, or several if it is long."""
-        frame = self.frame((1, request_id, value))
+        body = self._encode((1, request_id, value))
         size = limits.MAX_ANSWER_PART_BYTES
-        if len(frame) <= size:
-            return [frame]
+        if len(body) + HEADER_BYTES <= size:
+            return [len(body).to_bytes(HEADER_BYTES, "big") + body]
         whole = self._encode(value)
         return [
             self.frame(Part(request_id, whole[at : at + size], at + size >= len(whole)))
             for at in range(0, len(whole), size)
         ]
+
+
+class FrameReader:
+    """Cuts a stream, in whatever pieces it comes, into frames.
+
+    It refuses a length that is not allowed before it keeps anything for it. ``max_frame_bytes``
+    may be raised on the way;
+    ``pending`` is the number of bytes that were fed and not taken.
+    """
+
+    __slots__ = ("_at", "_later", "_now", "max_frame_bytes", "pending")
+
+    def __init__(self, max_frame_bytes: int = limits.MAX_FRAME_BYTES) -> None:
+        self.max_frame_bytes = max_frame_bytes
+        self.pending = 0
+        # Frames are views of ``_now``, which therefore never changes; what comes after it is
+        # gathered in ``_later`` until a frame needs it.
+        self._now = b""
+        self._at = 0
+        self._later = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Add the next bytes of the stream."""
+        if self.pending:
+            self._later += data
+        else:
+            self._now, self._at = data, 0
+        self.pending += len(data)
+
+    def take(self) -> memoryview | None:
+        """Return the next whole frame without its length, or None until there is one."""
+        if self.pending < HEADER_BYTES:
+            return None
+        if self._at + HEADER_BYTES > len(self._now):
+            self._join()
+        begin = self._at + HEADER_BYTES
+        size = int.from_bytes(self._now[self._at : begin], "big")
+        if not 0 < size <= self.max_frame_bytes:
+            raise InvalidInput(f"a frame of {size} bytes; allowed are 1 to {self.max_frame_bytes}")
+        if self.pending < HEADER_BYTES + size:
+            return None
+        if begin + size > len(self._now):
+            self._join()
+            begin = HEADER_BYTES
+        self._at = begin + size
+        self.pending -= HEADER_BYTES + size
+        return memoryview(self._now)[begin : self._at]
+
+    def _join(self) -> None:
+        """Move the bytes of ``_later`` behind those of ``_now`` that were not taken."""
+        self._now = b"".join((memoryview(self._now)[self._at :], self._later))
+        self._at = 0
+        self._later = bytearray()
+
+
+# --- errors: sent by the name of their class, and raised as the same class ------------------------
+
+_CLASSES: Final[dict[str, type[PenstockError]]] = {
+    name: getattr(errors, name) for name in errors.__all__
+}
+
+
+def failure_of(request_id: int, error: BaseException) -> Failure:
+    """Make the answer to a request that failed; of a stranger's error only the kind is told."""
+    if not isinstance(error, PenstockError):
+        name = type(error).__name__
+        return Failure(request_id, "PenstockError", f"the server failed ({name}); its log says why")
+    place = None
+    if isinstance(error, InvalidFilter):
+        place = Place(error.line, error.column, error.fragment)
+    # The nearest class of the tree, if it is one that a client can't know.
+    known = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _CLASSES)
+    return Failure(request_id, known, str(error), place)
+
+
+def error_of(name: str, message: str, place: Place | None = None) -> PenstockError:
+    """Make the error that the other side had; one of a class that is not known is the base's."""
+    kind = _CLASSES.get(name, PenstockError)
+    if kind is InvalidFilter and place is not None:
+        return InvalidFilter(message, line=place.line, column=place.column, fragment=place.fragment)
+    return kind(message)
