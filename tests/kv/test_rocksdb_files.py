@@ -473,11 +473,11 @@ def test_a_creation_that_was_broken_off_is_finished(unfinished: Path) -> None:
 def test_a_process_that_is_killed_while_it_makes_a_store(tmp_path: Path, when: str) -> None:
     script = f"""
 import os, sys, rocksdict
-from penstock.engines import rocksdb_files
+from penstock.engines.rocksdb import files
 import penstock
 
 if {when!r} == "_sync":
-    rocksdb_files._sync = lambda path: os._exit(7)
+    files._sync = lambda path: os._exit(7)
 else:
     rocksdict.Rdict = lambda *arguments: os._exit(7)
 penstock.open("rocksdb:" + sys.argv[1])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from tests.objectstore.test_owners import wait
+from tests.waiting import wait_until
 
 import penstock
 from penstock import InvalidUrl, Message, StorageFailed, StoreDamaged, StoreMismatch, SystemClock
@@ -336,9 +337,9 @@ def test_a_store_that_is_being_written_to_is_not_taken_for_damaged(
         owner = threading.Thread(target=publish, args=(broker,))
         owner.start()
         try:
-            for _ in range(10):
+            for published in range(10):
+                wait_until(lambda: broker.stats("q").available > published)  # noqa: B023
                 check_objects(place_to_read(url))
         finally:
             stopped.set()
             owner.join()
-        assert broker.stats("q").available > 10

@@ -104,7 +104,7 @@ class Process:
         self.place = place
         self.port_file = place / "ports"
         self.log = place / "log"
-        program = "runpy.run_module('penstock.cli.main', None, '__main__')"
+        program = "runpy.run_module('penstock', None, '__main__')"
         without = ("-c", f"import gc, runpy; gc.disable(); {program}")
         command = [sys.executable, *(("-m", "penstock") if collects else without)]
         command += ["serve", "--store", f"rocksdb:{place}/db"]
