@@ -196,7 +196,7 @@ class _Seen:
             for message_key in lease.ids:
                 self._list(lease.queue, message_key)
         elif table == "queues" and key[:2] == _SPEC:
-            self.specs[decode_queue_spec(2, value).number] = key[2:].decode()
+            self.specs[decode_queue_spec(value)[1]] = key[2:].decode()
         elif table == "queues" and key[:2] == _COUNTS:
             self.counts[key[2:].decode()] = decode_counts(value)
         elif table == "log" and self.store_id is None and key[:2] == b"\x03\x01":

@@ -154,12 +154,9 @@ def _open_sql(
 ) -> Broker:
     named = parse_sql(url)
     try:
-        from penstock.store.sql.status import is_there  # noqa: PLC0415
         from penstock.store.sql.store import open_store  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise InvalidUrl(f"{named.dialect}: needs psycopg: pip install 'penstock[sql]'") from error
-    if not create and not is_there(named.conninfo, schema=named.schema, dialect=named.dialect):
-        raise _no_store(named.shown)
     # Processes on many machines must agree about when a lease is over.
     following = FollowingClock() if type(clock) is SystemClock else None
     clock = following or clock
@@ -176,6 +173,7 @@ def _open_sql(
         clock=clock.now_ms,
         relaxed=relaxed,
         background=background,
+        create=create,
     )
     try:
         if following is not None:

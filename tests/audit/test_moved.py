@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from struct import Struct
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,7 +12,7 @@ from penstock.errors import CorruptRecord
 from penstock.model import State
 from penstock.store.codec.encodings import terminated
 from penstock.store.kv.check import Kind
-from penstock.store.kv.queues import Counts, decode_counts, encode_counts
+from penstock.store.kv.queues import decode_counts, encode_counts
 from penstock.store.live import Item
 from penstock.testing.checking import assert_clean
 
@@ -116,20 +115,7 @@ def test_nothing_is_left_of_what_has_gone(make_hand: Any, engine: str, design: s
     assert_clean(hand.broker)
 
 
-@DESIGN
-def test_counters_of_version_1_are_read_and_left_alone(make_hand: Any, design: str) -> None:
-    hand = make_hand("memory", design, "inline")
-    known = msgspec.structs.astuple(hand.queue("plain").counts)
-    assert known[17:] == (0, 0)
-    old = b"\x01" + Struct("<17Q").pack(*known[:17])
-    hand.put("queues", b"\x02\x0bplain", old)
-    assert_clean(hand.broker)
-    assert hand.broker.check(repair=True).clean
-    assert hand.get("queues", b"\x02\x0bplain") == old
-    assert decode_counts(old) == Counts(*known)
-
-
-@pytest.mark.parametrize("record", [b"", b"\x02", b"\x03" + bytes(152), b"\x01" + bytes(152)])
+@pytest.mark.parametrize("record", [b"", b"\x01", b"\x02" + bytes(152), b"\x01" + bytes(151)])
 def test_counters_that_do_not_decode(record: bytes) -> None:
     with pytest.raises(CorruptRecord):
         decode_counts(record)

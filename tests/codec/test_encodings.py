@@ -72,31 +72,6 @@ def test_increment_bounds_exactly_the_extensions(raw: bytes, other: bytes) -> No
     assert (raw <= other and (after is None or other < after)) == other.startswith(raw)
 
 
-@pytest.mark.parametrize(
-    ("prefix", "start", "end"),
-    [
-        (b"ab", "61 62 00", "61 63 00"),
-        (b"a\x00", "61 01 01 00", "61 01 02 00"),
-        (b"a\xff", "61 ff 00", "62 00"),
-        (b"\xff\xff", "ff ff 00", None),
-        (b"", "", None),
-    ],
-)
-def test_prefix_range(prefix: bytes, start: str, end: str | None) -> None:
-    expected_end = None if end is None else bytes.fromhex(end)
-    assert enc.prefix_range(prefix) == (bytes.fromhex(start), expected_end)
-
-
-@given(RAW, RAW)
-def test_prefix_range_holds_exactly_the_names_with_the_prefix(prefix: bytes, name: bytes) -> None:
-    start, end = enc.prefix_range(prefix)
-    key = enc.terminated(name)
-    assert (start <= key and (end is None or key < end)) == name.startswith(prefix)
-    extended = enc.terminated(prefix + name)
-    assert start <= extended
-    assert end is None or extended < end
-
-
 def test_utf8() -> None:
     encoded = bytes.fromhex("05 00 68 65 6c 6c 6f")
     assert enc.utf8("hello") == encoded
@@ -114,25 +89,10 @@ def test_wrong_utf8(encoded: str) -> None:
         enc.read_utf8(bytes.fromhex(encoded), 0)
 
 
-def test_var_bytes() -> None:
-    encoded = bytes.fromhex("02 00 00 00 68 69")
-    assert enc.var_bytes(b"hi") == encoded
-    assert enc.read_var_bytes(b"?" + encoded + b"?", 1) == (b"hi", 7)
-    assert enc.var_bytes(b"") == bytes(4)
-
-
-@pytest.mark.parametrize("encoded", ["", "02 00 00", "02 00 00 00 68", "ff ff ff ff"])
-def test_wrong_var_bytes(encoded: str) -> None:
-    with pytest.raises(CorruptRecord, match="VarBytes: "):
-        enc.read_var_bytes(bytes.fromhex(encoded), 0)
-
-
 @given(st.text(max_size=20), st.binary(max_size=20))
-def test_values_round_trip(text: str, raw: bytes) -> None:
-    buf = enc.utf8(text) + enc.var_bytes(raw)
-    read_text, pos = enc.read_utf8(buf, 0)
-    read_raw, end = enc.read_var_bytes(buf, pos)
-    assert (read_text, read_raw, end) == (text, raw, len(buf))
+def test_utf8_round_trips_before_other_bytes(text: str, raw: bytes) -> None:
+    encoded = enc.utf8(text)
+    assert enc.read_utf8(encoded + raw, 0) == (text, len(encoded))
 
 
 @pytest.mark.parametrize(

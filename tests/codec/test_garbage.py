@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import CorruptRecord
 from penstock.importers import queueber_keys as qb
+from penstock.model import QueueSpec
 from penstock.store.codec import encodings as enc
 from penstock.store.codec import log, stored
 from penstock.store.codec import opendata as od
@@ -29,7 +30,7 @@ class Case(NamedTuple):
 
 
 CLAIM = od.make_id(2, 345)
-SPEC = rec.QueueSpecV2("a = 'ü'", 5, 2, "d", 1, 2, 3, 4, 5, 6_001, 7, 8, 9, 10, 11)
+SPEC = QueueSpec(name="q", filter="a = 'ü'", description="d", dead_letter="dëad", labels={"a": "ü"})
 AVAILABLE = rec.Available(1, CLAIM, 2, b"meta", 3, 4, 5, "gröup")
 IN_FLIGHT = rec.InFlight(1, CLAIM, 2, 3, 4, b"meta", 5, 6, 7, "gröup", bytes(range(16)))
 
@@ -42,27 +43,12 @@ def pack_decoded(active: tuple[list[Any], list[Any]]) -> bytes:
     )
 
 
-def spec_key(fields: tuple[int, bytes]) -> bytes:
-    return od.queue_spec_key(fields[1], fields[0])
-
-
-def active_key(fields: tuple[int, bytes, int]) -> bytes:
-    return od.active_key(fields[1], fields[2], fields[0])
-
-
 VALUES = {
     "active": Case(
         rec.decode_active,
         pack_decoded,
         rec.pack_active(
             [rec.encode_available(AVAILABLE)] * 2, [rec.encode_in_flight(IN_FLIGHT)] * 2
-        ),
-    ),
-    "active v1": Case(
-        rec.decode_active_v1,
-        lambda active: rec.encode_active_v1(*active),
-        rec.encode_active_v1(
-            [rec.AvailableV1(1, CLAIM, 2, b"meta")] * 2, [rec.InFlightV1(1, CLAIM, 2, 3, 4, b"m")]
         ),
     ),
     "done": Case(
@@ -73,36 +59,15 @@ VALUES = {
         rec.encode_failed,
         rec.encode_failed([rec.Failed(1, CLAIM, 2, 3, b"meta", "wäs")] * 2),
     ),
-    "failed v1": Case(
-        rec.decode_failed_v1,
-        rec.encode_failed_v1,
-        rec.encode_failed_v1([rec.FailedV1(1, CLAIM, 2, 3, b"meta")] * 2),
-    ),
     "attempt": Case(
         rec.decode_attempt,
         rec.encode_attempt,
         rec.encode_attempt(rec.AttemptRecord(1, "wörker", 2, 3, "wäs")),
     ),
-    "attempts v1": Case(
-        rec.decode_attempts_v1,
-        rec.encode_attempts_v1,
-        rec.encode_attempts_v1([rec.AttemptV1(1, "wörker")] * 2),
-    ),
     "queue spec": Case(
-        lambda buf: rec.decode_queue_spec(2, buf),
-        rec.encode_queue_spec,
-        rec.encode_queue_spec(SPEC),
-    ),
-    "queue spec with a tail": Case(
-        lambda buf: rec.decode_queue_spec(2, buf),
-        rec.encode_queue_spec,
-        rec.encode_queue_spec(SPEC._replace(dead_letter="dëad", labels=(("a", "ü"), ("b", "")))),
-        open_ended=True,
-    ),
-    "queue spec v1": Case(
-        rec.decode_queue_spec_v1,
-        rec.encode_queue_spec_v1,
-        rec.encode_queue_spec_v1(rec.QueueSpecV1("a = 'ü'", 5, 60, 2, "d")),
+        rec.decode_queue_spec,
+        lambda decoded: rec.encode_queue_spec(*decoded),
+        rec.encode_queue_spec(SPEC, 11),
     ),
     "seq block": Case(
         enc.decode_seq_block,
@@ -132,10 +97,11 @@ VALUES = {
 }
 
 KEYS = {
-    "payload": Case(
-        od.parse_payload_key, lambda fields: od.payload_key(fields[1]), od.payload_key(7)
+    "active": Case(
+        od.parse_active_key,
+        lambda fields: od.active_key(*fields[1:]),
+        od.active_key(b"a\0b", CLAIM),
     ),
-    "active": Case(od.parse_active_key, active_key, od.active_key(b"a\0b", CLAIM)),
     "done": Case(
         od.parse_done_key,
         lambda fields: od.done_key(*fields[1:]),
@@ -144,20 +110,12 @@ KEYS = {
     "failed": Case(
         od.parse_failed_key,
         lambda fields: od.failed_key(*fields[1:]),
-        od.failed_key(b"a\0", CLAIM),
+        od.failed_key(b"a\0", CLAIM, 2),
     ),
     "attempts": Case(
         od.parse_attempts_key,
         lambda fields: od.attempts_key(*fields[1:]),
         od.attempts_key(b"\1\1", 7, 2),
-    ),
-    "summary": Case(
-        od.parse_bucket_summary_key,
-        lambda fields: od.bucket_summary_key(*fields[1:]),
-        od.bucket_summary_key(b"ab", CLAIM),
-    ),
-    "queue spec": Case(
-        od.parse_queue_spec_key, spec_key, od.queue_spec_key(b"ab"), open_ended=True
     ),
     "log entry": Case(
         log.parse_entry_key,
@@ -261,9 +219,7 @@ def test_trailing_bytes_are_corrupt(case: Case, extra: bytes) -> None:
         case.decode(case.sample + extra)
 
 
-@pytest.mark.parametrize(
-    "name", ["active", "active v1", "done", "failed", "failed v1", "attempts v1", "metadata batch"]
-)
+@pytest.mark.parametrize("name", ["active", "done", "failed", "metadata batch"])
 @pytest.mark.parametrize("count", [0, 1, 3, 0xFFFF])
 def test_counts_that_the_data_does_not_bear_out(name: str, count: int) -> None:
     case = VALUES[name]

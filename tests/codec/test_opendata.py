@@ -17,7 +17,6 @@ QUEUE = st.one_of(
 )
 U64 = st.integers(0, 2**64 - 1)
 U16 = st.integers(0, 2**16 - 1)
-VERSION = st.sampled_from([1, 2])
 
 BUCKET = 0x1000_0000_0000_0014  # exponent 1, number 20
 ORDERS = "6f 72 64 65 72 73"
@@ -41,29 +40,21 @@ def test_record_types() -> None:
     ("key", "expected"),
     [
         (od.payload_key(7), f"01 01 {SEVEN}"),
-        (od.active_key(b"orders", BUCKET, version=1), f"01 02 {ORDERS} 00 {TWENTY}"),
         (od.active_key(b"orders", BUCKET), f"02 02 {ORDERS} 00 {TWENTY}"),
         (od.active_key(b"a\x00\x01", BUCKET), f"02 02 61 01 01 01 02 00 {TWENTY}"),
-        (od.done_key(b"orders", BUCKET), f"01 03 {ORDERS} 00 {TWENTY}"),
         (od.done_key(b"orders", BUCKET, 7), f"02 03 {ORDERS} 00 {TWENTY} {SEVEN}"),
         (od.done_key(b"orders", BUCKET, 0), f"02 03 {ORDERS} 00 {TWENTY} {'00 ' * 8}"),
-        (od.failed_key(b"orders", BUCKET), f"01 04 {ORDERS} 00 {TWENTY}"),
         (od.failed_key(b"orders", BUCKET, 7), f"02 04 {ORDERS} 00 {TWENTY} {SEVEN}"),
-        (od.attempts_key(b"orders", 7), f"01 05 {ORDERS} 00 {SEVEN}"),
         (od.attempts_key(b"orders", 7, 258), f"02 05 {ORDERS} 00 {SEVEN} 01 02"),
-        (od.queue_spec_key(b"orders", version=1), f"01 06 {ORDERS}"),
-        (od.queue_spec_key(b"orders"), f"02 06 {ORDERS}"),
         (od.bucket_summary_key(b"orders", BUCKET), f"02 09 {ORDERS} 00 {TWENTY}"),
         (od.payload_prefix(), "01 01"),
         (od.active_prefix(b"orders"), f"02 02 {ORDERS} 00"),
-        (od.active_prefix(b"orders", version=1), f"01 02 {ORDERS} 00"),
         (od.done_prefix(b"orders"), f"02 03 {ORDERS} 00"),
         (od.done_prefix(b"orders", BUCKET), f"02 03 {ORDERS} 00 {TWENTY}"),
         (od.failed_prefix(b"orders"), f"02 04 {ORDERS} 00"),
-        (od.failed_prefix(b"orders", BUCKET, version=1), f"01 04 {ORDERS} 00 {TWENTY}"),
+        (od.failed_prefix(b"orders", BUCKET), f"02 04 {ORDERS} 00 {TWENTY}"),
         (od.attempts_prefix(b"orders"), f"02 05 {ORDERS} 00"),
         (od.attempts_prefix(b"orders", 7), f"02 05 {ORDERS} 00 {SEVEN}"),
-        (od.queue_spec_prefix(), "02 06"),
         (od.bucket_summary_prefix(b"orders"), f"02 09 {ORDERS} 00"),
     ],
 )
@@ -72,34 +63,18 @@ def test_keys(key: bytes, expected: str) -> None:
 
 
 def test_parsed_keys() -> None:
-    assert od.parse_payload_key(od.payload_key(7)) == (1, 7)
     assert od.parse_active_key(od.active_key(b"orders", BUCKET)) == (2, b"orders", BUCKET)
-    assert od.parse_done_key(od.done_key(b"orders", BUCKET)) == (1, b"orders", BUCKET, None)
     assert od.parse_done_key(od.done_key(b"orders", BUCKET, 0)) == (2, b"orders", BUCKET, 0)
     assert od.parse_failed_key(od.failed_key(b"q", BUCKET, 3)) == (2, b"q", BUCKET, 3)
-    assert od.parse_attempts_key(od.attempts_key(b"q", 7)) == (1, b"q", 7, None)
     assert od.parse_attempts_key(od.attempts_key(b"q", 7, 1)) == (2, b"q", 7, 1)
-    assert od.parse_queue_spec_key(od.queue_spec_key(b"a\0b", version=1)) == (1, b"a\0b")
 
 
-@given(QUEUE, U64, st.none() | U64, st.none() | U16, VERSION)
-def test_keys_round_trip(
-    queue: bytes, id_: int, part: int | None, attempt: int | None, version: int
-) -> None:
-    part_version = 1 if part is None else 2
-    attempt_version = 1 if attempt is None else 2
-    assert od.parse_payload_key(od.payload_key(id_)) == (1, id_)
-    assert od.parse_active_key(od.active_key(queue, id_, version)) == (version, queue, id_)
-    assert od.parse_done_key(od.done_key(queue, id_, part)) == (part_version, queue, id_, part)
-    assert od.parse_failed_key(od.failed_key(queue, id_, part)) == (part_version, queue, id_, part)
-    assert od.parse_attempts_key(od.attempts_key(queue, id_, attempt)) == (
-        attempt_version,
-        queue,
-        id_,
-        attempt,
-    )
-    assert od.parse_queue_spec_key(od.queue_spec_key(queue, version)) == (version, queue)
-    assert od.parse_bucket_summary_key(od.bucket_summary_key(queue, id_)) == (2, queue, id_)
+@given(QUEUE, U64, U64, U16)
+def test_keys_round_trip(queue: bytes, id_: int, part: int, attempt: int) -> None:
+    assert od.parse_active_key(od.active_key(queue, id_)) == (2, queue, id_)
+    assert od.parse_done_key(od.done_key(queue, id_, part)) == (2, queue, id_, part)
+    assert od.parse_failed_key(od.failed_key(queue, id_, part)) == (2, queue, id_, part)
+    assert od.parse_attempts_key(od.attempts_key(queue, id_, attempt)) == (2, queue, id_, attempt)
 
 
 @given(QUEUE, U64, QUEUE, U64)
@@ -116,12 +91,9 @@ def test_a_prefix_holds_its_own_queue_only(a: bytes, b: bytes, i: int, j: int) -
 
 
 WRONG_KEYS: list[tuple[Callable[[bytes], object], str]] = [
-    (od.parse_payload_key, ""),
-    (od.parse_payload_key, "01 01 00 00 00 00 00 00 00"),
-    (od.parse_payload_key, f"01 01 {SEVEN} 00"),
-    (od.parse_payload_key, f"02 01 {SEVEN}"),
     (od.parse_active_key, "02"),
     (od.parse_active_key, f"02 03 61 00 {TWENTY}"),
+    (od.parse_active_key, f"01 02 61 00 {TWENTY}"),
     (od.parse_active_key, f"03 02 61 00 {TWENTY}"),
     (od.parse_active_key, f"02 02 61 {TWENTY[:2]}"),
     (od.parse_active_key, f"02 02 61 00 {TWENTY} 00"),
@@ -131,9 +103,6 @@ WRONG_KEYS: list[tuple[Callable[[bytes], object], str]] = [
     (od.parse_failed_key, f"02 04 61 00 {TWENTY} 00"),
     (od.parse_attempts_key, f"02 05 61 00 {SEVEN}"),
     (od.parse_attempts_key, f"01 05 61 00 {SEVEN} 00 01"),
-    (od.parse_queue_spec_key, "02"),
-    (od.parse_queue_spec_key, "00 06 61"),
-    (od.parse_bucket_summary_key, f"01 09 61 00 {TWENTY}"),
 ]
 
 
@@ -142,11 +111,6 @@ def test_wrong_keys(parse: Callable[[bytes], object], key: str) -> None:
     record = parse.__name__.removeprefix("parse_").replace("_", " ")
     with pytest.raises(CorruptRecord, match=f"^{record}: "):
         parse(bytes.fromhex(key))
-
-
-def test_unknown_version_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="version 3"):
-        od.active_key(b"orders", BUCKET, version=3)
 
 
 def test_ids() -> None:

@@ -148,7 +148,7 @@ class PostgresServer:
                     "SELECT tablename::text FROM pg_tables WHERE schemaname = 'penstock'"
                 ).fetchall()
                 for (table,) in tables:
-                    if table != "migrations":
+                    if table != "schema_version":
                         admin.execute(f"DELETE FROM penstock.{table}")
         return self.url(self._places[place])
 

@@ -55,19 +55,19 @@ def described(
         }
 
 
-# --- schema and migrations ------------------------------------------------------------------------
+# --- the schema -----------------------------------------------------------------------------------
 
 
-def test_migrations_lead_to_the_schema(postgres: PostgresServer) -> None:
-    by_migrations, whole = postgres.create(), postgres.create()
-    penstock.open(postgres.url(by_migrations), background=False).close()
+def test_the_tables_are_those_of_the_file(postgres: PostgresServer) -> None:
+    opened, whole = postgres.create(), postgres.create()
+    penstock.open(postgres.url(opened), background=False).close()
     with postgres.connect(whole) as connection:
         connection.execute("CREATE SCHEMA penstock")
         connection.execute("SET search_path = penstock")
         connection.execute((SOURCE / "schema.sql").read_text())
     expected = described(postgres, whole)
     assert len(expected["columns"]) > 80
-    assert described(postgres, by_migrations) == expected
+    assert described(postgres, opened) == expected
 
 
 def test_opening_again_changes_nothing(postgres: PostgresServer, url: str) -> None:
@@ -94,35 +94,20 @@ def test_many_processes_may_open_a_new_store_at_once(url: str) -> None:
     assert len(set(found)) == 1
 
 
-def test_an_older_schema_is_brought_up_to_date(
-    postgres: PostgresServer, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    penstock.open(url, background=False).close()
-    known = schema.migrations()
-    later = schema.Migration(len(known) + 1, "later", "CREATE TABLE later (one integer)")
-    monkeypatch.setattr(schema, "migrations", lambda: [*known, later])
-    penstock.open(url, background=False).close()
-    name = url.rpartition("/")[2]
-    with postgres.connect(name) as connection:
-        rows = connection.execute("SELECT number FROM penstock.migrations ORDER BY 1").fetchall()
-        assert rows == [(number,) for number in range(1, len(known) + 2)]
-        assert connection.execute("SELECT count(*) FROM penstock.later").fetchone() == (0,)
-
-
-def test_a_newer_schema_is_refused(postgres: PostgresServer, url: str) -> None:
+@pytest.mark.parametrize("version", [0, 2, 99])
+def test_another_version_is_refused(postgres: PostgresServer, url: str, version: int) -> None:
     penstock.open(url, background=False).close()
     with postgres.connect(url.rpartition("/")[2]) as connection:
-        connection.execute("INSERT INTO penstock.migrations VALUES (99, 'to come')")
-    with pytest.raises(Mismatch, match="newer"):
-        penstock.open(url)
-
-
-def test_a_newer_format_is_refused(postgres: PostgresServer, url: str) -> None:
-    penstock.open(url, background=False).close()
-    with postgres.connect(url.rpartition("/")[2]) as connection:
-        connection.execute("UPDATE penstock.instance SET format = 99")
-    with pytest.raises(Mismatch, match="newer"):
-        penstock.open(url)
+        connection.execute(f"UPDATE penstock.schema_version SET version = {version}")
+    before = described(postgres, url.rpartition("/")[2])
+    for refused in (
+        lambda: penstock.open(url),
+        lambda: penstock.open(url, create=False),
+        lambda: ClusterLook(url, schema="penstock", dialect="postgresql"),
+    ):
+        with pytest.raises(Mismatch, match=f"has version {version};.*reads version 1: use the"):
+            refused()
+    assert described(postgres, url.rpartition("/")[2]) == before
 
 
 def test_tables_of_somebody_else_are_left_alone(postgres: PostgresServer, url: str) -> None:
@@ -145,9 +130,9 @@ def test_tables_that_look_like_ours_are_refused(postgres: PostgresServer, url: s
     with postgres.connect(url.rpartition("/")[2]) as connection:
         connection.execute("CREATE SCHEMA penstock; SET search_path = penstock")
         connection.execute("CREATE TABLE instance (n int); CREATE TABLE log_head (n int)")
-        connection.execute("CREATE TABLE migrations (number int, name text)")
-        connection.execute("INSERT INTO migrations VALUES (1, 'init')")
-    with pytest.raises(Mismatch, match="not made by"):
+        connection.execute("CREATE TABLE schema_version (version text)")
+        connection.execute("INSERT INTO schema_version VALUES ('init')")
+    with pytest.raises(Mismatch, match="has version init"):
         penstock.open(url)
 
 
@@ -161,11 +146,14 @@ def test_a_store_keeps_to_its_routing(url: str) -> None:
 
 LOSSES = {
     "a table": ("DROP TABLE penstock.items", "lacks items"),
-    "a table of migrations": ("DROP TABLE penstock.migrations", "lacks migrations"),
-    "the rows of migrations": ("DELETE FROM penstock.migrations", "lacks the rows of migrations"),
+    "the version": ("DROP TABLE penstock.schema_version", "lacks schema_version"),
+    "the row of the version": (
+        "DELETE FROM penstock.schema_version",
+        "lacks the row of schema_version",
+    ),
     "the head": ("DROP TABLE penstock.log_head", "lacks log_head"),
     "a column": ("ALTER TABLE penstock.done DROP COLUMN attempts", r"lacks done\.attempts"),
-    "a later column": (
+    "another column": (
         "ALTER TABLE penstock.log_cursors DROP COLUMN unrouted",
         r"lacks log_cursors\.unrouted",
     ),
@@ -178,7 +166,7 @@ LOSSES = {
             "WHERE schemaname = 'penstock' AND tablename <> 'messages' "
             "LOOP EXECUTE 'DROP TABLE penstock.' || t; END LOOP; END $$"
         ),
-        "lacks migrations",
+        "lacks schema_version",
     ),
 }
 

@@ -1,15 +1,15 @@
 """Keys and records, byte for byte. Bytes in, bytes out: no I/O, no clock.
 
 ==================  ==========================================================================
-module              what it owns
+module              owns
 ==================  ==========================================================================
-``encodings``       the building blocks: terminated bytes, Utf8, VarBytes, var_u64, SeqBlock
+``encodings``       the building blocks: TerminatedBytes, Utf8, Array counts, var_u64, SeqBlock
 ``opendata``        ids and keys of the OpenData-Queue records
-``records``         values of the OpenData-Queue records (version 1 in ``records_v1``)
+``records``         their values: active buckets, done, failed, attempts, specs
+``summaries``       values of the summaries of active buckets
 ``log``             keys and values of the OpenData-Log, which is the metadata log
-``queueber``        keys of a Queueber database
-``queueber.capnp``  schema of Queueber's records, with our fields added
-``stored``          our two Cap'n Proto records, hand-made for speed
+``stored``          items and leases: two Cap'n Proto records, hand-made for speed
+``queueber.capnp``  the schema of those two: Queueber's records, with our fields added
 ``metadata``        the opaque metadata bytes of a message
 ==================  ==========================================================================
 

@@ -12,9 +12,8 @@ exception: big-endian.
     Array<T>         values  count u16, packed elements
     SeqBlock         value   base u64 BE, size u64 BE: the ids [base, base + size)
 
-None of these carries a version: the version byte is in the key of the record that uses them.
-The ``read_`` functions take the position to read at and give the position after; ``record``
-names, for the error, what is being read.
+None of these carries a version: the first byte of a record's key does. A ``read_`` function takes
+the position to read at and gives the position after; ``record`` names the record in an error.
 """
 
 from __future__ import annotations
@@ -25,30 +24,11 @@ from typing import Final
 
 from penstock.errors import CorruptRecord, InvalidInput
 
-__all__ = [
-    "MAX_U16",
-    "MAX_U32",
-    "MAX_U64",
-    "decode_seq_block",
-    "encode_seq_block",
-    "increment",
-    "prefix_range",
-    "read_terminated",
-    "read_utf8",
-    "read_var_bytes",
-    "read_var_u64",
-    "terminated",
-    "utf8",
-    "var_bytes",
-    "var_u64",
-]
-
 MAX_U16: Final = 0xFFFF
 MAX_U32: Final = 0xFFFF_FFFF
 MAX_U64: Final = 0xFFFF_FFFF_FFFF_FFFF
 
 _U16: Final = Struct("<H")
-_U32: Final = Struct("<I")
 _SEQ_BLOCK: Final = Struct(">QQ")
 
 
@@ -79,17 +59,6 @@ def increment(raw: bytes) -> bytes | None:
     return head[:-1] + bytes((head[-1] + 1,))
 
 
-def prefix_range(prefix: bytes) -> tuple[bytes, bytes | None]:
-    """Give the range [start, end) of the TerminatedBytes whose raw bytes start with ``prefix``.
-
-    An end of None is open: inside a longer key, ``increment`` of what stands before ends it.
-    """
-    if not prefix:
-        return b"", None
-    after = increment(prefix)
-    return terminated(prefix), None if after is None else terminated(after)
-
-
 def utf8(text: str) -> bytes:
     """Encode ``text`` as Utf8: at most 65,535 bytes."""
     raw = text.encode()
@@ -114,24 +83,26 @@ def read_utf8(buf: bytes, pos: int, record: str = "Utf8") -> tuple[str, int]:
         raise CorruptRecord(f"{record}: not UTF-8 at byte {pos}: {error.reason}") from None
 
 
-def var_bytes(raw: bytes) -> bytes:
-    """Encode ``raw`` as VarBytes."""
-    if len(raw) > MAX_U32:
-        raise InvalidInput(f"{len(raw)} bytes: a record holds at most {MAX_U32}")
-    return _U32.pack(len(raw)) + raw
+def pack_count(count: int, record: str) -> bytes:
+    """Encode the count of an Array."""
+    if count > MAX_U16:
+        raise InvalidInput(f"{record}: {count} elements, an Array holds at most {MAX_U16}")
+    return _U16.pack(count)
 
 
-def read_var_bytes(buf: bytes, pos: int, record: str = "VarBytes") -> tuple[bytes, int]:
-    """Read VarBytes at ``pos``: the bytes, and the position after them."""
+def read_count(buf: bytes, pos: int, record: str) -> int:
+    """Read the count of an Array, which takes two bytes at ``pos``."""
     try:
-        (size,) = _U32.unpack_from(buf, pos)
+        (count,) = _U16.unpack_from(buf, pos)
     except struct_error:
-        raise CorruptRecord(f"{record}: ends before the length of bytes at byte {pos}") from None
-    start = pos + 4
-    end = start + size
-    if end > len(buf):
-        raise CorruptRecord(f"{record}: {size} bytes at byte {pos} go past the end")
-    return buf[start:end], end
+        raise CorruptRecord(f"{record}: ends before the count at byte {pos}") from None
+    return int(count)
+
+
+def check_end(buf: bytes, pos: int, record: str) -> None:
+    """Refuse bytes after the last field, and a last field that reaches past the bytes."""
+    if pos != len(buf):
+        raise CorruptRecord(f"{record}: {len(buf)} bytes, but its fields take {pos}")
 
 
 def var_u64(x: int) -> bytes:

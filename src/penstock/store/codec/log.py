@@ -36,24 +36,6 @@ from penstock.store.codec.encodings import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "SEGMENT_META_PREFIX",
-    "SEQ_BLOCK_KEY",
-    "decode_metadata_batch",
-    "decode_segment_meta",
-    "encode_metadata_batch",
-    "encode_segment_meta",
-    "entry_key",
-    "entry_prefix",
-    "listing_key",
-    "listing_prefix",
-    "metadata_log_key",
-    "parse_entry_key",
-    "parse_listing_key",
-    "parse_segment_meta_key",
-    "segment_meta_key",
-]
-
 _PREFIX: Final = b"\x03\x01"
 _ENTRY: Final = 0x10
 _LISTING: Final = 0x40

@@ -6,7 +6,7 @@ One byte of version, then a MessagePack array::
 
 MessagePack keeps integers, floats, booleans and null apart, which the filters' typing needs.
 Upgrade recipe: append fields at the end of the array and raise the version byte; a reader of
-version n fills what an older record lacks with the defaults below.
+version n fills the fields that an older record lacks with defaults.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from penstock.model import Value
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Head", "Metadata", "decode_heads", "decode_many", "decode_metadata", "encode_metadata"]
-
 VERSION: Final = 1
 
 
 class Metadata(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a record says about its message."""
+    """Fields of a metadata record."""
 
     published_at_ms: int
     group: str
@@ -38,7 +36,7 @@ class Metadata(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Head(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a record says before the attributes, which are skipped without being looked at."""
+    """Fields before the attributes; the decoder skips the attributes unread."""
 
     published_at_ms: int
     group: str
@@ -76,7 +74,7 @@ def decode_many(records: Sequence[bytes]) -> Sequence[Metadata | None]:
 
 
 def decode_heads(records: Sequence[bytes]) -> Sequence[Head | Metadata | None]:
-    """Read what stands before the attributes, at a third of the cost; None if even that fails."""
+    """Read the fields before the attributes, at a third of the cost; None if that fails too."""
     found = _all_of(records, _decode_heads)
     return [_or_none(record) for record in records] if found is None else found
 

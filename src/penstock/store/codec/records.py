@@ -1,8 +1,7 @@
-"""Values of the OpenData-Queue records in version 2, and the upgrade from version 1.
+"""Values of the OpenData-Queue records: active buckets, done and failed messages, attempts, specs.
 
-The version byte is the first byte of the key (``opendata``). Values are little-endian; every
-time is milliseconds since the epoch. Version 2 has the fields of version 1 first, in their
-order (``records_v1``), then its own::
+Values are little-endian; every time is milliseconds since the epoch. A record has the RFC's fields
+first, in their order, then Penstock's, here after a bar. The keys are in ``opendata``::
 
     active    Array<available>, Array<in flight>
       available  message u64, claim u64, attempts u16, metadata VarBytes
@@ -15,11 +14,11 @@ order (``records_v1``), then its own::
                     | reason Utf8>
     attempt   claimed at i64, consumer Utf8
               | ended at i64, outcome u8, reason Utf8
-    spec      in ``specs``
+    spec      01, then MessagePack: [number of the queue, map of QueueSpec's fields]
 
-Upgrade recipe, 1 to 2: one ``upgrade_`` function for each record says which values the new
-fields get. To make a version 3: add its fields behind those of version 2, keep the decoder of
-version 2, and write the function that fills in the new fields.
+Upgrade recipe: a changed record gets another first byte of its key; a spec has a version byte of
+its own. Add the fields behind those that are there, keep the decoder, and let it give the new
+fields their defaults.
 
 ``decode_active`` gives every element with its own bytes, so that a bucket whose other elements
 did not change is rewritten by joining them.
@@ -29,83 +28,24 @@ from __future__ import annotations
 
 from struct import Struct
 from struct import error as struct_error
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+
+import msgspec
 
 from penstock.errors import CorruptRecord
-from penstock.store.codec.encodings import read_utf8, utf8
-from penstock.store.codec.records_v1 import (
-    AttemptV1,
-    AvailableV1,
-    DoneV1,
-    FailedV1,
-    InFlightV1,
-    QueueSpecV1,
+from penstock.limits import MAX_BUCKET_EXPONENT
+from penstock.model import QueueSpec
+from penstock.store.codec.encodings import (
+    MAX_U32,
     check_end,
-    decode_active_v1,
-    decode_attempts_v1,
-    decode_done_v1,
-    decode_failed_v1,
-    decode_queue_spec_v1,
-    encode_active_v1,
-    encode_attempts_v1,
-    encode_done_v1,
-    encode_failed_v1,
-    encode_queue_spec_v1,
     pack_count,
     read_count,
-)
-from penstock.store.codec.specs import (
-    QueueSpecV2,
-    decode_queue_spec,
-    encode_queue_spec,
-    upgrade_queue_spec_v1,
+    read_utf8,
+    utf8,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-__all__ = [
-    "LEASE_BYTES",
-    "AttemptRecord",
-    "AttemptV1",
-    "Available",
-    "AvailableV1",
-    "Done",
-    "DoneV1",
-    "Failed",
-    "FailedV1",
-    "InFlight",
-    "InFlightV1",
-    "QueueSpecV1",
-    "QueueSpecV2",
-    "decode_active",
-    "decode_active_v1",
-    "decode_attempt",
-    "decode_attempts_v1",
-    "decode_done",
-    "decode_done_v1",
-    "decode_failed",
-    "decode_failed_v1",
-    "decode_queue_spec",
-    "decode_queue_spec_v1",
-    "encode_active_v1",
-    "encode_attempt",
-    "encode_attempts_v1",
-    "encode_available",
-    "encode_done",
-    "encode_done_v1",
-    "encode_failed",
-    "encode_failed_v1",
-    "encode_in_flight",
-    "encode_queue_spec",
-    "encode_queue_spec_v1",
-    "pack_active",
-    "upgrade_active_v1",
-    "upgrade_attempts_v1",
-    "upgrade_done_v1",
-    "upgrade_failed_v1",
-    "upgrade_queue_spec_v1",
-]
 
 LEASE_BYTES: Final = 16
 
@@ -139,8 +79,14 @@ class InFlight(NamedTuple):
     lease: bytes
 
 
-# Nothing was added to a done message, so its two versions are one.
-Done = DoneV1
+class Done(NamedTuple):
+    """A message that a consumer acknowledged."""
+
+    message_id: int
+    claim_id: int
+    done_at: int
+    attempts: int
+    metadata: bytes
 
 
 class Failed(NamedTuple):
@@ -167,7 +113,7 @@ class AttemptRecord(NamedTuple):
 _AVAILABLE: Final = Struct("<QQHI")
 _IN_FLIGHT: Final = Struct("<QQqqHI")
 _ADDED: Final = Struct("<qHBH")
-_FAILED: Final = Struct("<QQqHI")
+_SETTLED: Final = Struct("<QQqHI")
 _LENGTH: Final = Struct("<H")
 _TIME: Final = Struct("<q")
 _ENDED: Final = Struct("<qB")
@@ -175,6 +121,7 @@ _ENDED: Final = Struct("<qB")
 _pack_available: Final = _AVAILABLE.pack
 _pack_in_flight: Final = _IN_FLIGHT.pack
 _pack_added: Final = _ADDED.pack
+_pack_settled: Final = _SETTLED.pack
 # Skips the argument checks of a NamedTuple's own constructor: half the time of a decoder.
 _new: Final = tuple.__new__
 
@@ -224,9 +171,9 @@ def pack_active(available_encoded: Sequence[bytes], in_flight_encoded: Sequence[
     """Join encoded elements to the value of an active bucket."""
     return b"".join(
         (
-            pack_count(len(available_encoded), "active v2, available"),
+            pack_count(len(available_encoded), "active, available"),
             *available_encoded,
-            pack_count(len(in_flight_encoded), "active v2, in flight"),
+            pack_count(len(in_flight_encoded), "active, in flight"),
             *in_flight_encoded,
         )
     )
@@ -239,12 +186,12 @@ def decode_active(
     # A length that reaches past the end is met by the next read, or by the check of the end.
     available, pos = _read_available(buf)
     in_flight, pos = _read_in_flight(buf, pos)
-    check_end(buf, pos, "active v2")
+    check_end(buf, pos, "active")
     return available, in_flight
 
 
 def _read_available(buf: bytes) -> tuple[list[tuple[Available, bytes]], int]:
-    count = read_count(buf, 0, "active v2, available")
+    count = read_count(buf, 0, "active, available")
     pos = 2
     found: list[tuple[Available, bytes]] = []
     unpack_head = _AVAILABLE.unpack_from
@@ -272,12 +219,12 @@ def _read_available(buf: bytes) -> tuple[list[tuple[Available, bytes]], int]:
             )
             found.append((_new(Available, fields), buf[start:pos]))
     except (struct_error, UnicodeDecodeError) as error:
-        raise _broken("active v2, available", len(found), count, error) from None
+        raise _broken("active, available", len(found), count, error) from None
     return found, pos
 
 
 def _read_in_flight(buf: bytes, pos: int) -> tuple[list[tuple[InFlight, bytes]], int]:
-    count = read_count(buf, pos, "active v2, in flight")
+    count = read_count(buf, pos, "active, in flight")
     pos += 2
     found: list[tuple[InFlight, bytes]] = []
     unpack_head = _IN_FLIGHT.unpack_from
@@ -308,7 +255,7 @@ def _read_in_flight(buf: bytes, pos: int) -> tuple[list[tuple[InFlight, bytes]],
             )
             found.append((_new(InFlight, fields), buf[start:pos]))
     except (struct_error, UnicodeDecodeError) as error:
-        raise _broken("active v2, in flight", len(found), count, error) from None
+        raise _broken("active, in flight", len(found), count, error) from None
     return found, pos
 
 
@@ -319,30 +266,49 @@ def _broken(record: str, index: int, count: int, error: Exception) -> CorruptRec
 
 # --- done, failed, attempts -----------------------------------------------------------------
 
-encode_done = encode_done_v1
-decode_done = decode_done_v1
+
+def encode_done(entries: Sequence[tuple[int, int, int, int, bytes]]) -> bytes:
+    """Encode done messages."""
+    parts = [pack_count(len(entries), "done")]
+    for message_id, claim_id, done_at, attempts, metadata in entries:
+        parts += (_pack_settled(message_id, claim_id, done_at, attempts, len(metadata)), metadata)
+    return b"".join(parts)
+
+
+def decode_done(buf: bytes) -> list[Done]:
+    """Decode done messages."""
+    count = read_count(buf, 0, "done")
+    pos = 2
+    found: list[Done] = []
+    try:
+        for _ in range(count):
+            *fields, length = _SETTLED.unpack_from(buf, pos)
+            pos += 30
+            found.append(_new(Done, (*fields, buf[pos : pos + length])))
+            pos += length
+    except struct_error as error:
+        raise _broken("done", len(found), count, error) from None
+    check_end(buf, pos, "done")
+    return found
 
 
 def encode_failed(entries: Sequence[Failed]) -> bytes:
     """Encode failed messages."""
-    parts = [pack_count(len(entries), "failed v2")]
+    parts = [pack_count(len(entries), "failed")]
     for message_id, claim_id, failed_at, attempts, metadata, reason in entries:
-        parts += (
-            _FAILED.pack(message_id, claim_id, failed_at, attempts, len(metadata)),
-            metadata,
-            utf8(reason),
-        )
+        parts += (_pack_settled(message_id, claim_id, failed_at, attempts, len(metadata)), metadata)
+        parts.append(utf8(reason))
     return b"".join(parts)
 
 
 def decode_failed(buf: bytes) -> list[Failed]:
     """Decode failed messages."""
-    count = read_count(buf, 0, "failed v2")
+    count = read_count(buf, 0, "failed")
     pos = 2
     found: list[Failed] = []
     try:
         for _ in range(count):
-            message_id, claim_id, failed_at, attempts, length = _FAILED.unpack_from(buf, pos)
+            message_id, claim_id, failed_at, attempts, length = _SETTLED.unpack_from(buf, pos)
             pos += 30
             metadata = buf[pos : pos + length]
             pos += length
@@ -354,8 +320,8 @@ def decode_failed(buf: bytes) -> list[Failed]:
                 _new(Failed, (message_id, claim_id, failed_at, attempts, metadata, reason))
             )
     except (struct_error, UnicodeDecodeError) as error:
-        raise _broken("failed v2", len(found), count, error) from None
-    check_end(buf, pos, "failed v2")
+        raise _broken("failed", len(found), count, error) from None
+    check_end(buf, pos, "failed")
     return found
 
 
@@ -369,44 +335,39 @@ def decode_attempt(buf: bytes) -> AttemptRecord:
     """Decode one attempt."""
     try:
         (claimed_at,) = _TIME.unpack_from(buf)
-        consumer, pos = read_utf8(buf, 8, "attempt v2")
+        consumer, pos = read_utf8(buf, 8, "attempt")
         ended_at, outcome = _ENDED.unpack_from(buf, pos)
     except struct_error:
-        raise CorruptRecord(f"attempt v2: ends early, after {len(buf)} bytes") from None
-    reason, pos = read_utf8(buf, pos + _ENDED.size, "attempt v2")
-    check_end(buf, pos, "attempt v2")
+        raise CorruptRecord(f"attempt: ends early, after {len(buf)} bytes") from None
+    reason, pos = read_utf8(buf, pos + _ENDED.size, "attempt")
+    check_end(buf, pos, "attempt")
     return AttemptRecord(claimed_at, consumer, ended_at, outcome, reason)
 
 
-# --- from version 1 to 2 --------------------------------------------------------------------
+# --- specs ----------------------------------------------------------------------------------
+
+_SPEC_VERSION: Final = b"\x01"
+_U32 = Annotated[int, msgspec.Meta(ge=0, le=MAX_U32)]
+_decode_spec: Final = msgspec.msgpack.Decoder(tuple[_U32, QueueSpec]).decode
 
 
-def upgrade_active_v1(buf: bytes) -> bytes:
-    """Make all visible, forgive nothing, priority 0, no group; in flight: a lease of zeros.
-
-    Nobody holds a receipt for a lease of zeros: such a message comes back at its deadline.
-    """
-    available, in_flight = decode_active_v1(buf)
-    return pack_active(
-        [encode_available(Available(*entry, 0, 0, 0, "")) for entry in available],
-        [
-            encode_in_flight(InFlight(*entry, 0, 0, 0, "", bytes(LEASE_BYTES)))
-            for entry in in_flight
-        ],
-    )
+def encode_queue_spec(spec: QueueSpec, number: int) -> bytes:
+    """Encode a queue's settings and its number; equal settings are equal bytes."""
+    ordered = msgspec.structs.replace(spec, labels=dict(sorted(spec.labels.items())))
+    return _SPEC_VERSION + msgspec.msgpack.encode((number, ordered))
 
 
-def upgrade_done_v1(buf: bytes) -> bytes:
-    """Keep the value as it is, once it has been checked; the key gets part 0."""
-    decode_done_v1(buf)
-    return buf
-
-
-def upgrade_failed_v1(buf: bytes) -> bytes:
-    """Give every message an empty reason; the key gets part 0."""
-    return encode_failed([Failed(*entry, "") for entry in decode_failed_v1(buf)])
-
-
-def upgrade_attempts_v1(buf: bytes) -> list[bytes]:
-    """Give one value for each attempt, from attempt 1 on; how they ended is not known: zeros."""
-    return [encode_attempt(AttemptRecord(*old, 0, 0, "")) for old in decode_attempts_v1(buf)]
+def decode_queue_spec(record: bytes) -> tuple[QueueSpec, int]:
+    """Give a queue's settings and its number."""
+    if record[:1] != _SPEC_VERSION:
+        raise CorruptRecord(f"queue spec: version {record[:1].hex() or 'missing'}, 01 is known")
+    try:
+        number, spec = _decode_spec(record[1:])
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise CorruptRecord(f"queue spec: {error}") from error
+    if not 0 <= spec.bucket_exponent <= MAX_BUCKET_EXPONENT:
+        exponent = spec.bucket_exponent
+        raise CorruptRecord(f"queue spec: bucket exponent {exponent} is not 0 to 4")
+    if encode_queue_spec(spec, number) != record:
+        raise CorruptRecord(f"queue spec: {len(record)} bytes that are not laid out as one")
+    return spec, number

@@ -40,16 +40,6 @@ from penstock.errors import CorruptRecord
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "LEASE_BYTES",
-    "LeaseRecord",
-    "decode_lease",
-    "decode_stored_item",
-    "encode_lease",
-    "encode_stored_item",
-    "with_lease",
-]
-
 # A list pointer is u32 `offset in words << 2 | 1`, u32 `count << 3 | size of an element`.
 _FIRST: Final = 2 << 2 | 1  # from the first of three pointers over the other two
 _FIRST_OF_FOUR: Final = 3 << 2 | 1
@@ -62,7 +52,7 @@ _LEASE_ROOT: Final = 3 << 16 | 4
 _UNUSED: Final = bytes(4)
 _ZEROS: Final = tuple(b"\0" * n for n in range(8))
 
-# `x` packs zeros, and skips on unpacking: only what can't be computed again is unpacked.
+# `x` packs zeros, and skips on unpacking: decoders unpack only fields they can't compute.
 _ITEM_FIELDS: Final = Struct("<HH4xQ")
 _pack_fields: Final = _ITEM_FIELDS.pack
 _unpack_item: Final = Struct("<16xHH4xQ4xI4xI16x").unpack_from
@@ -79,7 +69,7 @@ _unpack_ids: Final = tuple(Struct("8s" * n).unpack_from for n in range(_ID_CHUNK
 
 
 class _Layout(NamedTuple):
-    """What is the same for all items whose contents and key have the same sizes."""
+    """The bytes and positions that items share if their contents and keys have equal sizes."""
 
     start: bytes  # words -1 and 0
     pointers: bytes  # words 3 to 6
@@ -118,7 +108,7 @@ def _layout(size: int, key_size: int) -> _Layout:
 
 
 class LeaseRecord(NamedTuple):
-    """A lease: the messages it holds, until when, and for whom."""
+    """A lease: its messages, its deadline and its consumer."""
 
     ids: list[bytes]
     expiry_ms: int

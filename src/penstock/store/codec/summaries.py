@@ -1,4 +1,4 @@
-"""Summary of an active bucket: what a claim must know of it without reading it.
+"""Summary of an active bucket: the counts and first messages that a claim needs of it.
 
 Key ``02 09 | queue | bucket u64`` (``opendata.bucket_summary_key``). The value is little-endian,
 times are milliseconds since the epoch::
@@ -16,12 +16,11 @@ times are milliseconds since the epoch::
 A lane's head is its first *ready* message. On a FIFO queue it is its first *waiting* one, whose
 time does not decide its turn: its ``visible at`` is 0.
 
-Whether a message counts as delayed is written down, not told from its time: one whose time has
-come is delayed until the sweep has counted it over.
+A summary lists the messages that count as delayed. Their times do not tell: a message whose time
+has come counts as delayed until the sweep has counted it over.
 
-Upgrade recipe: the version is the first byte of the key, 2 so far. Everything here is told from
-the bucket, so a version 3 needs no upgrade of values: delete the summaries of version 2, and the
-store makes new ones when it opens.
+Upgrade recipe: change the first byte of the key and delete the summaries under the old one. The
+store makes new summaries from the buckets when it opens.
 """
 
 from __future__ import annotations
@@ -32,24 +31,12 @@ from struct import error as struct_error
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock.errors import CorruptRecord
-from penstock.store.codec.encodings import read_utf8, utf8
-from penstock.store.codec.records_v1 import check_end, pack_count, read_count
+from penstock.store.codec.encodings import check_end, pack_count, read_count, read_utf8, utf8
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-__all__ = [
-    "Due",
-    "Head",
-    "Held",
-    "Summary",
-    "decode_summary",
-    "encode_head",
-    "encode_held",
-    "pack_summary",
-]
-
-_RECORD: Final = "summary v2"
+_RECORD: Final = "summary"
 _COUNTS: Final = Struct("<HHHQ")
 _DUE: Final = Struct("<qQ")
 _HEAD: Final = Struct("<BqQ")
@@ -80,7 +67,7 @@ class Held(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What a bucket holds, in short."""
+    """Counts and first messages of a bucket."""
 
     ready: int
     delayed: int
@@ -117,16 +104,16 @@ def pack_summary(
     heads_encoded: Collection[bytes],
     held_encoded: Collection[bytes],
 ) -> bytes:
-    """Join encoded elements to a summary; what is ``late`` is delayed."""
-    assert bool(late) == (due is not None), "what is delayed comes due"
+    """Join encoded elements to a summary; ``late`` messages are the delayed ones."""
+    assert bool(late) == (due is not None), "a delayed message comes due"
     return b"".join(
         (
             _COUNTS.pack(ready, len(late), in_flight, oldest),
             Struct(f"<{1 + len(late)}H").pack(len(late), *late) if late else b"\0\0",
             b"" if due is None else _DUE.pack(*due),
-            pack_count(len(heads_encoded), "summary v2, heads"),
+            pack_count(len(heads_encoded), "summary, heads"),
             *heads_encoded,
-            pack_count(len(held_encoded), "summary v2, held"),
+            pack_count(len(held_encoded), "summary, held"),
             *held_encoded,
         )
     )

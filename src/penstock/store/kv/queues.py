@@ -3,15 +3,15 @@
 ::
 
     table queues
-    02 06 | name                 queue spec, version 2 (codec/records.py)
-    02 0b | name                 counters, little-endian: 02 version, then u64 each in the order
+    02 06 | name                 queue spec (codec/records.py)
+    02 0b | name                 counters, little-endian: 01 version, then u64 each in the order
                                  of Counts' fields
     02 16 | name                 while waiting messages are being listed to expire, because their
                                  retention has changed: 00 delayed or 01 available ones, and the
                                  cursor of the first page that is not listed
 
 Upgrade recipe for the counters: append fields, raise the version byte; a shorter record reads
-with zeros for what it lacks. Version 1 had neither ``moved_in_total`` nor ``moved_out_total``.
+with zeros for what it lacks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import msgspec
 
 from penstock.errors import CorruptRecord
 from penstock.model import Ordering, QueueSpec, State
-from penstock.store.codec import opendata, records
+from penstock.store.codec import records
 
 if TYPE_CHECKING:
     from penstock.engines import Batch, Table
@@ -39,8 +39,7 @@ _COUNTS: Final = b"\x02\x0b"
 _LISTING: Final = b"\x02\x16"
 # Delayed ones first: what comes due meanwhile is listed with the available ones then.
 _LISTED: Final = (State.DELAYED, State.AVAILABLE)
-_COUNTS_VERSION: Final = b"\x02"
-_COUNTS_VERSIONS: Final = {b"\x01": 17, b"\x02": 19}
+_COUNTS_VERSION: Final = b"\x01"
 
 
 class Counts(msgspec.Struct):
@@ -105,7 +104,9 @@ class QueueTable:
         while rows := self._table.scan(begin, end, 1000):
             counted = self._table.multi_get([_COUNTS + key[2:] for key, _ in rows])
             for (key, record), count_record in zip(rows, counted, strict=True):
-                spec, number = _decode_spec(_name(key[2:]), record)
+                spec, number = records.decode_queue_spec(record)
+                if spec.name.encode() != key[2:]:
+                    raise CorruptRecord(f"queue spec: of {spec.name!r}, under the key {key.hex()}")
                 counts = Counts() if count_record is None else decode_counts(count_record)
                 queues.append(Queue(spec, number, counts))
             begin = rows[-1][0] + b"\0"
@@ -113,7 +114,8 @@ class QueueTable:
 
     def put_spec(self, batch: Batch, queue: Queue) -> None:
         """Write a spec."""
-        batch.put(_SPECS + queue.id, _encode_spec(queue.spec, queue.number), self._table.family)
+        record = records.encode_queue_spec(queue.spec, queue.number)
+        batch.put(_SPECS + queue.id, record, self._table.family)
 
     def put_counts(self, batch: Batch, queue: Queue) -> None:
         """Write a queue's counters."""
@@ -146,74 +148,15 @@ class QueueTable:
         batch.delete(_COUNTS + queue.id, self._table.family)
 
 
-def _name(raw: bytes) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise CorruptRecord(f"a queue's name does not decode: {raw.hex()}") from error
-
-
 def encode_counts(counts: Counts) -> bytes:
     """Encode a queue's counters; ``struct.error`` if one is below zero."""
     return _COUNTS_VERSION + _pack_counts.pack(*msgspec.structs.astuple(counts))
 
 
 def decode_counts(record: bytes) -> Counts:
-    """Decode a queue's counters, of this version or an earlier one."""
-    fields = _COUNTS_VERSIONS.get(record[:1])
-    if fields is None:
+    """Decode a queue's counters."""
+    if record[:1] != _COUNTS_VERSION:
         raise CorruptRecord(f"queue counters: version {record[:1].hex()} is unknown")
-    if len(record) != 1 + 8 * fields:
-        raise CorruptRecord(f"queue counters: {len(record)} bytes, not {1 + 8 * fields}")
-    return Counts(*_pack_counts.unpack(record[1:].ljust(_pack_counts.size, b"\0")))
-
-
-def _encode_spec(spec: QueueSpec, number: int) -> bytes:
-    return records.encode_queue_spec(
-        records.QueueSpecV2(
-            filter=spec.filter,
-            max_attempts=spec.max_attempts,
-            bucket_exponent=spec.bucket_exponent,
-            description=spec.description,
-            ordering=1 if spec.ordering is Ordering.FIFO else 0,
-            lease_ms=spec.lease_ms,
-            backoff_base_ms=spec.backoff_base_ms,
-            backoff_cap_ms=spec.backoff_cap_ms,
-            delay_ms=spec.delay_ms,
-            done_retention_ms=spec.done_retention_ms,
-            failed_retention_ms=spec.failed_retention_ms,
-            unclaimed_retention_ms=spec.unclaimed_retention_ms,
-            created_at_ms=spec.created_at_ms,
-            spec_version=spec.version,
-            number=number,
-            dead_letter=spec.dead_letter,
-            labels=tuple(sorted(spec.labels.items())),
-        )
-    )
-
-
-def _decode_spec(name: str, record: bytes) -> tuple[QueueSpec, int]:
-    stored = records.decode_queue_spec(2, record)
-    spec = QueueSpec(
-        name=name,
-        filter=stored.filter,
-        ordering=Ordering.FIFO if stored.ordering else Ordering.STANDARD,
-        lease_ms=stored.lease_ms,
-        max_attempts=stored.max_attempts,
-        backoff_base_ms=stored.backoff_base_ms,
-        backoff_cap_ms=stored.backoff_cap_ms,
-        delay_ms=stored.delay_ms,
-        done_retention_ms=stored.done_retention_ms,
-        failed_retention_ms=stored.failed_retention_ms,
-        unclaimed_retention_ms=stored.unclaimed_retention_ms,
-        bucket_exponent=stored.bucket_exponent,
-        description=stored.description,
-        dead_letter=stored.dead_letter,
-        labels=dict(stored.labels),
-        created_at_ms=stored.created_at_ms,
-        version=stored.spec_version,
-    )
-    return spec, stored.number
-
-
-assert _SPECS[1] == opendata.RecordType.QUEUE_SPEC
+    if len(record) != 1 + _pack_counts.size:
+        raise CorruptRecord(f"queue counters: {len(record)} bytes, not {1 + _pack_counts.size}")
+    return Counts(*_pack_counts.unpack_from(record, 1))

@@ -4,7 +4,7 @@ After QuiCK: messages of one group of one queue are a *zone*; a queue of pointer
 zones have something to claim; the pointer index p tells an enqueue, without touching Q_C, whether
 its zone has a pointer. No process owns anything, and every verb is one transaction::
 
-    schema.sql, migrations/     the tables
+    schema.sql                  the tables
     queries.sql, statements     every statement, by name
     database                    a connection: transactions that are repeated, errors translated
     schema                      is this our database, and does it have the present schema

@@ -15,14 +15,13 @@ SELECT EXISTS (SELECT 1 FROM log_head) OR EXISTS (SELECT 1 FROM queues)
 
 -- name: load_instance
 -- Read what the store says of itself.
-SELECT product, format, store_id, routing, ring_size, ring_high, epoch, log_settings, filter_changes
-FROM instance;
+SELECT store_id, routing, ring_size, ring_high, epoch, log_settings, filter_changes FROM instance;
 
 -- name: make_instance
 -- Write what a new store says of itself; nothing happens if another process was faster.
 INSERT INTO instance
-VALUES (1, 'penstock', :format, :store_id, :now_ms, :routing, :ring_size, :ring_size, 1, 0,
-        :log_settings, :filter_changes)
+VALUES (1, :store_id, :now_ms, :routing, :ring_size, :ring_size, 1, 0, :log_settings,
+        :filter_changes)
 ON CONFLICT DO NOTHING;
 
 -- name: make_head

@@ -324,7 +324,7 @@ class Routing:
             if begin < end:
                 stretches.append(LogStretch(log, begin, end))
         return RoutePlan(
-            epoch=core.database.run("load_instance")[0][6],
+            epoch=core.database.run("load_instance")[0][4],
             filters_version=core.head.filters_version,
             stretches=stretches,
             lag={log: log_end - begin for log, begin in cursors.items()},

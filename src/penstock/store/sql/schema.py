@@ -1,14 +1,16 @@
-"""Looks whether a database is ours, has the present schema, and lacks none of it.
+"""Makes the tables of schema.sql, and tells a whole store from a damaged one and from another's.
 
-It does so before anything is written. A schema is made once, in one transaction, where nothing is:
-one that lacks a part was damaged by somebody, and to make that part anew, empty, would hide it.
+Everything is looked at before anything is written. The tables are made once, in one transaction,
+in a schema that has none. A store that lacks a table, a column or an index was damaged: to make
+that part again, empty, would hide the loss.
 """
 
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from psycopg import sql
 
@@ -17,99 +19,67 @@ from penstock.errors import StoreDamaged, StoreMismatch
 if TYPE_CHECKING:
     from penstock.store.sql.database import Database
 
-__all__ = ["FORMAT", "Migration", "applied", "find", "migrations", "prepare"]
-
-FORMAT: Final = 1
-PRODUCT: Final = "penstock"
+# The version that schema.sql writes into the table schema_version. A database with any other is
+# refused. Whoever changes schema.sql after a release raises it, and says here how an older schema
+# becomes this one.
+VERSION: Final = 1
 # Any number that no other user of advisory locks is likely to take.
 _LOCK: Final = 0x70656E73
-# How migrations are written.
+# How schema.sql is written.
 _TABLE: Final = re.compile(r"^CREATE TABLE (\w+) \((.*?)^\);", re.MULTILINE | re.DOTALL)
 _COLUMN: Final = re.compile(r"^    ([a-z]\w*) ", re.MULTILINE)
-_ADDED: Final = re.compile(r"^ALTER TABLE (\w+) ADD COLUMN (\w+)", re.MULTILINE)
 _INDEX: Final = re.compile(r"^CREATE INDEX (\w+)", re.MULTILINE)
 
 
-class Migration(NamedTuple):
-    """One step from an older schema to the next."""
-
-    number: int
-    name: str
-    text: str
-
-
-def migrations() -> list[Migration]:
-    """Return every step, in order."""
-    found = []
-    for file in (files("penstock.store.sql") / "migrations").iterdir():
-        number, _, name = file.name.removesuffix(".sql").partition("_")
-        if file.name.endswith(".sql"):
-            found.append(Migration(int(number), name, file.read_text("utf-8")))
-    return sorted(found)
-
-
 def prepare(database: Database) -> None:
-    """Bring the schema up to date, or refuse a database that is not ours or is of a newer version.
+    """Make the tables if the schema has none; refuse tables that are not those of this version.
 
-    Several processes may do it at once: one does, the others wait.
+    Several processes may call it at once: one makes the tables, the others wait.
     """
-    known = migrations()
-    if applied(database, known) == len(known):
-        return
-    with database.at_leisure():
-        database.do(lambda: _migrate(database, known))
+    if not is_there(database):
+        with database.at_leisure():
+            database.do(lambda: _make(database))
 
 
-def find(database: Database) -> None:
-    """Refuse a database that has no store of the present schema; nothing is written."""
-    known = migrations()
-    done = applied(database, known)
-    if done == 0:
-        raise StoreMismatch(f"there is no store in the schema {database.schema!r} of the database")
-    if done < len(known):
-        raise StoreMismatch(
-            f"the database has schema {done} of {len(known)}: whoever opens the store next brings "
-            "it up to date"
-        )
+def find(database: Database, place: str) -> None:
+    """Refuse a database that has no store; nothing is written. The error names the place."""
+    if not is_there(database):
+        raise StoreMismatch(f"there is no store {place}; 'penstock create' makes one")
 
 
-def applied(database: Database, known: list[Migration]) -> int:
-    """Return how many steps have been done; nothing is written."""
+def is_there(database: Database) -> bool:
+    """Whether the schema holds a store; raise if it holds a damaged one, or anything else."""
     present = _present(database)
     tables = {each.partition(".")[0] for each in present if not each.startswith("index ")}
     if not tables:
-        return 0
-    ours = {part for part in _parts(known) if "." not in part and not part.startswith("index ")}
-    if "migrations" not in tables:
+        return False
+    ours = {part for part in _parts() if "." not in part and not part.startswith("index ")}
+    if "schema_version.version" not in present:
         if len(tables & ours) > len(tables - ours):
-            raise _damaged(database, ["migrations"])
+            raise _damaged(database, ["schema_version"])
         raise StoreMismatch(
             f"the schema {database.schema!r} of the database holds tables that are not Penstock's "
             f"({', '.join(sorted(tables)[:5])}); name another with ?schema=NAME"
         )
     # By its whole name: without the right to use the schema it would not be found at all.
-    name = sql.Identifier(database.schema, "migrations")
-    query = sql.SQL("SELECT number, name::text FROM {} ORDER BY number").format(name)
-    done = [(int(row[0]), str(row[1])) for row in database.execute(query)]
-    if len(done) > len(known):
+    name = sql.Identifier(database.schema, "schema_version")
+    rows = database.execute(sql.SQL("SELECT version::text FROM {}").format(name))
+    if not rows:
+        raise _damaged(database, ["the row of schema_version"])
+    if rows != [(str(VERSION),)]:
         raise StoreMismatch(
-            f"the database has schema {done[-1][0]}; this version of Penstock knows up to "
-            f"{known[-1].number}: use a newer one"
+            f"the schema {database.schema!r} of the database has version {rows[0][0]!s:.100}; this "
+            f"Penstock reads version {VERSION}: use the Penstock that made it, or name another "
+            "schema with ?schema=NAME"
         )
-    if not done and tables <= ours:
-        raise _damaged(database, ["the rows of migrations"])
-    if not done or done != [(each.number, each.name) for each in known[: len(done)]]:
-        raise StoreMismatch(
-            f"the tables of the schema {database.schema!r} were not made by Penstock's migrations"
-        )
-    missing = [part for part in _parts(known[: len(done)]) if part not in present]
+    missing = [part for part in _parts() if part not in present]
     if missing:
         raise _damaged(database, missing)
-    return len(done)
+    return True
 
 
 def _present(database: Database) -> set[str]:
-    """Return what the schema holds, as :func:`_parts` names it, and a table without columns."""
+    """Return the parts of the schema, as :func:`_parts` names them, and tables without columns."""
     rows = database.execute(
         # Those that the user may not even see as well: they are not to be made again.
         "SELECT c.relname::text, c.relkind IN ('i', 'I'), a.attname::text "
@@ -127,19 +97,22 @@ def _present(database: Database) -> set[str]:
     return found
 
 
-def _parts(done: list[Migration]) -> list[str]:
-    """Return every ``table``, ``table.column`` and ``index name`` that steps have made."""
+@cache
+def _text() -> str:
+    return (files("penstock.store.sql") / "schema.sql").read_text("utf-8")
+
+
+@cache
+def _parts() -> list[str]:
+    """Return every ``table``, ``table.column`` and ``index name`` of schema.sql."""
     parts = []
-    for step in done:
-        for table, body in _TABLE.findall(step.text):
-            parts += [table, *(f"{table}.{column}" for column in _COLUMN.findall(body))]
-        parts += [f"{table}.{column}" for table, column in _ADDED.findall(step.text)]
-        parts += [f"index {name}" for name in _INDEX.findall(step.text)]
-    return parts
+    for table, body in _TABLE.findall(_text()):
+        parts += [table, *(f"{table}.{column}" for column in _COLUMN.findall(body))]
+    return parts + [f"index {name}" for name in _INDEX.findall(_text())]
 
 
 def _damaged(database: Database, missing: list[str]) -> StoreDamaged:
-    # A table is told without its columns.
+    # A missing table is told without its columns.
     whole = set(missing)
     told = [part for part in missing if "." not in part or part.partition(".")[0] not in whole]
     return StoreDamaged(
@@ -149,18 +122,12 @@ def _damaged(database: Database, missing: list[str]) -> StoreDamaged:
     )
 
 
-def _migrate(database: Database, known: list[Migration]) -> None:
+def _make(database: Database) -> None:
     with database.transaction():
         if database.dialect == "postgresql":
             database.execute(f"SELECT pg_advisory_xact_lock({_LOCK})")
-        done = applied(database, known)
-        if done == 0:
+        if not is_there(database):
             name = sql.Identifier(database.schema)
             database.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(name))
-        for step in known[done:]:
             # Without parameters, so that one text may hold many statements.
-            database.execute(step.text)
-            database.execute(
-                "INSERT INTO migrations VALUES (%(number)b, %(name)b)",
-                {"number": step.number, "name": step.name},
-            )
+            database.execute(_text())

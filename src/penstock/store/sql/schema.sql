@@ -1,19 +1,18 @@
--- The present schema, whole. migrations/ lead to the same; a test holds them to it.
+-- Every table of the SQL store.
 --
 -- Times are milliseconds since the epoch, as the caller tells them; nothing here asks the server's
 -- clock. Texts that users make (groups, reasons, consumers) are UTF-8 in bytea, because a text may
 -- not hold NUL. Records that Penstock alone reads (spec, coverage, settings) are MessagePack.
 
-CREATE TABLE migrations (
-    number          integer PRIMARY KEY,
-    name            text NOT NULL
+-- Which version of this file has made the tables. One row.
+CREATE TABLE schema_version (
+    version         integer PRIMARY KEY
 );
+INSERT INTO schema_version VALUES (1);
 
 -- Which store this is, and its settings. One row, seldom written.
 CREATE TABLE instance (
     one             smallint PRIMARY KEY CHECK (one = 1),
-    product         text NOT NULL,
-    format          integer NOT NULL,
     store_id        bigint NOT NULL,
     created_at_ms   bigint NOT NULL,
     routing         text NOT NULL,

@@ -17,7 +17,6 @@ from penstock.errors import QueueNotFound, StoreDamaged, StoreMismatch
 from penstock.model import Ordering, QueueSpec
 from penstock.store.coverage import Coverage
 from penstock.store.kv.log import LogSettings
-from penstock.store.sql.schema import FORMAT, PRODUCT
 from penstock.store.sql.zones import Zones
 
 if TYPE_CHECKING:
@@ -133,7 +132,6 @@ class Core:
             with database.transaction():
                 database.run(
                     "make_instance",
-                    format=FORMAT,
                     store_id=store_id,
                     now_ms=now_ms,
                     routing=routing or "inline",
@@ -143,12 +141,7 @@ class Core:
                 )
                 database.run("make_head", segment_ms=-(1 << 62))
             rows = database.run("load_instance")
-        product, format_, found_id, found_routing, *_ = rows[0]
-        if product != PRODUCT or format_ > FORMAT:
-            raise StoreMismatch(
-                f"the database holds a store of {product!r:.100}, format {format_}; this version "
-                f"of Penstock reads up to {FORMAT}: use a newer one"
-            )
+        found_id, found_routing, *_ = rows[0]
         if found_routing not in {"inline", "pipeline"}:
             raise StoreMismatch(f"the store routes {found_routing!r:.100}, which is not known")
         if routing is not None and found_routing != routing:
@@ -215,7 +208,7 @@ class Core:
     def _load(self, head: Head) -> None:
         before = self.live_filters()
         instance = self.database.run("load_instance")[0]
-        _, _, _, _, self.ring_size, self.ring_high, _, settings, changes = instance
+        _, _, self.ring_size, self.ring_high, _, settings, changes = instance
         self.settings = msgspec.msgpack.decode(settings, type=LogSettings)
         self.filter_changes = msgspec.msgpack.decode(changes, type=list[tuple[int, int]])
         gone = dict(self.queues)

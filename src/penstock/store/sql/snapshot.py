@@ -171,7 +171,7 @@ class SqlPinned:
         return Depths(available, delayed, counts.in_flight, counts.done, counts.failed)
 
     def _log_stats(self, head: Head, routing: str) -> LogStats:
-        settings = msgspec.msgpack.decode(self._run("load_instance")[0][7], type=LogSettings)
+        settings = msgspec.msgpack.decode(self._run("load_instance")[0][5], type=LogSettings)
         segments = self._run("load_segments")
         earliest = segments[0][1] if segments else head.next_offset
         stored: dict[int, int] = dict(self._run("load_cursors"))

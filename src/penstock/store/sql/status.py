@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final, Self
 import msgspec
 
 from penstock.store.sql.database import Database
-from penstock.store.sql.schema import applied, find, migrations
+from penstock.store.sql.schema import find
 from penstock.store.sql.statements import statements_of
 from penstock.store.sql.tokens import token_of
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["ClusterLook", "ClusterStatus", "TokenStatus", "is_there"]
+__all__ = ["ClusterLook", "ClusterStatus", "TokenStatus"]
 
 # Zones that are read at a time to see whose token is of another ring.
 PAGE: Final = 10_000
@@ -69,7 +69,7 @@ class ClusterLook:
         self._database.use(statements_of(dialect))
         try:
             self._database.connect()
-            find(self._database)
+            find(self._database, f"in the schema {schema!r} of the database")
         except BaseException:
             self._database.close()
             raise
@@ -96,7 +96,7 @@ class ClusterLook:
     def status(self) -> ClusterStatus:
         """Look at everything, as of about now."""
         database = self._database
-        _, _, store_id, routing, ring_size, ring_high, *_ = database.run("load_instance")[0]
+        store_id, routing, ring_size, ring_high, *_ = database.run("load_instance")[0]
         now_ms = self.now_ms()
         tokens = [
             TokenStatus(
@@ -127,7 +127,7 @@ class ClusterLook:
 
     def old_tokens(self) -> int:
         """Count the zones whose token is of another ring than the present one."""
-        return self._old_tokens(int(self._database.run("load_instance")[0][4]))[1]
+        return self._old_tokens(int(self._database.run("load_instance")[0][2]))[1]
 
     def _old_tokens(self, ring_size: int) -> tuple[int, int]:
         """Count all zones, and those of another ring: databases can't all hash, so it is done here.
@@ -143,12 +143,3 @@ class ClusterLook:
             if len(rows) < PAGE:
                 return zones, old
             queue, zone, _ = rows[-1]
-
-
-def is_there(conninfo: str, *, schema: str, dialect: str) -> bool:
-    """Whether a database has a store, of whatever version; nothing is written."""
-    database = Database(conninfo, schema, dialect)
-    try:
-        return applied(database, migrations()) > 0
-    finally:
-        database.close()

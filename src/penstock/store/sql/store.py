@@ -14,13 +14,14 @@ from penstock.store.sql.claim import Claiming
 from penstock.store.sql.database import Database
 from penstock.store.sql.filling import Filling
 from penstock.store.sql.inspect import Views
+from penstock.store.sql.location import without_password
 from penstock.store.sql.maintain import ALL, Upkeep
 from penstock.store.sql.move import Moving
 from penstock.store.sql.pins import Pins
 from penstock.store.sql.polling import Watching
 from penstock.store.sql.publish import Intake
 from penstock.store.sql.routing import Routing
-from penstock.store.sql.schema import prepare
+from penstock.store.sql.schema import find, prepare
 from penstock.store.sql.session import Core
 from penstock.store.sql.settle import Settling
 from penstock.store.sql.statements import statements_of
@@ -53,10 +54,12 @@ def open_store(
     tuned: Mapping[str, int] | None = None,
     relaxed: bool = False,
     background: bool = False,
+    create: bool = True,
 ) -> SqlStore:
-    """Open a store, making it if the database has none; nothing is written if it is not ours.
+    """Open a store, making it if the database has none and ``create`` is set.
 
-    ``tuned`` are tunables as a URL names them.
+    Nothing is written to a database that holds anything else. ``tuned`` are tunables as a URL
+    names them.
     """
     if tunables is None:
         # Where contention is dear, pointers are spread from the beginning.
@@ -76,7 +79,10 @@ def open_store(
     database.use(statements_of(dialect))
     try:
         database.connect()
-        prepare(database)
+        if create:
+            prepare(database)
+        else:
+            find(database, f"at {without_password(conninfo)}, schema {schema!r}")
         core = Core(
             database,
             tunables,
