@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 
@@ -22,40 +22,47 @@ from penstock import (
     Settled,
     StorageFailed,
     StoreFenced,
+    Worker,
 )
 from penstock.server import running
-from penstock.worker.handling import handle, handle_async, is_async, resolve
-from penstock.worker.hands import End, Hands
-from penstock.worker.heartbeat import Leases
-from penstock.worker.outcome import Act, Verdict, verdict_of
-from penstock.worker.retry import Failures, Standing, is_final
-from penstock.worker.settings import Settings
-from penstock.worker.settler import Batch, Ends
-from penstock.worker.stats import Meters
-
-if TYPE_CHECKING:
-    from penstock.worker.hands import Task
+from penstock.worker.heartbeat import Heartbeat
+from penstock.worker.outcome import (
+    Action,
+    Settlement,
+    handle,
+    handle_async,
+    is_async,
+    resolve,
+    settlement_of,
+)
+from penstock.worker.settler import Batch, UnsettledReceipts
+from penstock.worker.stats import Activity, WorkerCounters
+from penstock.worker.worker import is_final
 
 
 def delivery(number: int, attempts: int = 1) -> Delivery:
     return Delivery(number, "q", b"x", {}, "", 0, attempts, 1_000, f"receipt-{number}", 13_000)
 
 
-# --- verdicts -------------------------------------------------------------------------------------
+# --- settlements ----------------------------------------------------------------------------------
 
 
-def raised(error: BaseException) -> Verdict:
+def raised(error: BaseException) -> Settlement:
     with pytest.raises(type(error)) as caught:
         raise error
-    return verdict_of(caught.value)
+    return settlement_of(caught.value)
 
 
 def test_what_a_handler_raises_is_the_reason() -> None:
-    verdict = raised(KeyError("name"))
-    assert (verdict.act, verdict.delay_ms, verdict.failed) == (Act.RELEASE, None, True)
-    assert verdict.reason == "KeyError: 'name'"
-    assert verdict.place.startswith("KeyError at ")
-    assert "raise error" in verdict.trace
+    settlement = raised(KeyError("name"))
+    assert (settlement.action, settlement.delay_ms, settlement.failed) == (
+        Action.RELEASE,
+        None,
+        True,
+    )
+    assert settlement.reason == "KeyError: 'name'"
+    assert settlement.place.startswith("KeyError at ")
+    assert "raise error" in settlement.trace
     assert raised(SystemExit(3)).reason == "SystemExit: 3"
 
 
@@ -70,10 +77,14 @@ def test_a_reason_is_cut_and_always_text() -> None:
 
 
 def test_retry_and_settled() -> None:
-    verdict = raised(Retry("busy", delay_ms=50))
-    assert (verdict.act, verdict.delay_ms, verdict.reason) == (Act.RELEASE, 50, "busy")
+    settlement = raised(Retry("busy", delay_ms=50))
+    assert (settlement.action, settlement.delay_ms, settlement.reason) == (
+        Action.RELEASE,
+        50,
+        "busy",
+    )
     assert raised(Retry()).reason == "retry"
-    assert raised(Settled()).act is Act.LEAVE
+    assert raised(Settled()).action is Action.LEAVE
     with pytest.raises(InvalidInput, match="delay_ms"):
         Retry(delay_ms=-1)
     copy = pickle.loads(pickle.dumps(Retry("busy", delay_ms=50)))
@@ -115,10 +126,10 @@ class OnlyBefore:
 def test_middleware_is_wrapped_around_the_handler() -> None:
     notes: list[str] = []
     around = [Notes("a", notes), Notes("b", notes), object()]
-    assert handle(lambda _: 5, around, delivery(1)).act is Act.ACK
+    assert handle(lambda _: 5, around, delivery(1)).action is Action.ACK
     assert notes == ["a.before", "b.before", "b.after 5", "a.after 5"]
     notes.clear()
-    assert handle(lambda _: 1 / 0, around, delivery(1)).act is Act.RELEASE
+    assert handle(lambda _: 1 / 0, around, delivery(1)).action is Action.RELEASE
     assert notes[2:] == ["b.on_error ZeroDivisionError", "a.on_error ZeroDivisionError"]
 
 
@@ -128,18 +139,18 @@ def test_a_handler_that_settled_by_itself_did_not_fail() -> None:
     def settles(_: Delivery) -> None:
         raise Settled
 
-    assert handle(settles, [Notes("a", notes)], delivery(1)).act is Act.LEAVE
+    assert handle(settles, [Notes("a", notes)], delivery(1)).action is Action.LEAVE
     assert notes == ["a.before", "a.after None"]
 
 
 def test_hooks_that_raise(caplog: pytest.LogCaptureFixture) -> None:
     notes: list[str] = []
     called: list[Delivery] = []
-    verdict = handle(called.append, [Notes("a", notes, fails="before")], delivery(1))
-    assert (verdict.act, verdict.reason) == (Act.RELEASE, "RuntimeError: before")
+    settlement = handle(called.append, [Notes("a", notes, fails="before")], delivery(1))
+    assert (settlement.action, settlement.reason) == (Action.RELEASE, "RuntimeError: before")
     assert called == []
     after = Notes("a", notes, fails="after None")
-    assert handle(called.append, [after], delivery(1)).act is Act.RELEASE
+    assert handle(called.append, [after], delivery(1)).action is Action.RELEASE
     bad = Notes("a", notes, fails="on_error ValueError")
 
     def fails(_: Delivery) -> None:
@@ -160,7 +171,7 @@ def test_coroutine_handlers() -> None:
         raise Retry("again", delay_ms=1)
 
     around = [Notes("a", notes), OnlyBefore(notes)]
-    assert asyncio.run(handle_async(good, around, delivery(1))).act is Act.ACK
+    assert asyncio.run(handle_async(good, around, delivery(1))).action is Action.ACK
     assert notes == ["a.before", "awaited", "a.after 1"]
     assert asyncio.run(handle_async(bad, around, delivery(1))).delay_ms == 1
     assert notes[-1] == "a.on_error Retry"
@@ -205,117 +216,23 @@ def test_a_module_that_can_not_be_imported(tmp_path: Any, monkeypatch: pytest.Mo
         resolve("penstock_broken_b:f")
 
 
-# --- hands ----------------------------------------------------------------------------------------
-
-
-def filled(count: int, concurrency: int = 2, prefetch: int = 4) -> Hands:
-    hands = Hands(concurrency, prefetch)
-    hands.add([delivery(n) for n in range(count)])
-    return hands
-
-
-def begin(hands: Hands, now_ms: int = 0) -> Task:
-    task = hands.begin(now_ms)
-    assert task is not None
-    return task
-
-
-def test_room_comes_when_half_of_the_prefetch_is_gone() -> None:
-    assert filled(0).room() == 6
-    hands = filled(6)
-    assert hands.room() == 0
-    first, _, _ = begin(hands), begin(hands), begin(hands)
-    assert hands.room() == 0
-    begin(hands)
-    assert (hands.waiting, hands.running, hands.room()) == (2, 4, 0)
-    hands.finish(first)
-    assert hands.room() == 1
-
-
-def test_without_prefetch_only_free_slots_are_filled() -> None:
-    hands = filled(0, concurrency=2, prefetch=0)
-    assert hands.room() == 2
-    hands.add([delivery(1)])
-    assert hands.room() == 0
-    begin(hands)
-    assert hands.room() == 1
-
-
-def test_the_first_to_come_is_the_first_to_begin() -> None:
-    hands = filled(3)
-    assert [begin(hands).delivery.message_id for _ in range(3)] == [0, 1, 2]
-    assert hands.begin(0) is None
-
-
-def test_a_lost_lease() -> None:
-    hands = filled(2)
-    task = begin(hands)
-    unbegun, running = hands.lose(["receipt-0", "receipt-1", "receipt-7"])
-    assert ([t.delivery.message_id for t in unbegun], running) == ([1], [task])
-    assert hands.lose(["receipt-0"]) == ([], [])
-    assert hands.idle
-    assert hands.begin(0) is None
-    assert hands.finish(task) is End.LOST
-    assert hands.running == 0
-
-
-def test_over_the_time_limit_the_slot_stays_taken() -> None:
-    hands = filled(2, concurrency=2, prefetch=0)
-    early = begin(hands, now_ms=0)
-    late = begin(hands, now_ms=60)
-    assert hands.overdue(99, 100) == ([], 100)
-    assert hands.overdue(100, 100) == ([early], 160)
-    assert hands.overdue(120, 100) == ([], 160)
-    assert (hands.running, hands.room()) == (2, 0)
-    assert not hands.idle
-    assert hands.finish(early) is End.LATE
-    assert hands.finish(late) is End.ENDED
-    assert hands.room() == 2
-
-
-def test_what_has_not_begun_is_given_back() -> None:
-    hands = Hands(1, 4)
-    hands.add([delivery(1), delivery(2)])
-    running = begin(hands)
-    assert hands.close() == 1
-    assert hands.room() == 0
-    hands.add([delivery(3), delivery(4)])
-    assert hands.begin(0) is None
-    assert len(hands.lose(["receipt-4"])[0]) == 1
-    assert hands.finish(running) is End.ENDED
-    assert not hands.idle
-    assert [task.delivery.message_id for task in hands.give_back()] == [2, 3]
-    assert hands.idle
-
-
-def test_abandoned() -> None:
-    hands = filled(3)
-    task = begin(hands)
-    unbegun, running = hands.abandon()
-    assert [t.delivery.message_id for t in unbegun] == [1, 2]
-    assert running == [task]
-    assert hands.idle
-    assert hands.abandon() == ([], [])
-    assert hands.finish(task) is End.LATE
-
-
 # --- settling -------------------------------------------------------------------------------------
 
 
 def test_ends_that_are_alike_share_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = Ends()
+    ends = UnsettledReceipts()
     for n in range(5):
-        ends.put(Batch(Act.ACK, None, "", [f"a{n}"]))
-    ends.put(Batch(Act.RELEASE, None, "x", ["b"]))
-    ends.put(Batch(Act.RELEASE, 0, "x", ["c"]))
-    ends.put(Batch(Act.RELEASE, None, "x", ["d"]))
+        ends.put(Batch(Action.ACK, None, "", [f"a{n}"]))
+    ends.put(Batch(Action.RELEASE, None, "x", ["b"]))
+    ends.put(Batch(Action.RELEASE, 0, "x", ["c"]))
+    ends.put(Batch(Action.RELEASE, None, "x", ["d"]))
     assert len(ends) == 8
     monkeypatch.setattr("penstock.limits.MAX_RECEIPTS", 3)
     assert ends.take() == [
-        Batch(Act.ACK, None, "", ["a0", "a1", "a2"]),
-        Batch(Act.ACK, None, "", ["a3", "a4"]),
-        Batch(Act.RELEASE, None, "x", ["b", "d"]),
-        Batch(Act.RELEASE, 0, "x", ["c"]),
+        Batch(Action.ACK, None, "", ["a0", "a1", "a2"]),
+        Batch(Action.ACK, None, "", ["a3", "a4"]),
+        Batch(Action.RELEASE, None, "x", ["b", "d"]),
+        Batch(Action.RELEASE, 0, "x", ["c"]),
     ]
     assert (len(ends), ends.take()) == (0, [])
 
@@ -329,18 +246,18 @@ class Refusing:
 
 def test_what_is_being_settled_is_not_lost_by_an_extension() -> None:
     clock = ManualClock()
-    standing = Standing("extending", clock, lambda _: None)
-    leases = Leases(cast("penstock.Broker", Refusing()), clock, standing)
+    counters = WorkerCounters(clock, lambda _: None)
+    heartbeat = Heartbeat(cast("penstock.Broker", Refusing()), clock, counters)
     lost: list[str] = []
-    leases.on_lost = lost.extend
-    leases.hold(["a", "b", "c"], lease_ms=30_000)
-    assert leases.tick() == 10_000
-    leases.settling(["a"])
-    leases.forget(["c"])
+    heartbeat.on_lost = lost.extend
+    heartbeat.hold(["a", "b", "c"], lease_ms=30_000)
+    assert heartbeat.tick() == 10_000
+    heartbeat.mark_settling(["a"])
+    heartbeat.forget(["c"])
     clock.advance(10_000)
-    assert leases.tick() is None
+    assert heartbeat.tick() is None
     assert lost == ["b"]
-    assert not leases.live("b")
+    assert not heartbeat.is_live("b")
 
 
 # --- trouble --------------------------------------------------------------------------------------
@@ -350,16 +267,16 @@ def test_the_log_tells_of_a_change_not_of_every_try(caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO)
     clock = ManualClock()
     told: list[Exception] = []
-    standing = Standing("claiming", clock, told.append)
-    standing.worked()
-    pauses = [standing.failed(ServerUnreachable("gone")) for _ in range(10)]
-    assert standing.in_trouble
+    activity = Activity("claiming", clock, told.append)
+    activity.worked()
+    pauses = [activity.failed(ServerUnreachable("gone")) for _ in range(10)]
+    assert activity.in_trouble
     assert 125 <= pauses[0] <= 250
     assert 5_000 <= pauses[-1] <= 10_000
-    standing.failed(StorageFailed("worse"))
+    activity.failed(StorageFailed("worse"))
     clock.advance(4_000)
-    standing.worked()
-    standing.worked()
+    activity.worked()
+    activity.worked()
     assert [record.getMessage() for record in caplog.records] == [
         "claiming does not work, it is tried again: gone",
         "claiming does not work, it is tried again: worse",
@@ -370,10 +287,12 @@ def test_the_log_tells_of_a_change_not_of_every_try(caplog: pytest.LogCaptureFix
 
 def test_failures_of_a_kind_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    failures = Failures()
+    counters = WorkerCounters(ManualClock(), lambda _: None)
     for n in range(3):
-        failures.tell(Verdict(Act.RELEASE, None, f"no {n}", True, "here:1", "trace"), "q", n)
-    failures.tell(Verdict(Act.RELEASE, None, "other", True, "here:2"), "q", 9)
+        failure = Settlement(Action.RELEASE, None, f"no {n}", True, "here:1", "trace")
+        counters.add_handled(delivery(n), failure, 0.1)
+    other = Settlement(Action.RELEASE, None, "other", True, "here:2")
+    counters.add_handled(delivery(9), other, 0.1)
     assert [record.getMessage() for record in caplog.records] == [
         "message 0 of q failed: no 0\ntrace",
         "message 9 of q failed: other",
@@ -415,24 +334,25 @@ def test_what_can_not_get_better() -> None:
 )
 def test_settings_are_checked(option: str, value: Any) -> None:
     with pytest.raises(InvalidInput, match=option):
-        Settings(**{option: value}).checked()
+        Worker("memory:", "q", "tests.work.handlers:nothing", **{option: value})
 
 
 def test_settings_that_are_left_open() -> None:
-    settings = Settings(concurrency=7).checked()
-    assert settings.prefetch == 7
-    assert settings.consumer
+    worker = Worker("memory:", "q", "tests.work.handlers:nothing", concurrency=7)
+    assert worker._prefetch == 7
+    assert worker._consumer
 
 
 def test_counters() -> None:
-    meters = Meters()
-    meters.claimed([delivery(1), delivery(2, attempts=3)], lease_ms=10_000)
-    meters.handled(0.02, failed=True, attempts=3)
+    counters = WorkerCounters(ManualClock(), lambda _: None)
+    counters.add_claimed([delivery(1), delivery(2, attempts=3)], lease_ms=10_000)
+    failed = Settlement(Action.RELEASE, failed=True)
+    counters.add_handled(delivery(2, attempts=3), failed, 0.02)
     answers = (OutcomeStatus.DONE, OutcomeStatus.STALE, OutcomeStatus.EXPIRED)
-    assert meters.settled(Act.ACK, [Outcome("r", each) for each in answers]) == 2
+    assert counters.add_settled(Action.ACK, [Outcome("r", each) for each in answers]) == 2
     back = (OutcomeStatus.RETRYING, OutcomeStatus.FAILED)
-    assert meters.settled(Act.RELEASE, [Outcome("r", each) for each in back]) == 0
-    stats = meters.shown(in_progress=1, prefetched=2, unsettled=3, troubles=("x",))
+    assert counters.add_settled(Action.RELEASE, [Outcome("r", each) for each in back]) == 0
+    stats = counters.snapshot(in_progress=1, prefetched=2, unsettled=3)
     assert (stats.claimed, stats.processed, stats.stale) == (2, 1, 2)
     assert (stats.failed, stats.released, stats.exhausted) == (1, 2, 1)
     assert (stats.lag_seconds.count, stats.lag_seconds.sum) == (1, 2.0)

@@ -12,8 +12,7 @@ from tests.work.helping import fill, reasons, wait_until
 
 import penstock
 from penstock import Delivery, InvalidInput, Retry, Worker
-from penstock.worker.handling import handle, handle_async
-from penstock.worker.outcome import Act, verdict_of
+from penstock.worker.outcome import Action, handle, handle_async, settlement_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -89,10 +88,10 @@ def test_a_plain_function_that_returns_what_nobody_runs_has_failed(
 ) -> None:
     errors: list[BaseException] = []
     hooks = Hooks(on_error=lambda _, error: errors.append(error))
-    verdict = handle(handler, [hooks], delivery())
-    assert (verdict.act, verdict.failed) == (Act.RELEASE, True)
-    assert f"returned a {kind}" in verdict.reason
-    assert "async def" in verdict.reason
+    settlement = handle(handler, [hooks], delivery())
+    assert (settlement.action, settlement.failed) == (Action.RELEASE, True)
+    assert f"returned a {kind}" in settlement.reason
+    assert "async def" in settlement.reason
     assert len(errors) == 1
 
 
@@ -103,22 +102,22 @@ def test_a_coroutine_that_returns_what_nobody_runs_has_failed(
     async def handler(given: Delivery) -> object:
         return made(given)
 
-    verdict = asyncio.run(handle_async(handler, [], delivery()))
-    assert (verdict.act, verdict.failed) == (Act.RELEASE, True)
+    settlement = asyncio.run(handle_async(handler, [], delivery()))
+    assert (settlement.action, settlement.failed) == (Action.RELEASE, True)
 
 
 @pytest.mark.parametrize("around", [Async(), AsyncAfter()])
 def test_an_async_hook_beside_a_plain_function(broker: Broker, around: object) -> None:
-    verdict = handle(lambda _: None, [around], delivery())
-    assert (verdict.act, verdict.failed) == (Act.RELEASE, True)
+    settlement = handle(lambda _: None, [around], delivery())
+    assert (settlement.action, settlement.failed) == (Action.RELEASE, True)
     with pytest.raises(InvalidInput, match="is async, and the handler is not"):
         Worker(broker, "q", lambda _: None, middleware=[around])
     Worker(broker, "q", charge, middleware=[around])
 
 
 def test_a_hook_that_generates_is_refused_on_a_loop_too() -> None:
-    verdict = asyncio.run(handle_async(charge, [Hooks(before=generates)], delivery()))
-    assert "returned a generator" in verdict.reason
+    settlement = asyncio.run(handle_async(charge, [Hooks(before=generates)], delivery()))
+    assert "returned a generator" in settlement.reason
 
 
 @pytest.mark.parametrize(
@@ -169,13 +168,21 @@ class Nameless(Exception):
 
 
 def test_whatever_is_raised_has_a_verdict() -> None:
-    verdict = verdict_of(Unmade())
-    assert (verdict.act, verdict.delay_ms, verdict.reason) == (Act.RELEASE, None, "retry")
-    assert verdict_of(Later(5)).delay_ms == 5
+    settlement = settlement_of(Unmade())
+    assert (settlement.action, settlement.delay_ms, settlement.reason) == (
+        Action.RELEASE,
+        None,
+        "retry",
+    )
+    assert settlement_of(Later(5)).delay_ms == 5
     for wrong in (Later("soon"), Later(-1), Nameless()):
-        verdict = verdict_of(wrong)
-        assert (verdict.act, verdict.delay_ms, verdict.failed) == (Act.RELEASE, None, True)
-        assert type(wrong).__name__ in verdict.reason
+        settlement = settlement_of(wrong)
+        assert (settlement.action, settlement.delay_ms, settlement.failed) == (
+            Action.RELEASE,
+            None,
+            True,
+        )
+        assert type(wrong).__name__ in settlement.reason
 
 
 def exits(*_: object) -> None:
@@ -230,7 +237,7 @@ def test_a_pool_that_ends_by_itself_ends_the_worker(
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr("penstock.worker.state.Floor.take", broken)
+    monkeypatch.setattr("penstock.worker.state.WorkerState.take", broken)
     worker.start()
     with pytest.raises(ZeroDivisionError, match="a defect"):
         wait_until(lambda: worker.join(100))

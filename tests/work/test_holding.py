@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from functools import partial
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from tests.work.helping import Gate, Spied, fill, reasons, wait_until
@@ -24,20 +22,18 @@ from penstock import (
 )
 from penstock.server import running
 from penstock.wire.native.messages import Bye
-from penstock.worker.hands import Hands
-from penstock.worker.heartbeat import Leases
-from penstock.worker.outcome import ACKED, Act
-from penstock.worker.retry import Failures, Standing, is_final
-from penstock.worker.settler import MOST_RELEASES, Batch, Ends, Settler
-from penstock.worker.source import LOOK_AGAIN_MS, source_of
-from penstock.worker.state import Floor
-from penstock.worker.stats import Meters
+from penstock.worker.claimer import READ_SETTINGS_MS, Claimer
+from penstock.worker.heartbeat import Heartbeat
+from penstock.worker.outcome import ACK, Action
+from penstock.worker.settler import MAX_RELEASES, Batch, Settler, UnsettledReceipts
+from penstock.worker.state import WorkerState
+from penstock.worker.stats import WorkerCounters
+from penstock.worker.worker import is_final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock import Broker
-    from penstock.worker import Source
 
 MINUTE_MS = 60_000
 
@@ -78,72 +74,13 @@ def test_what_was_lost_is_kept_no_more_by_an_answer_that_comes_late(
         gate.open.set()
         wait_until(lambda: worker.stats().lost == 1)
         spy.held = {"claim"}
-        runtime = worker._running()
-        wait_until(lambda: not runtime._leases._keeper._group_of)
+        wait_until(lambda: not worker._heartbeat._group_of)
         spy.held = set()
         wait_until(lambda: (clock.advance(1_000), worker.stats().processed == 2)[1])
     assert broker.stats("q").done == 2
 
 
-def test_what_was_lost_before_it_began_takes_no_slot(broker: Broker, clock: ManualClock) -> None:
-    standing = Standing("extending", clock, lambda _: None)
-    leases = Leases(broker, clock, standing)
-    settler = Settler(broker, clock, leases, Meters(), standing)
-    meters = Meters()
-    floor = Floor(
-        Hands(1, 4),
-        clock=clock,
-        leases=leases,
-        settler=settler,
-        meters=meters,
-        failures=Failures(),
-        on_idle=lambda: None,
-    )
-    for number, lease_ms in ((1, 1_000), (2, MINUTE_MS)):
-        source = SimpleNamespace(queue="q", lease_ms=lease_ms)
-        floor.bring(cast("Source", source), [delivery(number)])
-    clock.advance(1_000)
-    task = floor.take(wait=False)
-    assert task is not None
-    assert task.delivery.message_id == 2
-    assert (floor.counts, settler.unsettled) == ((1, 0), 0)
-    shown = meters.shown(in_progress=0, prefetched=0, unsettled=0, troubles=())
-    assert shown.lost == 1
-
-
 # --- messages that no slot can take ---------------------------------------------------------------
-
-
-def test_without_a_slot_that_could_take_them_messages_are_stranded() -> None:
-    hands = Hands(1, 4)
-    hands.add([delivery(n) for n in range(3)])
-    task = hands.begin(0)
-    assert task is not None
-    assert hands.stranded() == []
-    assert hands.overdue(100, 100)[0] == [task]
-    assert [each.delivery.message_id for each in hands.stranded()] == [1, 2]
-    assert (hands.waiting, hands.stranded(), hands.room()) == (0, [], 0)
-    hands.finish(task)
-    assert hands.room() == 5
-    hands.add([delivery(3)])
-    last = hands.begin(0)
-    assert last is not None
-    hands.lose(["receipt-3"])
-    assert hands.room() == 0
-    hands.finish(last)
-    assert hands.room() == 5
-
-
-def test_slots_come_and_go() -> None:
-    hands = Hands(0, 4)
-    assert hands.room() == 0
-    hands.open_slot()
-    assert hands.room() == 5
-    hands.add([delivery(1)])
-    assert hands.stranded() == []
-    hands.shut_slot()
-    assert [each.delivery.message_id for each in hands.stranded()] == [1]
-    assert hands.room() == 0
 
 
 def test_threads_that_hang_do_not_hold_what_waits(
@@ -183,9 +120,8 @@ def test_threads_that_hang_do_not_hold_what_waits(
 
 
 def settler_of(broker: Broker, clock: ManualClock) -> Settler:
-    standing = Standing("settling", clock, lambda _: None)
-    leases = Leases(broker, clock, standing)
-    return Settler(broker, clock, leases, Meters(), standing)
+    counters = WorkerCounters(clock, lambda _: None)
+    return Settler(broker, clock, counters, Heartbeat(broker, clock, counters))
 
 
 def test_a_stop_does_not_wait_for_a_pause_to_end(broker: Broker, clock: ManualClock) -> None:
@@ -195,7 +131,7 @@ def test_a_stop_does_not_wait_for_a_pause_to_end(broker: Broker, clock: ManualCl
     (claimed,) = broker.claim("q")
     settler = settler_of(cast("Broker", spy), clock)
     settler.start()
-    settler.put(ACKED, [claimed.receipt], hurry=True)
+    settler.put(ACK, [claimed.receipt], hurry=True)
     # After so many failures a pause is longer than what a stop has for settling.
     wait_until(lambda: (clock.advance(1_000), len(spy.calls.get("ack", [])) >= 8)[1])
     tried = len(spy.calls["ack"])
@@ -214,19 +150,19 @@ def test_a_stop_does_not_wait_for_a_pause_to_end(broker: Broker, clock: ManualCl
 
 
 def test_acks_do_not_wait_for_releases_of_many_kinds() -> None:
-    ends = Ends()
-    for n in range(MOST_RELEASES + 3):
-        ends.put(Batch(Act.RELEASE, None, f"reason {n}", [f"r{n}"]))
-    ends.put(Batch(Act.ACK, None, "", ["a"]))
+    ends = UnsettledReceipts()
+    for n in range(MAX_RELEASES + 3):
+        ends.put(Batch(Action.RELEASE, None, f"reason {n}", [f"r{n}"]))
+    ends.put(Batch(Action.ACK, None, "", ["a"]))
     first = ends.take()
-    assert first[0] == Batch(Act.ACK, None, "", ["a"])
-    assert [batch.reason for batch in first[1:]] == [f"reason {n}" for n in range(MOST_RELEASES)]
+    assert first[0] == Batch(Action.ACK, None, "", ["a"])
+    assert [batch.reason for batch in first[1:]] == [f"reason {n}" for n in range(MAX_RELEASES)]
     assert len(ends) == 3
-    ends.put(Batch(Act.ACK, None, "", ["b"]))
+    ends.put(Batch(Action.ACK, None, "", ["b"]))
     second = ends.take()
     assert [batch.receipts[0] for batch in second] == [
         "b",
-        *(f"r{MOST_RELEASES + n}" for n in range(3)),
+        *(f"r{MAX_RELEASES + n}" for n in range(3)),
     ]
     assert (len(ends), ends.take()) == (0, [])
 
@@ -289,7 +225,7 @@ def test_threads_that_can_not_be_started(broker: Broker, monkeypatch: pytest.Mon
         raise RuntimeError("can't start new thread")
 
     before = set(threading.enumerate())
-    monkeypatch.setattr("penstock.worker.claimer.Feeder.start", full)
+    monkeypatch.setattr("penstock.worker.claimer.Claimer.start", full)
     with pytest.raises(RuntimeError, match="new thread"):
         worker.start()
     assert worker.join(0)
@@ -300,24 +236,49 @@ def test_a_queue_is_looked_at_again(
     broker: Broker, clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    look = partial(source_of, broker, "q", clock=clock, lease_ms=None, consumer="", fifo=True)
-    source = look()
-    assert source.lease_ms == MINUTE_MS
+    counters = WorkerCounters(clock, lambda _: None)
+    heartbeat = Heartbeat(broker, clock, counters)
+    state = WorkerState(
+        1,
+        1,
+        clock=clock,
+        counters=counters,
+        heartbeat=heartbeat,
+        settler=Settler(broker, clock, counters, heartbeat),
+        on_idle=lambda: None,
+    )
+
+    def made(lease_ms: int | None = None, *, fifo: bool = True) -> Claimer:
+        return Claimer(
+            broker,
+            "q",
+            state,
+            lease_ms=lease_ms,
+            consumer="",
+            fifo=fifo,
+            dequeue_max=100,
+            wait_ms=0,
+            scan_interval_ms=100,
+            on_end=lambda: None,
+        )
+
+    claimer = made()
+    assert claimer.lease_ms == MINUTE_MS
     broker.update_queue("q", lease_ms=1_000)
-    source.claim("", limit=1, wait_ms=0)
-    assert source.lease_ms == MINUTE_MS
-    clock.advance(LOOK_AGAIN_MS)
-    source.claim("", limit=1, wait_ms=0)
-    assert source.lease_ms == 1_000
-    kept: Any = look(lease_ms=7_000)
-    strict = look(fifo=False)
+    claimer.claim(1)
+    assert claimer.lease_ms == MINUTE_MS
+    clock.advance(READ_SETTINGS_MS)
+    claimer.claim(1)
+    assert claimer.lease_ms == 1_000
+    kept = made(lease_ms=7_000)
+    strict = made(fifo=False)
     broker.delete_queue("q")
-    for each in (source, kept, strict):
+    for each in (claimer, kept, strict):
         with pytest.raises(QueueNotFound):
-            each.claim("", limit=1, wait_ms=0)
+            each.claim(1)
     broker.create_queue("q", ordering="fifo")
     fill(broker, "q", 3)
-    assert len(source.claim("", limit=10, wait_ms=0).deliveries) == 1
+    assert len(claimer.claim(10)) == 1
     assert kept.lease_ms == 7_000
     with pytest.raises(InvalidInput, match="is FIFO"):
-        strict.claim("", limit=10, wait_ms=0)
+        strict.claim(10)

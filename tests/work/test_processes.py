@@ -18,8 +18,8 @@ from tests.work.helping import PATIENCE_SECONDS, alive, fill, reasons, wait_unti
 import penstock
 from penstock import InvalidInput, Message, Worker
 from penstock.testing.checking import assert_clean
-from penstock.worker import pool_processes
-from penstock.worker.pool_processes import ProcessPool
+from penstock.worker import processes
+from penstock.worker.processes import ProcessPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,10 +36,8 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
 
 
 def pids(worker: Worker) -> list[int]:
-    runtime = worker._runtime
-    assert runtime is not None
-    assert isinstance(runtime.pool, ProcessPool)
-    return runtime.pool.pids
+    assert isinstance(worker._pool, ProcessPool)
+    return worker._pool.pids
 
 
 def test_what_becomes_of_messages_and_of_children_that_die(broker: Broker, tmp_path: Path) -> None:
@@ -129,7 +127,7 @@ def test_children_that_can_not_be_replaced_hold_nothing(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was claimed ahead goes back, and no more is claimed, until a child is there again."""
-    real = pool_processes._Child
+    real = processes.Child
     made: list[int] = []
     mended = threading.Event()
 
@@ -140,7 +138,7 @@ def test_children_that_can_not_be_replaced_hold_nothing(
                 raise RuntimeError("no more children")
             super().__init__(*given)
 
-    monkeypatch.setattr(pool_processes, "_Child", Child)
+    monkeypatch.setattr(processes, "Child", Child)
     bodies = [b"die", b"fine", b"fine"]
     ids = broker.publish([Message(body, {"queue": "q"}) for body in bodies])
     worker = Worker(

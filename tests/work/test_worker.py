@@ -25,7 +25,6 @@ from penstock import (
     Worker,
 )
 from penstock.testing.checking import assert_clean
-from penstock.worker import Claimed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -504,36 +503,3 @@ def test_what_is_wrong_is_said_at_the_start(broker: Broker) -> None:
     assert idle.stats().claimed == 0
     with pytest.raises(InvalidInput, match="not been started"):
         idle.is_lost(cast("Delivery", None))
-
-
-# --- the seam to the store ------------------------------------------------------------------------
-
-
-class Zones:
-    """A source that has its own scanner: zones are chosen, and may be taken already."""
-
-    def __init__(self, broker: Broker) -> None:
-        self.queue, self.lease_ms = "q", MINUTE_MS
-        self.broker = broker
-        self.visits: list[tuple[str, int, int]] = []
-
-    def peek(self) -> list[str]:
-        return ["a", "taken", "b"] if self.broker.stats("q").available else []
-
-    def claim(self, zone: str, *, limit: int, wait_ms: int) -> Claimed:
-        self.visits.append((zone, limit, wait_ms))
-        if zone == "taken":
-            return Claimed([], collisions=1)
-        return Claimed(self.broker.claim("q", limit=limit, lease_ms=self.lease_ms))
-
-
-def test_a_source_with_zones(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Zones(broker)
-    monkeypatch.setattr("penstock.worker.worker.source_of", lambda *_, **__: source)
-    fill(broker, "q", 30)
-    with Worker(broker, "q", lambda _: None, dequeue_max=3, scan_interval_ms=1) as worker:
-        wait_until(lambda: worker.stats().processed == 30)
-    zones = [zone for zone, _, _ in source.visits]
-    assert zones[:3] == ["a", "taken", "b"]
-    assert worker.stats().collisions == zones.count("taken")
-    assert all(1 <= limit <= 3 and wait_ms == 0 for _, limit, wait_ms in source.visits)

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from penstock.store.sql.status import ClusterLook, ClusterStatus
     from penstock.store.sql.store import SqlStore
 
-__all__ = ["commands"]
-
 # Tokens that are shown of a large ring; JSON has them all.
 SHOWN: Final = 20
 # Between two looks at how far the re-hash has got.
@@ -169,6 +167,3 @@ def _wait(look: ClusterLook, store: SqlStore, timeout_ms: int | None) -> bool:
             if store.core.zones.collected == collected:
                 threading.Event().wait(LOOK_S)
     return True
-
-
-commands: Final = {"cluster": cluster}

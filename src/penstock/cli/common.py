@@ -1,4 +1,4 @@
-"""What the commands share: the store option, durations, and the two ways of output."""
+"""The commands' shared parts: options, opening a store, durations, and the two ways of output."""
 
 from __future__ import annotations
 
@@ -6,46 +6,27 @@ import re
 import sys
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 import msgspec
 
 import penstock
+from penstock.model import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from penstock.broker.reader import Reader
 
-__all__ = [
-    "duration",
-    "emit_json",
-    "json_option",
-    "open_store",
-    "open_to_look",
-    "plain",
-    "preview",
-    "progress_bar",
-    "read_only_option",
-    "show_table",
-    "store_option",
-    "when",
-]
-
-_Command = TypeVar("_Command", bound="Callable[..., Any]")
-_UNITS_MS: Final = {
-    "": 1,
-    "ms": 1,
-    "s": 1_000,
-    "m": 60_000,
-    "h": 3_600_000,
-    "d": 86_400_000,
-}
+Command = TypeVar("Command", bound="Callable[..., Any]")
+_UNITS_MS: Final = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _DURATION: Final = re.compile(r"(\d{1,18})(ms|s|m|h|d|)")
 _PREVIEW_CHARS: Final = 60
 # Tables that go to a file or a pipe are not cut to a screen's width.
 _UNCUT_WIDTH: Final = 10_000
+STATES: Final = [state.value for state in State]
 
 
 def duration(value: str | int) -> int:
@@ -58,44 +39,50 @@ def duration(value: str | int) -> int:
     return int(found[1]) * _UNITS_MS[found[2]]
 
 
-def store_option(command: _Command) -> _Command:
-    """Add ``--store`` and ``--json``."""
-    add = click.option(
+# --- options and stores ---------------------------------------------------------------------------
+
+
+def options(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    """Make one decorator of several options, in the order of --help."""
+
+    def add(command: Command) -> Command:
+        for decorate in reversed(decorators):
+            command = decorate(command)
+        return command
+
+    return add
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+store_option = options(
+    json_option,
+    click.option(
         "--store",
-        "store",
         metavar="URL",
         envvar="PENSTOCK_STORE",
         required=True,
         show_envvar=True,
         help="The store, such as rocksdb:./data; writing to one on object storage takes it over.",
-    )
-    return json_option(add(command))
-
-
-def json_option(command: _Command) -> _Command:
-    """Add ``--json``."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")(
-        command
-    )
+    ),
+)
+read_only_option = click.option(
+    "--read-only", is_flag=True, help="Read a store on object storage beside its owner."
+)
 
 
 def open_store(url: str, *, make: bool = False) -> penstock.Broker:
-    """Open a store; one that is not there is made only by the commands that are to make it."""
+    """Open a store; a missing one is made only by the commands that are to make it."""
     return penstock.open(url, background=False, create=make)
 
 
-def read_only_option(command: _Command) -> _Command:
-    """Add ``--read-only``."""
-    return click.option(
-        "--read-only", is_flag=True, help="Read a store on object storage beside its owner."
-    )(command)
-
-
 def open_to_look(url: str, *, read_only: bool = False) -> penstock.Broker | Reader:
-    """Open a store for looking: where opening it would take it over, by a reader."""
+    """Open a store for looking: by a reader, if opening it would take it over."""
     if read_only or url.startswith("slatedb+"):
         return penstock.open_reader(url)
     return open_store(url)
+
+
+# --- output ---------------------------------------------------------------------------------------
 
 
 def plain(value: Any) -> Any:
@@ -125,22 +112,51 @@ def emit_json(value: Any) -> None:
     click.echo(msgspec.json.format(msgspec.json.encode(plain(value)), indent=2))
 
 
-def show_table(
-    columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str, title: str = ""
+def answer(value: Any, text: str, *, as_json: bool) -> None:
+    """Print a value as JSON, or the text."""
+    if as_json:
+        emit_json(value)
+    else:
+        click.echo(text)
+
+
+def show(value: Any, columns: Sequence[str], *, as_json: bool, empty: str) -> None:
+    """Print structs as JSON or as a table."""
+    if as_json:
+        emit_json(value)
+    else:
+        show_table(columns, value, empty=empty)
+
+
+def show_fields(
+    value: msgspec.Struct, heading: str, column: str = ":count", skip: str = ""
 ) -> None:
-    """Print a table, or one line if it has no rows. Columns named ``:x`` hold numbers."""
+    """Print a table of the fields of one struct."""
+    rows = [(name, each) for name, each in plain(value).items() if name != skip]
+    show_table((heading, column), rows)
+
+
+def show_table(columns: Sequence[str], rows: Iterable[Any], *, empty: str = "") -> None:
+    """Print a table, or one line if it has no rows.
+
+    Rows are tuples or structs. A column ``heading=field`` shows a field of structs; one named
+    ``:x`` holds numbers.
+    """
     # Loaded here: commands that print JSON, and --help, do without.
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    table = Table(title=title or None, title_justify="left")
-    for name in columns:
-        right = name.startswith(":")
-        table.add_column(name.removeprefix(":"), justify="right" if right else "left",
-                         overflow="fold")  # fmt: skip
+    table = Table()
+    fields = []
+    for column in columns:
+        heading, _, field = column.removeprefix(":").partition("=")
+        fields.append(field or heading)
+        right = column.startswith(":")
+        table.add_column(heading, justify="right" if right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+        cells = [_cell(row, each) for each in fields] if isinstance(row, msgspec.Struct) else row
+        table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells))
     if not table.row_count:
         click.echo(empty)
         return
@@ -148,18 +164,15 @@ def show_table(
     Console(file=sys.stdout, width=width).print(table)
 
 
-@contextmanager
-def progress_bar(text: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Give a function to call with (done, in all), which draws a bar; None if nobody looks."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console  # noqa: PLC0415 - only on a terminal
-    from rich.progress import Progress  # noqa: PLC0415
-
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task(text, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+def _cell(row: msgspec.Struct, field: str) -> object:
+    value = getattr(row, field)
+    if field.endswith("_ms"):
+        return when(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Enum):
+        return value.value
+    return preview(value) if isinstance(value, bytes) else value
 
 
 def preview(payload: bytes | None) -> str:
@@ -179,3 +192,17 @@ def when(ms: int | None) -> str:
     if ms is None:
         return ""
     return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+@contextmanager
+def progress_bar(text: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Give a function to call with (done, in all), which draws a bar; None without a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console  # noqa: PLC0415 - only on a terminal
+    from rich.progress import Progress  # noqa: PLC0415
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task(text, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

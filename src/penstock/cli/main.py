@@ -14,9 +14,7 @@ import click
 from penstock import __version__
 from penstock.errors import PenstockError
 
-__all__ = ["COMMANDS", "cli", "main"]
-
-# Name of the command: the module it is in, and what --help says of it.
+# Name of the command: its module, and its text in --help.
 COMMANDS: Final = {
     "queues": ("queues", "List the queues."),
     "create": ("queues", "Make a queue."),
@@ -25,31 +23,31 @@ COMMANDS: Final = {
     "stats": ("queues", "Show depths and totals."),
     "publish": ("messages", "Publish to every queue whose filter matches."),
     "send": ("messages", "Publish straight to one queue."),
-    "browse": ("inspect", "Look at messages without claiming them."),
-    "attempts": ("inspect", "Show every attempt at a message."),
-    "claim": ("claims", "Take messages under a lease."),
-    "ack": ("claims", "Settle messages as done."),
-    "release": ("claims", "Give messages back, to be tried again or to fail."),
-    "extend": ("claims", "Move the end of a lease."),
+    "browse": ("messages", "Look at messages without claiming them."),
+    "attempts": ("messages", "Show every attempt at a message."),
+    "claim": ("messages", "Take messages under a lease."),
+    "ack": ("messages", "Settle messages as done."),
+    "release": ("messages", "Give messages back, to be tried again or to fail."),
+    "extend": ("messages", "Move the end of a lease."),
     "work": ("work", "Run a function for every message of a queue."),
-    "redrive": ("move", "Make failed messages available again."),
-    "move": ("move", "Move messages into another queue."),
-    "purge": ("move", "Remove messages by state."),
-    "sweep": ("move", "Do what is due: expiry, delays, retention."),
-    "log": ("routing", "Look at the metadata log, or change how it is kept."),
-    "route": ("routing", "Put what the logs hold into the queues."),
-    "backfill": ("routing", "Fill a queue from the log with what it wants and has not had."),
-    "serve": ("serve", "Serve a store until SIGTERM or SIGINT."),
-    "config": ("serve", "Show the settings of a server and where each comes from."),
-    "keys": ("keys", "Make, list and remove the access keys of a server."),
-    "backup": ("backup", "Copy a store to a directory that is not there yet."),
-    "restore": ("backup", "Make a store of a backup."),
+    "redrive": ("messages", "Make failed messages available again."),
+    "move": ("messages", "Move messages into another queue."),
+    "purge": ("messages", "Remove messages by state."),
+    "sweep": ("messages", "Do what is due: expiry, delays, retention."),
+    "log": ("log", "Look at the metadata log, or change how it is kept."),
+    "route": ("log", "Put what the logs hold into the queues."),
+    "backfill": ("log", "Fill a queue from the log with what it wants and has not had."),
+    "serve": ("server", "Serve a store until SIGTERM or SIGINT."),
+    "config": ("server", "Show the settings of a server and where each comes from."),
+    "keys": ("server", "Make, list and remove the access keys of a server."),
+    "backup": ("server", "Copy a store to a directory that is not there yet."),
+    "restore": ("server", "Make a store of a backup."),
     "check": ("check", "Read the whole store and hold it to its invariants."),
-    "salvage": ("salvage", "Read what can be read of the damaged STORE into a new one, TARGET."),
+    "salvage": ("check", "Read what can be read of the damaged STORE into a new one, TARGET."),
     "cluster": ("cluster", "Look at a store on a SQL database, and change its ring."),
-    "pipeline": ("pipeline", "Work on a broker with Spark; needs penstock[spark] and Java."),
-    "import": ("importing", "Bring another queue's database in."),
-    "filter": ("filters", "Try filters out."),
+    "pipeline": ("spark", "Work on a broker with Spark; needs penstock[spark] and Java."),
+    "import": ("messages", "Bring another queue's database in."),
+    "filter": ("queues", "Try filters out."),
 }
 
 
@@ -65,8 +63,8 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"penstock.cli.{COMMANDS[cmd_name][0]}")
-        command: click.Command = module.commands[cmd_name]
-        return command
+        found = (each for each in vars(module).values() if isinstance(each, click.Command))
+        return next(each for each in found if each.name == cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """Write the list of commands from the table, without loading any."""
@@ -74,7 +72,7 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; what Penstock refuses is one line on stderr and exit code 1."""
+        """Run a command; an error of Penstock is one line on stderr and exit code 1."""
         try:
             return super().invoke(ctx)
         except PenstockError as error:

@@ -1,83 +1,97 @@
-"""Messages in: publish and send."""
+"""Messages: bring them in, look at them, claim and settle them, move and remove many."""
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import islice
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import click
 import msgspec
 
-from penstock.cli.common import duration, emit_json, open_store, store_option
+from penstock.cli.common import (
+    STATES,
+    answer,
+    duration,
+    emit_json,
+    json_option,
+    open_store,
+    open_to_look,
+    options,
+    plain,
+    preview,
+    progress_bar,
+    read_only_option,
+    show,
+    show_fields,
+    show_table,
+    store_option,
+    when,
+)
 from penstock.errors import InvalidMessage
 from penstock.filters import Row, parse
-from penstock.model import Message
+from penstock.model import Message, State, SweepCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from penstock.broker.broker import Broker
+    from penstock.model import Outcome
 
-__all__ = ["commands"]
-
-_Command = TypeVar("_Command", bound="Callable[..., Any]")
 LINES_PER_PUBLISH: Final = 1_000
 
 
-def _attribute(
+# --- in -------------------------------------------------------------------------------------------
+
+
+def _attributes(
     ctx: click.Context, param: click.Parameter, given: tuple[str, ...]
 ) -> dict[str, Any]:
+    """Read numbers, booleans, null and quoted strings as JSON has them; the rest is text."""
     attributes = {}
     for pair in given:
         name, equals, text = pair.partition("=")
         if not equals or not name:
             raise click.BadParameter(f"{pair!r} is not NAME=VALUE", ctx, param)
-        attributes[name] = _value(text)
+        try:
+            value = msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            value = text
+        attributes[name] = text if isinstance(value, dict | list) else value
     return attributes
 
 
-def _value(text: str) -> Any:
-    """Read numbers, booleans, null and quoted strings as JSON has them; the rest is text."""
-    try:
-        value = msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return text
-    return text if isinstance(value, dict | list) else value
-
-
-def _message_options(command: _Command) -> _Command:
-    for option in (
-        click.option("--lines", is_flag=True, help="One message for each line of the payload."),
-        click.option("--dedup-id", help="A repeated publish with the same id is stored once."),
-        click.option("--delay", "delay_ms", type=duration, default=0, help="Hide it for so long."),
-        click.option("--priority", type=int, default=0, help="0 to 255; higher first."),
-        click.option("--group", default="", help="Fairness, or order on a FIFO queue."),
-        click.option(
-            "-a",
-            "--attribute",
-            "attributes",
-            multiple=True,
-            metavar="NAME=VALUE",
-            callback=_attribute,
-            help="An attribute; a number, true, false or null is taken as such.",
-        ),
-        click.option(
-            "--payload-file",
-            type=click.File("rb"),
-            help="Read the payload from a file; - is standard input.",
-        ),
-        click.argument("payload", required=False),
-    ):
-        command = option(command)
-    return command
+_message_options = options(
+    click.argument("payload", required=False),
+    click.option(
+        "--payload-file",
+        type=click.File("rb"),
+        help="Read the payload from a file; - is standard input.",
+    ),
+    click.option(
+        "-a",
+        "--attribute",
+        "attributes",
+        multiple=True,
+        metavar="NAME=VALUE",
+        callback=_attributes,
+        help="An attribute; a number, true, false or null is taken as such.",
+    ),
+    click.option("--group", default="", help="Fairness, or order on a FIFO queue."),
+    click.option("--priority", type=int, default=0, help="0 to 255; higher first."),
+    click.option("--delay", "delay_ms", type=duration, default=0, help="Hide it for so long."),
+    click.option("--dedup-id", help="A repeated publish with the same id is stored once."),
+    click.option("--lines", is_flag=True, help="One message for each line of the payload."),
+)
 
 
 @click.command("publish")
 @_message_options
 @store_option
-def publish(store: str, *, as_json: bool, **options: Any) -> None:
+def publish(store: str, *, as_json: bool, **given: Any) -> None:
     """Publish to every queue whose filter matches."""
-    batches = _batches(options, {})
+    batches = _batches(**given)
     with open_store(store) as broker:
         _publish(broker, batches, as_json=as_json)
 
@@ -86,11 +100,35 @@ def publish(store: str, *, as_json: bool, **options: Any) -> None:
 @click.argument("queue")
 @_message_options
 @store_option
-def send(queue: str, store: str, *, as_json: bool, **options: Any) -> None:
+def send(queue: str, store: str, *, as_json: bool, **given: Any) -> None:
     """Publish straight to one queue."""
-    batches = _batches(options, {"queue": queue})
+    given["attributes"]["queue"] = queue
+    batches = _batches(**given)
     with open_store(store) as broker:
         _publish(broker, _checked(broker, queue, batches), as_json=as_json)
+
+
+def _batches(
+    *,
+    payload: str | None,
+    payload_file: BinaryIO | None,
+    lines: bool,
+    dedup_id: str | None,
+    attributes: dict[str, Any],
+    **fields: Any,
+) -> Iterator[list[Message]]:
+    if (payload is None) == (payload_file is None):
+        raise click.UsageError("give either PAYLOAD or --payload-file")
+    if lines and dedup_id:
+        raise click.UsageError("--lines makes many messages: they can't share one --dedup-id")
+    body = (payload or "").encode()
+    if lines:
+        rows = payload_file if payload_file is not None else iter(body.splitlines())
+        bodies = (row.rstrip(b"\r\n") for row in rows)
+    else:
+        bodies = (each for each in [body if payload_file is None else payload_file.read()])
+    messages = (Message(each, attributes, dedup_id=dedup_id, **fields) for each in bodies)
+    return iter(lambda: list(islice(messages, LINES_PER_PUBLISH)), [])
 
 
 def _checked(
@@ -107,44 +145,261 @@ def _checked(
         yield batch
 
 
-def _batches(options: dict[str, Any], more: dict[str, str]) -> Iterator[list[Message]]:
-    payload: str | None = options["payload"]
-    file: BinaryIO | None = options["payload_file"]
-    if (payload is None) == (file is None):
-        raise click.UsageError("give either PAYLOAD or --payload-file")
-    if options["lines"] and options["dedup_id"]:
-        raise click.UsageError("--lines makes many messages: they can't share one --dedup-id")
-    attributes = {**options["attributes"], **more}
-
-    def message(body: bytes) -> Message:
-        return Message(
-            body,
-            attributes,
-            group=options["group"],
-            priority=options["priority"],
-            delay_ms=options["delay_ms"],
-            dedup_id=options["dedup_id"],
-        )
-
-    if not options["lines"]:
-        body = file.read() if file is not None else (payload or "").encode()
-        return iter([[message(body)]])
-    lines = file if file is not None else iter((payload or "").encode().splitlines())
-    bodies = (line.rstrip(b"\r\n") for line in lines)
-    messages = (message(body) for body in bodies)
-    return iter(lambda: list(islice(messages, LINES_PER_PUBLISH)), [])
-
-
 def _publish(broker: Broker, batches: Iterator[list[Message]], *, as_json: bool) -> None:
-    ids: list[int] = []
-    for batch in batches:
-        ids.extend(broker.publish(batch))
+    ids = [message_id for batch in batches for message_id in broker.publish(batch)]
+    one = f"published message {ids[0]}" if len(ids) == 1 else ""
+    answer({"ids": ids}, one or f"published {len(ids)} messages", as_json=as_json)
+
+
+@click.group("import")
+def import_group() -> None:
+    """Bring another queue's database in."""
+
+
+@import_group.command("queueber")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option(
+    "--into",
+    "store",
+    metavar="URL",
+    required=True,
+    envvar="PENSTOCK_STORE",
+    show_envvar=True,
+    help="The store, made if it is not there.",
+)
+@click.option("--queue", required=True, help="The queue, made if it is not there.")
+@click.option("--batch", type=int, default=500, show_default=True, help="Items in one commit.")
+@click.option("--restart", is_flag=True, help="Forget what was imported before: all once more.")
+@json_option
+def import_queueber(
+    path: Path, store: str, queue: str, batch: int, *, restart: bool, as_json: bool
+) -> None:
+    """Publish every item of a Queueber database to a queue, once.
+
+    The database at PATH is only read. An import that was interrupted goes on where it was.
+    """
+    # Loaded here: the other commands do without.
+    from penstock.importers.queueber import import_queueber as run  # noqa: PLC0415
+    from penstock.importers.queueber_source import Source  # noqa: PLC0415
+
+    # A wrong path must not leave an empty store behind.
+    Source(path).close()
+    with open_store(store, make=True) as broker, progress_bar("importing") as progress:
+        report = run(path, broker, queue, batch=batch, progress=progress, restart=restart)
     if as_json:
-        emit_json({"ids": ids})
-    elif len(ids) == 1:
-        click.echo(f"published message {ids[0]}")
+        emit_json({**plain(report), "imported": report.imported})
+        return
+    rows = [
+        (name.replace("_", " "), value)
+        for name, value in plain(report).items()
+        if isinstance(value, int)
+    ]
+    show_table((f"imported into {queue}", ":count"), [*rows, ("total", report.imported)])
+    show_table(("problem at=key", "what=reason"), report.problems)
+
+
+# --- looking --------------------------------------------------------------------------------------
+
+
+@click.command("browse")
+@click.argument("queue")
+@click.option(
+    "--state",
+    type=click.Choice(STATES),
+    default=State.AVAILABLE.value,
+    show_default=True,
+    help="Which messages.",
+)
+@click.option("--limit", type=int, default=20, show_default=True, help="How many at most.")
+@click.option("--cursor", help="Go on after a page: what the page gave as its next cursor.")
+@read_only_option
+@store_option
+def browse(
+    queue: str, state: str, store: str, *, read_only: bool, as_json: bool, **given: Any
+) -> None:
+    """Look at messages without claiming them."""
+    with open_to_look(store, read_only=read_only) as broker:
+        page = broker.browse(queue, state=state, **given)
+    if as_json:
+        emit_json({"entries": list(page), "next_cursor": page.next_cursor})
+        return
+    times = {"done": "ended", "failed": "ended", "in_flight": "lease ends"}
+    moment = times.get(state, "visible")
+    show_table(
+        (":id", "payload", "attributes", "group", ":attempts", "published", moment, "note"),
+        [
+            (
+                entry.message_id,
+                preview(entry.payload),
+                msgspec.json.encode(entry.attributes).decode(),
+                entry.group,
+                entry.attempts,
+                when(entry.published_at_ms),
+                when(entry.ended_at_ms or entry.lease_deadline_ms or entry.visible_at_ms),
+                entry.reason or entry.consumer,
+            )
+            for entry in page
+        ],
+        empty=f"no messages are {state.replace('_', ' ')}",
+    )
+    if page.next_cursor is not None:
+        click.echo(f"there is more: --cursor {page.next_cursor}")
+
+
+@click.command("attempts")
+@click.argument("queue")
+@click.argument("message_id", type=int)
+@read_only_option
+@store_option
+def attempts(queue: str, message_id: int, store: str, *, read_only: bool, as_json: bool) -> None:
+    """Show every attempt at a message."""
+    with open_to_look(store, read_only=read_only) as broker:
+        found = broker.attempts(queue, message_id)
+    times = ("claimed=claimed_at_ms", "ended=ended_at_ms")
+    columns = (":attempt=number", "consumer", *times, "how=end", "reason")
+    show(found, columns, as_json=as_json, empty="no attempts")
+
+
+# --- claiming and settling ------------------------------------------------------------------------
+
+
+@click.command("claim")
+@click.argument("queue")
+@click.option("--limit", type=int, default=1, show_default=True, help="How many at most.")
+@click.option("--lease", "lease_ms", type=duration, help="How long to hold them.")
+@click.option("--wait", "wait_ms", type=duration, default=0, help="Wait for the first so long.")
+@click.option("--consumer", default="penstock-cli", show_default=True, help="Who is claiming.")
+@store_option
+def claim(queue: str, store: str, *, as_json: bool, **given: Any) -> None:
+    """Take messages under a lease."""
+    with open_store(store) as broker:
+        deliveries = broker.claim(queue, **given)
+    about = (":id=message_id", "payload", "group", ":attempt=attempts")
+    columns = (*about, "lease ends=lease_deadline_ms", "receipt")
+    show(deliveries, columns, as_json=as_json, empty="nothing to claim")
+
+
+_receipts = click.argument("receipts", metavar="RECEIPT...", nargs=-1, required=True)
+
+
+@click.command("ack")
+@_receipts
+@store_option
+def ack(receipts: tuple[str, ...], store: str, *, as_json: bool) -> None:
+    """Settle messages as done."""
+    with open_store(store) as broker:
+        _show_outcomes(broker.ack(receipts), as_json=as_json)
+
+
+@click.command("release")
+@_receipts
+@click.option("--delay", "delay_ms", type=duration, help="Instead of the queue's back-off.")
+@click.option("--reason", default="", help="Why; kept in the history.")
+@store_option
+def release(receipts: tuple[str, ...], store: str, *, as_json: bool, **given: Any) -> None:
+    """Give messages back, to be tried again or to fail."""
+    with open_store(store) as broker:
+        _show_outcomes(broker.release(receipts, **given), as_json=as_json)
+
+
+@click.command("extend")
+@_receipts
+@click.option("--lease", "lease_ms", type=duration, required=True, help="From now, so long.")
+@store_option
+def extend(receipts: tuple[str, ...], lease_ms: int, store: str, *, as_json: bool) -> None:
+    """Move the end of a lease."""
+    with open_store(store) as broker:
+        _show_outcomes(broker.extend(receipts, lease_ms=lease_ms), as_json=as_json)
+
+
+def _show_outcomes(outcomes: list[Outcome], *, as_json: bool) -> None:
+    columns = ("receipt", "outcome=status", "lease ends=lease_deadline_ms")
+    show(outcomes, columns, as_json=as_json, empty="no receipts")
+    refused = sum(not outcome for outcome in outcomes)
+    if refused:
+        # A script must see that something was not settled.
+        raise click.ClickException(f"{refused} of {len(outcomes)} receipts were refused")
+
+
+# --- many at once ---------------------------------------------------------------------------------
+
+_ids = click.option(
+    "--id", "ids", type=int, multiple=True, help="Only this message; can be repeated."
+)
+
+
+@click.command("redrive")
+@click.argument("queue")
+@_ids
+@click.option("--where", help='Only those that a filter selects, such as "price > 10".')
+@store_option
+def redrive(
+    queue: str, ids: tuple[int, ...], where: str | None, store: str, *, as_json: bool
+) -> None:
+    """Make failed messages available again."""
+    with open_store(store) as broker:
+        count = broker.redrive(queue, message_ids=ids or None, where=where)
+    text = f"{count} messages are available again"
+    answer({"queue": queue, "redriven": count}, text, as_json=as_json)
+
+
+@click.command("move")
+@click.argument("queue")
+@click.argument("to")
+@click.option(
+    "--state",
+    type=click.Choice([State.FAILED.value, State.AVAILABLE.value, State.DELAYED.value]),
+    default=State.FAILED.value,
+    show_default=True,
+    help="Which messages.",
+)
+@_ids
+@click.option("--limit", type=click.IntRange(1), help="At most so many.")
+@store_option
+def move(
+    queue: str, to: str, ids: tuple[int, ...], store: str, *, as_json: bool, **given: Any
+) -> None:
+    """Move messages into another queue."""
+    with open_store(store) as broker:
+        count = broker.move(queue, to, message_ids=ids or None, **given)
+    text = f"moved {count} messages to {to}"
+    answer({"queue": queue, "to": to, "moved": count}, text, as_json=as_json)
+
+
+@click.command("purge")
+@click.argument("queue")
+@click.option(
+    "--state",
+    "states",
+    type=click.Choice(STATES),
+    multiple=True,
+    default=(State.AVAILABLE.value, State.DELAYED.value),
+    show_default=True,
+    help="Which messages; can be repeated.",
+)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@store_option
+def purge(queue: str, states: tuple[str, ...], store: str, *, yes: bool, as_json: bool) -> None:
+    """Remove messages by state."""
+    with open_store(store) as broker:
+        broker.queue(queue)
+        if not yes:
+            which = ", ".join(states)
+            click.confirm(f"Remove messages of {queue} that are {which}?", abort=True, err=True)
+        count = broker.purge(queue, states=states)
+    answer({"queue": queue, "removed": count}, f"removed {count} messages", as_json=as_json)
+
+
+@click.command("sweep")
+@store_option
+def sweep(store: str, *, as_json: bool) -> None:
+    """Do what is due: expiry, delays, retention."""
+    sums: Counter[str] = Counter()
+    with open_store(store) as broker:
+        while (counts := broker.sweep()).total:
+            sums.update({name: n or 0 for name, n in msgspec.structs.asdict(counts).items()})
+    summed = msgspec.convert({**sums, "next_due_ms": counts.next_due_ms}, SweepCounts)
+    if as_json:
+        emit_json(summed)
     else:
-        click.echo(f"published {len(ids)} messages")
-
-
-commands: Final = {"publish": publish, "send": send}
+        show_fields(summed, "swept", skip="next_due_ms")

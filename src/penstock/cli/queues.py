@@ -1,34 +1,37 @@
-"""Queues: list, make, change, remove, count."""
+"""Queues: list, make, change, remove, count; and trying out their filters."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+import sys
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
 
 from penstock.cli.common import (
+    answer,
     duration,
     emit_json,
+    json_option,
     open_store,
     open_to_look,
-    plain,
+    options,
     read_only_option,
+    show_fields,
     show_table,
     store_option,
 )
+from penstock.clock import SystemClock
 from penstock.errors import StoreDamaged
+from penstock.filters import Explanation, Row, explain, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from rich.text import Text
+    from rich.tree import Tree
 
     from penstock.broker.broker import Broker
     from penstock.broker.reader import Reader
     from penstock.model import QueueSpec, QueueStats
-
-__all__ = ["commands"]
-
-_Command = TypeVar("_Command", bound="Callable[..., Any]")
 
 _SETTINGS: Final = (
     ("--filter", "filter", str, "Which messages it takes, such as \"kind = 'book'\"."),
@@ -46,13 +49,7 @@ _SETTINGS: Final = (
 )
 
 
-def _settings(command: _Command) -> _Command:
-    for flag, name, kind, text in reversed(_SETTINGS):
-        command = click.option(flag, name, type=kind, help=text)(command)
-    return command
-
-
-def _label(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+def _labels(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
     """Take NAME=VALUE apart."""
     labels = {}
     for each in given:
@@ -63,13 +60,16 @@ def _label(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dic
     return labels
 
 
-_labels = click.option(
-    "--label",
-    "labels",
-    metavar="NAME=VALUE",
-    multiple=True,
-    callback=_label,
-    help="Text to keep with the queue; can be repeated.",
+_settings = options(
+    *(click.option(flag, name, type=kind, help=text) for flag, name, kind, text in _SETTINGS),
+    click.option(
+        "--label",
+        "labels",
+        metavar="NAME=VALUE",
+        multiple=True,
+        callback=_labels,
+        help="Text to keep with the queue; can be repeated.",
+    ),
 )
 
 
@@ -87,10 +87,14 @@ def list_queues(store: str, *, as_json: bool) -> None:
             emit_json(specs)
             return
         counted, damage = _count(broker, [spec.name for spec in specs])
+    depths = ("available", "delayed", "in_flight", "failed")
     show_table(
         ("queue", "ordering", "filter", ":available", ":delayed", ":in flight", ":failed"),
         [
-            (spec.name, spec.ordering.value, spec.filter, *_depths(counted.get(spec.name)))
+            (
+                *(spec.name, spec.ordering.value, spec.filter),
+                *(getattr(counted.get(spec.name), depth, "?") for depth in depths),
+            )
             for spec in specs
         ],
         empty="no queues",
@@ -102,7 +106,7 @@ def list_queues(store: str, *, as_json: bool) -> None:
 def _count(
     broker: Broker | Reader, names: list[str]
 ) -> tuple[dict[str, QueueStats], StoreDamaged | None]:
-    """Count each queue's messages, as far as they can be read; and say what could not be."""
+    """Count the messages of each queue that can be read; return the damage of the others."""
     counted = {}
     damage = None
     for name in names:
@@ -113,17 +117,10 @@ def _count(
     return counted, damage
 
 
-def _depths(stats: QueueStats | None) -> tuple[object, ...]:
-    if stats is None:
-        return ("?",) * 4
-    return (stats.available, stats.delayed, stats.in_flight, stats.failed)
-
-
 @click.command("create")
 @click.argument("queue")
 @click.option("--fifo", is_flag=True, help="Deliver each group in order, one lease at a time.")
 @_settings
-@_labels
 @store_option
 def create(queue: str, store: str, *, fifo: bool, as_json: bool, **settings: Any) -> None:
     """Make a queue."""
@@ -136,7 +133,6 @@ def create(queue: str, store: str, *, fifo: bool, as_json: bool, **settings: Any
 @click.command("update")
 @click.argument("queue")
 @_settings
-@_labels
 @click.option("--no-label", "dropped", metavar="NAME", multiple=True, help="Remove a label.")
 @store_option
 def update(
@@ -160,6 +156,13 @@ def update(
     _show_spec(spec, as_json=as_json)
 
 
+def _show_spec(spec: QueueSpec, *, as_json: bool) -> None:
+    if as_json:
+        emit_json(spec)
+    else:
+        show_fields(spec, spec.name, "setting", skip="name")
+
+
 @click.command("delete")
 @click.argument("queue")
 @click.option("--yes", is_flag=True, help="Do not ask.")
@@ -173,12 +176,10 @@ def delete(queue: str, store: str, *, yes: bool, drain: bool, as_json: bool) -> 
             click.confirm(f"Remove queue {queue} and every message in it?", abort=True, err=True)
         removed = broker.delete_queue(queue, drain=drain)
         still_there = any(spec.name == queue for spec in broker.queues())
-    if drain and still_there and not as_json:
-        click.echo(f"queue {queue} takes nothing more in and goes once it is empty")
-    elif as_json:
-        emit_json({"queue": queue, "removed": removed})
-    else:
-        click.echo(f"removed queue {queue} with {removed} messages")
+    text = f"removed queue {queue} with {removed} messages"
+    if drain and still_there:
+        text = f"queue {queue} takes nothing more in and goes once it is empty"
+    answer({"queue": queue, "removed": removed}, text, as_json=as_json)
 
 
 @click.command("stats")
@@ -194,32 +195,87 @@ def stats(queue: str | None, store: str, *, read_only: bool, as_json: bool) -> N
     if as_json:
         emit_json({"queues": list(counted.values()), "store": whole})
     else:
-        for each in counted.values():
-            _show_stats(each)
+        for name, each in counted.items():
+            show_fields(each, name, skip="queue")
         if queue is None:
-            rows = msgspec.structs.asdict(whole).items()
-            show_table(("store", ":count"), list(rows), empty="")
+            show_fields(whole, "store")
     if damage is not None:
         raise damage
 
 
-def _show_stats(counted: QueueStats) -> None:
-    rows = [(name, value) for name, value in plain(counted).items() if name != "queue"]
-    show_table((counted.queue, ":count"), rows, empty="")
+# --- filters --------------------------------------------------------------------------------------
+
+_WORDS: Final = {True: "true", False: "false", None: "unknown"}
+_STYLES: Final = {True: "green", False: "red", None: "yellow"}
 
 
-def _show_spec(spec: QueueSpec, *, as_json: bool) -> None:
+def _attributes(ctx: click.Context, param: click.Parameter, given: str) -> dict[str, Any]:
+    try:
+        attributes: dict[str, Any] = msgspec.json.decode(given, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise click.BadParameter(f"not a JSON object: {error}", ctx, param) from None
+    for name, value in attributes.items():
+        if isinstance(value, dict | list):
+            raise click.BadParameter(f"{name!r} is not flat: no lists or objects", ctx, param)
+    return attributes
+
+
+@click.group("filter")
+def filter_group() -> None:
+    """Try filters out."""
+
+
+@filter_group.command("test")
+@click.argument("expression")
+@click.argument("attributes", callback=_attributes, default="{}")
+@click.option("--group", default="", help="What the filter reads as group.")
+@click.option("--priority", type=int, default=0, help="What it reads as priority.")
+@click.option("--size", type=int, default=0, help="What it reads as size, in bytes.")
+@click.option(
+    "--published-at", type=int, help="What it reads as published_at, in ms.  [default: now]"
+)
+@json_option
+def test(expression: str, published_at: int | None, *, as_json: bool, **fields: Any) -> None:
+    """Say whether a filter takes a message, and why: each condition with what it read.
+
+    ATTRIBUTES is a JSON object, such as '{"kind": "book", "price": 12}'.
+    """
+    at_ms = SystemClock().now_ms() if published_at is None else published_at
+    found = explain(parse(expression), Row(published_at_ms=at_ms, **fields))
     if as_json:
-        emit_json(spec)
+        emit_json({"matches": found.result is True, "explanation": _plain(found)})
         return
-    rows = [(name, value) for name, value in plain(spec).items() if name != "name"]
-    show_table((spec.name, "setting"), rows, empty="")
+    from rich.console import Console  # noqa: PLC0415 - a JSON answer does without
+    from rich.tree import Tree  # noqa: PLC0415
+
+    tree = Tree(_label(found))
+    _grow(tree, found)
+    Console(file=sys.stdout, soft_wrap=True).print(tree)
+    matches = "matches" if found.result is True else "does not match"
+    click.echo(f"{matches}: the filter is {_WORDS[found.result]}")
 
 
-commands: Final = {
-    "queues": list_queues,
-    "create": create,
-    "update": update,
-    "delete": delete,
-    "stats": stats,
-}
+def _plain(found: Explanation) -> dict[str, Any]:
+    return {
+        "text": found.text,
+        "result": found.result,
+        "values": dict(found.values),
+        "parts": [_plain(part) for part in found.parts],
+    }
+
+
+def _grow(tree: Tree, found: Explanation) -> None:
+    for part in found.parts:
+        _grow(tree.add(_label(part)), part)
+
+
+def _label(found: Explanation) -> Text:
+    from rich.text import Text  # noqa: PLC0415
+
+    label = Text(f"{_WORDS[found.result]:8}", style=_STYLES[found.result])
+    label.append(found.text, style="default")
+    if found.values:
+        values = ((name, msgspec.json.encode(value).decode()) for name, value in found.values)
+        read = ", ".join(f"{name} is {value}" for name, value in values)
+        label.append(f"   ({read})", style="dim")
+    return label

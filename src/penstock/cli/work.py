@@ -6,7 +6,7 @@ import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,7 +16,8 @@ from penstock.cli.common import duration, emit_json, store_option
 from penstock.errors import InvalidInput
 from penstock.server import logs
 from penstock.server.config import parse_address
-from penstock.worker.handling import resolve
+from penstock.worker.outcome import resolve
+from penstock.worker.stats import serve_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from penstock.broker.broker import Broker
     from penstock.client import Client
     from penstock.worker import WorkerStats
-
-__all__ = ["commands"]
 
 
 @click.command("work")
@@ -99,13 +98,11 @@ def _store(url: str, stack: ExitStack) -> Broker | Client:
 def _expose(stats: Callable[[], WorkerStats], address: str, stack: ExitStack) -> None:
     host, port = parse_address(address)
     try:
-        from penstock.worker.prometheus import exposed  # noqa: PLC0415 - needs an extra
+        bound = stack.enter_context(serve_metrics(stats, host, port))
     except ImportError as error:
         raise click.ClickException(
             f"{error}: --metrics needs pip install 'penstock[server]'"
         ) from error
-    try:
-        bound = stack.enter_context(exposed(stats, host, port))
     except OSError as error:
         raise InvalidInput(f"metrics can't be served at {address}: {error}") from error
     click.echo(f"metrics at http://{host}:{bound}/metrics")
@@ -117,6 +114,3 @@ def _show(stats: WorkerStats, *, as_json: bool) -> None:
         return
     names = ("processed", "failed", "released", "lost", "stale")
     click.echo(", ".join(f"{name} {getattr(stats, name)}" for name in names))
-
-
-commands: Final = {"work": work}

@@ -1,8 +1,9 @@
-"""Claims messages for a worker: a thread for each queue, which draws from its source.
+"""Claims messages for a worker: a thread for each queue.
 
-It claims when there is room for more than half of the prefetch, up to ``dequeue_max`` at a visit.
-A source that finds nothing and can't wait for more is looked at again after the scan interval,
-which varies by a fifth so that workers that were started together drift apart.
+It claims when half of the prefetch is free, up to ``dequeue_max`` messages in a call. The store
+waits for the first message inside the claim. After a claim that found nothing the thread pauses
+for the rest of the scan interval, which varies by a fifth so that workers that were started
+together drift apart.
 """
 
 from __future__ import annotations
@@ -10,53 +11,66 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final
 
+from penstock.errors import InvalidInput
+from penstock.model import Ordering
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.clock import Clock
-    from penstock.worker.retry import Standing
-    from penstock.worker.source import Source
-    from penstock.worker.state import Floor
-    from penstock.worker.stats import Meters
-
-__all__ = ["Feeder"]
+    from penstock.broker.broker import Broker
+    from penstock.model import Contention, Delivery
+    from penstock.worker.state import WorkerState
 
 JITTER: Final = 0.2
+# How often the settings of a queue are read; they are as well after a claim that failed.
+READ_SETTINGS_MS: Final = 10_000
 
 
-class Feeder:
+class Claimer:
     """The thread that claims from one queue."""
 
     def __init__(
         self,
-        source: Source,
-        floor: Floor,
+        broker: Broker,
+        queue: str,
+        state: WorkerState,
         *,
-        clock: Clock,
-        meters: Meters,
-        standing: Standing,
+        lease_ms: int | None,
+        consumer: str,
+        fifo: bool,
         dequeue_max: int,
         wait_ms: int,
         scan_interval_ms: int,
         on_end: Callable[[], None],
     ) -> None:
-        self._source = source
-        self._floor = floor
-        self._clock = clock
-        self._meters = meters
-        self._standing = standing
+        """Read the queue's settings; a FIFO queue is refused without ``fifo``."""
+        self._broker = broker
+        self._queue = queue
+        self._state = state
+        self._clock = state.clock
+        self._activity = state.counters.activity(f"claiming from {queue}")
+        self._own_lease_ms = lease_ms
+        self._consumer = consumer
+        self._fifo = fifo
         self._dequeue_max = dequeue_max
         self._wait_ms = wait_ms
         self._scan_interval_ms = scan_interval_ms
+        # A client has no such verb: its server counts collisions, for all its clients.
+        self._contention: Callable[[], Contention | None] = getattr(
+            broker, "contention", lambda: None
+        )
+        self._old_collisions = self._collisions()
         self._on_end = on_end
         # Whether its last claim has been answered.
         self.ended = False
         self._thread = threading.Thread(
-            target=self._run, name=f"penstock-feeder-{source.queue}", daemon=True
+            target=self._run, name=f"penstock-claimer-{queue}", daemon=True
         )
+        self._read_settings_at: float | None = None
+        self._read_settings()
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def join(self, within_ms: int | None) -> None:
@@ -64,36 +78,56 @@ class Feeder:
         self._thread.join(None if within_ms is None else within_ms / 1000)
 
     def _run(self) -> None:
-        while self._floor.wait_for_room():
-            begun = self._clock.seconds()
+        while room := self._state.wait_for_room():
+            began = self._clock.seconds()
             try:
-                found = self._visit()
-            except Exception as error:  # the thread must outlive whatever it meets
-                self._floor.pause(self._standing.failed(error))
+                deliveries = self.claim(min(room, self._dequeue_max))
+                if deliveries:
+                    self._state.add(deliveries, lease_ms=self.lease_ms)
+                collisions = self._collisions() - self._old_collisions
+                self._state.counters.reach("collisions", collisions)
+            except Exception as error:  # the thread must outlive every error
+                self._state.pause(self._activity.failed(error))
                 continue
-            self._standing.worked()
-            if not found:
+            self._activity.worked()
+            if not deliveries:
                 jitter = 1 + JITTER * (2 * self._clock.random() - 1)
-                took_ms = (self._clock.seconds() - begun) * 1000
-                self._floor.pause(int(self._scan_interval_ms * jitter - took_ms))
+                took_ms = (self._clock.seconds() - began) * 1000
+                self._state.pause(int(self._scan_interval_ms * jitter - took_ms))
         self.ended = True
         self._on_end()
 
-    def _visit(self) -> int:
-        """Make one round of the zones; return how many messages it gave."""
-        zones = self._source.peek()
-        found = 0
-        for zone in zones:
-            room = self._floor.wait_for_room()
-            if not room:
-                break
-            claimed = self._source.claim(
-                zone,
-                limit=min(room, self._dequeue_max),
-                wait_ms=self._wait_ms if len(zones) == 1 else 0,
+    def _collisions(self) -> int:
+        """Return how often other processes took messages first, in all claims of this broker."""
+        found = self._contention()
+        return 0 if found is None else found.collisions
+
+    def claim(self, limit: int) -> list[Delivery]:
+        """Claim once, after reading the queue's settings if that is due."""
+        if self._read_settings_at is None or self._clock.seconds() >= self._read_settings_at:
+            self._read_settings()
+        # Until the claim has worked: the queue may be another when it can be claimed from again.
+        read_settings_at, self._read_settings_at = self._read_settings_at, None
+        deliveries = self._broker.claim(
+            self._queue,
+            limit=1 if self._in_order else limit,
+            lease_ms=self.lease_ms,
+            wait_ms=self._wait_ms,
+            consumer=self._consumer,
+        )
+        self._read_settings_at = read_settings_at
+        return deliveries
+
+    def _read_settings(self) -> None:
+        spec = self._broker.queue(self._queue)
+        # Several messages of one group would be given out together, to handlers that run side by
+        # side; and those behind one that fails would have to be given back, an attempt poorer.
+        self._in_order = spec.ordering is Ordering.FIFO
+        if self._in_order and not self._fifo:
+            raise InvalidInput(
+                f"queue {self._queue!r} is FIFO: a thread that is over its time limit can't be "
+                "ended, and the next message of its group would run beside it. Use "
+                "mode='processes' or an async function, or no time limit"
             )
-            self._meters.add("collisions", claimed.collisions)
-            if claimed.deliveries:
-                found += len(claimed.deliveries)
-                self._floor.bring(self._source, claimed.deliveries)
-        return found
+        self.lease_ms = spec.lease_ms if self._own_lease_ms is None else self._own_lease_ms
+        self._read_settings_at = self._clock.seconds() + READ_SETTINGS_MS / 1000

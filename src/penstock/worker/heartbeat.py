@@ -1,41 +1,103 @@
-"""Keeps the leases of everything in a worker's hands, whatever the store.
+"""Extends the leases of all messages that a worker holds, whatever the store.
 
-The bookkeeping is :class:`penstock.client.lease_keeper.Keeper`, which the native client uses too:
-an extension at a third of the lease, and a deadline on this process's own clock. What is about to
-be settled is extended like the rest, but whether it was lost is for the store to say when it is
-settled: the answers to an ack and to an extension may cross.
+A lease is extended at each third of its length. Deadlines are on this process's own clock and
+counted from when a claim was answered or an extension asked for, so that no two clocks need agree;
+a tenth of the lease is set aside for the way of the answer. Receipts that are about to be settled
+are extended like the rest, but whether they were lost is for the store to say when it settles
+them: the answers to an ack and to an extension may cross.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from penstock import limits
-from penstock.client.lease_keeper import BEATS, Keeper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from penstock.broker.broker import Broker
     from penstock.clock import Clock
-    from penstock.worker.retry import Standing
+    from penstock.worker.stats import WorkerCounters
 
-__all__ = ["Leases"]
+# An extension is asked for this many times within a lease.
+EXTENSIONS_PER_LEASE: Final = 3
+MARGIN: Final = 10
 
 
-class Leases:
-    """The leases that a worker holds. Thread-safe."""
+class Ticker:
+    """A thread that calls ``tick``, sleeps until the next call is due, and calls it again."""
 
-    def __init__(self, broker: Broker, clock: Clock, standing: Standing) -> None:
-        self._broker = broker
+    def __init__(self, name: str, tick: Callable[[], int | None], clock: Clock) -> None:
+        """``tick`` returns in how many ms it is due again; None: only after :meth:`wake`."""
+        self._tick = tick
         self._clock = clock
-        self._standing = standing
-        # Told of receipts that were lost, and when :meth:`tick` is wanted sooner than it said.
+        self._wake = threading.Condition()
+        self._woken = False
+        self._stopped = False
+        # Whether the last tick has seen nothing that comes due, or a tick is under way.
+        self._idle = True
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Call ``tick`` now: something may be due earlier than it said."""
+        with self._wake:
+            self._woken = True
+            self._wake.notify()
+
+    def wake_idle(self) -> None:
+        """Call ``tick`` now if it saw nothing that comes due; else that comes due before this."""
+        if self._idle:
+            self.wake()
+
+    def stop(self) -> None:
+        """End after the call that is under way, if one is."""
+        self._stopped = True
+        self.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped:
+            with self._wake:
+                self._woken = False
+            self._idle = True
+            pause_ms = self._tick()
+            self._idle = pause_ms is None
+            with self._wake:
+                if not self._woken and (pause_ms is None or pause_ms > 0):
+                    self._clock.wait(self._wake, pause_ms)
+
+
+class _Group:
+    """Receipts that were claimed or extended together."""
+
+    __slots__ = ("deadline_ms", "lease_ms", "next_ms", "receipts")
+
+    def __init__(self, receipts: Iterable[str], lease_ms: int, now_ms: int) -> None:
+        self.receipts = dict.fromkeys(receipts)
+        self.lease_ms = lease_ms
+        self.deadline_ms = now_ms + lease_ms - lease_ms // MARGIN
+        self.next_ms = now_ms + lease_ms // EXTENSIONS_PER_LEASE
+
+
+class Heartbeat(Ticker):
+    """The leases of a worker, and the thread that extends them. Thread-safe."""
+
+    def __init__(self, broker: Broker, clock: Clock, counters: WorkerCounters) -> None:
+        super().__init__("penstock-heartbeat", self.tick, clock)
+        self._broker = broker
+        self._activity = counters.activity("extending leases")
+        # Called with receipts whose lease was lost.
         self.on_lost: Callable[[list[str]], None] | None = None
-        self.on_moved: Callable[[], None] | None = None
         self._lock = threading.Lock()
-        self._keeper = Keeper()
+        self._group_of: dict[str, _Group] = {}
+        self._groups: dict[_Group, None] = {}
         self._settling: set[str] = set()
         self._next_ms: int | None = None
 
@@ -44,50 +106,69 @@ class Leases:
         return int(self._clock.seconds() * 1000)
 
     def hold(self, receipts: Iterable[str], *, lease_ms: int) -> None:
-        """Keep these from now on: their claim has just been answered."""
-        now_ms = self.now_ms()
-        due_ms = now_ms + lease_ms // BEATS
+        """Extend these from now on: their claim has just been answered."""
         with self._lock:
-            self._keeper.hold(receipts, lease_ms=lease_ms, now_ms=now_ms)
-            sooner = self._next_ms is None or due_ms < self._next_ms
+            group = self._hold(receipts, lease_ms, self.now_ms())
+            sooner = self._next_ms is None or group.next_ms < self._next_ms
             if sooner:
-                self._next_ms = due_ms
-        if sooner and self.on_moved is not None:
-            self.on_moved()
+                self._next_ms = group.next_ms
+        if sooner:
+            self.wake()
 
-    def settling(self, receipts: Iterable[str]) -> None:
-        """Keep these, but leave it to the store whether they were lost."""
+    def _hold(self, receipts: Iterable[str], lease_ms: int, now_ms: int) -> _Group:
+        group = _Group(receipts, lease_ms, now_ms)
+        self._forget(group.receipts)
+        if group.receipts:
+            self._groups[group] = None
+            self._group_of.update(dict.fromkeys(group.receipts, group))
+        return group
+
+    def mark_settling(self, receipts: Iterable[str]) -> None:
+        """Go on extending these, but leave it to the store whether they were lost."""
         with self._lock:
             self._settling.update(receipts)
 
     def forget(self, receipts: Iterable[str]) -> None:
-        """Keep these no more."""
+        """Extend these no more."""
         gone = list(receipts)
         with self._lock:
-            self._keeper.forget(gone)
+            self._forget(gone)
             self._settling.difference_update(gone)
 
-    def live(self, receipt: str) -> bool:
-        """Whether a lease is held still."""
-        now_ms = self.now_ms()
+    def _forget(self, receipts: Iterable[str]) -> None:
+        for receipt in receipts:
+            group = self._group_of.pop(receipt, None)
+            if group is not None:
+                del group.receipts[receipt]
+                if not group.receipts:
+                    self._groups.pop(group, None)
+
+    def is_live(self, receipt: str) -> bool:
+        """Whether a receipt is held, and surely not past its deadline."""
         with self._lock:
-            return self._keeper.live(receipt, now_ms)
+            group = self._group_of.get(receipt)
+            return group is not None and self.now_ms() < group.deadline_ms
 
     def tick(self) -> int | None:
-        """Extend what is due, tell what is lost; return in how many ms there is more to do."""
+        """Extend the leases that are due, report lost ones; return in how many ms more are due."""
         now_ms = self.now_ms()
+        due: dict[int, list[str]] = {}
         with self._lock:
-            lost = self._lost(self._keeper.lapsed(now_ms))
-            by_lease: dict[int, list[str]] = {}
-            for receipts, lease_ms in self._keeper.due(now_ms):
-                by_lease.setdefault(lease_ms, []).extend(receipts)
-        self._tell(lost)
-        for lease_ms, receipts in by_lease.items():
+            past = [group for group in self._groups if group.deadline_ms <= now_ms]
+            lapsed = [receipt for group in past for receipt in group.receipts]
+            self._forget(lapsed)
+            for group in self._groups:
+                if group.next_ms <= now_ms:
+                    group.next_ms = now_ms + max(1, group.lease_ms // EXTENSIONS_PER_LEASE)
+                    due.setdefault(group.lease_ms, []).extend(group.receipts)
+        self._report_lost(lapsed)
+        for lease_ms, receipts in due.items():
             for at in range(0, len(receipts), limits.MAX_RECEIPTS):
                 self._extend(receipts[at : at + limits.MAX_RECEIPTS], lease_ms)
         now_ms = self.now_ms()
         with self._lock:
-            self._next_ms = self._keeper.next_ms()
+            moments = (min(group.next_ms, group.deadline_ms) for group in self._groups)
+            self._next_ms = min(moments, default=None)
             return None if self._next_ms is None else max(0, self._next_ms - now_ms)
 
     def _extend(self, receipts: list[str], lease_ms: int) -> None:
@@ -95,17 +176,19 @@ class Leases:
         try:
             outcomes = self._broker.extend(receipts, lease_ms=lease_ms)
         except Exception as error:
-            # Tried again at the next beat, until the deadline says that they are lost.
-            self._standing.failed(error)
+            # Tried again when it is due next, until the deadline says that they are lost.
+            self._activity.failed(error)
             return
-        self._standing.worked()
+        self._activity.worked()
         with self._lock:
-            lost = self._lost(self._keeper.extended(outcomes, lease_ms=lease_ms, asked_ms=asked_ms))
-        self._tell(lost)
+            held = [each for each in outcomes if each.receipt in self._group_of]
+            refused = [each.receipt for each in held if not each.ok]
+            self._forget(refused)
+            self._hold([each.receipt for each in held if each.ok], lease_ms, asked_ms)
+        self._report_lost(refused)
 
-    def _tell(self, lost: list[str]) -> None:
+    def _report_lost(self, receipts: list[str]) -> None:
+        with self._lock:
+            lost = [receipt for receipt in receipts if receipt not in self._settling]
         if lost and self.on_lost is not None:
             self.on_lost(lost)
-
-    def _lost(self, receipts: list[str]) -> list[str]:
-        return [receipt for receipt in receipts if receipt not in self._settling]

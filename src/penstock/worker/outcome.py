@@ -1,4 +1,4 @@
-"""What a handler's end means for its message. Pure: no thread, no store.
+"""Runs a handler inside its middleware and decides how its message is settled. No thread, no store.
 
 ::
 
@@ -8,20 +8,39 @@
     raises Settled                  is left alone: the handler has settled it by itself
     raises anything else            is released, and tried again after the queue's back-off
 
-A released message that is out of attempts fails; that is for the store to see.
+The store decides whether a released message is out of attempts and fails. ``before`` hooks run in
+the order of the list, ``after`` and ``on_error`` in reverse. A hook that raises fails the message
+like a handler that does, except for ``on_error``: its errors are only logged. A coroutine or a
+generator as the result is a failure: nobody would run it, and an ack would say that it had run.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import importlib
+import inspect
+import logging
 import traceback
+from collections.abc import Callable
 from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
 from penstock import limits
+from penstock.errors import InvalidInput
 from penstock.validation import check_duration, cut_text
 
-__all__ = ["ACKED", "Act", "Retry", "Settled", "Verdict", "over_limit", "released", "verdict_of"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from penstock.model import Delivery
+
+log = logging.getLogger("penstock.worker")
+
+Handler: TypeAlias = Callable[["Delivery"], object]
+"""A function of a delivery, or a coroutine function."""
 
 
 class Retry(Exception):
@@ -35,7 +54,7 @@ class Retry(Exception):
     delay_ms: int | None = None
 
     def __init__(self, reason: str = "", *, delay_ms: int | None = None) -> None:
-        """Note what the handler wants; a delay that the store would refuse is refused here."""
+        """Check the delay here: the store would refuse the same ones later."""
         super().__init__(reason)
         self.reason = reason
         self.delay_ms = None if delay_ms is None else check_duration(delay_ms, "delay_ms")
@@ -45,8 +64,8 @@ class Settled(Exception):
     """Raise it in a handler that has acked or released its message by itself."""
 
 
-class Act(StrEnum):
-    """What is to be done with a message."""
+class Action(StrEnum):
+    """The ways to settle a message."""
 
     ACK = "ack"
     RELEASE = "release"
@@ -55,14 +74,13 @@ class Act(StrEnum):
     LEAVE = "leave"
 
 
-class Verdict(msgspec.Struct, frozen=True, gc=False):
-    """What is to be done with a message, and what the log is to say of it.
+class Settlement(msgspec.Struct, frozen=True, gc=False):
+    """How to settle a message, and what the log says about it.
 
-    ``failed``: the handler did not succeed. ``place`` is where it raised, ``trace`` how it got
-    there.
+    ``failed``: the handler did not succeed. ``place`` is where it raised, ``trace`` its traceback.
     """
 
-    act: Act
+    action: Action
     delay_ms: int | None = None
     reason: str = ""
     failed: bool = False
@@ -70,44 +88,170 @@ class Verdict(msgspec.Struct, frozen=True, gc=False):
     trace: str = ""
 
 
-ACKED = Verdict(Act.ACK)
+ACK: Final = Settlement(Action.ACK)
+LEAVE: Final = Settlement(Action.LEAVE)
+CUT_OFF: Final = Settlement(Action.RELEASE, reason="cut off: the worker was stopped", failed=True)
 
 
-def released(reason: str, *, delay_ms: int | None = None, failed: bool = False) -> Verdict:
-    """Give a message back for a reason that is not the handler's."""
-    return Verdict(Act.RELEASE, delay_ms, reason, failed)
+def over_limit(time_limit_ms: int) -> Settlement:
+    """Release the message of a handler that took longer than its time limit."""
+    reason = f"over the time limit of {time_limit_ms} ms"
+    return Settlement(Action.RELEASE, reason=reason, failed=True)
 
 
-def over_limit(time_limit_ms: int) -> Verdict:
-    """Judge a handler that took longer than it may."""
-    return released(f"over the time limit of {time_limit_ms} ms", failed=True)
-
-
-def verdict_of(error: BaseException) -> Verdict:
-    """Judge a handler by what it raised, whatever that is."""
+def settlement_of(error: BaseException) -> Settlement:
+    """Settle a message by the error that its handler raised."""
     try:
-        return _judged(error)
+        return _settlement_of(error)
     except BaseException as failure:
-        # Of an error that can't be looked at: who asks is to have an answer all the same.
+        # An error whose own text can't be made still needs an answer.
         text = f"{type(error).__name__}, which can't be read: {type(failure).__name__}"
-        return released(_cut(text), failed=True)
+        return Settlement(Action.RELEASE, reason=_cut(text), failed=True)
 
 
-def _judged(error: BaseException) -> Verdict:
+def _settlement_of(error: BaseException) -> Settlement:
     if isinstance(error, Settled):
-        return Verdict(Act.LEAVE)
+        return LEAVE
     if isinstance(error, Retry):
-        reason = _cut(error.reason or "retry")
         delay_ms = error.delay_ms
         if delay_ms is not None:
             check_duration(delay_ms, "delay_ms")
-        return Verdict(Act.RELEASE, delay_ms, reason, failed=True, place="Retry")
-    reason = "".join(traceback.format_exception_only(error)).strip()
+        reason = _cut(error.reason or "retry")
+        return Settlement(Action.RELEASE, delay_ms, reason, failed=True, place="Retry")
+    reason = _cut("".join(traceback.format_exception_only(error)).strip())
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     trace = "".join(traceback.format_exception(error))
-    return Verdict(Act.RELEASE, None, _cut(reason), failed=True, place=place, trace=trace)
+    return Settlement(Action.RELEASE, None, reason, failed=True, place=place, trace=trace)
 
 
 def _cut(reason: str) -> str:
     return cut_text(reason, limits.MAX_REASON_BYTES)
+
+
+# --- finding a handler ----------------------------------------------------------------------------
+
+
+def resolve(handler: Handler | str) -> Handler:
+    """Find a handler that is named MODULE:FUNCTION, and check that it can be one."""
+    if isinstance(handler, str):
+        found = _import(handler)
+    elif callable(handler):
+        found = handler
+    else:
+        raise InvalidInput(f"a handler is a function, not {type(handler).__name__}")
+    called = getattr(found, "__call__", None)  # noqa: B004 - an object may define it so
+    for each in (found, called):
+        if inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each):
+            raise InvalidInput("a function with yield is no handler: nobody would run it")
+    return found
+
+
+def _import(handler: str) -> Handler:
+    module_name, colon, path = handler.partition(":")
+    if not (module_name and colon and path):
+        raise InvalidInput(f"{handler!r:.200} does not name a handler: MODULE:FUNCTION")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            raise InvalidInput(f"there is no module {missing!r:.200}") from None
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise InvalidInput(
+            f"module {module_name!r:.200} can't be imported: {type(error).__name__}: {error} "
+            f"({last.filename}, line {last.lineno})"
+        ) from error
+    for name in path.split("."):
+        found = getattr(found, name, None)
+        if found is None:
+            raise InvalidInput(f"module {module_name!r} has no {path!r:.200}")
+    if not callable(found):
+        raise InvalidInput(f"{handler!r:.200} is no function, but {type(found).__name__}")
+    named: Handler = found
+    return named
+
+
+def is_async(handler: Callable[..., object] | None) -> bool:
+    """Whether a handler or a hook is to be awaited."""
+    called = getattr(handler, "__call__", None)  # noqa: B004 - an object may define it async
+    return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(called)
+
+
+def check_middleware(handler: Handler, middleware: Sequence[object]) -> None:
+    """Refuse async hooks around a plain handler: nobody would await them."""
+    if is_async(handler):
+        return
+    for each in middleware:
+        for name in ("before", "after", "on_error"):
+            hook = None
+            # A hook that can't be read fails its message, as if it had raised.
+            with contextlib.suppress(Exception):
+                hook = getattr(each, name, None)
+            if is_async(hook):
+                raise InvalidInput(
+                    f"{name} of {type(each).__name__} is async, and the handler is not"
+                )
+
+
+# --- running a handler ----------------------------------------------------------------------------
+
+
+def handle(handler: Handler, middleware: Sequence[object], delivery: Delivery) -> Settlement:
+    """Run a plain function for one message."""
+    # The coroutine awaits nothing that could suspend it: it ends at its first step, with no loop.
+    try:
+        handle_async(handler, middleware, delivery, awaits=False).send(None)
+    except StopIteration as end:
+        settlement: Settlement = end.value
+        return settlement
+    raise AssertionError("a plain handler was suspended")
+
+
+async def handle_async(
+    handler: Handler, middleware: Sequence[object], delivery: Delivery, *, awaits: bool = True
+) -> Settlement:
+    """Run a coroutine function for one message; hooks may be coroutine functions too."""
+    result: object = None
+    settlement = ACK
+    try:
+        for hook in _hooks(middleware, "before"):
+            await _finished(hook(delivery), "before", awaits=awaits)
+        try:
+            result = await _finished(handler(delivery), "the handler", awaits=awaits)
+        except Settled:
+            settlement = LEAVE
+        for hook in _hooks(reversed(middleware), "after"):
+            await _finished(hook(delivery, result), "after", awaits=awaits)
+    except BaseException as error:
+        for each in reversed(middleware):
+            try:
+                for hook in _hooks([each], "on_error"):
+                    await _finished(hook(delivery, error), "on_error", awaits=awaits)
+            except BaseException as failure:
+                if awaits and isinstance(failure, asyncio.CancelledError):
+                    raise
+                log.exception("on_error failed")
+        return settlement_of(error)
+    return settlement
+
+
+async def _finished(result: object, who: str, *, awaits: bool) -> object:
+    """Return a result; refuse a coroutine or a generator, which has yet to be run."""
+    if awaits and inspect.isawaitable(result):
+        result = await result
+    if inspect.isawaitable(result) or inspect.isgenerator(result):
+        close = getattr(result, "close", None)
+        if close is not None:
+            close()
+    elif not inspect.isasyncgen(result):  # one that has not begun has nothing to close
+        return result
+    kind = type(result).__name__
+    raise TypeError(f"{who} returned a {kind}, which nobody runs: make it async def, or run it")
+
+
+def _hooks(middleware: Any, name: str) -> Iterator[Callable[..., object]]:
+    for each in middleware:
+        hook = getattr(each, name, None)
+        if hook is not None:
+            yield hook

@@ -1,113 +1,150 @@
-"""Where feeders, pools, leases and the settler meet: the hands of a worker, behind one lock.
+"""The messages that a worker holds, which its claimers, pool, heartbeat and settler share.
 
-Feeders wait here for room and bring messages; pools take them and say what came of them. Nothing
-is begun whose lease may have ended, and nothing is settled before its handler has returned, unless
-it is given back.
+::
+
+    add ──▶ waiting ──take──▶ running ──finish──▶ settled as its handler says      (IN_TIME)
+              │                 │  ├─ its lease was lost: nothing is settled        (LOST)
+              │                 │  └─ released before its handler returned          (LATE)
+              └─ lose, strand   └─ release_overdue, abandon: released; its slot stays taken
+
+No message is begun whose lease may have ended, and none is settled before its handler has returned,
+unless it is given back. Once the worker is closing, waiting messages are set aside until no claim
+of this worker could take them again. Waiting messages are stranded, and given back at once, if
+there is no slot, or every slot has a handler whose return does not count any more.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from penstock import limits
-from penstock.worker.hands import End
-from penstock.worker.outcome import Act, Verdict, over_limit, released
+from penstock.worker.outcome import CUT_OFF, Action, Settlement, over_limit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from penstock.clock import Clock
     from penstock.model import Delivery
-    from penstock.worker.hands import Hands, Task
-    from penstock.worker.heartbeat import Leases
-    from penstock.worker.retry import Failures
+    from penstock.worker.heartbeat import Heartbeat
     from penstock.worker.settler import Settler
-    from penstock.worker.source import Source
-    from penstock.worker.stats import Meters
-
-__all__ = ["CUT_OFF", "Floor"]
+    from penstock.worker.stats import WorkerCounters
 
 log = logging.getLogger("penstock.worker")
 
-CUT_OFF: Final = released("cut off: the worker was stopped", failed=True)
-NOT_BEGUN: Final = Verdict(Act.GIVE_BACK, reason="not begun: the worker was stopped")
-STRANDED: Final = Verdict(Act.GIVE_BACK, reason="not begun: no handler is free")
+NOT_BEGUN: Final = Settlement(Action.GIVE_BACK, reason="not begun: the worker was stopped")
+STRANDED: Final = Settlement(Action.GIVE_BACK, reason="not begun: no handler is free")
 
 
-class Floor:
-    """What a worker has in its hands. Thread-safe."""
+class HandlerEnd(Enum):
+    """How a handler's return counts."""
+
+    IN_TIME = "in time"
+    LOST = "lost"
+    LATE = "late"
+
+
+class Task:
+    """A message that a worker holds."""
+
+    __slots__ = ("began_ms", "delivery", "end")
+
+    def __init__(self, delivery: Delivery) -> None:
+        self.delivery = delivery
+        self.began_ms = 0
+        self.end = HandlerEnd.IN_TIME
+
+
+class WorkerState:
+    """The messages that a worker holds. Thread-safe."""
 
     def __init__(
         self,
-        hands: Hands,
+        slots: int,
+        prefetch: int,
         *,
         clock: Clock,
-        leases: Leases,
+        heartbeat: Heartbeat,
         settler: Settler,
-        meters: Meters,
-        failures: Failures,
+        counters: WorkerCounters,
         on_idle: Callable[[], None],
     ) -> None:
-        self._hands = hands
-        self._clock = clock
-        self._leases = leases
+        """``on_idle`` is called when a closing worker has nothing left to do."""
+        self._slots = slots
+        self._prefetch = prefetch
+        self.clock = clock
+        self._heartbeat = heartbeat
         self._settler = settler
-        self._meters = meters
-        self._failures = failures
+        self.counters = counters
         self._on_idle = on_idle
+        self._waiting: dict[str, Task] = {}
+        self._running: dict[str, Task] = {}
+        self._set_aside: dict[str, Task] = {}
+        # Running tasks whose end does not count any more; nobody knows how long they take.
+        self._detached = 0
+        self.closing = False
+        self._ended = False
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._room = threading.Condition(self._lock)
-        self._ended = False
-        # Told when something can be taken, for a pool that can't wait in take().
+        # Called when a message can be taken, for a pool that can't wait in take().
         self.on_ready: Callable[[], None] | None = None
-        # Told when something has begun, for who watches over time limits.
+        # Called when a message has begun, for the watch over time limits.
         self.on_begun: Callable[[], None] | None = None
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many run, and how many wait."""
-        return self._hands.running, self._hands.waiting
+        """How many messages run, and how many wait."""
+        return len(self._running), len(self._waiting)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left that could still end in good order."""
+        """Whether no message is left that could still end in good order."""
         with self._lock:
-            return self._hands.idle
+            return self._is_idle()
 
-    @property
-    def closing(self) -> bool:
-        """Whether no more messages are wanted."""
-        return self._hands.closing
+    def _is_idle(self) -> bool:
+        return not (self._waiting or self._set_aside) and self._detached == len(self._running)
 
-    # --- for feeders -------------------------------------------------------------------------
+    # --- for claimers ------------------------------------------------------------------------
+
+    def room(self) -> int:
+        """Return how many more to claim now: none while more than half of the prefetch waits."""
+        no_slot = self._slots <= self._detached
+        if self.closing or no_slot or len(self._waiting) > self._prefetch // 2:
+            return 0
+        return max(0, self._slots + self._prefetch - len(self._waiting) - len(self._running))
 
     def wait_for_room(self) -> int:
-        """Return how many messages to bring; 0 if no more are wanted, ever."""
+        """Return how many messages to claim; 0 if the worker is closing."""
         with self._lock:
-            while not self._hands.closing:
-                room = self._hands.room()
+            while not self.closing:
+                room = self.room()
                 if room and self._settler.unsettled < limits.MAX_UNSETTLED:
                     return room
-                self._clock.wait(self._room, None)
+                self.clock.wait(self._room, None)
             return 0
 
     def pause(self, ms: int) -> None:
-        """Wait for so long, or until no more messages are wanted."""
-        until_ms = self._leases.now_ms() + ms
-        with self._lock:
-            while not self._hands.closing and (left_ms := until_ms - self._leases.now_ms()) > 0:
-                self._clock.wait(self._room, left_ms)
+        """Wait for so long, or until the worker is closing."""
+        self._wait_until(lambda: self.closing, ms)
 
-    def bring(self, source: Source, deliveries: Sequence[Delivery]) -> None:
-        """Take claimed messages in."""
-        self._meters.claimed(deliveries, lease_ms=source.lease_ms)
-        self._leases.hold([each.receipt for each in deliveries], lease_ms=source.lease_ms)
+    def _wait_until(self, condition: Callable[[], bool], within_ms: int) -> None:
+        until_ms = self._heartbeat.now_ms() + within_ms
         with self._lock:
-            self._hands.add(deliveries)
-            self._give_back_stranded()
+            while not condition() and (left_ms := until_ms - self._heartbeat.now_ms()) > 0:
+                self.clock.wait(self._room, left_ms)
+
+    def add(self, deliveries: Sequence[Delivery], *, lease_ms: int) -> None:
+        """Take claimed messages in."""
+        self.counters.add_claimed(deliveries, lease_ms=lease_ms)
+        self._heartbeat.hold([each.receipt for each in deliveries], lease_ms=lease_ms)
+        with self._lock:
+            held = self._set_aside if self.closing else self._waiting
+            held.update((each.receipt, Task(each)) for each in deliveries)
+            self._strand()
             self._work.notify(len(deliveries))
         if self.on_ready is not None:
             self.on_ready()
@@ -118,156 +155,186 @@ class Floor:
         """Begin the next message; None if there is none: now, or with ``wait`` ever."""
         while True:
             with self._lock:
-                while (receipt := self._hands.next_receipt()) is None:
+                while not self._waiting:
                     if not wait or self._ended:
                         return None
-                    self._clock.wait(self._work, None)
+                    self.clock.wait(self._work, None)
+                receipt = next(iter(self._waiting))
                 task = None
-                if self._leases.live(receipt):
-                    task = self._hands.begin(self._leases.now_ms())
-                    if self._hands.room():
+                if self._heartbeat.is_live(receipt):
+                    task = self._running[receipt] = self._waiting.pop(receipt)
+                    task.began_ms = self._heartbeat.now_ms()
+                    if self.room():
                         self._room.notify_all()
                 else:
                     lost = self._lose([receipt])
             if task is None:
-                self._tell_lost(*lost)
+                self._report_lost(*lost)
                 continue
             if self.on_begun is not None:
                 self.on_begun()
             return task
 
-    def done(self, task: Task, verdict: Verdict) -> None:
-        """Say what came of a message that was taken."""
-        delivery = task.delivery
+    def finish(self, task: Task, settlement: Settlement) -> None:
+        """Note that a handler has returned, and settle its message; its slot is free."""
+        receipt = task.delivery.receipt
         with self._lock:
-            # In one step: who sees that nothing runs must find its end with the settler.
-            end = self._hands.finish(task)
-            settled = end is End.ENDED and verdict.act is not Act.LEAVE
+            # In one step: a thread that sees that nothing runs must find the receipt with the
+            # settler.
+            del self._running[receipt]
+            if task.end is not HandlerEnd.IN_TIME:
+                self._detached -= 1
+            settled = task.end is HandlerEnd.IN_TIME and settlement.action is not Action.LEAVE
             if settled:
-                alone = not (self._hands.running or self._hands.waiting)
-                self._settler.put(verdict, [delivery.receipt], hurry=alone)
+                alone = not (self._running or self._waiting)
+                self._settler.put(settlement, [receipt], hurry=alone)
             self._room.notify_all()
         if not settled:
-            self._leases.forget([delivery.receipt])
-        if end is End.LATE:
-            self._meters.add("late")
+            self._heartbeat.forget([receipt])
+        if task.end is HandlerEnd.LATE:
+            self.counters.add("late")
         else:
-            self._count(task, verdict)
-        self._tell_idle()
+            self._count(task, settlement)
+        self._report_idle()
 
-    def _count(self, task: Task, verdict: Verdict) -> None:
-        delivery = task.delivery
-        seconds = (self._leases.now_ms() - task.began_ms) / 1000
-        self._meters.handled(seconds, failed=verdict.failed, attempts=delivery.attempts)
-        if verdict.failed:
-            self._failures.tell(verdict, delivery.queue, delivery.message_id)
+    def _count(self, task: Task, settlement: Settlement) -> None:
+        seconds = (self._heartbeat.now_ms() - task.began_ms) / 1000
+        self.counters.add_handled(task.delivery, settlement, seconds)
 
     def open_slot(self) -> None:
-        """Say that one more message can be worked on at a time."""
+        """Note that one more message can be worked on at a time."""
         with self._lock:
-            self._hands.open_slot()
+            self._slots += 1
             self._room.notify_all()
 
     def shut_slot(self) -> None:
-        """Say that one message less can be worked on, nobody knows for how long."""
+        """Note that one message less can be worked on, nobody knows for how long."""
         with self._lock:
-            self._hands.shut_slot()
-            self._give_back_stranded()
-        self._tell_idle()
+            self._slots -= 1
+            self._strand()
+        self._report_idle()
 
-    # --- for leases, limits and the settler ----------------------------------------------------
+    def _strand(self) -> None:
+        """Give back the waiting messages if no slot can take them."""
+        if self._slots <= self._detached and self._waiting:
+            count = len(self._waiting)
+            log.warning("no handler is free: %d messages that wait are given back", count)
+            self._give_back(self._waiting, STRANDED)
 
-    def lost(self, receipts: list[str]) -> None:
-        """Note leases that were lost."""
+    def _give_back(self, tasks: dict[str, Task], settlement: Settlement) -> None:
+        self._settler.put(settlement, list(tasks), hurry=True)
+        tasks.clear()
+
+    # --- for the heartbeat, time limits and the settler ------------------------------------------
+
+    def lose(self, receipts: Iterable[str]) -> None:
+        """Note that leases were lost: such messages do not begin, and are not settled."""
         with self._lock:
-            unbegun, running = self._lose(receipts)
-        self._tell_lost(unbegun, running)
+            lost = self._lose(receipts)
+        self._report_lost(*lost)
 
-    def _lose(self, receipts: list[str]) -> tuple[list[Task], list[Task]]:
-        unbegun, running = self._hands.lose(receipts)
+    def _lose(self, receipts: Iterable[str]) -> tuple[list[Task], list[Task]]:
+        unbegun, running = [], []
+        for receipt in receipts:
+            task = self._waiting.pop(receipt, None) or self._set_aside.pop(receipt, None)
+            if task is not None:
+                unbegun.append(task)
+            elif (task := self._running.get(receipt)) and task.end is HandlerEnd.IN_TIME:
+                self._detach(task, HandlerEnd.LOST)
+                running.append(task)
         # An extension whose answer is on its way must not hold them again.
-        self._leases.forget([task.delivery.receipt for task in (*unbegun, *running)])
-        self._give_back_stranded()
+        self._heartbeat.forget([task.delivery.receipt for task in (*unbegun, *running)])
+        self._strand()
         self._room.notify_all()
         return unbegun, running
 
-    def _tell_lost(self, unbegun: list[Task], running: list[Task]) -> None:
-        self._meters.add("lost", len(unbegun) + len(running))
+    def _report_lost(self, unbegun: list[Task], running: list[Task]) -> None:
+        self.counters.add("lost", len(unbegun) + len(running))
         for task in running:
-            log.warning(
-                "the lease of message %d of %s was lost: what its handler does will not count",
-                task.delivery.message_id,
-                task.delivery.queue,
-            )
+            text = "the lease of message %d of %s was lost: what its handler does will not count"
+            log.warning(text, task.delivery.message_id, task.delivery.queue)
         if unbegun:
             log.warning("the leases of %d messages were lost before they began", len(unbegun))
-        self._tell_idle()
+        self._report_idle()
 
-    def give_back_overdue(self, limit_ms: int) -> int | None:
-        """Give back what runs for too long; return in how many ms to look again."""
-        now_ms = self._leases.now_ms()
-        verdict = over_limit(limit_ms)
+    def release_overdue(self, limit_ms: int) -> int | None:
+        """Release messages that run for too long; return in how many ms to look again."""
+        now_ms = self._heartbeat.now_ms()
+        settlement = over_limit(limit_ms)
         with self._lock:
-            overdue, next_ms = self._hands.overdue(now_ms, limit_ms)
-            self._settler.put(verdict, [task.delivery.receipt for task in overdue], hurry=True)
-            self._give_back_stranded()
+            tasks = self._in_time()
+            overdue = [task for task in tasks if task.began_ms + limit_ms <= now_ms]
+            left_ms = [
+                task.began_ms + limit_ms - now_ms
+                for task in tasks
+                if task.began_ms + limit_ms > now_ms
+            ]
+            self._release(overdue, settlement)
+            self._strand()
         for task in overdue:
-            self._count(task, verdict)
+            self._count(task, settlement)
         if overdue:
-            self._tell_idle()
-        return None if next_ms is None else max(0, next_ms - now_ms)
+            self._report_idle()
+        return min(left_ms, default=None)
+
+    def _in_time(self) -> list[Task]:
+        return [task for task in self._running.values() if task.end is HandlerEnd.IN_TIME]
+
+    def _release(self, tasks: list[Task], settlement: Settlement) -> None:
+        for task in tasks:
+            self._detach(task, HandlerEnd.LATE)
+        self._settler.put(settlement, [task.delivery.receipt for task in tasks], hurry=True)
+
+    def _detach(self, task: Task, end: HandlerEnd) -> None:
+        task.end = end
+        self._detached += 1
 
     def settled(self) -> None:
-        """Let feeders look again: there may be room."""
+        """Let claimers look again: there may be room."""
         with self._lock:
             self._room.notify_all()
 
-    # --- for who stops -------------------------------------------------------------------------
+    # --- for the end of the worker ---------------------------------------------------------------
 
     def close(self) -> int:
         """Want no more messages; return how many are set aside because they have not begun."""
         with self._lock:
-            aside = self._hands.close()
+            self.closing = True
+            self._set_aside.update(self._waiting)
+            self._waiting.clear()
+            count = len(self._set_aside)
             self._room.notify_all()
-        self._tell_idle()
-        return aside
+        self._report_idle()
+        return count
 
     def give_back(self) -> None:
-        """Give back what was set aside; called when no claim of this worker could take it."""
+        """Give back the messages set aside; called when no claim of this worker can take them."""
         with self._lock:
-            back = self._hands.give_back()
-            self._settler.put(NOT_BEGUN, [task.delivery.receipt for task in back], hurry=True)
+            self._give_back(self._set_aside, NOT_BEGUN)
 
     def abandon(self) -> int:
-        """Give back whatever has not ended, and return how many of it had begun."""
+        """Give back all messages that have not ended, and return how many of them had begun."""
         with self._lock:
-            unbegun, running = self._hands.abandon()
+            self.closing = True
+            self._give_back(self._set_aside, NOT_BEGUN)
+            self._give_back(self._waiting, NOT_BEGUN)
+            running = self._in_time()
+            self._release(running, CUT_OFF)
             self._room.notify_all()
-        self._settler.put(NOT_BEGUN, [task.delivery.receipt for task in unbegun], hurry=True)
-        self._settler.put(CUT_OFF, [task.delivery.receipt for task in running], hurry=True)
         for task in running:
             self._count(task, CUT_OFF)
         return len(running)
 
     def wait_for_idle(self, within_ms: int) -> None:
-        """Wait until nothing is left that could end in good order, for so long at the most."""
-        until_ms = self._leases.now_ms() + within_ms
-        with self._lock:
-            while not self._hands.idle and (left_ms := until_ms - self._leases.now_ms()) > 0:
-                self._clock.wait(self._room, left_ms)
+        """Wait until no message is left that could end in good order, for so long at the most."""
+        self._wait_until(self._is_idle, within_ms)
 
     def end(self) -> None:
-        """Let everybody who waits in :meth:`take` go."""
+        """Let all threads that wait in :meth:`take` go."""
         with self._lock:
             self._ended = True
             self._work.notify_all()
 
-    def _give_back_stranded(self) -> None:
-        back = self._hands.stranded()
-        if back:
-            log.warning("no handler is free: %d messages that wait are given back", len(back))
-            self._settler.put(STRANDED, [task.delivery.receipt for task in back], hurry=True)
-
-    def _tell_idle(self) -> None:
-        if self._hands.closing and self.idle:
+    def _report_idle(self) -> None:
+        if self.closing and self.idle:
             self._on_idle()

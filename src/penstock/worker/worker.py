@@ -1,4 +1,4 @@
-"""The public face: a worker that draws from queues, runs a handler, and settles what it did.
+"""The public face: a worker claims from queues, runs a handler for each message, and settles it.
 
 >>> import penstock
 >>> done = []
@@ -10,47 +10,67 @@
 ...             worker.join(10)
 >>> done
 [b'one book']
+
+Its parts, each with threads of its own::
+
+             claim               take              finish
+    store ──────────▶ state ──────────▶ pool ──────────────▶ settler ──ack, release──▶ store
+           claimer      ▲   handler's end │                     ▲
+           (one a queue)│ ◀───────────────┘                     │ given back
+                        └── lost ── heartbeat ──extend──▶ store └── over limit, cut off
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import queue as queues
 import signal
+import socket
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, cast
 
+from penstock import limits
+from penstock.broker.broker import Broker
 from penstock.clock import Clock, SystemClock
-from penstock.errors import InvalidInput
+from penstock.errors import BrokerClosed, InvalidInput, StoreFenced
 from penstock.urls import open as open_store
-from penstock.validation import check_queue_name
-from penstock.worker.handling import check_middleware, is_async, resolve
-from penstock.worker.retry import is_final
-from penstock.worker.runtime import Runtime
-from penstock.worker.settings import Settings
-from penstock.worker.source import Collisions, source_of
-from penstock.worker.stats import Meters
+from penstock.validation import (
+    check_count,
+    check_duration,
+    check_queue_name,
+    check_text,
+    cut_text,
+)
+from penstock.worker.claimer import Claimer
+from penstock.worker.heartbeat import Heartbeat
+from penstock.worker.outcome import check_middleware, is_async, resolve
+from penstock.worker.pools import AsyncPool, Pool, ThreadPool
+from penstock.worker.settler import Settler
+from penstock.worker.state import WorkerState
+from penstock.worker.stats import WorkerCounters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import FrameType, TracebackType
 
-    from penstock.broker.broker import Broker
     from penstock.client import Client
     from penstock.model import Delivery
-    from penstock.worker.handling import Handler
+    from penstock.worker.outcome import Handler
     from penstock.worker.stats import WorkerStats
-
-__all__ = ["Worker"]
 
 log = logging.getLogger("penstock.worker")
 
-# What the thread that looks after a worker is told.
+# Events for the thread that supervises a worker.
 STOP: Final = "stop"
-AT_ONCE: Final = "at once"
+STOP_AT_ONCE: Final = "stop at once"
 IDLE: Final = "idle"
 BROKEN: Final = "broken"
+
+# How long handlers that were cut off may take to end, and the store to confirm the last calls.
+CUT_MS: Final = 1_000
+LAST_SETTLE_MS: Final = 5_000
 
 
 class Worker:
@@ -58,8 +78,9 @@ class Worker:
 
     ``store`` is a URL, which the worker opens and closes, or an open broker or client, which it
     leaves open. ``handler`` is a function of a :class:`penstock.Delivery`, plain or ``async``, or
-    the name of one, ``MODULE:FUNCTION``. Its return acks the message; what it raises releases it
-    with the error as the reason (see :class:`penstock.Retry`, :class:`penstock.Settled`).
+    the name of one, ``MODULE:FUNCTION``. Its return acks the message; an error that it raises
+    releases it with the error as the reason (see :class:`penstock.Retry`,
+    :class:`penstock.Settled`).
     """
 
     def __init__(
@@ -81,82 +102,88 @@ class Worker:
         scan_interval_ms: int = 100,
         clock: Clock | None = None,
     ) -> None:
-        """Check what is asked for; nothing is opened before :meth:`run` or :meth:`start`."""
-        self._settings = Settings(
-            concurrency=concurrency,
-            mode=mode,
-            lease_ms=lease_ms,
-            prefetch=prefetch,
-            time_limit_ms=time_limit_ms,
-            consumer=consumer,
-            drain_ms=drain_ms,
-            dequeue_max=dequeue_max,
-            wait_ms=wait_ms,
-            scan_interval_ms=scan_interval_ms,
-        ).checked()
-        self._queues = _queues(queue)
+        """Check the options; nothing is opened before :meth:`run` or :meth:`start`."""
+        self._concurrency = check_count(concurrency, "concurrency", 1, limits.MAX_CONCURRENCY)
+        if mode not in {"threads", "processes"}:
+            raise InvalidInput(f"mode {mode!r:.100}: 'threads' or 'processes'")
+        self._mode = mode
+        if lease_ms is not None:
+            check_duration(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
+        self._lease_ms = lease_ms
+        if time_limit_ms is not None:
+            check_duration(time_limit_ms, "time_limit_ms", low=1)
+        self._time_limit_ms = time_limit_ms
+        prefetch = concurrency if prefetch is None else prefetch
+        self._prefetch = check_count(prefetch, "prefetch", 0, limits.MAX_CLAIM_LIMIT)
+        self._drain_ms = check_duration(drain_ms, "drain_ms")
+        self._dequeue_max = check_count(dequeue_max, "dequeue_max", 1, limits.MAX_CLAIM_LIMIT)
+        self._wait_ms = check_duration(wait_ms, "wait_ms", high=limits.MAX_WAIT_MS)
+        self._scan_interval_ms = check_duration(scan_interval_ms, "scan_interval_ms", low=1)
+        if consumer is None:
+            consumer = cut_text(f"{socket.gethostname()}-{os.getpid()}", limits.MAX_CONSUMER_BYTES)
+        self._consumer = check_text(consumer, "consumer", limits.MAX_CONSUMER_BYTES)
+        self._queues = list(dict.fromkeys([queue] if isinstance(queue, str) else queue))
+        if not self._queues:
+            raise InvalidInput("a worker needs at least one queue")
+        for name in self._queues:
+            check_queue_name(name)
         self._handler = handler
         self._middleware = tuple(middleware)
-        function = resolve(handler)
-        check_middleware(function, self._middleware)
-        # A thread over its time limit goes on beside whoever gets the next message of its group.
-        can_end = mode == "processes" or is_async(function)
-        self._fifo = can_end or time_limit_ms is None
+        self._function = resolve(handler)
+        check_middleware(self._function, self._middleware)
         if mode == "processes":
-            from penstock.worker.pool_processes import check_sendable  # noqa: PLC0415
+            # Loaded when used: threads need nothing of multiprocessing.
+            from penstock.worker.processes import check_sendable  # noqa: PLC0415
 
             check_sendable(handler, self._middleware)
         self._store = store
         self._clock = clock or SystemClock()
-        self._runtime: Runtime | None = None
         self._broker: Broker | None = None
-        self._thread: threading.Thread | None = None
+        self._started = False
         self._error: BaseException | None = None
-        self._over = threading.Event()
+        self._ended = threading.Event()
         # A signal handler may put into it at any moment, also into the middle of another put.
-        self._told: queues.SimpleQueue[tuple[str, BaseException | None]] = queues.SimpleQueue()
+        self._events: queues.SimpleQueue[tuple[str, BaseException | None]] = queues.SimpleQueue()
 
     # --- running -----------------------------------------------------------------------------
 
     def run(self) -> None:
         """Work until it is stopped: by :meth:`stop`, or on the main thread by SIGTERM or SIGINT.
 
-        A second signal stops it at once. Raises what can't get better: a queue that is not there
-        at the start, or a store that this process has lost.
+        A second signal stops it at once. Raises errors that can't get better: a queue that is not
+        there at the start, or a store that this process has lost.
         """
         self._open()
         with _signals(self):
-            self._look_after()
+            self._supervise()
         self._raise()
 
     def start(self) -> Self:
         """Work in the background until :meth:`stop`; returns once it has begun."""
         self._open()
-        self._thread = threading.Thread(
-            target=self._look_after, name="penstock-worker", daemon=True
-        )
-        self._thread.start()
+        threading.Thread(target=self._supervise, name="penstock-worker", daemon=True).start()
         return self
 
     def stop(self, *, at_once: bool = False) -> None:
         """Ask it to stop, from any thread, and return; :meth:`join` waits for the end.
 
-        No more is claimed, what has not begun is given back, what runs may finish within
-        ``drain_ms``, and the rest is released. ``at_once`` does not wait for what runs.
+        No more is claimed, messages that have not begun are given back, handlers that run may
+        finish within ``drain_ms``, and the rest is released. ``at_once`` does not wait for
+        handlers that run.
         """
-        self._told.put((AT_ONCE if at_once else STOP, None))
+        self._events.put((STOP_AT_ONCE if at_once else STOP, None))
 
     def join(self, timeout_ms: int | None = None) -> bool:
         """Wait for the end, for so long at the most; say whether it has come.
 
-        Raises what :meth:`run` would have raised. One whose start failed is at its end.
+        Raises what :meth:`run` would have raised. A worker whose start failed is at its end.
         """
-        if not self._over.is_set():
-            self._running()
-        over = self._over.wait(None if timeout_ms is None else timeout_ms / 1000)
-        if over:
+        if not self._ended.is_set():
+            self._check_started()
+        ended = self._ended.wait(None if timeout_ms is None else timeout_ms / 1000)
+        if ended:
             self._raise()
-        return over
+        return ended
 
     def __enter__(self) -> Self:
         return self.start()
@@ -168,82 +195,118 @@ class Worker:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
-        self._over.wait()
+        self._ended.wait()
         if error is None:
             self._raise()
 
     # --- looking -----------------------------------------------------------------------------
 
     def stats(self) -> WorkerStats:
-        """Return what it has done so far, and what it has in its hands."""
-        if self._runtime is None:
-            return Meters().shown(in_progress=0, prefetched=0, unsettled=0, troubles=())
-        return self._runtime.stats()
+        """Return its counters since the start, and how many messages it holds."""
+        if not self._started:
+            nothing = WorkerCounters(self._clock, self._report_error)
+            return nothing.snapshot(in_progress=0, prefetched=0, unsettled=0)
+        running, waiting = self._state.counts
+        return self._state.counters.snapshot(
+            in_progress=running, prefetched=waiting, unsettled=self._settler.unsettled
+        )
 
     def is_lost(self, delivery: Delivery) -> bool:
         """Whether the lease of a message was lost: a handler may look, and give up.
 
         Not from a child process, which has no worker.
         """
-        return not self._running().live(delivery.receipt)
+        self._check_started()
+        return not self._heartbeat.is_live(delivery.receipt)
 
-    def _running(self) -> Runtime:
-        if self._runtime is None:
+    def _check_started(self) -> None:
+        if not self._started:
             raise InvalidInput("the worker has not been started")
-        return self._runtime
 
-    # --- the thread that looks after it ----------------------------------------------------------
+    # --- its parts -------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        if self._runtime is not None:
+        if self._started:
             raise InvalidInput("a worker runs once: make another")
-        self._over.clear()
-        settings = self._settings
+        self._ended.clear()
         try:
-            if settings.mode == "processes":
-                from penstock.worker.pool_processes import check_possible  # noqa: PLC0415
+            if self._mode == "processes":
+                from penstock.worker.processes import check_possible  # noqa: PLC0415
 
                 check_possible()
-            # A client has the verbs of a broker: who is given either need not know which.
             broker = open_store(self._store) if isinstance(self._store, str) else self._store
+            # A client has the verbs of a broker.
             self._broker = cast("Broker", broker)
-            collisions = Collisions(self._broker)
-            sources = [
-                source_of(
-                    self._broker,
-                    name,
-                    clock=self._clock,
-                    lease_ms=settings.lease_ms,
-                    consumer=settings.consumer or "",
-                    fifo=self._fifo,
-                    collisions=collisions,
-                )
-                for name in self._queues
-            ]
-            runtime = Runtime(
-                self._broker,
-                sources,
-                self._handler,
-                self._middleware,
-                settings,
-                self._clock,
-                on_idle=lambda: self._told.put((IDLE, None)),
-                on_error=self._failed,
-                on_broken=lambda error: self._told.put((BROKEN, error)),
-            )
-            self._runtime = runtime
-            runtime.start()
+            self._make_parts(self._broker)
+            self._started = True
+            self._start_parts()
         except BaseException:
             self._close()
-            self._over.set()
+            self._ended.set()
             raise
-        log.info(
-            "working on %s: %d %s", ", ".join(self._queues), settings.concurrency, settings.mode
+        names = ", ".join(self._queues)
+        log.info("working on %s: %d %s", names, self._concurrency, self._mode)
+
+    def _make_parts(self, broker: Broker) -> None:
+        clock = self._clock
+        counters = WorkerCounters(clock, self._report_error)
+        self._heartbeat = Heartbeat(broker, clock, counters)
+        self._settler = Settler(broker, clock, counters, self._heartbeat)
+        self._state = WorkerState(
+            # A child process is a slot once it is ready.
+            0 if self._mode == "processes" else self._concurrency,
+            self._prefetch,
+            clock=clock,
+            counters=counters,
+            heartbeat=self._heartbeat,
+            settler=self._settler,
+            on_idle=self._report_idle,
+        )
+        self._heartbeat.on_lost = self._state.lose
+        self._settler.on_settled = self._state.settled
+        make_pool: type[Pool] = AsyncPool if is_async(self._function) else ThreadPool
+        if self._mode == "processes":
+            from penstock.worker.processes import ProcessPool  # noqa: PLC0415
+
+            make_pool = ProcessPool
+        # A thread over its time limit goes on beside the handler of its group's next message.
+        fifo = make_pool is not ThreadPool or self._time_limit_ms is None
+        self._claimers = [
+            Claimer(
+                broker,
+                queue,
+                self._state,
+                lease_ms=self._lease_ms,
+                consumer=self._consumer,
+                fifo=fifo,
+                dequeue_max=self._dequeue_max,
+                wait_ms=self._wait_ms,
+                scan_interval_ms=self._scan_interval_ms,
+                on_end=self._report_idle,
+            )
+            for queue in self._queues
+        ]
+        self._pool = make_pool(
+            self._state,
+            self._handler,
+            self._middleware,
+            concurrency=self._concurrency,
+            time_limit_ms=self._time_limit_ms,
+            on_broken=self._report_broken,
         )
 
-    def _failed(self, error: Exception) -> None:
-        if is_final(error, self._broker):
-            self._told.put((BROKEN, error))
+    def _start_parts(self) -> None:
+        try:
+            self._heartbeat.start()
+            self._settler.start()
+            self._pool.start()
+            for claimer in self._claimers:
+                claimer.start()
+        except BaseException:
+            # Such as no more threads: those that have begun are to end.
+            self._state.close()
+            self._state.end()
+            raise
 
     def _close(self) -> None:
         """Close a store of its own."""
@@ -251,11 +314,22 @@ class Worker:
         if isinstance(self._store, str) and broker is not None:
             broker.close()
 
-    def _look_after(self) -> None:
-        runtime = self._running()
+    # --- the thread that supervises it -----------------------------------------------------------
+
+    def _report_idle(self) -> None:
+        self._events.put((IDLE, None))
+
+    def _report_broken(self, error: BaseException) -> None:
+        self._events.put((BROKEN, error))
+
+    def _report_error(self, error: Exception) -> None:
+        if is_final(error, self._broker):
+            self._report_broken(error)
+
+    def _supervise(self) -> None:
         try:
             broken = self._wait()
-            runtime.finish(settle=broken is None or not is_final(broken, self._broker))
+            self._finish(settle=broken is None or not is_final(broken, self._broker))
             self._error = broken
             self._close()
         except BaseException as error:
@@ -263,28 +337,57 @@ class Worker:
             self._error = error
         finally:
             log.info("stopped")
-            self._over.set()
+            self._ended.set()
 
     def _wait(self) -> BaseException | None:
-        """Wait until the worker is to end; return what has broken it, if anything has."""
-        word, error = self._told.get()
-        while word == IDLE:
-            word, error = self._told.get()
-        if word != STOP:
+        """Wait until the worker is to end; return the error that has broken it, if one has."""
+        event, error = self._events.get()
+        while event == IDLE:
+            event, error = self._events.get()
+        if event != STOP:
             return error
-        self._running().drain()
-        until = self._clock.seconds() + self._settings.drain_ms / 1000
-        while not self._running().drained():
+        back = self._state.close()
+        log.info("stopping: %d messages are finished, %d given back", self._state.counts[0], back)
+        until = self._clock.seconds() + self._drain_ms / 1000
+        while not self._drained():
             left = until - self._clock.seconds()
             if left <= 0:
                 return None
             try:
-                word, error = self._told.get(timeout=left)
+                event, error = self._events.get(timeout=left)
             except queues.Empty:
                 return None
-            if word in {AT_ONCE, BROKEN}:
+            if event in {STOP_AT_ONCE, BROKEN}:
                 return error
         return None
+
+    def _drained(self) -> bool:
+        """Whether a worker that is stopping has nothing left to do."""
+        if not all(claimer.ended for claimer in self._claimers):
+            return False
+        self._state.give_back()
+        return self._state.idle
+
+    def _finish(self, *, settle: bool) -> None:
+        """Cut off handlers, settle what can be, and end; without ``settle``, only end."""
+        self._state.close()
+        # A claim that is under way would take again the messages that are given back.
+        for claimer in self._claimers:
+            claimer.join(None if settle else CUT_MS)
+        self._state.give_back()
+        if not self._state.idle:
+            self._pool.cut()
+            if self._pool.can_cut:
+                self._state.wait_for_idle(CUT_MS)
+        cut_off = self._state.abandon()
+        left = self._settler.stop(LAST_SETTLE_MS if settle else 0)
+        self._state.end()
+        self._pool.join(CUT_MS)
+        self._heartbeat.stop()
+        if cut_off:
+            log.warning("%d handlers were cut off; their messages were given back", cut_off)
+        if left:
+            log.warning("%d messages could not be settled; they come back with their lease", left)
 
     def _raise(self) -> None:
         error, self._error = self._error, None
@@ -292,33 +395,37 @@ class Worker:
             raise error
 
 
+def is_final(error: BaseException, broker: object) -> bool:
+    """Whether trying again can't help, so that the worker ends.
+
+    That is so if a broker of this very process is closed or has lost its store to another, or a
+    client was closed or refused for good.
+    """
+    if isinstance(broker, Broker):
+        return isinstance(error, BrokerClosed | StoreFenced)
+    # Not by the error: a server that is stopping says that it is closed, and the next one may be on
+    # its way; a client that was refused for good raises what it was refused with.
+    return bool(getattr(broker, "closed", False))
+
+
 @contextmanager
 def _signals(worker: Worker) -> Iterator[None]:
-    """Have signals stop a worker, if this is the thread that gets them."""
+    """Let SIGTERM and SIGINT stop a worker, if this is the thread that gets them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     seen: list[int] = []
 
-    def told(number: int, _: FrameType | None) -> None:
+    def stop(number: int, _: FrameType | None) -> None:
         worker.stop(at_once=bool(seen))
         seen.append(number)
 
     before: dict[signal.Signals, Any] = {
-        number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)
+        number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
         yield
     finally:
         for number, handler in before.items():
-            # One that was not set from Python can't be put back.
+            # A handler that was not set from Python can't be put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def _queues(queue: str | Sequence[str]) -> list[str]:
-    names = [queue] if isinstance(queue, str) else list(queue)
-    if not names:
-        raise InvalidInput("a worker needs at least one queue")
-    for name in names:
-        check_queue_name(name)
-    return list(dict.fromkeys(names))

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from penstock.cli.common import (
+    answer,
     duration,
     emit_json,
     json_option,
+    options,
     progress_bar,
     show_table,
 )
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
-    import msgspec
     from pyspark.sql import SparkSession
 
-__all__ = ["commands"]
-
-_Command = TypeVar("_Command", bound="Callable[..., Any]")
 _LOCATION: Final = "PENSTOCK_FLIGHT"
 
 
@@ -54,37 +53,39 @@ def pipeline() -> None:
     """Work on a broker with Spark; needs penstock[spark] and Java."""
 
 
-def _broker_option(command: _Command) -> _Command:
-    add = click.option(
-        "--location",
-        metavar="URL",
-        envvar=_LOCATION,
-        required=True,
-        show_envvar=True,
-        help="The broker's Flight address, such as grpc://127.0.0.1:8815.",
-    )
-    return json_option(add(command))
+_location_option = click.option(
+    "--location",
+    metavar="URL",
+    envvar=_LOCATION,
+    required=True,
+    show_envvar=True,
+    help="The broker's Flight address, such as grpc://127.0.0.1:8815.",
+)
 
 
-def _master_option(command: _Command) -> _Command:
-    add = click.option(
-        "--master", default="local[*]", show_default=True, help="Where Spark runs its tasks."
-    )
-    return add(command)
+_master_option = click.option(
+    "--master", default="local[*]", show_default=True, help="Where Spark runs its tasks."
+)
+_spark_options = options(json_option, _location_option, _master_option)
+_queues_option = click.option(
+    "--queue", "queues", multiple=True, help="Only this queue; may be repeated."
+)
 
 
-def _spark_options(command: _Command) -> _Command:
-    return _broker_option(_master_option(command))
-
-
-def _session(master: str) -> SparkSession:
-    """Start Spark; it is loaded only here, so that --help and status do without."""
+@contextmanager
+def _needs_spark() -> Iterator[None]:
     try:
-        from penstock.spark import session  # noqa: PLC0415
+        yield
     except ImportError as error:
         raise click.ClickException(
             f"{error.name} is missing: pip install penstock[spark]"
         ) from None
+
+
+def _session(master: str) -> SparkSession:
+    """Start Spark; it is loaded only here, so that --help and status do without."""
+    with _needs_spark():
+        from penstock.spark import session  # noqa: PLC0415
     return session(master, conf={"spark.log.level": "ERROR"})
 
 
@@ -96,13 +97,6 @@ def _pairs(given: tuple[str, ...], what: str) -> dict[str, str]:
             raise click.BadParameter(f"{each!r} is not {what}=VALUE")
         pairs[name.strip()] = value
     return pairs
-
-
-def _show(result: msgspec.Struct, text: str, *, as_json: bool) -> None:
-    if as_json:
-        emit_json(result)
-    else:
-        click.echo(text)
 
 
 # --- routing --------------------------------------------------------------------------------------
@@ -135,19 +129,16 @@ def route(
     except KeyboardInterrupt:
         query.stop()
     now = status(location)
-    _show(now, f"routed up to offset {now.routed_up_to} of {now.end}", as_json=as_json)
+    answer(now, f"routed up to offset {now.routed_up_to} of {now.end}", as_json=as_json)
 
 
 @pipeline.command("status")
-@_broker_option
+@json_option
+@_location_option
 def status(location: str, *, as_json: bool) -> None:
     """Show how far the logs are routed; asks the broker, starts no Spark."""
-    try:
+    with _needs_spark():
         from penstock.spark.route import status as ask  # noqa: PLC0415
-    except ImportError as error:
-        raise click.ClickException(
-            f"{error.name} is missing: pip install penstock[spark]"
-        ) from None
     now = ask(location)
     if as_json:
         emit_json(now)
@@ -165,43 +156,31 @@ def status(location: str, *, as_json: bool) -> None:
 
 @pipeline.command("backfill")
 @click.argument("queue")
-@click.option("--from", "begin", type=int, metavar="OFFSET", help="By default all that is kept.")
+@click.option("--from", "from_", type=int, metavar="OFFSET", help="By default all that is kept.")
 @click.option("--from-time-ms", type=int, help="Instead: what was published from this time on.")
-@click.option("--to", "end", type=int, metavar="OFFSET", help="By default all that is routed.")
-@click.option("--archive", "place", type=click.Path(path_type=Path),
+@click.option("--to", type=int, metavar="OFFSET", help="By default all that is routed.")
+@click.option("--archive", type=click.Path(path_type=Path),
               help="Where the log has let go of messages, take them from here.")  # fmt: skip
 @click.option("--window", type=click.IntRange(min=1), default=200_000, show_default=True,
               help="Offsets between two commits.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only count what matches.")
 @_spark_options
 def backfill(
-    location: str, master: str, queue: str, begin: int | None, from_time_ms: int | None,
-    end: int | None, place: Path | None, window: int, *, dry_run: bool, as_json: bool,
-) -> None:  # fmt: skip
+    location: str, master: str, queue: str, *, dry_run: bool, as_json: bool, **given: Any
+) -> None:
     """Fill a queue from the log with what it wants and has not had."""
     spark = _session(master)
     from penstock.spark.jobs import backfill as job  # noqa: PLC0415
 
     with progress_bar(f"filling {queue}") as bar:
-        done = job(
-            spark,
-            location,
-            queue,
-            from_=begin,
-            from_time_ms=from_time_ms,
-            to=end,
-            archive=place,
-            window=window,
-            dry_run=dry_run,
-            progress=bar,
-        )
+        done = job(spark, location, queue, dry_run=dry_run, progress=bar, **given)
     text = f"looked at {done.scanned} messages, {done.matched} match"
-    _show(done, text if dry_run else f"{text}, added {done.added} to {queue}", as_json=as_json)
+    answer(done, text if dry_run else f"{text}, added {done.added} to {queue}", as_json=as_json)
 
 
 @pipeline.command("archive")
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--queue", "queues", multiple=True, help="Only this queue; may be repeated.")
+@_queues_option
 @click.option("--state", "states", multiple=True, type=click.Choice(["done", "failed"]),
               help="Only this state. Archived failed messages can't be redriven.")  # fmt: skip
 @click.option("--keep", type=duration, default="0", help="Leave what ended less long ago.")
@@ -231,7 +210,7 @@ def archive(
     )
     rows = ", ".join(f"{count} {table}" for table, count in done.rows.items())
     verb = "would archive" if dry_run else "archived"
-    _show(done, f"{verb} {rows}; trimmed {done.trimmed} messages", as_json=as_json)
+    answer(done, f"{verb} {rows}; trimmed {done.trimmed} messages", as_json=as_json)
 
 
 @pipeline.command("collect")
@@ -245,11 +224,13 @@ def collect(location: str, master: str, *, delete: bool, as_json: bool) -> None:
     with progress_bar("asking the broker") as bar:
         done = job(spark, location, dry_run=not delete, progress=bar)
     verb = "freed" if delete else "would free"
-    _show(done, f"{verb} {done.freed_messages} payloads, {done.freed_bytes} bytes", as_json=as_json)
+    answer(
+        done, f"{verb} {done.freed_messages} payloads, {done.freed_bytes} bytes", as_json=as_json
+    )
 
 
 @pipeline.command("report")
-@click.option("--queue", "queues", multiple=True, help="Only this queue; may be repeated.")
+@_queues_option
 @click.option("--save", type=click.Path(path_type=Path),
               help="Write report.html and Parquet files into this directory.")  # fmt: skip
 @_spark_options
@@ -311,7 +292,7 @@ def redrive(
 @pipeline.command("publish")
 @click.argument("paths", nargs=-1)
 @click.option("--query", metavar="SQL", help="Publish the rows of a query instead of files.")
-@click.option("--format", "kind", type=click.Choice(["parquet", "json", "csv"]),
+@click.option("--format", type=click.Choice(["parquet", "json", "csv"]),
               help="By default what the first file's name ends in.")  # fmt: skip
 @click.option("--option", "options", multiple=True, metavar="NAME=VALUE",
               help="An option of Spark's reader, such as sep=;")  # fmt: skip
@@ -320,30 +301,23 @@ def redrive(
 @click.option("--dry-run", is_flag=True, help="Only check every row.")
 @_spark_options
 def publish(
-    location: str, master: str, paths: tuple[str, ...], query: str | None, kind: str | None,
-    options: tuple[str, ...], columns: tuple[str, ...], *, dry_run: bool, as_json: bool,
-) -> None:  # fmt: skip
+    location: str,
+    master: str,
+    paths: tuple[str, ...],
+    *,
+    dry_run: bool,
+    as_json: bool,
+    **given: Any,
+) -> None:
     """Publish the rows of files, or of a SQL query, as messages."""
-    given = _pairs(options, "NAME"), _pairs(columns, "COLUMN")
+    given["options"] = _pairs(given["options"], "NAME")
+    given["columns"] = _pairs(given["columns"], "COLUMN")
     spark = _session(master)
     from penstock.spark.jobs import publish as job  # noqa: PLC0415
 
     with progress_bar("publishing") as bar:
-        done = job(
-            spark,
-            location,
-            paths or None,
-            query=query,
-            format=kind,
-            options=given[0],
-            columns=given[1],
-            dry_run=dry_run,
-            progress=bar,
-        )
+        done = job(spark, location, paths or None, dry_run=dry_run, progress=bar, **given)
     text = f"checked {done.rows} rows" if dry_run else f"published {done.published} rows"
     if done.duplicates:
         text += f"; {done.duplicates} had been published before"
-    _show(done, text, as_json=as_json)
-
-
-commands: Final = {"pipeline": pipeline}
+    answer(done, text, as_json=as_json)

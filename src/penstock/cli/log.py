@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import click
 
 from penstock.broker.router import route_once
 from penstock.cli.common import (
+    answer,
     duration,
     emit_json,
     open_store,
     open_to_look,
-    plain,
     progress_bar,
-    show_table,
+    show,
+    show_fields,
     store_option,
-    when,
 )
 
 if TYPE_CHECKING:
     from penstock.model import LogStats
-
-__all__ = ["commands"]
 
 
 @click.group("log")
@@ -51,6 +49,13 @@ def configure(store: str, logs: int | None, retention: int | None, *, as_json: b
     _show_stats(stats, as_json=as_json)
 
 
+def _show_stats(stats: LogStats, *, as_json: bool) -> None:
+    if as_json:
+        emit_json(stats)
+    else:
+        show_fields(stats, "log", ":value")
+
+
 @log_group.command("read")
 @click.option("--log", "number", type=int, default=0, show_default=True, help="Which log.")
 @click.option("--begin", type=int, default=0, show_default=True, help="First offset.")
@@ -60,36 +65,19 @@ def read(store: str, number: int, begin: int, limit: int, *, as_json: bool) -> N
     """Show what was published, in order."""
     with open_to_look(store) as broker:
         page = broker.read_log(number, begin=begin, limit=limit)
-    if as_json:
-        emit_json(page.records)
-        return
-    show_table(
-        (":offset", "published", "group", ":priority", ":size", "attributes"),
-        [
-            (
-                r.message_id,
-                when(r.published_at_ms),
-                r.group,
-                r.priority,
-                r.size,
-                r.attributes,
-            )
-            for r in page.records
-        ],
-        empty="nothing there",
-    )
-
-
-def _show_stats(stats: LogStats, *, as_json: bool) -> None:
-    if as_json:
-        emit_json(stats)
-        return
-    show_table(("log", ":value"), list(plain(stats).items()), empty="")
+    about = (":offset=message_id", "published=published_at_ms", "group")
+    columns = (*about, ":priority", ":size", "attributes")
+    show(page.records, columns, as_json=as_json, empty="nothing there")
 
 
 @click.command("route")
-@click.option("--limit", type=int, default=100_000, show_default=True,
-              help="Messages of each log at the most.")  # fmt: skip
+@click.option(
+    "--limit",
+    type=int,
+    default=100_000,
+    show_default=True,
+    help="Messages of each log at the most.",
+)
 @store_option
 def route(store: str, limit: int, *, as_json: bool) -> None:
     """Put what the logs hold into the queues.
@@ -97,18 +85,17 @@ def route(store: str, limit: int, *, as_json: bool) -> None:
     For a store whose routing is pipeline, where no pipeline does it.
     """
     with open_store(store) as broker:
-        read_count = route_once(broker, limit=limit)
+        count = route_once(broker, limit=limit)
         stats = broker.log_stats()
-    if as_json:
-        emit_json({"read": read_count, "routed_up_to": stats.routed_up_to, "end": stats.end})
-    else:
-        click.echo(
-            f"read {read_count} messages; routed up to offset {stats.routed_up_to} of {stats.end}"
-        )
+    answer(
+        {"read": count, "routed_up_to": stats.routed_up_to, "end": stats.end},
+        f"read {count} messages; routed up to offset {stats.routed_up_to} of {stats.end}",
+        as_json=as_json,
+    )
 
 
-def _place(value: str | None) -> int | datetime | None:
-    """Turn an offset or a time into what the broker takes."""
+def _offset_or_time(value: str | None) -> int | datetime | None:
+    """Read an offset or a time of an option."""
     if value is None:
         return None
     if value.isdecimal():
@@ -131,21 +118,15 @@ def backfill(store: str, queue: str, begin: str | None, end: str | None, *, as_j
 
     A backfill that was interrupted goes on where it stopped; nothing comes in twice.
     """
-    first = _place(begin)
+    first = _offset_or_time(begin)
     with open_store(store) as broker, progress_bar(f"filling {queue}") as bar:
         done = broker.backfill(
             queue,
             from_="earliest" if first is None else first,
-            to=_place(end),
+            to=_offset_or_time(end),
             progress=None if bar is None else lambda sums, last: bar(sums.next, last),
         )
-    if as_json:
-        emit_json(done)
-    else:
-        click.echo(
-            f"looked at {done.scanned} messages, added {done.added} to {queue}"
-            + (f"; {done.missing} have no payload any more" if done.missing else "")
-        )
-
-
-commands: Final = {"log": log_group, "route": route, "backfill": backfill}
+    text = f"looked at {done.scanned} messages, added {done.added} to {queue}"
+    if done.missing:
+        text += f"; {done.missing} have no payload any more"
+    answer(done, text, as_json=as_json)
