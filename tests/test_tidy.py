@@ -83,7 +83,9 @@ LAYERS = {
     "importers": {*GROUND, "__init__", "broker", "clock", "filters", "store.codec", "validation"},
     "server": {*BROKER, "__init__", "broker", "flight", "urls", "wire"},
     "flight": {*BROKER, "__init__", "broker", "engines", "server", "urls"},
-    "spark": {*GROUND, "__init__", "clock", "filters", "flight", "server", "validation"},
+    "spark": {
+        *(*GROUND, "__init__", "clock", "filters", "flight", "server", "store.codec", "validation"),
+    },
     "cli": {
         *GROUND,
         *("__init__", "broker", "client", "clock", "filters", "flight", "importers", "salvage"),

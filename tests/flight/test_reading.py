@@ -11,7 +11,7 @@ import pytest
 from penstock import InvalidFilter, InvalidInput, Message, QueueNotFound, limits
 from penstock.flight import TABLES, schema_of
 from penstock.flight.client import FlightStore
-from penstock.flight.schemas import FILTERED, WITH_PAYLOAD
+from penstock.flight.tables import FILTERED, WITH_PAYLOAD
 from penstock.model import QueueSpec, State
 from penstock.server import in_process_server
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.filters import Row, parse
-from penstock.flight.schemas import schema_of
+from penstock.flight.tables import schema_of
 from penstock.spark import matching
 from penstock.spark.matching import match_batch, match_packed, matcher_of
 from penstock.store.codec.metadata import Metadata, encode_metadata

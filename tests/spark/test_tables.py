@@ -12,7 +12,7 @@ pytest.importorskip("pyspark", reason="pyspark is not installed")
 from pyspark.errors import AnalysisException
 
 import penstock
-from penstock.flight.schemas import WITH_PAYLOAD
+from penstock.flight.tables import WITH_PAYLOAD
 from penstock.spark.options import TABLES
 
 if TYPE_CHECKING:

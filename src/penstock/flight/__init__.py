@@ -1,15 +1,13 @@
-"""A store as tables of Arrow record batches.
+"""Arrow Flight: a store as tables of record batches, served and read.
 
-``schemas`` says what the tables look like, ``partitions`` cuts them into parts that can be read
-side by side, ``reading`` turns a part of a pinned store into record batches, ``columns`` makes
-the columns. ``wire`` has the commands by which servers and clients speak of them. Needs pyarrow:
-nothing below the server imports this package.
+``protocol`` has the commands and actions that server and client share, ``tables`` the schemas and
+the reading of tables, ``snapshots`` cuts a pinned store into parts; ``listener`` starts the
+``service``, ``client`` calls it. Needs pyarrow: nothing below the server imports this package.
 """
 
 from __future__ import annotations
 
-from penstock.flight.partitions import Part, partition
-from penstock.flight.schemas import TABLES, Selection, schema_of, select
-from penstock.flight.tables import read
+from penstock.flight.snapshots import Part, partition
+from penstock.flight.tables import TABLES, Selection, read, schema_of, select
 
 __all__ = ["TABLES", "Part", "Selection", "partition", "read", "schema_of", "select"]

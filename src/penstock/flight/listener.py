@@ -10,7 +10,6 @@ import pyarrow as pa
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput
-from penstock.flight.auth import GuardedFlightService
 from penstock.flight.service import FlightService
 
 if TYPE_CHECKING:
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from penstock.server.metrics import Metrics
     from penstock.server.security import Keys
 
-__all__ = ["FlightListener", "TlsFiles", "in_process_server"]
-
 log = logging.getLogger(__name__)
 
 JANITOR_MS: Final = 15_000
@@ -31,14 +28,14 @@ GRACE_MS: Final = 30_000
 
 
 class TlsFiles(NamedTuple):
-    """Where certificate and key are, and who signs the clients' certificates (None: nobody)."""
+    """Files of certificate, key, and the authority of clients' certificates, if they need any."""
 
     certificate: Path
     key: Path
     client_ca: Path | None = None
 
     def options(self) -> dict[str, Any]:
-        """Give them as Flight wants them."""
+        """Return the files as options of a Flight server."""
         try:
             pair = self.certificate.read_bytes(), self.key.read_bytes()
             roots = None if self.client_ca is None else self.client_ca.read_bytes()
@@ -68,13 +65,10 @@ class FlightListener:
         scheme = "grpc" if tls is None else "grpc+tls"
         place = f"{scheme}://{_bracketed(host)}:{port}"
         try:
-            if keys is None and metrics is None and tls is None:
-                self.service = FlightService(broker, place, clock)
-            else:
-                options = {} if tls is None else tls.options()
-                self.service = GuardedFlightService(
-                    broker, place, clock, keys=keys, metrics=metrics, **options
-                )
+            options = {} if tls is None else tls.options()
+            self.service = FlightService(
+                broker, place, clock, keys=keys, metrics=metrics, **options
+            )
         except pa.ArrowException as error:
             raise InvalidInput(f"can't listen on {host}:{port}: {error}") from error
         self._clock = clock
@@ -118,7 +112,7 @@ class FlightListener:
         stopping.join(grace_ms / 1000)
 
     def _tidy(self) -> None:
-        """Let go of what is idle, also when nobody calls."""
+        """Expire idle snapshots and stages, also when nobody calls."""
         with self._closing:
             while not self._closed:
                 self.service.snapshots.expire()
@@ -144,5 +138,5 @@ def _bracketed(host: str) -> str:
 
 
 def _reachable(host: str) -> str:
-    """Give an address that can be connected to, for one that listens everywhere."""
+    """Return an address that clients can connect to, for one that listens everywhere."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104

@@ -1,51 +1,42 @@
-"""Commands, tickets, actions and answers of the Flight protocol, as JSON; ``docs/flight.md``.
+"""The Flight protocol, shared by server and client; ``docs/flight.md`` describes it.
 
-Unknown fields and wrong types are refused, so that a misspelt option is an error and not a
-default. An error travels twice: as text that begins with the name of its class, for people and
-foreign clients, and as JSON beside it, from which :func:`revive` makes the exception again.
+Commands, tickets, options of actions and answers are JSON. The server refuses unknown fields and
+wrong types, so that a misspelt option is an error and not a default. An error travels twice: as
+text that begins with the name of its class, for people and foreign clients, and as JSON beside it,
+from which :func:`revive` makes the exception again.
+
+A :class:`Location` is an address with what a client needs to get in (a key's token, TLS roots and
+certificate), so that a process that is sent one needs no settings of its own.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, overload
 
 import msgspec
 import pyarrow as pa
+import pyarrow.flight as fl
 
 from penstock import errors
-from penstock.errors import InvalidInput, PenstockError
-from penstock.flight.schemas import TIME
+from penstock.errors import InvalidInput, InvalidUrl, PenstockError
+from penstock.flight.tables import TIME
+from penstock.model import LogStats, QueueStats, StoreStats, SweepCounts
+from penstock.store.plans import BackfillPlan, Collected, LiveFilters, RoutePlan
 
-__all__ = [
-    "PROTOCOL",
-    "RESTORED",
-    "BackfillCommand",
-    "CollectCommand",
-    "CommitFill",
-    "CommitStages",
-    "DropStages",
-    "FillStage",
-    "FilterCommand",
-    "LogTicket",
-    "Nothing",
-    "PublishCommand",
-    "ReadCommand",
-    "RedriveCommand",
-    "RestoreCommand",
-    "RoutePlanCommand",
-    "SnapshotTicket",
-    "StageCommand",
-    "TrimCommand",
-    "decode",
-    "describe",
-    "encode",
-    "revive",
-]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 PROTOCOL: Final = 1
 # gRPC bounds headers to 8 KiB, and the text travels twice.
 MAX_ERROR_CHARS: Final = 1_000
-# What a restore brings of each message; the payload may be null.
+TOKEN_VARIABLE: Final = "PENSTOCK_TOKEN"  # noqa: S105 - a name
+CA_VARIABLE: Final = "PENSTOCK_CA"
+# The columns of a restore; the payload may be null.
 RESTORED: Final = pa.schema(
     [
         ("offset", pa.int64()),
@@ -58,10 +49,13 @@ RESTORED: Final = pa.schema(
         ("payload", pa.binary()),
     ]
 )
-encode: Final = msgspec.json.Encoder().encode
+# Any sequence will do for a list.
+encode: Final = msgspec.json.Encoder(enc_hook=list).encode
+
+# --- commands and tickets -------------------------------------------------------------------------
 
 
-class _Command(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class _Command(msgspec.Struct, forbid_unknown_fields=True):
     pass
 
 
@@ -69,14 +63,14 @@ class ReadCommand(_Command):
     """GetFlightInfo: which rows and columns of which table, in how many parts."""
 
     table: str
-    queue: str | list[str] | None = None
+    queue: str | Sequence[str] | None = None
     payload: bool = False
-    columns: list[str] | None = None
+    columns: Sequence[str] | None = None
     filter: str | None = None
     partitions: int = 1
     begin: int | None = None
     end: int | None = None
-    logs: list[int] | None = None
+    logs: Sequence[int] | None = None
 
 
 class SnapshotTicket(_Command, tag_field="table", tag="snapshot"):
@@ -84,7 +78,7 @@ class SnapshotTicket(_Command, tag_field="table", tag="snapshot"):
 
     snapshot: str
     part: int
-    queues: list[str] | None = None
+    queues: Sequence[str] | None = None
 
 
 class LogTicket(_Command, tag_field="table", tag="log"):
@@ -94,7 +88,7 @@ class LogTicket(_Command, tag_field="table", tag="log"):
     begin: int
     end: int
     payload: bool = False
-    columns: list[str] | None = None
+    columns: Sequence[str] | None = None
     filter: str | None = None
 
 
@@ -131,48 +125,113 @@ class RestoreCommand(_Command, tag_field="op", tag="restore"):
     filter: str | None = None
 
 
-class Nothing(_Command):
-    """An action without options."""
+PUTS: Final = PublishCommand | StageCommand | FillStage | RestoreCommand
 
 
-class RoutePlanCommand(_Command):
-    """Action route_plan."""
+def decode(body: bytes | None, kind: Any, what: str) -> Any:
+    """Read JSON that a client has sent; an empty body is an empty object."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{what}: {error}") from None
 
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """Which store a server has open, and which protocol it speaks."""
+
+    version: str
+    store_id: str
+    design: str
+    routing: str
+    protocol: int
+
+
+class SnapshotFacts(msgspec.Struct, frozen=True):
+    """When a snapshot was taken, and what the log was like then."""
+
+    at_ms: int
+    log_end: int
+    earliest: int
+    store_id: str
+
+
+class Published(msgspec.Struct, frozen=True):
+    """How many rows a publish took, and how many of them it had seen before."""
+
+    published: int
+    duplicates: int
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """What became of the stages of one log; the status is one of AssignStatus."""
+
+    log: int
+    status: str
+    cursor: int
+    placed: int
+
+
+class FilledCounts(msgspec.Struct, frozen=True):
+    """What a fill did."""
+
+    added: int
+    already: int
+    missing: int
+
+
+class Watermarks(msgspec.Struct, frozen=True):
+    """How far the logs are routed."""
+
+    cursors: dict[int, int]
+    routed_up_to: int
+    earliest: int
+    end: int
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """Everything that is counted."""
+
+    queues: list[QueueStats]
+    store: StoreStats
+    log: LogStats
+
+
+# --- actions --------------------------------------------------------------------------------------
+
+
+class _NoOptions(_Command):
+    pass
+
+
+class _RoutePlan(_Command):
     max_offsets: int | None = None
 
 
-class FilterCommand(_Command):
-    """Action filters."""
-
+class _Filters(_Command):
     offset: int
 
 
-class CommitStages(_Command):
-    """Action commit_stages."""
+class _Stages(_Command):
+    stages: Sequence[str]
 
-    stages: list[str]
+
+class _CommitStages(_Stages):
     epoch: int | None = None
 
 
-class DropStages(_Command):
-    """Action drop_stages."""
+class CommitFill(_Stages):
+    """Options of commit_fill; ``filter`` is the one that was matched by, from backfill_plan."""
 
-    stages: list[str]
-
-
-class CommitFill(_Command):
-    """Action commit_fill. ``filter`` is what was matched by, as backfill_plan gave it."""
-
-    stages: list[str]
     queue: str
     begin: int
     end: int
     filter: str | None = None
 
 
-class BackfillCommand(_Command, rename={"from_": "from"}):
-    """Action backfill_plan."""
-
+class _BackfillPlan(_Command, rename={"from_": "from"}):
     queue: str
     from_: int | str | None = None
     from_time_ms: int | None = None
@@ -180,36 +239,109 @@ class BackfillCommand(_Command, rename={"from_": "from"}):
     archived: bool = False
 
 
-class RedriveCommand(_Command):
-    """Action redrive."""
-
+class _Redrive(_Command):
     queue: str
-    message_ids: list[int] | None = None
+    message_ids: Sequence[int] | None = None
     where: str | None = None
 
 
-class TrimCommand(_Command):
-    """Action trim."""
-
+class _Trim(_Command):
     queue: str
     state: str
     before: int
     created_at_ms: int | None = None
 
 
-class CollectCommand(_Command):
-    """Action collect."""
-
-    message_ids: list[int]
+class _Collect(_Command):
+    message_ids: Sequence[int]
     dry_run: bool = True
 
 
-def decode(body: bytes, kind: Any, what: str) -> Any:
-    """Read JSON that a client has sent; an empty body is an empty object."""
-    try:
-        return msgspec.json.decode(body or b"{}", type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{what}: {error}") from None
+class Action(Generic[P, T]):
+    """An action: on the server, how to treat it; on a client, the method that calls it.
+
+    ``limit`` names the bound on a client's wait. A key that may consume may call an action that
+    only ``reads``. An answer with a ``field`` is one value, which travels as an object. A client
+    that gets no answer calls ``again`` if that does no harm.
+    """
+
+    def __init__(
+        self,
+        options: Callable[P, Any],
+        answer: type[T],
+        text: str,
+        limit: str = "MAX_BULK_CALL_MS",
+        *,
+        reads: bool = False,
+        field: str | None = None,
+        again: bool = True,
+    ) -> None:
+        self.name = ""
+        self.options = options
+        self.answer = answer
+        self.__doc__ = self.text = text
+        self.limit = limit
+        self.reads = reads
+        self.field = field
+        self.again = again
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, client: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, client: object, owner: type) -> Callable[P, T]: ...
+
+    def __get__(self, client: object, owner: type) -> Any:
+        return self if client is None else partial(self, client)
+
+    def __call__(self, client: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the action through a client."""
+        body: bytes = client.act(self, encode(self.options(*args, **kwargs)))
+        if self.field is None:
+            return msgspec.json.decode(body, type=self.answer)
+        fields: dict[str, T] = msgspec.json.decode(body, type=dict[str, self.answer])  # type: ignore[name-defined]
+        return fields[self.field]
+
+
+_QUICK: Final = "MAX_CALL_MS"
+
+
+class Actions:
+    """Every action of the protocol. A client inherits them as methods."""
+
+    info = Action(_NoOptions, ServerInfo, "Which store this is.", _QUICK, reads=True)
+    log_stats = Action(_NoOptions, LogStats, "The metadata log.", _QUICK, reads=True)
+    route_plan = Action(_RoutePlan, RoutePlan, "What to match next.", _QUICK, reads=True)
+    filters = Action(_Filters, LiveFilters, "The live filters at an offset.", _QUICK, reads=True)
+    take_epoch = Action(_NoOptions, int, "Fence earlier pipelines.", _QUICK, field="epoch")
+    commit_stages = Action(
+        _CommitStages,
+        list[Committed],
+        "Assign what is staged.",
+        "MAX_WORK_CALL_MS",
+        field="results",
+    )
+    drop_stages = Action(_Stages, int, "Forget stages.", _QUICK, field="dropped")
+    commit_fill = Action(CommitFill, FilledCounts, "Fill a queue from stages.")
+    backfill_plan = Action(_BackfillPlan, BackfillPlan, "What is to be filled.", reads=True)
+    redrive = Action(
+        _Redrive, int, "Make failed messages available.", field="redriven", again=False
+    )
+    trim = Action(_Trim, int, "Remove old done or failed messages.", field="removed")
+    collect = Action(_Collect, Collected, "Free payloads that nobody holds.")
+    watermarks = Action(_NoOptions, Watermarks, "How far the logs are routed.", _QUICK, reads=True)
+    sweep = Action(_NoOptions, SweepCounts, "Do what is due.")
+    stats = Action(_NoOptions, Stats, "Stats of every queue and the store.", reads=True)
+
+
+ACTIONS: Final[dict[str, Action[Any, Any]]] = {
+    name: action for name, action in vars(Actions).items() if isinstance(action, Action)
+}
+
+# --- errors ---------------------------------------------------------------------------------------
 
 
 class _Error(msgspec.Struct):
@@ -236,3 +368,108 @@ def revive(extra: bytes | None) -> PenstockError | None:
         kind = PenstockError
     error: PenstockError = kind(found.message)
     return error
+
+
+# --- addresses and connections --------------------------------------------------------------------
+
+_NO_ACCESS: Final = ("", "", "", "")
+_clients: Final[dict[tuple[Any, ...], fl.FlightClient]] = {}
+_clients_lock: Final = threading.Lock()
+
+
+class Location(str):
+    """An address with its access: a token, and PEM of roots, certificate and key.
+
+    Its text is the address alone.
+    """
+
+    __slots__ = ("access",)
+    access: tuple[str, str, str, str]
+
+    def __new__(cls, address: str, access: tuple[str, str, str, str]) -> Self:
+        """Put them together."""
+        made = super().__new__(cls, address)
+        made.access = access
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Location, (str(self), self.access)
+
+
+def locate(
+    location: str,
+    *,
+    token: str | None = None,
+    ca: str | Path | None = None,
+    certificate: str | Path | None = None,
+    key: str | Path | None = None,
+) -> str:
+    """Check an address and add the access; ``ca``, ``certificate`` and ``key`` are files.
+
+    What is not given comes from PENSTOCK_TOKEN and PENSTOCK_CA, or with the address.
+    """
+    if not str(location).startswith(("grpc://", "grpc+tcp://", "grpc+tls://")):
+        raise InvalidUrl(
+            f"no Flight server is named by {location!r:.200}: grpc://HOST:PORT, or grpc+tls://"
+        )
+    has = getattr(location, "access", _NO_ACCESS)
+    secure = location.startswith("grpc+tls://")
+    access = (
+        token or has[0] or os.environ.get(TOKEN_VARIABLE, ""),
+        _pem(ca) or has[1] or (_pem(os.environ.get(CA_VARIABLE)) if secure else ""),
+        _pem(certificate) or has[2],
+        _pem(key) or has[3],
+    )
+    return Location(location, access) if any(access) else str(location)
+
+
+def _pem(file: str | Path | None) -> str:
+    if not file:
+        return ""
+    try:
+        return Path(file).read_text()
+    except OSError as error:
+        raise InvalidInput(f"TLS: {file} can't be read: {error.strerror}") from None
+
+
+def identity(location: str) -> tuple[str, Any]:
+    """Return what tells two ways to a server apart."""
+    return str(location), getattr(location, "access", None)
+
+
+def connect(location: str) -> fl.FlightClient:
+    """Return this process's connection to a server."""
+    # A forked worker must not use its parent's connection, nor one key another's.
+    key = (os.getpid(), *identity(location))
+    with _clients_lock:
+        if key not in _clients:
+            token, ca, certificate, private_key = getattr(location, "access", _NO_ACCESS)
+            options: dict[str, Any] = {"middleware": [_BearerFactory(token)]} if token else {}
+            if ca:
+                options["tls_root_certs"] = ca
+            if certificate:
+                options |= {"cert_chain": certificate, "private_key": private_key}
+            _clients[key] = fl.FlightClient(str(location), **options)
+        return _clients[key]
+
+
+def forget(location: str) -> None:
+    """Let the next call connect anew."""
+    with _clients_lock:
+        _clients.pop((os.getpid(), *identity(location)), None)
+
+
+class _Bearer(fl.ClientMiddleware):  # type: ignore[misc]
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def sending_headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self._token}"}
+
+
+class _BearerFactory(fl.ClientMiddlewareFactory):  # type: ignore[misc]
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def start_call(self, info: fl.CallInfo) -> _Bearer:  # noqa: ARG002 - Flight's signature
+        return _Bearer(self._token)

@@ -1,4 +1,4 @@
-"""The Flight service over a broker; the protocol is described in ``docs/flight.md``.
+"""The Flight service over a broker; ``docs/flight.md`` describes the protocol.
 
 gRPC calls the handlers from many threads at once. What they share (snapshots, stages, the broker)
 is thread-safe; only making a snapshot holds the broker up, reading one never does.
@@ -7,6 +7,7 @@ is thread-safe; only making a snapshot holds the broker up, reading one never do
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,121 +16,137 @@ import pyarrow as pa
 import pyarrow.flight as fl
 
 from penstock import limits
-from penstock.errors import InvalidInput, PenstockError
-from penstock.flight import partition, read, schema_of, select
-from penstock.flight import protocol as wire
-from penstock.flight import stages as staging
-from penstock.flight.partitions import Numbers, of_queues
-from penstock.flight.publish import Publisher
-from penstock.flight.restore import Restorer
-from penstock.flight.snapshots import Snapshot, Snapshots
+from penstock.errors import InvalidInput, NotAllowed, PenstockError
+from penstock.flight import protocol, stages
+from penstock.flight.auth import AcceptedHandshakes, FlightGuard
+from penstock.flight.protocol import ACTIONS, PUTS, decode, encode
+from penstock.flight.publish import Publisher, Restorer, receive_stage
+from penstock.flight.snapshots import Numbers, Snapshot, Snapshots, of_queues, partition
+from penstock.flight.tables import read, schema_of, select
 from penstock.validation import check_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from penstock.broker.broker import Broker
     from penstock.clock import Clock
-    from penstock.store.plans import Filled
+    from penstock.flight.auth import FlightCall
+    from penstock.server.metrics import Metrics
+    from penstock.server.security import Keys, Principal
+    from penstock.store.plans import BackfillPlan
     from penstock.store.snapshot import PinnedStore
-
-__all__ = ["PUTS", "FlightService", "translated"]
 
 log = logging.getLogger(__name__)
 
-PUTS: Final = wire.PublishCommand | wire.StageCommand | wire.FillStage | wire.RestoreCommand
+_READ: Final = ("consume", "admin")
+# Tables of one queue's messages; the others show what concerns all queues.
+_BY_QUEUE: Final = {"active", "done", "failed", "attempts", "groups"}
+# Here the caller says which messages a queue gets, whatever its filter: as good as any filter.
+_FILLS: Final = (protocol.FillStage, protocol.RestoreCommand, protocol.CommitFill)
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raise Penstock's errors as Flight's; others go to the log, without details to clients."""
+    try:
+        yield
+    except PenstockError as error:
+        raise fl.FlightServerError(*protocol.describe(error)) from None
+    except pa.ArrowException:
+        raise
+    except Exception as error:
+        log.exception("a Flight call failed")
+        raise fl.FlightInternalError(f"{type(error).__name__}: {error}") from None
 
 
 class FlightService(fl.FlightServerBase):  # type: ignore[misc]
-    """Serves a broker. It listens as soon as it is made."""
+    """Serves a broker, to callers whose keys permit it. It listens as soon as it is made."""
 
-    def __init__(self, broker: Broker, location: str, clock: Clock, **options: Any) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        location: str,
+        clock: Clock,
+        *,
+        keys: Keys | None = None,
+        metrics: Metrics | None = None,
+        **options: Any,
+    ) -> None:
         self._broker = broker
-        self._clock = clock
         self.snapshots = Snapshots(clock, broker.max_views)
-        self.stages = staging.Stages(clock)
+        self.stages = stages.Stages(clock)
         self._restorer = Restorer(broker)
-        self._actions: Final[dict[str, tuple[type[Any], Callable[[Any], Any], str]]] = {
-            "info": (wire.Nothing, self._info, "Which store this is."),
-            "log_stats": (wire.Nothing, lambda _: broker.log_stats(), "The metadata log."),
-            "route_plan": (wire.RoutePlanCommand, self._route_plan, "What to match next."),
-            "filters": (wire.FilterCommand, self._filters, "The live filters at an offset."),
-            "take_epoch": (wire.Nothing, self._take_epoch, "Fence earlier pipelines."),
-            "commit_stages": (wire.CommitStages, self._commit_stages, "Assign what is staged."),
-            "drop_stages": (wire.DropStages, self._drop_stages, "Forget stages."),
-            "commit_fill": (wire.CommitFill, self._commit_fill, "Fill a queue from stages."),
-            "backfill_plan": (wire.BackfillCommand, self._backfill_plan, "What is to be filled."),
-            "redrive": (wire.RedriveCommand, self._redrive, "Make failed messages available."),
-            "trim": (wire.TrimCommand, self._trim, "Remove old done or failed messages."),
-            "collect": (wire.CollectCommand, self._collect, "Free payloads that nobody holds."),
-            "watermarks": (wire.Nothing, self._watermarks, "How far the logs are routed."),
-            "sweep": (wire.Nothing, lambda _: broker.sweep(), "Do what is due."),
-            "stats": (wire.Nothing, self._stats, "Stats of every queue and the store."),
+        # The other actions are methods of the broker.
+        self._handlers: Final[dict[str, Callable[[Any], Any]]] = {
+            "info": self._info,
+            "filters": lambda options: broker.filters_at(options.offset),
+            "commit_stages": self._commit_stages,
+            "drop_stages": lambda options: self.stages.drop(options.stages),
+            "commit_fill": self._commit_fill,
+            "backfill_plan": self._backfill_plan,
+            "watermarks": self._watermarks,
+            "stats": self._stats,
         }
-        super().__init__(location, **options)
+        super().__init__(
+            location,
+            auth_handler=AcceptedHandshakes(),
+            middleware={"guard": FlightGuard(keys, metrics, clock)},
+            **options,
+        )
 
     # --- reading -------------------------------------------------------------------------
 
-    def owner(self, context: fl.ServerCallContext) -> str:  # noqa: ARG002 - for keys
-        """Name the key that a call's snapshots belong to; without keys all belong to everybody."""
-        return ""
-
     def get_flight_info(
-        self,
-        context: fl.ServerCallContext,
-        descriptor: fl.FlightDescriptor,
+        self, context: fl.ServerCallContext, descriptor: fl.FlightDescriptor
     ) -> fl.FlightInfo:
         """Take a snapshot for a command and say how to read it."""
         with translated():
-            command: wire.ReadCommand = wire.decode(
-                descriptor.command or b"", wire.ReadCommand, "command"
-            )
+            command = decode(descriptor.command, protocol.ReadCommand, "command")
+            principal = _principal(context)
+            queues = [command.queue] if isinstance(command.queue, str) else command.queue
+            shown = queues if queues and command.table in _BY_QUEUE else ["*"]
+            _check_read(principal, shown)
             check_count(command.partitions, "partitions", 1, limits.MAX_PARTITIONS)
             for name, value in (("begin", command.begin), ("end", command.end)):
                 if value is not None:
                     check_count(value, name, 0, limits.MAX_OFFSET)
-            made: list[Snapshot] = []
-
-            owner = self.owner(context)
 
             def make() -> Snapshot:
-                made.append(self._snapshot(command, owner))
-                return made[0]
+                table = command.table
+                selection = select(
+                    table,
+                    payload=command.payload,
+                    columns=command.columns,
+                    filter_text=command.filter,
+                )
+                pinned = self._broker.view(
+                    stats=table == "stats", marks=table in {"done", "failed"}
+                )
+                with _closed_on_error(pinned):
+                    parts = partition(
+                        pinned,
+                        table,
+                        command.partitions,
+                        queues=queues,
+                        begin=command.begin,
+                        end=command.end,
+                        logs=command.logs,
+                    )
+                return Snapshot(pinned, parts, selection, principal.key_id, shown)
 
-            name = self.snapshots.add(make, owner)
-            snapshot = made[0]
+            made = self.snapshots.add(make, principal.key_id)
             endpoints = [
-                fl.FlightEndpoint(wire.encode(wire.SnapshotTicket(snapshot=name, part=part)), [])
-                for part in range(len(snapshot.parts))
+                fl.FlightEndpoint(
+                    encode(protocol.SnapshotTicket(snapshot=made.name, part=part)), []
+                )
+                for part in range(len(made.parts))
             ]
-            facts = wire.encode(_facts(snapshot.pinned))
-            schema = snapshot.selection.schema
-            return fl.FlightInfo(schema, descriptor, endpoints, -1, -1, app_metadata=facts)
-
-    def _snapshot(self, command: wire.ReadCommand, owner: str) -> Snapshot:
-        selection = select(
-            command.table,
-            payload=command.payload,
-            columns=command.columns,
-            filter_text=command.filter,
-        )
-        queues = [command.queue] if isinstance(command.queue, str) else command.queue
-        table = command.table
-        pinned = self._broker.view(stats=table == "stats", marks=table in {"done", "failed"})
-        try:
-            parts = partition(
-                pinned,
-                command.table,
-                command.partitions,
-                queues=queues,
-                begin=command.begin,
-                end=command.end,
-                logs=command.logs,
+            stats = made.pinned.log_stats
+            facts = protocol.SnapshotFacts(
+                made.pinned.at_ms, stats.end, stats.earliest, made.pinned.store_id
             )
-        except BaseException:
-            pinned.close()
-            raise
-        return Snapshot(pinned, parts, selection, owner)
+            schema = made.selection.schema
+            return fl.FlightInfo(schema, descriptor, endpoints, -1, -1, app_metadata=encode(facts))
 
     def get_schema(
         self,
@@ -138,27 +155,28 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
     ) -> fl.SchemaResult:
         """Return the schema that a command would have, without a snapshot."""
         with translated():
-            command = wire.decode(descriptor.command or b"", wire.ReadCommand, "command")
+            command = decode(descriptor.command, protocol.ReadCommand, "command")
             return fl.SchemaResult(
                 schema_of(command.table, payload=command.payload, columns=command.columns)
             )
 
-    def do_get(
-        self,
-        context: fl.ServerCallContext,
-        ticket: fl.Ticket,
-    ) -> fl.FlightDataStream:
-        """Read a part of a snapshot, or a stretch of a log."""
+    def do_get(self, context: fl.ServerCallContext, ticket: fl.Ticket) -> fl.FlightDataStream:
+        """Read a part of a snapshot of the same key, or a stretch of a log."""
         with translated():
-            kind = wire.decode(ticket.ticket, wire.SnapshotTicket | wire.LogTicket, "ticket")
-            if isinstance(kind, wire.LogTicket):
-                name, part, queues = self._log_snapshot(kind, self.owner(context)), 0, None
+            principal = _principal(context)
+            wanted = decode(ticket.ticket, protocol.SnapshotTicket | protocol.LogTicket, "ticket")
+            if isinstance(wanted, protocol.LogTicket):
+                principal.check_any(_READ)
+                snapshot = self._log_snapshot(wanted, principal.key_id)
+                batches = self._batches(snapshot.name, 0, None, temporary=True)
             else:
-                name, part, queues = kind.snapshot, kind.part, kind.queues
-            schema = self.snapshots.find(name, part).selection.schema
-            temporary = isinstance(kind, wire.LogTicket)
-            batches = self._batches(name, part, queues, temporary=temporary)
-            return fl.GeneratorStream(schema, batches)
+                snapshot = self.snapshots.find(wanted.snapshot, wanted.part)
+                if snapshot.owner != principal.key_id:
+                    raise NotAllowed(f"key {principal.key_id!r} did not ask for this snapshot")
+                # Again: the key may be allowed less than when it asked.
+                _check_read(principal, snapshot.queues)
+                batches = self._batches(snapshot.name, wanted.part, wanted.queues, temporary=False)
+            return fl.GeneratorStream(snapshot.selection.schema, batches)
 
     def _batches(
         self, name: str, part: int, queues: list[str] | None, *, temporary: bool
@@ -172,7 +190,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
                 if temporary:
                     self.snapshots.drop(name)
 
-    def _log_snapshot(self, ticket: wire.LogTicket, owner: str) -> str:
+    def _log_snapshot(self, ticket: protocol.LogTicket, owner: str) -> Snapshot:
         selection = select(
             "log", payload=ticket.payload, columns=ticket.columns, filter_text=ticket.filter
         )
@@ -181,11 +199,8 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
 
         def make() -> Snapshot:
             pinned = self._broker.view(marks=False)
-            try:
+            with _closed_on_error(pinned):
                 _check_stretch(pinned, ticket)
-            except BaseException:
-                pinned.close()
-                raise
             stretch = Numbers(ticket.log, ticket.begin, ticket.end)
             snapshot = Snapshot(pinned, [[stretch]], selection, owner)
             # Read once, and of no use to anybody if its reader never came.
@@ -196,10 +211,6 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
 
     # --- writing -------------------------------------------------------------------------
 
-    def publishing(self, context: fl.ServerCallContext) -> Any:  # noqa: ARG002
-        """Give what a stream of messages is published through: the broker."""
-        return self._broker
-
     def do_put(
         self,
         context: fl.ServerCallContext,
@@ -207,27 +218,26 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         reader: fl.MetadataRecordBatchReader,
         writer: fl.FlightMetadataWriter,
     ) -> None:
-        """Publish, or stage, a stream of batches."""
+        """Publish, restore or stage a stream of batches."""
         with translated():
-            command = wire.decode(descriptor.command or b"", PUTS, "command")
-            if isinstance(command, wire.PublishCommand):
-                publisher = Publisher(self.publishing(context), reader.schema)
+            principal = _principal(context)
+            command = decode(descriptor.command, PUTS, "command")
+            if isinstance(command, protocol.PublishCommand):
+                publisher = Publisher(self._broker, reader.schema, principal)
                 for chunk in reader:
                     publisher.publish(chunk.data)
-                    counts = {
-                        "published": publisher.published,
-                        "duplicates": publisher.duplicates,
-                    }
-                    writer.write(wire.encode(counts))
-            elif isinstance(command, wire.RestoreCommand):
-                done = self._restorer.restore(command, reader, writer.write)
-                writer.write(wire.encode(_counts(done)))
-            else:
-                stage = staging.receive(command, reader, self.stages.room())
-                if isinstance(command, wire.FillStage):
-                    stage.filter = self._broker.queue(command.queue).filter
-                self.stages.add(stage)
-                writer.write(wire.encode({"staged": stage.rows}))
+                    counts = protocol.Published(publisher.published, publisher.duplicates)
+                    writer.write(encode(counts))
+                return
+            principal.check("admin", _touched(command))
+            if isinstance(command, protocol.RestoreCommand):
+                writer.write(encode(self._restorer.restore(command, reader, writer.write)))
+                return
+            stage = receive_stage(command, reader, self.stages.room())
+            if isinstance(command, protocol.FillStage):
+                stage.filter = self._broker.queue(command.queue).filter
+            self.stages.add(stage)
+            writer.write(encode({"staged": stage.rows}))
 
     # --- actions -------------------------------------------------------------------------
 
@@ -236,120 +246,94 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         context: fl.ServerCallContext,  # noqa: ARG002
     ) -> list[fl.ActionType]:
         """Name the actions."""
-        return [fl.ActionType(name, text) for name, (_, _, text) in self._actions.items()]
+        return [fl.ActionType(name, action.text) for name, action in ACTIONS.items()]
 
-    def do_action(
-        self,
-        context: fl.ServerCallContext,  # noqa: ARG002
-        action: fl.Action,
-    ) -> list[fl.Result]:
+    def do_action(self, context: fl.ServerCallContext, action: fl.Action) -> list[fl.Result]:
         """Do an action and answer with one JSON value."""
         with translated():
-            known = self._actions.get(action.type)
+            name = action.type
+            known = ACTIONS.get(name)
             if known is None:
-                raise InvalidInput(
-                    f"no action {action.type!r:.100}; there are {', '.join(self._actions)}"
-                )
-            kind, act, _ = known
-            answer = act(wire.decode(action.body.to_pybytes(), kind, action.type))
-            return [fl.Result(wire.encode(answer))]
+                raise InvalidInput(f"no action {name!r:.100}; there are {', '.join(ACTIONS)}")
+            call: FlightCall = context.get_middleware("guard")
+            call.operation = name
+            options = decode(action.body.to_pybytes(), known.options, name)
+            call.principal.check_any(_READ if known.reads else ("admin",), _touched(options))
+            if name in self._handlers:
+                answer = self._handlers[name](options)
+            else:
+                answer = getattr(self._broker, name)(**msgspec.structs.asdict(options))
+            return [fl.Result(encode(answer if known.field is None else {known.field: answer}))]
 
-    def _info(self, _: wire.Nothing) -> dict[str, Any]:
+    def _info(self, _: Any) -> protocol.ServerInfo:
         from penstock import __version__  # noqa: PLC0415 - the package is complete by now
 
-        known = msgspec.to_builtins(self._broker.info())
-        return {"version": __version__, "protocol": wire.PROTOCOL, **known}
+        info = self._broker.info()
+        return protocol.ServerInfo(
+            __version__, info.store_id, info.design, info.routing, protocol.PROTOCOL
+        )
 
-    def _route_plan(self, command: wire.RoutePlanCommand) -> Any:
-        return self._broker.route_plan(max_offsets=command.max_offsets)
+    def _commit_stages(self, options: Any) -> list[protocol.Committed]:
+        found = self.stages.get(list(dict.fromkeys(options.stages)))
+        return stages.commit(self._broker, found, options.epoch)
 
-    def _filters(self, command: wire.FilterCommand) -> Any:
-        return self._broker.filters_at(command.offset)
-
-    def _take_epoch(self, _: wire.Nothing) -> dict[str, int]:
-        return {"epoch": self._broker.take_epoch()}
-
-    def _commit_stages(self, command: wire.CommitStages) -> dict[str, Any]:
-        stages = self.stages.get(list(dict.fromkeys(command.stages)))
-        results = staging.commit(self._broker, stages, command.epoch)
-        return {"results": [each._asdict() for each in results]}
-
-    def _drop_stages(self, command: wire.DropStages) -> dict[str, int]:
-        return {"dropped": self.stages.drop(command.stages)}
-
-    def _commit_fill(self, command: wire.CommitFill) -> dict[str, int]:
-        stages = self.stages.get(list(dict.fromkeys(command.stages)))
-        if stages and all(stage.committed for stage in stages):
-            return {"added": 0, "already": 0, "missing": 0}
-        offsets = staging.fill_offsets(stages, command)
-        # Who does not say what was matched by is taken to mean the filter of the time of staging.
-        text = command.filter or next((stage.filter for stage in stages), None)
-        filled = self._broker.fill(command.queue, command.begin, command.end, offsets, filter=text)
-        for stage in stages:
+    def _commit_fill(self, options: protocol.CommitFill) -> protocol.FilledCounts:
+        found = self.stages.get(list(dict.fromkeys(options.stages)))
+        if found and all(stage.committed for stage in found):
+            return protocol.FilledCounts(0, 0, 0)
+        offsets = stages.fill_offsets(found, options)
+        # Without a filter in the options, the one of the time of staging is meant.
+        text = options.filter or next((stage.filter for stage in found), None)
+        filled = self._broker.fill(options.queue, options.begin, options.end, offsets, filter=text)
+        for stage in found:
             stage.clear()
-        return _counts(filled)
+        return protocol.FilledCounts(filled.added, filled.already, filled.missing)
 
-    def _backfill_plan(self, command: wire.BackfillCommand) -> Any:
-        from_: Any = "earliest" if command.from_ is None else command.from_
-        if command.from_time_ms is not None:
-            if command.from_ is not None:
+    def _backfill_plan(self, options: Any) -> BackfillPlan:
+        from_: Any = "earliest" if options.from_ is None else options.from_
+        if options.from_time_ms is not None:
+            if options.from_ is not None:
                 raise InvalidInput("give 'from' or 'from_time_ms', not both")
-            check_count(command.from_time_ms, "from_time_ms", 0, limits.MAX_DURATION_MS)
-            from_ = datetime.fromtimestamp(command.from_time_ms / 1000, UTC)
+            check_count(options.from_time_ms, "from_time_ms", 0, limits.MAX_DURATION_MS)
+            from_ = datetime.fromtimestamp(options.from_time_ms / 1000, UTC)
         return self._broker.backfill_plan(
-            command.queue, from_=from_, to=command.to, archived=command.archived
+            options.queue, from_=from_, to=options.to, archived=options.archived
         )
 
-    def _redrive(self, command: wire.RedriveCommand) -> dict[str, int]:
-        redriven = self._broker.redrive(
-            command.queue, message_ids=command.message_ids, where=command.where
-        )
-        return {"redriven": redriven}
-
-    def _trim(self, command: wire.TrimCommand) -> dict[str, int]:
-        removed = self._broker.trim(
-            command.queue,
-            state=command.state,
-            before=command.before,
-            created_at_ms=command.created_at_ms,
-        )
-        return {"removed": removed}
-
-    def _collect(self, command: wire.CollectCommand) -> Any:
-        return self._broker.collect(command.message_ids, dry_run=command.dry_run)
-
-    def _watermarks(self, _: wire.Nothing) -> dict[str, Any]:
+    def _watermarks(self, _: Any) -> protocol.Watermarks:
         stats = self._broker.log_stats()
-        return {
-            "cursors": stats.cursors,
-            "routed_up_to": stats.routed_up_to,
-            "earliest": stats.earliest,
-            "end": stats.end,
-        }
+        return protocol.Watermarks(stats.cursors, stats.routed_up_to, stats.earliest, stats.end)
 
-    def _stats(self, _: wire.Nothing) -> dict[str, Any]:
+    def _stats(self, _: Any) -> protocol.Stats:
         with self._broker.view(stats=True, marks=False) as pinned:
-            return {
-                "queues": pinned.stats,
-                "store": pinned.totals,
-                "log": pinned.log_stats,
-            }
+            return protocol.Stats(list(pinned.stats), pinned.totals, pinned.log_stats)
 
 
-def _counts(filled: Filled) -> dict[str, int]:
-    return {"added": filled.added, "already": filled.already, "missing": filled.missing}
+def _principal(context: fl.ServerCallContext) -> Principal:
+    call: FlightCall = context.get_middleware("guard")
+    return call.principal
 
 
-def _facts(pinned: PinnedStore) -> dict[str, Any]:
-    return {
-        "at_ms": pinned.at_ms,
-        "log_end": pinned.log_stats.end,
-        "earliest": pinned.log_stats.earliest,
-        "store_id": pinned.store_id,
-    }
+def _check_read(principal: Principal, queues: Iterable[str]) -> None:
+    for queue in queues:
+        principal.check_any(_READ, queue)
 
 
-def _check_stretch(pinned: PinnedStore, ticket: wire.LogTicket) -> None:
+def _touched(command: Any) -> str | None:
+    """Return the queue that a command is about; None if it concerns all of them."""
+    return None if isinstance(command, _FILLS) else getattr(command, "queue", None)
+
+
+@contextmanager
+def _closed_on_error(pinned: PinnedStore) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        pinned.close()
+        raise
+
+
+def _check_stretch(pinned: PinnedStore, ticket: protocol.LogTicket) -> None:
     """Refuse a stretch that can't be read whole: rows must not be missed without a word."""
     stats = pinned.log_stats
     if ticket.log not in stats.cursors:
@@ -363,20 +347,3 @@ def _check_stretch(pinned: PinnedStore, ticket: wire.LogTicket) -> None:
         raise InvalidInput(
             f"offsets up to {ticket.end} were asked for; log {ticket.log} ends at {stats.end}"
         )
-
-
-class translated:  # noqa: N801 - reads as a clause
-    """Turn Penstock's errors into Flight's; others are told of in the log, not to clients."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
-        if isinstance(error, PenstockError):
-            text, extra = wire.describe(error)
-            raise fl.FlightServerError(text, extra) from None
-        if isinstance(error, Exception) and not isinstance(error, pa.ArrowException):
-            log.error("a Flight call failed", exc_info=error)
-            raise fl.FlightInternalError(f"{kind.__name__ if kind else ''}: {error}") from None

@@ -1,8 +1,12 @@
-"""Snapshots that clients read from: how many there may be, and when they go.
+"""Snapshots that clients read: a pinned store, and a table of it cut into parts.
 
-A snapshot keeps deleted data on disk, so it goes when nobody has read from it for a while. When
-there is no room for another, one goes that nobody reads at that moment: a finished one first, then
-one that has waited for its reader for a while, then one of the key that holds the most.
+A part is a list of pieces, a piece is a range of keys (or of offsets, or of ids). Each row of the
+table is in exactly one piece of exactly one part, so that readers may read parts side by side.
+
+A snapshot keeps deleted data on disk, so the server closes it when nobody has read it for a while.
+When there is no room for another, the server closes one that nobody reads at that moment: a
+finished one first, then one that has waited for its reader for a while, then one of the key that
+holds the most.
 """
 
 from __future__ import annotations
@@ -11,33 +15,161 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from penstock import limits
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, QueueNotFound
+from penstock.limits import MAX_OFFSET
+from penstock.store.snapshot import cut_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from penstock.clock import Clock
-    from penstock.flight import Part, Selection
-    from penstock.store.snapshot import PinnedStore
+    from penstock.flight.tables import Selection
+    from penstock.store.snapshot import Keys, PinnedStore
 
-__all__ = ["Snapshot", "Snapshots"]
+
+class Numbers(NamedTuple):
+    """Offsets of a log, or message ids (``log`` is 0 then): [begin, end)."""
+
+    log: int
+    begin: int
+    end: int
+
+
+class QueueKeys(NamedTuple):
+    """A range of one queue's rows, numbered [low, high) if at all."""
+
+    queue: str
+    keys: Keys
+    low: int = 0
+    high: int = MAX_OFFSET
+
+
+class WholeQueue(NamedTuple):
+    """Everything of one queue (the empty name: of the store)."""
+
+    queue: str
+
+
+Piece: TypeAlias = Numbers | QueueKeys | WholeQueue
+Part: TypeAlias = list[Piece]
+_RANGED: Final = {"log", "messages", "done", "failed"}
+
+
+def partition(
+    pinned: PinnedStore,
+    table: str,
+    count: int,
+    *,
+    queues: Sequence[str] | None = None,
+    begin: int | None = None,
+    end: int | None = None,
+    logs: Sequence[int] | None = None,
+) -> list[Part]:
+    """Cut a table into at most ``count`` parts; at least one, which may have no rows.
+
+    ``begin`` and ``end`` count offsets (log), message ids (messages) or sequence numbers.
+    """
+    if (begin is not None or end is not None) and table not in _RANGED:
+        names = ", ".join(sorted(_RANGED))
+        raise InvalidInput(f"table {table} has no begin and end; those that have: {names}")
+    if logs is not None and table != "log":
+        raise InvalidInput(f"logs are for the table log, not for {table}")
+    if queues is not None and table in {"log", "messages"}:
+        raise InvalidInput(f"table {table} has no queues to choose from")
+    low = 0 if begin is None else begin
+    high = MAX_OFFSET if end is None else end
+    if table == "log":
+        pieces = _log_pieces(pinned, count, low, high, logs)
+    elif table == "messages":
+        pieces = _message_pieces(pinned, count, low, high)
+    else:
+        chosen = list(pinned.queues) if queues is None else list(dict.fromkeys(queues))
+        for name in chosen:
+            if name not in pinned.queues:
+                raise QueueNotFound(f"no queue named {name!r:.100}")
+        if table in {"queues", "groups", "stats"}:
+            pieces = [WholeQueue(queue) for queue in chosen]
+            if table == "stats":
+                pieces += [WholeQueue("")] if queues is None else []
+                count = 1
+        else:
+            pieces = list(_queue_pieces(pinned, table, chosen, count, low, high))
+    count = max(1, min(count, len(pieces)))
+    # Neighbours stay together.
+    borders = [len(pieces) * at // count for at in range(count + 1)]
+    return [pieces[borders[at] : borders[at + 1]] for at in range(count)]
+
+
+def _log_pieces(
+    pinned: PinnedStore, count: int, low: int, high: int, logs: Sequence[int] | None
+) -> list[Piece]:
+    stats = pinned.log_stats
+    known = sorted(stats.cursors)
+    for log in logs or ():
+        if log not in stats.cursors:
+            raise InvalidInput(f"no log {log}; there are logs 0 to {known[-1]}")
+    chosen = known if logs is None else list(dict.fromkeys(logs))
+    low, high = max(low, stats.earliest), min(high, stats.end)
+    if not chosen or low >= high:
+        return []
+    each = -(-count // len(chosen))
+    return [Numbers(log, *cut) for log in chosen for cut in cut_range(low, high, each)]
+
+
+def _message_pieces(pinned: PinnedStore, count: int, low: int, high: int) -> list[Piece]:
+    """Cut the ids whose payload is kept into pieces."""
+    ends = pinned.message_ends(low, high)
+    if ends is None:
+        return []
+    return [Numbers(0, *cut) for cut in cut_range(ends[0], ends[1] + 1, count)]
+
+
+def _queue_pieces(
+    pinned: PinnedStore, table: str, queues: Sequence[str], count: int, low: int, high: int
+) -> Iterator[QueueKeys]:
+    """Cut each queue into as many pieces as its share of the rows asks for."""
+    depths = [max(1, pinned.about(table, queue)) for queue in queues]
+    total = sum(depths)
+    for queue, depth in zip(queues, depths, strict=True):
+        share = max(1, -(-depth * count // total))
+        for keys in pinned.cut(table, queue, share, low):
+            yield QueueKeys(queue, keys, low, high)
+
+
+def of_queues(part: Part, queues: Sequence[str] | None) -> Part:
+    """Return the pieces of a part that belong to these queues; None: all of them."""
+    if queues is None:
+        return part
+    wanted = set(queues)
+    if any(isinstance(piece, Numbers) for piece in part):
+        raise InvalidInput("a part of the log, or of all messages, has no queues to choose from")
+    return [piece for piece in part if not isinstance(piece, Numbers) and piece.queue in wanted]
 
 
 class Snapshot:
-    """A pinned store, cut into parts for one reader."""
+    """A pinned store, with one table cut into parts for one reader.
+
+    ``owner`` is the key that it was made for, empty if there are no keys; ``queues`` are those that
+    it shows.
+    """
 
     def __init__(
-        self, pinned: PinnedStore, parts: list[Part], selection: Selection, owner: str = ""
+        self,
+        pinned: PinnedStore,
+        parts: list[Part],
+        selection: Selection,
+        owner: str = "",
+        queues: Sequence[str] = (),
     ) -> None:
+        self.name = ""
         self.pinned = pinned
         self.parts = parts
         self.selection = selection
-        # The key that it was made for, empty if there are no keys, and the queues that it shows.
         self.owner = owner
-        self.queues: Sequence[str] = ()
+        self.queues = queues
         self.used_at_ms = 0
         self.readers = 0
         self.unread = set(range(len(parts)))
@@ -68,8 +200,8 @@ class Snapshots:
         with self._lock:
             return len(self._live)
 
-    def add(self, make: Callable[[], Snapshot], owner: str = "") -> str:
-        """Make a snapshot for a key if there is room for it, and return its name."""
+    def add(self, make: Callable[[], Snapshot], owner: str = "") -> Snapshot:
+        """Make a snapshot for a key, if there is room for it, and give it a name."""
         self.expire()
         with self._lock:
             self._make_room(owner)
@@ -80,15 +212,15 @@ class Snapshots:
             with self._lock:
                 self._making -= 1
             raise
-        name = self._clock.lease_id().hex()
+        snapshot.name = self._clock.lease_id().hex()
         with self._lock:
             self._making -= 1
             snapshot.used_at_ms = self._clock.now_ms()
-            self._live[name] = snapshot
-        return name
+            self._live[snapshot.name] = snapshot
+        return snapshot
 
     def _make_room(self, owner: str) -> None:
-        """Let go of a snapshot that nobody reads now, if there are as many as there may be."""
+        """Close a snapshot that nobody reads now, if there are as many as there may be."""
         if len(self._live) + self._making < self._most:
             return
         held = Counter(snapshot.owner for snapshot in self._live.values())
@@ -145,30 +277,25 @@ class Snapshots:
                 snapshot.used_at_ms = self._clock.now_ms()
 
     def drop(self, name: str) -> None:
-        """Let go of a snapshot."""
-        with self._lock:
-            snapshot = self._live.pop(name, None)
-        if snapshot is not None:
-            snapshot.pinned.close()
+        """Close a snapshot."""
+        self._close(lambda snapshot: snapshot.name == name)
 
     def expire(self) -> int:
-        """Let go of what nobody has used for a while; return how many."""
+        """Close snapshots that nobody has used for a while; return how many."""
+        before_ms = self._clock.now_ms() - limits.MAX_VIEW_IDLE_MS
+        return self._close(
+            lambda snapshot: not snapshot.readers and snapshot.used_at_ms <= before_ms
+        )
+
+    def close(self) -> None:
+        """Close all snapshots; a read that goes on gets an error."""
+        self._close(lambda _: True)
+
+    def _close(self, chosen: Callable[[Snapshot], bool]) -> int:
         with self._lock:
-            before_ms = self._clock.now_ms() - limits.MAX_VIEW_IDLE_MS
-            idle = [
-                name
-                for name, snapshot in self._live.items()
-                if not snapshot.readers and snapshot.used_at_ms <= before_ms
-            ]
-            gone = [self._live.pop(name) for name in idle]
+            gone = [snapshot for snapshot in self._live.values() if chosen(snapshot)]
+            for snapshot in gone:
+                del self._live[snapshot.name]
         for snapshot in gone:
             snapshot.pinned.close()
         return len(gone)
-
-    def close(self) -> None:
-        """Let go of everything; who still reads gets an error."""
-        with self._lock:
-            gone = list(self._live.values())
-            self._live.clear()
-        for snapshot in gone:
-            snapshot.pinned.close()

@@ -1,4 +1,4 @@
-"""Stages: what executors have matched, waiting for the driver to commit it.
+"""Stages: assignments that executors have matched, until the driver commits them.
 
 A stage is all assignments of a stretch of one log, or all messages of a stretch that a backfill
 puts into one queue. It lives in memory: after a restart the caller is told that it is not here,
@@ -9,28 +9,22 @@ followed, so that committing it again is answered (stale), not refused.
 from __future__ import annotations
 
 import threading
-from itertools import groupby
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from penstock import limits
 from penstock.errors import InvalidInput
-from penstock.flight.protocol import FillStage, StageCommand
+from penstock.flight.protocol import Committed, FillStage, StageCommand
 from penstock.model import AssignStatus, Cursor
 from penstock.validation import check_count, check_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import pyarrow.flight as fl
+    from collections.abc import Iterable, Sequence
 
     from penstock.broker.broker import Broker
     from penstock.clock import Clock
     from penstock.flight.protocol import CommitFill
-
-__all__ = ["Committed", "Stage", "Stages", "commit", "fill_offsets", "receive"]
 
 KEPT_COMMITTED: Final = 200
 """How many committed stages keep their places: as many as may be committed again."""
@@ -156,7 +150,7 @@ class Stages:
             return sum(self._staged.pop(name, None) is not None for name in names)
 
     def expire(self) -> None:
-        """Forget what nobody has used for a while."""
+        """Forget stages that nobody has used for a while."""
         with self._lock:
             self._expire()
 
@@ -166,61 +160,41 @@ class Stages:
             del self._staged[name]
 
 
-class Committed(NamedTuple):
-    """What became of the stages of one log."""
-
-    log: int
-    status: str
-    cursor: int
-    placed: int
-
-
 def commit(broker: Broker, stages: Sequence[Stage], epoch: int | None) -> list[Committed]:
     """Assign stages, those of one log as one page."""
-    done = []
-    routed = [(stage, _routed(stage)) for stage in stages]
-    routed.sort(key=lambda each: (each[1].log, each[1].begin, each[1].end))
-    pages = {log: list(group) for log, group in groupby(routed, key=lambda each: each[1].log)}
-    # All are looked at before the first is assigned: a gap in one log leaves all as they were.
-    for log, page in pages.items():
-        _check_contiguous(log, [command for _, command in page])
-    for log, page in pages.items():
-        answer = broker.assign(
-            log, _cursor(page), _assignments(page), epoch=_lowest([epoch, *_epochs(page)])
-        )
-        if answer.status in {AssignStatus.APPLIED, AssignStatus.TRIMMED, AssignStatus.STALE}:
-            for stage, _ in page:
-                stage.clear()
-        done.append(Committed(log, answer.status.value, answer.cursor, answer.placed))
-    return done
+    pages: dict[int, list[tuple[Stage, StageCommand]]] = {}
+    for stage in stages:
+        command = stage.command
+        if not isinstance(command, StageCommand):
+            raise InvalidInput(f"stage {command.stage!r} is one of a backfill: use commit_fill")
+        pages.setdefault(command.log, []).append((stage, command))
+    # All are checked before the first is assigned: a gap in one log leaves all as they were.
+    for log, page in sorted(pages.items()):
+        page.sort(key=lambda each: (each[1].begin, each[1].end))
+        at = page[0][1].begin
+        for _, command in page:
+            if command.begin > at:
+                raise InvalidInput(f"the stages of log {log} leave a gap: [{at}, {command.begin})")
+            at = max(at, command.end)
+    return [_assign(broker, log, page, epoch) for log, page in sorted(pages.items())]
 
 
-def _routed(stage: Stage) -> StageCommand:
-    command = stage.command
-    if not isinstance(command, StageCommand):
-        raise InvalidInput(f"stage {command.stage!r} is one of a backfill: use commit_fill")
-    return command
-
-
-def _check_contiguous(log: int, commands: Sequence[StageCommand]) -> None:
-    at = commands[0].begin
-    for command in commands:
-        if command.begin > at:
-            raise InvalidInput(f"the stages of log {log} leave a gap: [{at}, {command.begin})")
-        at = max(at, command.end)
-
-
-def _cursor(page: Sequence[tuple[Stage, StageCommand]]) -> Cursor:
+def _assign(
+    broker: Broker, log: int, page: Sequence[tuple[Stage, StageCommand]], epoch: int | None
+) -> Committed:
+    commands = [command for _, command in page]
     # The oldest version decides: any change since then may concern one of the stages.
-    version = _lowest([command.filters_version for _, command in page])
-    return Cursor(page[0][1].begin, max(command.end for _, command in page), version)
+    version = _lowest(command.filters_version for command in commands)
+    cursor = Cursor(commands[0].begin, max(command.end for command in commands), version)
+    lowest = _lowest([epoch, *(command.epoch for command in commands)])
+    answer = broker.assign(log, cursor, _assignments(page), epoch=lowest)
+    if answer.status in {AssignStatus.APPLIED, AssignStatus.TRIMMED, AssignStatus.STALE}:
+        for stage, _ in page:
+            stage.clear()
+    return Committed(log, answer.status.value, answer.cursor, answer.placed)
 
 
-def _epochs(page: Sequence[tuple[Stage, StageCommand]]) -> list[int | None]:
-    return [command.epoch for _, command in page]
-
-
-def _lowest(values: Sequence[int | None]) -> int | None:
+def _lowest(values: Iterable[int | None]) -> int | None:
     return min((value for value in values if value is not None), default=None)
 
 
@@ -228,7 +202,7 @@ def _assignments(page: Sequence[tuple[Stage, StageCommand]]) -> dict[int, Sequen
     assignments: dict[int, Sequence[str]] = {}
     at = 0
     for stage, command in page:
-        # What an earlier stage covers is its own: the same task may have run twice.
+        # Offsets that an earlier stage covers are its own: the same task may have run twice.
         stage.assignments(at, assignments)
         at = max(at, command.end)
     return assignments
@@ -256,38 +230,3 @@ def fill_offsets(stages: Sequence[Stage], command: CommitFill) -> list[int]:
             f"the stages leave a gap at offset {at} of [{command.begin}, {command.end})"
         )
     return sorted(each for each in offsets if command.begin <= each < command.end)
-
-
-def receive(
-    command: StageCommand | FillStage, reader: fl.MetadataRecordBatchReader, room: int
-) -> Stage:
-    """Read a stage's rows, not more than there is room for."""
-    wanted = {"offset": pa.int64()}
-    if isinstance(command, StageCommand):
-        wanted["queue"] = pa.string()
-    if set(reader.schema.names) != set(wanted) or len(reader.schema.names) != len(wanted):
-        raise InvalidInput(
-            f"a stage has the columns {', '.join(wanted)}, not {', '.join(reader.schema.names)}"
-        )
-    batches = []
-    total = 0
-    for chunk in reader:
-        try:
-            chunk.data.validate(full=True)
-            batch = chunk.data.select(list(wanted)).cast(pa.schema(list(wanted.items())))
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
-            raise InvalidInput(f"stage {command.stage!r:.100}: {error}") from None
-        if any(column.null_count for column in batch.columns):
-            raise InvalidInput(f"stage {command.stage!r:.100}: a row has a null")
-        if batch.num_rows:
-            bounds = pc.min_max(batch.column("offset")).as_py()
-            if bounds["min"] < command.begin or bounds["max"] >= command.end:
-                raise InvalidInput(
-                    f"stage {command.stage!r:.100}: an offset is not in [{command.begin}, "
-                    f"{command.end})"
-                )
-        total += batch.nbytes
-        if total > max(room, 0) + limits.MAX_STAGED_BYTES:
-            raise InvalidInput(f"a stage of more than {limits.MAX_STAGED_BYTES} bytes")
-        batches.append(batch)
-    return Stage(command, batches)

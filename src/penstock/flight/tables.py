@@ -1,49 +1,255 @@
-"""From a part of a table to record batches."""
+"""The tables of a store in Arrow: their schemas, and the record batches of a pinned store.
+
+Records are decoded a batch at a time in one call, and only as far as the chosen columns need: the
+attributes of a message stay packed if no column and no filter needs them.
+"""
 
 from __future__ import annotations
 
+from itertools import accumulate, chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from penstock.flight.columns import about, decode_all, needs, repeated, times
-from penstock.flight.schemas import TIME
+from penstock.errors import InvalidInput
+from penstock.filters import parse
 from penstock.model import AttemptEnd, QueueSpec, State
+from penstock.store.codec.metadata import decode_heads, decode_many
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from penstock.filters import Filter
-    from penstock.flight.partitions import Numbers, Part, QueueKeys, WholeQueue
-    from penstock.flight.schemas import Selection
-    from penstock.store.snapshot import Held, LiveRow, PinnedStore
-
-__all__ = ["read"]
+    from penstock.flight.snapshots import Numbers, Part, QueueKeys, WholeQueue
+    from penstock.model import Value
+    from penstock.store.snapshot import LiveRow, PinnedStore
 
 BATCH_ROWS: Final = 32_768
 # Batches with payloads end sooner: what is in memory at once must not depend on their size.
 BATCH_BYTES: Final = 4 << 20
 # Metadata is bounded by its own limit; this many packed bytes are decoded at a time.
 BATCH_PACKED_BYTES: Final = 32 << 20
-_ENDS: Final = (AttemptEnd.ACKED.value, AttemptEnd.RELEASED.value, AttemptEnd.EXPIRED.value)
 
-# Rows on their way to a batch.
-_Rows = list[tuple[Any, ...]]
+# --- schemas --------------------------------------------------------------------------------------
+
+# Times are UTC, in microseconds, as Spark has them.
+TIME: Final = pa.timestamp("us", tz="UTC")
+_MS: Final = pa.timestamp("ms", tz="UTC")
+TEXT_MAP: Final = pa.map_(pa.string(), pa.string())
+_TYPES: Final = {
+    "int": pa.int32(),
+    "long": pa.int64(),
+    "string": pa.string(),
+    "bool": pa.bool_(),
+    "time": TIME,
+    "map": TEXT_MAP,
+}
+_MESSAGE: Final = "published_at time, group string, priority int, size long"
+_ATTRIBUTES: Final = "attributes map, attributes_json string"
+_ENDED: Final = f"{_MESSAGE}, delay_ms long, {_ATTRIBUTES}"
+_DEPTHS: Final = "available long, delayed long, in_flight long"
+
+
+def _schema(text: str) -> pa.Schema:
+    """Make a schema of columns and their types; only a type with ``?`` may be null."""
+    fields = []
+    for column in text.split(", "):
+        name, kind = column.split(" ")
+        fields.append(pa.field(name, _TYPES[kind.rstrip("?")], nullable=kind.endswith("?")))
+    return pa.schema(fields)
+
+
+TABLES: Final[dict[str, pa.Schema]] = {
+    "log": _schema(f"log int, offset long, {_ENDED}"),
+    # The log may drop a message before the last queue does: then only its size is known.
+    "messages": _schema(
+        "message_id long, published_at time?, group string?, priority int?, size long, "
+        "attributes map?, attributes_json string?"
+    ),
+    "active": _schema(
+        "queue string, message_id long, state string, group string, priority int, attempts int, "
+        "published_at time, visible_at time, lease_deadline time?, consumer string?, size long, "
+        f"delay_ms long, {_ATTRIBUTES}"
+    ),
+    "done": _schema(
+        f"queue string, message_id long, sequence long, done_at time, attempts int, {_ENDED}"
+    ),
+    "failed": _schema(
+        "queue string, message_id long, sequence long, failed_at time, attempts int, "
+        f"reason string, {_ENDED}"
+    ),
+    "attempts": _schema(
+        "queue string, message_id long, attempt int, consumer string, claimed_at time, "
+        "ended_at time?, outcome string, reason string"
+    ),
+    "queues": _schema(
+        "name string, filter string, ordering string, lease_ms long, max_attempts int, "
+        "backoff_base_ms long, backoff_cap_ms long, delay_ms long, done_retention_ms long, "
+        "failed_retention_ms long, unclaimed_retention_ms long, bucket_exponent int, "
+        "description string, dead_letter string, labels map, created_at_ms long, version long, "
+        f"{_DEPTHS}, done long, failed long, draining bool"
+    ),
+    "groups": _schema(f"queue string, group string, {_DEPTHS}, oldest_published_at time?"),
+    "stats": _schema("queue string?, metric string, value long?"),
+}
+WITH_PAYLOAD: Final = frozenset({"log", "messages", "active", "done", "failed"})
+# The tables that have attributes to filter by.
+FILTERED: Final = WITH_PAYLOAD
+_PAYLOAD: Final = pa.field("payload", pa.binary())
+# The log's record as it is stored (store/codec/metadata.py), for callers that name this column: it
+# costs the broker no decoding. Records that do not decode are not left out.
+_METADATA: Final = pa.field("metadata", pa.binary(), nullable=False)
+
+
+class Selection(NamedTuple):
+    """A table, the chosen columns, and the filter that rows must satisfy."""
+
+    table: str
+    schema: pa.Schema
+    filter: Filter | None
+
+    def wants(self, *columns: str) -> bool:
+        """Return whether any of the columns is chosen."""
+        return any(column in self.schema.names for column in columns)
+
+    def wants_attributes(self) -> bool:
+        """Return whether a column or the filter needs attributes."""
+        return self.filter is not None or self.wants("attributes", "attributes_json")
+
+    def wants_metadata(self) -> bool:
+        """Return whether a column or the filter needs the record of a message."""
+        # Sizes tell how many rows with payloads make a batch.
+        return self.wants_attributes() or self.wants(*_FROM_METADATA, "payload")
+
+
+def schema_of(
+    table: str, *, payload: bool = False, columns: Sequence[str] | None = None
+) -> pa.Schema:
+    """Return the schema of a table; ``columns`` chooses and orders, the payload among them."""
+    schema = TABLES.get(table)
+    if schema is None:
+        raise InvalidInput(f"no table {table!r:.100}; there are {', '.join(TABLES)}")
+    if table in WITH_PAYLOAD:
+        whole = schema.append(_PAYLOAD)
+    elif payload:
+        raise InvalidInput(f"table {table} has no payloads")
+    else:
+        whole = schema
+    if columns is None:
+        return whole if payload else schema
+    if table == "log":
+        whole = whole.append(_METADATA)
+    if not columns or len(set(columns)) < len(columns):
+        raise InvalidInput("columns must name at least one column, and each once")
+    for name in columns:
+        if name not in whole.names:
+            raise InvalidInput(
+                f"table {table} has no column {name!r:.100}; it has {', '.join(whole.names)}"
+            )
+    return pa.schema([whole.field(name) for name in columns])
+
+
+def select(
+    table: str,
+    *,
+    payload: bool = False,
+    columns: Sequence[str] | None = None,
+    filter_text: str | None = None,
+) -> Selection:
+    """Check a choice of rows and columns."""
+    schema = schema_of(table, payload=payload, columns=columns)
+    if filter_text is not None and table not in FILTERED:
+        raise InvalidInput(f"table {table} has no attributes to filter by")
+    return Selection(table, schema, None if filter_text is None else parse(filter_text))
+
+
+# --- columns --------------------------------------------------------------------------------------
+
+_encode_lines: Final = msgspec.json.Encoder().encode_lines
+_encode: Final = msgspec.json.Encoder().encode
+_FROM_METADATA: Final = {
+    "published_at": attrgetter("published_at_ms"),
+    "group": attrgetter("group"),
+    "priority": attrgetter("priority"),
+    "size": attrgetter("size"),
+    "delay_ms": attrgetter("delay_ms"),
+}
+
+
+def _column(selection: Selection, name: str, values: Sequence[Any]) -> pa.Array:
+    """Make a column of the chosen table; its times are given in milliseconds."""
+    kind = selection.schema.field(name).type
+    return pa.array(values, _MS).cast(TIME) if kind == TIME else pa.array(values, kind)
+
+
+def _repeated(text: str, count: int) -> pa.Array:
+    return pa.repeat(pa.scalar(text, pa.string()), count)
+
+
+def _as_text(value: Value) -> str | None:
+    if value is None or type(value) is str:
+        return value
+    return str(value) if type(value) is int else _encode(value).decode()
+
+
+def _attributes_map(rows: Sequence[dict[str, Value]]) -> pa.Array:
+    """Make the column that has every attribute as text."""
+    offsets = pa.array(accumulate(map(len, rows), initial=0), pa.int32())
+    keys = pa.array(chain.from_iterable(rows), pa.string())
+    values: list[Any] = list(chain.from_iterable(map(dict.values, rows)))
+    if set(map(type, values)) - {str, type(None)}:
+        values = list(map(_as_text, values))
+    return pa.MapArray.from_arrays(offsets, keys, pa.array(values, pa.string()), TEXT_MAP)
+
+
+def _attributes_json(rows: Sequence[dict[str, Value]]) -> pa.Array:
+    """Make the column that has the attributes with their types, as JSON."""
+    if not rows:
+        return pa.array([], pa.string())
+    # JSON has no raw line ends, so that one call encodes all rows and one splits them.
+    lines = _encode_lines(rows)[:-1]
+    return pc.split_pattern(pa.array([lines], pa.string()), "\n").flatten()
+
+
+def _metadata_columns(selection: Selection, decoded: Sequence[Any]) -> dict[str, pa.Array]:
+    """Make the chosen columns that come from records of messages."""
+    made = {
+        name: _column(selection, name, list(map(get, decoded)))
+        for name, get in _FROM_METADATA.items()
+        if selection.wants(name)
+    }
+    if selection.wants("attributes", "attributes_json"):
+        attributes = [each.attributes for each in decoded]
+        if selection.wants("attributes"):
+            made["attributes"] = _attributes_map(attributes)
+        if selection.wants("attributes_json"):
+            made["attributes_json"] = _attributes_json(attributes)
+    return made
+
+
+def _decoded(selection: Selection, packed: Sequence[bytes]) -> Sequence[Any]:
+    """Decode records of messages; None for a record that does not decode."""
+    return decode_many(packed) if selection.wants_attributes() else decode_heads(packed)
+
+
+def _batch(selection: Selection, made: dict[str, pa.Array]) -> pa.RecordBatch:
+    arrays = [made[name] for name in selection.schema.names]
+    return pa.RecordBatch.from_arrays(arrays, schema=selection.schema)
+
+
+# --- reading --------------------------------------------------------------------------------------
 
 
 def read(pinned: PinnedStore, part: Part, selection: Selection) -> Iterator[pa.RecordBatch]:
     """Read a part of a table, a batch of bounded size at a time."""
-    reader: Callable[[PinnedStore, Any, Selection], Iterator[pa.RecordBatch]] = _READERS[
-        selection.table
-    ]
-    yield from _joined(batch for piece in part for batch in reader(pinned, piece, selection))
-
-
-def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Join small batches: a store may have thousands of queues with a few rows each."""
+    reader = _READERS[selection.table]
     small: list[pa.RecordBatch] = []
     rows = size = 0
-    for batch in batches:
+    # Small batches are joined: a store may have thousands of queues with a few rows each.
+    for batch in (batch for piece in part for batch in reader(pinned, piece, selection)):
         small.append(batch)
         rows, size = rows + batch.num_rows, size + batch.nbytes
         if rows >= BATCH_ROWS // 2 or size >= BATCH_BYTES:
@@ -53,76 +259,81 @@ def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield pa.concat_batches(small)
 
 
-# --- what carries metadata --------------------------------------------------------------------
+_Rows = list[tuple[Any, ...]]
 
 
-class _Source(NamedTuple):
-    """Rows that carry metadata, and how to make the columns that are not told from it.
+class _MessageRows(NamedTuple):
+    """Rows that carry the packed record of a message.
 
-    ``rows`` come a few at a time, with their numbers. ``metadata`` is where in a row the packed
-    metadata is. A column is made from rows and their numbers, if it is wanted.
+    ``rows`` come a few at a time, with their sequence numbers if the table has any. ``packed`` is
+    the place of the record in a row. ``columns`` makes the columns that are not in the record: the
+    value's place in a row, or a function of rows and numbers.
     """
 
     rows: Iterable[tuple[Sequence[int], Sequence[tuple[Any, ...]]]]
-    metadata: int
-    columns: dict[str, Callable[[_Rows, Sequence[int]], pa.Array]]
+    packed: int
+    columns: dict[str, int | Callable[[_Rows, Sequence[int]], pa.Array]]
+
+
+def _unnumbered(
+    pages: Iterable[Sequence[tuple[Any, ...]]],
+) -> Iterator[tuple[range, Sequence[tuple[Any, ...]]]]:
+    return ((range(len(rows)), rows) for rows in pages)
 
 
 def _log(pinned: PinnedStore, piece: Numbers, selection: Selection) -> Iterator[pa.RecordBatch]:
-    entries = pinned.log_rows(piece.log, piece.begin, piece.end)
-    source = _Source(
-        ((range(len(rows)), rows) for rows in entries),
+    source = _MessageRows(
+        _unnumbered(pinned.log_rows(piece.log, piece.begin, piece.end)),
         1,
         {
             "log": lambda rows, _: pa.repeat(pa.scalar(piece.log, pa.int32()), len(rows)),
-            "offset": lambda rows, _: pa.array([row[0] for row in rows], pa.int64()),
-            "metadata": lambda rows, _: pa.array([row[1] for row in rows], pa.binary()),
+            "offset": 0,
+            "metadata": 1,
         },
     )
-    return _batches(pinned, source, selection)
+    return _message_batches(pinned, source, selection)
 
 
 def _live(pinned: PinnedStore, piece: QueueKeys, selection: Selection) -> Iterator[pa.RecordBatch]:
-    leases: Callable[[Any], Sequence[Held | None]] = pinned.leases
-    found = pinned.live_rows(piece.keys)
-    source = _Source(
-        ((range(len(rows)), rows) for rows in found),
+    def leased(name: str, field: str) -> Callable[[Any, Sequence[int]], pa.Array]:
+        return lambda rows, _: _column(
+            selection, name, [getattr(lease, field, None) for lease in pinned.leases(rows)]
+        )
+
+    source = _MessageRows(
+        _unnumbered(pinned.live_rows(piece.keys)),
         5,
         {
-            "queue": lambda rows, _: repeated(piece.queue, len(rows)),
-            "message_id": lambda rows, _: pa.array([row[0] for row in rows], pa.int64()),
-            "state": lambda rows, _: pa.array([row[1] for row in rows], pa.string()),
-            "attempts": lambda rows, _: pa.array([row[2] for row in rows], pa.int32()),
-            "visible_at": lambda rows, _: times([row[3] for row in rows]),
-            "lease_deadline": lambda rows, _: times(
-                [None if held is None else held.deadline_ms for held in leases(rows)]
-            ),
-            "consumer": lambda rows, _: pa.array(
-                [None if held is None else held.consumer for held in leases(rows)], pa.string()
-            ),
+            "queue": lambda rows, _: _repeated(piece.queue, len(rows)),
+            "message_id": 0,
+            "state": 1,
+            "attempts": 2,
+            "visible_at": 3,
+            "lease_deadline": leased("lease_deadline", "deadline_ms"),
+            "consumer": leased("consumer", "consumer"),
         },
     )
-    return _batches(pinned, source, selection)
+    return _message_batches(pinned, source, selection)
 
 
 def _ended(pinned: PinnedStore, piece: QueueKeys, selection: Selection) -> Iterator[pa.RecordBatch]:
-    state = State.DONE if selection.table == "done" else State.FAILED
-    source = _Source(
+    state = State(selection.table)
+    source = _MessageRows(
         pinned.ended_rows(state, piece.keys, piece.low, piece.high),
         4,
         {
-            "queue": lambda rows, _: repeated(piece.queue, len(rows)),
-            "message_id": lambda rows, _: pa.array([row[0] for row in rows], pa.int64()),
+            "queue": lambda rows, _: _repeated(piece.queue, len(rows)),
+            "message_id": 0,
             "sequence": lambda _, numbers: pa.array(numbers, pa.int64()),
-            f"{state.value}_at": lambda rows, _: times([row[2] for row in rows]),
-            "attempts": lambda rows, _: pa.array([row[3] for row in rows], pa.int32()),
-            "reason": lambda rows, _: pa.array([row[5] for row in rows], pa.string()),
+            f"{state.value}_at": 2,
+            "attempts": 3,
+            "reason": 5,
         },
     )
-    return _batches(pinned, source, selection)
+    return _message_batches(pinned, source, selection)
 
 
-def _gathered(source: _Source) -> Iterator[tuple[_Rows, list[int]]]:
+def _gathered(source: _MessageRows) -> Iterator[tuple[_Rows, list[int]]]:
     """Gather rows, and their numbers, until they make a batch."""
     rows: _Rows = []
     numbers: list[int] = []
@@ -130,8 +341,8 @@ def _gathered(source: _Source) -> Iterator[tuple[_Rows, list[int]]]:
     for places, some in source.rows:
         rows += some
         numbers += places
-        # Those that come together were published together, and are much alike.
-        packed += len(some) * len(some[-1][source.metadata])
+        # Rows of one page were published together, and their records are much alike.
+        packed += len(some) * len(some[-1][source.packed])
         if len(rows) >= BATCH_ROWS or packed >= BATCH_PACKED_BYTES:
             for at in range(0, len(rows), BATCH_ROWS):
                 yield rows[at : at + BATCH_ROWS], numbers[at : at + BATCH_ROWS]
@@ -140,18 +351,16 @@ def _gathered(source: _Source) -> Iterator[tuple[_Rows, list[int]]]:
         yield rows, numbers
 
 
-def _batches(
-    pinned: PinnedStore, source: _Source, selection: Selection
+def _message_batches(
+    pinned: PinnedStore, source: _MessageRows, selection: Selection
 ) -> Iterator[pa.RecordBatch]:
     """Turn rows into batches of bounded size."""
-    metadata, attributes = needs(selection)
     for gathered, all_numbers in _gathered(source):
         rows, numbers = gathered, all_numbers
         decoded: Sequence[Any] = ()
-        if metadata:
-            packed = [row[source.metadata] for row in rows]
-            decoded = decode_all(packed, attributes=attributes)
-            kept = _kept_rows(decoded, selection.filter)
+        if selection.wants_metadata():
+            decoded = _decoded(selection, [row[source.packed] for row in rows])
+            kept = _kept(decoded, selection.filter)
             if kept is not None:
                 rows = [rows[at] for at in kept]
                 numbers = [numbers[at] for at in kept]
@@ -159,18 +368,22 @@ def _batches(
         sizes = [each.size for each in decoded] if selection.wants("payload") else None
         for begin, end in _cuts(len(rows), sizes):
             some = rows[begin:end]
-            made = about(selection, decoded[begin:end])
-            if selection.wants("payload"):
+            made = _metadata_columns(selection, decoded[begin:end])
+            if sizes is not None:
                 payloads = pinned.payloads([row[0] for row in some])
                 made["payload"] = pa.array(payloads, pa.binary())
             for name, make in source.columns.items():
                 if selection.wants(name):
-                    made[name] = make(some, numbers[begin:end])
+                    made[name] = (
+                        _column(selection, name, [row[make] for row in some])
+                        if isinstance(make, int)
+                        else make(some, numbers[begin:end])
+                    )
             yield _batch(selection, made)
 
 
-def _kept_rows(decoded: Sequence[Any], filter_: Filter | None) -> list[int] | None:
-    """Return which rows stay; None: all of them."""
+def _kept(decoded: Sequence[Any], filter_: Filter | None) -> list[int] | None:
+    """Return the places of rows that decode and match; None: all of them."""
     if filter_ is not None:
         matches = filter_.matches
         return [
@@ -184,12 +397,8 @@ def _kept_rows(decoded: Sequence[Any], filter_: Filter | None) -> list[int] | No
     return None
 
 
-def _batch(selection: Selection, made: dict[str, pa.Array]) -> pa.RecordBatch:
-    arrays = [made[name] for name in selection.schema.names]
-    return pa.RecordBatch.from_arrays(arrays, schema=selection.schema)
-
-
 def _cuts(count: int, sizes: Sequence[int] | None) -> Iterator[tuple[int, int]]:
+    """Cut rows where their payloads fill a batch."""
     begin = total = 0
     for at, size in enumerate(sizes or ()):
         total += size
@@ -200,119 +409,81 @@ def _cuts(count: int, sizes: Sequence[int] | None) -> Iterator[tuple[int, int]]:
         yield begin, count
 
 
-# --- messages ---------------------------------------------------------------------------------
-
-
 def _messages(
     pinned: PinnedStore, piece: Numbers, selection: Selection
 ) -> Iterator[pa.RecordBatch]:
     rows: list[tuple[int, Any]] = []
     total = 0
-    keep = selection.wants("payload")
-    # Where only sizes are asked for, a batch must not hold the payloads themselves.
-    found: Iterator[tuple[int, Any]] = (
-        pinned.payload_rows(piece.begin, piece.end)
-        if keep
-        else pinned.payload_sizes(piece.begin, piece.end)
-    )
-    for message_id, payload in found:
+    payloads = selection.wants("payload")
+    # Without the column payload a batch has their sizes alone, and does not hold them in memory.
+    pages: Any = pinned.payload_rows if payloads else pinned.payload_sizes
+    for message_id, payload in pages(piece.begin, piece.end):
         rows.append((message_id, payload))
-        total += len(payload) if keep else 0
+        total += len(payload) if payloads else 0
         if len(rows) >= BATCH_ROWS or total >= BATCH_BYTES:
-            yield from _kept(pinned, rows, selection)
+            yield from _with_records(pinned, rows, selection)
             rows, total = [], 0
     if rows:
-        yield from _kept(pinned, rows, selection)
+        yield from _with_records(pinned, rows, selection)
 
 
-def _kept(
+def _with_records(
     pinned: PinnedStore, rows: list[tuple[int, Any]], selection: Selection
 ) -> Iterator[pa.RecordBatch]:
-    wanted, attributes = needs(selection)
+    """Make a batch of payloads, with the records that the log still has of them."""
     known: dict[int, Any] = {}
-    if wanted:
+    if selection.wants_metadata():
         logged = [
             row
             for log in pinned.log_stats.cursors
-            for entry in pinned.log_rows(log, rows[0][0], rows[-1][0] + 1)
-            for row in entry
+            for page in pinned.log_rows(log, rows[0][0], rows[-1][0] + 1)
+            for row in page
         ]
-        decoded = decode_all([row[1] for row in logged], attributes=attributes)
+        decoded = _decoded(selection, [row[1] for row in logged])
         known = {row[0]: each for row, each in zip(logged, decoded, strict=True)}
     found = [known.get(message_id) for message_id, _ in rows]
     if selection.filter is not None:
-        kept = _kept_rows(found, selection.filter) or []
+        kept = _kept(found, selection.filter) or []
         rows, found = [rows[at] for at in kept], [found[at] for at in kept]
     if not rows:
         return
-    has_payload = selection.wants("payload")
-    # Columns of those that the log knows, spread out over all rows.
-    places, count = [], 0
-    for each in found:
-        places.append(None if each is None else count)
-        count += each is not None
-    made = about(selection, [each for each in found if each is not None])
-    spread = pa.array(places, pa.int64())
-    made = {name: column.take(spread) for name, column in made.items()}
+    # The columns of messages in the log, spread out over all rows.
+    there = [each for each in found if each is not None]
+    numbers = iter(range(len(there)))
+    places = pa.array([None if each is None else next(numbers) for each in found], pa.int64())
+    made = _metadata_columns(selection, there)
+    made = {name: column.take(places) for name, column in made.items()}
     made["message_id"] = pa.array([row[0] for row in rows], pa.int64())
+    payloads = selection.wants("payload")
     if selection.wants("size"):
-        sizes = [len(row[1]) if has_payload else row[1] for row in rows]
+        sizes = [len(row[1]) if payloads else row[1] for row in rows]
         made["size"] = pa.array(sizes, pa.int64())
-    if has_payload:
+    if payloads:
         made["payload"] = pa.array([row[1] for row in rows], pa.binary())
     yield _batch(selection, made)
 
 
-# --- attempts ---------------------------------------------------------------------------------
+_OUTCOMES: Final = (AttemptEnd.ACKED.value, AttemptEnd.RELEASED.value, AttemptEnd.EXPIRED.value)
+_ATTEMPT: Final = TABLES["attempts"].names[1:]
 
 
 def _attempts(
     pinned: PinnedStore, piece: QueueKeys, selection: Selection
 ) -> Iterator[pa.RecordBatch]:
     source = _running_attempts if piece.keys.live else _ended_attempts
-    rows: _Rows = []
-    for row in source(pinned, piece):
+    for rows in _pages(source(pinned, piece)):
+        made = {"queue": _repeated(piece.queue, len(rows))}
+        for at, name in enumerate(_ATTEMPT):
+            if selection.wants(name):
+                made[name] = _column(selection, name, [row[at] for row in rows])
+        yield _batch(selection, made)
+
+
+def _pages(source: Iterable[Any]) -> Iterator[list[Any]]:
+    """Gather rows until they make a batch."""
+    rows: list[Any] = []
+    for row in source:
         rows.append(row)
-        if len(rows) >= BATCH_ROWS:
-            yield _attempts_batch(piece, rows, selection)
-            rows = []
-    if rows:
-        yield _attempts_batch(piece, rows, selection)
-
-
-def _ended_attempts(pinned: PinnedStore, piece: QueueKeys) -> Iterator[tuple[Any, ...]]:
-    for message_id, attempt, stored in pinned.attempt_rows(piece.keys):
-        outcome = _ENDS[stored.outcome] if stored.outcome < len(_ENDS) else "unknown"
-        yield (
-            message_id,
-            attempt,
-            stored.consumer,
-            stored.claimed_at,
-            stored.ended_at,
-            outcome,
-            stored.reason,
-        )
-
-
-def _running_attempts(pinned: PinnedStore, piece: QueueKeys) -> Iterator[tuple[Any, ...]]:
-    for some in _pages(pinned.live_rows(piece.keys)):
-        for row, held in zip(some, pinned.leases(some), strict=True):
-            if held is not None:
-                yield (
-                    row[0],
-                    row[2],
-                    held.consumer,
-                    held.claimed_at_ms,
-                    None,
-                    AttemptEnd.RUNNING.value,
-                    "",
-                )
-
-
-def _pages(source: Iterable[list[LiveRow]]) -> Iterator[list[LiveRow]]:
-    rows: list[LiveRow] = []
-    for some in source:
-        rows += [row for row in some if row[1] == State.IN_FLIGHT]
         if len(rows) >= BATCH_ROWS:
             yield rows
             rows = []
@@ -320,18 +491,21 @@ def _pages(source: Iterable[list[LiveRow]]) -> Iterator[list[LiveRow]]:
         yield rows
 
 
-def _attempts_batch(piece: QueueKeys, rows: _Rows, selection: Selection) -> pa.RecordBatch:
-    made = {"queue": repeated(piece.queue, len(rows))}
-    names = ("message_id", "attempt", "consumer", "claimed_at", "ended_at", "outcome", "reason")
-    for at, name in enumerate(names):
-        if selection.wants(name):
-            values = [row[at] for row in rows]
-            kind = selection.schema.field(name).type
-            made[name] = times(values) if kind == TIME else pa.array(values, kind)
-    return _batch(selection, made)
+def _ended_attempts(pinned: PinnedStore, piece: QueueKeys) -> Iterator[tuple[Any, ...]]:
+    for message_id, attempt, end in pinned.attempt_rows(piece.keys):
+        outcome = _OUTCOMES[end.outcome] if end.outcome < len(_OUTCOMES) else "unknown"
+        yield message_id, attempt, end.consumer, end.claimed_at, end.ended_at, outcome, end.reason
 
 
-# --- queues as a whole ------------------------------------------------------------------------
+def _running_attempts(pinned: PinnedStore, piece: QueueKeys) -> Iterator[tuple[Any, ...]]:
+    running = AttemptEnd.RUNNING.value
+    in_flight: Iterator[LiveRow] = (
+        row for page in pinned.live_rows(piece.keys) for row in page if row[1] == State.IN_FLIGHT
+    )
+    for some in _pages(in_flight):
+        for row, lease in zip(some, pinned.leases(some), strict=True):
+            if lease is not None:
+                yield row[0], row[2], lease.consumer, lease.claimed_at_ms, None, running, ""
 
 
 def _queues(
@@ -343,7 +517,7 @@ def _queues(
     row["labels"] = sorted(spec.labels.items())
     row |= pinned.depths(piece.queue)._asdict()
     row["draining"] = piece.queue in pinned.draining
-    yield _rows_batch(selection, [row])
+    yield pa.RecordBatch.from_pylist([row], schema=selection.schema)
 
 
 def _groups(
@@ -351,40 +525,31 @@ def _groups(
 ) -> Iterator[pa.RecordBatch]:
     found: dict[str, dict[str, Any]] = {}
     for keys in pinned.cut("active", piece.queue, 1):
-        found_rows = pinned.live_rows(keys)
-        source = _Source(((range(len(rows)), rows) for rows in found_rows), 5, {})
+        source = _MessageRows(_unnumbered(pinned.live_rows(keys)), 5, {})
         for rows, _ in _gathered(source):
-            decoded = decode_all([row[5] for row in rows], attributes=False)
+            decoded = decode_heads([row[5] for row in rows])
             for row, metadata in zip(rows, decoded, strict=True):
                 if metadata is not None:
                     _count(found, piece.queue, row[1], metadata)
-    groups = list(found.values())
-    for at in range(0, len(groups), BATCH_ROWS):
-        yield _rows_batch(selection, groups[at : at + BATCH_ROWS])
+    for groups in _pages(found.values()):
+        yield pa.RecordBatch.from_pylist(groups, schema=selection.schema)
 
 
 def _count(found: dict[str, dict[str, Any]], queue: str, state: str, metadata: Any) -> None:
     row = found.get(metadata.group)
     if row is None:
-        row = found[metadata.group] = {
-            "queue": queue,
-            "group": metadata.group,
-            "available": 0,
-            "delayed": 0,
-            "in_flight": 0,
-            "oldest_published_at": None,
-        }
+        row = found[metadata.group] = dict.fromkeys(TABLES["groups"].names, 0)
+        row |= {"queue": queue, "group": metadata.group, "oldest_published_at": None}
     row[state] += 1
     if state != State.IN_FLIGHT:
-        oldest = row["oldest_published_at"]
-        published = metadata.published_at_ms
+        oldest, published = row["oldest_published_at"], metadata.published_at_ms * 1000
         row["oldest_published_at"] = published if oldest is None else min(oldest, published)
 
 
 def _stats(
     pinned: PinnedStore, piece: WholeQueue, selection: Selection
 ) -> Iterator[pa.RecordBatch]:
-    rows: list[dict[str, Any]] = []
+    rows: list[tuple[str, int]] = []
     described: list[Any] = [stats for stats in pinned.stats if stats.queue == piece.queue]
     if not piece.queue:
         described = [pinned.totals, pinned.log_stats]
@@ -392,22 +557,13 @@ def _stats(
         for metric in stats.__struct_fields__:
             value = getattr(stats, metric)
             if metric == "cursors":
-                rows += [
-                    {"queue": None, "metric": f"cursor.{log}", "value": at}
-                    for log, at in sorted(value.items())
-                ]
+                rows += [(f"cursor.{log}", at) for log, at in sorted(value.items())]
             elif not isinstance(value, str):
-                rows.append({"queue": piece.queue or None, "metric": metric, "value": value})
+                rows.append((metric, value))
     if rows:
-        yield _rows_batch(selection, rows)
-
-
-def _rows_batch(selection: Selection, rows: list[dict[str, Any]]) -> pa.RecordBatch:
-    made = {}
-    for field in selection.schema:
-        values = [row[field.name] for row in rows]
-        made[field.name] = times(values) if field.type == TIME else pa.array(values, field.type)
-    return _batch(selection, made)
+        queue = piece.queue or None
+        dicts = [{"queue": queue, "metric": metric, "value": value} for metric, value in rows]
+        yield pa.RecordBatch.from_pylist(dicts, schema=selection.schema)
 
 
 _READERS: Final[dict[str, Callable[[PinnedStore, Any, Selection], Iterator[pa.RecordBatch]]]] = {

@@ -26,7 +26,7 @@ from pyspark.sql.datasource import InputPartition
 
 from penstock.errors import InvalidInput, QueueNotFound, StorageFailed
 from penstock.filters import parse
-from penstock.flight.schemas import schema_of
+from penstock.flight.tables import schema_of
 from penstock.spark.archive_runs import Runs
 from penstock.spark.broker_client import store
 

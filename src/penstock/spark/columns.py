@@ -9,7 +9,7 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType
 
 from penstock.errors import InvalidInput
-from penstock.flight.schemas import schema_of
+from penstock.flight.tables import schema_of
 
 if TYPE_CHECKING:
     from penstock.spark.options import Options

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.filters import Matcher, parse
-from penstock.flight.columns import decode_many
+from penstock.store.codec.metadata import decode_many
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -14,7 +14,7 @@ import msgspec
 
 from penstock import limits
 from penstock.errors import InvalidInput
-from penstock.flight.access import locate
+from penstock.flight.protocol import locate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
