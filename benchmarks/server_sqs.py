@@ -20,8 +20,8 @@ from common import describe, directory, show
 
 import penstock
 from penstock.clock import SystemClock
-from penstock.server.batcher import Desk
-from penstock.server.http.listener import Http
+from penstock.server.batcher import Batcher
+from penstock.server.http import Http
 from penstock.server.sqs import SqsService
 
 if TYPE_CHECKING:
@@ -33,16 +33,16 @@ BODY = "x" * 1024
 
 async def _serve(store: str, pipe: Connection, stop: Event) -> None:
     with penstock.open(store) as broker:
-        desk = Desk(broker, asyncio.get_running_loop())
-        service = SqsService(desk, clock=SystemClock())
+        batcher = Batcher(broker, asyncio.get_running_loop())
+        service = SqsService(batcher, clock=SystemClock())
         http = Http({}, service.handle)
         await http.start()
         pipe.send(http.address)
         await asyncio.to_thread(stop.wait)
         service.close()
-        desk.hand_back()
+        batcher.hand_back()
         await http.stop(1_000)
-        await desk.close()
+        await batcher.close()
 
 
 def serve(store: str, pipe: Connection, stop: Event) -> None:

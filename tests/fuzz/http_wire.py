@@ -7,8 +7,8 @@ import re
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.server.connections import Connections
-from penstock.server.http.messages import Handler, HttpBounds, Request, Response
-from penstock.server.http.protocol import Connection
+from penstock.server.http import Handler, HttpBounds, Request, Response
+from penstock.server.http.protocol import HttpConnection
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -85,7 +85,7 @@ class _Home:
 
     def __init__(self) -> None:
         self.all = Connections()
-        self.open: set[Connection] = set()
+        self.open: set[HttpConnection] = set()
 
     def handler_of(self, method: str, path: str) -> Handler:
         assert method
@@ -97,7 +97,7 @@ class _Home:
         said = f"{request.method} {request.path} {request.query} {request.headers}"
         return Response(200, said.encode("utf-8", "replace") + request.body)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: HttpConnection) -> None:
         self.open.discard(connection)
 
 
@@ -105,7 +105,7 @@ def answers(pieces: Iterable[bytes]) -> bytes:
     """Return all that a connection writes that gets these pieces."""
     home, transport = _Home(), _Transport()
     loop = cast(asyncio.AbstractEventLoop, _Loop())
-    connection = Connection(home, loop, home.all.enter(cast(Any, None), "http"))
+    connection = HttpConnection(home, loop, home.all.enter(cast(Any, None), "http"))
     connection.connection_made(cast(Any, transport))
     for piece in pieces:
         if transport.closed:

@@ -16,8 +16,8 @@ import penstock
 from penstock.client.calls import Verb, Verbs
 from penstock.clock import SystemClock
 from penstock.model import Message
-from penstock.server.batcher import Desk
-from penstock.server.native.listener import NativeListener
+from penstock.server.batcher import Batcher
+from penstock.server.native import NativeListener
 from penstock.wire.native import messages as wire
 from penstock.wire.native.messages import FrameReader
 
@@ -96,18 +96,18 @@ class Served:
         self._thread.start()
         self._running = True
 
-        async def start() -> tuple[Desk, NativeListener]:
-            desk = Desk(broker, asyncio.get_running_loop())
-            listener = NativeListener(desk, host, port, clock=clock or SystemClock(), **options)
+        async def start() -> tuple[Batcher, NativeListener]:
+            batcher = Batcher(broker, asyncio.get_running_loop())
+            listener = NativeListener(batcher, host, port, clock=clock or SystemClock(), **options)
             try:
                 await listener.start()
             except BaseException:
-                await desk.close()
+                await batcher.close()
                 raise
-            return desk, listener
+            return batcher, listener
 
         try:
-            self.desk, self.listener = self.do(start())
+            self.batcher, self.listener = self.do(start())
         except BaseException:
             self._end()
             raise
@@ -137,7 +137,7 @@ class Served:
 
     async def _stop(self, grace_ms: int) -> None:
         await self.listener.stop(grace_ms)
-        await self.desk.close()
+        await self.batcher.close()
 
     def cut(self) -> None:
         """Break every connection, as a network would."""
@@ -210,12 +210,12 @@ class Raw:
 class _Waiters:
     """What a test of the suites looks at to see that a claim waits."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, batcher: Batcher) -> None:
+        self._batcher = batcher
 
     @property
     def _waiters(self) -> int:
-        return self._desk.parked
+        return self._batcher.parked
 
 
 class Remote:
@@ -224,7 +224,7 @@ class Remote:
     def __init__(self, broker: Broker, clock: Clock) -> None:
         self._broker = broker
         self._served = Served(broker, clock=clock)
-        self._shell = _Waiters(self._served.desk)
+        self._shell = _Waiters(self._served.batcher)
         self.client: Client = penstock.connect(self._served.url, dedup=False)
 
     def __getattr__(self, name: str) -> Any:

@@ -233,13 +233,13 @@ def test_requests_are_pipelined(served: Served) -> None:
 def test_a_cancelled_claim_takes_nothing(served: Served) -> None:
     async def work(client: AsyncClient) -> None:
         waiting = asyncio.ensure_future(client.claim("q", wait_ms=600_000))
-        while not served.desk.parked:
+        while not served.batcher.parked:
             await asyncio.sleep(0.01)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         await client.ping()
-        assert served.desk.parked == 0
+        assert served.batcher.parked == 0
         await client.send("q", b"x")
         assert len(await client.claim("q")) == 1
 

@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 import penstock
 from penstock import Message, ServerUnreachable
 from penstock.broker.requests import Publish
-from penstock.server.batcher import LOOK_THREADS, Desk
+from penstock.server.batcher import LOOK_THREADS, Batcher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,28 +91,28 @@ def test_nothing_is_kept_of_requests_whose_clients_wait_no_longer(
     hanging = Hanging(broker, monkeypatch)
 
     async def story() -> None:
-        desk = Desk(broker, asyncio.get_running_loop())
-        begun = desk.publish([Message(b"begun", {"queue": "q"})])
+        batcher = Batcher(broker, asyncio.get_running_loop())
+        begun = batcher.publish([Message(b"begun", {"queue": "q"})])
         await asyncio.to_thread(wait_until, lambda: hanging.begun)
-        late = [desk.publish([Message(b"x" * 1_000, {"queue": "q"})]) for _ in range(100)]
+        late = [batcher.publish([Message(b"x" * 1_000, {"queue": "q"})]) for _ in range(100)]
         looks = [lambda broker: broker.stats("q") for _ in range(50)]
         known = [weakref.ref(each) for each in looks]
-        for each in [desk.call(look) for look in looks]:
-            desk.withdraw(each)
+        for each in [batcher.call(look) for look in looks]:
+            batcher.withdraw(each)
         looks.clear()
         for each in late[:50]:
-            assert desk.withdraw(each)
+            assert batcher.withdraw(each)
         for each in late[50:]:
             each.cancel()
         await asyncio.sleep(0)
         # Neither counted nor held, long before the store has its turn at them.
-        assert desk.under_way == 1
+        assert batcher.under_way == 1
         assert not [each for each in gc.get_objects() if type(each) is Publish and not each.answer
                     and each.messages[0].payload != b"begun"]  # fmt: skip
         assert sum(each() is not None for each in known) <= LOOK_THREADS
         hanging.going_on.set()
         assert len(await begun) == 1
-        await desk.close()
+        await batcher.close()
 
     asyncio.run(story())
     assert hanging.begun == 1
@@ -141,7 +141,7 @@ def test_sqs_answers_in_time(far: None, monkeypatch: pytest.MonkeyPatch) -> None
     with serving() as served:
         sqs = client_of(served)
         address = sqs.create_queue(QueueName="q")["QueueUrl"]
-        monkeypatch.setattr("penstock.server.sqs.service._MOST_SECONDS", 0.5)
+        monkeypatch.setattr("penstock.server.sqs._MOST_SECONDS", 0.5)
         hanging = Hanging(served.broker, monkeypatch)
         try:
             with pytest.raises(ClientError, match="not answered in time") as refused:

@@ -40,7 +40,7 @@ def alarm(served: Served) -> Iterator[None]:
     over = threading.Event()
 
     def wake() -> None:
-        while not served.desk.parked:
+        while not served.batcher.parked:
             if over.wait(0.01):
                 return
         # By now it waits for its answer, too.
@@ -67,7 +67,7 @@ def test_a_claim_cancelled_in_the_turn_of_its_answer_gives_back(
     async def main() -> None:
         async with await penstock.connect_async(served.url) as client:
             task = asyncio.create_task(client.claim("q", wait_ms=600_000))
-            while not served.desk.parked:
+            while not served.batcher.parked:
                 await asyncio.sleep(0.01)
             cancel_with_the_answer(client, task)
             await asyncio.to_thread(served.broker.send, "q", b"x")
@@ -96,7 +96,7 @@ def cancel_with_the_answer(client: AsyncClient, task: asyncio.Task[Any]) -> None
 def test_an_interrupted_claim_is_withdrawn(served: Served, client: Client) -> None:
     with pytest.raises(AlarmError), alarm(served):
         client.claim("q", wait_ms=600_000)
-    eventually(lambda: not served.desk.parked)
+    eventually(lambda: not served.batcher.parked)
     served.broker.send("q", b"x")
     assert served.broker.stats("q").in_flight == 0
     assert len(client.claim("q")) == 1

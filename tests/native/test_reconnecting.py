@@ -260,7 +260,7 @@ def test_a_server_that_restarts(tmp_path: Path) -> None:
         )
         client.create_queue("nothing")
         thread.start()
-        eventually(lambda: served.desk.parked)
+        eventually(lambda: served.batcher.parked)
         served.stop()
         broker.close()
         thread.join(SLOW_SECONDS)
@@ -279,14 +279,14 @@ def test_a_server_that_restarts(tmp_path: Path) -> None:
 KILLED = """
 import asyncio, sys, uvloop, penstock
 from penstock.clock import SystemClock
-from penstock.server.batcher import Desk
-from penstock.server.native.listener import NativeListener
+from penstock.server.batcher import Batcher
+from penstock.server.native import NativeListener
 
 async def main():
     broker = penstock.open(sys.argv[1])
     broker.create_queue("q")
-    desk = Desk(broker, asyncio.get_running_loop())
-    listener = NativeListener(desk, "127.0.0.1", 0, clock=SystemClock())
+    batcher = Batcher(broker, asyncio.get_running_loop())
+    listener = NativeListener(batcher, "127.0.0.1", 0, clock=SystemClock())
     await listener.start()
     print(listener.address[1], flush=True)
     await asyncio.sleep(600)
@@ -362,7 +362,7 @@ def test_calls_of_a_client_that_closes_raise(served: Served) -> None:
 
     thread = threading.Thread(target=claim)
     thread.start()
-    eventually(lambda: served.desk.parked)
+    eventually(lambda: served.batcher.parked)
     client.close()
     thread.join(SLOW_SECONDS)
     assert [type(error) for error in errors] == [penstock.BrokerClosed]

@@ -259,7 +259,7 @@ def test_a_thousand_claims_wait_without_threads(served: Served) -> None:
     with Raw(served) as raw:
         raw.read()
         raw.send(b"".join(encoder.frame(wire.Claim(n, "q", 1, None, 600_000)) for n in range(1000)))
-        eventually(lambda: served.desk.parked == 1000)
+        eventually(lambda: served.batcher.parked == 1000)
         assert threading.active_count() <= threads
         assert isinstance(raw.ask(wire.Ping(2000)), wire.Result)
         served.broker.publish([message() for _ in range(1000)])
@@ -284,8 +284,8 @@ def test_a_lost_connection_takes_its_waiting_claims_along(served: Served) -> Non
     with Raw(served) as raw:
         raw.read()
         raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 600_000)))
-        eventually(lambda: served.desk.parked == 1)
-    eventually(lambda: served.desk.parked == 0)
+        eventually(lambda: served.batcher.parked == 1)
+    eventually(lambda: served.batcher.parked == 0)
     with penstock.connect(served.url) as client:
         client.send("q", b"x")
         assert [d.attempts for d in client.claim("q")] == [1]
@@ -295,11 +295,11 @@ def test_who_sends_nothing_more_has_no_claims_that_wait(served: Served) -> None:
     with Raw(served) as raw:
         raw.read()
         raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 600_000)))
-        eventually(lambda: served.desk.parked == 1)
+        eventually(lambda: served.batcher.parked == 1)
         (connection,) = served.listener.connections
         # As the loop calls it, which then sends what is unsent for as long as that takes.
         served.loop.call_soon_threadsafe(connection.eof_received)
-        eventually(lambda: served.desk.parked == 0)
+        eventually(lambda: served.batcher.parked == 0)
         assert served.listener.connections
 
 
@@ -307,10 +307,10 @@ def test_a_farewell_lets_waiting_claims_go(served: Served) -> None:
     with Raw(served) as raw:
         raw.read()
         raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 600_000)))
-        eventually(lambda: served.desk.parked == 1)
+        eventually(lambda: served.batcher.parked == 1)
         raw.send(b"\x00\x00\x00\x01\xc1")
         assert isinstance(raw.read(), wire.Bye)
-        eventually(lambda: not served.desk.parked)
+        eventually(lambda: not served.batcher.parked)
         served.broker.publish([message()])
         assert served.broker.stats("q").in_flight == 0
         assert len(served.broker.claim("q")) == 1
@@ -320,7 +320,7 @@ def test_what_comes_for_a_claim_behind_the_last_word_goes_back(served: Served) -
     with Raw(served) as raw:
         raw.read()
         raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 600_000)))
-        eventually(lambda: served.desk.parked == 1)
+        eventually(lambda: served.batcher.parked == 1)
         (connection,) = served.listener.connections
         connection._deaf = True
         served.broker.publish([message()])
@@ -337,10 +337,10 @@ def test_claims_of_who_does_not_read_take_no_more_than_fits(served: Served) -> N
         raw.read()
         for n in range(count + 40):
             raw.send(encoder.frame(wire.Claim(n + 1, "q", 1, 600_000, 600_000)))
-        eventually(lambda: served.desk.parked == count + 40)
+        eventually(lambda: served.batcher.parked == count + 40)
         (connection,) = served.listener.connections
         served.broker.publish([message(b"x" * size) for _ in range(count)])
-        eventually(lambda: connection._stuck_since is not None and connection._room.held)
+        eventually(lambda: connection._stuck_since is not None and connection._backpressure.held)
         assert connection._unsent <= limits.MAX_BYTES_AT_WORK + 2 * size
         # What the kernel holds is its own; the rest is there for others, and stays so.
         assert served.broker.stats("q").available >= count // 2
@@ -352,7 +352,7 @@ def test_claims_of_who_does_not_read_take_no_more_than_fits(served: Served) -> N
         served.broker.ack([one.receipt])
         got = [raw.whole() for _ in range(count - 1)]
         assert [[each["attempts"] for each in some] for some in got] == [[1]] * (count - 1)
-        eventually(lambda: served.desk.parked == 41)
+        eventually(lambda: served.batcher.parked == 41)
     stats = served.broker.stats("q")
     assert (stats.failed, stats.released_total) == (0, 0)
 
@@ -381,7 +381,7 @@ def test_a_stop_answers_what_is_in_hand_and_hands_back_claims() -> None:
         broker.create_queue("q")
         raw.read()
         raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 600_000)))
-        eventually(lambda: served.desk.parked == 1)
+        eventually(lambda: served.batcher.parked == 1)
         raw.send(encoder.frame(wire.Publish(2, [Message(b"", {"queue": "other"})])))
         served.stop()
         frames = [raw.read() for _ in range(3)]

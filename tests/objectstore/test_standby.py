@@ -24,7 +24,7 @@ from penstock import InvalidInput, InvalidUrl, PenstockError, StorageFailed, Sys
 from penstock.engines.slatedb import engine as engine_module
 from penstock.server import config as configuring
 from penstock.server import process, running
-from penstock.server.standby import Silence, until_silent
+from penstock.server.process import Silence, until_silent
 from penstock.testing.auditor import Kind
 from penstock.urls import watch_owner
 

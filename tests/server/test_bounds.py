@@ -12,7 +12,7 @@ import penstock
 from penstock import Message, limits
 from penstock.broker.durability import Committer
 from penstock.errors import InvalidInput, StorageFailed
-from penstock.server.batcher import Desk
+from penstock.server.batcher import Batcher
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -55,12 +55,12 @@ def test_claims_made_together_share_a_bound(
     fill(broker, 12, MEGABYTE)
 
     async def story() -> None:
-        desk = Desk(broker, asyncio.get_running_loop())
+        batcher = Batcher(broker, asyncio.get_running_loop())
         # Those that the bound leaves out look again by themselves.
-        claims = [desk.claim("q", wait_ms=60_000) for _ in range(12)]
+        claims = [batcher.claim("q", wait_ms=60_000) for _ in range(12)]
         answers = await asyncio.gather(*claims)
         assert [len(each) for each in answers] == [1] * 12
-        await desk.close()
+        await batcher.close()
 
     asyncio.run(story())
 
@@ -125,17 +125,17 @@ def test_a_wake_up_is_not_lost_with_who_left() -> None:
     async def story() -> None:
         with penstock.open("memory:") as broker:
             broker.create_queue("q")
-            desk = Desk(broker, asyncio.get_running_loop())
-            gone = desk.claim("q", wait_ms=600_000)
-            stays = desk.claim("q", wait_ms=600_000)
-            while desk.parked < 2:
+            batcher = Batcher(broker, asyncio.get_running_loop())
+            gone = batcher.claim("q", wait_ms=600_000)
+            stays = batcher.claim("q", wait_ms=600_000)
+            while batcher.parked < 2:
                 await asyncio.sleep(0)
             broker.publish([Message(b"", {"queue": "q"})])
             # The first has been told to look again; before it does, its client leaves.
-            desk._retry()
+            batcher._retry()
             gone.cancel()
             assert len(await asyncio.wait_for(stays, 60)) == 1
-            await desk.close()
+            await batcher.close()
 
     asyncio.run(story())
 
@@ -146,15 +146,15 @@ def test_claims_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
         with penstock.open("memory:") as broker:
             broker.create_queue("q")
-            desk = Desk(broker, asyncio.get_running_loop())
-            waiting = [desk.claim("q", wait_ms=600_000) for _ in range(2)]
+            batcher = Batcher(broker, asyncio.get_running_loop())
+            waiting = [batcher.claim("q", wait_ms=600_000) for _ in range(2)]
             with pytest.raises(InvalidInput, match="2 claims wait already"):
-                desk.claim("q", wait_ms=1)
-            assert await desk.claim("q") == []
+                batcher.claim("q", wait_ms=1)
+            assert await batcher.claim("q") == []
             waiting[0].cancel()
             await asyncio.sleep(0)
-            assert await desk.claim("q", wait_ms=1) == []
-            await desk.close()
+            assert await batcher.claim("q", wait_ms=1) == []
+            await batcher.close()
 
     asyncio.run(story())
 

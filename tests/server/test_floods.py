@@ -20,8 +20,7 @@ from tests.waiting import wait_until
 import penstock
 from penstock import limits
 from penstock.flight.client import FlightStore
-from penstock.server.acceptor import Acceptor
-from penstock.server.connections import Connections
+from penstock.server.connections import Acceptor, Connections
 from penstock.server.security import add_key
 from penstock.wire.native import messages as wire
 

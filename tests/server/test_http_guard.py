@@ -9,8 +9,7 @@ import pytest
 
 import penstock
 from penstock.server import running
-from penstock.server.http.guard import PageGuard
-from penstock.server.http.messages import Request
+from penstock.server.http import PageGuard, Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -224,10 +224,10 @@ def test_parked_claims_are_counted(broker: penstock.Broker, ask: Any, wait_until
     with running(broker, **HTTP) as server:
 
         async def park() -> Any:
-            return await server.desk.claim("q", wait_ms=600_000)
+            return await server.batcher.claim("q", wait_ms=600_000)
 
-        waiting = asyncio.run_coroutine_threadsafe(park(), server.desk._loop)
-        wait_until(lambda: server.desk.parked == 1)
+        waiting = asyncio.run_coroutine_threadsafe(park(), server.batcher._loop)
+        wait_until(lambda: server.batcher.parked == 1)
         page = ask(server.addresses["http"], "GET", "/metrics").body
         assert at(page, "penstock_parked_claims") == 1
     assert waiting.result(60) == []

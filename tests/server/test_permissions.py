@@ -36,7 +36,7 @@ from penstock.server import running
 from penstock.server.native.verbs import VERBS
 from penstock.server.security import add_key
 from penstock.wire.native import messages as wire
-from penstock.wire.sqs.handles import handle_of
+from penstock.wire.sqs.messages import handle_of
 from penstock.wire.sqs.requests import OPERATIONS
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import penstock
 from penstock import wire as gateways
 from penstock.errors import InvalidInput
-from penstock.server.batcher import Desk
+from penstock.server.batcher import Batcher
 from penstock.server.queueber import QueueberListener
 from penstock.testing.checking import assert_clean
 from penstock.wire.queueber import item_id, lease_of, message_of
@@ -39,9 +39,9 @@ def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Broker]:
 class Door:
     """Where clients connect; each gets a queue."""
 
-    def __init__(self, listener: QueueberListener, desk: Desk) -> None:
+    def __init__(self, listener: QueueberListener, batcher: Batcher) -> None:
         self._listener = listener
-        self._desk = desk
+        self._batcher = batcher
         self.clients: list[Any] = []
 
     async def __call__(self) -> Any:
@@ -50,23 +50,23 @@ class Door:
         return self.clients[-1].bootstrap().cast_as(SCHEMA.Queue)
 
     async def until_waiting(self, count: int) -> None:
-        while self._desk.parked != count:
+        while self._batcher.parked != count:
             await asyncio.sleep(0.005)
 
 
 def run(broker: Broker, story: Callable[[Door], Awaitable[None]]) -> None:
     async def whole() -> None:
-        desk = Desk(broker, asyncio.get_running_loop())
-        listener = QueueberListener(desk, "127.0.0.1", 0, queue="work")
+        batcher = Batcher(broker, asyncio.get_running_loop())
+        listener = QueueberListener(batcher, "127.0.0.1", 0, queue="work")
         await listener.start()
-        door = Door(listener, desk)
+        door = Door(listener, batcher)
         try:
             await asyncio.wait_for(story(door), 120)
         finally:
             for client in door.clients:
                 client.close()
             await listener.stop(1_000)
-            await desk.close()
+            await batcher.close()
 
     uvloop.run(whole())
 
@@ -199,12 +199,12 @@ def test_a_client_that_leaves_takes_nothing_with_it(broker: Broker) -> None:
 
 def test_a_port_that_is_taken(broker: Broker) -> None:
     async def story() -> None:
-        desk = Desk(broker, asyncio.get_running_loop())
+        batcher = Batcher(broker, asyncio.get_running_loop())
         with socket.create_server(("127.0.0.1", 0)) as taken:
-            listener = QueueberListener(desk, *taken.getsockname(), queue="work")
+            listener = QueueberListener(batcher, *taken.getsockname(), queue="work")
             with pytest.raises(InvalidInput, match="can't listen"):
                 await listener.start()
-        await desk.close()
+        await batcher.close()
 
     asyncio.run(story())
 

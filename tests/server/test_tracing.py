@@ -1,4 +1,4 @@
-"""Tracing: spans around the desk's verbs, and traces that travel in messages."""
+"""Tracing: spans around the batcher's verbs, and traces that travel in messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opentelemetry.trace import StatusCode
 import penstock
 from penstock import InvalidInput, Message, QueueNotFound
 from penstock.server import running, tracing
-from penstock.server.tracing import TRACEPARENT, TracedDesk, traced
+from penstock.server.tracing import TRACEPARENT, TracedBatcher, traced
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def spans_of(work: Callable[[TracedDesk], Awaitable[Any]]) -> tuple[Any, list[Any]]:
+def spans_of(work: Callable[[TracedBatcher], Awaitable[Any]]) -> tuple[Any, list[Any]]:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
 
     async def run() -> Any:
-        desk = TracedDesk(broker, asyncio.get_running_loop(), provider.get_tracer("test"))
+        batcher = TracedBatcher(broker, asyncio.get_running_loop(), provider.get_tracer("test"))
         try:
-            return await work(desk)
+            return await work(batcher)
         finally:
-            await desk.close()
+            await batcher.close()
 
     with penstock.open("memory:", background=False) as broker:
         broker.create_queue("q")
@@ -40,12 +40,12 @@ def spans_of(work: Callable[[TracedDesk], Awaitable[Any]]) -> tuple[Any, list[An
 
 
 def test_a_trace_goes_through_a_queue() -> None:
-    async def work(desk: TracedDesk) -> Any:
-        await desk.publish([Message(b"a", {"queue": "q"}), Message(b"b", {"queue": "q"})])
-        taken = await desk.claim("q", limit=5)
-        await desk.extend([taken[0].receipt], lease_ms=1_000)
-        await desk.ack([taken[0].receipt])
-        await desk.release([taken[1].receipt])
+    async def work(batcher: TracedBatcher) -> Any:
+        await batcher.publish([Message(b"a", {"queue": "q"}), Message(b"b", {"queue": "q"})])
+        taken = await batcher.claim("q", limit=5)
+        await batcher.extend([taken[0].receipt], lease_ms=1_000)
+        await batcher.ack([taken[0].receipt])
+        await batcher.release([taken[1].receipt])
         return taken
 
     taken, spans = spans_of(work)
@@ -60,10 +60,10 @@ def test_a_trace_goes_through_a_queue() -> None:
 
 
 def test_a_trace_that_a_message_brings_is_continued() -> None:
-    async def work(desk: TracedDesk) -> Any:
+    async def work(batcher: TracedBatcher) -> Any:
         brought = {"queue": "q", TRACEPARENT: PARENT}
-        await desk.publish([Message(b"a", brought), Message(b"b", {"queue": "q"})])
-        return await desk.claim("q", limit=5)
+        await batcher.publish([Message(b"a", brought), Message(b"b", {"queue": "q"})])
+        return await batcher.claim("q", limit=5)
 
     taken, (publish, claim) = spans_of(work)
     assert f"{publish.parent.span_id:016x}" == PARENT.split("-")[2]
@@ -74,9 +74,9 @@ def test_a_trace_that_a_message_brings_is_continued() -> None:
 
 @pytest.mark.parametrize("brought", ["nonsense", 5, None])
 def test_what_is_no_trace_is_left_alone(brought: Any) -> None:
-    async def work(desk: TracedDesk) -> Any:
-        await desk.publish([Message(b"a", {"queue": "q", TRACEPARENT: brought})])
-        return await desk.claim("q")
+    async def work(batcher: TracedBatcher) -> Any:
+        await batcher.publish([Message(b"a", {"queue": "q", TRACEPARENT: brought})])
+        return await batcher.claim("q")
 
     taken, (publish, claim) = spans_of(work)
     assert taken[0].attributes[TRACEPARENT] == brought
@@ -85,11 +85,11 @@ def test_what_is_no_trace_is_left_alone(brought: Any) -> None:
 
 
 def test_failures_are_told() -> None:
-    async def work(desk: TracedDesk) -> None:
+    async def work(batcher: TracedBatcher) -> None:
         with pytest.raises(QueueNotFound):
-            await desk.claim("nope")
+            await batcher.claim("nope")
         with pytest.raises(InvalidInput):
-            await desk.claim("q", limit=0)
+            await batcher.claim("q", limit=0)
 
     _, spans = spans_of(work)
     assert [each.status.status_code for each in spans] == [StatusCode.ERROR] * 2
@@ -97,8 +97,8 @@ def test_failures_are_told() -> None:
 
 
 def test_a_claim_that_is_cancelled_has_not_failed() -> None:
-    async def work(desk: TracedDesk) -> None:
-        waiting = desk.claim("q", wait_ms=60_000)
+    async def work(batcher: TracedBatcher) -> None:
+        waiting = batcher.claim("q", wait_ms=60_000)
         await asyncio.sleep(0.01)
         waiting.cancel()
         await asyncio.sleep(0)
@@ -121,9 +121,9 @@ def test_publishers_give_their_span_along() -> None:
 
 def test_a_server_traces_if_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     with running("memory:", tracing=True, flight="127.0.0.1:0") as server:
-        assert isinstance(server.desk, TracedDesk)
+        assert isinstance(server.batcher, TracedBatcher)
     with running("memory:", flight="127.0.0.1:0") as server:
-        assert not isinstance(server.desk, TracedDesk)
+        assert not isinstance(server.batcher, TracedBatcher)
 
     def missing() -> None:
         raise InvalidInput("tracing needs pip install")

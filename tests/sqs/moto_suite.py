@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from tests.sqs.serving import serving
 
-from penstock.server.http.listener import Handler, Request, Response
+from penstock.server.http import Handler, Request, Response
 from penstock.server.sqs import SqsOptions
 
 ACCOUNT = "123456789012"

@@ -13,8 +13,8 @@ from botocore.config import Config
 
 import penstock
 from penstock.clock import SystemClock
-from penstock.server.batcher import Desk
-from penstock.server.http.listener import Handler, Http, HttpBounds
+from penstock.server.batcher import Batcher
+from penstock.server.http import Handler, Http, HttpBounds
 from penstock.server.sqs import SqsOptions, SqsService
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from penstock.broker.broker import Broker
     from penstock.server.security import Keys
-    from penstock.server.sqs.service import Observer
+    from penstock.server.sqs import Observer
 
 
 class Served(NamedTuple):
@@ -30,7 +30,7 @@ class Served(NamedTuple):
     host: str
     port: int
     loop: asyncio.AbstractEventLoop
-    desk: Desk
+    batcher: Batcher
     http: Http
 
     @property
@@ -58,19 +58,19 @@ def serving(
         loop = asyncio.get_running_loop()
         ask_to_stop = asyncio.Event()
         with penstock.open(store) as broker:
-            desk = Desk(broker, loop)
+            batcher = Batcher(broker, loop)
             service = SqsService(
-                desk, clock=SystemClock(), keys=keys, options=options, observer=observer
+                batcher, clock=SystemClock(), keys=keys, options=options, observer=observer
             )
             http = Http({}, wrap(service.handle), port=port, bounds=bounds)
             await http.start()
-            box.extend([Served(broker, *http.address, loop, desk, http), ask_to_stop])
+            box.extend([Served(broker, *http.address, loop, batcher, http), ask_to_stop])
             started.set()
             await ask_to_stop.wait()
             service.close()
-            desk.hand_back()
+            batcher.hand_back()
             await http.stop(60_000)
-            await desk.close()
+            await batcher.close()
         stop.set()
 
     def run() -> None:

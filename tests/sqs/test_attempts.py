@@ -10,14 +10,17 @@ import pytest
 import penstock
 from penstock import Message, limits
 from penstock.clock import SystemClock
-from penstock.server.batcher import Desk
-from penstock.server.http.messages import Request
+from penstock.server.batcher import Batcher
+from penstock.server.http import Request
 from penstock.server.security import ANYONE
-from penstock.server.sqs import receiving
-from penstock.server.sqs.attempts import Attempts
-from penstock.server.sqs.calls import Call, Place, SqsOptions
-from penstock.server.sqs.catalog import Catalog
-from penstock.server.sqs.settling import delete, delete_batch
+from penstock.server.sqs.context import (
+    QueueCache,
+    ReceiveAttempts,
+    SqsCall,
+    SqsContext,
+    SqsOptions,
+)
+from penstock.server.sqs.messages import delete, delete_batch, receive
 from penstock.wire.sqs.requests import (
     DeleteEntry,
     DeleteMessage,
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.broker.broker import Broker
     from penstock.model import Delivery
 
-CALL = Call(ANYONE, "http://localhost/0/", Request("POST", "/", "", {}, b"", ""), "tester")
+CALL = SqsCall(ANYONE, "http://localhost/0/", Request("POST", "/", "", {}, b"", ""), "tester")
 
 
 @pytest.fixture
@@ -51,9 +54,11 @@ def claimed(broker: Broker, count: int, size: int = 10) -> list[Delivery]:
     return broker.claim("q.fifo", limit=count)
 
 
-def place_of(broker: Broker) -> Place:
-    desk = Desk(broker, asyncio.get_running_loop())
-    return Place(desk, Catalog(desk), SystemClock(), SqsOptions(), 1, Attempts())
+def context_of(broker: Broker) -> SqsContext:
+    batcher = Batcher(broker, asyncio.get_running_loop())
+    return SqsContext(
+        batcher, QueueCache(batcher), SystemClock(), SqsOptions(), 1, ReceiveAttempts()
+    )
 
 
 # --- what is remembered ---------------------------------------------------------------------------
@@ -63,7 +68,7 @@ def test_bytes_are_bounded_and_the_oldest_go_first(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "SQS_MAX_RECEIVE_ATTEMPT_BYTES", 30_000)
-    attempts = Attempts()
+    attempts = ReceiveAttempts()
     for number, each in enumerate(claimed(broker, 5, size=8_000)):
         attempts.remember("q.fifo", str(number), [each], 0)
         assert attempts.bytes <= 30_000
@@ -74,7 +79,7 @@ def test_bytes_are_bounded_and_the_oldest_go_first(
 
 def test_number_and_time_are_bounded(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "SQS_MAX_RECEIVE_ATTEMPTS", 2)
-    attempts = Attempts()
+    attempts = ReceiveAttempts()
     first, second, third, fourth = claimed(broker, 4)
     for name, each in (("a", first), ("b", second), ("c", third)):
         attempts.remember("q.fifo", name, [each], 1_000)
@@ -88,7 +93,7 @@ def test_number_and_time_are_bounded(broker: Broker, monkeypatch: pytest.MonkeyP
 
 
 def test_an_attempt_that_is_made_anew_replaces_the_other(broker: Broker) -> None:
-    attempts = Attempts()
+    attempts = ReceiveAttempts()
     first, second = claimed(broker, 2)
     attempts.remember("q.fifo", "a", [first], 0)
     once = attempts.bytes
@@ -99,30 +104,30 @@ def test_an_attempt_that_is_made_anew_replaces_the_other(broker: Broker) -> None
     assert len(attempts) == 1
 
 
-async def _received(place: Place, attempt: str | None = None, **options: Any) -> list[Any]:
+async def _received(context: SqsContext, attempt: str | None = None, **options: Any) -> list[Any]:
     request = ReceiveMessage(
         queue_url="q.fifo",
         max_number_of_messages=10,
         receive_request_attempt_id=attempt,
         **options,
     )
-    answer = await receiving.receive(place, CALL, request)
+    answer = await receive(context, CALL, request)
     return list(answer.get("Messages", []))
 
 
 def test_what_is_deleted_is_let_go(broker: Broker) -> None:
     async def main() -> None:
-        place = place_of(broker)
+        context = context_of(broker)
         for number in range(3):
             put(broker, str(number))
-        first, *others = [each["ReceiptHandle"] for each in await _received(place, "try")]
-        assert len(place.attempts.find("q.fifo", "try", place.clock.now_ms())) == 3
-        await delete(place, CALL, DeleteMessage(queue_url="q.fifo", receipt_handle=first))
-        assert len(place.attempts.find("q.fifo", "try", place.clock.now_ms())) == 2
+        first, *others = [each["ReceiptHandle"] for each in await _received(context, "try")]
+        assert len(context.attempts.find("q.fifo", "try", context.clock.now_ms())) == 3
+        await delete(context, CALL, DeleteMessage(queue_url="q.fifo", receipt_handle=first))
+        assert len(context.attempts.find("q.fifo", "try", context.clock.now_ms())) == 2
         entries = [DeleteEntry(id=str(n), receipt_handle=each) for n, each in enumerate(others)]
-        await delete_batch(place, CALL, DeleteMessageBatch(queue_url="q.fifo", entries=entries))
-        assert (len(place.attempts), place.attempts.bytes) == (0, 0)
-        await place.desk.close()
+        await delete_batch(context, CALL, DeleteMessageBatch(queue_url="q.fifo", entries=entries))
+        assert (len(context.attempts), context.attempts.bytes) == (0, 0)
+        await context.batcher.close()
 
     asyncio.run(main())
 
@@ -132,22 +137,22 @@ def test_what_is_deleted_is_let_go(broker: Broker) -> None:
 
 def test_a_client_that_leaves_in_the_turn_of_its_answer_keeps_nothing(broker: Broker) -> None:
     async def main() -> None:
-        place = place_of(broker)
-        task = asyncio.create_task(_received(place, "try", wait_time_seconds=20))
-        while not place.desk.parked:
+        context = context_of(broker)
+        task = asyncio.create_task(_received(context, "try", wait_time_seconds=20))
+        while not context.batcher.parked:
             await asyncio.sleep(0.01)
-        answer = place.desk._answer
+        answer = context.batcher._answer
 
         def leave(made: Any, failure: Any) -> None:
             answer(made, failure)
             task.cancel()
 
-        place.desk._answer = leave  # type: ignore[method-assign]
+        context.batcher._answer = leave  # type: ignore[method-assign]
         await asyncio.to_thread(put, broker, "g")
         with pytest.raises(asyncio.CancelledError):
             await task
-        place.desk._answer = answer  # type: ignore[method-assign]
-        await place.desk.close()
+        context.batcher._answer = answer  # type: ignore[method-assign]
+        await context.batcher.close()
 
     asyncio.run(main())
     assert broker.stats("q.fifo").available == 1
@@ -158,7 +163,7 @@ def test_a_client_that_leaves_while_the_past_is_looked_up_keeps_nothing(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        place = place_of(broker)
+        context = context_of(broker)
         put(broker, "g")
         broker.release([broker.claim("q.fifo")[0].receipt], delay_ms=0)
         looking = asyncio.Event()
@@ -168,19 +173,19 @@ def test_a_client_that_leaves_while_the_past_is_looked_up_keeps_nothing(
             looking.set()
             return never
 
-        await place.catalog.specs()
-        monkeypatch.setattr(place.desk, "call", call)
+        await context.queues.specs()
+        monkeypatch.setattr(context.batcher, "call", call)
         task = asyncio.create_task(
-            _received(place, "try", attribute_names=["ApproximateFirstReceiveTimestamp"])
+            _received(context, "try", attribute_names=["ApproximateFirstReceiveTimestamp"])
         )
         await looking.wait()
         assert broker.stats("q.fifo").in_flight == 1
-        assert len(place.attempts) == 1
+        assert len(context.attempts) == 1
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert len(place.attempts) == 0
-        await place.desk.close()
+        assert len(context.attempts) == 0
+        await context.batcher.close()
 
     asyncio.run(main())
     assert broker.stats("q.fifo").available == 1

@@ -85,10 +85,10 @@ def test_a_long_poll_ends_with_its_connection(
     # However long who has closed its side may still be answered.
     monkeypatch.setattr(limits, "HTTP_HALF_CLOSED_MS", 600_000)
     connections = [ask(served, 20) for _ in range(5)]
-    wait_until(lambda: served.desk.parked == 5)
+    wait_until(lambda: served.batcher.parked == 5)
     for connection in connections:
         leave(connection, how)
-    wait_until(lambda: not served.desk.parked)
+    wait_until(lambda: not served.batcher.parked)
     put(served.broker, MESSAGES)
     check_all_are_there(served.broker, MESSAGES)
     assert served.broker.stats("q").claimed_total == MESSAGES
@@ -125,7 +125,7 @@ def test_a_storm_of_closing_long_polls_takes_nothing(served: Served) -> None:
     def poll(_: int) -> None:
         connection = ask(served, 20)
         if chance.random() < 0.5:
-            wait_until(lambda: served.desk.parked)
+            wait_until(lambda: served.batcher.parked)
         leave(connection, "close" if chance.random() < 0.5 else "reset")
 
     with ThreadPoolExecutor(4) as pool:

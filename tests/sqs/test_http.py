@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 
 from penstock import limits
 from penstock.errors import InvalidInput
-from penstock.server.http.listener import Handler, Http, HttpBounds, Request, Response
+from penstock.server.http import Handler, Http, HttpBounds, Request, Response
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterator
@@ -287,8 +287,8 @@ def test_a_poll_of_a_client_that_left_is_forgotten(served: Served) -> None:
     url = sqs.create_queue(QueueName="left")["QueueUrl"]
     with connected(served) as connection:
         connection.sendall(post("ReceiveMessage", {"QueueUrl": url, "WaitTimeSeconds": 20}))
-        wait_until(lambda: served.desk.parked)
-    wait_until(lambda: not served.desk.parked)
+        wait_until(lambda: served.batcher.parked)
+    wait_until(lambda: not served.batcher.parked)
     sqs.send_message(QueueUrl=url, MessageBody="1")
     assert len(sqs.receive_message(QueueUrl=url)["Messages"]) == 1
 
@@ -465,7 +465,7 @@ def test_a_server_that_stops_answers_its_polls() -> None:
             target=lambda: answers.append(sqs.receive_message(QueueUrl=url, WaitTimeSeconds=20))
         )
         poll.start()
-        wait_until(lambda: served.desk.parked)
+        wait_until(lambda: served.batcher.parked)
     poll.join(60)
     assert len(answers) == 1
     assert "Messages" not in answers[0]

@@ -357,7 +357,7 @@ def test_a_delayed_message_is_not_there_yet(sqs: Any, make: Callable[..., str]) 
 
 def test_a_long_poll_ends_with_the_first_message(served: Served, sqs: Any, url: str) -> None:
     def send() -> None:
-        wait_until(lambda: served.desk.parked)
+        wait_until(lambda: served.batcher.parked)
         sqs.send_message(QueueUrl=url, MessageBody="at last")
 
     sending = threading.Thread(target=send)

@@ -72,7 +72,7 @@ def test_a_failure_of_the_server_is_not_the_sender_s(caplog: pytest.LogCaptureFi
         def fail(*_: object, **__: object) -> None:
             raise RuntimeError("of the test")
 
-        served.desk.publish = fail  # type: ignore[assignment, method-assign]
+        served.batcher.publish = fail  # type: ignore[assignment, method-assign]
         with pytest.raises(ClientError) as error:
             sqs.send_message(QueueUrl=url, MessageBody="x")
     assert error.value.response["Error"]["Code"] == "InternalFailure"

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.model import QueueSpec
-from penstock.wire.sqs import digests, jsonwire, messages, policies, querywire, queues
+from penstock.wire.sqs import jsonwire, messages, querywire, queues
 from penstock.wire.sqs.faults import SqsFault
 from penstock.wire.sqs.requests import OPERATIONS, AttributeValue, SendMessageBatch
 
@@ -239,16 +239,16 @@ def test_answers_are_xml_that_reads_back(text: str, data: bytes) -> None:
 
 
 def test_digests_as_others_make_them() -> None:
-    assert digests.of_body(b"derp") == "58fd9edd83341c29f1aebba81c31e257"
+    assert messages.md5_of_body(b"derp") == "58fd9edd83341c29f1aebba81c31e257"
     number = AttributeValue("Number", "1493147359900")
-    assert digests.of_attributes({"timestamp": number}) == "235c5c510d26fb653d073faed50ae77c"
+    assert messages.md5_of_attributes({"timestamp": number}) == "235c5c510d26fb653d073faed50ae77c"
     several = {
         "mybin": AttributeValue("Binary", None, b"kekchebukek"),
         "id": AttributeValue("String", "453ae55e-f03b-21a6-a4b1-70c2e2e8fe71"),
         "timestamp": AttributeValue("Number.java.lang.Long", "1603134247654"),
         "contentType": AttributeValue("String", "application/json"),
     }
-    assert digests.of_attributes(several) == "049075255ebc53fb95f7f9f3cedf3c50"
+    assert messages.md5_of_attributes(several) == "049075255ebc53fb95f7f9f3cedf3c50"
 
 
 @given(ATTRIBUTES, st.none() | VALUES, st.none() | VALUES, st.none() | VALUES)
@@ -295,7 +295,7 @@ def test_whatever_others_publish_can_be_shown(attributes: dict[str, Any], ours: 
     shown |= {"kept": AttributeValue("String", f"{kept.trace}{kept.dedup_id}{kept.sender}")}
     encoded = {"MessageAttributes": {**shown}}
     ET.fromstring(querywire.encode("ReceiveMessage", {"Messages": [encoded]}, "id"))
-    digests.of_attributes(shown)
+    messages.md5_of_attributes(shown)
     jsonwire.encode(encoded)
 
 
@@ -346,8 +346,8 @@ def test_labels_that_others_wrote_do_no_harm(labels: dict[str, str]) -> None:
     spec = QueueSpec(name="q", filter="queue = 'q'", labels=labels)
     queues.attributes_of(spec, None, "r", "a")
     queues.tags_of(labels)
-    policies.allows_source(labels, "arn")
-    policies.with_permission(labels, "arn", "label", ["1"], ["SendMessage"])
+    queues.allows_source(labels, "arn")
+    queues.with_permission(labels, "arn", "label", ["1"], ["SendMessage"])
 
 
 @pytest.mark.parametrize("arn", ["", "x", "arn:aws:sqs:r:a:", "arn:aws:sns:r:a:q", "a:b:sqs:c:d:q"])

@@ -47,7 +47,7 @@ from penstock.wire.native import messages as wire
 from penstock.wire.native.messages import FrameReader, error_of
 
 if TYPE_CHECKING:
-    from penstock.wire.native.progress import Progress
+    from penstock.wire.native.messages import Progress
 
 # How long the other side may be silent before it is asked, and then until it is given up. It has
 # to answer only once it has been sent the question, which waits behind what was written before.

@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 
 from penstock.client.connection import ClientConnection, Options, Phase
 from penstock.errors import BrokerClosed, InvalidUrl, ServerUnreachable
-from penstock.wire.native.messages import DEFAULT_PORT
-from penstock.wire.native.progress import progress_of
+from penstock.wire.native.messages import DEFAULT_PORT, progress_of
 
 if TYPE_CHECKING:
     from penstock.client.calls import Call

@@ -1,6 +1,6 @@
 """The edge: what others reach a broker by over the network.
 
-``process`` runs what ``serving`` makes of a store; ``desk`` is where the requests of all
+``process`` runs what ``serving`` makes of a store; ``batcher`` is where the requests of all
 connections meet; ``native``, ``http`` with ``sqs``, ``flight`` and ``queueber`` are the protocols;
 ``config``, ``security``, ``metrics``, ``logs``, ``tracing``, ``operations`` and ``backup`` are for
 who runs it. Needs the extra ``penstock[server]``, and for Flight ``penstock[flight]``.

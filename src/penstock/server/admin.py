@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.errors import NotAllowed, PenstockError
 from penstock.server.backup import backup_into
-from penstock.server.http.listener import Response
+from penstock.server.http import Response
 from penstock.server.metrics import CONTENT_TYPE
 from penstock.server.security import ANYONE, token_of
 from penstock.store.sql.location import without_password
@@ -23,7 +23,7 @@ from penstock.store.sql.location import without_password
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from penstock.server.http.listener import Handler, Request
+    from penstock.server.http import Handler, Request
     from penstock.server.security import Principal
     from penstock.server.served_store import Server
 
@@ -92,8 +92,8 @@ class _Pages:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return _json(400, {"error": "InvalidInput", "message": str(error)})
         directory = self._server.config.backup_directory
-        # On the desk's threads: those of the pages must be free, however long it takes.
-        path, size = await self._server.desk.call(
+        # On the batcher's threads: those of the pages must be free, however long it takes.
+        path, size = await self._server.batcher.call(
             lambda broker: backup_into(broker, directory, asked.name), long=True
         )
         return _json(200, {"path": str(path), "bytes": size})

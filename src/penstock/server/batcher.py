@@ -1,4 +1,4 @@
-"""The desk: where the requests of all connections meet.
+"""Gathers the requests of all connections: those of one turn of the loop are one change.
 
 ::
 
@@ -6,21 +6,24 @@
                         ▲                                     │
     parked claims ──────┘◀──────── a queue got something ─────┘
 
-What comes in one turn of the event loop shares scans, commits and the sync. Claims that find
-nothing are parked, without a thread, until their queue gets something or their time is up.
-Everything here runs on the loop's thread, but for what :meth:`Desk.call` is given, and for joint
-changes of a store that is at the other end of a network: one thread waits for them, and for a
-database that is away, while the loop goes on. Still there is one joint change at a time.
+The requests of one turn share scans, commits and the sync. Claims that find nothing are parked,
+without a thread, until their queue gets something or their time is up. Everything here runs on the
+loop's thread, but for the work of :meth:`Batcher.call`, and for joint changes of a store at the
+other end of a network: one thread makes those, so that the loop goes on while a database is away.
+There is one joint change at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from asyncio import Future
+from asyncio import Future, TimerHandle
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
+
+import msgspec
 
 from penstock import limits
 from penstock.broker.requests import Ack, Change, Claim, Joint, Publish
@@ -35,56 +38,50 @@ from penstock.validation import (
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from asyncio import AbstractEventLoop, TimerHandle
+    from asyncio import AbstractEventLoop
     from collections.abc import Callable, Iterable
 
     from penstock.broker.broker import Broker
+    from penstock.broker.durability import Told
     from penstock.broker.requests import Check, Request
     from penstock.model import Delivery, Message, Outcome
-
-__all__ = ["Desk", "Turnstile"]
 
 T = TypeVar("T")
 
 _Made: TypeAlias = "tuple[Request, Future[Any]]"
 
-# What one joint change does at most, so that nobody waits long behind others.
+# The most messages of one joint change, so that no request waits long behind others.
 MAX_JOINT_MESSAGES: Final = 2_000
-# Verbs that may take long run here, in steps that hold the broker only for moments; and apart
-# from them those that only look, which must not wait until a purge of millions is through.
+# Verbs that may take long run on threads, in steps that hold the broker only for moments; verbs
+# that only read have threads of their own, since they must not wait for a purge of millions.
 CALL_THREADS: Final = 4
 LOOK_THREADS: Final = 4
-# Designs whose changes wait for somebody else's machine.
+# Designs whose changes wait for another machine.
 FAR: Final = frozenset({"sql"})
 
 
-class Turnstile(Protocol):
-    """Who says whether a claim that waits may have what has come for it."""
+class Admission(Protocol):
+    """Back-pressure hook of a claim that waits."""
 
-    def enter(self) -> bool:
-        """Say whether it may look now; if not, it is cancelled, and others look instead."""
+    def admit(self) -> bool:
+        """Whether the claim may be retried now; if not, its future is cancelled."""
 
     def leave(self) -> None:
-        """Be told that it found nothing and waits, until it enters again."""
+        """Take note that the claim found nothing and is parked, until it is admitted again."""
 
 
-class _Waiting:
+class _WaitingClaim(msgspec.Struct, eq=False):
     """A claim that may wait: until when, and the alarm that ends it while it is parked."""
 
-    __slots__ = ("alarm", "claim", "future", "turnstile", "until")
-
-    def __init__(
-        self, claim: Claim, future: Future[Any], until: float, turnstile: Turnstile | None
-    ) -> None:
-        self.claim = claim
-        self.future = future
-        self.until = until
-        self.turnstile = turnstile
-        self.alarm: TimerHandle | None = None
+    claim: Claim
+    future: Future[Any]
+    until: float
+    admission: Admission | None
+    alarm: TimerHandle | None = None
 
 
-class Desk:
-    """Takes requests on the loop's thread; every future is done once its change is durable."""
+class Batcher:
+    """Takes requests on the loop's thread; a future is done once its change is durable."""
 
     def __init__(self, broker: Broker, loop: AbstractEventLoop) -> None:
         self.broker = broker
@@ -93,15 +90,15 @@ class Desk:
         self._scheduled = False
         self._under_way = 0
         # Claims that may wait, from their request to their answer; and those that do, by queue.
-        self._waiting: dict[int, _Waiting] = {}
-        self._parked: dict[str, dict[int, _Waiting]] = {}
-        # What other threads have told, until the loop comes to it.
+        self._waiting: dict[int, _WaitingClaim] = {}
+        self._parked: dict[str, dict[int, _WaitingClaim]] = {}
+        # Queues that other threads have woken, until the loop comes to them.
         self._news: dict[str | None, int | None] = {}
         self._news_lock = threading.Lock()
         self._open = True
         # Set once the store is lost to this process: no request can be answered any more.
         self.lost = asyncio.Event()
-        self._callers = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="penstock-desk")
+        self._callers = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="penstock-batcher")
         self._lookers = ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="penstock-look")
         # Jobs that those threads have been given.
         self._jobs: dict[Future[Any], concurrent.futures.Future[Any]] = {}
@@ -143,11 +140,11 @@ class Desk:
         lease_ms: int | None = None,
         wait_ms: int = 0,
         consumer: str = "",
-        turnstile: Turnstile | None = None,
+        admission: Admission | None = None,
     ) -> Future[list[Delivery]]:
         """Claim, as :meth:`Broker.claim`; cancel the future when nobody waits for it any more.
 
-        One with a turnstile is taken to be inside when it comes.
+        A claim with an admission counts as admitted when it comes.
         """
         check_count(limit, "limit", 1, limits.MAX_CLAIM_LIMIT)
         check_duration(wait_ms, "wait_ms", high=limits.MAX_WAIT_MS)
@@ -161,7 +158,7 @@ class Desk:
         claim = Claim(queue, limit, lease_ms, consumer)
         future = self._gather(claim)
         if wait_ms and self._open:
-            waiting = _Waiting(claim, future, self._loop.time() + wait_ms / 1000, turnstile)
+            waiting = _WaitingClaim(claim, future, self._loop.time() + wait_ms / 1000, admission)
             self._waiting[id(claim)] = waiting
             future.add_done_callback(lambda _: self._forget(waiting))
         return future
@@ -171,8 +168,8 @@ class Desk:
     ) -> Future[list[Outcome]]:
         """Settle messages as done, as :meth:`Broker.ack`.
 
-        ``check``, here and below, is told the queues that the receipts name before anything is
-        changed, and raises for one that the caller has no business with.
+        ``check``, here and below, is called with each queue that the receipts name before anything
+        is changed, and raises for a queue that the caller may not consume.
         """
         return self._gather(Ack(check_receipts(receipts), queue, check))
 
@@ -192,7 +189,7 @@ class Desk:
         )
 
     async def claimed(self, claiming: Future[list[Delivery]]) -> list[Delivery]:
-        """Wait for a claim; who is cancelled in the very moment of its answer keeps nothing."""
+        """Wait for a claim; a caller that is cancelled in the turn of its answer keeps nothing."""
         try:
             return await claiming
         except asyncio.CancelledError:
@@ -201,9 +198,9 @@ class Desk:
             raise
 
     def take_back(self, deliveries: Iterable[Delivery]) -> None:
-        """Give back messages that were claimed for somebody who has gone: others want them.
+        """Release messages that were claimed for a client that has gone.
 
-        If that fails, their lease ends in time; nobody is there to be told.
+        If that fails, their lease ends in time.
         """
         receipts = [each.receipt for each in deliveries]
         if receipts:
@@ -221,14 +218,14 @@ class Desk:
         return self.change(self.broker.extending(receipts, lease_ms, queue, check))
 
     def change(self, work: Callable[[int], T]) -> Future[T]:
-        """Make a change that the broker has prepared; it is told the time, and must be short."""
+        """Make a change that the broker has prepared; it is given the time, and must be short."""
         return self._gather(Change(work))
 
     def call(self, work: Callable[[Broker], T], *, long: bool = False) -> Future[T]:
         """Do anything else with the broker, on a thread; ``long`` if it may take its time."""
         if not self._open:
             raise BrokerClosed("the server is stopping")
-        # Threads keep a job that was cancelled until its turn comes: there must be nothing in it.
+        # Threads keep a cancelled job until its turn comes: it must not keep the request.
         given = [work]
         job = (self._callers if long else self._lookers).submit(lambda: given.pop()(self.broker))
         future = asyncio.wrap_future(job, loop=self._loop)
@@ -269,32 +266,31 @@ class Desk:
 
     # --- gathering -------------------------------------------------------------------------
 
-    def _gather(self, request: Request) -> Future[Any]:
-        future = self._loop.create_future()
-        self._add(request, future)
-        if self._changer is not None:
-            # It may wait long for its turn, and nobody counts what it holds once it is cancelled.
-            future.add_done_callback(self._drop)
-        return future
-
-    def _drop(self, future: Future[Any]) -> None:
-        """Let go of a request that was cancelled before its turn."""
-        request = self._gathered.pop(future, None)
-        if request is not None:
-            self._under_way -= 1
-        if isinstance(request, Claim):
-            # It may have been woken for a message that another one could have.
-            self._woken(request.queue, 1)
-
-    def _add(self, request: Request, future: Future[Any]) -> None:
+    def _gather(self, request: Request, future: Future[Any] | None = None) -> Future[Any]:
+        """Add a request to the next joint change; ``future``: that of a claim that was parked."""
+        if future is None:
+            future = self._loop.create_future()
+            if self._changer is not None:
+                # It may wait long for its turn, and a cancelled request must not keep its bytes.
+                future.add_done_callback(self._drop)
         self._gathered[future] = request
         self._under_way += 1
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._work)
+        return future
+
+    def _drop(self, future: Future[Any]) -> None:
+        """Drop a request that was cancelled before its turn."""
+        request = self._gathered.pop(future, None)
+        if request is not None:
+            self._under_way -= 1
+        if isinstance(request, Claim):
+            # It may have been woken for a message that another claim could have.
+            self._woken(request.queue, 1)
 
     def _work(self) -> None:
-        """Make one joint change of what has gathered."""
+        """Make one joint change of the gathered requests."""
         joint, made = self._next()
         self._scheduled = bool(self._gathered)
         if not made:
@@ -311,13 +307,13 @@ class Desk:
         try:
             number = self.broker.begin(joint)
         except Exception as error:
-            # Whatever it was, they must be told.
+            # Whatever it was, every request gets its answer.
             self._answer(made, error)
             return
         self._began(made, number)
 
     def _changed(self, made: list[_Made], change: Future[int]) -> None:
-        """Go on after a joint change that the thread has made."""
+        """Go on after a joint change of the thread."""
         error = change.exception()
         if error is None:
             self._began(made, change.result())
@@ -327,20 +323,21 @@ class Desk:
         self._scheduled = bool(self._gathered)
         if self._scheduled:
             self._loop.call_soon(self._work)
-        # What was told meanwhile may be for claims that wait only now.
+        # Queues that were woken meanwhile may have claims that wait only now.
         self._retry()
 
     def _began(self, made: list[_Made], number: int) -> None:
-        """Park claims that wait, and have the others answered when the change is durable."""
-        # At once: whatever wakes them from now on comes to the loop after this.
-        made = [each for each in made if not self._park(each[0])]
+        """Park claims that wait, and answer the other requests when the change is durable."""
+        # At once: a wake-up from now on comes to the loop after this.
+        if self._waiting:
+            made = [each for each in made if not self._park(each[0])]
         if made:
-            self.broker.tell(
-                number, lambda error: self._loop.call_soon_threadsafe(self._answer, made, error)
-            )
+            # From whatever thread: the answers are the loop's.
+            answer: Told = partial(self._loop.call_soon_threadsafe, self._answer, made)  # type: ignore[arg-type]
+            self.broker.tell(number, answer)
 
     def _next(self) -> tuple[Joint, list[_Made]]:
-        """Take what one joint change may do, in the order of arrival."""
+        """Take the requests of one joint change, in the order of arrival."""
         joint = Joint()
         made: list[_Made] = []
         room = MAX_JOINT_MESSAGES
@@ -351,7 +348,7 @@ class Desk:
             if future.done():
                 self._under_way -= 1
                 if isinstance(request, Claim):
-                    # As above.
+                    # As in _drop.
                     passed_on[request.queue] = passed_on.get(request.queue, 0) + 1
                 continue
             if isinstance(request, Publish):
@@ -372,7 +369,7 @@ class Desk:
         return joint, made
 
     def _answer(self, made: list[_Made], failure: Exception | None) -> None:
-        """Answer everybody of a joint change."""
+        """Answer every request of a joint change."""
         self._under_way -= len(made)
         for request, future in made:
             error = request.error if failure is None else failure
@@ -389,7 +386,7 @@ class Desk:
     # --- waiting ---------------------------------------------------------------------------
 
     def _park(self, request: Request) -> bool:
-        """Have a claim wait that got nothing and may; say whether it does."""
+        """Park a claim that got nothing and may wait; return whether it was parked."""
         if not isinstance(request, Claim) or request.answer or request.error is not None:
             return False
         waiting = self._waiting.get(id(request))
@@ -398,12 +395,12 @@ class Desk:
         waiting.alarm = self._loop.call_at(waiting.until, self._forget, waiting, True)  # noqa: FBT003
         self._parked.setdefault(request.queue, {})[id(request)] = waiting
         self._under_way -= 1
-        if waiting.turnstile is not None:
-            waiting.turnstile.leave()
+        if waiting.admission is not None:
+            waiting.admission.leave()
         return True
 
-    def _unpark(self, waiting: _Waiting) -> bool:
-        """Take a claim out of those that wait; say whether it was among them."""
+    def _unpark(self, waiting: _WaitingClaim) -> bool:
+        """Take a claim out of the parked ones; return whether it was parked."""
         if waiting.alarm is None:
             return False
         waiting.alarm.cancel()
@@ -414,16 +411,16 @@ class Desk:
             del self._parked[queue]
         return True
 
-    def _forget(self, waiting: _Waiting, answer: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Let a claim wait no longer: its time is up, it is answered, or nobody wants it."""
+    def _forget(self, waiting: _WaitingClaim, answer: bool = False) -> None:  # noqa: FBT001, FBT002
+        """End the wait of a claim: its time is up, it is answered, or it was cancelled."""
         self._waiting.pop(id(waiting.claim), None)
         if self._unpark(waiting) and answer and not waiting.future.done():
             waiting.future.set_result([])
 
     def _woken(self, queue: str | None, available: int | None) -> None:
-        """Pass on that a queue has something, or that the store is lost.
+        """Note that a queue has something to claim; (None, None): the store is lost.
 
-        Called on any thread, with the broker's lock held.
+        The broker calls it on any thread, with its lock held.
         """
         if queue is None:
             self._loop.call_soon_threadsafe(self.lost.set)
@@ -432,11 +429,11 @@ class Desk:
         with self._news_lock:
             first = not self._news
             known = self._news.get(queue, 0)
-            # One too many that looks is no harm, where one too few would wait for no reason.
+            # One retry too many does no harm; one too few would wait for no reason.
             if known is None or available is None:
                 self._news[queue] = None
             elif self._changer is not None:
-                # What is far away is not counted anew: it tells only what has come since.
+                # A far store does not count anew: it tells only the messages that came since.
                 self._news[queue] = known + available
             else:
                 self._news[queue] = max(known, available)
@@ -444,7 +441,7 @@ class Desk:
             self._loop.call_soon_threadsafe(self._retry)
 
     def _retry(self) -> None:
-        """Have claims look again that wait for a queue of which there is news."""
+        """Retry claims that wait for a queue that was woken."""
         if self._changing:
             return
         with self._news_lock:
@@ -453,7 +450,7 @@ class Desk:
             news = dict.fromkeys(self._parked)
         for queue, available in news.items():
             parked = list(self._parked.get(queue or "", {}).values())
-            # The first ones, as many as could get something; all of them, if the queue is gone.
+            # As many as could get something, the first ones first; all, if the queue is gone.
             left = len(parked) if available is None else max(1, available)
             for waiting in parked:
                 if not left:
@@ -461,18 +458,18 @@ class Desk:
                 self._unpark(waiting)
                 if waiting.future.done():
                     continue
-                if waiting.turnstile is None or waiting.turnstile.enter():
+                if waiting.admission is None or waiting.admission.admit():
                     left -= 1
-                    self._add(waiting.claim, waiting.future)
+                    self._gather(waiting.claim, waiting.future)
                 else:
                     waiting.future.cancel()
 
 
 def _without_frames(error: Exception) -> Exception:
-    """Cut the way from an error back to the requests that were made together with its own.
+    """Cut the frames off an error, since they know all requests of the joint change.
 
-    Its frames know them, and all that was sent in them, and their futures know the error: only the
-    garbage collector would let go of it. Others than Penstock's own are logged, with their frames.
+    The futures know the error, so only the garbage collector would free those requests. Errors that
+    are not Penstock's own are logged with their frames.
     """
     if isinstance(error, PenstockError):
         error.__traceback__ = error.__cause__ = error.__context__ = None

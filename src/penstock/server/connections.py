@@ -1,28 +1,50 @@
-"""All connections of a server, whatever they speak: how many there may be, and how much they hold.
+"""All connections of a server, whatever their protocol: slots, the acceptor, and file descriptors.
 
-Each takes a descriptor, and memory for what it has sent and nobody is done with. Both are bounded
-for all of them together, so that the store has what it needs whoever connects. A connection is a
-stranger until it has shown a key, or has asked for something where there are no keys. When there
-is no room for another, the stranger that came first and has nothing at work makes way; when too
-much is held, the connection makes way that has held on to what it sent for longest. Everything
-here runs on the loop's thread.
+Each connection takes a descriptor, and memory for the bytes that it has sent and that are not done.
+Both are bounded for all of them together, so that the store has what it needs whoever connects. A
+connection is a stranger until it has shown a key, or has asked for something where there are no
+keys. When there is no room for another, the oldest idle stranger makes way; when too many bytes are
+held, the idle connection makes way that has held its own for longest. Slots and acceptors run on
+the loop's thread.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol
+import asyncio
+import logging
+import os
+import resource
+import socket
+import struct
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from penstock import limits
+from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
-__all__ = ["Connections", "Holder", "Slot"]
+log = logging.getLogger(__name__)
 
 _TOO_MUCH: Final = "the server has too much in hand: try again"
+_BACKLOG: Final = 1024
+# Accepted in one turn of the loop: those that make way for them are closed in the next.
+_AT_ONCE: Final = 8
+# Until it is tried again where nothing could be accepted.
+_PAUSE_SECONDS: Final = 0.5
+# Taken for the limit where there is none; more would be of no use.
+_NO_LIMIT: Final = 1 << 20
+_OWN_FILES: Final = "/proc/self/fd"
+# Of what Flight's connections have for themselves, should the others take all that they may.
+_FLIGHT_SHARE: Final = 4
+# Of the system's struct tcp_info: milliseconds since data was sent, and since it was received.
+_LAST_SENT_AT: Final = 44
+_LAST_RECEIVED_AT: Final = 52
+_TCP_INFO_BYTES: Final = 104
 
 
-class Holder(Protocol):
+class SlotHolder(Protocol):
     """The holder of a slot: a connection, or one that is about to be."""
 
     @property
@@ -41,7 +63,7 @@ class Slot:
 
     __slots__ = ("full", "held_bytes", "holder", "known", "protocol")
 
-    def __init__(self, holder: Holder, protocol: str) -> None:
+    def __init__(self, holder: SlotHolder, protocol: str) -> None:
         self.holder = holder
         self.protocol = protocol
         # Whether there was no room for it: it is told so, and closed.
@@ -95,7 +117,7 @@ class Connections:
         """The bytes that all connections hold."""
         return sum(pool.total_bytes for pool in self._pools.values())
 
-    def enter(self, holder: Holder, protocol: str) -> Slot:
+    def enter(self, holder: SlotHolder, protocol: str) -> Slot:
         """Give a connection a slot; the oldest idle stranger makes way if there is no room."""
         oldest = None
         if len(self) >= self.most:
@@ -142,3 +164,235 @@ class Connections:
             oldest.holder.refuse(_TOO_MUCH)
             if oldest is slot:
                 break
+
+
+# --- accepting ------------------------------------------------------------------------------------
+#
+# The loop's own servers accept whatever comes and report it when a TLS handshake is over, which a
+# stranger need never begin. Here every connection has its slot as soon as it is accepted.
+
+
+class _PendingSocket:
+    """Holds the slot of a connection until its protocol does: with TLS, after the handshake."""
+
+    idle = True
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[None] | None = None
+
+    def abort(self) -> None:
+        """Close it."""
+        if self.task is not None:
+            self.task.cancel()
+
+    def refuse(self, why: str) -> None:  # noqa: ARG002 - nobody could read it
+        """Close it."""
+        self.abort()
+
+
+class Acceptor:
+    """Accepts, and has ``serve`` make a connection of each socket and its slot."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        protocol: str,
+        serve: Callable[[socket.socket, Slot], Awaitable[Any]],
+    ) -> None:
+        self._connections = connections
+        self._protocol = protocol
+        self._serve = serve
+        self._sockets: list[socket.socket] = []
+        self._bound = ("", 0)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failed = False
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that it listens on."""
+        return self._bound
+
+    async def listen(self, host: str, port: int) -> None:
+        """Bind, and accept from now on; InvalidInput names an address that can't be had."""
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            for family, _, _, _, address in dict.fromkeys(found):
+                made = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+                made.setblocking(False)  # noqa: FBT003
+                self._sockets.append(made)
+        except OSError as error:
+            self.close()
+            raise InvalidInput(
+                f"can't listen on {host}:{port}: {error.strerror or error}"
+            ) from None
+        self._bound = self._sockets[0].getsockname()[:2]
+        for made in self._sockets:
+            loop.add_reader(made, self._accept, made)
+
+    def close(self) -> None:
+        """Accept nobody any more, and let go of those that have not arrived."""
+        while self._sockets:
+            listening = self._sockets.pop()
+            asyncio.get_running_loop().remove_reader(listening)
+            listening.close()
+        for task in list(self._tasks):
+            task.cancel()
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                taken, _ = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # Above all where there are no descriptors left.
+                self._rest(listening, error)
+                return
+            self._failed = False
+            taken.setblocking(False)  # noqa: FBT003
+            pending = _PendingSocket()
+            slot = self._connections.enter(pending, self._protocol)
+            pending.task = asyncio.get_running_loop().create_task(self._arrive(taken, slot))
+            self._tasks.add(pending.task)
+            pending.task.add_done_callback(partial(self._arrived, taken, slot))
+
+    async def _arrive(self, taken: socket.socket, slot: Slot) -> None:
+        # Some loops set it only for sockets of their own.
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await self._serve(taken, slot)
+
+    def _arrived(self, taken: socket.socket, slot: Slot, task: asyncio.Task[None]) -> None:
+        """Let go of one that came to nothing; a task may be cancelled before it runs."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is None and not task.cancelled():
+            return
+        self._connections.leave(slot)
+        taken.close()
+        if isinstance(error, OSError):
+            log.debug("a connection came to nothing: %s", error)
+        elif error is not None:
+            log.error("a connection could not be served", exc_info=error)
+
+    def _rest(self, listening: socket.socket, error: OSError) -> None:
+        """Accept nothing for a moment: what waits would be tried over and over."""
+        if not self._failed:
+            self._failed = True
+            log.error("no connection can be accepted: %s", error)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listening)
+        loop.call_later(_PAUSE_SECONDS, self._accept_again, listening)
+
+    def _accept_again(self, listening: socket.socket) -> None:
+        if listening.fileno() != -1:
+            asyncio.get_running_loop().add_reader(listening, self._accept, listening)
+
+
+# --- file descriptors -----------------------------------------------------------------------------
+#
+# A store that can't open its next file can't be written any more, whoever has taken the
+# descriptors. So some are kept back, and connections get the others. gRPC makes those of Flight and
+# knows no bound: the ones that have been silent for longest are closed before they touch the rest.
+
+
+def file_limit() -> int:
+    """Return how many files the process may have open."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _NO_LIMIT if soft == resource.RLIM_INFINITY else soft
+
+
+def raise_file_limit() -> None:
+    """Raise the number of files that the process may open as far as the system lets it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _NO_LIMIT if hard == resource.RLIM_INFINITY else min(hard, _NO_LIMIT)
+    if wanted > file_limit():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def room_for_files() -> int:
+    """Return how many files may be open before those are touched that are kept back."""
+    allowed = file_limit()
+    store = min(limits.MAX_STORE_FILES, allowed // limits.STORE_FILES_SHARE)
+    return allowed - store - min(limits.SPARE_FILES, allowed // 8)
+
+
+def _open_files() -> list[int]:
+    """Return the descriptors of the process; none where the system does not tell."""
+    try:
+        return [int(each) for each in os.listdir(_OWN_FILES)]  # noqa: PTH208 - called often
+    except FileNotFoundError:
+        return []
+    except OSError:
+        # There is none left to list them with.
+        return [each for each in range(file_limit()) if os.path.lexists(f"{_OWN_FILES}/{each}")]
+
+
+def room_for_connections(most: int, *, flight: bool) -> int:
+    """Return how many connections there may be beside what is open now, ``most`` at the most.
+
+    Files do not count as open: they are the store's, for which enough is kept back.
+    """
+    taken = sum(1 for each in _open_files() if not _is_file(each)) or limits.SPARE_FILES
+    room = room_for_files() - taken
+    if flight:
+        room -= room // _FLIGHT_SHARE
+    return max(1, min(most, room))
+
+
+def _is_file(descriptor: int) -> bool:
+    try:
+        return os.readlink(f"{_OWN_FILES}/{descriptor}").startswith("/")  # noqa: PTH115
+    except FileNotFoundError:
+        return True
+
+
+def close_idle(port: int) -> tuple[int, int]:
+    """Close connections of a port until what is kept back is not touched.
+
+    Those that have been silent for longest go first. Return how many were closed, and how many more
+    files may be open.
+    """
+    descriptors = _open_files()
+    if len(descriptors) > room_for_files():
+        descriptors = [each for each in descriptors if not _is_file(each)]
+    free = room_for_files() - len(descriptors)
+    if free >= 0:
+        return 0, free
+    found = sorted(
+        (silent_ms, each)
+        for each in descriptors
+        if (silent_ms := _connected_to(each, port)) is not None
+    )
+    closed = 0
+    for _, each in found[free:]:
+        closed += _connected_to(each, port, end=True) is not None
+    return closed, 0
+
+
+def _connected_to(descriptor: int, port: int, *, end: bool = False) -> int | None:
+    """Return how long a connection to the port has been silent; None if it is no such thing."""
+    # Without a copy of it, for which there may be no descriptor left.
+    try:
+        seen = socket.socket(fileno=descriptor)
+    except OSError:
+        return None
+    try:
+        if seen.type is not socket.SOCK_STREAM or seen.getsockname()[1] != port:
+            return None
+        seen.getpeername()
+        facts = seen.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        if end:
+            seen.shutdown(socket.SHUT_RDWR)
+    except (OSError, IndexError, TypeError):
+        return None
+    finally:
+        # It is not ours to close: whoever made it does, once it is at its end.
+        seen.detach()
+    silent_ms: int = min(
+        *struct.unpack_from("=I", facts, _LAST_SENT_AT),
+        *struct.unpack_from("=I", facts, _LAST_RECEIVED_AT),
+    )
+    return silent_ms

@@ -13,9 +13,6 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["AccessLog", "configure"]
-
-access: Final = logging.getLogger("penstock.access")
 _encode: Final = msgspec.json.Encoder(enc_hook=str).encode
 
 
@@ -61,24 +58,3 @@ def configure(level: str, form: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # What asyncio says at debug would name every read.
     logging.getLogger("asyncio").setLevel(max(logging.INFO, logging.getLogger().level))
-
-
-class AccessLog:
-    """Tells of every request, at info or at debug; next to free if nobody listens."""
-
-    def __init__(self, *, info: bool) -> None:
-        self._level = logging.INFO if info else logging.DEBUG
-
-    def __call__(
-        self, protocol: str, operation: str, key_id: str, outcome: str, seconds: float
-    ) -> None:
-        """Tell of one request."""
-        if access.isEnabledFor(self._level):
-            fields = {
-                "protocol": protocol,
-                "operation": operation,
-                "key": key_id,
-                "status": outcome,
-                "ms": round(seconds * 1000, 3),
-            }
-            access.log(self._level, "request", extra={"fields": fields})

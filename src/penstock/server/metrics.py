@@ -10,6 +10,7 @@ series is bounded: the deepest queues have series of their own, the rest are sum
 from __future__ import annotations
 
 import heapq
+import logging
 import threading
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
     from penstock.model import QueueStats
     from penstock.server.connections import Connections
 
-__all__ = ["CONTENT_TYPE", "OTHERS", "Metrics"]
-
+# Logs protocol, operation, key, outcome and duration of a request: never a payload, an attribute
+# or a secret.
+access: Final = logging.getLogger("penstock.access")
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 OTHERS: Final = "(others)"
 BOUNDS: Final = (
@@ -100,12 +102,13 @@ class Metrics:
         self,
         *,
         queues: int = limits.MAX_METRIC_QUEUES,
-        access: Callable[[str, str, str, str, float], None] | None = None,
+        access_level: int = logging.DEBUG,
     ) -> None:
+        """``access_level``: the level at which every request is logged."""
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
         self._queues = queues
-        self._access = access
+        self._access_level = access_level
         self._lock = threading.Lock()
         self._requests: dict[tuple[str, str, str], _Series] = {}
         self._connections: Callable[[], dict[str, int]] = dict
@@ -132,8 +135,15 @@ class Metrics:
                 series = self._requests.setdefault(key, _Series())
             series.counts[bisect_left(BOUNDS, seconds)] += 1
             series.seconds += seconds
-        if self._access is not None:
-            self._access(protocol, operation, key_id, outcome, seconds)
+        if access.isEnabledFor(self._access_level):
+            fields = {
+                "protocol": protocol,
+                "operation": operation,
+                "key": key_id,
+                "status": outcome,
+                "ms": round(seconds * 1000, 3),
+            }
+            access.log(self._access_level, "request", extra={"fields": fields})
 
     def refused(self, protocol: str) -> None:
         """Count a connection that was turned away: there were too many, or it was too slow."""

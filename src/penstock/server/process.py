@@ -1,9 +1,9 @@
-"""The process that serves: a store, a desk, the listeners, and an end in good order.
+"""The process of a server: signals, the end in good order, and the standby that takes over.
 
 ::
 
     open the store ─▶ listen ─▶ ready ─▶ SIGTERM, SIGINT ─▶ not ready, parked claims handed back
-                                   │                          └▶ what is in hand finished ─▶ closed
+                                   │                          └▶ requests at work finished ─▶ closed
                                    ├─ SIGHUP: keys and certificate read again
                                    └─ the store is lost, by a take-over or else ─▶ the same end,
                                       with an error; a standby stands by again
@@ -14,31 +14,34 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import importlib
 import logging
 import os
 import signal
 import socket
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, StorageFailed
 from penstock.server import config as configuring
-from penstock.server import descriptors
-from penstock.server.config import LISTENERS, OFF, Config
+from penstock.server.config import LISTENERS, OFF, Address, Config
+from penstock.server.connections import raise_file_limit
 from penstock.server.security import Keys
 from penstock.server.served_store import Server, new_loop, open_broker, tls_of
-from penstock.server.standby import Taken, stand_by
 from penstock.store.sql.location import without_password
+from penstock.urls import watch_owner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    import ssl
+    from collections.abc import AsyncIterator, Callable, Iterable
 
     from penstock.broker.broker import Broker
+    from penstock.clock import Clock
     from penstock.errors import PenstockError
-
-__all__ = ["serve"]
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +49,15 @@ log = logging.getLogger(__name__)
 _M_ARENA_MAX: Final = -8
 # A store that is lost gives every request its error at once.
 _LOST_GRACE_MS: Final = 1_000
+# Modules of each protocol, which a standby loads ahead: it fails at its start if one is missing.
+_MODULES: Final = {
+    "native": ("penstock.server.native",),
+    "http": ("penstock.server.admin", "penstock.server.sqs"),
+    "flight": ("penstock.flight.listener",),
+    "capnp": ("penstock.server.queueber",),
+}
+# How often a standby looks at the owner within the time after which it takes over.
+_LOOKS: Final = 3
 
 
 def serve(config: Config, say: Callable[[str], None]) -> None:
@@ -56,20 +68,20 @@ def serve(config: Config, say: Callable[[str], None]) -> None:
     """
     _share_one_heap()
     # Before the store is opened, which takes its share of it.
-    descriptors.raise_limit()
+    raise_file_limit()
     loop = new_loop()
     try:
         again = False
         while (taken := _take(loop, config, say, again=again)) is not None:
+            broker, taken_config = taken
             told_to_stop = False
             try:
                 try:
                     asyncio.set_event_loop(loop)
-                    server = Server(taken.broker, taken.config)
-                    in_order = loop.run_until_complete(_serve(server, say))
+                    in_order = loop.run_until_complete(_serve(Server(broker, taken_config), say))
                     told_to_stop = True
                 finally:
-                    _close(taken.broker)
+                    _close(broker)
             except StorageFailed:
                 _write_ports(config, None)
                 if told_to_stop or not config.standby:
@@ -90,7 +102,7 @@ def serve(config: Config, say: Callable[[str], None]) -> None:
 
 def _take(
     loop: asyncio.AbstractEventLoop, config: Config, say: Callable[[str], None], *, again: bool
-) -> Taken | None:
+) -> tuple[Broker, Config] | None:
     """Open the store; a standby does so when it is free, or never if it is told to stop."""
     # Bad settings are refused before a store is made or taken from another.
     if configuring.authenticates(config):
@@ -98,24 +110,9 @@ def _take(
     tls = tls_of(config)
     if not config.standby:
         _try_addresses(config, LISTENERS)
-        return Taken(open_broker(config), config)
-
-    def take() -> Broker:
-        # A standby listens for HTTP already.
-        _try_addresses(config, [name for name in LISTENERS if name != "http"])
-        return open_broker(config)
-
+        return open_broker(config), config
     asyncio.set_event_loop(loop)
-    return loop.run_until_complete(
-        stand_by(
-            config,
-            take,
-            say,
-            clock=SystemClock(),
-            tls=tls,
-            again=again,
-        )
-    )
+    return loop.run_until_complete(_stand_by(config, say, tls, again=again))
 
 
 def _try_addresses(config: Config, names: Iterable[str]) -> None:
@@ -211,7 +208,7 @@ async def _stopped_or_lost(server: Server, stopping: asyncio.Event) -> PenstockE
     lost = server.broker.failure
     if lost is not None:
         return lost
-    waits = [asyncio.create_task(each.wait()) for each in (stopping, server.desk.lost)]
+    waits = [asyncio.create_task(each.wait()) for each in (stopping, server.batcher.lost)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for each in waits:
         each.cancel()
@@ -237,3 +234,142 @@ def _write_ports(config: Config, addresses: dict[str, tuple[str, int]] | None) -
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise InvalidInput(f"the port file {path} can't be written: {error.strerror}") from None
+
+
+# --- standby --------------------------------------------------------------------------------------
+#
+#     watch ─▶ no sign of life for so long ─▶ look afresh ─▶ open the store ─▶ serve it
+#       ▲                                         │                │
+#       └────────── the owner is there ───────────┴── it fails ────┘
+#
+# A standby can be wrong about the owner, which may be slow or paused. That costs a change of owners
+# and nothing else, since opening the store fences the owner before, whatever that one does then. A
+# store that does not answer says nothing about its owner: time begins anew.
+
+
+class Pulse(Protocol):
+    """A number that goes up while the store has an owner."""
+
+    def look(self) -> int:
+        """Return the number now."""
+
+    def look_again(self) -> int:
+        """Return the number now, read afresh."""
+
+
+class Silence:
+    """How long a pulse has not changed, as far as the standby has looked."""
+
+    def __init__(self, most_step_ms: float) -> None:
+        self._most_step_ms = most_step_ms
+        self._number: int | None = None
+        self._looked_ms = 0.0
+        self.ms = 0.0
+
+    def look(self, number: int | None, now_ms: float) -> float:
+        """Note the number of a look (None: the look failed); return how long it has not changed."""
+        if number is None or number != self._number:
+            self.ms = 0.0
+        else:
+            # If this process was paused, so may have been the other.
+            self.ms += min(now_ms - self._looked_ms, self._most_step_ms)
+        self._looked_ms = now_ms
+        if number is not None:
+            self._number = number
+        return self.ms
+
+
+async def _stand_by(
+    config: Config, say: Callable[[str], None], tls: ssl.SSLContext | None, *, again: bool
+) -> tuple[Broker, Config] | None:
+    """Wait until the store is free, and take it; None if a signal said to stop before.
+
+    ``again``: this process owned the store before, and lost it. It may be out of reach for now.
+    """
+    _load(config)
+    pulse = await asyncio.to_thread(
+        lambda: watch_owner(config.store, routing=config.routing or None, check=not again)
+    )
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    # There are no keys in use yet that could be read again.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: None)
+    async with _standby_pages(config, tls) as port:
+        say(f"standing by for {config.store}")
+        while await until_silent(pulse, config.standby_after, SystemClock(), stopping):
+            log.warning("the owner of %s gives no sign of life: taking over", config.store)
+            try:
+                # A standby listens for HTTP already.
+                _try_addresses(config, [name for name in LISTENERS if name != "http"])
+                broker = await asyncio.to_thread(open_broker, config)
+            except StorageFailed as error:
+                log.error("the store can't be taken over now: %s", error)  # noqa: TRY400
+                continue
+            if port is None:
+                return broker, config
+            # HTTP stays at the port that the standby had.
+            host = config.listen_http.rpartition(":")[0]
+            listen_http = Address(f"{host}:{port}")
+            return broker, msgspec.structs.replace(config, listen_http=listen_http)
+    return None
+
+
+def _load(config: Config) -> None:
+    for name in LISTENERS:
+        if getattr(config, f"listen_{name}") == OFF:
+            continue
+        try:
+            for module in _MODULES[name]:
+                importlib.import_module(module)
+        except ImportError as error:
+            raise InvalidInput(f"{error}: a standby that is to serve {name} needs it") from None
+
+
+async def until_silent(pulse: Pulse, after_ms: int, clock: Clock, stopping: asyncio.Event) -> bool:
+    """Return once there has been no sign of life for so long; False if stopped before."""
+    step_ms = after_ms / _LOOKS
+    silence = Silence(2 * step_ms)
+    while not stopping.is_set():
+        number = await _look(pulse.look)
+        if silence.look(number, clock.seconds() * 1000) >= after_ms:
+            afresh = await _look(pulse.look_again)
+            if afresh == number:
+                return True
+            silence.look(afresh, clock.seconds() * 1000)
+        try:
+            await asyncio.wait_for(stopping.wait(), step_ms / 1000)
+        except TimeoutError:
+            continue
+    return False
+
+
+async def _look(how: Callable[[], int]) -> int | None:
+    try:
+        return await asyncio.to_thread(how)
+    except StorageFailed as error:
+        log.warning("the owner can't be watched: %s", error)
+        return None
+
+
+@asynccontextmanager
+async def _standby_pages(config: Config, tls: ssl.SSLContext | None) -> AsyncIterator[int | None]:
+    """Answer /health and /ready, if HTTP is to be served; give the port."""
+    if config.listen_http == OFF:
+        yield None
+        return
+    from penstock.server.http import Http, Response  # noqa: PLC0415 - needs an extra
+
+    host, port = configuring.parse_address(config.listen_http)
+    http = Http(
+        {("GET", "/health"): lambda _: Response(body=b"alive\n")},
+        lambda _: Response(503, b"standing by\n"),
+        host=host,
+        port=port,
+        tls=tls,
+    )
+    await http.start()
+    try:
+        yield http.address[1]
+    finally:
+        await http.stop(1_000)

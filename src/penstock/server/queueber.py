@@ -18,8 +18,7 @@ import capnp
 from penstock import limits
 from penstock.errors import InvalidInput, InvalidReceipt, PenstockError, QueueNotFound
 from penstock.model import Message
-from penstock.server.acceptor import Acceptor
-from penstock.server.connections import Connections
+from penstock.server.connections import Acceptor, Connections
 from penstock.validation import check_count
 from penstock.wire.queueber import item_id, lease_data, lease_of, message_of
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
     from penstock.broker.broker import Broker
     from penstock.model import Delivery
-    from penstock.server.batcher import Desk
+    from penstock.server.batcher import Batcher
     from penstock.server.connections import Slot
 
 __all__ = ["QueueberListener"]
@@ -47,14 +46,14 @@ class QueueberListener:
 
     def __init__(
         self,
-        desk: Desk,
+        batcher: Batcher,
         host: str,
         port: int,
         *,
         queue: str,
         connections: Connections | None = None,
     ) -> None:
-        self._desk = desk
+        self._batcher = batcher
         self._all = Connections() if connections is None else connections
         self._host = host
         self._port = port
@@ -71,7 +70,7 @@ class QueueberListener:
 
     async def start(self) -> None:
         """Listen; the queue is there afterwards."""
-        await self._desk.call(self._make_queue)
+        await self._batcher.call(self._make_queue)
         await self._stack.enter_async_context(capnp.kj_loop())
         acceptor = Acceptor(self._all, "capnp", self._serve)
         try:
@@ -108,7 +107,7 @@ class QueueberListener:
             log.warning("%d clients are connected: no more are taken", len(self._connections))
             slot.holder.abort()
             return
-        service = _Service(self._desk, self._queue, lambda: self._all.trust(slot))
+        service = _Service(self._batcher, self._queue, lambda: self._all.trust(slot))
         server = capnp.TwoPartyServer(
             stream, bootstrap=service, traversal_limit_in_words=_TRAVERSAL_WORDS
         )
@@ -190,8 +189,8 @@ class _Connection(asyncio.Protocol):
 class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
     """What one client calls; an error is the call's, and the connection stays."""
 
-    def __init__(self, desk: Desk, queue: str, trust: Callable[[], None]) -> None:
-        self._desk = desk
+    def __init__(self, batcher: Batcher, queue: str, trust: Callable[[], None]) -> None:
+        self._batcher = batcher
         self._queue = queue
         # Told with each call: who asks for something is no stranger here.
         self._trust = trust
@@ -212,7 +211,7 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
                 )
                 for item in items
             ]
-            ids = await self._desk.publish(messages, queue=self._queue)
+            ids = await self._batcher.publish(messages, queue=self._queue)
         answer = context.results.init("resp").init("ids", len(ids))
         for index, message_id in enumerate(ids):
             answer[index] = item_id(message_id)
@@ -224,10 +223,10 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
         message_id, lease = message_of(bytes(request.id)), lease_of(bytes(request.lease))
         removed = False
         if message_id is not None and lease is not None:
-            work = self._desk.broker.acking_held(lease, message_id, self._queue)
+            work = self._batcher.broker.acking_held(lease, message_id, self._queue)
             # A lease that is none of this store's is only one that is not there.
             with _errors(), contextlib.suppress(InvalidReceipt):
-                removed = await self._desk.change(work)
+                removed = await self._batcher.change(work)
         context.results.init("resp").removed = removed
 
     async def poll_context(self, context: Any) -> None:
@@ -241,15 +240,15 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
         with _errors():
             deliveries: list[Delivery] = []
             while not deliveries:
-                claiming = self._desk.claim(
+                claiming = self._batcher.claim(
                     self._queue,
                     limit=min(limit, limits.MAX_CLAIM_LIMIT),
                     lease_ms=lease_ms,
                     wait_ms=min(wait_ms or limits.MAX_WAIT_MS, limits.MAX_WAIT_MS),
                     consumer=_CONSUMER,
                 )
-                deliveries = await self._desk.claimed(claiming)
-                if wait_ms or not self._desk.is_open:
+                deliveries = await self._batcher.claimed(claiming)
+                if wait_ms or not self._batcher.is_open:
                     break
         answer = context.results.init("resp")
         items = answer.init("items", len(deliveries))
@@ -266,7 +265,7 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
         extended = False
         if lease is not None:
             with _errors(), contextlib.suppress(InvalidReceipt):
-                outcomes = await self._desk.extend(
+                outcomes = await self._batcher.extend(
                     lease, lease_ms=request.leaseValiditySecs * 1000, queue=self._queue
                 )
                 extended = any(outcomes)

@@ -1,4 +1,4 @@
-"""A store that is served: its desk, its listeners, and an end in good order.
+"""A store that is served: its batcher, its listeners, and an end in good order.
 
 :mod:`penstock.server.process` is the process around it.
 """
@@ -17,11 +17,15 @@ from penstock.broker.broker import Broker
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput
 from penstock.server import config as configuring
-from penstock.server import descriptors
-from penstock.server.batcher import Desk
+from penstock.server.batcher import Batcher
 from penstock.server.config import LISTENERS, OFF, Config
-from penstock.server.connections import Connections
-from penstock.server.logs import AccessLog
+from penstock.server.connections import (
+    Connections,
+    close_idle,
+    file_limit,
+    room_for_connections,
+    room_for_files,
+)
 from penstock.server.metrics import Metrics
 from penstock.server.security import Keys, is_loopback, server_tls
 
@@ -68,10 +72,11 @@ class Server:
         self.keys = Keys(Path(config.auth_keys)) if configuring.authenticates(config) else None
         self.tls = tls_of(config)
         self.metrics = Metrics(
-            queues=config.metrics_queues, access=AccessLog(info=config.log_access)
+            queues=config.metrics_queues,
+            access_level=logging.INFO if config.log_access else logging.DEBUG,
         )
         self.connections = Connections(config.limits_connections, turned_away=self.metrics.refused)
-        self.desk: Desk
+        self.batcher: Batcher
         self.addresses: dict[str, tuple[str, int]] = {}
         self.closing: list[Callable[[], None]] = []
         self._listeners: dict[str, Listener] = {}
@@ -83,10 +88,10 @@ class Server:
 
     async def start(self) -> None:
         """Listen everywhere, or nowhere."""
-        self.desk = self._make_desk()
+        self.batcher = self._make_batcher()
         self.metrics.watch(
             self.broker,
-            parked=lambda: self.desk.parked,
+            parked=lambda: self.batcher.parked,
             connections=self._connections,
             seconds=self.clock.seconds,
             held=self.connections,
@@ -115,23 +120,23 @@ class Server:
 
     def _make_room(self) -> None:
         """Take as many connections as there are descriptors for, beside those of the store."""
-        self.connections.most = descriptors.room_for_connections(
+        self.connections.most = room_for_connections(
             self.config.limits_connections, flight="flight" in self.addresses
         )
         log.info(
             "room for %d connections: %d files may be open, of which %d are kept for the store",
             self.connections.most,
-            descriptors.limit(),
-            descriptors.limit() - descriptors.room_for_files(),
+            file_limit(),
+            file_limit() - room_for_files(),
         )
 
-    def _make_desk(self) -> Desk:
+    def _make_batcher(self) -> Batcher:
         loop = asyncio.get_running_loop()
         if not self.config.tracing:
-            return Desk(self.broker, loop)
-        from penstock.server.tracing import TracedDesk  # noqa: PLC0415 - an extra
+            return Batcher(self.broker, loop)
+        from penstock.server.tracing import TracedBatcher  # noqa: PLC0415 - an extra
 
-        return TracedDesk(self.broker, loop)
+        return TracedBatcher(self.broker, loop)
 
     def _connections(self) -> dict[str, int]:
         # Flight keeps its connections to itself.
@@ -187,7 +192,7 @@ class Server:
     async def _watch_flight(self, port: int) -> None:
         before = 0
         while True:
-            closed, free = await asyncio.to_thread(descriptors.close_idle, port)
+            closed, free = await asyncio.to_thread(close_idle, port)
             for _ in range(closed):
                 self.metrics.refused("flight")
             if closed and not before:
@@ -201,7 +206,7 @@ class Server:
             return
         self._stopped, self._listening = True, False
         grace_ms = self.config.grace if grace_ms is None else grace_ms
-        self.desk.hand_back()
+        self.batcher.hand_back()
         for watch in self._watches:
             watch.cancel()
         stops = [listener.stop(grace_ms) for listener in self._listeners.values()]
@@ -212,7 +217,7 @@ class Server:
                 log.error("the %s listener did not stop", name, exc_info=outcome)
         for close in self.closing:
             close()
-        await self.desk.close()
+        await self.batcher.close()
 
 
 class _FlightEdge:
@@ -257,10 +262,10 @@ class _FlightEdge:
 
 
 def _native(server: Server, host: str, port: int) -> Listener:
-    from penstock.server.native.listener import NativeListener  # noqa: PLC0415 - only if it is wanted
+    from penstock.server.native import NativeListener  # noqa: PLC0415 - only if it is wanted
 
     return NativeListener(
-        server.desk,
+        server.batcher,
         host,
         port,
         clock=server.clock,
@@ -273,13 +278,16 @@ def _native(server: Server, host: str, port: int) -> Listener:
 
 def _http(server: Server, host: str, port: int) -> Listener:
     from penstock.server import admin  # noqa: PLC0415
-    from penstock.server.http.guard import PageGuard  # noqa: PLC0415
-    from penstock.server.http.listener import Http, HttpBounds  # noqa: PLC0415
+    from penstock.server.http import (  # noqa: PLC0415
+        Http,
+        HttpBounds,
+        PageGuard,
+    )
     from penstock.server.sqs import SqsOptions, SqsService  # noqa: PLC0415
 
     config = server.config
     service = SqsService(
-        server.desk,
+        server.batcher,
         clock=server.clock,
         keys=server.keys,
         options=SqsOptions(
@@ -317,7 +325,7 @@ def _capnp(server: Server, host: str, port: int) -> Listener:
     from penstock.server.queueber import QueueberListener  # noqa: PLC0415 - needs an extra
 
     return QueueberListener(
-        server.desk,
+        server.batcher,
         host,
         port,
         queue=server.config.capnp_queue,

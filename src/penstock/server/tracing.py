@@ -1,31 +1,27 @@
-"""OpenTelemetry spans around the desk's verbs; optional, and off unless asked for.
+"""OpenTelemetry spans around the batcher's verbs; optional, and off unless asked for.
 
 A message carries its trace in the attribute ``traceparent`` (W3C): a publish continues the trace
 that a message brings, gives its own to messages that bring none, and a claim links to the traces
-of what it gives out. Where the spans go is the business of the OpenTelemetry SDK, which whoever
-runs the server configures in the usual way.
+of its deliveries. The OpenTelemetry SDK, configured in the usual way, decides where the spans go.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
 from penstock import limits
 from penstock.errors import InvalidInput
-from penstock.server.batcher import Desk
+from penstock.server.batcher import Batcher
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, Future
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from penstock.broker.broker import Broker
-    from penstock.broker.requests import Check
     from penstock.model import Delivery, Message, Outcome
-    from penstock.server.batcher import Turnstile
-
-__all__ = ["TRACEPARENT", "TracedDesk", "traced"]
 
 TRACEPARENT: Final = "traceparent"
 T = TypeVar("T")
@@ -42,7 +38,7 @@ def _api() -> Any:
 
 
 def traced(messages: Iterable[Message]) -> list[Message]:
-    """Give the current span's context to messages that carry none; for those who publish."""
+    """Give the current span's context to messages that carry none; for publishers."""
     trace, propagator = _api()
     return _stamped(messages, propagator, trace.context_api.get_current())
 
@@ -63,8 +59,8 @@ def _stamped(messages: Iterable[Message], propagator: Any, context: Any) -> list
     ]
 
 
-class TracedDesk(Desk):
-    """A desk whose verbs are spans."""
+class TracedBatcher(Batcher):
+    """A batcher that makes a span of every verb."""
 
     def __init__(self, broker: Broker, loop: AbstractEventLoop, tracer: Any = None) -> None:
         super().__init__(broker, loop)
@@ -79,19 +75,10 @@ class TracedDesk(Desk):
         brought = next((m.attributes for m in batch if TRACEPARENT in m.attributes), None)
         span = self._span("publish", queue, parent=brought, count=len(batch))
         stamped = _stamped(batch, self._propagator, self._trace.set_span_in_context(span))
-        return self._ending(span, lambda: super(TracedDesk, self).publish(stamped, queue=queue))
+        return self._ending(span, partial(super().publish, stamped, queue=queue))
 
-    def claim(
-        self,
-        queue: str,
-        *,
-        limit: int = 1,
-        lease_ms: int | None = None,
-        wait_ms: int = 0,
-        consumer: str = "",
-        turnstile: Turnstile | None = None,
-    ) -> Future[list[Delivery]]:
-        """Claim; the span links to the traces of what was given out."""
+    def claim(self, queue: str, **options: Any) -> Future[list[Delivery]]:
+        """Claim; the span links to the traces of the deliveries."""
         span = self._span("claim", queue)
 
         def link(deliveries: Sequence[Delivery]) -> None:
@@ -101,66 +88,22 @@ class TracedDesk(Desk):
                 if context.is_valid:
                     span.add_link(context)
 
-        return self._ending(
-            span,
-            lambda: super(TracedDesk, self).claim(
-                queue,
-                limit=limit,
-                lease_ms=lease_ms,
-                wait_ms=wait_ms,
-                consumer=consumer,
-                turnstile=turnstile,
-            ),
-            link,
-        )
+        return self._ending(span, partial(super().claim, queue, **options), link)
 
-    def ack(
-        self, receipts: Iterable[str], *, queue: str | None = None, check: Check | None = None
-    ) -> Future[list[Outcome]]:
+    def ack(self, receipts: Iterable[str], **options: Any) -> Future[list[Outcome]]:
         """Settle messages as done."""
-        return self._ending(
-            self._span("ack", queue),
-            lambda: super(TracedDesk, self).ack(receipts, queue=queue, check=check),
-        )
+        span = self._span("ack", options.get("queue"))
+        return self._ending(span, partial(super().ack, receipts, **options))
 
-    def release(
-        self,
-        receipts: Iterable[str],
-        *,
-        delay_ms: int | None = None,
-        reason: str = "",
-        queue: str | None = None,
-        unseen: bool = False,
-        check: Check | None = None,
-    ) -> Future[list[Outcome]]:
+    def release(self, receipts: Iterable[str], **options: Any) -> Future[list[Outcome]]:
         """Give messages back."""
-        return self._ending(
-            self._span("release", queue),
-            lambda: super(TracedDesk, self).release(
-                receipts,
-                delay_ms=delay_ms,
-                reason=reason,
-                queue=queue,
-                unseen=unseen,
-                check=check,
-            ),
-        )
+        span = self._span("release", options.get("queue"))
+        return self._ending(span, partial(super().release, receipts, **options))
 
-    def extend(
-        self,
-        receipts: Iterable[str] | str,
-        *,
-        lease_ms: int,
-        queue: str | None = None,
-        check: Check | None = None,
-    ) -> Future[list[Outcome]]:
+    def extend(self, receipts: Iterable[str] | str, **options: Any) -> Future[list[Outcome]]:
         """Move deadlines."""
-        return self._ending(
-            self._span("extend", queue),
-            lambda: super(TracedDesk, self).extend(
-                receipts, lease_ms=lease_ms, queue=queue, check=check
-            ),
-        )
+        span = self._span("extend", options.get("queue"))
+        return self._ending(span, partial(super().extend, receipts, **options))
 
     def _context(self, attributes: Mapping[str, Any]) -> Any:
         """Return the span context that attributes carry, or an invalid one."""
@@ -199,7 +142,7 @@ class TracedDesk(Desk):
 
         def done(future: Future[T]) -> None:
             if future.cancelled():
-                # Nobody waits for it any more, or it comes again: nothing has failed.
+                # Its client has gone, or it comes again: nothing has failed.
                 span.add_event("cancelled")
             elif (error := future.exception()) is not None:
                 span.set_status(self._trace.StatusCode.ERROR, type(error).__name__)

@@ -1,1 +1,189 @@
-"""HTTP/1.1: a listener, the protocol, and which requests are refused before they are read."""
+"""The HTTP listener that SQS and the admin pages share, and the guard of a server without keys.
+
+:mod:`~penstock.server.http.protocol` serves one connection. One timer for all connections checks
+their deadlines, so that an idle one costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+from penstock.server.connections import Acceptor, Connections
+from penstock.server.http.protocol import Handler, HttpBounds, HttpConnection, Request, Response
+from penstock.server.security import is_loopback
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Awaitable, Callable, Mapping
+    from ssl import SSLContext
+
+    from penstock.server.connections import Slot
+
+__all__ = ["Handler", "Http", "HttpBounds", "PageGuard", "Request", "Response"]
+
+_WAY_OUT: Final = "This server asks for no keys, so it takes no requests that "
+
+
+class Http:
+    """A listener: hands requests to the handler of their method and path, or to the fallback.
+
+    A ``guard`` may refuse any request before that, by giving an answer.
+    """
+
+    def __init__(
+        self,
+        routes: Mapping[tuple[str, str], Handler],
+        fallback: Handler,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: SSLContext | None = None,
+        bounds: HttpBounds | None = None,
+        connections: Connections | None = None,
+        guard: Callable[[Request], Response | None] | None = None,
+    ) -> None:
+        self.bounds = bounds or HttpBounds()
+        self.all = Connections() if connections is None else connections
+        self.secure = tls is not None
+        self._routes = dict(routes)
+        self._fallback = fallback
+        if guard is not None:
+            self._routes = {key: _guarded(guard, each) for key, each in routes.items()}
+            self._fallback = _guarded(guard, fallback)
+        self._place = (host, port)
+        self._tls = tls
+        self._acceptor = Acceptor(self.all, "http", self._serve)
+        self._watch: asyncio.TimerHandle | None = None
+        self._empty = asyncio.Event()
+        self.stopping = False
+        self.open: set[HttpConnection] = set()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that it listens on."""
+        return self._acceptor.address
+
+    @property
+    def connections(self) -> int:
+        """How many connections are open."""
+        return len(self.open)
+
+    async def start(self) -> None:
+        """Bind and accept."""
+        await self._acceptor.listen(*self._place)
+        self._look_around()
+
+    def _serve(self, taken: socket.socket, slot: Slot) -> Awaitable[Any]:
+        loop = asyncio.get_running_loop()
+        options: dict[str, Any] = {}
+        if self._tls is not None:
+            options["ssl_handshake_timeout"] = self.bounds.first_byte_ms / 1000
+        return loop.connect_accepted_socket(
+            lambda: HttpConnection(self, loop, slot), taken, ssl=self._tls, **options
+        )
+
+    async def stop(self, grace_ms: int) -> None:
+        """Accept no more, let what is in hand be answered for ``grace_ms``, then close."""
+        self.stopping = True
+        self._acceptor.close()
+        for connection in list(self.open):
+            connection.finish()
+        if self.open:
+            self._empty.clear()
+            try:
+                await asyncio.wait_for(self._empty.wait(), grace_ms / 1000)
+            except TimeoutError:
+                for connection in list(self.open):
+                    connection.abort()
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def handler_of(self, method: str, path: str) -> Handler:
+        """Return who answers; HEAD is answered like GET."""
+        key = ("GET" if method == "HEAD" else method, path)
+        return self._routes.get(key, self._fallback)
+
+    def forget(self, connection: HttpConnection) -> None:
+        """Take a connection out of those that are open."""
+        self.open.discard(connection)
+        if not self.open:
+            self._empty.set()
+
+    def _look_around(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for connection in list(self.open):
+            if connection.deadline <= now:
+                connection.overdue()
+        bounds = self.bounds
+        shortest_ms = min(
+            bounds.first_byte_ms, bounds.request_ms, bounds.idle_ms, bounds.stalled_write_ms
+        )
+        self._watch = loop.call_later(min(0.5, shortest_ms / 4000), self._look_around)
+
+
+def _guarded(guard: Callable[[Request], Response | None], handler: Handler) -> Handler:
+    return lambda request: guard(request) or handler(request)
+
+
+# --- web pages ------------------------------------------------------------------------------------
+#
+# A server without keys trusts every client that can connect. A browser on the same machine can, and
+# does so for any page: by a form that posts to the server, or under a name of the page's own that
+# resolves to this machine. Browsers send headers that tell their requests from those of clients.
+
+
+class PageGuard:
+    """Says why a request is refused.
+
+    ``host`` is what is listened on: where only this machine can reach it, a request must name this
+    machine, or the host of ``url``, which is the address that the server is known by.
+    """
+
+    def __init__(self, host: str, url: str = "") -> None:
+        self._local = is_loopback(host)
+        self._known = _authority_of(url)
+        self._known_host = _host_of(self._known)
+
+    def __call__(self, request: Request) -> Response | None:
+        """Return a refusal, or None."""
+        headers = request.headers
+        authority = headers.get("host", "").strip().lower()
+        if headers.get("sec-fetch-site", "").strip().lower() == "cross-site":
+            return _refused("come from web pages of other sites (Sec-Fetch-Site: cross-site).")
+        origin = headers.get("origin")
+        if origin is not None and _authority_of(origin) not in {authority, self._known} - {""}:
+            return _refused("come from web pages of other sites (Origin).")
+        if self._local and authority and not self._is_here(_host_of(authority)):
+            return _refused(
+                "name another host than this machine (Host): connect to localhost, set sqs.url to "
+                "the address that the server is known by, or use keys."
+            )
+        return None
+
+    def _is_here(self, host: str) -> bool:
+        return (
+            is_loopback(host)
+            or host.endswith(".localhost")
+            or bool(self._known_host and host == self._known_host)
+        )
+
+
+def _refused(why: str) -> Response:
+    return Response(403, f"{_WAY_OUT}{why}\n".encode())
+
+
+def _authority_of(url: str) -> str:
+    try:
+        return urlsplit(url.strip().lower()).netloc
+    except ValueError:
+        return ""
+
+
+def _host_of(authority: str) -> str:
+    """Return the host of ``host:port``; the brackets of an IPv6 address go."""
+    if authority.startswith("["):
+        return authority[1:].partition("]")[0]
+    return authority.rpartition(":")[0] if ":" in authority else authority

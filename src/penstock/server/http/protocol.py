@@ -9,22 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from math import inf
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 from urllib.parse import urlsplit
 
 import httptools
+import msgspec
 
 from penstock import limits
-from penstock.server.http.messages import Handler, HttpBounds, Request, Response
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
-
-    from penstock.server.connections import Connections, Slot
-
-__all__ = ["Connection", "Home"]
+    from penstock.server.connections import Slot
+    from penstock.server.http import Http
 
 log = logging.getLogger(__name__)
 
@@ -49,57 +47,66 @@ def _name_of(name: bytes) -> str:
     return text
 
 
-class Home(Protocol):
-    """What a connection needs of the listener that it belongs to."""
+class Request(msgspec.Struct, gc=False):
+    """A request that has come in whole. Header names are in lower case.
 
-    all: Connections
-    bounds: HttpBounds
-    secure: bool
-    stopping: bool
-    open: set[Connection]
+    ``left``: the client sends nothing more and may be gone, so that nothing is to be taken from a
+    queue for it. A handler that waits sets ``on_left`` to be told, and must set it back.
+    """
 
-    def handler_of(self, method: str, path: str) -> Handler:
-        """Return who answers a request."""
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]
+    body: bytes
+    peer: str
+    secure: bool = False
+    left: bool = False
+    on_left: Callable[[], object] | None = None
+    # Called by who has found that its sender is known: by a key, or since there are none.
+    trust: Callable[[], None] = lambda: None
 
-    def forget(self, connection: Connection) -> None:
-        """Take a connection out of those that are open."""
+    def leave(self) -> None:
+        """Note that the client has closed its side."""
+        self.left = True
+        if self.on_left is not None:
+            self.on_left()
 
 
-class Connection(asyncio.Protocol):
+class Response(msgspec.Struct):
+    """An answer. Content-Length and Connection are seen to by the protocol."""
+
+    status: int = 200
+    body: bytes = b""
+    content_type: str = "text/plain; charset=utf-8"
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+Handler: TypeAlias = Callable[[Request], Response | Awaitable[Response]]
+
+
+class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
+    """The bounds of a listener."""
+
+    body_bytes: int = limits.HTTP_MAX_BODY_BYTES
+    first_byte_ms: int = limits.HTTP_FIRST_BYTE_MS
+    request_ms: int = limits.HTTP_REQUEST_MS
+    idle_ms: int = limits.HTTP_IDLE_MS
+    stalled_write_ms: int = limits.HTTP_STALLED_WRITE_MS
+
+
+class HttpConnection(asyncio.Protocol):
     """One client. The callbacks that start with ``on_`` are the parser's."""
 
     __slots__ = (
-        "_after_body",
-        "_answering",
-        "_asked",
-        "_body",
-        "_body_bytes",
-        "_close_after",
-        "_head_fed",
-        "_headers",
-        "_held_bytes",
-        "_http",
-        "_in_head",
-        "_in_request",
-        "_loop",
-        "_parser",
-        "_peer",
-        "_pending",
-        "_read_paused",
-        "_refusal",
-        "_request_bytes",
-        "_shut",
-        "_slot",
-        "_transport",
-        "_unfed",
-        "_unparsed",
-        "_unsent_bytes",
-        "_url",
-        "_write_paused",
+        "_after_body", "_answering", "_asked", "_body", "_body_bytes", "_close_after",
+        "_head_fed", "_headers", "_held_bytes", "_http", "_in_head", "_in_request", "_loop",
+        "_parser", "_peer", "_pending", "_read_paused", "_refusal", "_request_bytes", "_shut",
+        "_slot", "_transport", "_unfed", "_unparsed", "_unsent_bytes", "_url", "_write_paused",
         "deadline",
-    )
+    )  # fmt: skip
 
-    def __init__(self, http: Home, loop: asyncio.AbstractEventLoop, slot: Slot) -> None:
+    def __init__(self, http: Http, loop: asyncio.AbstractEventLoop, slot: Slot) -> None:
         self._http = http
         self._loop = loop
         self._slot = slot

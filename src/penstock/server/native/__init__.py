@@ -1,1 +1,139 @@
-"""The native protocol: a listener, its connections, and what each request does."""
+"""Serves native clients: the listener, and the bounds of all its connections together.
+
+``connection`` serves one client, ``verbs`` has a row for each request, ``backpressure`` bounds the
+messages that are claimed for one connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock import limits
+from penstock.server.connections import Acceptor, Connections
+from penstock.server.native.backpressure import MessageSizes
+from penstock.server.native.connection import NativeConnection
+from penstock.server.security import ANYONE
+from penstock.wire.native import messages as wire
+
+if TYPE_CHECKING:
+    import socket
+    import ssl
+    from asyncio import AbstractEventLoop
+    from collections.abc import Awaitable
+
+    from penstock.clock import Clock
+    from penstock.server.batcher import Batcher
+    from penstock.server.connections import Slot
+    from penstock.server.metrics import Metrics
+    from penstock.server.security import Keys, Principal
+
+JANITOR_SECONDS: Final = 1.0
+# The dedup window that clients assume; the welcome tells of a shorter one.
+DEDUP_WINDOW_MS: Final = 300_000
+
+
+class NativeListener:
+    """Accepts native clients; their requests go to a batcher."""
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        host: str,
+        port: int,
+        *,
+        clock: Clock,
+        keys: Keys | None = None,
+        tls: ssl.SSLContext | None = None,
+        metrics: Metrics | None = None,
+        server: str = "penstock",
+        connections: Connections | None = None,
+    ) -> None:
+        self.batcher = batcher
+        self.clock = clock
+        self.keys = keys
+        self.metrics = metrics
+        self.all = Connections() if connections is None else connections
+        self.connections: set[NativeConnection] = set()
+        self.encoder = wire.Encoder()
+        self.sizes = MessageSizes()
+        # Bytes of requests at work, of all connections; and the connections that wait for fewer.
+        self.bytes_at_work = 0
+        self.waiting: set[NativeConnection] = set()
+        self._host, self._port, self._tls = host, port, tls
+        self._name = server
+        self._acceptor: Acceptor | None = None
+        self._janitor: asyncio.TimerHandle | None = None
+        self.store_id = ""
+        self.loop: AbstractEventLoop = asyncio.get_running_loop()
+
+    async def start(self) -> None:
+        """Bind, and accept connections from now on."""
+        self.store_id = (await self.batcher.call(lambda broker: broker.info())).store_id
+        acceptor = Acceptor(self.all, "native", self._serve)
+        await acceptor.listen(self._host, self._port)
+        self._acceptor = acceptor
+        self._janitor = self.loop.call_later(JANITOR_SECONDS, self._tidy)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that it listens on."""
+        assert self._acceptor is not None, "start() comes first"
+        return self._acceptor.address
+
+    def _serve(self, taken: socket.socket, slot: Slot) -> Awaitable[Any]:
+        return self.loop.connect_accepted_socket(
+            lambda: NativeConnection(self, slot), taken, ssl=self._tls
+        )
+
+    async def stop(self, grace_ms: int) -> None:
+        """Accept nobody, finish and answer what is in hand, then close every connection."""
+        if self._acceptor is None:
+            return
+        self._acceptor.close()
+        if self._janitor is not None:
+            self._janitor.cancel()
+        until = self.loop.time() + grace_ms / 1000
+        for connection in list(self.connections):
+            connection.leave()
+        while any(each.busy for each in self.connections) and self.loop.time() < until:
+            await asyncio.sleep(0.002)
+        for connection in list(self.connections):
+            connection.close()
+        until = max(until, self.loop.time() + 0.1)
+        while self.connections and self.loop.time() < until:
+            await asyncio.sleep(0.002)
+        for connection in list(self.connections):
+            connection.abort()
+        self._acceptor = None
+
+    def welcome(self, version: int) -> wire.Welcome:
+        """Make the answer to a greeting."""
+        bounds = {
+            "frame_bytes": limits.MAX_FRAME_BYTES,
+            "requests_at_work": limits.MAX_REQUESTS_AT_WORK,
+            "waiting_claims": limits.MAX_WAITING_CLAIMS,
+            "idle_ms": limits.MAX_IDLE_MS,
+        }
+        window_ms = self.batcher.broker.dedup_window_ms
+        if window_ms < DEDUP_WINDOW_MS:
+            bounds["dedup_window_ms"] = window_ms
+        return wire.Welcome(min(version, wire.VERSION), self._name, self.store_id, bounds)
+
+    def who(self, token: str) -> Principal | None:
+        """Return the principal of a token; None if there is none."""
+        return ANYONE if self.keys is None else self.keys.by_token(token)
+
+    def wake_waiting(self) -> None:
+        """Let the connections go on that waited for fewer bytes of requests at work."""
+        if self.bytes_at_work < limits.MAX_ALL_BYTES_AT_WORK:
+            waiting, self.waiting = self.waiting, set()
+            for connection in waiting:
+                self.loop.call_soon(connection.go_on)
+
+    def _tidy(self) -> None:
+        """Check every connection: one timer for all of them."""
+        self._janitor = self.loop.call_later(JANITOR_SECONDS, self._tidy)
+        now = self.loop.time()
+        for connection in list(self.connections):
+            connection.tidy(now)

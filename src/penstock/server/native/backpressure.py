@@ -1,204 +1,195 @@
-"""Room for answers that hold messages: which requests of a connection may begin, and which wait.
+"""Back-pressure: which requests of a connection may begin, and which wait for room.
 
 ::
 
-    asked ──▶ there is room ──▶ begun ──▶ answered, which makes room
-                 │    ▲           │ ▲
-                 ▼    │           ▼ │ the queue got something, and there is room
-                 held ┘◀──────  parked at the desk, which takes none
+    pending ──▶ there is room ──▶ begun ──▶ answered, which makes room
+                   │    ▲           │ ▲
+                   ▼    │           ▼ │ the queue got something, and there is room
+                   held ┘◀──────  parked at the batcher, which takes no room
 
-What is claimed for somebody is withheld from others, so it is written, however slowly it is read;
-hence nothing is claimed for which there is no room. How much an answer takes is not known
-before: it is guessed by what messages of the queue have weighed so far. Requests of which little
-is expected do not wait behind those of which much is. Nothing here knows of sockets or clocks.
+Messages that are claimed for one client are withheld from others, and the server writes them
+however slowly the client reads. So it claims nothing for which there is no room. The size of an
+answer is a guess: by the sizes of the queue's messages so far. Requests for little do not wait
+behind requests for much. Nothing here knows of sockets or clocks.
 """
 
 from __future__ import annotations
 
+from asyncio import Future, TimerHandle
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import msgspec
+
 from penstock import limits
+from penstock.errors import PenstockError
+from penstock.server.native.verbs import Verb
 
 if TYPE_CHECKING:
-    from asyncio import Future, TimerHandle
     from collections.abc import Callable
 
-    from penstock.errors import PenstockError
-    from penstock.server.native.verbs import Verb
-
-__all__ = ["Asked", "Room", "Sizes"]
-
-# What a message is taken to weigh while none of its queue has been seen: more than most do.
+# The assumed size of a message while none of its queue was seen: more than most have.
 UNKNOWN_MESSAGE_BYTES: Final = 1024 * 1024
-# Of which more is expected waits apart from the others.
+# Requests that expect more wait in a line of their own.
 SMALL_BYTES: Final = 512 * 1024
-# What an answer is taken for at least, should messages be larger than those before.
+# The least that an answer counts for, should messages be larger than those before.
 LEAST_BYTES: Final = limits.MAX_BYTES_AT_WORK // limits.MAX_REQUESTS_AT_WORK
 MAX_SIZES: Final = 10_000
 
 
-class Sizes:
-    """What messages of each queue weigh, as far as answers have shown."""
+class MessageSizes:
+    """The sizes of each queue's messages, as far as answers have shown."""
 
     def __init__(self) -> None:
         self._by_queue: dict[str, int] = {}
 
     def guess(self, queue: str) -> int:
-        """Return what the next message is taken to weigh."""
+        """Return the assumed size of the next message."""
         return self._by_queue.get(queue, UNKNOWN_MESSAGE_BYTES)
 
     def saw(self, queue: str, message_bytes: int) -> None:
-        """Learn: up at once, down by and by, since the next may be as large as the largest."""
+        """Learn: up at once, down slowly, since the next may be as large as the largest."""
         known = self._by_queue.get(queue)
         if known is not None and message_bytes < known:
             message_bytes = known - (known - message_bytes + 7) // 8
         elif known is None and len(self._by_queue) >= MAX_SIZES:
-            # Queues come and go, and what is forgotten is soon seen again.
+            # Queues come and go, and a size that is forgotten is soon seen again.
             self._by_queue.clear()
         self._by_queue[queue] = message_bytes
 
 
-class Asked:
-    """A request, from when it is asked until it is answered.
+class PendingRequest(msgspec.Struct, eq=False):
+    """A request, from its arrival to its answer. While its claim is parked, it admits the claim."""
 
-    It is the turnstile of its own claim, while that waits at the desk.
-    """
+    request: Any
+    verb: Verb
+    size: int
+    began: float
+    backpressure: Backpressure
+    # Until when a claim waits; None: it does not.
+    until: float | None = None
+    future: Future[Any] | None = None
+    # The error that answers it in place of its result: its time is up.
+    failure: PenstockError | None = None
+    # Bytes that it takes of the room; 0: it was not admitted.
+    taken: int = 0
+    # Whether the batcher had messages for it, and there was no room.
+    refused: bool = False
+    # Ends its wait while it is held.
+    alarm: TimerHandle | None = None
 
-    __slots__ = (
-        "alarm", "began", "failure", "future", "refused", "request", "room", "size", "taken",
-        "until", "verb",
-    )  # fmt: skip
-
-    def __init__(self, request: Any, verb: Verb, size: int, began: float, room: Room) -> None:
-        self.request = request
-        self.verb = verb
-        self.size = size
-        self.began = began
-        self.room = room
-        # Until when a claim waits; None: it does not.
-        self.until: float | None = None
-        self.future: Future[Any] | None = None
-        # The error that answers it in place of its result: its time is up.
-        self.failure: PenstockError | None = None
-        # Bytes that it has been given of the room; 0: it is not inside.
-        self.taken = 0
-        # Whether the desk had messages for it, and there was no room.
-        self.refused = False
-        # What ends its wait while it is held.
-        self.alarm: TimerHandle | None = None
-
-    def enter(self) -> bool:
-        """Say whether it may look for messages again."""
-        self.refused = not self.room.enter(self)
+    def admit(self) -> bool:
+        """Say whether the claim may look for messages again."""
+        self.refused = not self.backpressure.admit(self)
         return not self.refused
 
     def leave(self) -> None:
-        """Give its room to others: it waits."""
-        self.room.leave(self)
+        """Give its room to others: the claim is parked."""
+        self.backpressure.leave(self)
 
     def disarm(self) -> None:
-        """Have no alarm end it: it is held no longer."""
+        """Cancel the alarm: the request is held no longer."""
         if self.alarm is not None:
             self.alarm.cancel()
             self.alarm = None
 
 
-_Lane: TypeAlias = "OrderedDict[Asked, None]"
+_Line: TypeAlias = "OrderedDict[PendingRequest, None]"
 
 
-class Room:
-    """What one connection may have claimed for it, and who waits for that, in order."""
+class Backpressure:
+    """The room for messages of one connection, and the requests that are held for it, in order."""
 
-    def __init__(self, sizes: Sizes, freed: Callable[[], None]) -> None:
+    def __init__(self, sizes: MessageSizes, freed: Callable[[], None]) -> None:
         """``freed`` is called when held requests may find room; it must only pass it on."""
         self._sizes = sizes
         self._freed = freed
-        # Whether the other side takes its answers: until it does, what it has is enough.
+        # Whether the client reads its answers: until it does, it gets no more.
         self._open = True
-        # Of little and of much, each: bytes that are expected, and requests that are held.
+        # For little and for much: expected bytes, and held requests. Ordered dictionaries, since
+        # any request can be taken out.
         self._expected = [0, 0]
-        # Ordered dictionaries: the first one is at hand, and each can be taken out.
-        self._held: tuple[_Lane, _Lane] = (OrderedDict(), OrderedDict())
+        self._held: tuple[_Line, _Line] = (OrderedDict(), OrderedDict())
 
     @property
     def held(self) -> int:
-        """How many requests wait for room."""
+        """The number of requests that wait for room."""
         return sum(map(len, self._held))
 
     def shut(self) -> None:
-        """Let nobody in: answers are not read."""
+        """Admit nothing: the client does not read its answers."""
         self._open = False
 
     def reopen(self) -> None:
-        """Go on: answers are read again."""
+        """Go on: the client reads again."""
         self._open = True
         self._free()
 
-    def enter(self, asked: Asked) -> bool:
-        """Let a request in if there is room, and nobody of its kind was here before."""
-        if asked.taken:
+    def admit(self, pending: PendingRequest) -> bool:
+        """Admit a request if there is room, and none of its line is held."""
+        if pending.taken:
             return True
-        needed = self._needed(asked)
-        return not self._held[needed > SMALL_BYTES] and self._take(asked, needed)
+        needed = self._needed(pending)
+        return not self._held[needed > SMALL_BYTES] and self._take(pending, needed)
 
-    def leave(self, asked: Asked) -> None:
+    def leave(self, pending: PendingRequest) -> None:
         """Take back the room of a request."""
-        if asked.taken:
-            self._expected[asked.taken > SMALL_BYTES] -= asked.taken
-            asked.taken = 0
+        if pending.taken:
+            self._expected[pending.taken > SMALL_BYTES] -= pending.taken
+            pending.taken = 0
             self._free()
 
-    def hold(self, asked: Asked) -> None:
-        """Have a request wait for room, behind all of its kind."""
-        self._held[self._needed(asked) > SMALL_BYTES][asked] = None
+    def hold(self, pending: PendingRequest) -> None:
+        """Hold a request until there is room, at the end of its line."""
+        self._held[self._needed(pending) > SMALL_BYTES][pending] = None
         self._free()
 
-    def drop(self, asked: Asked) -> None:
+    def drop(self, pending: PendingRequest) -> None:
         """Hold a request no longer, if it is held; those behind it may find room."""
-        for lane in self._held:
-            lane.pop(asked, None)
+        for line in self._held:
+            line.pop(pending, None)
         self._free()
 
-    def next(self) -> Asked | None:
-        """Let the next of the held requests in for which there is room; None: there is none."""
-        # Little once more, since what was taken for much may be little.
+    def next(self) -> PendingRequest | None:
+        """Admit the next of the held requests for which there is room; None: there is none."""
+        # Little once more, since a request that was taken for much may be for little.
         for much in (False, True, False):
-            lane = self._held[much]
-            while lane:
-                asked = next(iter(lane))
-                # Looked at anew: more is known of its queue by now.
-                needed = self._needed(asked)
+            line = self._held[much]
+            while line:
+                pending = next(iter(line))
+                # Guessed anew: more is known of its queue by now.
+                needed = self._needed(pending)
                 if (needed > SMALL_BYTES) is not much:
-                    del lane[asked]
-                    self._held[not much][asked] = None
-                elif self._take(asked, needed):
-                    del lane[asked]
-                    return asked
+                    del line[pending]
+                    self._held[not much][pending] = None
+                elif self._take(pending, needed):
+                    del line[pending]
+                    return pending
                 else:
                     break
         return None
 
-    def clear(self) -> list[Asked]:
+    def clear(self) -> list[PendingRequest]:
         """Return the held requests, and hold them no longer."""
-        held = [asked for lane in self._held for asked in lane]
-        for lane in self._held:
-            lane.clear()
+        held = [pending for line in self._held for pending in line]
+        for line in self._held:
+            line.clear()
         return held
 
-    def _needed(self, asked: Asked) -> int:
-        request = asked.request
-        expected = asked.verb.weight(request, self._sizes.guess(request.queue))
+    def _needed(self, pending: PendingRequest) -> int:
+        request, weight = pending.request, pending.verb.weight
+        assert weight is not None, "only requests for messages ask for room"
+        expected = weight(request, self._sizes.guess(request.queue))
         return max(LEAST_BYTES, min(expected, limits.MAX_CLAIM_BYTES))
 
-    def _take(self, asked: Asked, needed: int) -> bool:
+    def _take(self, pending: PendingRequest, needed: int) -> bool:
         much = needed > SMALL_BYTES
         expected = self._expected[much]
-        # One that needs more than all has it alone.
+        # A request that needs more than all the room has it alone.
         if not self._open or (expected and expected + needed > limits.MAX_BYTES_AT_WORK):
             return False
         self._expected[much] += needed
-        asked.taken = needed
+        pending.taken = needed
         return True
 
     def _free(self) -> None:

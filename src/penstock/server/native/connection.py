@@ -1,8 +1,8 @@
 """One native client: bytes in, requests at work, answers out.
 
-A connection is read only while what it has asked for is within bounds and it takes its answers;
-answers that are ready in one turn of the loop are written together. What may be claimed for it at
-a time is up to :mod:`penstock.server.native.backpressure`.
+The server reads a connection only while its requests are within bounds and the client reads its
+answers. Answers that are ready in one turn of the loop are written together.
+:mod:`penstock.server.native.backpressure` bounds the messages that are claimed for it at a time.
 """
 
 from __future__ import annotations
@@ -15,41 +15,38 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from penstock import limits
 from penstock.errors import InvalidInput, NotAllowed, PenstockError, ServerUnreachable
-from penstock.server.native.backpressure import Asked, Room
-from penstock.server.native.verbs import VERBS, claim_in_turn
+from penstock.server.native.backpressure import Backpressure, PendingRequest
+from penstock.server.native.verbs import VERBS
 from penstock.server.security import ANYONE
 from penstock.validation import check_duration
 from penstock.wire.native import messages as wire
-from penstock.wire.native.messages import FrameReader, failure_of
-from penstock.wire.native.progress import progress_of
+from penstock.wire.native.messages import FrameReader, failure_of, progress_of
 
 if TYPE_CHECKING:
     from asyncio import Future
 
     from penstock.model import Delivery
     from penstock.server.connections import Slot
-    from penstock.server.native.listener import NativeListener
+    from penstock.server.native import NativeListener
     from penstock.server.security import Principal
-
-__all__ = ["Connection"]
 
 log = logging.getLogger(__name__)
 
-# How long the other side has to read a farewell before the connection is closed under it.
+# How long the client has to read a farewell before the connection is closed.
 LINGER_SECONDS: Final = 1.0
 WANTS_A_KEY: Final = "this server wants a key: token='KEY:SECRET'"
-# Answers to these hold messages, of which nobody knows the size before.
+# Answers to these hold messages, whose size is not known before.
 WITH_MESSAGES: Final = frozenset({wire.Claim, wire.Browse})
 
 
-class Connection(asyncio.Protocol):
-    """A connection, as the loop calls it."""
+class NativeConnection(asyncio.Protocol):
+    """One client's connection; the loop calls it."""
 
     def __init__(self, listener: NativeListener, slot: Slot) -> None:
         self._listener = listener
         self._slot = slot
         self._loop = listener.loop
-        self._desk = listener.desk
+        self._batcher = listener.batcher
         self._encoder = listener.encoder
         self._transport: asyncio.Transport | None = None
         self._reader = FrameReader(limits.MAX_HELLO_BYTES)
@@ -60,11 +57,11 @@ class Connection(asyncio.Protocol):
         # How long the client waits for an answer; requests that have to be answered in that time,
         # in order, and what looks after the first of them.
         self._patience_s = limits.MAX_ANSWER_MS / 1000
-        self._in_time: OrderedDict[Asked, None] = OrderedDict()
+        self._in_time: OrderedDict[PendingRequest, None] = OrderedDict()
         self._time_is_up: asyncio.TimerHandle | None = None
         # Claims that may wait, by the id of their request.
-        self._waits: dict[int, Asked] = {}
-        self._room = Room(listener.sizes, self._freed)
+        self._waits: dict[int, PendingRequest] = {}
+        self._backpressure = Backpressure(listener.sizes, self._freed)
         self._letting_in = False
         # What was not begun yet when the connection ends, nobody needs.
         self._calls: set[Future[Any]] = set()
@@ -122,7 +119,8 @@ class Connection(asyncio.Protocol):
         if not self._deaf:
             self._reader.feed(data)
             self._work()
-            self._account()
+            if self._reader.pending or self._buffered or self._stuck_since is not None:
+                self._account()
 
     def eof_received(self) -> bool:
         """Close: who sends nothing more is not answered either."""
@@ -135,24 +133,24 @@ class Connection(asyncio.Protocol):
         self._stuck_since = self._loop.time()
         if self._transport is not None:
             self._stuck_taken = progress_of(self._transport).taken
-        self._room.shut()
+        self._backpressure.shut()
         self._account()
 
     def resume_writing(self) -> None:
         """Go on where it stopped."""
         self._stuck_since = None
-        self._room.reopen()
+        self._backpressure.reopen()
         self._work()
         self._account()
 
     def _account(self) -> None:
-        """Count what waits here: to be whole, to be begun, or to be read by the client."""
-        pending = self._reader.pending
+        """Report the bytes that are kept here: fed and not begun, or not read by the client."""
+        held = self._reader.pending
         if self._stuck_since is not None:
-            pending += self._unsent
-        if pending != self._buffered:
-            self._buffered = pending
-            self._listener.all.hold(self._slot, pending)
+            held += self._unsent
+        if held != self._buffered:
+            self._buffered = held
+            self._listener.all.hold(self._slot, held)
 
     @property
     def idle(self) -> bool:
@@ -169,16 +167,14 @@ class Connection(asyncio.Protocol):
     # --- requests ------------------------------------------------------------------------------
 
     def _may_go_on(self) -> bool:
-        return (
-            self._at_work < limits.MAX_REQUESTS_AT_WORK
-            and self._bytes_at_work < limits.MAX_BYTES_AT_WORK
-            and self._stuck_since is None
-            and not self._deaf
-            and self._has_room()
-        )
-
-    def _has_room(self) -> bool:
-        """Whether all connections together have not too much at work; if so, wait for less."""
+        """Whether the next request may begin, by the bounds of this connection and of all."""
+        if (
+            self._at_work >= limits.MAX_REQUESTS_AT_WORK
+            or self._bytes_at_work >= limits.MAX_BYTES_AT_WORK
+            or self._stuck_since is not None
+            or self._deaf
+        ):
+            return False
         listener = self._listener
         if listener.bytes_at_work < limits.MAX_ALL_BYTES_AT_WORK:
             return True
@@ -186,12 +182,12 @@ class Connection(asyncio.Protocol):
         return False
 
     def _work(self) -> None:
-        """Begin what has come, as far as bounds allow; read on only if they do."""
+        """Begin the requests that have come, as far as bounds allow; read on only if they do."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
         try:
-            while self._may_go_on() and (frame := self._reader.take()) is not None:
+            while (wanted := self._may_go_on()) and (frame := self._reader.take()) is not None:
                 if self._principal is None:
                     self._greet(frame)
                 else:
@@ -199,10 +195,7 @@ class Connection(asyncio.Protocol):
         except InvalidInput as error:
             self._farewell(error, final=self._principal is None)
             return
-        if self._deaf:
-            return
-        wanted = self._may_go_on()
-        if wanted is not self._reading:
+        if wanted is not self._reading and not self._deaf:
             self._reading = wanted
             (transport.resume_reading if wanted else transport.pause_reading)()
 
@@ -234,42 +227,42 @@ class Connection(asyncio.Protocol):
         if verb is None or self._leaving:
             self._answer_at_once(request)
             return
-        asked = Asked(request, verb, len(frame), self._loop.time(), self._room)
+        pending = PendingRequest(request, verb, len(frame), self._loop.time(), self._backpressure)
         if kind is wire.Claim and request.wait_ms > 0:
             try:
                 self._check_wait(request)
             except InvalidInput as error:
-                self._fail(asked, error)
+                self._fail(pending, error)
                 return
-            asked.until = asked.began + request.wait_ms / 1000
-            self._waits[request.id] = asked
+            pending.until = pending.began + request.wait_ms / 1000
+            self._waits[request.id] = pending
         else:
-            if kind not in WITH_MESSAGES:
-                asked.size += verb.weight(request, 0)
+            if verb.weight is not None and kind not in WITH_MESSAGES:
+                pending.size += verb.weight(request, 0)
             self._at_work += 1
             if kind not in wire.LONG:
-                self._in_time[asked] = None
+                self._in_time[pending] = None
                 if self._time_is_up is None:
-                    self._watch_time(asked)
-            self._listener.work_of(asked.size)
-        self._bytes_at_work += asked.size
-        if kind in WITH_MESSAGES and not self._room.enter(asked):
-            self._hold(asked)
+                    self._watch_time(pending)
+            self._listener.bytes_at_work += pending.size
+        self._bytes_at_work += pending.size
+        if kind in WITH_MESSAGES and not self._backpressure.admit(pending):
+            self._hold(pending)
         else:
-            self._run(asked)
+            self._run(pending)
 
-    def _hold(self, asked: Asked) -> None:
+    def _hold(self, pending: PendingRequest) -> None:
         """Have a request wait for room: a claim that waits for messages no longer than for them."""
-        self._room.hold(asked)
-        if asked.until is not None:
-            asked.alarm = self._loop.call_at(asked.until, self._give_up, asked)
+        self._backpressure.hold(pending)
+        if pending.until is not None:
+            pending.alarm = self._loop.call_at(pending.until, self._give_up, pending)
 
-    def _give_up(self, asked: Asked) -> None:
+    def _give_up(self, pending: PendingRequest) -> None:
         """Answer a held claim with nothing, since its time is up."""
-        self._answer_empty(asked)
+        self._answer_empty(pending)
         self.go_on()
 
-    def _watch_time(self, first: Asked) -> None:
+    def _watch_time(self, first: PendingRequest) -> None:
         at = first.began + self._patience_s
         self._time_is_up = self._loop.call_at(at, self._fail_late)
 
@@ -278,55 +271,53 @@ class Connection(asyncio.Protocol):
         self._time_is_up = None
         before = self._loop.time() - self._patience_s
         while self._in_time:
-            asked = next(iter(self._in_time))
-            if asked.began > before:
-                self._watch_time(asked)
+            pending = next(iter(self._in_time))
+            if pending.began > before:
+                self._watch_time(pending)
                 return
-            del self._in_time[asked]
-            untouched = asked.future is None or self._desk.withdraw(asked.future)
-            outage = self._desk.broker.outage
+            del self._in_time[pending]
+            untouched = pending.future is None or self._batcher.withdraw(pending.future)
+            outage = self._batcher.broker.outage
             why = "" if outage is None else f" (the store can't be used: {outage.why})"
             done = "it was not begun" if untouched else "it may or may not have been done"
-            asked.failure = ServerUnreachable(
-                f"{type(asked.request).__name__} was not answered within {self._patience_s:g} s"
+            pending.failure = ServerUnreachable(
+                f"{type(pending.request).__name__} was not answered within {self._patience_s:g} s"
                 f"{why}: {done}"
             )
-            if asked.future is None:
-                self._room.drop(asked)
-                self._end(asked)
-                self._fail(asked, asked.failure)
+            if pending.future is None:
+                self._backpressure.drop(pending)
+                self._end(pending)
+                self._fail(pending, pending.failure)
         self.go_on()
 
-    def _answer_empty(self, asked: Asked) -> None:
-        self._room.drop(asked)
-        self._end(asked)
-        self._write(self._encoder.frame((1, asked.request.id, [])))
-        self._count(asked, "ok")
+    def _answer_empty(self, pending: PendingRequest) -> None:
+        self._backpressure.drop(pending)
+        self._end(pending)
+        self._write(self._encoder.frame((1, pending.request.id, [])))
+        self._count(pending, "ok")
 
-    def _run(self, asked: Asked) -> None:
-        request, verb = asked.request, asked.verb
-        asked.disarm()
+    def _run(self, pending: PendingRequest) -> None:
+        request, verb = pending.request, pending.verb
+        if pending.until is not None:
+            pending.disarm()
+            request.wait_ms = max(0, round((pending.until - self._loop.time()) * 1000))
         try:
             principal = self._principal
-            assert principal is not None, "who has not greeted asks for nothing"
+            assert principal is not None, "a client asks for nothing before its greeting"
             if principal is not ANYONE:
                 verb.check(principal, request)
-            if asked.until is None:
-                future = verb.run(self._desk, request, principal)
-            else:
-                left_ms = round((asked.until - self._loop.time()) * 1000)
-                request.wait_ms = max(0, left_ms)
-                future = claim_in_turn(self._desk, request, asked)
+            future = verb.run(self._batcher, pending, principal)
         except Exception as error:
-            self._end(asked)
-            self._fail(asked, error)
+            self._end(pending)
+            self._fail(pending, error)
             return
-        asked.future = future
-        if not verb.at_the_desk:
+        pending.future = future
+        if not verb.batched:
             self._calls.add(future)
-        future.add_done_callback(partial(self._answer, asked))
+        future.add_done_callback(partial(self._answer, pending))
 
     def _freed(self) -> None:
+        """Admit held requests in the next turn of the loop."""
         if not self._letting_in:
             self._letting_in = True
             self._loop.call_soon(self._let_in)
@@ -334,8 +325,8 @@ class Connection(asyncio.Protocol):
     def _let_in(self) -> None:
         """Begin what was held, as far as there is room."""
         self._letting_in = False
-        while (asked := self._room.next()) is not None:
-            self._run(asked)
+        while (pending := self._backpressure.next()) is not None:
+            self._run(pending)
         # Those that failed at once have made way, and nobody else tells.
         self.go_on()
 
@@ -355,16 +346,16 @@ class Connection(asyncio.Protocol):
         self._write(self._encoder.frame(answer))
 
     def _withdraw(self, request: wire.Cancel) -> None:
-        """End a claim that waits, at the desk or for room."""
-        asked = self._waits.get(request.claim)
-        at_the_desk = asked is not None and asked.future is not None and not asked.refused
-        done = asked is not None
-        if asked is not None and at_the_desk:
-            assert asked.future is not None
-            done = asked.future.cancel()
+        """End a claim that waits, at the batcher or for room."""
+        pending = self._waits.get(request.claim)
+        batched = pending is not None and pending.future is not None and not pending.refused
+        done = pending is not None
+        if pending is not None and batched:
+            assert pending.future is not None
+            done = pending.future.cancel()
         self._write(self._encoder.frame((1, request.id, done)))
-        if asked is not None and not at_the_desk:
-            self._answer_empty(asked)
+        if pending is not None and not batched:
+            self._answer_empty(pending)
 
     def _check_wait(self, request: wire.Claim) -> None:
         check_duration(request.wait_ms, "wait_ms", high=limits.MAX_WAIT_MS)
@@ -375,32 +366,35 @@ class Connection(asyncio.Protocol):
         if request.id in self._waits:
             raise InvalidInput(f"a claim waits under the id {request.id} already")
 
-    def _end(self, asked: Asked) -> None:
-        """Have a request at work no longer."""
-        self._bytes_at_work -= asked.size
-        if asked.until is None:
+    def _end(self, pending: PendingRequest) -> None:
+        """Take a request out of those at work."""
+        self._bytes_at_work -= pending.size
+        if pending.until is None:
             self._at_work -= 1
-            self._in_time.pop(asked, None)
-            self._listener.work_of(-asked.size)
+            self._in_time.pop(pending, None)
+            listener = self._listener
+            listener.bytes_at_work -= pending.size
+            if listener.waiting:
+                listener.wake_waiting()
         else:
-            self._waits.pop(asked.request.id, None)
-            asked.disarm()
-        if asked.taken:
-            asked.leave()
+            self._waits.pop(pending.request.id, None)
+            pending.disarm()
+        if pending.taken:
+            pending.leave()
 
-    def _answer(self, asked: Asked, future: Future[Any]) -> None:
-        """Write what came of a request, and go on with those that had to wait for room."""
-        if asked.refused:
-            self._put_off(asked)
+    def _answer(self, pending: PendingRequest, future: Future[Any]) -> None:
+        """Write the answer of a request, and go on with those that had to wait for room."""
+        if pending.refused:
+            self._put_off(pending)
             return
-        request = asked.request
-        if not asked.verb.at_the_desk:
+        request = pending.request
+        if not pending.verb.batched:
             self._calls.discard(future)
-        if self._is_over:
-            self._end(asked)
+        if self._deaf or self._transport is None or self._transport.is_closing():
+            self._end(pending)
             self._take_back(request, future)
             return
-        error: BaseException | None = asked.failure
+        error: BaseException | None = pending.failure
         if error is None and not future.cancelled():
             error = future.exception()
         if error is None:
@@ -411,32 +405,33 @@ class Connection(asyncio.Protocol):
                 error = unwritable
                 self._take_back(request, future)
         # After it is written: others may begin only if that has left room.
-        self._end(asked)
+        self._end(pending)
         if error is not None:
-            self._fail(asked, error)
-        elif self._listener.metrics is not None:
-            self._count(asked, "ok")
-        self.go_on()
+            self._fail(pending, error)
+        else:
+            self._count(pending, "ok")
+        if not self._reading:
+            self.go_on()
 
-    def _put_off(self, asked: Asked) -> None:
-        """Hold a claim for which the desk had something when there was no room."""
-        asked.refused, asked.future = False, None
-        if self._waits.get(asked.request.id) is not asked:
+    def _put_off(self, pending: PendingRequest) -> None:
+        """Hold a claim for which the batcher had something when there was no room."""
+        pending.refused, pending.future = False, None
+        if self._waits.get(pending.request.id) is not pending:
             # It was withdrawn, and answered, just now.
             return
         if self._leaving or self._deaf or self._transport is None:
-            self._end(asked)
-            self._write(self._encoder.frame(wire.Undone(asked.request.id)))
+            self._end(pending)
+            self._write(self._encoder.frame(wire.Undone(pending.request.id)))
             return
-        self._hold(asked)
+        self._hold(pending)
 
     def _let_claims_go(self) -> None:
         """Forget claims for good: what comes for them goes to somebody else."""
-        for asked in self._room.clear():
-            self._end(asked)
-        for asked in list(self._waits.values()):
-            if asked.future is not None:
-                asked.future.cancel()
+        for pending in self._backpressure.clear():
+            self._end(pending)
+        for pending in list(self._waits.values()):
+            if pending.future is not None:
+                pending.future.cancel()
 
     def _write_result(self, request: Any, result: Any) -> None:
         frames = self._encoder.result(request.id, result)
@@ -448,29 +443,24 @@ class Connection(asyncio.Protocol):
         if result and (kind is wire.Claim or (kind is wire.Browse and request.payloads)):
             self._listener.sizes.saw(request.queue, sum(map(len, frames)) // len(result))
 
-    @property
-    def _is_over(self) -> bool:
-        """Whether nothing that is written now would be sent."""
-        return self._deaf or self._transport is None or self._transport.is_closing()
-
     def _take_back(self, request: wire.Request, future: Future[Any]) -> None:
         """Give back at once what was claimed for who can't be told."""
         if future.cancelled() or future.exception() is not None:
             return
         if isinstance(request, wire.Claim):
-            self._desk.take_back(future.result())
+            self._batcher.take_back(future.result())
 
-    def _fail(self, asked: Asked, error: BaseException) -> None:
+    def _fail(self, pending: PendingRequest, error: BaseException) -> None:
         if not isinstance(error, PenstockError):
-            log.error("%s failed", type(asked.request).__name__, exc_info=error)
-        self._write(self._encoder.frame(failure_of(asked.request.id, error)))
-        self._count(asked, type(error).__name__)
+            log.error("%s failed", type(pending.request).__name__, exc_info=error)
+        self._write(self._encoder.frame(failure_of(pending.request.id, error)))
+        self._count(pending, type(error).__name__)
 
-    def _count(self, asked: Asked, outcome: str) -> None:
+    def _count(self, pending: PendingRequest, outcome: str) -> None:
         metrics = self._listener.metrics
         if metrics is not None:
-            seconds = self._loop.time() - asked.began
-            metrics.request("native", type(asked.request).__name__, seconds, outcome)
+            seconds = self._loop.time() - pending.began
+            metrics.request("native", type(pending.request).__name__, seconds, outcome)
 
     # --- writing -------------------------------------------------------------------------------
 
@@ -496,7 +486,7 @@ class Connection(asyncio.Protocol):
         out, self._out, self._out_bytes = self._out, [], 0
         unwritten, self._unwritten = self._unwritten, []
         if self._transport is None or self._transport.is_closing():
-            self._desk.take_back(unwritten)
+            self._batcher.take_back(unwritten)
         elif out:
             self._transport.write(out[0] if len(out) == 1 else b"".join(out))
 
@@ -508,12 +498,12 @@ class Connection(asyncio.Protocol):
         self._write(
             self._encoder.frame(wire.Bye("BrokerClosed", "the server is stopping", final=False))
         )
-        for asked in self._room.clear():
-            self._end(asked)
-            self._write(self._encoder.frame(wire.Undone(asked.request.id)))
-        for asked in list(self._waits.values()):
-            if asked.future is not None:
-                asked.future.cancel()
+        for pending in self._backpressure.clear():
+            self._end(pending)
+            self._write(self._encoder.frame(wire.Undone(pending.request.id)))
+        for pending in list(self._waits.values()):
+            if pending.future is not None:
+                pending.future.cancel()
 
     def close(self) -> None:
         """Send what is ready, then close."""

@@ -1,9 +1,11 @@
-"""What a native request does at the desk, and what its key must allow: one row for each."""
+"""The native requests: what each does, and what its key must allow. One row for each."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from penstock.broker.broker import Broker
 from penstock.errors import NotAllowed
 from penstock.server.security import check_publish, check_receipts_of, check_settings, check_target
 from penstock.wire.native import messages as wire
@@ -12,19 +14,13 @@ if TYPE_CHECKING:
     from asyncio import Future
     from collections.abc import Callable
 
-    from penstock.broker.broker import Broker
     from penstock.model import Backfilled
-    from penstock.server.batcher import Desk, Turnstile
+    from penstock.server.batcher import Batcher
+    from penstock.server.native.backpressure import PendingRequest
     from penstock.server.security import Principal
 
-__all__ = ["VERBS", "Verb", "claim_in_turn"]
-
-# What a record of the log is taken to weigh.
+# The assumed size of a record of the log.
 RECORD_BYTES: Final = 256
-
-
-def _light(_request: Any, _message_bytes: int) -> int:
-    return 0
 
 
 def _by_limit(request: wire.Claim, message_bytes: int) -> int:
@@ -42,17 +38,17 @@ def _by_records(request: wire.ReadLog, _message_bytes: int) -> int:
 class Verb(NamedTuple):
     """How a request is checked and run.
 
-    ``weight`` says about how many bytes its answer takes, told what a message weighs.
-    ``at_the_desk``: it is gathered with others and begun at once, where others wait for a thread.
+    ``weight`` estimates the bytes of its answer from the size of a message; None: few. ``batched``:
+    the batcher gathers it with others and begins it at once, where others wait for a thread.
     """
 
     check: Callable[[Any, Any], None]
-    run: Callable[[Desk, Any, Principal], Future[Any]]
-    weight: Callable[[Any, int], int] = _light
-    at_the_desk: bool = False
+    run: Callable[[Batcher, PendingRequest, Principal], Future[Any]]
+    weight: Callable[[Any, int], int] | None = None
+    batched: bool = False
 
 
-# --- who may ------------------------------------------------------------------------------------
+# --- permissions --------------------------------------------------------------------------------
 
 
 def _publishes(principal: Principal, request: wire.Publish) -> None:
@@ -98,16 +94,30 @@ def _looks_at(principal: Principal, request: wire.Queue) -> None:
     principal.check_any(("consume", "publish", "admin"), request.name)
 
 
-# --- what it does -------------------------------------------------------------------------------
+# --- actions -----------------------------------------------------------------------------------
 
 
-def _at_once(work: Callable[[Broker, Any], Any]) -> Callable[[Desk, Any, Any], Future[Any]]:
-    return lambda desk, request, _: desk.call(lambda broker: work(broker, request))
+def _call(verb: Callable[..., Any], *, long: bool = False) -> Any:
+    """Call the broker's verb on a thread: the request's fields are named as its parameters.
+
+    ``long``: it takes as long as there are messages.
+    """
+    return lambda batcher, pending, _: batcher.call(
+        partial(_call_broker, verb.__name__, pending.request), long=long
+    )
 
 
-def _in_time(work: Callable[[Broker, Any], Any]) -> Callable[[Desk, Any, Any], Future[Any]]:
-    """Do what may take as long as there are messages."""
-    return lambda desk, request, _: desk.call(lambda broker: work(broker, request), long=True)
+def _call_broker(name: str, request: wire.Request, broker: Broker) -> Any:
+    arguments = {field: getattr(request, field) for field in request.__struct_fields__[1:]}
+    # Settings and changes are keyword arguments of their own.
+    more = arguments.pop("settings", None) or arguments.pop("changes", {})
+    return getattr(broker, name)(**arguments, **more)
+
+
+def _on_thread(work: Callable[[Broker, Any], Any], *, long: bool = False) -> Any:
+    return lambda batcher, pending, _: batcher.call(
+        lambda broker: work(broker, pending.request), long=long
+    )
 
 
 def _browse(broker: Broker, request: wire.Browse) -> wire.Entries:
@@ -140,32 +150,30 @@ def _backfill(broker: Broker, request: wire.Backfill) -> wire.Step:
     return wire.Step(done, done.next)
 
 
-def _publish(desk: Desk, r: wire.Publish, _principal: Principal) -> Future[Any]:
-    return desk.publish(r.messages, queue=r.queue)
+def _publish(batcher: Batcher, pending: PendingRequest, _: Principal) -> Future[Any]:
+    return batcher.publish(pending.request.messages, queue=pending.request.queue)
 
 
-def _ack(desk: Desk, r: wire.Ack, principal: Principal) -> Future[Any]:
-    return desk.ack(r.receipts, queue=r.queue, check=check_receipts_of(principal, r.queue))
+def _ack(batcher: Batcher, pending: PendingRequest, principal: Principal) -> Future[Any]:
+    r = pending.request
+    return batcher.ack(r.receipts, queue=r.queue, check=check_receipts_of(principal, r.queue))
 
 
-def _claim(desk: Desk, r: wire.Claim, _principal: Principal) -> Future[Any]:
-    return claim_in_turn(desk, r, None)
-
-
-def claim_in_turn(desk: Desk, r: wire.Claim, turnstile: Turnstile | None) -> Future[Any]:
-    """Claim; one that has waited asks the turnstile before it looks again."""
-    return desk.claim(
+def _claim(batcher: Batcher, pending: PendingRequest, _: Principal) -> Future[Any]:
+    r = pending.request
+    return batcher.claim(
         r.queue,
         limit=r.limit,
         lease_ms=r.lease_ms,
         wait_ms=r.wait_ms,
         consumer=r.consumer,
-        turnstile=turnstile,
+        admission=None if pending.until is None else pending,
     )
 
 
-def _release(desk: Desk, r: wire.Release, principal: Principal) -> Future[Any]:
-    return desk.release(
+def _release(batcher: Batcher, pending: PendingRequest, principal: Principal) -> Future[Any]:
+    r = pending.request
+    return batcher.release(
         r.receipts,
         delay_ms=r.delay_ms,
         reason=r.reason,
@@ -175,57 +183,35 @@ def _release(desk: Desk, r: wire.Release, principal: Principal) -> Future[Any]:
     )
 
 
-def _extend(desk: Desk, r: wire.Extend, principal: Principal) -> Future[Any]:
+def _extend(batcher: Batcher, pending: PendingRequest, principal: Principal) -> Future[Any]:
+    r = pending.request
     check = check_receipts_of(principal, r.queue)
-    return desk.extend(r.receipts, lease_ms=r.lease_ms, queue=r.queue, check=check)
-
-
-def _move(broker: Any, r: wire.Move) -> int:
-    moved: int = broker.move(r.queue, r.to, state=r.state, message_ids=r.message_ids, limit=r.limit)
-    return moved
+    return batcher.extend(r.receipts, lease_ms=r.lease_ms, queue=r.queue, check=check)
 
 
 VERBS: Final[dict[type[Any], Verb]] = {
-    wire.Publish: Verb(_publishes, _publish, at_the_desk=True),
-    wire.Claim: Verb(_consumes, _claim, _by_limit, at_the_desk=True),
-    wire.Ack: Verb(_settles, _ack, at_the_desk=True),
-    wire.Release: Verb(_settles, _release, at_the_desk=True),
-    wire.Extend: Verb(_settles, _extend, at_the_desk=True),
-    wire.Browse: Verb(_consumes, _at_once(_browse), _by_page),
-    wire.Attempts: Verb(_consumes, _at_once(lambda b, r: b.attempts(r.queue, r.message_id))),
-    wire.Stats: Verb(_consumes, _at_once(lambda b, r: b.stats(r.queue))),
-    wire.StoreStats: Verb(_looks, _at_once(lambda b, _: b.store_stats())),
-    wire.Queues: Verb(_looks, _at_once(lambda b, _: b.queues())),
-    wire.Queue: Verb(_looks_at, _at_once(lambda b, r: b.queue(r.name))),
-    wire.CreateQueue: Verb(_creates, _at_once(lambda b, r: b.create_queue(r.name, **r.settings))),
-    wire.UpdateQueue: Verb(
-        _updates,
-        _at_once(lambda b, r: b.update_queue(r.name, from_offset=r.from_offset, **r.changes)),
-    ),
-    wire.DeleteQueue: Verb(
-        _administers, _in_time(lambda b, r: b.delete_queue(r.name, drain=r.drain))
-    ),
-    wire.Redrive: Verb(
-        _administers,
-        _in_time(lambda b, r: b.redrive(r.queue, message_ids=r.message_ids, where=r.where)),
-    ),
-    wire.Purge: Verb(_administers, _in_time(lambda b, r: b.purge(r.queue, states=r.states))),
-    wire.Move: Verb(_moves, _in_time(_move)),
-    wire.ReadLog: Verb(
-        _looks,
-        _at_once(lambda b, r: b.read_log(r.log, begin=r.begin, limit=r.limit)),
-        _by_records,
-    ),
-    wire.Assign: Verb(
-        _administers,
-        _at_once(lambda b, r: b.assign(r.log, r.cursor, r.assignments, epoch=r.epoch)),
-    ),
-    wire.TakeEpoch: Verb(_administers, _at_once(lambda b, _: b.take_epoch())),
-    wire.Backfill: Verb(_administers, _in_time(_backfill)),
-    wire.ConfigureLog: Verb(
-        _administers,
-        _at_once(lambda b, r: b.configure_log(logs=r.logs, retention_ms=r.retention_ms)),
-    ),
-    wire.LogStats: Verb(_looks, _at_once(lambda b, _: b.log_stats())),
-    wire.Info: Verb(_looks, _at_once(lambda b, _: b.info())),
+    wire.Publish: Verb(_publishes, _publish, batched=True),
+    wire.Claim: Verb(_consumes, _claim, _by_limit, batched=True),
+    wire.Ack: Verb(_settles, _ack, batched=True),
+    wire.Release: Verb(_settles, _release, batched=True),
+    wire.Extend: Verb(_settles, _extend, batched=True),
+    wire.Browse: Verb(_consumes, _on_thread(_browse), _by_page),
+    wire.Attempts: Verb(_consumes, _call(Broker.attempts)),
+    wire.Stats: Verb(_consumes, _call(Broker.stats)),
+    wire.StoreStats: Verb(_looks, _call(Broker.store_stats)),
+    wire.Queues: Verb(_looks, _call(Broker.queues)),
+    wire.Queue: Verb(_looks_at, _call(Broker.queue)),
+    wire.CreateQueue: Verb(_creates, _call(Broker.create_queue)),
+    wire.UpdateQueue: Verb(_updates, _call(Broker.update_queue)),
+    wire.DeleteQueue: Verb(_administers, _call(Broker.delete_queue, long=True)),
+    wire.Redrive: Verb(_administers, _call(Broker.redrive, long=True)),
+    wire.Purge: Verb(_administers, _call(Broker.purge, long=True)),
+    wire.Move: Verb(_moves, _call(Broker.move, long=True)),
+    wire.ReadLog: Verb(_looks, _call(Broker.read_log), _by_records),
+    wire.Assign: Verb(_administers, _call(Broker.assign)),
+    wire.TakeEpoch: Verb(_administers, _call(Broker.take_epoch)),
+    wire.Backfill: Verb(_administers, _on_thread(_backfill, long=True)),
+    wire.ConfigureLog: Verb(_administers, _call(Broker.configure_log)),
+    wire.LogStats: Verb(_looks, _call(Broker.log_stats)),
+    wire.Info: Verb(_looks, _call(Broker.info)),
 }

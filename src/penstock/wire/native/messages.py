@@ -1,8 +1,8 @@
 """The native protocol: a type for every frame, the reader and the encoder of frames, and errors.
 
 A frame is a length of four bytes, big-endian, and as many bytes of msgpack: an array that begins
-with the number of the frame's kind. ``Message``, ``Delivery``
-and the other values inside are maps by field name, straight from :mod:`penstock.model`.
+with the number of the frame's kind. ``Message``, ``Delivery`` and the other values inside
+are maps by field name, straight from :mod:`penstock.model`.
 
 To add a verb, take the next number, and to add a field to a request, append it with a default;
 either way raise ``VERSION`` by one and note in the class which version has it first. A number is
@@ -12,10 +12,12 @@ it can't know: a request that is longer than its kind allows is refused, not cut
 
 from __future__ import annotations
 
+import socket
+import struct
 from datetime import datetime
 from functools import reduce
 from operator import or_
-from typing import Annotated, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta, Raw
@@ -23,6 +25,9 @@ from msgspec import Meta, Raw
 from penstock import errors, limits
 from penstock.errors import InvalidFilter, InvalidInput, PenstockError
 from penstock.model import Backfilled, Cursor, Entry, Message
+
+if TYPE_CHECKING:
+    from asyncio import Transport
 
 MAGIC: Final = "penstock"
 VERSION: Final = 2
@@ -495,3 +500,32 @@ def error_of(name: str, message: str, place: Place | None = None) -> PenstockErr
     if kind is InvalidFilter and place is not None:
         return InvalidFilter(message, line=place.line, column=place.column, fragment=place.fragment)
     return kind(message)
+
+
+# --- progress: how many of the written bytes the other side has taken, as far as is known ---------
+#
+# Linux tells which bytes of a TCP connection were acknowledged, whatever lies between (TLS).
+# Elsewhere bytes count as taken once the transport has handed them on.
+
+# Of Linux's struct tcp_info: segments under way, bytes acknowledged, bytes that were not sent yet.
+_TCP_INFO: Final = getattr(socket, "TCP_INFO", None)
+_FIELDS: Final = struct.Struct("=24xI92xQ16xI")
+
+
+class Progress(NamedTuple):
+    """``taken`` grows as the other side takes bytes; ``all``: there is nothing that it has not."""
+
+    taken: int
+    all: bool
+
+
+def progress_of(transport: Transport) -> Progress:
+    """Say how far what was written to a transport has come."""
+    unwritten = transport.get_write_buffer_size()
+    made = transport.get_extra_info("socket")
+    try:
+        info = made.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _FIELDS.size)
+        under_way, acked, unsent = _FIELDS.unpack(info)
+    except (AttributeError, TypeError, OSError, struct.error):
+        return Progress(-unwritten, not unwritten)
+    return Progress(acked, not (unwritten or under_way or unsent))

@@ -1,11 +1,6 @@
-"""The SQS wire protocol, pure: requests, answers, faults, digests, signatures and the mapping.
+"""The SQS wire protocol, pure: no sockets, brokers or clocks.
 
-::
-
-    body ──jsonwire | querywire──▶ requests ──(server/sqs)──▶ answer ──jsonwire | querywire──▶ body
-                                     │   ▲
-             messages, queues: what SQS says ◀──▶ what Penstock keeps
-
-``faults`` are SQS's errors with their codes in both protocols, ``digests`` its MD5s, ``signature``
-its request signatures. Nothing here knows of sockets, brokers or clocks.
+``jsonwire`` and ``querywire`` turn bytes into the ``requests`` of the 23 operations, and answers
+into bytes; ``messages`` and ``queues`` map them to Penstock's nouns; ``faults`` are SQS's errors;
+``signature`` checks signatures.
 """

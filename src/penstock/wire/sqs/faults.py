@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["QUERY_CODES", "SqsFault"]
-
 _PREFIX: Final = "AWS.SimpleQueueService."
 
-# Where the two protocols name an error differently.
+# Errors that the query protocol names otherwise: most with a prefix.
 QUERY_CODES: Final = {
+    **{
+        name: f"{_PREFIX}{name}"
+        for name in (
+            *("BatchEntryIdsNotDistinct", "BatchRequestTooLong", "EmptyBatchRequest"),
+            *("InvalidBatchEntryId", "MessageNotInflight", "PurgeQueueInProgress"),
+            *("QueueDeletedRecently", "TooManyEntriesInBatchRequest", "UnsupportedOperation"),
+        )
+    },
     "QueueDoesNotExist": f"{_PREFIX}NonExistentQueue",
     "QueueNameExists": "QueueAlreadyExists",
-    "BatchEntryIdsNotDistinct": f"{_PREFIX}BatchEntryIdsNotDistinct",
-    "BatchRequestTooLong": f"{_PREFIX}BatchRequestTooLong",
-    "EmptyBatchRequest": f"{_PREFIX}EmptyBatchRequest",
-    "InvalidBatchEntryId": f"{_PREFIX}InvalidBatchEntryId",
-    "MessageNotInflight": f"{_PREFIX}MessageNotInflight",
-    "PurgeQueueInProgress": f"{_PREFIX}PurgeQueueInProgress",
-    "QueueDeletedRecently": f"{_PREFIX}QueueDeletedRecently",
-    "TooManyEntriesInBatchRequest": f"{_PREFIX}TooManyEntriesInBatchRequest",
-    "UnsupportedOperation": f"{_PREFIX}UnsupportedOperation",
     "InvalidParameterValueException": "InvalidParameterValue",
     "MissingRequiredParameterException": "MissingParameter",
     "AccessDeniedException": "AccessDenied",

@@ -12,8 +12,6 @@ from penstock.wire.sqs.requests import OPERATIONS, SqsRequest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CONTENT_TYPE", "decode", "encode", "encode_fault", "operation_of"]
-
 CONTENT_TYPE: Final = "application/x-amz-json-1.0"
 _TARGET: Final = "AmazonSQS."
 

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import re
 from base64 import b64decode, b64encode
+from hashlib import md5
+from struct import Struct
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -31,22 +33,7 @@ from penstock.wire.sqs.requests import AttributeValue
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from penstock.model import Value
-
-__all__ = [
-    "ENCODING_ATTRIBUTE",
-    "RESERVED",
-    "Kept",
-    "attribute_bytes",
-    "check_attributes",
-    "check_body",
-    "message_uuid",
-    "select",
-    "shown_attributes",
-    "shown_body",
-    "speakable",
-    "to_attributes",
-]
+    from penstock.model import Delivery, Value
 
 RESERVED: Final = "sqs"
 # Says of a body that it is base64, since it has bytes that SQS has no text for.
@@ -94,8 +81,6 @@ def message_uuid(store_id: int, message_id: int) -> str:
 
 def check_body(body: str | None) -> bytes:
     """Turn a body into a payload."""
-    if body is None:
-        raise SqsFault.missing("MessageBody")
     if not body:
         raise SqsFault.missing("MessageBody")
     if not speakable(body):
@@ -119,11 +104,6 @@ def check_attributes(attributes: Mapping[str, AttributeValue] | None) -> int:
     for name, value in attributes.items():
         _check_name(name)
         _check_value(name, value)
-    return attribute_bytes(attributes)
-
-
-def attribute_bytes(attributes: Mapping[str, AttributeValue]) -> int:
-    """Return what attributes count towards the size of a message."""
     return sum(
         len(name.encode())
         + len((value.data_type or "").encode())
@@ -135,20 +115,17 @@ def attribute_bytes(attributes: Mapping[str, AttributeValue]) -> int:
 
 def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
-        raise SqsFault.invalid(
-            f"The message attribute name '{name[:300]}' is invalid. Attribute name can contain "
-            "A-Z, a-z, 0-9, underscore (_), hyphen (-), and period (.) characters."
+        reason = (
+            "Attribute name can contain A-Z, a-z, 0-9, underscore (_), hyphen (-), and period (.) "
+            "characters."
         )
-    if name.startswith(".") or name.endswith(".") or ".." in name:
-        raise SqsFault.invalid(
-            f"The message attribute name '{name}' is invalid. Attribute name must not start or "
-            "end with a period or have successive periods."
-        )
-    if name.lower().startswith(("aws.", "amazon.")):
-        raise SqsFault.invalid(
-            f"The message attribute name '{name}' is invalid. Names that begin with AWS. or "
-            "Amazon. are reserved."
-        )
+    elif name.startswith(".") or name.endswith(".") or ".." in name:
+        reason = "Attribute name must not start or end with a period or have successive periods."
+    elif name.lower().startswith(("aws.", "amazon.")):
+        reason = "Names that begin with AWS. or Amazon. are reserved."
+    else:
+        return
+    raise SqsFault.invalid(f"The message attribute name '{name[:300]}' is invalid. {reason}")
 
 
 def _check_value(name: str, value: AttributeValue) -> None:
@@ -315,3 +292,59 @@ def select(
         for name, value in attributes.items()
         if name in wanted or (prefixes and name.startswith(prefixes))
     }
+
+
+# --- receipt handles: a receipt, and the number of its message ------------------------------------
+#
+#     ps1-SSSSSSSS-QQQQQQQQ-LLLLLLLLLLLLLLLLLLLLLLLLLLLLLLLL-KKKKKKKKKKKKKKKK.N
+#
+# A receipt names a place in a queue, which another message gets once this one is settled. The
+# number is for a delete that comes again: was this message deleted before?
+
+
+def handle_of(delivery: Delivery) -> str:
+    """Return the handle of a message that was received."""
+    return f"{delivery.receipt}.{delivery.message_id}"
+
+
+def receipt_of(handle: str) -> str:
+    """Return the receipt in a handle; a receipt alone will do."""
+    return handle.partition(".")[0]
+
+
+def message_of(handle: str) -> int | None:
+    """Return the number in a handle; None if it has none."""
+    number = handle.partition(".")[2]
+    # No number of a message is longer.
+    return int(number) if number.isascii() and number.isdecimal() and len(number) < 20 else None
+
+
+# --- MD5s: clients check by them what they sent and received --------------------------------------
+
+_LENGTH = Struct(">I").pack
+
+
+def md5_of_body(body: bytes) -> str:
+    """Return the MD5 of a body, which clients check."""
+    return md5(body, usedforsecurity=False).hexdigest()
+
+
+def md5_of_attributes(attributes: Mapping[str, AttributeValue]) -> str:
+    """Return the MD5 of message attributes: of each name, type and value with its length, by name.
+
+    ::
+
+        length name | length type | 1 length text  or  2 length bytes
+    """
+    parts: list[bytes] = []
+    for name in sorted(attributes):
+        value = attributes[name]
+        for text in (name, value.data_type or ""):
+            data = text.encode()
+            parts += (_LENGTH(len(data)), data)
+        if value.binary_value is not None:
+            parts += (b"\x02", _LENGTH(len(value.binary_value)), value.binary_value)
+        else:
+            data = (value.string_value or "").encode()
+            parts += (b"\x01", _LENGTH(len(data)), data)
+    return md5(b"".join(parts), usedforsecurity=False).hexdigest()

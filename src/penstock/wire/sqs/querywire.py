@@ -20,8 +20,6 @@ from penstock import limits
 from penstock.wire.sqs.faults import SqsFault
 from penstock.wire.sqs.requests import OPERATIONS, AttributeValue, SqsRequest
 
-__all__ = ["CONTENT_TYPE", "decode", "encode", "encode_fault", "fields_of", "operation_of"]
-
 CONTENT_TYPE: Final = "text/xml"
 _SPACE: Final = "http://queue.amazonaws.com/doc/2012-11-05/"
 _DEPTH: Final = 8
@@ -123,7 +121,8 @@ def _shape(kind: type, tree: Tree, operation: str) -> Tree:
             if pairs:
                 shaped[name] = {str(item.get(key, "")): item.get("Value", "") for item in pairs}
         elif name == "Entries":
-            entry = _entry_type(field.type)
+            # The field is a list of entries, or missing.
+            entry = field.type.__args__[0].__args__[0]
             shaped[name] = [
                 _shape(entry, item, operation)
                 for item in _numbered(tree.get(f"{operation}RequestEntry"))
@@ -132,12 +131,6 @@ def _shape(kind: type, tree: Tree, operation: str) -> Tree:
         elif name in tree:
             shaped[name] = tree[name]
     return shaped
-
-
-def _entry_type(annotation: Any) -> type:
-    """Return the entry of a field that is a list of entries, or missing."""
-    entry: type = annotation.__args__[0].__args__[0]
-    return entry
 
 
 def _numbered(node: Any) -> list[Any]:

@@ -9,39 +9,6 @@ from typing import Final
 
 import msgspec
 
-__all__ = [
-    "OPERATIONS",
-    "AddPermission",
-    "AttributeValue",
-    "CancelMessageMoveTask",
-    "ChangeMessageVisibility",
-    "ChangeMessageVisibilityBatch",
-    "CreateQueue",
-    "DeleteEntry",
-    "DeleteMessage",
-    "DeleteMessageBatch",
-    "DeleteQueue",
-    "GetQueueAttributes",
-    "GetQueueUrl",
-    "ListDeadLetterSourceQueues",
-    "ListMessageMoveTasks",
-    "ListQueueTags",
-    "ListQueues",
-    "OnQueue",
-    "PurgeQueue",
-    "ReceiveMessage",
-    "RemovePermission",
-    "SendEntry",
-    "SendMessage",
-    "SendMessageBatch",
-    "SetQueueAttributes",
-    "SqsRequest",
-    "StartMessageMoveTask",
-    "TagQueue",
-    "UntagQueue",
-    "VisibilityEntry",
-]
-
 
 class SqsRequest(msgspec.Struct, rename="pascal", kw_only=True):
     """Any request."""
@@ -248,29 +215,6 @@ class UntagQueue(OnQueue):
 
 OPERATIONS: Final[dict[str, type[SqsRequest]]] = {
     kind.__name__: kind
-    for kind in (
-        AddPermission,
-        CancelMessageMoveTask,
-        ChangeMessageVisibility,
-        ChangeMessageVisibilityBatch,
-        CreateQueue,
-        DeleteMessage,
-        DeleteMessageBatch,
-        DeleteQueue,
-        GetQueueAttributes,
-        GetQueueUrl,
-        ListDeadLetterSourceQueues,
-        ListMessageMoveTasks,
-        ListQueueTags,
-        ListQueues,
-        PurgeQueue,
-        ReceiveMessage,
-        RemovePermission,
-        SendMessage,
-        SendMessageBatch,
-        SetQueueAttributes,
-        StartMessageMoveTask,
-        TagQueue,
-        UntagQueue,
-    )
+    for kind in (*SqsRequest.__subclasses__(), *OnQueue.__subclasses__())
+    if kind is not OnQueue
 }

@@ -19,8 +19,6 @@ from penstock.wire.sqs.faults import SqsFault
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["SKEW_MS", "Claim", "canonical_request", "parse", "signing_key", "verify"]
-
 SKEW_MS: Final = 15 * 60_000
 _ALGORITHM: Final = "AWS4-HMAC-SHA256"
 _HEADER: Final = re.compile(

@@ -21,8 +21,7 @@ from penstock.errors import (
 )
 from penstock.model import Message, Outcome, OutcomeStatus
 from penstock.wire.native import messages as wire
-from penstock.wire.native.messages import FrameReader
-from penstock.wire.native.progress import Progress
+from penstock.wire.native.messages import FrameReader, Progress
 
 encoder = wire.Encoder()
 WELCOME = wire.Welcome(1, "test", "s", {})

@@ -1,4 +1,4 @@
-"""The desk: joint changes, each request its own answer; claims that wait without a thread."""
+"""The batcher: joint changes, each request its own answer; claims that wait without a thread."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from penstock.errors import (
     QueueNotFound,
     StoreFenced,
 )
-from penstock.server import batcher as desk_module
-from penstock.server.batcher import Desk
+from penstock.server import batcher as batcher_module
+from penstock.server.batcher import Batcher
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Broker]:
         assert_clean(opened)
 
 
-def run(broker: Broker, story: Callable[[Desk], Awaitable[None]]) -> None:
+def run(broker: Broker, story: Callable[[Batcher], Awaitable[None]]) -> None:
     async def whole() -> None:
-        desk = Desk(broker, asyncio.get_running_loop())
+        batcher = Batcher(broker, asyncio.get_running_loop())
         try:
-            await asyncio.wait_for(story(desk), 120)
+            await asyncio.wait_for(story(batcher), 120)
         finally:
-            await desk.close()
+            await batcher.close()
 
     asyncio.run(whole())
 
@@ -54,18 +54,18 @@ def to(queue: str, number: int = 0, **settings: Any) -> Message:
 
 
 def test_what_comes_together_is_one_change(broker: Broker) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(batcher: Batcher) -> None:
         before = broker.durability().commits
-        ids = await asyncio.gather(*(desk.publish([to("q", n)]) for n in range(50)))
+        ids = await asyncio.gather(*(batcher.publish([to("q", n)]) for n in range(50)))
         assert broker.durability().commits - before <= 2
         assert len({one for each in ids for one in each}) == 50
-        claims = await asyncio.gather(*(desk.claim("q", limit=2) for _ in range(20)))
+        claims = await asyncio.gather(*(batcher.claim("q", limit=2) for _ in range(20)))
         assert [len(each) for each in claims] == [2] * 20
         # Each claim has a lease of its own.
         assert len({each[0].lease for each in claims}) == 20
         assert all(len({one.lease for one in each}) == 1 for each in claims)
         outcomes = await asyncio.gather(
-            *(desk.ack([one.receipt for one in each]) for each in claims)
+            *(batcher.ack([one.receipt for one in each]) for each in claims)
         )
         assert all(outcome for each in outcomes for outcome in each)
 
@@ -77,12 +77,12 @@ def test_what_comes_together_is_one_change(broker: Broker) -> None:
 def test_one_request_fails_alone(broker: Broker) -> None:
     broker.create_queue("even", filter="n = 2")
 
-    async def story(desk: Desk) -> None:
+    async def story(batcher: Batcher) -> None:
         kept, wrong, nowhere, good = await asyncio.gather(
-            desk.publish([to("q", 1)], queue="q"),
-            desk.publish([to("q", 1)], queue="even"),
-            desk.publish([to("q", 1)], queue="missing"),
-            desk.publish([to("q", 2)], queue="even"),
+            batcher.publish([to("q", 1)], queue="q"),
+            batcher.publish([to("q", 1)], queue="even"),
+            batcher.publish([to("q", 1)], queue="missing"),
+            batcher.publish([to("q", 2)], queue="even"),
             return_exceptions=True,
         )
         assert isinstance(kept, list)
@@ -90,17 +90,17 @@ def test_one_request_fails_alone(broker: Broker) -> None:
         assert isinstance(wrong, InvalidMessage)
         assert isinstance(nowhere, QueueNotFound)
         with pytest.raises(InvalidInput, match="limit"):
-            desk.claim("q", limit=0)
+            batcher.claim("q", limit=0)
         first, gone = await asyncio.gather(
-            desk.claim("q", limit=1), desk.claim("missing"), return_exceptions=True
+            batcher.claim("q", limit=1), batcher.claim("missing"), return_exceptions=True
         )
         assert isinstance(first, list)
         assert isinstance(gone, QueueNotFound)
         (delivery,) = first
         bad, elsewhere, done = await asyncio.gather(
-            desk.ack(["nonsense"]),
-            desk.ack([delivery.receipt], queue="even"),
-            desk.ack([delivery.receipt]),
+            batcher.ack(["nonsense"]),
+            batcher.ack([delivery.receipt], queue="even"),
+            batcher.ack([delivery.receipt]),
             return_exceptions=True,
         )
         assert isinstance(bad, InvalidReceipt)
@@ -143,9 +143,9 @@ def test_groups_of_a_fifo_queue_stay_in_one_lease(broker: Broker) -> None:
 def test_a_claim_waits_for_what_any_thread_publishes(broker: Broker) -> None:
     before = threading.active_count()
 
-    async def story(desk: Desk) -> None:
-        waiting = [desk.claim("q", wait_ms=600_000) for _ in range(200)]
-        while desk.parked < 200:
+    async def story(batcher: Batcher) -> None:
+        waiting = [batcher.claim("q", wait_ms=600_000) for _ in range(200)]
+        while batcher.parked < 200:
             await asyncio.sleep(0.001)
         assert threading.active_count() < before + 20
         publisher = threading.Thread(
@@ -156,7 +156,7 @@ def test_a_claim_waits_for_what_any_thread_publishes(broker: Broker) -> None:
         publisher.start()
         answers = await asyncio.gather(*waiting)
         assert sorted(int(each[0].payload) for each in answers) == list(range(200))
-        assert not desk.parked
+        assert not batcher.parked
         publisher.join()
 
     run(broker, story)
@@ -165,32 +165,32 @@ def test_a_claim_waits_for_what_any_thread_publishes(broker: Broker) -> None:
 def test_what_a_far_store_tells_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with penstock.open("memory:", background=False) as broker:
         broker.create_queue("q")
-        monkeypatch.setattr(desk_module, "FAR", {broker.info().design})
+        monkeypatch.setattr(batcher_module, "FAR", {broker.info().design})
 
-        async def story(desk: Desk) -> None:
-            waiting = [desk.claim("q", wait_ms=600_000) for _ in range(2)]
-            while desk.parked < 2:
+        async def story(batcher: Batcher) -> None:
+            waiting = [batcher.claim("q", wait_ms=600_000) for _ in range(2)]
+            while batcher.parked < 2:
                 await asyncio.sleep(0.001)
             # It counts what has come since it was asked last.
-            broker.listen(lambda queue, _: desk._woken(queue, 1))
-            desk._changing = True
+            broker.listen(lambda queue, _: batcher._woken(queue, 1))
+            batcher._changing = True
             broker.publish([to("q")])
             broker.publish([to("q")])
             broker.listen(None)
             await asyncio.sleep(0)
-            desk._changing = False
-            desk._retry()
+            batcher._changing = False
+            batcher._retry()
             assert [len(each) for each in await asyncio.gather(*waiting)] == [1, 1]
 
         run(broker, story)
 
 
 def test_a_claim_waits_for_what_comes_due(broker: Broker) -> None:
-    async def story(desk: Desk) -> None:
-        await desk.publish([to("q", delay_ms=300)])
-        (delivery,) = await desk.claim("q", wait_ms=60_000, lease_ms=200)
+    async def story(batcher: Batcher) -> None:
+        await batcher.publish([to("q", delay_ms=300)])
+        (delivery,) = await batcher.claim("q", wait_ms=60_000, lease_ms=200)
         # Its lease ends without anybody's doing.
-        (again,) = await desk.claim("q", wait_ms=60_000)
+        (again,) = await batcher.claim("q", wait_ms=60_000)
         assert (again.message_id, again.attempts) == (delivery.message_id, 2)
         first, second = broker.attempts("q", delivery.message_id)
         assert first.claimed_at_ms >= delivery.published_at_ms + 300
@@ -200,38 +200,38 @@ def test_a_claim_waits_for_what_comes_due(broker: Broker) -> None:
 
 
 def test_a_wait_ends_in_time(broker: Broker) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(batcher: Batcher) -> None:
         loop = asyncio.get_running_loop()
         begin = loop.time()
-        assert await desk.claim("q", wait_ms=100) == []
+        assert await batcher.claim("q", wait_ms=100) == []
         assert loop.time() - begin >= 0.09
 
     run(broker, story)
 
 
 def test_a_cancelled_wait_takes_nothing(broker: Broker) -> None:
-    async def story(desk: Desk) -> None:
-        gone = desk.claim("q", wait_ms=600_000)
-        stays = desk.claim("q", wait_ms=600_000)
-        while desk.parked < 2:
+    async def story(batcher: Batcher) -> None:
+        gone = batcher.claim("q", wait_ms=600_000)
+        stays = batcher.claim("q", wait_ms=600_000)
+        while batcher.parked < 2:
             await asyncio.sleep(0.001)
         gone.cancel()
         await asyncio.sleep(0)
-        assert desk.parked == 1
-        await desk.publish([to("q")])
+        assert batcher.parked == 1
+        await batcher.publish([to("q")])
         assert len(await stays) == 1
 
     run(broker, story)
 
 
 def test_what_was_claimed_for_one_who_left_goes_to_others(broker: Broker) -> None:
-    async def story(desk: Desk) -> None:
-        await desk.publish([to("q")])
-        gone = desk.claim("q")
+    async def story(batcher: Batcher) -> None:
+        await batcher.publish([to("q")])
+        gone = batcher.claim("q")
         # Now it has been made, and waits for the disk.
         await asyncio.sleep(0)
         gone.cancel()
-        (delivery,) = await desk.claim("q", wait_ms=60_000)
+        (delivery,) = await batcher.claim("q", wait_ms=60_000)
         assert delivery.attempts == 1
 
     run(broker, story)
@@ -242,11 +242,11 @@ def test_what_was_claimed_for_one_who_left_goes_to_others(broker: Broker) -> Non
 def test_a_queue_that_goes_ends_the_wait(broker: Broker) -> None:
     broker.create_queue("short")
 
-    async def story(desk: Desk) -> None:
-        waiting = [desk.claim("short", wait_ms=600_000) for _ in range(3)]
-        while desk.parked < 3:
+    async def story(batcher: Batcher) -> None:
+        waiting = [batcher.claim("short", wait_ms=600_000) for _ in range(3)]
+        while batcher.parked < 3:
             await asyncio.sleep(0.001)
-        await desk.call(lambda used: used.delete_queue("short"))
+        await batcher.call(lambda used: used.delete_queue("short"))
         for each in waiting:
             with pytest.raises(QueueNotFound):
                 await each
@@ -259,9 +259,9 @@ def test_a_store_that_is_lost_ends_every_wait() -> None:
         broker = penstock.open("memory:")
         broker.create_queue("q")
         broker.create_queue("other")
-        desk = Desk(broker, asyncio.get_running_loop())
-        waiting = [desk.claim(name, wait_ms=600_000) for name in ("q", "q", "other")]
-        while desk.parked < 3:
+        batcher = Batcher(broker, asyncio.get_running_loop())
+        waiting = [batcher.claim(name, wait_ms=600_000) for name in ("q", "q", "other")]
+        while batcher.parked < 3:
             await asyncio.sleep(0.001)
         # What an engine says when another process has taken its store over.
         threading.Thread(target=broker._shell._lose, args=(StoreFenced("gone"),)).start()
@@ -269,24 +269,24 @@ def test_a_store_that_is_lost_ends_every_wait() -> None:
             with pytest.raises(StoreFenced):
                 await asyncio.wait_for(each, 60)
         with pytest.raises(StoreFenced):
-            await desk.publish([to("q")])
-        await desk.close()
+            await batcher.publish([to("q")])
+        await batcher.close()
         broker.close()
 
     asyncio.run(story())
 
 
 def test_stopping_hands_claims_back(broker: Broker) -> None:
-    async def story(desk: Desk) -> None:
-        waiting = desk.claim("q", wait_ms=600_000)
-        late = desk.publish([to("q")])
+    async def story(batcher: Batcher) -> None:
+        waiting = batcher.claim("q", wait_ms=600_000)
+        late = batcher.publish([to("q")])
         await asyncio.sleep(0)
-        desk.hand_back()
+        batcher.hand_back()
         assert await late
         assert len(await waiting) <= 1
-        assert await desk.claim("q", wait_ms=600_000, limit=9) is not None
+        assert await batcher.claim("q", wait_ms=600_000, limit=9) is not None
         with pytest.raises(BrokerClosed):
-            desk.call(lambda used: used.queues())
+            batcher.call(lambda used: used.queues())
 
     run(broker, story)
 
@@ -295,10 +295,10 @@ def test_a_closed_broker_is_told_to_all(tmp_path: Path) -> None:
     async def story() -> None:
         broker = penstock.open(f"rocksdb:{tmp_path / 'store'}")
         broker.create_queue("q")
-        desk = Desk(broker, asyncio.get_running_loop())
+        batcher = Batcher(broker, asyncio.get_running_loop())
         broker.close()
         answers = await asyncio.gather(
-            desk.publish([to("q")]), desk.claim("q", wait_ms=1_000), return_exceptions=True
+            batcher.publish([to("q")]), batcher.claim("q", wait_ms=1_000), return_exceptions=True
         )
         assert all(isinstance(each, BrokerClosed) for each in answers)
 
@@ -306,16 +306,16 @@ def test_a_closed_broker_is_told_to_all(tmp_path: Path) -> None:
 
 
 def test_release_and_extend(broker: Broker) -> None:
-    async def story(desk: Desk) -> None:
-        await desk.publish([to("q", 1), to("q", 2)])
-        one, two = await desk.claim("q", limit=2)
-        (extended,) = await desk.extend([one.receipt], lease_ms=500_000)
+    async def story(batcher: Batcher) -> None:
+        await batcher.publish([to("q", 1), to("q", 2)])
+        one, two = await batcher.claim("q", limit=2)
+        (extended,) = await batcher.extend([one.receipt], lease_ms=500_000)
         assert extended.lease_deadline_ms is not None
         assert extended.lease_deadline_ms > one.lease_deadline_ms
-        assert all(await desk.extend(two.lease, lease_ms=400_000))
-        (released,) = await desk.release([two.receipt], delay_ms=0, reason="not now")
+        assert all(await batcher.extend(two.lease, lease_ms=400_000))
+        (released,) = await batcher.release([two.receipt], delay_ms=0, reason="not now")
         assert released
-        (again,) = await desk.claim("q", limit=2)
+        (again,) = await batcher.claim("q", limit=2)
         assert (again.message_id, again.attempts) == (two.message_id, 2)
 
     run(broker, story)

@@ -13,16 +13,16 @@ from tests.waiting import wait_until as eventually
 import penstock
 from penstock import limits
 from penstock.model import Message
-from penstock.server.batcher import Desk
+from penstock.server.batcher import Batcher
 from penstock.server.native import backpressure
-from penstock.server.native.backpressure import Asked, Room, Sizes
+from penstock.server.native.backpressure import Backpressure, MessageSizes, PendingRequest
 from penstock.server.native.verbs import VERBS
 from penstock.wire.native import messages as wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.server.native.connection import Connection
+    from penstock.server.native.connection import NativeConnection
 
 MEGABYTE = 1024 * 1024
 ALL = limits.MAX_BYTES_AT_WORK
@@ -32,25 +32,25 @@ class Hall:
     """A room whose queues hold messages of known sizes."""
 
     def __init__(self, **sizes: int) -> None:
-        self.sizes = Sizes()
+        self.sizes = MessageSizes()
         for queue, size in sizes.items():
             self.sizes.saw(queue, size)
         # As often as somebody is to look whether there is room now.
         self.freed: list[str] = []
-        self.room = Room(self.sizes, lambda: self.freed.append("look"))
+        self.room = Backpressure(self.sizes, lambda: self.freed.append("look"))
 
-    def ask(self, queue: str, limit: int = 1) -> Asked:
+    def ask(self, queue: str, limit: int = 1) -> PendingRequest:
         request = wire.Claim(1, queue, limit)
-        return Asked(request, VERBS[wire.Claim], 0, 0.0, self.room)
+        return PendingRequest(request, VERBS[wire.Claim], 0, 0.0, self.room)
 
-    def admit(self, asked: Asked) -> bool:
+    def admit(self, asked: PendingRequest) -> bool:
         """Let in or hold, as a connection does."""
-        if self.room.enter(asked):
+        if self.room.admit(asked):
             return True
         self.room.hold(asked)
         return False
 
-    def let_in(self) -> list[Asked]:
+    def let_in(self) -> list[PendingRequest]:
         found = []
         while (asked := self.room.next()) is not None:
             found.append(asked)
@@ -58,7 +58,7 @@ class Hall:
 
 
 def test_sizes_go_up_at_once_and_down_by_and_by() -> None:
-    sizes = Sizes()
+    sizes = MessageSizes()
     assert sizes.guess("q") == backpressure.UNKNOWN_MESSAGE_BYTES
     sizes.saw("q", 100)
     assert sizes.guess("q") == 100
@@ -73,7 +73,7 @@ def test_sizes_go_up_at_once_and_down_by_and_by() -> None:
 
 def test_sizes_are_of_so_many_queues(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backpressure, "MAX_SIZES", 3)
-    sizes = Sizes()
+    sizes = MessageSizes()
     for n in range(10):
         sizes.saw(f"q{n}", n)
         assert sizes.guess(f"q{n}") == n
@@ -134,7 +134,7 @@ def test_nobody_is_let_in_while_answers_are_not_read() -> None:
     hall.room.reopen()
     assert hall.freed == ["look"]
     # In order: who comes now is behind.
-    assert not hall.room.enter(hall.ask("small"))
+    assert not hall.room.admit(hall.ask("small"))
     assert hall.let_in() == [asked]
 
 
@@ -168,7 +168,7 @@ def test_who_turns_out_to_need_much_does_not_hold_up_the_others() -> None:
 # --- through a server -----------------------------------------------------------------------------
 
 
-def at(served: Served, work: Callable[[Connection], Any]) -> Any:
+def at(served: Served, work: Callable[[NativeConnection], Any]) -> Any:
     """Do something with the only connection, on the server's loop."""
 
     async def do() -> Any:
@@ -178,9 +178,9 @@ def at(served: Served, work: Callable[[Connection], Any]) -> Any:
     return served.do(do())
 
 
-def fill_up(served: Served) -> Asked:
+def fill_up(served: Served) -> PendingRequest:
     """Take the room for large answers, and return what to leave it with."""
-    blocker = Asked(
+    blocker = PendingRequest(
         wire.Claim(0, "-", limits.MAX_CLAIM_LIMIT),
         VERBS[wire.Claim],
         0,
@@ -188,9 +188,9 @@ def fill_up(served: Served) -> Asked:
         Any,  # type: ignore[arg-type]
     )
 
-    def take(connection: Connection) -> None:
-        blocker.room = connection._room
-        assert blocker.enter()
+    def take(connection: NativeConnection) -> None:
+        blocker.backpressure = connection._backpressure
+        assert blocker.admit()
 
     at(served, take)
     return blocker
@@ -213,7 +213,7 @@ def test_what_brings_little_goes_on_while_claims_are_held(served: Served) -> Non
         small = raw.ask(wire.Claim(4, "small", 1, None, 600_000))
         assert isinstance(small, wire.Result)
         assert small.id == 4
-        assert at(served, lambda connection: connection._room.held) == 4
+        assert at(served, lambda connection: connection._backpressure.held) == 4
         assert served.broker.stats("q").in_flight == 0
         at(served, lambda _: blocker.leave())
         assert sum(len(raw.whole()) for _ in range(2)) == 2
@@ -224,11 +224,11 @@ def test_a_held_claim_can_be_withdrawn(served: Served) -> None:
         raw.read()
         blocker = fill_up(served)
         raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 600_000)))
-        eventually(lambda: at(served, lambda connection: connection._room.held) == 1)
+        eventually(lambda: at(served, lambda connection: connection._backpressure.held) == 1)
         raw.send(encoder.frame(wire.Cancel(2, 1)))
         answers = {frame.id: bytes(frame.value) for frame in (raw.read(), raw.read())}  # type: ignore[union-attr]
         assert answers == {1: b"\x90", 2: b"\xc3"}
-        assert at(served, lambda connection: connection._room.held) == 0
+        assert at(served, lambda connection: connection._backpressure.held) == 0
         at(served, lambda _: blocker.leave())
         served.broker.publish([message()])
         assert isinstance(raw.ask(wire.Ping(3)), wire.Result)
@@ -239,12 +239,12 @@ def test_a_claim_is_withdrawn_while_it_is_put_off(served: Served) -> None:
     with Raw(served) as raw:
         raw.read()
         raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 600_000)))
-        eventually(lambda: served.desk.parked == 1)
+        eventually(lambda: served.batcher.parked == 1)
 
-        def refuse_and_withdraw(connection: Connection) -> None:
-            connection._room.shut()
-            served.desk._woken("q", 1)
-            served.desk._retry()
+        def refuse_and_withdraw(connection: NativeConnection) -> None:
+            connection._backpressure.shut()
+            served.batcher._woken("q", 1)
+            served.batcher._retry()
             assert connection._waits[1].refused
             connection._withdraw(wire.Cancel(2, 1))
 
@@ -252,7 +252,7 @@ def test_a_claim_is_withdrawn_while_it_is_put_off(served: Served) -> None:
         answers = {frame.id: bytes(frame.value) for frame in (raw.read(), raw.read())}  # type: ignore[union-attr]
         assert answers == {1: b"\x90", 2: b"\xc3"}
         assert isinstance(raw.ask(wire.Ping(3)), wire.Result)
-        assert at(served, lambda connection: connection._room.held) == 0
+        assert at(served, lambda connection: connection._backpressure.held) == 0
         assert at(served, lambda connection: connection._bytes_at_work) == 0
 
 
@@ -262,7 +262,7 @@ def test_a_held_claim_waits_no_longer_than_it_may(served: Served) -> None:
         fill_up(served)
         raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 50)))
         assert raw.result() == []
-        assert at(served, lambda connection: connection._room.held) == 0
+        assert at(served, lambda connection: connection._backpressure.held) == 0
         refused = raw.ask(wire.Claim(2, "q", 1, None, limits.MAX_WAIT_MS + 1))
         assert isinstance(refused, wire.Failure)
 
@@ -272,9 +272,9 @@ def test_the_time_that_a_claim_was_held_is_of_its_wait(served: Served) -> None:
         raw.read()
         blocker = fill_up(served)
         raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 900_000)))
-        eventually(lambda: at(served, lambda connection: connection._room.held) == 1)
+        eventually(lambda: at(served, lambda connection: connection._backpressure.held) == 1)
 
-        def let_in_later(connection: Connection) -> float:
+        def let_in_later(connection: NativeConnection) -> float:
             # As if ten minutes had gone by.
             asked = connection._waits[1]
             assert asked.until is not None
@@ -283,8 +283,8 @@ def test_the_time_that_a_claim_was_held_is_of_its_wait(served: Served) -> None:
             return asked.until
 
         until = at(served, let_in_later)
-        eventually(lambda: served.desk.parked == 1)
-        (waiting,) = served.desk._waiting.values()
+        eventually(lambda: served.batcher.parked == 1)
+        (waiting,) = served.batcher._waiting.values()
         assert abs(waiting.until - until) < 300
 
 
@@ -312,7 +312,7 @@ def test_held_claims_count_by_their_bytes(served: Served, monkeypatch: pytest.Mo
         for n in range(5):
             raw.send(encoder.frame(wire.Claim(n, "q", 1, None, 600_000, "c" * 60_000)))
         eventually(lambda: not at(served, lambda connection: connection._reading))
-        assert at(served, lambda connection: connection._room.held) == 2
+        assert at(served, lambda connection: connection._backpressure.held) == 2
         at(served, lambda _: blocker.leave())
         failures = [raw.read() for _ in range(5)]
         assert all(isinstance(each, wire.Failure) for each in failures)
@@ -325,7 +325,7 @@ def test_a_stop_leaves_held_requests_undone(served: Served) -> None:
         fill_up(served)
         raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 600_000)))
         raw.send(encoder.frame(wire.Claim(2, "q", 1)))
-        eventually(lambda: at(served, lambda connection: connection._room.held) == 2)
+        eventually(lambda: at(served, lambda connection: connection._backpressure.held) == 2)
         served.stop()
         frames = [raw.read() for _ in range(3)]
         assert {frame.id for frame in frames if isinstance(frame, wire.Undone)} == {1, 2}
@@ -338,14 +338,14 @@ def test_what_one_has_no_room_for_goes_to_others(served: Served) -> None:
         clogged.read()
         for n in range(3):
             clogged.send(encoder.frame(wire.Claim(n, "q", 1, None, 600_000)))
-        eventually(lambda: served.desk.parked == 3)
+        eventually(lambda: served.batcher.parked == 3)
         (connection,) = served.listener.connections
         at(served, lambda each: each.pause_writing())
         other = stack.enter_context(Raw(served))
         other.read()
         for n in range(2):
             other.send(encoder.frame(wire.Claim(n, "q", 1, None, 600_000)))
-        eventually(lambda: served.desk.parked == 5)
+        eventually(lambda: served.batcher.parked == 5)
         served.broker.publish([message() for _ in range(3)])
         got = [other.whole() for _ in range(2)]
         assert [[each["attempts"] for each in some] for some in got] == [[1], [1]]
@@ -357,7 +357,7 @@ def test_what_one_has_no_room_for_goes_to_others(served: Served) -> None:
         served.do(resume())
         (delivery,) = clogged.whole()
         assert delivery["attempts"] == 1
-        eventually(lambda: served.desk.parked == 2)
+        eventually(lambda: served.batcher.parked == 2)
 
 
 @pytest.mark.parametrize("wait_ms", [0, 600_000])
@@ -383,7 +383,7 @@ def test_who_reads_slowly_is_not_cut_off(served: Served, monkeypatch: pytest.Mon
     with Raw(served) as raw:
         raw.read()
 
-        def look(connection: Connection) -> bool:
+        def look(connection: NativeConnection) -> bool:
             """Play a reader that has taken something between two looks, and then nothing."""
             now = served.loop.time()
             connection.pause_writing()
@@ -403,16 +403,16 @@ def test_claims_that_go_away_leave_what_they_were_woken_for_to_others() -> None:
     async def story() -> None:
         with penstock.open("memory:", background=False) as broker:
             broker.create_queue("q")
-            desk = Desk(broker, asyncio.get_running_loop())
-            leaving = [desk.claim("q", wait_ms=600_000) for _ in range(3)]
-            staying = [desk.claim("q", wait_ms=600_000) for _ in range(3)]
-            while desk.parked < 6:
+            batcher = Batcher(broker, asyncio.get_running_loop())
+            leaving = [batcher.claim("q", wait_ms=600_000) for _ in range(3)]
+            staying = [batcher.claim("q", wait_ms=600_000) for _ in range(3)]
+            while batcher.parked < 6:
                 await asyncio.sleep(0)
             broker.publish([message() for _ in range(3)])
             for each in leaving:
                 each.cancel()
             answers = await asyncio.wait_for(asyncio.gather(*staying), 60)
             assert [len(each) for each in answers] == [1, 1, 1]
-            await desk.close()
+            await batcher.close()
 
     asyncio.run(story())

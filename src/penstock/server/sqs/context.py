@@ -1,0 +1,290 @@
+"""The context of SQS operations: the queues' settings, what receives got, and the caller."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+import msgspec
+
+from penstock import limits
+from penstock.wire.sqs.faults import SqsFault
+from penstock.wire.sqs.queues import QueueView, arn_of, view_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.clock import Clock
+    from penstock.model import Delivery, QueueSpec
+    from penstock.server.batcher import Batcher
+    from penstock.server.http import Request
+    from penstock.server.security import Principal
+    from penstock.wire.sqs.requests import DeleteEntry, OnQueue, SendEntry, VisibilityEntry
+
+Answer: TypeAlias = dict[str, Any]
+
+# For how long settings count as fresh that another protocol may have changed.
+_FRESH_S: Final = 1.0
+# The assumed size of a message beside its payload and attributes.
+_MESSAGE_BYTES: Final = 1_024
+# SQS takes letters, digits and punctuation of ASCII in them.
+_TOKEN: Final = re.compile(r"[!-~]{1,128}")
+_ENTRY_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,80}")
+
+
+class SqsOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How the service is set up.
+
+    ``url`` is what queue URLs begin with; without it, the address that the request came to.
+    ``done_retention_ms`` is how long queues that are made here remember deleted messages.
+    """
+
+    account: str = "000000000000"
+    region: str = "us-east-1"
+    url: str = ""
+    done_retention_ms: int = 3_600_000
+
+
+class SqsContext(NamedTuple):
+    """Where operations work."""
+
+    batcher: Batcher
+    queues: QueueCache
+    clock: Clock
+    options: SqsOptions
+    store_id: int
+    attempts: ReceiveAttempts
+
+    def arn(self, name: str) -> str:
+        """Name a queue as policies do."""
+        return arn_of(self.options.region, self.options.account, name)
+
+
+class SqsCall(NamedTuple):
+    """One request: from whom, by which address, and as it came."""
+
+    principal: Principal
+    base_url: str
+    http: Request
+    consumer: str
+
+    def queue_of(self, request: OnQueue, *actions: str) -> str:
+        """Return the name of a request's queue, on which one of the actions must be allowed."""
+        url = request.queue_url
+        if not url:
+            # Clients of the query protocol post to the queue's own address.
+            url = self.http.path if len(self.http.path) > 1 else None
+        if not url:
+            raise SqsFault.missing("QueueUrl")
+        name = url.rstrip("/").rpartition("/")[2]
+        self.principal.check_any(actions, name)
+        return name
+
+    def url_of(self, name: str) -> str:
+        """Return the URL of a queue."""
+        return f"{self.base_url}{name}"
+
+
+class QueueCache:
+    """The settings of the queues, so that requests need not ask the broker for them.
+
+    The broker says whether a queue is there when a message goes in or out. Settings may be a second
+    old if another protocol changed them.
+    """
+
+    def __init__(self, batcher: Batcher) -> None:
+        self._batcher = batcher
+        self._views: dict[str, QueueView] = {}
+        self._read_at = float("-inf")
+        self._reading: asyncio.Task[list[QueueSpec]] | None = None
+
+    async def view(self, name: str) -> QueueView:
+        """Return the settings of a queue."""
+        if self.known(name) is None:
+            await self.specs()
+        view = self._views.get(name)
+        if view is None:
+            raise SqsFault.no_queue()
+        return view
+
+    def known(self, name: str) -> QueueView | None:
+        """Return the settings of a queue without waiting; None: use :meth:`view`."""
+        if asyncio.get_running_loop().time() - self._read_at > _FRESH_S:
+            self._start_reading()
+        return self._views.get(name)
+
+    async def specs(self) -> list[QueueSpec]:
+        """Return the specs of all queues as they are now, by name."""
+        return await asyncio.shield(self._start_reading())
+
+    async def spec(self, name: str) -> QueueSpec:
+        """Return the spec of a queue as it is now."""
+        for spec in await self.specs():
+            if spec.name == name:
+                return spec
+        raise SqsFault.no_queue()
+
+    def learn(self, spec: QueueSpec) -> None:
+        """Take note of a queue that was made or changed."""
+        self._views[spec.name] = view_of(spec)
+        self._outdate()
+
+    def forget(self, name: str) -> None:
+        """Take note that a queue is gone."""
+        self._views.pop(name, None)
+        self._outdate()
+
+    def _outdate(self) -> None:
+        # A look that began before the change must not bring back what was before it.
+        self._reading = None
+        self._read_at = float("-inf")
+
+    def _start_reading(self) -> asyncio.Task[list[QueueSpec]]:
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.get_running_loop().create_task(self._read())
+            self._reading.add_done_callback(_retrieve)
+        return self._reading
+
+    async def _read(self) -> list[QueueSpec]:
+        me = asyncio.current_task()
+        specs = await self._batcher.call(lambda broker: broker.queues())
+        if self._reading is me:
+            self._views = {spec.name: view_of(spec) for spec in specs}
+            self._read_at = asyncio.get_running_loop().time()
+        return specs
+
+
+def _retrieve(task: asyncio.Task[list[QueueSpec]]) -> None:
+    # A caller that waits gets the error; otherwise the next request tries again.
+    if not task.cancelled():
+        task.exception()
+
+
+class _Got(NamedTuple):
+    at_ms: int
+    deliveries: dict[str, Delivery]
+
+
+class ReceiveAttempts:
+    """The deliveries of receives by ReceiveRequestAttemptId, since a client may ask again.
+
+    Bounded in number, bytes and time: the oldest go first, and asked again they are new receives.
+    """
+
+    def __init__(self) -> None:
+        self._got: OrderedDict[tuple[str, str], _Got] = OrderedDict()
+        self._by_receipt: dict[str, tuple[str, str]] = {}
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._got)
+
+    def find(self, queue: str, attempt: str, now_ms: int) -> list[Delivery]:
+        """Return what an attempt got, if it is remembered."""
+        got = self._got.get((queue, attempt))
+        if got is None or now_ms - got.at_ms > limits.SQS_RECEIVE_ATTEMPT_MS:
+            return []
+        return list(got.deliveries.values())
+
+    def remember(self, queue: str, attempt: str, deliveries: list[Delivery], now_ms: int) -> None:
+        """Keep what an attempt got."""
+        key = (queue, attempt)
+        self._drop(key)
+        self._got[key] = _Got(now_ms, {each.receipt: each for each in deliveries})
+        for each in deliveries:
+            self._by_receipt[each.receipt] = key
+            self.bytes += _weight(each)
+        while self._got:
+            oldest = next(iter(self._got))
+            if (
+                now_ms - self._got[oldest].at_ms <= limits.SQS_RECEIVE_ATTEMPT_MS
+                and len(self._got) <= limits.SQS_MAX_RECEIVE_ATTEMPTS
+                and self.bytes <= limits.SQS_MAX_RECEIVE_ATTEMPT_BYTES
+            ):
+                break
+            self._drop(oldest)
+
+    def forget(self, receipt: str) -> None:
+        """Let go of a message that is deleted."""
+        key = self._by_receipt.pop(receipt, None)
+        if key is None:
+            return
+        deliveries = self._got[key].deliveries
+        self.bytes -= _weight(deliveries.pop(receipt))
+        if not deliveries:
+            del self._got[key]
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        got = self._got.pop(key, None)
+        for receipt, each in got.deliveries.items() if got is not None else ():
+            del self._by_receipt[receipt]
+            self.bytes -= _weight(each)
+
+
+def _weight(delivery: Delivery) -> int:
+    named = sum(len(name) + len(str(value)) for name, value in delivery.attributes.items())
+    return _MESSAGE_BYTES + len(delivery.payload) + named
+
+
+# --- entries of batches ---------------------------------------------------------------------------
+
+
+def check_entries(
+    entries: Sequence[SendEntry] | Sequence[DeleteEntry] | Sequence[VisibilityEntry] | None,
+    kind: str,
+) -> None:
+    """Check a batch's number of entries and their ids."""
+    if not entries:
+        raise SqsFault(
+            "EmptyBatchRequest",
+            f"There should be at least one {kind}RequestEntry in the request.",
+        )
+    if len(entries) > limits.SQS_MAX_BATCH:
+        raise SqsFault(
+            "TooManyEntriesInBatchRequest",
+            f"Maximum number of entries per request are {limits.SQS_MAX_BATCH}. "
+            f"You have sent {len(entries)}.",
+        )
+    seen = set()
+    for entry in entries:
+        if entry.id is None:
+            raise SqsFault.missing(f"{kind}RequestEntry.Id")
+        if not _ENTRY_ID.fullmatch(entry.id):
+            raise SqsFault(
+                "InvalidBatchEntryId",
+                "A batch entry id can only contain alphanumeric characters, hyphens and "
+                "underscores. It can be at most 80 letters long.",
+            )
+        if entry.id in seen:
+            raise SqsFault("BatchEntryIdsNotDistinct", f"Id {entry.id} repeated.")
+        seen.add(entry.id)
+
+
+def check_range(value: int, parameter: str, low: int, high: int, reason: str = "") -> int:
+    """Check a number; ``reason`` is what SQS says of one that is out of bounds."""
+    if not low <= value <= high:
+        raise SqsFault.value(value, parameter, reason or f"Must be between {low} and {high}.")
+    return value
+
+
+def check_token(text: str | None, parameter: str) -> None:
+    """Check a group, a dedup id or the id of a receive, if it is given."""
+    if text is not None and not _TOKEN.fullmatch(text):
+        raise SqsFault.value(
+            text,
+            parameter,
+            f"{parameter} can only include alphanumeric and punctuation characters. 1 to 128 in "
+            "length.",
+        )
+
+
+def failed_entry(entry_id: str | None, fault: SqsFault) -> dict[str, object]:
+    """Say of an entry of a batch why it failed."""
+    return {
+        "Id": entry_id,
+        "SenderFault": fault.sender,
+        "Code": fault.query_code,
+        "Message": fault.message,
+    }

@@ -1,0 +1,592 @@
+"""The operations on messages: send, receive, delete, change the visibility, and their batches.
+
+A receipt handle has Penstock's receipt, which fences: once a lease has ended it changes nothing
+any more. A delete with such a handle succeeds on a standard queue, as in SQS, which promises no
+more than that the message *may* be gone; on a FIFO queue, and for a visibility timeout, it is an
+error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock import limits
+from penstock.errors import InvalidInput, InvalidReceipt, PenstockError
+from penstock.model import AttemptEnd, Message
+from penstock.server.sqs.context import (
+    Answer,
+    check_entries,
+    check_range,
+    check_token,
+    failed_entry,
+)
+from penstock.wire.sqs import messages, requests
+from penstock.wire.sqs.faults import SqsFault
+from penstock.wire.sqs.messages import handle_of, message_of, receipt_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from penstock.broker.broker import Broker
+    from penstock.model import Delivery, Outcome
+    from penstock.server.sqs.context import SqsCall, SqsContext
+    from penstock.wire.sqs.messages import Kept
+    from penstock.wire.sqs.queues import QueueView
+
+_WRONG_TYPE: Final = "The request include parameter that is not valid for this queue type."
+_SYSTEM: Final = (
+    "SenderId",
+    "SentTimestamp",
+    "ApproximateReceiveCount",
+    "ApproximateFirstReceiveTimestamp",
+    "SequenceNumber",
+    "MessageDeduplicationId",
+    "MessageGroupId",
+    "AWSTraceHeader",
+    "DeadLetterQueueSourceArn",
+)
+# A claim that is given back at once; long enough for that to reach the disk.
+_NO_LEASE_MS: Final = 10_000
+
+
+# --- send -----------------------------------------------------------------------------------------
+
+
+async def send(sqs: SqsContext, call: SqsCall, request: requests.SendMessage) -> Answer:
+    """Publish one message."""
+    name = call.queue_of(request, "publish")
+    view = sqs.queues.known(name) or await sqs.queues.view(name)
+    message, answer, size = _prepare(call, view, request)
+    _check_size(view, size)
+    (message_id,) = await sqs.batcher.publish([message], queue=name)
+    return _complete(sqs, view, answer, message_id)
+
+
+async def send_batch(sqs: SqsContext, call: SqsCall, request: requests.SendMessageBatch) -> Answer:
+    """Publish several messages; each of them succeeds or fails."""
+    name = call.queue_of(request, "publish")
+    view = await sqs.queues.view(name)
+    entries = request.entries or []
+    check_entries(entries, "SendMessageBatch")
+    failed: list[dict[str, Any]] = []
+    ready: list[tuple[requests.SendEntry, Message, dict[str, Any]]] = []
+    total = 0
+    for entry in entries:
+        if view.fifo:
+            # These refuse the whole batch in SQS as well.
+            _check_fifo(view, entry)
+        try:
+            message, answer, size = _prepare(call, view, entry)
+            total += size
+            if size <= limits.SQS_MAX_MESSAGE_BYTES:
+                _check_size(view, size)
+        except SqsFault as fault:
+            failed.append(failed_entry(entry.id, fault))
+            continue
+        ready.append((entry, message, answer))
+    if total > limits.SQS_MAX_MESSAGE_BYTES:
+        raise SqsFault(
+            "BatchRequestTooLong",
+            f"Batch requests cannot be longer than {limits.SQS_MAX_MESSAGE_BYTES} bytes. "
+            f"You have sent {total} bytes.",
+        )
+    successful = []
+    for (entry, _, answer), outcome in zip(ready, await _publish(sqs, view, ready), strict=True):
+        if isinstance(outcome, SqsFault):
+            failed.append(failed_entry(entry.id, outcome))
+        else:
+            successful.append({"Id": entry.id, **_complete(sqs, view, answer, outcome)})
+    return {"Successful": successful, "Failed": failed}
+
+
+async def _publish(
+    sqs: SqsContext,
+    view: QueueView,
+    ready: list[tuple[requests.SendEntry, Message, dict[str, Any]]],
+) -> list[int | SqsFault]:
+    if not ready:
+        return []
+    try:
+        return list(
+            await sqs.batcher.publish([message for _, message, _ in ready], queue=view.name)
+        )
+    except InvalidInput:
+        outcomes: list[int | SqsFault] = []
+        for _, message, _ in ready:
+            try:
+                outcomes += await sqs.batcher.publish([message], queue=view.name)
+            except InvalidInput as error:
+                outcomes.append(SqsFault.invalid(str(error)))
+        return outcomes
+
+
+def _prepare(
+    call: SqsCall, view: QueueView, entry: requests.SendMessage | requests.SendEntry
+) -> tuple[Message, dict[str, Any], int]:
+    """Check a message; return it, what can be answered already, and its size."""
+    payload = messages.check_body(entry.message_body)
+    attributes = entry.message_attributes
+    size = len(payload) + messages.check_attributes(attributes)
+    answer: dict[str, Any] = {"MD5OfMessageBody": messages.md5_of_body(payload)}
+    if attributes:
+        answer["MD5OfMessageAttributes"] = messages.md5_of_attributes(attributes)
+    trace = _trace_of(call)
+    if entry.message_system_attributes:
+        trace = _trace_header(entry.message_system_attributes)
+        answer["MD5OfMessageSystemAttributes"] = messages.md5_of_attributes(
+            entry.message_system_attributes
+        )
+    group = entry.message_group_id
+    check_token(group, "MessageGroupId")
+    dedup_id = entry.message_deduplication_id
+    check_token(dedup_id, "MessageDeduplicationId")
+    delay_ms = _delay_ms(view, entry.delay_seconds)
+    kept_id = dedup_id
+    if view.fifo:
+        _check_fifo(view, entry)
+        if dedup_id is None:
+            dedup_id = sha256(payload).hexdigest()
+    message = Message(
+        payload,
+        messages.to_attributes(
+            view.name,
+            attributes,
+            trace=trace,
+            dedup_id=kept_id,
+            sender=call.principal.key_id or None,
+        ),
+        group or "",
+        0,
+        delay_ms,
+        _scoped(view, group, dedup_id),
+    )
+    return message, answer, size
+
+
+def _check_fifo(view: QueueView, entry: requests.SendMessage | requests.SendEntry) -> None:
+    if not entry.message_group_id:
+        raise SqsFault.missing("MessageGroupId")
+    if entry.message_deduplication_id is None and not view.content_dedup:
+        raise SqsFault.invalid(
+            "The queue should either have ContentBasedDeduplication enabled or "
+            "MessageDeduplicationId provided explicitly"
+        )
+
+
+def _scoped(view: QueueView, group: str | None, dedup_id: str | None) -> str | None:
+    """Make a dedup id that counts in this queue as it was made, or in one of its groups."""
+    if dedup_id is None:
+        return None
+    scoped = f"{view.created_at_ms:x}.{dedup_id}"
+    if view.group_dedup and group:
+        return f"{sha256(group.encode()).hexdigest()}.{scoped}"
+    return scoped
+
+
+def _delay_ms(view: QueueView, delay_s: int | None) -> int:
+    if delay_s is None:
+        return 0
+    high = limits.SQS_MAX_DELAY_S
+    check_range(delay_s, "DelaySeconds", 0, high, f"DelaySeconds must be >= 0 and <= {high}.")
+    if view.fifo:
+        if delay_s:
+            raise SqsFault.value(delay_s, "DelaySeconds", _WRONG_TYPE)
+        return 0
+    # No delay at all would mean the queue's own.
+    return delay_s * 1000 if delay_s or not view.delay_s else 1
+
+
+def _trace_header(attributes: dict[str, requests.AttributeValue]) -> str:
+    for name, value in attributes.items():
+        if name != "AWSTraceHeader":
+            raise SqsFault.invalid(f"Message system attribute name '{name[:100]}' is invalid.")
+        if value.data_type != "String" or not value.string_value:
+            raise SqsFault.invalid(
+                "The message system attribute 'AWSTraceHeader' must be a String."
+            )
+    messages.check_attributes({"trace": attributes["AWSTraceHeader"]})
+    return attributes["AWSTraceHeader"].string_value or ""
+
+
+def _trace_of(call: SqsCall) -> str | None:
+    """Return the trace header of the request, which holds for messages that have none of their own.
+
+    Proxies add it: one that can't be kept is left out, and refuses nothing.
+    """
+    trace = call.http.headers.get("x-amzn-trace-id")
+    if not trace or len(trace) > limits.SQS_MAX_TRACE_CHARS or not messages.speakable(trace):
+        return None
+    return trace
+
+
+def _check_size(view: QueueView, size: int) -> None:
+    if size > view.max_bytes:
+        raise SqsFault.invalid(
+            "One or more parameters are invalid. Reason: Message must be shorter than "
+            f"{view.max_bytes} bytes."
+        )
+
+
+def _complete(sqs: SqsContext, view: QueueView, answer: dict[str, Any], message_id: int) -> Answer:
+    answer["MessageId"] = messages.message_uuid(sqs.store_id, message_id)
+    if view.fifo:
+        answer["SequenceNumber"] = f"{message_id:020d}"
+    return answer
+
+
+# --- receive --------------------------------------------------------------------------------------
+
+
+def check_visibility(seconds: int) -> int:
+    """Check a visibility timeout."""
+    high = limits.SQS_MAX_VISIBILITY_S
+    reason = f"Must be between 0 and {high}, if provided."
+    return check_range(seconds, "VisibilityTimeout", 0, high, reason)
+
+
+async def receive(sqs: SqsContext, call: SqsCall, request: requests.ReceiveMessage) -> Answer:
+    """Take messages."""
+    name = call.queue_of(request, "consume")
+    view = sqs.queues.known(name) or await sqs.queues.view(name)
+    limit, visibility_s, wait_s = _checked(view, request)
+    system = _system_names(request)
+    attempt = request.receive_request_attempt_id if view.fifo else None
+    lease_ms = visibility_s * 1000 or _NO_LEASE_MS
+    deliveries = await _again(sqs, name, attempt, lease_ms) if attempt else []
+    claimed: list[Delivery] = []
+    try:
+        if not deliveries and not call.http.left:
+            deliveries = claimed = await _claim(sqs, call, name, limit, lease_ms, wait_s * 1000)
+            if attempt and claimed:
+                sqs.attempts.remember(name, attempt, claimed, sqs.clock.now_ms())
+        first_ms: dict[int, int] = {}
+        if "ApproximateFirstReceiveTimestamp" in system:
+            first_ms = await _first_receives(sqs, deliveries, lease_ms if claimed else None)
+        if call.http.left:
+            _give_back(sqs, claimed)
+            return {}
+        if not visibility_s and claimed:
+            await sqs.batcher.release(
+                [each.receipt for each in claimed],
+                delay_ms=0,
+                reason="received with a visibility timeout of 0",
+            )
+    except BaseException:
+        # Whether it has gone or is told of an error: it gets none of them.
+        _give_back(sqs, claimed)
+        raise
+    if not deliveries:
+        return {}
+    wanted = request.message_attribute_names or ()
+    return {
+        "Messages": [
+            _shown(sqs, view, each, wanted, system, first_ms.get(each.message_id, 0))
+            for each in deliveries
+        ]
+    }
+
+
+async def _claim(
+    sqs: SqsContext, call: SqsCall, name: str, limit: int, lease_ms: int, wait_ms: int
+) -> list[Delivery]:
+    """Take messages for a client for as long as it is there."""
+    claiming = sqs.batcher.claim(
+        name, limit=limit, lease_ms=lease_ms, wait_ms=wait_ms, consumer=call.consumer
+    )
+    call.http.on_left = claiming.cancel
+    try:
+        return await sqs.batcher.claimed(claiming)
+    except asyncio.CancelledError:
+        if call.http.left and claiming.cancelled():
+            return []
+        raise
+    finally:
+        call.http.on_left = None
+
+
+async def _again(sqs: SqsContext, name: str, attempt: str, lease_ms: int) -> list[Delivery]:
+    """Return what an attempt got before, as far as it is still held, held anew."""
+    deliveries = sqs.attempts.find(name, attempt, sqs.clock.now_ms())
+    if not deliveries:
+        return []
+    outcomes = await sqs.batcher.extend([each.receipt for each in deliveries], lease_ms=lease_ms)
+    return [each for each, held in zip(deliveries, outcomes, strict=True) if held]
+
+
+def _give_back(sqs: SqsContext, deliveries: list[Delivery]) -> None:
+    """Give back messages whose client went away before it got its answer."""
+    for each in deliveries:
+        sqs.attempts.forget(each.receipt)
+    sqs.batcher.take_back(deliveries)
+
+
+def _checked(view: QueueView, request: requests.ReceiveMessage) -> tuple[int, int, int]:
+    limit = 1 if request.max_number_of_messages is None else request.max_number_of_messages
+    reason = "Must be between 1 and 10, if provided."
+    check_range(limit, "MaxNumberOfMessages", 1, limits.SQS_MAX_BATCH, reason)
+    visibility_s = view.visibility_s
+    if request.visibility_timeout is not None:
+        visibility_s = check_visibility(request.visibility_timeout)
+    wait_s = view.wait_s if request.wait_time_seconds is None else request.wait_time_seconds
+    reason = "Must be >= 0 and <= 20, if provided."
+    check_range(wait_s, "WaitTimeSeconds", 0, limits.SQS_MAX_WAIT_S, reason)
+    check_token(request.receive_request_attempt_id, "ReceiveRequestAttemptId")
+    return limit, visibility_s, wait_s
+
+
+def _system_names(request: requests.ReceiveMessage) -> frozenset[str]:
+    names = {*(request.attribute_names or ()), *(request.message_system_attribute_names or ())}
+    if not names:
+        return frozenset()
+    if "All" in names:
+        return frozenset(_SYSTEM)
+    for name in names:
+        if name not in _SYSTEM:
+            raise SqsFault.attribute_name(name)
+    return frozenset(names)
+
+
+async def _first_receives(
+    sqs: SqsContext, deliveries: list[Delivery], lease_ms: int | None
+) -> dict[int, int]:
+    """Return when each message was received for the first time.
+
+    What was claimed just now, with a lease of ``lease_ms``, says so itself if it is the first time.
+    """
+    known: dict[int, int] = {}
+    if lease_ms is not None:
+        known = {
+            each.message_id: each.lease_deadline_ms - lease_ms
+            for each in deliveries
+            if each.attempts == 1
+        }
+    past = [each for each in deliveries if each.message_id not in known]
+    if past:
+        attempts = await sqs.batcher.call(
+            lambda broker: [broker.attempts(each.queue, each.message_id) for each in past]
+        )
+        for each, tried in zip(past, attempts, strict=True):
+            known[each.message_id] = tried[0].claimed_at_ms if tried else each.published_at_ms
+    return known
+
+
+def _shown(
+    sqs: SqsContext,
+    view: QueueView,
+    delivery: Delivery,
+    wanted: list[str] | tuple[()],
+    system: frozenset[str],
+    first_ms: int,
+) -> Answer:
+    """Show a message as SQS does."""
+    body, encoded = messages.shown_body(delivery.payload)
+    shown: dict[str, Any] = {
+        "MessageId": messages.message_uuid(sqs.store_id, delivery.message_id),
+        "ReceiptHandle": handle_of(delivery),
+        "MD5OfBody": messages.md5_of_body(body.encode() if encoded else delivery.payload),
+        "Body": body,
+    }
+    if not (wanted or system or encoded):
+        return shown
+    attributes, kept = messages.shown_attributes(delivery.attributes)
+    chosen = messages.select(attributes, wanted)
+    if encoded:
+        chosen = {
+            **chosen,
+            messages.ENCODING_ATTRIBUTE: requests.AttributeValue("String", "base64"),
+        }
+    if chosen:
+        shown["MessageAttributes"] = chosen
+        shown["MD5OfMessageAttributes"] = messages.md5_of_attributes(chosen)
+    if system:
+        known = _system_attributes(sqs, view, delivery, kept, first_ms)
+        shown["Attributes"] = {name: text for name, text in known.items() if name in system}
+    return shown
+
+
+def _system_attributes(
+    sqs: SqsContext, view: QueueView, delivery: Delivery, kept: Kept, first_ms: int
+) -> dict[str, str]:
+    known = {
+        "SenderId": kept.sender or sqs.options.account,
+        "SentTimestamp": str(delivery.published_at_ms),
+        "ApproximateReceiveCount": str(delivery.attempts),
+        "ApproximateFirstReceiveTimestamp": str(first_ms),
+    }
+    if delivery.group and messages.speakable(delivery.group):
+        known["MessageGroupId"] = delivery.group
+    if view.fifo:
+        known["SequenceNumber"] = f"{delivery.message_id:020d}"
+        known["MessageDeduplicationId"] = sha256(delivery.payload).hexdigest()
+    if kept.dedup_id is not None:
+        known["MessageDeduplicationId"] = kept.dedup_id
+    if kept.trace is not None:
+        known["AWSTraceHeader"] = kept.trace
+    source = delivery.attributes.get("queue")
+    if isinstance(source, str) and source != delivery.queue:
+        known["DeadLetterQueueSourceArn"] = sqs.arn(source)
+    return known
+
+
+# --- delete, and change the visibility ------------------------------------------------------------
+
+
+async def delete(sqs: SqsContext, call: SqsCall, request: requests.DeleteMessage) -> Answer:
+    """Settle a message as done."""
+    name = call.queue_of(request, "consume")
+    view = sqs.queues.known(name) or await sqs.queues.view(name)
+    handle = request.receipt_handle
+    if not handle:
+        raise SqsFault.missing("ReceiptHandle")
+    receipt = receipt_of(handle)
+    try:
+        (outcome,) = await sqs.batcher.ack([receipt], queue=name)
+    except InvalidReceipt:
+        raise SqsFault.bad_receipt() from None
+    sqs.attempts.forget(receipt)
+    if not outcome and view.fifo:
+        await _check_settled(sqs, name, handle)
+    return {}
+
+
+async def delete_batch(
+    sqs: SqsContext, call: SqsCall, request: requests.DeleteMessageBatch
+) -> Answer:
+    """Settle several messages as done."""
+    name = call.queue_of(request, "consume")
+    view = await sqs.queues.view(name)
+    entries = request.entries or []
+    check_entries(entries, "DeleteMessageBatch")
+    handles = [entry.receipt_handle or "" for entry in entries]
+    outcomes = await _each(handles, lambda receipts: sqs.batcher.ack(receipts, queue=name))
+    successful: list[dict[str, Any]] = []
+    failed: list[dict[str, Any]] = []
+    for entry, handle, outcome in zip(entries, handles, outcomes, strict=True):
+        fault = outcome if isinstance(outcome, SqsFault) else None
+        if fault is None:
+            sqs.attempts.forget(receipt_of(handle))
+        if fault is None and not outcome and view.fifo:
+            try:
+                await _check_settled(sqs, name, handle)
+            except SqsFault as expired:
+                fault = expired
+        if fault is None:
+            successful.append({"Id": entry.id})
+        else:
+            failed.append(failed_entry(entry.id, fault))
+    return {"Successful": successful, "Failed": failed}
+
+
+async def change_visibility(
+    sqs: SqsContext, call: SqsCall, request: requests.ChangeMessageVisibility
+) -> Answer:
+    """Change when a message becomes visible again."""
+    name = call.queue_of(request, "consume")
+    await sqs.queues.view(name)
+    if not request.receipt_handle:
+        raise SqsFault.missing("ReceiptHandle")
+    if request.visibility_timeout is None:
+        raise SqsFault.missing("VisibilityTimeout")
+    seconds = check_visibility(request.visibility_timeout)
+    try:
+        (outcome,) = await _hold(sqs, name, [receipt_of(request.receipt_handle)], seconds)
+    except InvalidReceipt:
+        raise SqsFault.bad_receipt() from None
+    if not outcome:
+        raise _not_held(request.receipt_handle)
+    return {}
+
+
+async def change_visibility_batch(
+    sqs: SqsContext, call: SqsCall, request: requests.ChangeMessageVisibilityBatch
+) -> Answer:
+    """Change several."""
+    name = call.queue_of(request, "consume")
+    await sqs.queues.view(name)
+    entries = request.entries or []
+    check_entries(entries, "ChangeMessageVisibilityBatch")
+    faults: dict[int, SqsFault] = {}
+    by_timeout: dict[int, list[int]] = {}
+    for index, entry in enumerate(entries):
+        try:
+            if entry.visibility_timeout is None:
+                raise SqsFault.missing("VisibilityTimeout")
+            by_timeout.setdefault(check_visibility(entry.visibility_timeout), []).append(index)
+        except SqsFault as fault:
+            faults[index] = fault
+    for seconds, indexes in by_timeout.items():
+        handles = [entries[index].receipt_handle or "" for index in indexes]
+        outcomes = await _each(
+            handles,
+            lambda receipts, seconds=seconds: _hold(sqs, name, receipts, seconds),  # type: ignore[misc]
+        )
+        for index, handle, outcome in zip(indexes, handles, outcomes, strict=True):
+            if isinstance(outcome, SqsFault):
+                faults[index] = outcome
+            elif not outcome:
+                faults[index] = _not_held(handle)
+    return {
+        "Successful": [
+            {"Id": entry.id} for index, entry in enumerate(entries) if index not in faults
+        ],
+        "Failed": [failed_entry(entries[index].id, faults[index]) for index in sorted(faults)],
+    }
+
+
+def _hold(
+    sqs: SqsContext, name: str, receipts: list[str], seconds: int
+) -> Awaitable[list[Outcome]]:
+    if seconds == 0:
+        return sqs.batcher.release(
+            receipts, delay_ms=0, reason="visibility timeout set to 0", queue=name
+        )
+    return sqs.batcher.extend(receipts, lease_ms=seconds * 1000, queue=name)
+
+
+async def _each(
+    handles: list[str], verb: Callable[[list[str]], Awaitable[list[Outcome]]]
+) -> list[Outcome | SqsFault]:
+    """Do all of them at once, or, if one is no receipt, one by one."""
+    try:
+        return list(await verb([receipt_of(handle) for handle in handles]))
+    except InvalidReceipt:
+        pass
+    outcomes: list[Outcome | SqsFault] = []
+    for handle in handles:
+        try:
+            outcomes += await verb([receipt_of(handle)])
+        except InvalidReceipt:
+            outcomes.append(
+                SqsFault(
+                    "ReceiptHandleIsInvalid",
+                    f'The input receipt handle "{handle[:200]}" is not a valid receipt handle.',
+                )
+            )
+    return outcomes
+
+
+def _not_held(handle: str) -> SqsFault:
+    return SqsFault.value(
+        handle,
+        "ReceiptHandle",
+        "Message does not exist or is not available for visibility timeout change.",
+    )
+
+
+async def _check_settled(sqs: SqsContext, name: str, handle: str) -> None:
+    """Accept a delete of what was deleted before; a client may repeat it for want of an answer."""
+    number = message_of(handle)
+
+    def deleted(broker: Broker) -> bool:
+        if number is None:
+            return False
+        try:
+            attempts = broker.attempts(name, number)
+        except PenstockError:
+            return False
+        return bool(attempts) and attempts[-1].end is AttemptEnd.ACKED
+
+    if not await sqs.batcher.call(deleted):
+        raise SqsFault.value(handle, "ReceiptHandle", "The receipt handle has expired.")
