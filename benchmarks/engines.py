@@ -16,7 +16,7 @@ import os
 import threading
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common import describe, directory, show
 
@@ -25,7 +25,7 @@ from penstock.broker.broker import Broker
 from penstock.clock import SystemClock
 from penstock.engines.rocksdb.engine import RocksEngine
 from penstock.engines.slatedb.engine import SlateEngine
-from penstock.engines.slatedb.location import Place, place_of
+from penstock.engines.slatedb.location import SlateLocation, parse_location
 from penstock.urls import DESIGNS, make_store
 
 PAYLOAD = b"x" * 1000
@@ -70,7 +70,7 @@ def life(name: str, path: Path, design: str, batch: int, messages: int, *, relax
     if name == "RocksDB":
         engine = RocksEngine(path, tables)
     else:
-        engine = SlateEngine(Place("file", str(path), ""), tables)
+        engine = SlateEngine(SlateLocation("file", str(path), ""), tables)
     broker = open_broker(engine, design, relaxed=relaxed)
     broker.create_queue("orders", bucket_exponent=3 if batch >= 1000 else 2)
     before, start = written(), perf_counter()
@@ -88,12 +88,21 @@ def life(name: str, path: Path, design: str, batch: int, messages: int, *, relax
     return Result(seconds, written() - before, requests)
 
 
-def even_load(place: Place, design: str, rate: int, seconds: int) -> list[object]:
+def bytes_written(engine: SlateEngine) -> int:
+    """Count the bytes of log, flushed tables and compactions so far."""
+    names = ("wal.wal_flush_bytes", "db.l0_flush_bytes", "compactor.bytes_compacted")
+    recorder = engine._metrics  # noqa: SLF001
+    found = [recorder.metrics_by_name(f"slatedb.{name}") for name in names]
+    values: list[Any] = [metric.value for metrics in found for metric in metrics]
+    return sum(value[0] for value in values)
+
+
+def even_load(place: SlateLocation, design: str, rate: int, seconds: int) -> list[object]:
     """Publish evenly from many threads and work in others; return a row of the table."""
     engine = SlateEngine(place, DESIGNS[design].tables)
     broker = open_broker(engine, design, relaxed=False, background=True)
     broker.create_queue("orders")
-    before, bytes_before = engine.requests(), engine.bytes_written()
+    before, bytes_before = engine.requests(), bytes_written(engine)
     each = rate * seconds // CLIENTS
     total, done, acked = each * CLIENTS, threading.Event(), [0] * WORKERS
     start = perf_counter()
@@ -121,7 +130,7 @@ def even_load(place: Place, design: str, rate: int, seconds: int) -> list[object
     spent = perf_counter() - start
     after = engine.requests()
     counts = {name: count - before.get(name, 0) for name, count in after.items()}
-    size = engine.bytes_written() - bytes_before
+    size = bytes_written(engine) - bytes_before
     broker.close()
     reads = counts.get("get", 0) + counts.get("head", 0)
     # Deleting costs nothing.
@@ -170,10 +179,10 @@ def main() -> None:
     loads = []
     for design in DESIGNS:
         with directory() as path:
-            place = Place("file", str(path / "db"), "")
+            place = SlateLocation("file", str(path / "db"), "")
             if options.s3:
                 scheme, _, rest = options.s3.partition(":")
-                place = place_of(scheme, f"{rest}/{design}-{os.getpid()}", os.environ)
+                place = parse_location(scheme, f"{rest}/{design}-{os.getpid()}", os.environ)
             loads.append(even_load(place, design, options.rate, options.seconds))
     show(
         f"SlateDB on {'S3' if options.s3 else 'a directory'}, an even load, durable",

@@ -216,21 +216,21 @@ def test_a_store_is_recovered_by_one_at_a_time(tmp_path: Path) -> None:
     with penstock.open(f"rocksdb:{tmp_path}/store", background=False) as broker:
         broker.create_queue("q")
         engine = broker._store.core.engine  # type: ignore[attr-defined]
-        probe = engine._room.probe
+        probe = engine._free_space.probe
         refuse_syncs(broker)
         with pytest.raises(StorageFailed, match="may or may not"):
             broker.send("q", b"in doubt")
 
         def probe_beside_another() -> None:
             # If it got the store back, this one would put changes that came after into doubt.
-            engine._room.probe = probe
+            engine._free_space.probe = probe
             broker._shell.recover()
             if broker.away is None:
                 made.append(broker._shell.begin(lambda now_ms: broker._store.commits)[1])
             probe()
 
         made: list[int] = []
-        engine._room.probe = probe_beside_another
+        engine._free_space.probe = probe_beside_another
         broker.sweep()
         assert broker.away is None
         assert made == []

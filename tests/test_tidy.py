@@ -81,10 +81,12 @@ LAYERS = {
     "worker": {*GROUND, "broker", "client", "clock", "store.policy", "urls", "validation"},
     "__init__": {*GROUND, "broker", "client", "clock", "urls", "worker"},
     "importers": {*GROUND, "__init__", "broker", "clock", "filters", "store.codec", "validation"},
-    "server": {*BROKER, "__init__", "broker", "flight", "urls", "wire"},
+    "server": {*BROKER, "__init__", "broker", "engines.disk", "flight", "urls", "wire"},
     "flight": {*BROKER, "__init__", "broker", "engines", "server", "urls"},
     "spark": {
-        *(*GROUND, "__init__", "clock", "filters", "flight", "server", "store.codec", "validation"),
+        *GROUND,
+        *("__init__", "clock", "engines.disk", "filters", "flight", "server", "store.codec"),
+        "validation",
     },
     "cli": {
         *GROUND,
@@ -97,13 +99,13 @@ LAYERS = {
 # Libraries that only some parts may import at all.
 CONFINED = {
     "google_crc32c": {"engines"},
-    "rocksdict": {"engines", "importers"},
+    "rocksdict": {"engines", "importers", "salvage"},
     "sqlglot": {"filters"},
     "uvloop": {"client", "server"},
     "capnp": {"importers", "server"},
     "httptools": {"server"},
     "prometheus_client": {"server", "worker"},
-    "slatedb": {"engines"},
+    "slatedb": {"engines", "salvage"},
     "psycopg": {"store.sql"},
     "hypothesis": {"testing"},
     "pytest": {"testing"},

@@ -39,22 +39,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from penstock.broker.reader import Reader
-    from penstock.engines import Engine, Remains, Shape, Table
-    from penstock.engines.slatedb.heartbeat import Pulse
-    from penstock.engines.slatedb.location import Place
+    from penstock.engines import Engine, Shape, Table
+    from penstock.engines.slatedb.files import OwnerHeartbeat
+    from penstock.engines.slatedb.location import SlateLocation
     from penstock.store.live import ActiveSet, Quarantine
 
 __all__ = [
     "DESIGNS",
     "Design",
     "identity_in",
+    "locate",
     "make_engine",
     "make_store",
     "open",
     "open_copy",
     "open_reader",
     "place_to_read",
-    "remains_of",
     "watch_owner",
 ]
 
@@ -239,7 +239,7 @@ def open_copy(path: Path) -> Reader:
         raise
 
 
-def place_to_read(url: str) -> Place:
+def place_to_read(url: str) -> SlateLocation:
     """Return where a store is that can be read beside its owner; nothing is made or opened."""
     named = _parse(url)
     if not named.scheme.startswith("slatedb"):
@@ -258,7 +258,7 @@ def identity_in(url: str, table: Table) -> Identity:
     return _check_identity(url, table.get(_IDENTITY_KEY) or b"", named.design, None)
 
 
-def watch_owner(url: str, *, routing: str | None = None, check: bool = True) -> Pulse:
+def watch_owner(url: str, *, routing: str | None = None, check: bool = True) -> OwnerHeartbeat:
     """Watch whether a store on object storage has an owner, for who would be the next one.
 
     With ``check``, what speaks against opening the store is raised now.
@@ -270,11 +270,11 @@ def watch_owner(url: str, *, routing: str | None = None, check: bool = True) -> 
             "slatedb+file"
         )
     place = _slatedb_place(named)
-    from penstock.engines.slatedb.heartbeat import Pulse  # noqa: PLC0415 - an extra
+    from penstock.engines.slatedb.files import OwnerHeartbeat  # noqa: PLC0415 - an extra
 
     if check:
         _look_at(place, named, routing)
-    return Pulse(place)
+    return OwnerHeartbeat(place)
 
 
 def make_store(engine: Engine, design: str, clock: Clock, routing: str | None = None) -> KvStore:
@@ -305,19 +305,12 @@ def make_engine(url: str, design: str) -> Engine:
     return SlateEngine(place, DESIGNS[design].tables, flush_ms=named.flush_ms)
 
 
-def remains_of(url: str, scratch: Path, *, drop_after: bool) -> Remains:
-    """Open what is left of a store to be read, whatever is missing; nothing of it is changed."""
+def locate(url: str) -> Path | SlateLocation:
+    """Return the directory of a RocksDB store, or the location of a SlateDB store; open nothing."""
     named = _parse(url)
-    if named.scheme == "rocksdb":
-        from penstock.engines.rocksdb.salvage import RocksRemains  # noqa: PLC0415
-
-        return RocksRemains(Path(named.place), scratch, drop_after=drop_after)
     if named.scheme == "memory":
         raise InvalidUrl("memory: leaves nothing behind")
-    place = _slatedb_place(named)
-    from penstock.engines.slatedb.salvage import SlateRemains  # noqa: PLC0415 - an extra
-
-    return SlateRemains(place, scratch, drop_after=drop_after)
+    return Path(named.place) if named.scheme == "rocksdb" else _slatedb_place(named)
 
 
 def _open_rocksdb(named: _Named, design: str | None, *, create: bool) -> tuple[Engine, str]:
@@ -337,9 +330,9 @@ def _open_rocksdb(named: _Named, design: str | None, *, create: bool) -> tuple[E
 
 def _design_at(path: Path) -> str | None:
     """Return the design of the store at ``path``; None if one may be made there."""
-    from penstock.engines.rocksdb.files import mark_at  # noqa: PLC0415 - as above
+    from penstock.engines.rocksdb.files import read_mark  # noqa: PLC0415 - as above
 
-    found = mark_at(path, {name: each.tables for name, each in DESIGNS.items()})
+    found = read_mark(path, {name: each.tables for name, each in DESIGNS.items()})
     if found is not None and found not in DESIGNS:
         raise StoreMismatch(
             f"{path} holds a store of the design {found!r:.100}, which this version of Penstock "
@@ -352,14 +345,14 @@ def _no_store(place: object) -> StoreMismatch:
     return StoreMismatch(f"there is no store at {place}; 'penstock create' makes one")
 
 
-def _slatedb_place(named: _Named) -> Place:
+def _slatedb_place(named: _Named) -> SlateLocation:
     try:
-        from penstock.engines.slatedb.location import place_of  # noqa: PLC0415 - an extra
+        from penstock.engines.slatedb.location import parse_location  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
         raise InvalidUrl(
             f"{named.scheme}: needs SlateDB: pip install 'penstock[slatedb]'"
         ) from error
-    return place_of(named.scheme, named.place, os.environ)
+    return parse_location(named.scheme, named.place, os.environ)
 
 
 def _open_slatedb(named: _Named, routing: str | None, *, create: bool) -> tuple[Engine, str]:
@@ -371,7 +364,9 @@ def _open_slatedb(named: _Named, routing: str | None, *, create: bool) -> tuple[
     return SlateEngine(place, DESIGNS[design].tables, flush_ms=named.flush_ms), design
 
 
-def _look_at(place: Place, named: _Named, routing: str | None, *, create: bool = True) -> str:
+def _look_at(
+    place: SlateLocation, named: _Named, routing: str | None, *, create: bool = True
+) -> str:
     """Hold what is asked for against what is there, if anything; return the design."""
     from penstock.engines.slatedb.reader import peek  # noqa: PLC0415 - an extra
 

@@ -33,8 +33,7 @@ from tests.faults.store_under_test import (
 )
 
 from penstock.errors import PenstockError, StoreDamaged
-from penstock.salvage import SalvageReport, salvage
-from penstock.urls import remains_of
+from penstock.salvage import SalvageReport, open_source, salvage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,9 +128,9 @@ def table_of(file: Path) -> str | None:
 def rows_in(pristine: Pristine, store: Path) -> dict[str, dict[bytes, bytes]]:
     """Read every row that can be read, whatever the files are like."""
     with tempfile.TemporaryDirectory() as scratch:
-        remains = remains_of(pristine.url(store), Path(scratch) / "scratch", drop_after=False)
-        with contextlib.closing(remains):
-            return {table: dict(remains.rows(table)) for table in remains.tables}
+        source = open_source(pristine.url(store), Path(scratch) / "scratch")
+        with contextlib.closing(source):
+            return {table: dict(source.rows(table)) for table in source.tables}
 
 
 def try_reading(case: Case, pristine: Pristine, store: Path) -> bool:

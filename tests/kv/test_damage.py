@@ -13,7 +13,7 @@ from tests.damaging import compact, files_of, flip
 from penstock.engines import Shape, damaged
 from penstock.engines.rocksdb.engine import RocksEngine
 from penstock.engines.slatedb.engine import SlateEngine
-from penstock.engines.slatedb.location import Place
+from penstock.engines.slatedb.location import SlateLocation
 from penstock.errors import StorageFailed, StoreDamaged
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def test_a_view_that_has_met_damage_goes_on_reading_what_can_be_read(
 
 
 def test_slatedb_raises_too(tmp_path: Path) -> None:
-    place = Place("file", str(tmp_path / "store"), "")
+    place = SlateLocation("file", str(tmp_path / "store"), "")
     engine = SlateEngine(place, ["default", "t"])
     fill(engine, "t")
     # A log of few objects is left as it is: many make a file of rows.

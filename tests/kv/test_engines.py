@@ -17,7 +17,7 @@ from penstock.engines.memory import MemoryEngine
 from penstock.engines.overlay import Overlay
 from penstock.engines.rocksdb.engine import RocksEngine
 from penstock.engines.slatedb.engine import SlateEngine
-from penstock.engines.slatedb.location import Place
+from penstock.engines.slatedb.location import SlateLocation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -335,7 +335,7 @@ class TestRocks(EngineSuite):
 
 class TestSlate(EngineSuite):
     def open(self, place: Path) -> Engine:
-        return SlateEngine(Place("file", str(place), ""), TABLES)
+        return SlateEngine(SlateLocation("file", str(place), ""), TABLES)
 
     def reopen(self, place: Path) -> Engine:
         return self.open(place)
@@ -408,11 +408,11 @@ def test_rocksdb_agrees_with_a_dictionary(history: Sequence[Sequence[Change]]) -
 @given(history=histories)
 def test_slatedb_agrees_with_a_dictionary(history: Sequence[Sequence[Change]]) -> None:
     with TemporaryDirectory() as place:
-        engine = SlateEngine(Place("file", place, ""), TABLES)
+        engine = SlateEngine(SlateLocation("file", place, ""), TABLES)
         model = replay(engine, history)
         agrees(engine, model)
         engine.close()
-        engine = SlateEngine(Place("file", place, ""), TABLES)
+        engine = SlateEngine(SlateLocation("file", place, ""), TABLES)
         agrees(engine, model)
         engine.close()
 

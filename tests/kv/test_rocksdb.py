@@ -130,7 +130,7 @@ def test_a_closed_engine_lets_go_for_good(tmp_path: Path) -> None:
 # --- what the engine refuses ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("late", ["SyncedLog", "DiskRoom"])
+@pytest.mark.parametrize("late", ["files.SyncedLog", "FreeSpace"])
 def test_an_opening_that_fails_late_lets_go_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
@@ -139,7 +139,7 @@ def test_an_opening_that_fails_late_lets_go_too(
 
     RocksEngine(tmp_path, TABLES).close()
     with monkeypatch.context() as patched:
-        patched.setattr(rocksdb, late, refuse)
+        patched.setattr(f"{rocksdb.__name__}.{late}", refuse)
         # The error is kept, and with it the frames that it came through.
         with pytest.raises(StorageFailed, match="too many") as kept:
             RocksEngine(tmp_path, TABLES)

@@ -19,7 +19,7 @@ from penstock.cli.main import cli as main
 from penstock.engines import Shape
 from penstock.engines.rocksdb.engine import RocksEngine
 from penstock.engines.rocksdb.files import creation
-from penstock.engines.rocksdb.wal import check_log, read_records
+from penstock.engines.rocksdb.records import check_log, read_records
 from penstock.errors import StoreDamaged, StoreLocked, StoreMismatch
 
 if TYPE_CHECKING:
@@ -469,15 +469,15 @@ def test_a_creation_that_was_broken_off_is_finished(unfinished: Path) -> None:
         penstock.open(f"rocksdb:{unfinished}", background=False).close()
 
 
-@pytest.mark.parametrize("when", ["before RocksDB", "_sync"])
+@pytest.mark.parametrize("when", ["before RocksDB", "sync_path"])
 def test_a_process_that_is_killed_while_it_makes_a_store(tmp_path: Path, when: str) -> None:
     script = f"""
 import os, sys, rocksdict
 from penstock.engines.rocksdb import files
 import penstock
 
-if {when!r} == "_sync":
-    files._sync = lambda path: os._exit(7)
+if {when!r} == "sync_path":
+    files.sync_path = lambda path: os._exit(7)
 else:
     rocksdict.Rdict = lambda *arguments: os._exit(7)
 penstock.open("rocksdb:" + sys.argv[1])

@@ -21,11 +21,10 @@ from penstock.engines import Shape
 from penstock.engines.overlay import Overlay
 from penstock.engines.slatedb import engine as slatedb
 from penstock.engines.slatedb.binding import FILLER, CallTimeout, call, call_all, filled
-from penstock.engines.slatedb.cache import UNKNOWN, ReadCache
 from penstock.engines.slatedb.engine import SlateEngine
-from penstock.engines.slatedb.location import Place, place_of
+from penstock.engines.slatedb.location import SlateLocation, parse_location
 from penstock.engines.slatedb.reader import NoDatabase, ReaderMoved, SlateReader, peek
-from penstock.engines.slatedb.tables import SILENCE_S
+from penstock.engines.slatedb.tables import SILENCE_S, UNKNOWN, ReadCache
 from penstock.errors import (
     InvalidInput,
     InvalidUrl,
@@ -45,12 +44,12 @@ TABLES = {"default": Shape.SYSTEM, "things": Shape.VALUES}
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place("file", str(tmp_path / "db"), "")
+def place(tmp_path: Path) -> SlateLocation:
+    return SlateLocation("file", str(tmp_path / "db"), "")
 
 
 @pytest.fixture
-def engine(place: Place) -> Iterator[SlateEngine]:
+def engine(place: SlateLocation) -> Iterator[SlateEngine]:
     engine = SlateEngine(place, TABLES)
     yield engine
     engine.close()
@@ -72,16 +71,16 @@ def put(engine: Any, name: str = "things", **rows: str | None) -> None:
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
-        ("slatedb+file:///a/b", Place("file", "/a/b", "")),
-        ("slatedb+file:///a%20b/", Place("file", "/a b", "")),
-        ("slatedb+s3://some-bucket", Place("s3", "some-bucket", "")),
-        ("slatedb+s3://some.bucket/", Place("s3", "some.bucket", "")),
-        ("slatedb+s3://bucket1/a/b/", Place("s3", "bucket1", "a/b")),
+        ("slatedb+file:///a/b", SlateLocation("file", "/a/b", "")),
+        ("slatedb+file:///a%20b/", SlateLocation("file", "/a b", "")),
+        ("slatedb+s3://some-bucket", SlateLocation("s3", "some-bucket", "")),
+        ("slatedb+s3://some.bucket/", SlateLocation("s3", "some.bucket", "")),
+        ("slatedb+s3://bucket1/a/b/", SlateLocation("s3", "bucket1", "a/b")),
     ],
 )
-def test_a_url_names_a_place(url: str, expected: Place) -> None:
+def test_a_url_names_a_place(url: str, expected: SlateLocation) -> None:
     scheme, _, rest = url.partition(":")
-    assert place_of(scheme, rest, {}) == expected
+    assert parse_location(scheme, rest, {}) == expected
 
 
 @pytest.mark.parametrize(
@@ -125,7 +124,7 @@ def test_importing_penstock_does_not_load_slatedb() -> None:
 # --- what is there --------------------------------------------------------------------------------
 
 
-def test_nothing_is_found_where_nothing_is(place: Place) -> None:
+def test_nothing_is_found_where_nothing_is(place: SlateLocation) -> None:
     assert peek(place, "default", b"k") is None
     with pytest.raises(NoDatabase):
         SlateReader(place)
@@ -142,7 +141,7 @@ def test_a_directory_of_other_files_is_refused_and_left_alone(tmp_path: Path) ->
     assert [each.name for each in tmp_path.iterdir()] == ["letter.txt"]
 
 
-def test_somebody_elses_database_is_refused_and_not_taken_over(place: Place) -> None:
+def test_somebody_elses_database_is_refused_and_not_taken_over(place: SlateLocation) -> None:
     theirs: Db = call(DbBuilder("", place.store()).build(), SILENCE_S)
     call(theirs.put(b"theirs", b"kept"), SILENCE_S)
     call(theirs.flush(), SILENCE_S)
@@ -154,7 +153,7 @@ def test_somebody_elses_database_is_refused_and_not_taken_over(place: Place) -> 
     call(theirs.shutdown(), SILENCE_S)
 
 
-def test_a_damaged_manifest_is_told_of(place: Place, tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_told_of(place: SlateLocation, tmp_path: Path) -> None:
     SlateEngine(place, TABLES).close()
     for manifest in (tmp_path / "db" / "manifest").iterdir():
         manifest.write_bytes(b"garbage")
@@ -164,7 +163,7 @@ def test_a_damaged_manifest_is_told_of(place: Place, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changes", [{"format": 2}, {"design": "shoebox"}])
 def test_a_store_of_tomorrow_is_refused_and_not_taken_over(
-    place: Place, changes: dict[str, object]
+    place: SlateLocation, changes: dict[str, object]
 ) -> None:
     penstock.open(str(place), background=False).close()
     owner = SlateEngine(place, DESIGNS["buckets"].tables)
@@ -182,7 +181,7 @@ def test_a_store_of_tomorrow_is_refused_and_not_taken_over(
     owner.close()
 
 
-def test_a_layout_of_tomorrow_is_refused(place: Place) -> None:
+def test_a_layout_of_tomorrow_is_refused(place: SlateLocation) -> None:
     owner = SlateEngine(place, TABLES)
     layout = msgspec.msgpack.encode((2, ["default"]))
     call(owner._db.write(filled([(b"\0layout", layout)])), SILENCE_S)
@@ -192,7 +191,7 @@ def test_a_layout_of_tomorrow_is_refused(place: Place) -> None:
     owner.close()
 
 
-def test_buckets_are_the_default_and_a_design_is_kept(place: Place) -> None:
+def test_buckets_are_the_default_and_a_design_is_kept(place: SlateLocation) -> None:
     with penstock.open(str(place), background=False) as broker:
         assert broker.info().design == "buckets"
     with pytest.raises(StoreMismatch, match="of the buckets design, not indexed"):
@@ -201,7 +200,7 @@ def test_buckets_are_the_default_and_a_design_is_kept(place: Place) -> None:
         penstock.open(str(place), routing="pipeline")
 
 
-def test_tables_keep_their_bytes_when_more_come(place: Place) -> None:
+def test_tables_keep_their_bytes_when_more_come(place: SlateLocation) -> None:
     engine = SlateEngine(place, ["a", "b"])
     put(engine, "a", k="of a")
     put(engine, "b", k="of b")
@@ -215,7 +214,7 @@ def test_tables_keep_their_bytes_when_more_come(place: Place) -> None:
 # --- owners ---------------------------------------------------------------------------------------
 
 
-def test_a_second_engine_fences_the_first(place: Place) -> None:
+def test_a_second_engine_fences_the_first(place: SlateLocation) -> None:
     first = SlateEngine(place, TABLES)
     told = threading.Event()
     first.on_lost(lambda _: told.set())
@@ -240,7 +239,7 @@ def test_a_second_engine_fences_the_first(place: Place) -> None:
     second.close()
 
 
-def test_an_engine_that_does_nothing_finds_out_by_itself(place: Place) -> None:
+def test_an_engine_that_does_nothing_finds_out_by_itself(place: SlateLocation) -> None:
     first = SlateEngine(place, TABLES)
     told = threading.Event()
     first.on_lost(lambda _: told.set())
@@ -257,7 +256,7 @@ def test_a_copy_is_refused(engine: SlateEngine, tmp_path: Path) -> None:
         engine.checkpoint(tmp_path / "copy")
 
 
-def test_a_long_log_is_made_short(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_log_is_made_short(place: SlateLocation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.engines.slatedb.engine._LONG_LOG", 5)
     engine = SlateEngine(place, TABLES)
     for number in range(6):
@@ -277,7 +276,7 @@ def test_a_long_log_is_made_short(place: Place, monkeypatch: pytest.MonkeyPatch)
 # --- readers --------------------------------------------------------------------------------------
 
 
-def test_a_reader_keeps_to_one_moment(engine: SlateEngine, place: Place) -> None:
+def test_a_reader_keeps_to_one_moment(engine: SlateEngine, place: SlateLocation) -> None:
     put(engine, a="1", b="2")
     put(engine, c="not durable")
     engine.sync()
@@ -294,7 +293,7 @@ def test_a_reader_keeps_to_one_moment(engine: SlateEngine, place: Place) -> None
         again.table("things").get(b"a")
 
 
-def test_a_reader_that_has_moved_on(engine: SlateEngine, place: Place) -> None:
+def test_a_reader_that_has_moved_on(engine: SlateEngine, place: SlateLocation) -> None:
     put(engine, a="1")
     engine.sync()
     for pinned in (True, False):
@@ -309,7 +308,9 @@ def test_a_reader_that_has_moved_on(engine: SlateEngine, place: Place) -> None:
         reader.close()
 
 
-def test_a_reader_refuses_when_its_moment_is_long_ago(engine: SlateEngine, place: Place) -> None:
+def test_a_reader_refuses_when_its_moment_is_long_ago(
+    engine: SlateEngine, place: SlateLocation
+) -> None:
     reader = SlateReader(place)
     reader._until_s = 0
     with pytest.raises(StorageFailed, match="minutes ago: open it again"):
@@ -317,7 +318,7 @@ def test_a_reader_refuses_when_its_moment_is_long_ago(engine: SlateEngine, place
     reader.close()
 
 
-def test_what_is_done_to_an_overlay_stays_in_it(engine: SlateEngine, place: Place) -> None:
+def test_what_is_done_to_an_overlay_stays_in_it(engine: SlateEngine, place: SlateLocation) -> None:
     put(engine, a="1", b="2", c="3", d="4")
     engine.sync()
     overlay = Overlay(SlateReader(place), TABLES)
@@ -359,7 +360,7 @@ def test_the_cache_keeps_to_its_bytes_and_forgets_the_oldest() -> None:
     cache.put_committed([(b"new", b"x" * 78)])
     assert cache.get_all([b"10", b"11"]) == [b"again", UNKNOWN]
     cache.put_committed([(b"10", b"x" * 1_000)])
-    assert cache.get(b"10") is UNKNOWN
+    assert cache.get_all([b"10"])[0] is UNKNOWN
 
 
 def test_what_was_read_before_a_commit_is_not_remembered_after_it() -> None:
@@ -367,17 +368,17 @@ def test_what_was_read_before_a_commit_is_not_remembered_after_it() -> None:
     commits = cache.commits
     cache.begin()
     cache.put_read([(b"k", b"old")], commits)
-    assert cache.get(b"k") is UNKNOWN
+    assert cache.get_all([b"k"])[0] is UNKNOWN
     during = cache.commits
     cache.put_committed([(b"k", b"new")])
     cache.put_read([(b"k", b"old")], during)
-    assert cache.get(b"k") == b"new"
+    assert cache.get_all([b"k"])[0] == b"new"
     cache.put_read([(b"other", None)], cache.commits)
-    assert cache.get(b"other") is None
+    assert cache.get_all([b"other"])[0] is None
 
 
 @pytest.mark.parametrize("step", [1, 2, 1_000])
-def test_keys_that_lie_close_are_read_as_those_that_do_not(place: Place, step: int) -> None:
+def test_keys_that_lie_close_are_read_as_those_that_do_not(place: SlateLocation, step: int) -> None:
     engine = SlateEngine(place, TABLES)
     keys = [b"k" + (n * step).to_bytes(8, "big") for n in range(50)]
     batch = engine.batch()
@@ -395,7 +396,7 @@ def test_keys_that_lie_close_are_read_as_those_that_do_not(place: Place, step: i
 # --- how the library is called --------------------------------------------------------------------
 
 
-def test_both_ways_of_filling_a_batch_write_the_same(place: Place) -> None:
+def test_both_ways_of_filling_a_batch_write_the_same(place: SlateLocation) -> None:
     assert FILLER is not None, "the binding has changed: its own methods would be used"
     rows = [(b"a", b"1"), (b"\0nul", b"x\0y"), (b"empty", b""), (b"a", b"2"), (b"gone", b"x")]
     rows_and_deletes = [*rows, (b"gone", None)]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from penstock import Broker
-    from penstock.engines.slatedb.heartbeat import Pulse
+    from penstock.engines.slatedb.files import OwnerHeartbeat
 
 ROOT = Path(__file__).parents[2]
 # Long enough for an owner that has stalled not to be taken for one that is gone.
@@ -248,7 +248,7 @@ def test_of_two_standbys_one_takes_over(serve: Callable[..., Served]) -> None:
     assert [each.stop() for each in standbys] == [0, 0]
 
 
-def silent(pulse: Pulse, after_ms: int, give_up_s: float) -> bool:
+def silent(pulse: OwnerHeartbeat, after_ms: int, give_up_s: float) -> bool:
     async def wait_for_it() -> bool:
         stopping = asyncio.Event()
         asyncio.get_running_loop().call_later(give_up_s, stopping.set)

@@ -8,7 +8,7 @@ durable. One process owns an engine, and the layer above lets one thread at a ti
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.errors import StoreDamaged
 
@@ -18,22 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.errors import PenstockError
-
-__all__ = [
-    "Batch",
-    "Damage",
-    "Engine",
-    "Family",
-    "NeverAway",
-    "Remains",
-    "Shape",
-    "Table",
-    "View",
-    "damaged",
-    "get_each",
-    "rows_of",
-    "scan_readable",
-]
 
 # What a batch needs to name a table. The RocksDB engine hands out the library's own handles and
 # batches, so that a put costs one call and no wrapper; hence an opaque type.
@@ -167,40 +151,6 @@ class NeverAway:
 
     def free_bytes(self) -> None:
         """Return None."""
-
-
-class Damage(NamedTuple):
-    """Something that could not be read: rows of a table in [begin, end), or of nobody knows where.
-
-    ``end`` is None if there is no key after it.
-    """
-
-    file: str
-    table: str | None
-    begin: bytes
-    end: bytes | None
-    text: str
-
-
-class Remains(Protocol):
-    """A database of which files may be missing or damaged, to be read and never changed.
-
-    ``damage`` is what could not be read, and grows while rows are; ``notes`` say what is wrong but
-    has cost nothing, or can't be told.
-    """
-
-    damage: list[Damage]
-    notes: list[str]
-
-    @property
-    def tables(self) -> list[str]:
-        """The names of the tables that are known."""
-
-    def rows(self, table: str) -> Iterator[tuple[bytes, bytes]]:
-        """Read every row of a table that can be read, ascending."""
-
-    def close(self) -> None:
-        """Let go of the files."""
 
 
 def rows_of(

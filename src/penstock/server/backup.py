@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from penstock.clock import SystemClock
+from penstock.engines.disk import sync_path
 from penstock.errors import InvalidInput, PenstockError, StorageFailed, StoreMismatch
 from penstock.urls import open_copy
 
@@ -101,7 +101,7 @@ def _arriving(target: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        _sync_one(target.parent)
+        sync_path(target.parent)
     except PenstockError:
         raise
     except OSError as error:
@@ -125,15 +125,7 @@ def _sync(directory: Path) -> int:
     """Fsync everything below a directory; return the size of the files."""
     size = 0
     for path in sorted(directory.rglob("*")):
-        _sync_one(path)
+        sync_path(path)
         size += path.stat().st_size if path.is_file() else 0
-    _sync_one(directory)
+    sync_path(directory)
     return size
-
-
-def _sync_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from penstock.engines.disk import sync_path
 from penstock.errors import InvalidInput, StorageFailed, StoreMismatch
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class Runs:
             raise StorageFailed(f"run {run.number} of {self.place} is there already") from None
         new.unlink()
         for folder in (self._index, self.place):
-            _sync_one(folder)
+            sync_path(folder)
         self.runs.append(run)
 
 
@@ -185,12 +186,4 @@ def _sync(path: Path) -> None:
     if not path.exists():
         return
     for each in [*path.rglob("*"), path, path.parent]:
-        _sync_one(each)
-
-
-def _sync_one(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        sync_path(each)

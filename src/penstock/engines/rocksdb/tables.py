@@ -1,14 +1,14 @@
-"""Reading the column families of a RocksDB database, and what its errors mean.
+"""Reads of a RocksDB database by column family, and the meaning of RocksDB's errors.
 
-rocksdict's generators end at a block that can't be read as they do at the end of a range, so
-whatever may end early is read by an iterator, whose status tells.
+rocksdict's generators end at an unreadable block as they do at the end of a range. So reads that
+may end early use an iterator, whose status tells the two apart.
 """
 
 from __future__ import annotations
 
 import contextlib
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import rocksdict as rocks
 
@@ -18,14 +18,12 @@ from penstock.errors import DiskFull, StorageFailed, StoreDamaged
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["RocksTable", "RocksView", "is_full", "translate"]
-
 # Words of the operating system when there is no room, as RocksDB passes them on.
 _NO_SPACE: Final = ("No space left", "File too large", "Disk quota exceeded")
-# What RocksDB says when a block has the wrong checksum, and the operating system when a file is
-# gone or its disk can't read it.
+# Words of RocksDB for a block with a wrong checksum, and of the operating system for a file that is
+# gone or that its disk can't read.
 _DAMAGED: Final = ("Corruption", "Input/output error", "No such file or directory")
-# What RocksDB says to who writes of something that it could not read, as in a compaction.
+# Words of RocksDB to a writer when a compaction could not read a file.
 _NOT_READ: Final = ("Corruption", "While pread", "for random read")
 # Up to this many rows, a scan is faster without the binding's generator.
 _FEW_ROWS: Final = 16
@@ -34,7 +32,7 @@ _AFTER_ALL: Final = b"\xff" * 64
 
 
 class RocksTable:
-    """One column family. ``on_damage`` is told its name when a part of it can't be read."""
+    """One column family. The table calls ``on_damage`` with its name when it can't be read."""
 
     def __init__(self, database: rocks.Rdict, name: str, on_damage: Callable[[str], None]) -> None:
         self.name = name
@@ -48,7 +46,7 @@ class RocksTable:
         self.family: rocks.ColumnFamily | None = database.get_column_family_handle(self.name)
 
     def close(self) -> None:
-        """Let go of the database: it stays open for as long as any handle to it is alive."""
+        """Drop the handles: the database stays open for as long as any of them is alive."""
         self.family = None
         # Its rows are in the log, whether or not they could be flushed.
         with contextlib.suppress(Exception):
@@ -84,7 +82,7 @@ class RocksTable:
                     return found
             # The generator hides why it has ended: an iterator goes on from there, and tells.
             after = found[-1][0] + b"\0" if found else begin
-            found += _ascending(self.column.iter(bound), self.fail, after, end, limit - len(found))
+            found += _ascending(self.column.iter(bound), self, after, end, limit - len(found))
         except StorageFailed:
             raise
         except Exception as error:
@@ -95,10 +93,10 @@ class RocksTable:
         """Read up to ``limit`` pairs of [begin, end), descending."""
         bound = rocks.ReadOptions()
         bound.set_iterate_upper_bound(end)
-        return _descending(self.column.iter(bound), self.fail, begin, end, limit)
+        return _descending(self.column.iter(bound), self, begin, end, limit)
 
     def fail(self, error: Exception, begin: bytes, end: bytes) -> NoReturn:
-        """Say what could not be read."""
+        """Raise our error for keys of [begin, end) that could not be read."""
         try:
             translate(error, self.name, begin, end)
         except StoreDamaged:
@@ -109,22 +107,23 @@ class RocksTable:
 class RocksViewTable:
     """A column family as it was: an iterator pins the moment it was made at.
 
-    rocksdict's own snapshots pin point reads only; what they iterate over is the present.
+    rocksdict's own snapshots pin point reads only; they iterate over the present.
     """
 
+    family = None
+
     def __init__(self, table: RocksTable) -> None:
-        self.family: rocks.ColumnFamily | None = None
-        self._fail = table.fail
-        self._rows: Any = table.column.iter()
+        self._table = table
+        self._iterator: Any = table.column.iter()
 
     def close(self) -> None:
-        """Let go of the pinned files."""
-        self._rows = None
+        """Drop the iterator, and with it the pinned files."""
+        self._iterator = None
 
     def _open(self) -> Any:
-        if self._rows is None:
+        if self._iterator is None:
             raise StorageFailed("what was being read is closed: the store was, or was reopened")
-        return self._rows
+        return self._iterator
 
     def get(self, key: bytes) -> bytes | None:
         """Read one value."""
@@ -137,22 +136,35 @@ class RocksViewTable:
 
     def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), ascending."""
-        return _ascending(self._open(), self._fail, begin, end, limit)
+        return _ascending(self._open(), self._table, begin, end, limit)
 
     def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), descending."""
-        return _descending(self._open(), self._fail, begin, end, limit)
+        return _descending(self._open(), self._table, begin, end, limit)
 
 
-_Fail: TypeAlias = "Callable[[Exception, bytes, bytes], NoReturn]"
+class RocksView:
+    """All column families as they were at one moment."""
+
+    def __init__(self, tables: Mapping[str, RocksTable]) -> None:
+        self._tables = {name: RocksViewTable(table) for name, table in tables.items()}
+
+    def table(self, name: str) -> RocksViewTable:
+        """Return a table as it was."""
+        return self._tables[name]
+
+    def close(self) -> None:
+        """Drop the iterators of all tables."""
+        for table in self._tables.values():
+            table.close()
 
 
 def _ascending(
-    rows: Any, fail: _Fail, begin: bytes, end: bytes, limit: int
+    rows: Any, table: RocksTable, begin: bytes, end: bytes, limit: int
 ) -> list[tuple[bytes, bytes]]:
     """Read up to ``limit`` pairs of [begin, end); an end that is not the end of the range raises.
 
-    No step is taken beyond the last pair that is wanted: it could meet a block that nobody needs.
+    No step goes beyond the last wanted pair: it could meet a block that nobody needs.
     """
     found: list[tuple[bytes, bytes]] = []
     try:
@@ -166,12 +178,12 @@ def _ascending(
         _reset(rows)
         # A kept error keeps this frame, and the iterator would keep the database open.
         del rows
-        fail(error, found[-1][0] + b"\0" if found else begin, end)
+        table.fail(error, found[-1][0] + b"\0" if found else begin, end)
     return found
 
 
 def _descending(
-    rows: Any, fail: _Fail, begin: bytes, end: bytes, limit: int
+    rows: Any, table: RocksTable, begin: bytes, end: bytes, limit: int
 ) -> list[tuple[bytes, bytes]]:
     """Read up to ``limit`` pairs of [begin, end), last first, in the same way."""
     found: list[tuple[bytes, bytes]] = []
@@ -190,47 +202,31 @@ def _descending(
         # The binding knows no lower bound, so the block may be below the range; and to give a row,
         # RocksDB looks at the one before. Forward, no more than that row can be left of the range.
         try:
-            rest = _ascending(rows, fail, begin, end, 2)
+            rest = _ascending(rows, table, begin, end, 2)
         finally:
             del rows
         if len(rest) > 1:
-            fail(error, begin, end)
+            table.fail(error, begin, end)
         found += rest
     return found
 
 
 def _reset(rows: Any) -> None:
-    """Make an iterator that has failed read again what can be read.
+    """Make an iterator that has failed read intact blocks again.
 
-    RocksDB may keep on giving its error for blocks that are whole, until it has been at the end.
+    RocksDB may repeat its error for intact blocks until the iterator has been at the end.
     """
     with contextlib.suppress(Exception):
         rows.seek(_AFTER_ALL)
 
 
-class RocksView:
-    """All column families as they were at one moment."""
-
-    def __init__(self, tables: Mapping[str, RocksTable]) -> None:
-        self._tables = {name: RocksViewTable(table) for name, table in tables.items()}
-
-    def table(self, name: str) -> RocksViewTable:
-        """Return a table as it was."""
-        return self._tables[name]
-
-    def close(self) -> None:
-        """Let go of the pinned files."""
-        for table in self._tables.values():
-            table.close()
-
-
 def is_full(error: Exception) -> bool:
-    """Whether there was no room for what was to be written."""
+    """Whether the disk had no room for a write."""
     return any(sign in str(error) for sign in _NO_SPACE)
 
 
 def translate(error: Exception, table: str = "", begin: bytes = b"", end: bytes = b"") -> NoReturn:
-    """Turn the binding's bare exceptions into ours; ``table``: one that was read, from where on."""
+    """Raise our error for the binding's bare exception; of a read, with its table and range."""
     text = str(error)
     if isinstance(error, rocks.DbClosedError):
         raise StorageFailed("the store is closed, or could not be opened again") from error

@@ -1,26 +1,23 @@
-"""Calling SlateDB's asynchronous binding from threads, and filling its batches in bulk.
+"""Calls of SlateDB's asynchronous binding from threads, and batches filled in bulk.
 
-The binding offers coroutines that want an event loop for one thing only: to be told when the
+The binding offers coroutines that need an event loop for one thing only: to be woken when the
 library has got further. :func:`call` is that much of a loop. The library's work happens on the
-caller's thread and on the library's own; nothing is handed to another Python thread, which would
+caller's thread and on the library's own; no call changes to another Python thread, which would
 cost more than most calls do.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
 from asyncio import events
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slatedb.uniffi import WriteBatch
 from slatedb.uniffi import slatedb as binding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
-
-__all__ = ["CallTimeout", "call", "call_all", "filled"]
 
 T = TypeVar("T")
 
@@ -30,34 +27,21 @@ class CallTimeout(Exception):
 
 
 class _Step:
-    """What a coroutine waits for: the library's word that it has got further."""
+    """The future that a coroutine of the binding awaits: the library's next step."""
 
-    __slots__ = ("_code", "_done", "_lock", "_woken", "coroutine")
+    __slots__ = ("_code", "_done", "_woken")
 
     def __init__(self, woken: SimpleQueue[_Step]) -> None:
         self._woken = woken
         self._code = 0
         self._done = False
-        self._lock = threading.Lock()
-        self.coroutine: Coroutine[Any, Any, Any] | None = None
 
     def cancelled(self) -> bool:
         return False
 
     def set_result(self, code: int) -> None:
-        with self._lock:
-            self._code, self._done = code, True
-            parked = self.coroutine is not None
-        if parked:
-            self._woken.put(self)
-
-    def park(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Have the coroutine gone on with when the word comes, or now if it has come."""
-        with self._lock:
-            self.coroutine = coroutine
-            done = self._done
-        if done:
-            self._woken.put(self)
+        self._code, self._done = code, True
+        self._woken.put(self)
 
     def __await__(self) -> Generator[_Step, None, int]:
         if not self._done:
@@ -66,7 +50,7 @@ class _Step:
 
 
 class _Loop:
-    """As much of an event loop as the binding asks for."""
+    """The part of an event loop that the binding asks for."""
 
     def __init__(self) -> None:
         self.woken: SimpleQueue[_Step] = SimpleQueue()
@@ -74,8 +58,8 @@ class _Loop:
     def create_future(self) -> _Step:
         return _Step(self.woken)
 
-    def call_soon_threadsafe(self, told: Callable[..., object], *arguments: object) -> None:
-        told(*arguments)
+    def call_soon_threadsafe(self, callback: Callable[..., object], *arguments: object) -> None:
+        callback(*arguments)
 
 
 def call(coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
@@ -90,17 +74,25 @@ def call_all(coroutines: Sequence[Coroutine[Any, Any, T]], timeout_s: float) -> 
     """
     loop = _Loop()
     results: list[Any] = [None] * len(coroutines)
-    places = {id(coroutine): at for at, coroutine in enumerate(coroutines)}
+    # By the step that it waits for: a coroutine and its position.
+    waiting: dict[_Step, tuple[int, Coroutine[Any, Any, T]]] = {}
+
+    def advance(at: int, coroutine: Coroutine[Any, Any, T]) -> None:
+        try:
+            waiting[coroutine.send(None)] = at, coroutine
+        except StopIteration as end:
+            results[at] = end.value
+
     outer = events._get_running_loop()  # noqa: SLF001 - made for those who write loops
     events._set_running_loop(loop)  # type: ignore[arg-type]  # noqa: SLF001
     try:
-        left = 0
         for at, coroutine in enumerate(coroutines):
-            left += _go_on(coroutine, results, at)
-        while left:
-            coroutine_ = loop.woken.get(timeout=timeout_s).coroutine
-            assert coroutine_ is not None
-            left -= not _go_on(coroutine_, results, places[id(coroutine_)])
+            advance(at, coroutine)
+        while waiting:
+            # No coroutine waits for a step that was done before it was awaited.
+            woken = waiting.pop(loop.woken.get(timeout=timeout_s), None)
+            if woken is not None:
+                advance(*woken)
     except Empty:
         raise CallTimeout(f"no answer for {timeout_s:g} s") from None
     finally:
@@ -108,17 +100,6 @@ def call_all(coroutines: Sequence[Coroutine[Any, Any, T]], timeout_s: float) -> 
             coroutine.close()
         events._set_running_loop(outer)  # noqa: SLF001
     return results
-
-
-def _go_on(coroutine: Coroutine[Any, Any, Any], results: list[Any], at: int) -> bool:
-    """Go on with a coroutine; whether it has to wait again."""
-    try:
-        step: _Step = coroutine.send(None)
-    except StopIteration as end:
-        results[at] = end.value
-        return False
-    step.park(coroutine)
-    return True
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -138,45 +119,43 @@ class _Filler:
         library = ctypes.CDLL(binding._UniffiLib._name)  # noqa: SLF001
         prefix = "uniffi_slatedb_uniffi_fn_"
         buffer, status = binding._UniffiRustBuffer, binding._UniffiRustCallStatus  # noqa: SLF001
-        told = ctypes.POINTER(status)
+        outcome = ctypes.POINTER(status)
+        handle = ctypes.c_uint64
+
+        def function(name: str, result: Any, *arguments: Any) -> Any:
+            found = library[name]
+            found.argtypes, found.restype = (*arguments, outcome), result
+            return found
+
         self._status = status.default
-        self._clone = library[prefix + "clone_writebatch"]
-        self._clone.argtypes, self._clone.restype = (ctypes.c_uint64, told), ctypes.c_uint64
-        self._buffer = library["ffi_slatedb_uniffi_rustbuffer_from_bytes"]
-        self._buffer.argtypes, self._buffer.restype = (_Bytes, told), buffer
-        self._put = library[prefix + "method_writebatch_put"]
-        self._put.argtypes = (ctypes.c_uint64, buffer, buffer, told)
-        self._put.restype = None
-        self._delete = library[prefix + "method_writebatch_delete"]
-        self._delete.argtypes, self._delete.restype = (ctypes.c_uint64, buffer, told), None
+        self._clone = function(f"{prefix}clone_writebatch", handle, handle)
+        self._buffer = function("ffi_slatedb_uniffi_rustbuffer_from_bytes", buffer, _Bytes)
+        self._put = function(f"{prefix}method_writebatch_put", None, handle, buffer, buffer)
+        self._delete = function(f"{prefix}method_writebatch_delete", None, handle, buffer)
 
     def fill(self, batch: WriteBatch, rows: Iterable[tuple[bytes, bytes | None]]) -> None:
         """Put rows; None for a value deletes."""
         status = self._status()
-        told = ctypes.byref(status)
+        outcome = ctypes.byref(status)
         handle, clone, buffer = batch._handle, self._clone, self._buffer  # noqa: SLF001
         for key, value in rows:
             size = len(key)
-            key_buffer = buffer(_Bytes(size + 4, size.to_bytes(4, "big") + key), told)
+            key_buffer = buffer(_Bytes(size + 4, size.to_bytes(4, "big") + key), outcome)
             if value is None:
-                self._delete(clone(handle, told), key_buffer, told)
+                self._delete(clone(handle, outcome), key_buffer, outcome)
             else:
                 size = len(value)
-                value_buffer = buffer(_Bytes(size + 4, size.to_bytes(4, "big") + value), told)
-                self._put(clone(handle, told), key_buffer, value_buffer, told)
+                value_buffer = buffer(_Bytes(size + 4, size.to_bytes(4, "big") + value), outcome)
+                self._put(clone(handle, outcome), key_buffer, value_buffer, outcome)
             if status.code:
                 raise RuntimeError(f"SlateDB refused a row (code {status.code})")
 
 
-def _make_filler() -> _Filler | None:
-    try:
-        return _Filler()
-    except AttributeError:
-        # Another version of the binding: its own methods do.
-        return None
-
-
-FILLER: Final = _make_filler()
+try:
+    FILLER: _Filler | None = _Filler()
+except AttributeError:
+    # Another version of the binding: its own methods do.
+    FILLER = None
 
 
 def filled(

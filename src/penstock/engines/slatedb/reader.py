@@ -1,8 +1,8 @@
-"""Reading a SlateDB database that somebody else writes, straight from the object store.
+"""Reading a SlateDB database that another process writes, straight from the object store.
 
 Nothing here writes rows, and nothing disturbs the writer. A reader that is to keep to one moment
-has the library write a *checkpoint* into the manifest, so that files which the writer has replaced
-are kept meanwhile; a look (:func:`peek`) does not even do that.
+makes the library write a *checkpoint* into the manifest, so that files which the writer has
+replaced are kept meanwhile; :func:`peek` does not even do that.
 """
 
 from __future__ import annotations
@@ -23,15 +23,11 @@ from penstock.errors import StorageFailed, StoreMismatch
 from penstock.limits import MAX_READER_SNAPSHOT_MS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from slatedb.uniffi import DbReader
 
-    from penstock.engines.slatedb.location import Place
+    from penstock.engines.slatedb.location import SlateLocation
 
-__all__ = ["Found", "NoDatabase", "ReaderMoved", "SlateReader", "build", "peek"]
-
-# Few: wrong credentials and missing buckets are told of soon.
+# Few: wrong credentials and missing buckets are reported soon.
 _RETRIES: Final = 2
 _MEMORY_BYTES: Final = 64 << 20
 # The library polls once right after it has opened a reader, and then only after the interval.
@@ -39,39 +35,37 @@ _SETTLE_S: Final = 0.05
 
 
 class ReaderMoved(StorageFailed):
-    """The library has moved a reader on to a later moment: what was read before is another."""
+    """The library has moved a reader on to a later moment: rows read before are of another."""
 
 
 class NoDatabase(StoreMismatch):
-    """There is nothing at the place yet."""
+    """There is no database at the location yet."""
 
 
-class SlateReader:
-    """A database as it was when the reader was opened. It takes no writes.
+class SlateReader(SlateView):
+    """A database as it was when the reader was opened.
 
-    It keeps to that moment for :data:`~penstock.limits.MAX_READER_SNAPSHOT_MS`, then refuses. One
-    that is not ``pinned`` is for a single record, of whatever moment.
+    It keeps to that moment for :data:`~penstock.limits.MAX_READER_SNAPSHOT_MS`, then refuses. A
+    reader that is not ``pinned`` is for a single record, of whatever moment.
     """
 
-    def __init__(self, place: Place, *, pinned: bool = True, replay: bool = True) -> None:
-        self.place = place
+    def __init__(
+        self, location: SlateLocation, *, pinned: bool = True, replay: bool = True
+    ) -> None:
+        self.location = location
         self._pinned = pinned
         self._seconds = SystemClock().seconds
         self._until_s = self._seconds() + MAX_READER_SNAPSHOT_MS / 1000
         mode = ReaderMode.MANAGED_CHECKPOINT() if pinned else ReaderMode.FOLLOW_LATEST()
-        self._reader = build(place, mode, replay=replay)
-        self._rows = Rows(self._reader, place, self.check)
+        self._reader = build(location, mode, replay=replay)
         self._moment = 0
         self.settle()
         try:
-            self.families: Mapping[str, bytes] = families_of(self._rows, place)
+            rows = Rows(self._reader, location, self.check)
+            super().__init__(self._reader, location, families_of(rows, location), self.check)
         except BaseException:
-            self.close()
+            self._shut_down()
             raise
-        self._tables = {
-            name: SlateTable(self._rows, name, family, None)
-            for name, family in self.families.items()
-        }
 
     def settle(self) -> None:
         """Take the present state of the library's reader for the moment to keep to."""
@@ -82,33 +76,32 @@ class SlateReader:
     def check(self) -> None:
         """Raise if the library's reader has moved on, or if its moment is too long ago."""
         if self._pinned and self._reader.status().durable_seq != self._moment:
-            raise ReaderMoved(f"{self.place}: the reader has moved on; open it again")
+            raise ReaderMoved(f"{self.location}: the reader has moved on; open it again")
         if self._seconds() > self._until_s:
             raise StorageFailed(
-                f"{self.place} was opened for reading more than "
+                f"{self.location} was opened for reading more than "
                 f"{MAX_READER_SNAPSHOT_MS // 60_000} minutes ago: open it again"
             )
 
     def table(self, name: str) -> SlateTable:
         """Return a table of the database."""
-        if name not in self._tables:
-            raise StoreMismatch(f"{self.place} has no table {name!r}: use another version")
-        return self._tables[name]
-
-    def view(self) -> SlateView:
-        """Return the one moment that this reader shows."""
-        return SlateView(self._reader, self.place, self.families, self.check)
+        if name not in self.tables:
+            raise StoreMismatch(f"{self.location} has no table {name!r}: use another version")
+        return self.tables[name]
 
     def close(self) -> None:
-        """Let go of the checkpoint."""
+        """Drop the checkpoint."""
+        self._shut_down()
+        super().close()
+
+    def _shut_down(self) -> None:
         with contextlib.suppress(Error, CallTimeout):
             call(self._reader.shutdown(), SILENCE_S)
-        self._rows.close()
 
 
-def build(place: Place, mode: ReaderMode, *, replay: bool) -> DbReader:
-    """Open the library's reader."""
-    builder = DbReaderBuilder(place.path, place.store())
+def build(location: SlateLocation, mode: ReaderMode, *, replay: bool) -> DbReader:
+    """Open the library's reader; with ``replay``, it reads the log too."""
+    builder = DbReaderBuilder(location.path, location.store())
     builder.with_reader_mode(mode)
     builder.with_options(
         ReaderOptions(
@@ -122,47 +115,42 @@ def build(place: Place, mode: ReaderMode, *, replay: bool) -> DbReader:
     )
     try:
         return call(builder.build(), SILENCE_S)
-    except Error.Data as error:
-        if NO_DATABASE in error.message:
-            raise NoDatabase(f"{place} holds no store") from error
-        translate_open(error, place)
     except (Error, CallTimeout) as error:
-        translate_open(error, place)
+        if isinstance(error, Error.Data) and NO_DATABASE in error.message:
+            raise NoDatabase(f"{location} holds no store") from error
+        translate_open(error, location)
 
 
-class Found(NamedTuple):
-    """What a look has found: the tables, and one record."""
+class Peeked(NamedTuple):
+    """A record of a database; None if the database has no such row."""
 
-    tables: frozenset[str]
     record: bytes | None
 
 
-def peek(place: Place, table: str, key: bytes) -> Found | None:
-    """Look at a database and one of its records, without writing; None if there is nothing.
+def peek(location: SlateLocation, table: str, key: bytes) -> Peeked | None:
+    """Read one record without writing anything; None if there is no database.
 
-    Raises whatever speaks against opening: a bucket that is not there, credentials that are
-    refused, files of something else, objects that are missing.
+    Raises every reason not to open the database: a bucket that is not there, refused credentials,
+    files of something else, missing objects.
     """
-    if place.holds_something_else():
-        raise StoreMismatch(f"{place.root} is not empty and holds no SlateDB database")
-    if place.kind == "file":
-        check_objects(place)
-    found = Found(frozenset(), None)
-    # A record that was written long ago is in a file of rows; if it was not, the log is read too.
+    if location.holds_something_else():
+        raise StoreMismatch(f"{location.root} is not empty and holds no SlateDB database")
+    if location.kind == "file":
+        check_objects(location)
+    record = None
+    # A record that was written long ago is in a file of rows; otherwise the log is read too.
     for replay in (False, True):
         try:
-            reader = SlateReader(place, pinned=False, replay=replay)
+            reader = SlateReader(location, pinned=False, replay=replay)
         except NoDatabase:
-            check_objects(place)
+            check_objects(location)
             return None
-        try:
-            tables = frozenset(reader.families)
-            found = Found(tables, reader.table(table).get(key) if table in tables else None)
-        finally:
-            reader.close()
-        if found.record is not None:
+        with contextlib.closing(reader):
+            if table in reader.tables:
+                record = reader.table(table).get(key)
+        if record is not None:
             break
-    if place.kind == "s3":
+    if location.kind == "s3":
         # After the reader has got through: of a wrong bucket or key the library never tires here.
-        check_objects(place)
-    return found
+        check_objects(location)
+    return Peeked(record)

@@ -1,4 +1,4 @@
-"""Rows of a SlateDB database, by table: what reads and batches look like, whoever the source is.
+"""Rows of a SlateDB database, by table: reads, batches, and the cache of recent rows.
 
 SlateDB has no column families: a table is one byte before the key. It has no deletes of ranges
 either: a batch remembers them, and its commit reads their keys and deletes each.
@@ -7,69 +7,58 @@ either: a batch remembers them, and its commit reads their keys and deletes each
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+import threading
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from slatedb.uniffi import DurabilityLevel, Error, IterationOrder, KeyRange, ScanOptions
 
 from penstock.engines import damaged
-from penstock.engines.slatedb.binding import CallTimeout, call, call_all
-from penstock.engines.slatedb.cache import UNKNOWN, ReadCache
+from penstock.engines.slatedb.binding import CallTimeout, call_all
 from penstock.engines.slatedb.location import translate
 from penstock.errors import StorageFailed, StoreDamaged
 from penstock.limits import MAX_OBJECT_STORE_SILENCE_MS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 
-    from slatedb.uniffi import DbIterator, KeyValue
+    from slatedb.uniffi import Db, DbReader, DbSnapshot, KeyValue
 
-    from penstock.engines.slatedb.location import Place
-
-__all__ = ["SILENCE_S", "Rows", "SlateBatch", "SlateTable", "SlateView", "Source"]
+    from penstock.engines.slatedb.location import SlateLocation
 
 T = TypeVar("T")
+RowSource: TypeAlias = "Db | DbSnapshot | DbReader"
 
 SILENCE_S: Final = MAX_OBJECT_STORE_SILENCE_MS / 1000
 # From this many keys on, keys that lie close together are read by one scan.
 _SCAN_FROM: Final = 4
-
-
-class Source(Protocol):
-    """What rows are read from: the database, a snapshot of it, a reader in another process."""
-
-    def get(self, key: bytes) -> Coroutine[Any, Any, bytes | None]:
-        """Read one value."""
-
-    def scan_with_options(
-        self,
-        range: KeyRange,  # noqa: A002 - the binding's name
-        options: ScanOptions,
-    ) -> Coroutine[Any, Any, DbIterator]:
-        """Begin to read a range."""
+# The cost of an entry of the cache beside its bytes.
+_ENTRY_BYTES: Final = 120
 
 
 class Rows:
-    """Reads of a source, whatever the table."""
+    """Reads of a source, whatever the table. ``check`` raises once the source is of no more use."""
 
-    def __init__(self, source: Source, place: Place, check: Callable[[], None]) -> None:
-        self._source: Source | None = source
-        self._place = place
+    def __init__(
+        self, source: RowSource, location: SlateLocation, check: Callable[[], None]
+    ) -> None:
+        self._source: RowSource | None = source
+        self._location = location
         self.check = check
 
     def close(self) -> None:
-        """Let go of the source."""
+        """Drop the source."""
         self._source = None
 
     @property
-    def _open(self) -> Source:
+    def _open(self) -> RowSource:
         self.check()
         if self._source is None:
-            raise StorageFailed(f"{self._place} was closed while it was being read")
+            raise StorageFailed(f"{self._location} was closed while it was being read")
         return self._source
 
     def get(self, key: bytes) -> bytes | None:
         """Read one value."""
-        return self._run(self._open.get(key))
+        return self.get_all([key])[0]
 
     def get_all(self, keys: list[bytes]) -> list[bytes | None]:
         """Read many values: by one scan if they lie close together."""
@@ -82,12 +71,7 @@ class Rows:
             read_up_to = rows[-1][0] if len(rows) == limit else bounds[1]
             found.update((key, found.get(key)) for key in keys if key <= read_up_to)
         left = [key for key in keys if key not in found]
-        try:
-            values = call_all([source.get(key) for key in left], SILENCE_S)
-        except (Error, CallTimeout) as error:
-            translate(error, self._place)
-        # What was read counts only if the source was still good when it had been.
-        self.check()
+        values = self._run([source.get(key) for key in left])
         found.update(zip(left, values, strict=True))
         return [found[key] for key in keys]
 
@@ -99,23 +83,24 @@ class Rows:
         if limit <= 0 or begin >= end:
             return []
         try:
-            rows = self._run(_page(source, begin, end, limit, order, ahead=limit > 1))
+            rows = self._run([_page(source, begin, end, limit, order, ahead=limit > 1)])[0]
         except StoreDamaged:
-            # It may be beyond the rows that are wanted.
-            rows = self._run(_page(source, begin, end, limit, order, ahead=False))
+            # It may be beyond the wanted rows.
+            rows = self._run([_page(source, begin, end, limit, order, ahead=False)])[0]
         return [(row.key, row.value) for row in rows]
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def _run(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         try:
-            result = call(work, SILENCE_S)
+            results = call_all(work, SILENCE_S)
         except (Error, CallTimeout) as error:
-            translate(error, self._place)
+            translate(error, self._location)
+        # Rows count only if the source was still good after they were read.
         self.check()
-        return result
+        return results
 
 
 async def _page(
-    source: Source,
+    source: RowSource,
     begin: bytes,
     end: bytes,
     limit: int,
@@ -146,6 +131,74 @@ def _dense(keys: list[bytes]) -> tuple[bytes, bytes] | None:
     return (first, last + b"\0") if span < 2 * len(keys) + 16 else None
 
 
+class _Unknown:
+    """The answer of the cache for a key that it does not know."""
+
+
+UNKNOWN: Final = _Unknown()
+
+
+class ReadCache:
+    """Recently written or read values by key, bounded in bytes; the longest unwritten go first.
+
+    A call into the library costs tens of microseconds, and a round trip to the object store if the
+    library has not cached the block. The process that writes a message also reads it, within
+    moments: its payload and its lease are found here.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._values: dict[bytes, bytes | None] = {}
+        self._lock = threading.Lock()
+        # Another thread may read while one commits: the rows that it reads may be old by then.
+        self.commits = 0
+
+    def get_all(self, keys: Sequence[bytes]) -> list[bytes | _Unknown | None]:
+        """Look keys up: the value, None for a key known to be absent, or UNKNOWN."""
+        known = self._values
+        return [known.get(key, UNKNOWN) for key in keys]
+
+    def begin(self) -> None:
+        """Note that a commit begins: rows read before it ends must not be cached."""
+        with self._lock:
+            self.commits += 1
+
+    def put_committed(self, rows: Iterable[tuple[bytes, bytes | None]]) -> None:
+        """Cache committed rows; None for a key that was deleted."""
+        with self._lock:
+            self.commits += 1
+            self._put(rows)
+
+    def put_read(self, rows: Iterable[tuple[bytes, bytes | None]], commits: int) -> None:
+        """Cache rows that were read when the number of commits was this, if it still is."""
+        with self._lock:
+            if commits == self.commits:
+                self._put(rows)
+
+    def clear(self) -> None:
+        """Forget everything: which of the rows hold is unknown."""
+        with self._lock:
+            self.commits += 1
+            self._values.clear()
+            self._bytes = 0
+
+    def _put(self, rows: Iterable[tuple[bytes, bytes | None]]) -> None:
+        values, largest = self._values, self._max_bytes // 8
+        for key, value in rows:
+            self._forget(key)
+            size = len(key) + _ENTRY_BYTES + len(value or b"")
+            if size <= largest:
+                values[key] = value
+                self._bytes += size
+        while self._bytes > self._max_bytes:
+            self._forget(next(iter(values)))
+
+    def _forget(self, key: bytes) -> None:
+        if key in self._values:
+            self._bytes -= len(key) + _ENTRY_BYTES + len(self._values.pop(key) or b"")
+
+
 class SlateTable:
     """The rows that begin with one byte."""
 
@@ -160,7 +213,7 @@ class SlateTable:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[bytes]) -> list[bytes | None]:
-        """Read many values, from memory if they were written of late."""
+        """Read many values, from the cache if it has them."""
         family, cache = self.family, self._cache
         wanted = [family + key for key in keys]
         if cache is None:
@@ -170,29 +223,23 @@ class SlateTable:
         if UNKNOWN not in known:
             return known  # type: ignore[return-value]
         commits = cache.commits
-        missing = list(
-            {key: None for key, value in zip(wanted, known, strict=True) if value is UNKNOWN}
-        )
+        pairs = list(zip(wanted, known, strict=True))
+        missing = list({key: None for key, value in pairs if value is UNKNOWN})
         found = dict(zip(missing, self._get_all(missing), strict=True))
         cache.put_read(found.items(), commits)
-        return [
-            found[key] if value is UNKNOWN else value  # type: ignore[misc]
-            for key, value in zip(wanted, known, strict=True)
-        ]
+        return [found[key] if value is UNKNOWN else value for key, value in pairs]  # type: ignore[misc]
 
-    def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
+    def scan(
+        self, begin: bytes, end: bytes, limit: int, order: IterationOrder | None = None
+    ) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), ascending."""
         with self._naming(begin, end):
-            rows = self._rows.scan(self.family + begin, self.family + end, limit)
+            rows = self._rows.scan(self.family + begin, self.family + end, limit, order)
         return [(key[1:], value) for key, value in rows]
 
     def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), descending."""
-        with self._naming(begin, end):
-            rows = self._rows.scan(
-                self.family + begin, self.family + end, limit, IterationOrder.DESCENDING
-            )
-        return [(key[1:], value) for key, value in rows]
+        return self.scan(begin, end, limit, IterationOrder.DESCENDING)
 
     def _get_all(self, keys: list[bytes]) -> list[bytes | None]:
         with self._naming(min(keys, default=b"")[1:], max(keys, default=b"")[1:] + b"\0"):
@@ -200,7 +247,7 @@ class SlateTable:
 
     @contextlib.contextmanager
     def _naming(self, begin: bytes, end: bytes) -> Iterator[None]:
-        """Name the table and keys that were read in an error of reading."""
+        """Name the table and keys in an error of reading."""
         try:
             yield
         except StoreDamaged as error:
@@ -213,17 +260,14 @@ class SlateBatch:
     def __init__(self) -> None:
         self.rows: dict[bytes, bytes | None] = {}
         self.ranges: list[tuple[bytes, bytes]] = []
-        self._count = 0
 
     def put(self, key: bytes, value: bytes, family: bytes, /) -> None:
         """Set a value."""
         self.rows[family + key] = value
-        self._count += 1
 
     def delete(self, key: bytes, family: bytes, /) -> None:
         """Remove a key, if it is there."""
         self.rows[family + key] = None
-        self._count += 1
 
     def delete_range(self, begin: bytes, end: bytes, family: bytes, /) -> None:
         """Remove every key of [begin, end)."""
@@ -232,27 +276,30 @@ class SlateBatch:
             if begin <= key < end:
                 self.rows[key] = None
         self.ranges.append((begin, end))
-        self._count += 1
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.rows) + len(self.ranges)
 
 
 class SlateView:
     """All tables as they were at one moment: a snapshot of the library."""
 
     def __init__(
-        self, source: Source, place: Place, families: Mapping[str, bytes], check: Callable[[], None]
+        self,
+        source: RowSource,
+        location: SlateLocation,
+        families: Mapping[str, bytes],
+        check: Callable[[], None],
     ) -> None:
-        self._rows = Rows(source, place, check)
-        self._tables = {
+        self._rows = Rows(source, location, check)
+        self.tables = {
             name: SlateTable(self._rows, name, family, None) for name, family in families.items()
         }
 
     def table(self, name: str) -> SlateTable:
         """Return a table as it was."""
-        return self._tables[name]
+        return self.tables[name]
 
     def close(self) -> None:
-        """Let go of the snapshot."""
+        """Drop the snapshot."""
         self._rows.close()

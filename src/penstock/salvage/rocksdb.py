@@ -1,18 +1,17 @@
-"""Reading what is left of a RocksDB directory, whichever of its files are missing or damaged.
+"""Salvage of a RocksDB directory, whichever of its files are missing or damaged.
 
 The directory itself is only read. Files of rows (``*.sst``) never change, so a scratch directory
-has links to them, and beside the links a ``CURRENT``, a ``MANIFEST`` and logs that are written
-here: RocksDB opens that, read-only, whatever became of the originals. A manifest of ours puts all
-files side by side on level 0 without saying what is in them; an iterator takes the newest version
-of each key by its sequence number, so it does not need to know.
+has links to them, and beside the links a ``CURRENT``, a ``MANIFEST`` and logs that salvage writes:
+RocksDB opens that, read-only, whatever became of the originals. The written manifest puts all
+files side by side on level 0 without saying which keys they hold; an iterator takes the newest
+version of each key by its sequence number, so it does not need to know.
 
-Which files count is told by the original manifest if that is whole and every file it names is
-there; otherwise every file on the disk counts. A file of rows names its table itself, in its
-properties.
+The original manifest says which files count, if it is whole and every file it names is there;
+otherwise every file on the disk counts. A file of rows names its table itself, in its properties.
 
-Where a file can't be read, the scan goes on behind the damage; for the keys in between, the other
-files are asked. They may hold versions of a row that were replaced or deleted in the file that
-can't be read.
+Where a file can't be read, the scan goes on behind the damage; the keys in between are looked for
+in the other files. Those may hold versions of a row that were replaced or deleted in the
+unreadable file.
 """
 
 from __future__ import annotations
@@ -20,63 +19,58 @@ from __future__ import annotations
 import contextlib
 import re
 from itertools import chain
-from struct import Struct
 from typing import TYPE_CHECKING, Any, Final
 
-import google_crc32c
 import rocksdict as rocks
 
-from penstock.engines import Damage
-from penstock.engines.readable import next_readable
-from penstock.engines.rocksdb.engine import kept_closed
-from penstock.engines.rocksdb.files import read_synced
-from penstock.engines.rocksdb.manifest import Manifest, TableFile
-from penstock.engines.rocksdb.wal import LogCheck, check_log, read_behind, read_records
+from penstock.engines.rocksdb import records
+from penstock.engines.rocksdb.files import read_synced, release, reserved, unowned
+from penstock.engines.rocksdb.records import Manifest, TableFile, check_log
 from penstock.errors import StorageFailed, StoreDamaged
+from penstock.salvage.source import SalvageSource, next_readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-__all__ = ["RocksRemains"]
+    from penstock.engines.rocksdb.records import LogCheck
 
-_BLOCK: Final = 32_768
-_FRAGMENT: Final = Struct("<IHB")
-_BATCH: Final = Struct("<QI")
 _BYTEWISE: Final = b"leveldb.BytewiseComparator"
 # Above every sequence number and file number that a store comes to.
 _TOP_SEQUENCE: Final = 1 << 55
 _TOP_FILE: Final = 1 << 40
 # A file that is shorter has not even a footer; RocksDB divides by the size of files.
 _LEAST_BYTES: Final = 53
-# What a file of rows says of its table: the end of one property, and the next, whose name shares
+# The name of its table in a file of rows: the end of one property, and the next, whose name shares
 # its first 22 bytes with it.
 _TABLE_NAME: Final = re.compile(rb"column\.family\.id(.)\x16\x04(.)name", re.DOTALL)
 _TAIL_BYTES: Final = 1 << 20
-# An error names a file with its directory, which is not there any more when somebody reads it.
-_PLACE_OF_FILE: Final = re.compile(r"\S*/(?=\d+\.sst)")
+# RocksDB names a file with its directory, the scratch, which is gone when somebody reads the error.
+_DIRECTORY: Final = re.compile(r"\S*/(?=\d+\.sst)")
 
 
-# --- what is written for RocksDB ------------------------------------------------------------------
+# --- files written for RocksDB --------------------------------------------------------------------
 
 
-def _write_records(records: Iterable[bytes]) -> bytes:
-    """Write a log or a manifest (:mod:`penstock.engines.rocksdb.wal` has the format)."""
+def _write_records(contents: Iterable[bytes]) -> bytes:
+    """Write a log or a manifest (:mod:`penstock.engines.rocksdb.records` has the format)."""
     out = bytearray()
-    for record in records:
+    header = records.FRAGMENT.size
+    for record in contents:
         at, begun = 0, False
         while at < len(record) or not begun:
-            room = _BLOCK - len(out) % _BLOCK
-            if room < _FRAGMENT.size:
+            room = records.BLOCK_BYTES - len(out) % records.BLOCK_BYTES
+            if room < header:
                 out += bytes(room)
-                room = _BLOCK
-            part = record[at : at + room - _FRAGMENT.size]
+                room = records.BLOCK_BYTES
+            part = record[at : at + room - header]
             at += len(part)
-            # FULL 1, FIRST 2, MIDDLE 3, LAST 4
-            kind = (4 if begun else 1) if at == len(record) else (3 if begun else 2)
-            crc = google_crc32c.value(bytes([kind]) + part)
-            crc = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-            out += _FRAGMENT.pack(crc, len(part), kind) + part
+            if at == len(record):
+                kind = records.LAST if begun else records.FULL
+            else:
+                kind = records.MIDDLE if begun else records.FIRST
+            checksum = records.fragment_checksum(bytes([kind]) + part)
+            out += records.FRAGMENT.pack(checksum, len(part), kind) + part
             begun = True
     return bytes(out)
 
@@ -96,43 +90,44 @@ def _edit(*fields: int | bytes) -> bytes:
 
 def _write_manifest(families: dict[int, str], files: Iterable[TableFile], log: int) -> bytes:
     """Write a manifest that has files side by side on level 0, with rows of any key in each."""
-    ends = (1, _BYTEWISE, 2, log)
-    edits = [_edit(*ends, 3, _TOP_FILE, 4, _TOP_SEQUENCE)]
+    begin = (records.COMPARATOR, _BYTEWISE, records.LOG_NUMBER, log)
+    tops = (records.NEXT_FILE, _TOP_FILE, records.LAST_SEQUENCE, _TOP_SEQUENCE)
+    edits = [_edit(*begin, *tops)]
     edits += [
-        _edit(200, number, 201, name.encode(), *ends) for number, name in families.items() if number
+        _edit(records.FAMILY, number, records.ADD_FAMILY, name.encode(), *begin)
+        for number, name in families.items()
+        if number
     ]
     # Internal keys end with 8 bytes of sequence and kind.
-    low, high = b"\1" + bytes(7), b"\xff" * 256 + b"\1" + bytes(7)
-    edits += [
-        # Files of level 0 have to differ in their sequence numbers; nobody reads by them.
-        _edit(
-            200, each.family, 103, 0, each.number, each.size, low, high, 2 * at + 1, 2 * at + 2, 1
-        )
-        for at, each in enumerate(files)
-    ]
+    span = b"\1" + bytes(7), b"\xff" * 256 + b"\1" + bytes(7)
+    for at, each in enumerate(files):
+        family = (records.FAMILY, each.family)
+        # Files of level 0 have to differ in their sequence numbers; no read goes by them.
+        sequences = (2 * at + 1, 2 * at + 2)
+        file = (records.NEW_FILE, 0, each.number, each.size, *span, *sequences)
+        edits.append(_edit(*family, *file, records.NO_MORE_EXTRAS))
     return _write_records(edits)
 
 
 # --- the directory --------------------------------------------------------------------------------
 
 
-class RocksRemains:
-    """The rows of a RocksDB directory that can be read.
+class RocksSource(SalvageSource):
+    """The readable rows of a RocksDB directory.
 
-    ``damage`` says what could not be read, and grows while rows are; ``notes`` say what is wrong
-    but has cost nothing. With ``drop_after`` the logs end where the first of them is damaged.
+    With ``drop_after`` the logs end where the first of them is damaged.
     """
 
     def __init__(self, path: Path, scratch: Path, *, drop_after: bool = False) -> None:
+        super().__init__()
         if not any(path.glob("*.sst")) and not any(path.glob("*.log")):
             raise StoreDamaged(f"{path} holds nothing of a RocksDB database")
-        self.damage: list[Damage] = []
-        self.notes: list[str] = []
-        self._held = contextlib.ExitStack()
-        self._held.enter_context(kept_closed(path))
         self._path = path
         self._scratch = scratch
+        # By the files that are left out: the others, opened as a database.
         self._open: dict[frozenset[int], rocks.Rdict] = {}
+        self._held = contextlib.ExitStack()
+        self._held.enter_context(_kept_closed(path))
         self._on_disk = {int(p.stem): p.resolve() for p in path.glob("*.sst") if p.stem.isdigit()}
         self._logs = {int(p.stem): p for p in sorted(path.glob("*.log")) if p.stem.isdigit()}
         manifest = self._read_manifest()
@@ -145,21 +140,21 @@ class RocksRemains:
 
     @property
     def tables(self) -> list[str]:
-        """The names of the tables that are known."""
+        """The names of the known tables."""
         return list(self._families.values())
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for database in self._open.values():
             database.close()
         self._open.clear()
         self._held.close()
 
     def rows(self, table: str) -> Iterator[tuple[bytes, bytes]]:
-        """Read every row of a table that can be read, ascending."""
+        """Read every readable row of a table, ascending."""
         return self._rows(table, b"", None, frozenset())
 
-    # --- what there is ---------------------------------------------------------------------
+    # --- which files count -----------------------------------------------------------------
 
     def _read_manifest(self) -> Manifest | None:
         """Read the manifest that counts; None if it is not whole."""
@@ -187,7 +182,7 @@ class RocksRemains:
         try:
             return path.read_bytes()
         except OSError as error:
-            self.damage.append(Damage(path.name, None, b"", None, str(error)))
+            self.add_damage(path.name, str(error))
             return b""
 
     def _name_families(self) -> dict[int, str]:
@@ -203,13 +198,13 @@ class RocksRemains:
         known = manifest.files if manifest else {}
         missing = [file for number, file in known.items() if number not in self._on_disk]
         for file in missing:
-            self._note(file, *_span(file), f"{file.name} is missing")
+            self._add_damaged_file(file, *_span(file), f"{file.name} is missing")
         chosen = known
         if manifest is not None:
             log = any(manifest.oldest_log <= each < manifest.next_file for each in self._logs)
             if not log:
                 text = "a write-ahead log is missing: what came since the last flush was in it"
-                self.damage.append(Damage(f"{manifest.oldest_log:06}.log", None, b"", None, text))
+                self.add_damage(f"{manifest.oldest_log:06}.log", text)
             unnamed = sorted(set(self._on_disk) - set(known))
             if unnamed:
                 self.notes.append(
@@ -228,11 +223,11 @@ class RocksRemains:
             if size >= _LEAST_BYTES:
                 files.append(file._replace(size=size))
             else:
-                self._note(file, *_span(file), f"{file.name} has only {size} bytes")
+                self._add_damaged_file(file, *_span(file), f"{file.name} has only {size} bytes")
         return files
 
     def _describe(self, number: int, path: Path) -> TableFile | None:
-        """Find out which table a file belongs to from what it says itself."""
+        """Read from a file of rows which table it belongs to."""
         tail = b""
         with contextlib.suppress(OSError), path.open("rb") as handle:
             handle.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -240,7 +235,7 @@ class RocksRemains:
         names = list(_TABLE_NAME.finditer(tail))
         if not names:
             text = "its end is missing or damaged, so whose rows it has can't be told"
-            self.damage.append(Damage(path.name, None, b"", None, text))
+            self.add_damage(path.name, text)
             return None
         name = tail[names[-1].end() : names[-1].end() + names[-1][2][0]]
         family = names[-1][1][0]
@@ -250,13 +245,13 @@ class RocksRemains:
     # --- logs ------------------------------------------------------------------------------
 
     def _copy_logs(self, *, drop_after: bool) -> None:
-        """Write the records of the logs that can be read to logs of our own."""
+        """Write the readable records of the logs to logs in the scratch directory."""
         (self._scratch / "logs").mkdir(parents=True)
         logs = {n: path for n, path in self._logs.items() if n >= self._first_log}
         expected = self._next_sequence
         synced, synced_bytes = read_synced(self._path)
         if self._first_log and synced >= self._first_log and synced not in logs:
-            self.damage.append(Damage(f"{synced:06}.log", None, b"", None, "it is missing"))
+            self.add_damage(f"{synced:06}.log", "it is missing")
         ended = False
         for number, path in logs.items():
             data = self._read(path)
@@ -266,13 +261,13 @@ class RocksRemains:
             least = max(least, 0 if number == max(logs) else found.size)
             is_damaged = self._note_log(path.name, found, least)
             kept = []
-            whole = (record for _, record in read_records(data))
-            behind = () if is_damaged and drop_after else read_behind(data, found.resumes)
+            whole = (record for _, record in records.read_records(data))
+            behind = () if is_damaged and drop_after else records.read_behind(data, found.resumes)
             for record in chain(whole, behind):
-                sequence, count = _BATCH.unpack_from(record.ljust(_BATCH.size, b"\0"))
+                sequence, count = records.BATCH.unpack_from(record.ljust(records.BATCH.size, b"\0"))
                 if expected is not None and sequence > expected:
                     text = f"{sequence - expected} changes are missing before change {sequence}"
-                    self.damage.append(Damage(path.name, None, b"", None, text))
+                    self.add_damage(path.name, text)
                     ended = ended or drop_after
                 expected = sequence + count
                 if not ended:
@@ -281,13 +276,13 @@ class RocksRemains:
             (self._scratch / "logs" / path.name).write_bytes(_write_records(kept))
 
     def _note_log(self, name: str, found: LogCheck, least: int) -> bool:
-        """Note what is wrong with a log, of which so many bytes have to be whole; whether it is."""
+        """Note the damage of a log, of which ``least`` bytes have to be whole; say if there is."""
         if found.resumes is not None or found.end < least:
             text = (
                 f"damaged at byte {found.end} of {found.size}: {found.batches} batches are whole "
                 f"before that, {found.batches_behind} behind it, and it had {least} bytes or more"
             )
-            self.damage.append(Damage(name, None, b"", None, text))
+            self.add_damage(name, text)
             return True
         if found.end < found.size:
             self.notes.append(
@@ -313,14 +308,16 @@ class RocksRemains:
             if why is None:
                 return
             resume = next_readable(lambda key: _look(column, key), begin, end)
-            file = self._culprit(table, begin, without, why)
-            self._note(file, begin, resume, why)
+            file = self._unreadable_file(table, begin, without, why)
+            self._add_damaged_file(file, begin, resume, why)
             yield from self._rows(table, begin, resume, without | {file.number})
             if resume is None or resume == end:
                 return
             begin = resume
 
-    def _culprit(self, table: str, begin: bytes, without: frozenset[int], why: str) -> TableFile:
+    def _unreadable_file(
+        self, table: str, begin: bytes, without: frozenset[int], why: str
+    ) -> TableFile:
         """Find the file that can't be read: the error names it, or it fails by itself."""
         files = [each for each in self._files if self._families[each.family] == table]
         files = [each for each in files if each.number not in without]
@@ -336,16 +333,16 @@ class RocksRemains:
     def _database(self, without: frozenset[int]) -> rocks.Rdict:
         if without in self._open:
             return self._open[without]
-        place = self._scratch / f"rows{len(self._open)}"
-        place.mkdir()
+        path = self._scratch / f"rows{len(self._open)}"
+        path.mkdir()
         files = [file for file in self._files if file.number not in without]
         for file in files:
-            (place / file.name).symlink_to(self._on_disk[file.number])
+            (path / file.name).symlink_to(self._on_disk[file.number])
         for log in (self._scratch / "logs").iterdir():
-            (place / log.name).symlink_to(log)
+            (path / log.name).symlink_to(log)
         manifest = _write_manifest(self._families, files, self._first_log)
-        (place / "MANIFEST-000001").write_bytes(manifest)
-        (place / "CURRENT").write_text("MANIFEST-000001\n")
+        (path / "MANIFEST-000001").write_bytes(manifest)
+        (path / "CURRENT").write_text("MANIFEST-000001\n")
         options = rocks.Options(raw_mode=True)
         options.set_paranoid_checks(False)
         options.set_skip_stats_update_on_db_open(True)
@@ -353,18 +350,25 @@ class RocksRemains:
         columns = {name: rocks.Options(raw_mode=True) for name in self.tables}
         mode = rocks.AccessType.read_only()
         try:
-            database = rocks.Rdict(str(place), options, columns, access_type=mode)
+            database = rocks.Rdict(str(path), options, columns, access_type=mode)
         except Exception as error:
             raise StoreDamaged(f"nothing of {self._path} can be read: {error}") from error
         self._open[without] = database
         return database
 
-    def _note(self, file: TableFile, begin: bytes, end: bytes | None, why: str) -> None:
-        """Note rows that can't be read, as far as the file can have any there."""
+    def _add_damaged_file(self, file: TableFile, begin: bytes, end: bytes | None, why: str) -> None:
+        """Note unreadable rows of a file, within the keys that it can hold."""
         first, last = _span(file)
         end = last if end is None or (last is not None and last < end) else end
-        table = self._families.get(file.family)
-        self.damage.append(Damage(file.name, table, max(begin, first), end, why))
+        self.add_damage(file.name, why, self._families.get(file.family), max(begin, first), end)
+
+
+@contextlib.contextmanager
+def _kept_closed(path: Path) -> Iterator[None]:
+    """Keep this and other processes from opening a directory; raise if one has it open."""
+    with reserved(path) as inode, unowned(path):
+        yield
+    release(inode)
 
 
 def _span(file: TableFile) -> tuple[bytes, bytes | None]:
@@ -373,7 +377,7 @@ def _span(file: TableFile) -> tuple[bytes, bytes | None]:
 
 
 def _look(column: rocks.Rdict, key: bytes) -> tuple[bool, bytes | None]:
-    # An iterator that has failed may fail again where it need not: a new one for each look.
+    # An iterator that has failed may fail again at intact blocks: a new one for each look.
     rows: Any = column.iter()
     rows.seek(key)
     found: bytes | None = rows.key()
@@ -385,5 +389,5 @@ def _failure(rows: Any) -> str | None:
     try:
         rows.status()
     except Exception as error:
-        return _PLACE_OF_FILE.sub("", str(error)).strip()
+        return _DIRECTORY.sub("", str(error)).strip()
     return None

@@ -1,13 +1,12 @@
-"""Reading what is left of a SlateDB database, whichever of its objects are missing or damaged.
+"""Salvage of a SlateDB database, whichever of its objects are missing or damaged.
 
-Nothing is written to it. Of a directory, a scratch directory has links to the objects; manifests
-that can't be read are left out of it one after the other, so that the library falls back to the
-one before. Of a bucket that can't be done: there the newest manifest has to be good.
+Nothing is written to the database. Of a directory, a scratch directory has links to the objects;
+salvage leaves unreadable manifests out of it one after the other, so that the library falls back
+to the one before. Of a bucket that can't be done: there the newest manifest has to be good.
 
-Objects of the log are read one by one, apart from the library's own reading of the log, which ends
-at the first that is missing. They stay for some minutes after their rows are in files of rows, and
-all of them are read: what they say of a key is the last that was said of it, so that it stands for
-files that can't be read.
+Salvage reads the objects of the log one by one, because the library's own reading of the log ends
+at the first missing one. Objects stay for some minutes after their rows are in files of rows, and
+all of them are read: the last value of a key in the log also stands for unreadable files.
 """
 
 from __future__ import annotations
@@ -20,21 +19,19 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from slatedb.uniffi import AdminBuilder, Error, ReaderMode, RowEntryKind, SlateDbWalReader
 
-from penstock.engines import Damage
-from penstock.engines.readable import next_readable
 from penstock.engines.slatedb.binding import CallTimeout, call
 from penstock.engines.slatedb.engine import LAYOUT_KEY, read_layout
-from penstock.engines.slatedb.location import Place, translate_open
+from penstock.engines.slatedb.files import log_object
+from penstock.engines.slatedb.location import SlateLocation, translate_open
 from penstock.engines.slatedb.reader import build
 from penstock.engines.slatedb.tables import SILENCE_S, Rows
 from penstock.errors import PenstockError, StorageFailed, StoreDamaged
+from penstock.salvage.source import SalvageSource, next_readable
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
 
     from slatedb.uniffi import DbReader, RowEntry
-
-__all__ = ["SlateRemains"]
 
 T = TypeVar("T")
 
@@ -43,34 +40,33 @@ _END: Final = b"\xff" * 300
 _OBJECT: Final = re.compile(r"((?:compacted|wal)/\w+\.sst)")
 
 
-class SlateRemains:
-    """The rows of a SlateDB database that can be read; see :class:`~penstock.engines.Remains`."""
+class SlateSource(SalvageSource):
+    """The readable rows of a SlateDB database."""
 
-    def __init__(self, place: Place, scratch: Path, *, drop_after: bool = False) -> None:
-        self.damage: list[Damage] = []
-        self.notes: list[str] = []
-        self._source = place
-        self._place = _linked(place, scratch) if place.kind == "file" else place
+    def __init__(self, location: SlateLocation, scratch: Path, *, drop_after: bool = False) -> None:
+        super().__init__()
+        self._original = location
+        self._location = _linked(location, scratch) if location.kind == "file" else location
         self._drop_after = drop_after
         # By key: its value in the log, or None if it was deleted.
         self._log: dict[bytes, bytes | None] = {}
         self._reader = self._open()
-        self._rows = Rows(self._reader, self._place, lambda: None)
-        admin = AdminBuilder(self._place.path, self._place.store()).build()
+        self._rows = Rows(self._reader, self._location, lambda: None)
+        admin = AdminBuilder(self._location.path, self._location.store()).build()
         manifest = self._call(admin.read_manifest(None))
         self._read_log(manifest.replay_after_wal_id, manifest.last_l0_seq)
         layout = self._log.get(LAYOUT_KEY) or self._rows.get(LAYOUT_KEY)
         if layout is None:
-            raise StoreDamaged(f"nothing is left of {place} that says which tables it has")
-        self._families = read_layout(layout, place)
+            raise StoreDamaged(f"nothing is left of {location} that says which tables it has")
+        self._families = read_layout(layout, location)
 
     @property
     def tables(self) -> list[str]:
-        """The names of the tables that are known."""
+        """The names of the known tables."""
         return list(self._families)
 
     def rows(self, table: str) -> Iterator[tuple[bytes, bytes]]:
-        """Read every row of a table that can be read."""
+        """Read every readable row of a table."""
         family = self._families[table]
         for key, value in self._in_files(family, table):
             if key not in self._log:
@@ -80,56 +76,56 @@ class SlateRemains:
                 yield key[1:], logged
 
     def close(self) -> None:
-        """Let go of the reader."""
+        """Close the reader."""
         with contextlib.suppress(Error, CallTimeout):
             call(self._reader.shutdown(), SILENCE_S)
         self._rows.close()
 
-    # --- inside ----------------------------------------------------------------------------
-
     def _open(self) -> DbReader:
         """Open by the newest manifest whose files can be read at least at their beginning."""
-        manifests = sorted((Path(self._place.root) / "manifest").glob("*"), reverse=True)
-        if self._place.kind == "file" and not manifests:
+        manifests = sorted((Path(self._location.root) / "manifest").glob("*"), reverse=True)
+        if self._location.kind == "file" and not manifests:
             raise StoreDamaged(
                 "none of its manifests is there, and nothing can be read without one: bring one "
                 "back from a copy of the objects"
             )
         while True:
             try:
-                reader = build(self._place, ReaderMode.FOLLOW_LATEST(), replay=False)
-                Rows(reader, self._place, lambda: None).scan(b"\0", b"\1", 1)
+                reader = build(self._location, ReaderMode.FOLLOW_LATEST(), replay=False)
+                Rows(reader, self._location, lambda: None).scan(b"\0", b"\1", 1)
             except PenstockError as error:
-                if self._place.kind != "file" or len(manifests) < 2:
+                if self._location.kind != "file" or len(manifests) < 2:
                     raise StoreDamaged(f"nothing of it can be read: {error}") from error
                 newest = manifests.pop(0)
                 newest.unlink()
                 text = f"can't be used, the one before it was: {error}"
-                self._damaged(f"manifest/{newest.name}", text)
+                self.add_damage(f"manifest/{newest.name}", text)
             else:
                 return reader
 
     def _in_files(self, family: bytes, table: str) -> Iterator[tuple[bytes, bytes]]:
-        source, end = self._rows, family + _END
-        begin, limit = family, _PAGE
+        """Read every readable row of a table that is in a file of rows."""
+        begin, end, limit = family, family + _END, _PAGE
 
         def look(key: bytes) -> tuple[bool, bytes | None]:
             try:
-                rows = source.scan(key, end, 1)
+                rows = self._rows.scan(key, end, 1)
             except StorageFailed:
                 return False, None
             return True, rows[0][0] if rows else None
 
         while True:
             try:
-                rows = source.scan(begin, end, limit)
+                rows = self._rows.scan(begin, end, limit)
             except StorageFailed as error:
                 if limit > 1:
                     # One by one, up to the damage.
                     limit = 1
                     continue
                 resume = next_readable(look, begin, end) or end
-                self._note(table, begin[1:], resume, str(error))
+                named = _OBJECT.search(str(error))
+                until = None if resume == end else resume[1:]
+                self.add_damage(named[1] if named else "", str(error), table, begin[1:], until)
                 if resume == end:
                     return
                 begin, limit = resume, _PAGE
@@ -139,28 +135,23 @@ class SlateRemains:
                 return
             begin = rows[-1][0] + b"\0"
 
-    def _note(self, table: str, begin: bytes, resume: bytes, why: str) -> None:
-        named = _OBJECT.search(why)
-        file = named.group(1) if named else ""
-        end = None if resume.endswith(_END) else resume[1:]
-        self._damaged(file, why, table, begin, end)
-
-    def _damaged(
+    def add_damage(
         self,
         file: str,
-        why: str,
+        text: str,
         table: str | None = None,
         begin: bytes = b"",
         end: bytes | None = None,
     ) -> None:
-        why = why.replace(self._place.root, self._source.root)
-        self.damage.append(Damage(file, table, begin, end, why))
+        """Note unreadable rows, with the original directory for the scratch one."""
+        text = text.replace(self._location.root, self._original.root)
+        super().add_damage(file, text, table, begin, end)
 
     def _read_log(self, flushed: int, last_seq: int) -> None:
-        """Read every object of the log that is there, also if it is in files of rows already."""
-        logs = SlateDbWalReader(self._place.path, self._place.store())
-        if self._place.kind == "file":
-            folder = Path(self._place.root) / "wal"
+        """Read every object of the log, also of rows that are in files of rows already."""
+        logs = SlateDbWalReader(self._location.path, self._location.store())
+        if self._location.kind == "file":
+            folder = Path(self._location.root) / "wal"
             numbers = sorted(int(each.stem) for each in folder.glob("*.sst"))
         else:
             numbers = list(range(flushed + 1, self._call(logs.last_wal_file_id(flushed)) + 1))
@@ -177,10 +168,10 @@ class SlateRemains:
             if rows and rows[0].seq > due:
                 wrong = wrong or f"{rows[0].seq - due} commits before it are missing"
             if wrong and number <= flushed:
-                # What came before is in files of rows, and what is missing may have changed it.
+                # Earlier changes are in files of rows, and missing ones may have overwritten them.
                 self._log.clear()
             elif wrong:
-                self._damaged(_log_name(number), wrong)
+                self.add_damage(log_object(number), wrong)
                 if self._drop_after:
                     return
             before = number
@@ -192,20 +183,16 @@ class SlateRemains:
         try:
             return call(work, SILENCE_S)
         except (Error, CallTimeout) as error:
-            translate_open(error, self._place)
+            translate_open(error, self._location)
 
 
-def _log_name(number: int) -> str:
-    return f"wal/{number:020}.sst"
-
-
-def _linked(place: Place, scratch: Path) -> Place:
+def _linked(location: SlateLocation, scratch: Path) -> SlateLocation:
     """Make a directory of links to the objects."""
-    root = Path(place.root)
-    if not root.is_dir() or place.holds_something_else():
+    root = Path(location.root)
+    if not root.is_dir() or location.holds_something_else():
         raise StoreDamaged(f"{root} holds nothing of a SlateDB database")
     for folder in ("manifest", "wal", "compacted"):
         (scratch / folder).mkdir(parents=True)
         for each in (root / folder).glob("*"):
             (scratch / folder / each.name).symlink_to(each.resolve())
-    return Place("file", str(scratch), "")
+    return SlateLocation("file", str(scratch), "")

@@ -1,8 +1,8 @@
-"""Room on the disk of a store: how much is free, the reserve, and whether files can grow again.
+"""The disk of a store: fsync, free bytes, the reserve, and whether files can grow again.
 
-What a database has in its log is written once more, into files of rows, before the log goes: so
-much of what is free is spoken for. New messages leave the reserve alone, so that those which are
-there can still be claimed, settled and removed.
+A database writes the rows of its log once more, into files of rows, before the log goes. So free
+space of that size is taken already. New messages leave the reserve alone, so that messages already
+stored can still be claimed, settled and removed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["DiskRoom"]
-
 log = logging.getLogger(__name__)
 
-_LOOK_S: Final = 1.0
+_MEASURE_EVERY_S: Final = 1.0
 # A payload is written to the log and to a file of rows; a message has some rows beside it.
 _TIMES_WRITTEN: Final = 2
 _AMPLE: Final = 1.25
@@ -32,8 +30,17 @@ _PROBE_FILE: Final = "PENSTOCK-PROBE"
 _PROBE_BYTES: Final = 1 << 20
 
 
-class DiskRoom:
-    """The free bytes of a directory's file system, looked at once a second at the most."""
+def sync_path(path: Path) -> None:
+    """Fsync a file, or the entries of a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class FreeSpace:
+    """The free bytes of a directory's file system, measured once a second at the most."""
 
     def __init__(
         self, path: Path, unflushed_bytes: Callable[[], int], min_free_bytes: int | None
@@ -41,29 +48,29 @@ class DiskRoom:
         self._path = path
         self._unflushed_bytes = unflushed_bytes
         self._seconds = SystemClock().seconds
-        self._looked_at = float("-inf")
+        self._measured_at = float("-inf")
         # Free, and free for new messages; None: the file system does not tell.
         self._free: int | None = None
         self._left = 0
         self._refusing = False
-        self._look()
+        size = self._measure()
         if min_free_bytes is None:
-            min_free_bytes = min(MIN_FREE_BYTES, self._disk()[1] * MIN_FREE_PERCENT // 100)
+            min_free_bytes = min(MIN_FREE_BYTES, size * MIN_FREE_PERCENT // 100)
         self._reserve = min_free_bytes
 
     def free_bytes(self) -> int | None:
-        """Return how much is free; None if the file system does not tell."""
-        if self._seconds() - self._looked_at >= _LOOK_S:
-            self._look()
+        """Return how many bytes are free; None if the file system does not tell."""
+        if self._seconds() - self._measured_at >= _MEASURE_EVERY_S:
+            self._measure()
         return self._free
 
     def check(self, size: int) -> None:
-        """Refuse so many bytes of new messages if they would leave less than the reserve."""
+        """Refuse new messages of this size if they would leave less than the reserve."""
         if not self._reserve:
             return
         self._left -= _TIMES_WRITTEN * size
-        if self._left < self._reserve or self._seconds() - self._looked_at >= _LOOK_S:
-            self._look()
+        if self._left < self._reserve or self._seconds() - self._measured_at >= _MEASURE_EVERY_S:
+            self._measure()
             self._left -= _TIMES_WRITTEN * size
         if self._free is None or self._left >= self._reserve:
             # Not when the first one fits again: at the edge there would be a line for each.
@@ -81,7 +88,7 @@ class DiskRoom:
         )
 
     def probe(self) -> None:
-        """Raise unless a file can be written that is as large as what has to be written first."""
+        """Raise unless a file can be written that is as large as what opening has to write."""
         path = self._path / _PROBE_FILE
         size = self._unflushed_bytes() + _PROBE_BYTES
         try:
@@ -101,18 +108,16 @@ class DiskRoom:
             f"is still to be flushed, and min_free_bytes is {self._reserve}"
         )
 
-    def _look(self) -> None:
-        self._looked_at = self._seconds()
-        free, _ = self._disk()
-        self._free = free
-        if free is not None:
-            self._left = free - self._unflushed_bytes()
-
-    def _disk(self) -> tuple[int | None, int]:
-        """Return what is free, if that is known, and the size of all."""
+    def _measure(self) -> int:
+        """Measure the free bytes; return the size of the file system."""
+        self._measured_at = self._seconds()
         try:
             found = os.statvfs(self._path)
         except OSError:
-            return None, 0
+            self._free = None
+            return 0
         size = found.f_blocks * found.f_frsize
-        return found.f_bavail * found.f_frsize if size else None, size
+        self._free = found.f_bavail * found.f_frsize if size else None
+        if self._free is not None:
+            self._left = self._free - self._unflushed_bytes()
+        return size

@@ -1,12 +1,11 @@
-"""Everything that can still be read of a damaged store, in a new one: ``penstock salvage``.
+"""``penstock salvage``: copies everything that can be read of a damaged store into a new one.
 
-1. Rows are copied as they are, table by table, so that ids, attempts, history, leases and the log
-   stay what they were. What a store can't be opened without, and is lost, is made anew.
-2. The audit makes anew what can be told from something else, and puts messages without a payload
-   into the quarantine.
-3. Messages that have a payload, and whose record in a queue is lost, are put into their queues
-   again by what the metadata log says of them; those that the log does not know either come into a
-   queue named ``salvaged``.
+1. Salvage copies rows as they are, table by table, so that ids, attempts, history, leases and the
+   log stay what they were. It makes lost records anew that a store can't be opened without.
+2. The audit makes derived rows anew, and puts messages without a payload into the quarantine.
+3. Salvage puts messages that have a payload, and whose record in a queue is lost, into their
+   queues again by the metadata log. Messages that the log does not know either come into a queue
+   named ``salvaged``.
 
 Of a message that is found done and live, *done* is kept. But where a row can't be read, an older
 version of it may be found instead, so that a message which was done can come back.
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from penstock.clock import Clock, SystemClock
-from penstock.engines import Damage, rows_of
+from penstock.engines import rows_of
 from penstock.errors import CorruptRecord, InvalidUrl, StorageFailed, StoreDamaged
 from penstock.filters import parse
 from penstock.model import Ordering, QueueSpec, State
@@ -40,13 +39,13 @@ from penstock.store.kv.placing import Placing
 from penstock.store.kv.queues import Counts, Queue, QueueTable, decode_counts
 from penstock.store.kv.state import FORMAT, Identity
 from penstock.store.live import Item, lane_of
-from penstock.urls import DESIGNS, make_engine, make_store, remains_of
+from penstock.urls import DESIGNS, locate, make_engine, make_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from penstock.engines import Remains
     from penstock.filters import Filter
+    from penstock.salvage.source import SalvageSource
     from penstock.store.kv.store import KvStore
 
 __all__ = ["SalvageReport", "SalvagedQueue", "Unreadable", "salvage"]
@@ -59,12 +58,12 @@ _META, _CURSOR, _QUARANTINE = b"meta", b"\x02\x12", b"\x02\x0f"
 _SPEC, _COUNTS, _REFERENCES, _DONE = b"\x02\x06", b"\x02\x0b", b"\x02\x0d", b"\x02\x03"
 _BY_NUMBER: Final = {"available", "in_progress"}
 _BY_NAME: Final = {"buckets", "history"}
-# The queue of payloads that nothing else is known of.
-_HOMELESS: Final = "salvaged"
+# The queue of messages whose own queue is unknown.
+_SALVAGED: Final = "salvaged"
 
 
 class Unreadable(msgspec.Struct, frozen=True):
-    """Rows that could not be read: in which file, of which table, between which keys, and why."""
+    """Unreadable rows: the file, the table, the keys that they lie between, and the reason."""
 
     file: str
     table: str | None
@@ -75,9 +74,9 @@ class Unreadable(msgspec.Struct, frozen=True):
 class SalvagedQueue(msgspec.Struct, kw_only=True):
     """A queue of the new store, with its messages by state.
 
-    ``expected`` is how many there were by the queue's own counters; None if those are lost.
-    ``put_back`` of the messages were brought back by the log. ``lost`` has the ids, as ranges from
-    first to last, of messages that were in the queue for certain and are not in the new store.
+    ``expected`` is their number by the queue's own counters; None if those are lost. The log has
+    brought ``put_back`` of them back. ``lost`` has the ids, as ranges from first to last, of
+    messages that were in the queue for certain and are not in the new store.
     """
 
     name: str
@@ -113,19 +112,31 @@ def salvage(
 ) -> SalvageReport:
     """Copy what can be read of the store at ``source`` into a new one at ``target``.
 
-    The source is not changed. The target is there whole or, if anything is raised, not at all.
+    The source is not changed. The target is there whole or, if salvage raises, not at all.
     ``drop_after`` leaves out what the write-ahead log has behind its first damage, so that the
     result is the store as it was at that moment.
     """
-    with _arriving(target) as (url, scratch):
-        remains = remains_of(source, scratch, drop_after=drop_after)
-        with contextlib.closing(remains):
-            return _Salvage(remains, url, clock or SystemClock()).run(progress)
+    with _new_store(target) as (url, scratch):
+        found = open_source(source, scratch, drop_after=drop_after)
+        with contextlib.closing(found):
+            return _Salvage(found, url, clock or SystemClock()).run(progress)
+
+
+def open_source(url: str, scratch: Path, *, drop_after: bool = False) -> SalvageSource:
+    """Open a damaged store for reading; nothing of it is changed."""
+    location = locate(url)
+    if isinstance(location, Path):
+        from penstock.salvage.rocksdb import RocksSource  # noqa: PLC0415 - needs rocksdict
+
+        return RocksSource(location, scratch, drop_after=drop_after)
+    from penstock.salvage.slatedb import SlateSource  # noqa: PLC0415 - an extra
+
+    return SlateSource(location, scratch, drop_after=drop_after)
 
 
 @contextlib.contextmanager
-def _arriving(target: str) -> Iterator[tuple[str, Path]]:
-    """Give a URL that becomes the target if all goes well, and a place for scratch."""
+def _new_store(target: str) -> Iterator[tuple[str, Path]]:
+    """Give a URL whose store becomes the target if all goes well, and a scratch directory."""
     scheme, _, rest = target.partition(":")
     place, question, query = rest.partition("?")
     if scheme == "slatedb+s3":
@@ -155,25 +166,25 @@ def _arriving(target: str) -> Iterator[tuple[str, Path]]:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-class _Seen:
-    """The messages that a store has to have by its rows, noted while they are copied."""
+class _CopiedRows:
+    """Notes from rows while they are copied: queues, and the messages that they must have."""
 
     def __init__(self) -> None:
         self.identity = False
         self.routed_by_pipeline = False
         self.store_id: int | None = None
-        # Queues: those with settings by number, those with counters, and whatever else is named;
-        # by number, how many messages are in it live.
+        # Queues: the names of those with settings by number, the counters of those that have them,
+        # names found elsewhere; by number, how many live messages a queue has.
         self.specs: dict[int, str] = {}
         self.counts: dict[str, Counts] = {}
         self.names: set[str] = set()
         self.live: dict[int, int] = {}
         self.fifo_numbers: set[int] = set()
-        # By number of the queue, messages that an index or a lease says are in it.
+        # By number of the queue, messages that an index or a lease names.
         self.listed: dict[int, array[int]] = {}
 
     def take(self, table: str, key: bytes, value: bytes) -> str | None:
-        """Note a row; return what is wrong if a store that holds it can't be opened."""
+        """Note a row; return the fault of a row that would keep a store from opening."""
         try:
             self._note(table, key, value)
         except (CorruptRecord, msgspec.MsgspecError, ValueError) as error:
@@ -224,20 +235,20 @@ class _Seen:
             number = fitting[0] if len(fitting) == 1 else free + at
             yield name, number, self._ordering(number)
             numbers = [each for each in numbers if each != number]
-        yield from ((f"{_HOMELESS}-{number}", number, self._ordering(number)) for number in numbers)
+        yield from ((f"{_SALVAGED}-{number}", number, self._ordering(number)) for number in numbers)
 
     def _ordering(self, number: int) -> Ordering:
         return Ordering.FIFO if number in self.fifo_numbers else Ordering.STANDARD
 
 
 class _Salvage:
-    """One salvage, from what remains of a store into a new one."""
+    """One salvage, from a damaged store into a new one."""
 
-    def __init__(self, remains: Remains, url: str, clock: Clock) -> None:
-        self._remains = remains
+    def __init__(self, source: SalvageSource, url: str, clock: Clock) -> None:
+        self._source = source
         self._clock = clock
-        self._design = "buckets" if "buckets" in remains.tables else "indexed"
-        self._seen = _Seen()
+        self._design = "buckets" if "buckets" in source.tables else "indexed"
+        self._seen = _CopiedRows()
         self._rows: dict[str, int] = {}
         self._settings_lost: set[str] = set()
         # By queue: messages that were in it for certain.
@@ -245,7 +256,7 @@ class _Salvage:
         self._engine = make_engine(url, self._design)
 
     def run(self, progress: Callable[[int, int], None] | None) -> SalvageReport:
-        """Do all of it."""
+        """Copy, complete and repair."""
         try:
             self._copy(progress or (lambda _done, _total: None))
             self._complete()
@@ -262,25 +273,25 @@ class _Salvage:
         tables = DESIGNS[self._design].tables
         for at, table in enumerate(tables):
             progress(at, len(tables))
-            if table not in self._remains.tables:
+            if table not in self._source.tables:
                 text = "nothing is left that says which rows are of this table"
-                self._remains.damage.append(Damage("", table, b"", None, text))
+                self._source.add_damage("", text, table)
                 continue
             family = self._engine.table(table).family
-            for rows in _pages(self._remains.rows(table)):
+            for rows in _pages(self._source.rows(table)):
                 batch = self._engine.batch()
                 for key, value in rows:
                     wrong = self._seen.take(table, key, value)
                     if wrong is None or table not in {"default", "queues"}:
                         batch.put(key, value, family)
                     else:
-                        self._remains.notes.append(f"{table} {key.hex()} was left out: {wrong}")
+                        self._source.notes.append(f"{table} {key.hex()} was left out: {wrong}")
                 self._rows[table] = self._rows.get(table, 0) + len(batch)
                 self._engine.commit(batch)
         progress(len(tables), len(tables))
 
     def _complete(self) -> None:
-        """Write what a store can't do without, and is lost."""
+        """Make lost records anew that a store can't be opened without."""
         seen, batch = self._seen, self._engine.batch()
         if not seen.identity:
             store_id = seen.store_id or int.from_bytes(self._clock.lease_id()[-4:], "big")
@@ -288,7 +299,7 @@ class _Salvage:
             identity = Identity(FORMAT, self._design, store_id, self._clock.now_ms(), routing)
             record = msgspec.msgpack.encode(identity)
             batch.put(_META, record, self._engine.table("default").family)
-            self._remains.notes.append("the store's identity is lost and was made anew")
+            self._source.notes.append("the store's identity is lost and was made anew")
         queues = QueueTable(self._engine.table("queues"))
         for name, number, ordering in seen.queues_without_spec():
             spec = QueueSpec(name=name, filter=f"queue = '{name}'", ordering=ordering)
@@ -331,7 +342,7 @@ class _Salvage:
             ],
             unreadable=self._unreadable(),
             repaired=first.found,
-            notes=list(dict.fromkeys(self._remains.notes)),
+            notes=list(dict.fromkeys(self._source.notes)),
         )
 
     def _quarantined(self) -> Iterator[bytes]:
@@ -339,7 +350,7 @@ class _Salvage:
         return (key[2:] for key, _ in rows)
 
     def _note_expelled(self, store: KvStore, before: Collection[bytes]) -> None:
-        """Note the messages that the audit has put away because their payload is lost."""
+        """Note the messages that the audit has quarantined because their payload is lost."""
         done = 0
         for aside in self._quarantined():
             table, _, key = aside.partition(b"\0")
@@ -354,20 +365,20 @@ class _Salvage:
             else:
                 self._lost.setdefault(name, set()).add(int.from_bytes(key[-8:], "big"))
         if done:
-            self._remains.notes.append(f"{done} done messages have lost their payload")
-        damaged = {each.table for each in self._remains.damage}
+            self._source.notes.append(f"{done} done messages have lost their payload")
+        damaged = {each.table for each in self._source.damage}
         if self._lost and damaged & {None, *_BY_NUMBER, *_BY_NAME}:
-            self._remains.notes.append(
+            self._source.notes.append(
                 "of the messages that are given as lost some may have been done and gone: rows "
                 "that would tell can't be read"
             )
 
     def _note_unlisted(self, store: KvStore, now_ms: int) -> None:
-        """Note the messages that an index or a lease has named, and that are in no state now."""
-        damaged = {each.table for each in self._remains.damage}
+        """Note the messages that an index or a lease names, and that no queue has now."""
+        damaged = {each.table for each in self._source.damage}
         if self._design != "indexed" or damaged & {None, "visibility_index", "leases"}:
-            # Where rows are lost, older ones may say what is no longer so. With buckets there is no
-            # index, and leases name messages by other numbers.
+            # Where rows are lost, older ones may be out of date. With buckets there is no index,
+            # and leases name messages by other numbers.
             return
         held = held_ids(store, now_ms=now_ms)
         for number, ids in self._seen.listed.items():
@@ -379,28 +390,28 @@ class _Salvage:
     def _put_back(
         self, store: KvStore, references: Mapping[int, int], now_ms: int
     ) -> dict[str, int]:
-        """Put messages that a queue has lost, and whose payload is there, into it again.
+        """Put messages whose payload is there into the queues that have lost them.
 
         ``references`` says how many queues had a message, if not one.
         """
         held = held_ids(store, now_ms=now_ms)
         absent: set[int] = set()
-        homeless: dict[int, bytes | None] = {}
+        without_queue: dict[int, bytes | None] = {}
         for message_id in self._payload_ids():
             holders = sum(_has(ids, message_id) for ids in held.values())
             if holders < references.get(message_id, 1):
                 absent.add(message_id)
                 if not holders:
-                    homeless[message_id] = None
+                    without_queue[message_id] = None
         put_back: dict[str, int] = {}
         if not absent:
             return put_back
         for message_id, _ in _log_rows(store, routed=False):
             absent.discard(message_id)
-            homeless.pop(message_id, None)
+            without_queue.pop(message_id, None)
         compiled: dict[str, Filter] = {}
         for rows in _pages(row for row in _log_rows(store, routed=True) if row[0] in absent):
-            homeless.update((each, encoded) for each, encoded in rows if each in homeless)
+            without_queue.update((each, encoded) for each, encoded in rows if each in without_queue)
             for queue in list(store.core.queues.values()):
                 items = [
                     _item(message_id, encoded)
@@ -410,22 +421,22 @@ class _Salvage:
                 ]
                 self._enqueue(store, queue, items, now_ms, put_back)
                 for item in items:
-                    homeless.pop(item.message_id, None)
-        if homeless:
-            self._keep_homeless(store, homeless, now_ms, put_back)
+                    without_queue.pop(item.message_id, None)
+        if without_queue:
+            self._keep_without_queue(store, without_queue, now_ms, put_back)
         return put_back
 
-    def _keep_homeless(
+    def _keep_without_queue(
         self,
         store: KvStore,
         messages: Mapping[int, bytes | None],
         now_ms: int,
         put_back: dict[str, int],
     ) -> None:
-        """Put payloads of which nothing says where they belong into a queue of their own."""
-        if _HOMELESS not in store.core.queues:
-            store.create_queue(QueueSpec(name=_HOMELESS, filter=f"queue = '{_HOMELESS}'"), now_ms)
-        queue = store.core.queue(_HOMELESS)
+        """Put messages whose queue is unknown into a queue of their own."""
+        if _SALVAGED not in store.core.queues:
+            store.create_queue(QueueSpec(name=_SALVAGED, filter=f"queue = '{_SALVAGED}'"), now_ms)
+        queue = store.core.queue(_SALVAGED)
         payloads = self._engine.table("payloads")
         for rows in _pages((each, messages[each] or b"") for each in sorted(messages)):
             items = []
@@ -463,7 +474,7 @@ class _Salvage:
             Unreadable(
                 each.file, each.table, self._between(each.table, each.begin, each.end), each.text
             )
-            for each in dict.fromkeys(self._remains.damage)
+            for each in dict.fromkeys(self._source.damage)
         ]
 
     def _between(self, table: str | None, begin: bytes, end: bytes | None) -> str:
@@ -473,7 +484,7 @@ class _Salvage:
         return f"{ends[0] or 'the first key'} to {ends[1] or 'the last key'}"
 
     def _describe(self, table: str, key: bytes) -> str:
-        """Say what a key is about: the queue and the message, where it has them."""
+        """Show a key to an operator: its queue and message, if it has them."""
         number = int.from_bytes(key[:4], "big")
         if table in _BY_NUMBER and len(key) >= 12:
             name = self._seen.specs.get(number, f"number {number}")
@@ -487,7 +498,7 @@ class _Salvage:
 
 
 def _pages(rows: Iterable[tuple[Any, bytes]]) -> Iterator[list[tuple[Any, bytes]]]:
-    """Give rows in lists of a size that commits together."""
+    """Split rows into lists that one commit each can take."""
     page: list[tuple[Any, bytes]] = []
     size = 0
     for row in rows:
@@ -501,7 +512,7 @@ def _pages(rows: Iterable[tuple[Any, bytes]]) -> Iterator[list[tuple[Any, bytes]
 
 
 def _log_rows(store: KvStore, *, routed: bool) -> Iterator[tuple[int, bytes]]:
-    """Read what of the log has been routed, or what has not."""
+    """Read the part of the log that has been routed, or the rest."""
     log, cursors = store.core.log, store.log_stats().cursors
     for number in range(log.all_logs):
         cursor = log.end if store.routing() == "inline" else cursors[number]
@@ -515,7 +526,7 @@ def _log_rows(store: KvStore, *, routed: bool) -> Iterator[tuple[int, bytes]]:
 def _had(
     store: KvStore, queue: Queue, message_id: int, encoded: bytes, compiled: dict[str, Filter]
 ) -> bool:
-    """Whether a queue has had a message: by what it was filled from, or else by its filter."""
+    """Whether a queue has had a message: by its coverage, or else by its filter."""
     try:
         found = decode_metadata(encoded)
     except CorruptRecord:
@@ -545,7 +556,7 @@ def _states(counts: Counts) -> dict[str, int]:
 
 
 def _ranges(ids: Iterable[int]) -> list[tuple[int, int]]:
-    """Put ids together that follow upon each other."""
+    """Join ids that follow upon each other."""
     found: list[tuple[int, int]] = []
     for each in sorted(ids):
         if found and found[-1][1] == each - 1:
