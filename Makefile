@@ -41,7 +41,8 @@ format: $(STAMP)
 
 soak: $(STAMP) java     ## many more examples of the state machine and of the crash tests
 	PENSTOCK_HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest tests/simulation tests/crash \
-	  tests/conformance tests/routing/test_conformance.py tests/native/test_conformance.py -q
+	  tests/conformance tests/routing/test_conformance.py tests/native/test_conformance.py \
+	  tests/flight -m "not spark" -q
 	$(BIN)/python -m pytest -m soak -q
 
 fuzz: $(STAMP)          ## every parser under a coverage-guided fuzzer, FUZZ_SECONDS each

@@ -105,7 +105,7 @@ def answers(pieces: Iterable[bytes]) -> bytes:
     """Return all that a connection writes that gets these pieces."""
     home, transport = _Home(), _Transport()
     loop = cast(asyncio.AbstractEventLoop, _Loop())
-    connection = HttpConnection(home, loop, home.all.enter(cast(Any, None), "http"))
+    connection = HttpConnection(cast(Any, home), loop, home.all.enter(cast(Any, None), "http"))
     connection.connection_made(cast(Any, transport))
     for piece in pieces:
         if transport.closed:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.native.serving import Remote
 
-from penstock.testing.conformance import UrlConformance
+from penstock.testing.conformance import ShortUrlConformance, UrlConformance
 from penstock.testing.routing import UrlRoutingConformance
 from penstock.testing.suite.base import Suite
 
@@ -52,12 +52,10 @@ class TestMemoryRouting(_Served, UrlRoutingConformance):
     url = "memory:?design=buckets"
 
 
-@pytest.mark.slow
-class TestSlate(_ServedConformance):
-    url = "slatedb+file://{place}/store"
-
-
 if SOAK:
+
+    class TestSlate(_ServedConformance):
+        url = "slatedb+file://{place}/store"
 
     class TestRocks(_ServedConformance):
         url = "rocksdb:{place}/store?design=indexed"
@@ -66,4 +64,11 @@ if SOAK:
         url = "rocksdb:{place}/store?design=buckets"
 
     class TestSlateRouting(_Served, UrlRoutingConformance):
+        url = "slatedb+file://{place}/store"
+
+else:
+
+    @pytest.mark.slow
+    class TestSlateShort(_Served, ShortUrlConformance):
+        test_redrive_by_function = None  # type: ignore[assignment]
         url = "slatedb+file://{place}/store"

@@ -19,10 +19,7 @@ the same clock and options. A store that :func:`penstock.open` knows joins with 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
-
-from penstock.store.kv.store import KvStore
-from penstock.testing.stores import Reopenable
+from penstock.testing.stores import OnUrl
 from penstock.testing.suite.dead_letters import DeadLetterSuite
 from penstock.testing.suite.delivery import DeliverySuite
 from penstock.testing.suite.fifo import FifoSuite
@@ -32,11 +29,7 @@ from penstock.testing.suite.queues import QueuesSuite
 from penstock.testing.suite.restarting import RestartingSuite, WaitingSuite
 from penstock.testing.suite.settling import SettlingSuite
 
-if TYPE_CHECKING:
-    from penstock.broker.broker import Broker
-    from penstock.clock import Clock
-
-__all__ = ["BrokerConformance", "UrlConformance"]
+__all__ = ["BrokerConformance", "ShortConformance", "ShortUrlConformance", "UrlConformance"]
 
 
 class BrokerConformance(
@@ -53,23 +46,13 @@ class BrokerConformance(
     """The whole contract. Override ``open`` and ``reopen``, and ``payload_kept`` if possible."""
 
 
-class UrlConformance(BrokerConformance):
+class ShortConformance(DeliverySuite, SettlingSuite, RestartingSuite):
+    """The part of the contract that every message passes: for combinations of tested parts."""
+
+
+class UrlConformance(OnUrl, BrokerConformance):
     """The suite over a store URL; ``{place}`` in it stands for the test's directory."""
 
-    url: ClassVar[str]
 
-    def open(self, clock: Clock, **options: Any) -> Broker:
-        """Open a new store."""
-        self._opened = Reopenable(self.url.format(place=self.place))
-        return self._opened.open(clock, **options)
-
-    def reopen(self) -> Broker:
-        """Open it again."""
-        return self._opened.reopen()
-
-    def payload_kept(self, message_id: int) -> bool | None:
-        """Look into the payload table of a key-value store."""
-        store = self.broker._store  # noqa: SLF001 - no verb shows a payload that nobody refers to
-        if isinstance(store, KvStore):
-            return store.core.payloads.get([message_id]) != [None]
-        return None
+class ShortUrlConformance(OnUrl, ShortConformance):
+    """The short suite over a store URL."""

@@ -1,17 +1,19 @@
-"""A store that can be closed and opened again with everything in it, memory ones too."""
+"""Stores for the suites: opened by URL, closed, and opened again with everything in them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from penstock import urls
 from penstock.broker.broker import Broker
 from penstock.engines.memory import MemoryEngine
+from penstock.store.kv.store import KvStore
+from penstock.testing.suite.base import Suite
 
 if TYPE_CHECKING:
     from penstock.clock import Clock
 
-__all__ = ["Reopenable"]
+__all__ = ["OnUrl", "Reopenable"]
 
 
 class Reopenable:
@@ -63,3 +65,30 @@ class Reopenable:
         if self.broker is not None:
             self.broker.close()
             self.broker = None
+
+
+class OnUrl(Suite):
+    """Runs a suite on a store URL; ``{place}`` in it stands for the test's directory."""
+
+    url: ClassVar[str]
+
+    def open(self, clock: Clock, **options: Any) -> Broker:
+        """Open a new store."""
+        self._opened = Reopenable(self.url.format(place=self.place))
+        return self._opened.open(clock, **options)
+
+    def reopen(self) -> Broker:
+        """Open it again."""
+        return self._opened.reopen()
+
+    def open_as(self, **options: Any) -> Broker:
+        """Open it again with other options."""
+        self._opened.close()
+        return self._opened.open(self.clock, **options)
+
+    def payload_kept(self, message_id: int) -> bool | None:
+        """Look into the payload table of a key-value store."""
+        store = self.broker._store  # noqa: SLF001 - no verb shows a payload that nobody refers to
+        if isinstance(store, KvStore):
+            return store.core.payloads.get([message_id]) != [None]
+        return None
