@@ -132,7 +132,7 @@ def test_a_failed_fsync_is_not_repeated_the_store_is_reopened(
         broker.create_queue("q")
         broker.create_queue("empty")
         broker.send("q", b"before")
-        loads = broker._store.filter_changes
+        loads = broker._store.progress.filter_changes
         refuse_syncs(broker)
         if durability == "fsync":
             with pytest.raises(StorageFailed, match="may or may not have been made"):
@@ -140,7 +140,7 @@ def test_a_failed_fsync_is_not_repeated_the_store_is_reopened(
         else:
             broker.send("q", b"in doubt")
         # The reopened database has a log of its own: nothing has to be done for that.
-        wait_until(lambda: broker._store.filter_changes > loads and broker.away is None)
+        wait_until(lambda: broker._store.progress.filter_changes > loads and broker.away is None)
         # A claim that finds nothing waits for what it has seen, which is durable by now.
         assert broker.claim("empty") == []
         broker.send("q", b"after")
@@ -224,9 +224,9 @@ def test_a_store_is_recovered_by_one_at_a_time(tmp_path: Path) -> None:
         def probe_beside_another() -> None:
             # If it got the store back, this one would put changes that came after into doubt.
             engine._free_space.probe = probe
-            broker._shell.recover()
+            broker._runner.recover()
             if broker.away is None:
-                made.append(broker._shell.begin(lambda now_ms: broker._store.commits)[1])
+                made.append(broker._runner.begin(lambda now_ms: None))
             probe()
 
         made: list[int] = []

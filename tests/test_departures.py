@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(params=["indexed", "buckets"])
-def broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
-    with penstock.open(f"memory:?design={request.param}") as opened:
+def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Broker]:
+    url = f"rocksdb:{tmp_path / 'store'}?design={request.param}"
+    with penstock.open(url) as opened:
         opened.create_queue("q", max_attempts=1, ordering="fifo")
         for payload in (b"1", b"2"):
             opened.send("q", payload)
@@ -37,7 +38,7 @@ def test_a_claim_that_ends_before_it_returns_is_given_back(
 
     for wait_ms in (0, 1000) * 3:
         with monkeypatch.context() as patch:
-            patch.setattr(broker._shell._committer, "wait", interrupted)
+            patch.setattr(broker._runner._committer, "wait", interrupted)
             with pytest.raises(error):
                 broker.claim("q", wait_ms=wait_ms)
     assert broker.stats("q").in_flight == 0
@@ -52,7 +53,7 @@ broker = penstock.open(sys.argv[1])
 broker.create_queue("q")
 broker.send("q", b"1")
 # A thread that is not in the child holds the lock.
-with broker._shell._lock:
+with broker._runner._lock:
     child = os.fork()
 if not child:
     refused = 0

@@ -16,7 +16,8 @@ import pytest
 
 import penstock
 from penstock import errors, limits
-from penstock.broker.look_verbs import LookVerbs
+from penstock.broker.log import LogBroker
+from penstock.broker.reader import StoreReader
 from penstock.cli.main import COMMANDS, cli
 from penstock.model import TRANSITIONS, AssignStatus, AttemptEnd, OutcomeStatus, QueueSpec
 from penstock.urls import DESIGNS
@@ -441,7 +442,7 @@ def signature_of(name: str, function: Callable[..., Any]) -> str:
 VERBS = [
     *(
         (name, verb)
-        for part in (penstock.Broker, LookVerbs)
+        for part in (penstock.Broker, LogBroker, StoreReader)
         for name, verb in vars(part).items()
         if not name.startswith("_")
     ),

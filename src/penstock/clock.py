@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
-__all__ = ["Clock", "FollowingClock", "ManualClock", "SystemClock", "TimeGuard", "uuid7"]
-
 
 class Clock(Protocol):
     """Where the broker gets time, waiting, jitter and lease ids from."""
@@ -51,13 +49,12 @@ class SystemClock:
         # Seeded by the system once: asking it each time would cost more than the claim itself.
         self._random = random.Random(random.SystemRandom().getrandbits(128))  # noqa: S311
 
+    # The performance counter itself: every verb reads it.
+    seconds = staticmethod(time.perf_counter)
+
     def now_ms(self) -> int:
         """Milliseconds since the epoch."""
         return time.time_ns() // 1_000_000
-
-    def seconds(self) -> float:
-        """Return the performance counter."""
-        return time.perf_counter()
 
     def wait(self, condition: threading.Condition, timeout_ms: int | None) -> None:
         """Wait until notified or until the timeout; both may come early, callers look again."""

@@ -20,38 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Final, TypeAlias, overload
+from typing import Final, NamedTuple, TypeAlias, overload
 
 import msgspec
-
-__all__ = [
-    "TRANSITIONS",
-    "AssignStatus",
-    "Assigned",
-    "Attempt",
-    "AttemptEnd",
-    "Backfilled",
-    "Contention",
-    "Cursor",
-    "Delivery",
-    "Entry",
-    "Event",
-    "LogPage",
-    "LogRecord",
-    "LogStats",
-    "Message",
-    "Ordering",
-    "Outcome",
-    "OutcomeStatus",
-    "Page",
-    "QueueSpec",
-    "QueueStats",
-    "State",
-    "StoreStats",
-    "SweepCounts",
-    "Value",
-    "next_state",
-]
 
 Value: TypeAlias = str | int | float | bool | None
 """What an attribute may hold."""
@@ -463,3 +434,80 @@ class SweepCounts(msgspec.Struct, frozen=True, kw_only=True):
             + self.removed
             + self.dedup_forgotten
         )
+
+
+class Want(NamedTuple):
+    """One claim: how many messages, for how long, for whom; ``lease`` is sixteen fresh bytes."""
+
+    limit: int
+    lease_ms: int
+    consumer: str
+    lease: bytes
+
+
+class StoreInfo(msgspec.Struct, frozen=True):
+    """Which store this is."""
+
+    store_id: str
+    design: str
+    routing: str
+
+
+class LogStretch(msgspec.Struct, frozen=True):
+    """Offsets [begin, end) of one log."""
+
+    log: int
+    begin: int
+    end: int
+
+
+class RoutePlan(msgspec.Struct, frozen=True):
+    """The stretches that a router may match next; the live filters do not change within one.
+
+    ``epoch`` is the one that may assign now; ``lag`` counts offsets, by log.
+    """
+
+    epoch: int
+    filters_version: int
+    stretches: list[LogStretch]
+    lag: dict[int, int]
+
+
+class LiveFilters(msgspec.Struct, frozen=True):
+    """The filters that are live at an offset, and the offset at which they change, if any."""
+
+    filters: dict[str, str]
+    filters_version: int
+    until: int | None
+
+
+class BackfillPlan(msgspec.Struct, frozen=True):
+    """The stretches that a queue has not been filled from by its present filter.
+
+    ``earliest`` is where the log begins; what lies below comes from an archive.
+    """
+
+    stretches: list[tuple[int, int]]
+    filter: str
+    end: int
+    earliest: int
+
+
+class Filled(msgspec.Struct, frozen=True):
+    """The counts of one step of a fill, and where the next begins.
+
+    ``already``: the queue has had the message, or its filter does not want it. ``missing``: the
+    log or the payload store has it no longer.
+    """
+
+    added: int
+    already: int
+    missing: int
+    next: int
+
+
+class Collected(msgspec.Struct, frozen=True):
+    """Payloads that nobody can ever ask for again, and their bytes."""
+
+    freed_messages: int
+    freed_bytes: int

@@ -136,6 +136,7 @@ def open(  # noqa: A001 - penstock.open is the way in
             relaxed=durability == "relaxed",
             dedup_window_ms=dedup_window_ms,
             background=background,
+            checkpoint=engine.checkpoint,
         )
     except BaseException:
         engine.close()
@@ -185,6 +186,7 @@ def _open_sql(
             relaxed=relaxed,
             dedup_window_ms=dedup_window_ms,
             background=background,
+            checkpoint=store.checkpoint,
         )
     except BaseException:
         store.close()

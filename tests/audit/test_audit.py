@@ -38,12 +38,12 @@ def test_a_clean_store_is_left_as_it_is(
     make_hand: Any, engine: str, design: str, routing: str
 ) -> None:
     hand = make_hand(engine, design, routing)
-    before, commits = hand.contents(), hand.store.commits
+    before, commits = hand.contents(), hand.store.progress.commits
     report = check(hand, repair=True)
     assert report.clean
     assert report.rounds == 1
     assert hand.contents() == before
-    assert hand.store.commits == commits
+    assert hand.store.progress.commits == commits
     held = sum(len(ids) for ids in hand.ids.values())
     assert report.checked["payloads"] > 0
     assert report.checked["queues"] == 3
@@ -199,7 +199,7 @@ def test_a_filter_that_was_garbled_is_told_from_what_the_queue_was_filled_by() -
         core = store.core
         core.queues["a"].respec(msgspec.structs.replace(core.queues["a"].spec, filter="queue = 'a"))
         batch = core.engine.batch()
-        core.put_spec(batch, core.queues["a"])
+        core.queue_table.put_spec(batch, core.queues["a"])
         core.engine.commit(batch)
         report = audit(store, repair=True, now_ms=clock.now_ms())
         assert report.found == {Kind.SPEC: 1}

@@ -28,7 +28,7 @@ def late_leases(hand: Any) -> None:
 def high_front(hand: Any) -> None:
     fronts = hand.core.leases.fronts
     fronts.scan(b"", b"\xff", 1)
-    fronts._fronts[b""] = b"\xff"
+    fronts[b""] = b"\xff"
 
 
 def other_filter(hand: Any) -> None:

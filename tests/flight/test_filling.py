@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import penstock
 from penstock import InvalidInput, InvalidQueue, Message, QueueNotFound, State
 from penstock.clock import ManualClock
-from penstock.store.kv.routing import FILL_MESSAGES, FILL_WINDOW
+from penstock.store.policy import FILL_MESSAGES, FILL_WINDOW
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -117,10 +117,10 @@ def test_a_large_fill_goes_in_bounded_steps(
     count = FILL_WINDOW + FILL_MESSAGES * 2 + 10
     publish(broker, count)
     broker.create_queue("q", filter="n >= 0")
-    before = broker._store.commits
+    before = broker._store.progress.commits
     counts = fill(store, "q", 1, count + 1, range(1, count + 1))
     assert counts.added == count
-    assert broker._store.commits - before >= count // FILL_MESSAGES
+    assert broker._store.progress.commits - before >= count // FILL_MESSAGES
     assert broker.stats("q").available == count
     # One stretch, not one for each step.
     core: Any = broker._store.core  # type: ignore[attr-defined]

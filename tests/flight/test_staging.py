@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import penstock
     from penstock.clock import ManualClock
     from penstock.flight.client import FlightStore
-    from penstock.store.plans import LogStretch, RoutePlan
+    from penstock.model import LogStretch, RoutePlan
 
 
 def pairs(rows: Sequence[tuple[int, str]]) -> list[pa.RecordBatch]:

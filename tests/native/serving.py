@@ -224,7 +224,7 @@ class Remote:
     def __init__(self, broker: Broker, clock: Clock) -> None:
         self._broker = broker
         self._served = Served(broker, clock=clock)
-        self._shell = _Waiters(self._served.batcher)
+        self._runner = _Waiters(self._served.batcher)
         self.client: Client = penstock.connect(self._served.url, dedup=False)
 
     def __getattr__(self, name: str) -> Any:

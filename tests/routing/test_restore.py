@@ -14,7 +14,7 @@ import penstock
 from penstock import InvalidInput, InvalidMessage, InvalidQueue, LogRecord, Message, State, limits
 from penstock.clock import ManualClock
 from penstock.store.coverage import Coverage, Stretch
-from penstock.store.kv.restoring import RESTORE_MESSAGES
+from penstock.store.policy import RESTORE_MESSAGES
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -147,15 +147,15 @@ def test_steps_are_bounded_and_go_on(
     end = let_go(broker, clock)
     assert payloads(broker) == {}
     broker.create_queue("q", filter="n >= 0")
-    step, steps = broker._store.restore, []
+    step, steps = broker._store.fill, []
 
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any, **named: Any) -> Any:
         steps.append(args)
         if len(steps) == 2:
             raise penstock.StorageFailed("the disk is on fire")
-        return step(*args)
+        return step(*args, **named)
 
-    monkeypatch.setattr(broker._store, "restore", failing)
+    monkeypatch.setattr(broker._store, "fill", failing)
     with pytest.raises(penstock.StorageFailed, match="on fire"):
         broker.restore("q", 1, end, kept)
     assert broker.stats("q").available == RESTORE_MESSAGES
@@ -167,12 +167,12 @@ def test_steps_are_bounded_and_go_on(
     assert broker.stats("q").available == count
     coverage = broker._store.core.coverage["q"]  # type: ignore[attr-defined]
     assert len(coverage.backfilled) == 1
-    monkeypatch.setattr("penstock.store.kv.restoring.RESTORE_BYTES", 10)
+    monkeypatch.setattr("penstock.store.policy.RESTORE_BYTES", 10)
     broker.create_queue("bytes", filter="n < 9")
-    before = broker._store.commits
+    before = broker._store.progress.commits
     assert broker.restore("bytes", 1, end, kept[:9]).added == 9
     # Five payloads of two bytes fit, then the four that are left.
-    assert broker._store.commits - before == 2
+    assert broker._store.progress.commits - before == 2
 
 
 def test_a_restored_message_is_as_late_as_it_was(

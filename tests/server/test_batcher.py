@@ -264,7 +264,7 @@ def test_a_store_that_is_lost_ends_every_wait() -> None:
         while batcher.parked < 3:
             await asyncio.sleep(0.001)
         # What an engine says when another process has taken its store over.
-        threading.Thread(target=broker._shell._lose, args=(StoreFenced("gone"),)).start()
+        threading.Thread(target=broker._runner._lose, args=(StoreFenced("gone"),)).start()
         for each in waiting:
             with pytest.raises(StoreFenced):
                 await asyncio.wait_for(each, 60)

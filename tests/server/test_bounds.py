@@ -92,7 +92,7 @@ def test_a_verb_over_many_lets_others_in(broker: Broker, verb: str) -> None:
             broker.release([each.receipt for each in taken])
     let_in = threading.Event()
     steps = 0
-    take_turns = broker._shell.apply
+    take_turns = broker._runner.apply
 
     def look() -> None:
         broker.stats("other")
@@ -108,7 +108,7 @@ def test_a_verb_over_many_lets_others_in(broker: Broker, verb: str) -> None:
             other.join(60)
         return take_turns(change)  # type: ignore[arg-type]
 
-    broker._shell.apply = counted  # type: ignore[method-assign, assignment]
+    broker._runner.apply = counted  # type: ignore[method-assign, assignment]
     if verb == "purge":
         assert broker.purge("q") == 6_000
     elif verb == "delete":
@@ -118,7 +118,7 @@ def test_a_verb_over_many_lets_others_in(broker: Broker, verb: str) -> None:
     else:
         assert broker.trim("once", state="failed", before=1 << 40) == 6_000
     assert let_in.is_set()
-    broker._shell.apply = take_turns  # type: ignore[method-assign]
+    broker._runner.apply = take_turns  # type: ignore[method-assign]
 
 
 def test_a_wake_up_is_not_lost_with_who_left() -> None:

@@ -78,7 +78,7 @@ def test_pages_do_not_wait_for_a_store_that_hangs(
     with running(broker, **HTTP) as server, ThreadPoolExecutor(8) as threads:
         address = server.addresses["http"]
         assert at(ask(address, "GET", "/metrics").body, "penstock_queues") == 1
-        hanging = threads.submit(broker._shell.look, lambda _: going_on.wait(60))
+        hanging = threads.submit(broker._runner.look, lambda _: going_on.wait(60))
         try:
             wait_until(lambda: ask(address, "GET", "/ready").status == 503)
             asked = [
@@ -164,7 +164,7 @@ def test_a_store_that_is_lost_is_shown_as_such() -> None:
     with penstock.open("memory:", background=False) as broker:
         metrics = watching(broker)
         assert at(metrics.page(), "penstock_store_healthy") == 1
-        broker._shell._lose(StoreFenced("another broker has opened it"))
+        broker._runner._lose(StoreFenced("another broker has opened it"))
         assert at(metrics.page(), "penstock_store_healthy") == 0
 
 

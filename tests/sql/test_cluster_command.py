@@ -199,7 +199,7 @@ def test_a_claim_that_waits_sees_a_token_of_a_ring_that_has_grown(url: str) -> N
         group = next(f"g{n}" for n in range(99) if token_of(number, f"g{n}".encode(), 64) > 32)
         with ThreadPoolExecutor(1) as pool:
             claim = pool.submit(waiting.claim, "q", wait_ms=60_000)
-            while not waiting._shell._waiters:
+            while not waiting._runner._waiters:
                 threading.Event().wait(0.001)
             seen(url, "resize", "64")
             other.publish([Message(b"x", {"queue": "q"}, group=group)])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import penstock
 from penstock import ManualClock, Message
-from penstock.store.plans import Want
+from penstock.model import Want
 from penstock.store.sql.store import SqlStore
 from penstock.testing.checking import assert_clean
 

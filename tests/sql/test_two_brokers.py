@@ -213,7 +213,7 @@ def test_a_waiting_claim_is_woken_by_the_other(url: str, delay_ms: int) -> None:
         clock = SystemClock()
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(first.claim, "q", wait_ms=60_000)
-            while not first._shell._waiters:
+            while not first._runner._waiters:
                 threading.Event().wait(0.001)
             began = clock.now_ms()
             second.publish([Message(b"x", {"queue": "q"}, delay_ms=delay_ms)])
@@ -228,7 +228,7 @@ def test_many_waiting_claims_are_woken_by_the_other(url: str) -> None:
         first.create_queue("q")
         with ThreadPoolExecutor(5) as pool:
             waiting = [pool.submit(first.claim, "q", wait_ms=60_000)]
-            while not first._shell._waiters:
+            while not first._runner._waiters:
                 threading.Event().wait(0.001)
             # Others of this process get something without waiting: the first still waits.
             second.publish([Message(b"%d" % n, {"queue": "q"}) for n in range(5)])
@@ -257,7 +257,7 @@ def test_a_claim_that_waits_for_a_queue_that_another_deletes(url: str) -> None:
         first.create_queue("q")
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(first.claim, "q", wait_ms=60_000)
-            while not first._shell._waiters:
+            while not first._runner._waiters:
                 threading.Event().wait(0.001)
             second.delete_queue("q")
             with pytest.raises(QueueNotFound):

@@ -11,7 +11,7 @@ from tests.waiting import wait_until
 
 import penstock
 from penstock import ManualClock, Message
-from penstock.store.plans import Want
+from penstock.model import Want
 from penstock.store.sql.claim import LOST_MAX, Claiming
 from penstock.store.sql.claim_pacing import PATIENCE, PAUSE_MAX_MS, Crowding
 from penstock.store.sql.polling import PLANS_MS

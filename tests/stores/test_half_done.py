@@ -105,9 +105,9 @@ def follows(broker: Broker) -> None:
     ]
     for attributes in probes:
         wanted = {
-            name
-            for name, text in store.live_filters().items()
-            if parse(text).matches((attributes, "", 0, 0, 1))
+            live.spec.name
+            for live in store.queues()
+            if live.filter and parse(live.filter).matches((attributes, "", 0, 0, 1))
         }
         before = {spec.name: broker.stats(spec.name).enqueued_total for spec in broker.queues()}
         broker.publish([Message(b"1", attributes)])

@@ -1,8 +1,9 @@
-"""The deep module: everything between a caller and a store.
+"""The broker: every verb on messages and queues, in the order of a message's life.
 
-A broker checks what comes in, routes it by the queues' filters and hands it to the store through
-the :mod:`~penstock.broker.runner`, which knows of threads, time and durability. The verbs of the
-metadata log are in :mod:`~penstock.broker.log_verbs`.
+A broker checks its arguments, routes messages by the queues' filters and hands them to the store
+through the :mod:`~penstock.broker.runner`, which knows of threads, time and durability. The verbs
+of the metadata log are in :mod:`~penstock.broker.log`, those that only look in
+:mod:`~penstock.broker.reader`.
 """
 
 from __future__ import annotations
@@ -15,19 +16,18 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 import msgspec
 
 from penstock import limits
-from penstock.broker.log_verbs import LogVerbs
-from penstock.broker.look_verbs import LookVerbs
-from penstock.broker.requests import Claim, JointVerbs
-from penstock.broker.runner import SWEEP_BUDGET, Shell
+from penstock.broker.log import LogBroker
+from penstock.broker.requests import check_queues, run_joint
+from penstock.broker.runner import SWEEP_BUDGET, Runner
 from penstock.errors import (
     InvalidInput,
+    InvalidMessage,
     InvalidQueue,
     QueueExists,
-    QueueNotFound,
     StorageFailed,
 )
 from penstock.filters import Matcher, Row, default_filter, parse
-from penstock.model import Message, Ordering, QueueSpec, State
+from penstock.model import Message, Ordering, QueueSpec, State, Want
 from penstock.store.contract import FiltersChanged
 from penstock.validation import (
     check_count,
@@ -39,6 +39,7 @@ from penstock.validation import (
     check_spec,
     check_state,
     check_text,
+    cut_text,
 )
 
 if TYPE_CHECKING:
@@ -46,18 +47,21 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from penstock.broker.durability import Durability, Told
+    from penstock.broker.requests import Check, Joint
+    from penstock.broker.runner import Outage, Woken
     from penstock.clock import Clock
+    from penstock.errors import PenstockError
     from penstock.model import (
+        Contention,
         Delivery,
         Outcome,
         SweepCounts,
         Value,
     )
+    from penstock.store.check_report import AuditReport
     from penstock.store.codec.metadata import Metadata
-    from penstock.store.contract import Store
-    from penstock.store.kv.check import AuditReport
-
-__all__ = ["Broker"]
+    from penstock.store.contract import FullStore
 
 log = logging.getLogger(__name__)
 
@@ -67,17 +71,18 @@ T = TypeVar("T")
 MASS_STEP: Final = 2_000
 
 
-class Broker(LookVerbs, LogVerbs, JointVerbs):
+class Broker(LogBroker):
     """An open store. Thread-safe; close it, or use it as a context manager."""
 
     def __init__(
         self,
-        store: Store,
+        store: FullStore,
         *,
         clock: Clock,
         relaxed: bool = False,
         dedup_window_ms: int = 300_000,
         background: bool = True,
+        checkpoint: Callable[[Path], None] | None = None,
     ) -> None:
         """Take a store over: use :func:`penstock.open`."""
         self._dedup_window_ms = check_duration(
@@ -85,11 +90,15 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         )
         self._store = store
         self._clock = clock
-        self._inline = store.routing() == "inline"
+        self._checkpoint = checkpoint
+        self._inline = store.info().routing == "inline"
         self._restored = []
-        self._matcher, self._live = Matcher({}), {}
+        # The filters that the matcher was made from, and the store's count of their changes.
+        self._matcher: Matcher[str] = Matcher({})
+        self._live: dict[str, str] = {}
+        self._matched = -1
         self._follow_filters()
-        self._shell = Shell(store, clock, relaxed=relaxed, background=background)
+        self._runner = Runner(store, clock, relaxed=relaxed, background=background)
 
     def __enter__(self) -> Self:
         return self
@@ -110,16 +119,13 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
 
     def close(self) -> None:
         """Make everything durable and let go of the store. A claim that waits raises."""
-        self._shell.close()
-
-    def _look(self, read: Callable[[int], T]) -> T:
-        return self._shell.look(read)
+        self._runner.close()
 
     def _apply(self, change: Callable[[int], T]) -> T:
         """Make a change, again if another process has changed the queues that it counted on."""
         while True:
             try:
-                return self._shell.apply(change)
+                return self._runner.apply(change)
             except FiltersChanged:
                 continue
 
@@ -143,15 +149,15 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         spec = _make_spec(name, compiled.text, _ordering(ordering), settings)
 
         def create(now_ms: int) -> QueueSpec:
-            present = next((known for known in self._store.specs() if known.name == name), None)
-            if present is not None:
-                if self._store.draining(name):
+            known = {queue.spec.name: queue for queue in self._store.queues()}
+            if name in known:
+                if known[name].draining:
                     raise QueueExists(f"queue {name!r} is draining: it is not gone yet")
-                if _settings_of(present) != _settings_of(spec):
+                if _settings_of(known[name].spec) != _settings_of(spec):
                     raise QueueExists(
                         f"queue {name!r} exists with other settings: use update_queue()"
                     )
-                return present
+                return known[name].spec
             _check_dead_letter(self._store, spec)
             fresh = msgspec.structs.replace(spec, created_at_ms=now_ms)
             self._store.create_queue(fresh, now_ms)
@@ -197,16 +203,11 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         With ``drain`` the queue takes no more messages, workers may finish what is in it, and
         it is removed once nothing waits and nothing is in flight.
         """
-
-        def delete(now_ms: int) -> int:
-            if drain:
-                self._store.drain_queue(name, now_ms)
-                return 0
-            return self._store.delete_queue(name, now_ms)
-
-        # Most of it in steps: only what has come meanwhile is left to the last one.
+        # Most messages in steps: only those that have come meanwhile are left to the last one.
         emptied = 0 if drain else self.purge(name, states=list(State))
-        return emptied + self._shell.apply(delete)
+        return emptied + self._runner.apply(
+            lambda now_ms: self._store.delete_queue(name, now_ms, drain=drain)
+        )
 
     # --- messages in ---------------------------------------------------------------------
 
@@ -216,8 +217,7 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         All or none. A message whose dedup id was published within the window is not stored
         again: its id is that of the first.
         """
-        batch = check_messages(messages)
-        return self._publish(batch, None)
+        return self._publish(check_messages(messages), None)
 
     def send(self, queue: str, payload: bytes, /, **attributes: Value) -> int:
         """Publish one message straight to a queue; keyword arguments are its attributes."""
@@ -226,8 +226,56 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
 
     def _publish(self, batch: list[Message], target: str | None) -> list[int]:
         return self._apply(
-            lambda now_ms: self._put(batch, self._routes(batch, target, now_ms), now_ms)
+            lambda now_ms: self.put(batch, self.routes(batch, target, now_ms), now_ms)
         )
+
+    def routes(
+        self, messages: Sequence[Message], target: str | None, now_ms: int
+    ) -> list[list[str]]:
+        """Return the queues of each message; all must go to ``target`` if there is one.
+
+        For a change that :meth:`begin` makes; a store that a pipeline routes gets no routes.
+        """
+        if not self._inline and target is None:
+            return []
+        spec = None if target is None else self._store.spec(target)
+        if self._matched != self._store.progress.filter_changes:
+            self._follow_filters()
+        routes = self._matcher.match(
+            [(m.attributes, m.group, m.priority, now_ms, len(m.payload)) for m in messages]
+        )
+        if spec is not None and any(target not in names for names in routes):
+            raise InvalidMessage(
+                f"queue {target!r} takes messages where {spec.filter}; this one does not match"
+            )
+        return routes if self._inline else []
+
+    def put(self, messages: Sequence[Message], routes: list[list[str]], now_ms: int) -> list[int]:
+        """Store messages by their routes, inside a change; return their ids."""
+        if not messages:
+            return []
+        return self._store.publish(
+            messages,
+            routes if self._inline else None,
+            dedup_window_ms=self._dedup_window_ms,
+            now_ms=now_ms,
+        )
+
+    def _follow_filters(self) -> None:
+        """Bring the matcher up to the live filters, whichever process has changed them."""
+        queues = self._store.queues()
+        live = {queue.spec.name: queue.filter for queue in queues if queue.filter is not None}
+        self._matched = self._store.progress.filter_changes
+        changed = dict(live.items() - self._live.items())
+        gone = self._live.keys() - live.keys()
+        if len(changed) + len(gone) > len(live) // 2:
+            self._matcher = Matcher({name: parse(text) for name, text in sorted(live.items())})
+        else:
+            for name in sorted(gone):
+                self._matcher = self._matcher.without(name)
+            for name, text in sorted(changed.items()):
+                self._matcher = self._matcher.with_filter(name, parse(text))
+        self._live = live
 
     # --- messages out --------------------------------------------------------------------
 
@@ -246,32 +294,33 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         out again.
         """
         check_count(limit, "limit", 1, limits.MAX_CLAIM_LIMIT)
-        check_duration(wait_ms, "wait_ms", high=limits.MAX_WAIT_MS)
+        check_count(wait_ms, "wait_ms", 0, limits.MAX_WAIT_MS)
         check_text(consumer, "consumer", limits.MAX_CONSUMER_BYTES)
         if lease_ms is not None:
             check_duration(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
 
-        claim = Claim(queue, limit, lease_ms, consumer)
+        taken: list[Delivery] = []
 
         def take(now_ms: int) -> list[Delivery]:
-            self._claim_together(queue, [claim], now_ms)
-            if claim.error is not None:
-                raise claim.error
-            return claim.answer
+            held_ms = self._store.spec(queue).lease_ms if lease_ms is None else lease_ms
+            want = Want(limit, held_ms, consumer, self._clock.lease_id())
+            nonlocal taken
+            taken = self._store.claim(queue, (want,), now_ms)[0]
+            return taken
 
         try:
-            return self._shell.apply_when_ready(queue, wait_ms, take)
+            return self._runner.apply(take, queue=queue, wait_ms=wait_ms)
         except BaseException:
-            # An interrupt, or a store that could not be synced: nobody gets to see them.
-            if claim.answer:
+            # An interrupt, or a store that could not be synced: nobody gets to see the messages.
+            if taken:
                 with suppress(Exception):
-                    self.release([each.receipt for each in claim.answer], unseen=True)
+                    self.release([each.receipt for each in taken], unseen=True)
             raise
 
     def ack(self, receipts: Iterable[str], *, queue: str | None = None) -> list[Outcome]:
         """Settle messages as done. ``queue`` makes receipts of another queue an error."""
         batch = check_receipts(receipts)
-        return self._shell.apply(
+        return self._runner.apply(
             lambda now_ms: self._store.ack(batch, queue_name=queue, now_ms=now_ms)
         )
 
@@ -290,7 +339,37 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         cut. ``unseen`` is for messages that nobody has begun to work on: they take their old place
         at once, and the claim counts as no attempt; delay and reason mean nothing then.
         """
-        return self._shell.apply(self.releasing(receipts, delay_ms, reason, queue, unseen=unseen))
+        return self._runner.apply(self.releasing(receipts, delay_ms, reason, queue, unseen=unseen))
+
+    def releasing(
+        self,
+        receipts: Iterable[str],
+        delay_ms: int | None,
+        reason: str,
+        queue: str | None,
+        *,
+        unseen: bool = False,
+        check: Check | None = None,
+    ) -> Callable[[int], list[Outcome]]:
+        """Check a release, and return the change that does it."""
+        batch = check_receipts(receipts)
+        if delay_ms is not None:
+            check_duration(delay_ms, "delay_ms")
+        reason = cut_text(reason, limits.MAX_REASON_BYTES)
+
+        def work(now_ms: int) -> list[Outcome]:
+            check_queues(self._store, batch, check)
+            return self._store.release(
+                batch,
+                delay_ms=delay_ms,
+                reason=reason,
+                random=self._clock.random,
+                queue_name=queue,
+                now_ms=now_ms,
+                unseen=unseen,
+            )
+
+        return work
 
     def extend(
         self, receipts: Iterable[str] | str, *, lease_ms: int, queue: str | None = None
@@ -300,7 +379,35 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         Takes receipts, or the token of a whole lease (:attr:`Delivery.lease`) for everything
         that is still held under it.
         """
-        return self._shell.apply(self.extending(receipts, lease_ms, queue))
+        return self._runner.apply(self.extending(receipts, lease_ms, queue))
+
+    def extending(
+        self,
+        receipts: Iterable[str] | str,
+        lease_ms: int,
+        queue: str | None,
+        check: Check | None = None,
+    ) -> Callable[[int], list[Outcome]]:
+        """Check an extension, and return the change that makes it."""
+        check_duration(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
+        batch = receipts if isinstance(receipts, str) else check_receipts(receipts)
+
+        def work(now_ms: int) -> list[Outcome]:
+            check_queues(self._store, batch, check)
+            return self._store.extend(batch, lease_ms=lease_ms, queue_name=queue, now_ms=now_ms)
+
+        return work
+
+    def acking_held(self, lease: str, message_id: int, queue: str) -> Callable[[int], bool]:
+        """Return the change that acks a message by its id, if it is held under the lease."""
+
+        def work(now_ms: int) -> bool:
+            receipt = self._store.held(lease).get(message_id)
+            if receipt is None:
+                return False
+            return self._store.ack([receipt], queue_name=queue, now_ms=now_ms)[0].ok
+
+        return work
 
     # --- looking and mass moves ------------------------------------------------------------
 
@@ -327,7 +434,7 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         for part in parts:
             after: bytes | None = b""
             while after is not None:
-                one, after = self._shell.apply(partial(self._redrive, queue, part, chosen, after))
+                one, after = self._runner.apply(partial(self._redrive, queue, part, chosen, after))
                 redriven += one
         return redriven
 
@@ -377,7 +484,7 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         depth = getattr(self.stats(queue), checked.value) if ids is None else len(ids)
         moved = at = 0
         while True:
-            one = self._shell.apply(step)
+            one = self._runner.apply(step)
             moved, at = moved + one, at + MASS_STEP
             if moved == limit or at >= depth or (ids is None and one < MASS_STEP):
                 return moved
@@ -398,7 +505,7 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         depth = sum(getattr(stats, state.value) for state in set(checked))
         removed = 0
         while True:
-            one = self._shell.apply(
+            one = self._runner.apply(
                 lambda now_ms: self._store.purge(queue, checked, now_ms, limit=MASS_STEP)
             )
             removed += one
@@ -410,8 +517,8 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
     ) -> int:
         """Remove done or failed messages whose sequence number is below ``before``.
 
-        For who has copied them elsewhere: the sequence is that of the history tables. With
-        ``created_at_ms`` nothing is removed if the queue has been deleted and made anew since.
+        For a reader that has copied them elsewhere: the sequence is that of the history tables.
+        With ``created_at_ms`` nothing is removed if the queue was deleted and made anew since.
         """
         checked = check_state(state)
         if checked not in {State.DONE, State.FAILED}:
@@ -420,9 +527,14 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         if created_at_ms is not None:
             check_count(created_at_ms, "created_at_ms", 0, limits.MAX_OFFSET)
         removed = 0
-        while one := self._shell.apply(
-            lambda now_ms: self._store.trim(
-                queue, checked, before, now_ms, limit=MASS_STEP, created_at_ms=created_at_ms
+        while one := self._runner.apply(
+            lambda now_ms: self._store.purge(
+                queue,
+                [checked],
+                now_ms,
+                limit=MASS_STEP,
+                before=before,
+                created_at_ms=created_at_ms,
             )
         ):
             removed += one
@@ -437,22 +549,79 @@ class Broker(LookVerbs, LogVerbs, JointVerbs):
         def check(now_ms: int) -> AuditReport:
             return self._store.audit(repair=repair, now_ms=now_ms)
 
-        return self._shell.apply(check) if repair else self._shell.look(check)
+        return self._runner.apply(check) if repair else self._runner.look(check)
 
     def checkpoint(self, path: Path) -> None:
         """Copy the store as it is into a directory that is not there yet; see ``penstock backup``.
 
         Nobody else is let in meanwhile, which is short: most files are shared, not copied.
         """
-        self._shell.look(lambda _: self._store.checkpoint(path))
+        copy = self._checkpoint
+        if copy is None:
+            raise InvalidInput(f"this store can't be copied to {path}")
+        self._runner.look(lambda _: copy(path))
 
     # --- time ------------------------------------------------------------------------------
 
     def sweep(self, *, budget: int = SWEEP_BUDGET) -> SweepCounts:
         """Do what is due: lease expiry, delays, retention, dedup windows. The sweeper does it."""
         check_count(budget, "budget", 1, 1_000_000)
-        self._shell.recover()
-        return self._shell.apply(lambda now_ms: self._store.sweep(now_ms, budget))
+        self._runner.recover()
+        return self._runner.apply(lambda now_ms: self._store.sweep(now_ms, budget))
+
+    # --- for a server ------------------------------------------------------------------------
+
+    def begin(self, joint: Joint) -> int:
+        """Do many requests as one, fill in the answers, and return the number for :meth:`tell`."""
+        return self._runner.begin(
+            lambda now_ms: run_joint(joint, self, self._store, self._clock, now_ms)
+        )
+
+    def tell(self, number: int, told: Told) -> None:
+        """Call ``told`` when everything up to this number is durable, or never will be.
+
+        It is called at once, or from a thread that others wait for: it must only pass it on.
+        """
+        self._runner.tell(number, told)
+
+    def listen(self, woken: Woken | None) -> None:
+        """Call ``woken`` with a queue that may have got something to claim; None: no more.
+
+        It is called with the broker's lock held: it must only pass it on.
+        """
+        self._runner.listen(woken)
+
+    def durability(self) -> Durability:
+        """Return how often, for how many commits and how long the store was synced."""
+        return self._runner.durability
+
+    def contention(self) -> Contention | None:
+        """Return the cost of sharing the store with other processes; None if it has one owner."""
+        return self._store.health().contention
+
+    @property
+    def away(self) -> str | None:
+        """Why the store does not answer at present; known at once, whatever is under way."""
+        return self._store.health().away
+
+    def free_bytes(self) -> int | None:
+        """Return how many bytes the disk of the store has left; None: not known."""
+        return self._store.health().free_bytes
+
+    @property
+    def outage(self) -> Outage | None:
+        """Why the store can't be used at present, and since when; known at once, as the next is."""
+        return self._runner.outage
+
+    @property
+    def failure(self) -> PenstockError | None:
+        """The error that ended the store for this process, if one did."""
+        return self._runner.failure
+
+    @property
+    def dedup_window_ms(self) -> int:
+        """For how long a dedup id is remembered."""
+        return self._dedup_window_ms
 
 
 def _ordering(ordering: Ordering | str) -> Ordering:
@@ -481,17 +650,17 @@ def _make_spec(
     return msgspec.structs.replace(spec, labels=dict(spec.labels))
 
 
-def _check_dead_letter(store: Store, spec: QueueSpec) -> None:
-    """Refuse a dead letter queue that could not take what fails."""
+def _check_dead_letter(store: FullStore, spec: QueueSpec) -> None:
+    """Refuse a dead letter queue that could not take failed messages."""
     if not spec.dead_letter:
         return
-    try:
-        target = store.spec(spec.dead_letter)
-    except QueueNotFound:
+    known = {queue.spec.name: queue for queue in store.queues()}.get(spec.dead_letter)
+    if known is None:
         raise InvalidQueue(
             f"no queue named {spec.dead_letter!r}: a dead letter queue must be made first"
-        ) from None
-    if store.draining(target.name):
+        )
+    target = known.spec
+    if known.draining:
         raise InvalidQueue(f"queue {target.name!r} is draining: it takes no dead letters")
     if target.ordering is not spec.ordering:
         raise InvalidQueue(

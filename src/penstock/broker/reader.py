@@ -1,7 +1,7 @@
-"""Reading a store that another process owns, straight from where it is kept.
+"""The verbs that only look, and a reader of a store that another process owns.
 
-A :class:`Reader` shows one moment of the store and has the looking verbs of a broker only. It asks
-nothing of the owner and disturbs nobody. What comes due after that moment is worked out in memory.
+A :class:`Reader` shows one moment of the store, straight from where it is kept. It asks nothing of
+the owner and disturbs nobody. Messages that come due after that moment do so in memory.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import msgspec
 
 from penstock import limits
-from penstock.broker.look_verbs import LookVerbs
 from penstock.clock import TimeGuard
-from penstock.limits import MAX_OFFSET
-from penstock.validation import check_count
+from penstock.model import State
+from penstock.validation import check_count, check_ids, check_state, check_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,25 +22,81 @@ if TYPE_CHECKING:
 
     from penstock.clock import Clock
     from penstock.model import (
+        Attempt,
         LogPage,
         LogStats,
+        Page,
+        QueueSpec,
+        QueueStats,
+        StoreStats,
     )
-    from penstock.store.kv.check import AuditReport
+    from penstock.store.check_report import AuditReport
+    from penstock.store.contract import FullStore
     from penstock.store.kv.store import KvStore
     from penstock.store.snapshot import PinnedStore
-
-__all__ = ["Reader"]
 
 T = TypeVar("T")
 
 
-class Reader(LookVerbs):
+class StoreReader:
+    """The verbs that only look: the base of :class:`~penstock.Broker` and :class:`Reader`."""
+
+    _store: FullStore
+
+    def _look(self, read: Callable[[int], T]) -> T:
+        """Read, told the time, while nobody else is let in."""
+        raise NotImplementedError
+
+    def queues(self) -> list[QueueSpec]:
+        """Return the specs of all queues, by name."""
+        return self._look(lambda _: [queue.spec for queue in self._store.queues()])
+
+    def browse(
+        self,
+        queue: str,
+        *,
+        state: State | str = State.AVAILABLE,
+        limit: int = 100,
+        cursor: str | None = None,
+        payloads: bool = True,
+    ) -> Page:
+        """Look at messages without leasing them; go on with ``cursor=page.next_cursor``."""
+        check_count(limit, "limit", 1, limits.MAX_BROWSE_LIMIT)
+        checked = check_state(state)
+        if cursor is not None:
+            check_text(cursor, "cursor", limits.MAX_CURSOR_BYTES)
+        return self._look(
+            lambda now_ms: self._store.browse(
+                queue,
+                checked,
+                limit=limit,
+                cursor=cursor,
+                payloads=payloads,
+                now_ms=now_ms,
+            )
+        )
+
+    def attempts(self, queue: str, message_id: int) -> list[Attempt]:
+        """Return every attempt at a message of a queue, the running one last."""
+        check_ids([message_id])
+        return self._look(lambda now_ms: self._store.attempts(queue, message_id, now_ms))
+
+    def stats(self, queue: str) -> QueueStats:
+        """Return a queue's depth by state, oldest age and totals."""
+        return self._look(lambda now_ms: self._store.queue_stats(queue, now_ms))
+
+    def store_stats(self) -> StoreStats:
+        """Return the totals of the whole store."""
+        return self._look(lambda _: self._store.store_stats())
+
+
+class Reader(StoreReader):
     """A store as it was when the reader was opened. Threads may share it."""
 
     def __init__(self, store: KvStore, clock: Clock) -> None:
-        self._store = store
+        self._store: FullStore = store
         self._clock = clock
-        self._guard = TimeGuard(store.time_floor_ms())
+        self._guard = TimeGuard(store.info().time_floor_ms)
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -87,9 +142,9 @@ class Reader(LookVerbs):
 
     def _log_stats(self) -> LogStats:
         stats = self._store.log_stats()
-        # A store that is opened begins a new block of ids. The owner goes on in its own: whoever
-        # took that block's end for the end of the log would pass over what comes.
-        end = min(stats.end, self._store.offset_at(MAX_OFFSET))
+        # An opened store begins a new block of ids. The owner goes on in its own: a reader that
+        # took the end of that block for the end of the log would pass over coming messages.
+        end = min(stats.end, self._store.offset_at(limits.MAX_OFFSET))
         routed = min(stats.routed_up_to, end)
         return msgspec.structs.replace(stats, end=end, routed_up_to=routed)
 

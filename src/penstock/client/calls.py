@@ -34,10 +34,10 @@ from penstock.model import (
     QueueSpec,
     QueueStats,
     State,
+    StoreInfo,
     StoreStats,
     Value,
 )
-from penstock.store.plans import StoreInfo
 from penstock.validation import (
     check_assignments,
     check_count,

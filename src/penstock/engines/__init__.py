@@ -87,7 +87,12 @@ class View(Protocol):
 
 
 class Engine(Protocol):
-    """An open database."""
+    """An open database.
+
+    ``durable_on_commit``: a commit is as durable as it ever gets, without ``sync``.
+    """
+
+    durable_on_commit: bool
 
     def table(self, name: str) -> Table:
         """Return a table named at open."""
@@ -145,6 +150,7 @@ class NeverAway:
     """Half of an engine that no disk can keep from writing."""
 
     away: None = None
+    durable_on_commit = True
 
     def recover(self, alone: AbstractContextManager[None], load: Callable[[], None]) -> None:
         """Do nothing."""

@@ -25,8 +25,16 @@ import pyarrow.flight as fl
 from penstock import errors
 from penstock.errors import InvalidInput, InvalidUrl, PenstockError
 from penstock.flight.tables import TIME
-from penstock.model import LogStats, QueueStats, StoreStats, SweepCounts
-from penstock.store.plans import BackfillPlan, Collected, LiveFilters, RoutePlan
+from penstock.model import (
+    BackfillPlan,
+    Collected,
+    LiveFilters,
+    LogStats,
+    QueueStats,
+    RoutePlan,
+    StoreStats,
+    SweepCounts,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")

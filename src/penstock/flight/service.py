@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from penstock.broker.broker import Broker
     from penstock.clock import Clock
     from penstock.flight.auth import FlightCall
+    from penstock.model import BackfillPlan
     from penstock.server.metrics import Metrics
     from penstock.server.security import Keys, Principal
-    from penstock.store.plans import BackfillPlan
     from penstock.store.snapshot import PinnedStore
 
 log = logging.getLogger(__name__)

@@ -35,7 +35,6 @@ from penstock.store.codec.opendata import payload_key, payload_prefix
 from penstock.store.codec.records import decode_queue_spec
 from penstock.store.codec.stored import decode_lease
 from penstock.store.kv.check import audit, held_ids
-from penstock.store.kv.placing import Placing
 from penstock.store.kv.queues import Counts, Queue, QueueTable, decode_counts
 from penstock.store.kv.state import FORMAT, Identity
 from penstock.store.live import Item, lane_of
@@ -312,7 +311,7 @@ class _Salvage:
 
     def _mend(self, store: KvStore) -> SalvageReport:
         core = store.core
-        now_ms = max(self._clock.now_ms(), store.time_floor_ms())
+        now_ms = max(self._clock.now_ms(), store.info().time_floor_ms)
         expected = {
             name: sum(_states(queue.counts).values())
             for name, queue in core.queues.items()
@@ -456,7 +455,7 @@ class _Salvage:
     ) -> None:
         if items:
             batch = self._engine.batch()
-            Placing(store.core).enqueue(batch, queue, items, now_ms, late=True)
+            store.enqueue(batch, queue, items, now_ms, late=True)
             store.core.commit(batch, (queue,), now_ms)
             put_back[queue.name] = put_back.get(queue.name, 0) + len(items)
 
@@ -515,7 +514,7 @@ def _log_rows(store: KvStore, *, routed: bool) -> Iterator[tuple[int, bytes]]:
     """Read the part of the log that has been routed, or the rest."""
     log, cursors = store.core.log, store.log_stats().cursors
     for number in range(log.all_logs):
-        cursor = log.end if store.routing() == "inline" else cursors[number]
+        cursor = log.end if store.info().routing == "inline" else cursors[number]
         at, end = (log.earliest, cursor) if routed else (cursor, log.end)
         while at < end:
             page = log.read(number, at, _COMMIT_ROWS, end=end)

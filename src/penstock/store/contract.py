@@ -1,55 +1,55 @@
-"""The contract: what every store does, whatever it is made of.
+"""The contract: the verbs of every store, on whatever engine.
+
+:class:`Store` has the life of a message, :class:`LogStore` the metadata log and routing,
+:class:`BulkStore` the verbs that read or remove many messages; a broker works on all three
+(:class:`FullStore`).
 
 Verbs are batch first and are told ``now_ms``. A verb returns when its change is applied and
-visible; the change is durable once ``sync`` was called after ``commits`` had reached its number.
-The caller lets one thread at a time in, except for ``sync``. Arguments were checked by the
-caller; ``penstock.testing.conformance`` is this page as a test suite.
+visible; the change is durable once ``sync`` was called after ``progress.commits`` had reached its
+number, or at once if the store is ``durable_on_commit``. The caller lets one thread at a time in,
+except for ``sync``, ``health`` and ``recover``. The caller has checked the arguments. A verb that
+names a queue raises QueueNotFound if there is none. ``penstock.testing.conformance`` is this page
+as a test suite.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from penstock.errors import PenstockError
+from penstock.model import Contention, QueueSpec, StoreInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from penstock.model import (
         Assigned,
         Attempt,
-        Backfilled,
-        Contention,
+        BackfillPlan,
+        Collected,
         Cursor,
         Delivery,
+        Filled,
+        LiveFilters,
         LogPage,
         LogRecord,
         LogStats,
         Message,
         Outcome,
         Page,
-        QueueSpec,
         QueueStats,
+        RoutePlan,
         State,
         StoreStats,
         SweepCounts,
-    )
-    from penstock.store.codec.metadata import Metadata
-    from penstock.store.kv.check import AuditReport
-    from penstock.store.plans import (
-        BackfillPlan,
-        Collected,
-        Filled,
-        LiveFilters,
-        RoutePlan,
-        StoreInfo,
         Want,
     )
+    from penstock.store.check_report import AuditReport
+    from penstock.store.codec.metadata import Metadata
     from penstock.store.snapshot import PinnedStore
-
-__all__ = ["FiltersChanged", "Store"]
 
 
 class FiltersChanged(PenstockError):
@@ -59,8 +59,53 @@ class FiltersChanged(PenstockError):
     """
 
 
+class Progress(msgspec.Struct):
+    """Counters of a store in this process; they only grow.
+
+    ``commits`` were made. ``filter_changes`` counts how often the live filters were found changed,
+    by this process or by another one; a change that fails half way counts as well.
+    """
+
+    commits: int = 0
+    filter_changes: int = 0
+
+
+class LiveQueue(msgspec.Struct, frozen=True):
+    """A queue: its settings, the filter that routes new messages (None: none), draining or not."""
+
+    spec: QueueSpec
+    filter: str | None
+    draining: bool
+
+
+class StoreDetails(StoreInfo, frozen=True):
+    """Which store this is; how many snapshots a server may hold; the latest time it has seen."""
+
+    max_views: int
+    time_floor_ms: int
+
+
+class Health(msgspec.Struct, frozen=True):
+    """The state of a store, from memory and from any thread.
+
+    ``away``: why the store does not answer at present; it may still answer what needs no write.
+    ``free_bytes``: room on its disk, if known. ``contention``: the cost of sharing the store with
+    other processes; None: it has one owner.
+    """
+
+    away: str | None
+    free_bytes: int | None = None
+    contention: Contention | None = None
+
+
 class Store(Protocol):
-    """A store, as the broker uses it."""
+    """The life of a message, and of the store."""
+
+    progress: Progress
+    # Whether a commit is durable as soon as it was made: then nobody needs to call ``sync``.
+    durable_on_commit: bool
+    # How long a verb waits for the store, and for its turn; None: as long as it takes.
+    patience_s: float | None
 
     # --- queues
     def create_queue(self, spec: QueueSpec, now_ms: int) -> None:
@@ -69,30 +114,17 @@ class Store(Protocol):
     def update_queue(self, spec: QueueSpec, now_ms: int, *, from_offset: int | None = None) -> None:
         """Change settings; name and ordering stay. A filter counts from an offset on."""
 
-    def delete_queue(self, queue_name: str, now_ms: int) -> int:
-        """Remove a queue with everything in it; return how many messages went."""
+    def delete_queue(self, queue_name: str, now_ms: int, *, drain: bool = False) -> int:
+        """Remove a queue with everything in it; return how many messages were removed.
 
-    def drain_queue(self, queue_name: str, now_ms: int) -> None:
-        """Let no more messages in; the sweep removes the queue once nothing waits in it."""
-
-    def draining(self, queue_name: str) -> bool:
-        """Whether a queue takes no more messages and is about to go."""
-
-    def live_filters(self) -> dict[str, str]:
-        """Return the filters that new messages are routed by."""
-
-    @property
-    def filter_changes(self) -> int:
-        """How often the live filters were found changed, by this process or by another one.
-
-        A change that fails half way counts as well, if it has changed them.
+        ``drain``: let no more messages in; the sweep removes the queue once nothing waits in it.
         """
 
-    def spec(self, queue_name: str) -> QueueSpec:
-        """Return a queue's settings, or raise QueueNotFound, as every verb that names one."""
+    def queues(self) -> list[LiveQueue]:
+        """Return all queues, by name."""
 
-    def specs(self) -> list[QueueSpec]:
-        """Return all queues' settings, by name."""
+    def spec(self, queue_name: str) -> QueueSpec:
+        """Return a queue's settings."""
 
     # --- messages
     def publish(
@@ -133,20 +165,15 @@ class Store(Protocol):
         """
 
     def extend(
-        self, receipts: Sequence[str], *, lease_ms: int, queue_name: str | None, now_ms: int
+        self, receipts: Sequence[str] | str, *, lease_ms: int, queue_name: str | None, now_ms: int
     ) -> list[Outcome]:
-        """Move the deadline of receipts."""
-
-    def extend_lease(
-        self, token: str, *, lease_ms: int, queue_name: str | None, now_ms: int
-    ) -> list[Outcome]:
-        """Move the deadline of everything held under a lease."""
+        """Move the deadline of receipts, or of everything held under a lease token."""
 
     def held(self, token: str) -> dict[int, str]:
-        """Return the receipts of what is held under a lease, by message id."""
+        """Return the receipts of the messages held under a lease, by message id."""
 
     def queues_of(self, receipts: Sequence[str] | str) -> set[str]:
-        """Name the queues of receipts, or of a lease token; those that are gone are left out."""
+        """Name the queues of receipts, or of a lease token; deleted queues are left out."""
 
     def redrive(
         self,
@@ -171,116 +198,6 @@ class Store(Protocol):
     ) -> int:
         """Move failed, available or delayed messages into another queue."""
 
-    def purge(
-        self, queue_name: str, states: Iterable[State], now_ms: int, *, limit: int | None = None
-    ) -> int:
-        """Remove messages by state, up to a limit."""
-
-    # --- the metadata log
-    def routing(self) -> str:
-        """Return how the store routes: ``inline`` or ``pipeline``."""
-
-    def read_log(self, log: int, begin: int | None, limit: int) -> LogPage:
-        """Read a page of a log from an offset, or from its cursor, on."""
-
-    def assign(
-        self,
-        log: int,
-        cursor: Cursor,
-        assignments: Mapping[int, Sequence[str]],
-        now_ms: int,
-        *,
-        epoch: int | None = None,
-    ) -> Assigned:
-        """Put a page's messages into queues and move the log's cursor, together."""
-
-    def take_epoch(self, now_ms: int) -> int:
-        """Fence every pipeline that took an epoch before; return the new one."""
-
-    def info(self) -> StoreInfo:
-        """Say which store this is."""
-
-    def route_plan(self, max_offsets: int | None) -> RoutePlan:
-        """Say which stretches of the logs may be matched next."""
-
-    def filters_at(self, offset: int) -> LiveFilters:
-        """Return the filters that are live at an offset."""
-
-    def backfill_plan(
-        self, queue_name: str, begin: int, end: int, *, archived: bool = False
-    ) -> BackfillPlan:
-        """Return what of [begin, end) a queue has not been filled from by its filter.
-
-        With ``archived`` also what the log has let go of, as far as coverage is known.
-        """
-
-    def fill(
-        self,
-        queue_name: str,
-        begin: int,
-        end: int,
-        offsets: Sequence[int],
-        filter_text: str,
-        now_ms: int,
-    ) -> Filled:
-        """Do one bounded step of filling a queue with messages that were matched elsewhere."""
-
-    def restore(
-        self,
-        queue_name: str,
-        begin: int,
-        end: int,
-        records: Sequence[tuple[LogRecord, bytes | None]],
-        filter_text: str,
-        now_ms: int,
-    ) -> Filled:
-        """Do one bounded step of filling a queue with archived messages, below the log."""
-
-    def collectable(self, message_ids: Sequence[int]) -> set[int]:
-        """Return those messages that no queue can come to hold any more."""
-
-    def drop_payloads(self, message_ids: Sequence[int], now_ms: int, *, dry_run: bool) -> Collected:
-        """Delete payloads that nothing refers to."""
-
-    def pin(self, now_ms: int, *, stats: bool = False, marks: bool = True) -> PinnedStore:
-        """Pin the present state for reading in bulk; ``stats``: with the stats of every queue.
-
-        No done or failed message that comes later has a lower sequence number than any that is
-        there, so that who has read them may trim up to the highest. ``marks=False``: it may, which
-        is cheaper where processes share a store.
-        """
-
-    @property
-    def max_views(self) -> int:
-        """How many states a server may have pinned at a time."""
-
-    def trim(
-        self,
-        queue_name: str,
-        state: State,
-        before: int,
-        now_ms: int,
-        *,
-        limit: int,
-        created_at_ms: int | None = None,
-    ) -> int:
-        """Remove done or failed messages whose sequence number is below ``before``.
-
-        None if the queue was not made at ``created_at_ms``.
-        """
-
-    def backfill(self, queue_name: str, begin: int, end: int, now_ms: int) -> Backfilled:
-        """Do one bounded step of filling a queue from the log."""
-
-    def offset_at(self, time_ms: int) -> int:
-        """Return an offset at or before the first message of that time."""
-
-    def configure_log(self, logs: int | None, retention_ms: int | None, now_ms: int) -> None:
-        """Change the number of logs, or how long they are kept."""
-
-    def log_stats(self) -> LogStats:
-        """Describe the metadata log."""
-
     # --- looking
     def browse(
         self,
@@ -301,66 +218,143 @@ class Store(Protocol):
         """Return a queue's depths and totals."""
 
     def store_stats(self) -> StoreStats:
-        """Return what concerns the whole store."""
+        """Return the totals of the whole store."""
 
-    def contention(self) -> Contention | None:
-        """Say what sharing the store has cost, from memory; None: it has one owner."""
-
-    @property
-    def away(self) -> str | None:
-        """Why the store does not answer at present, from memory alone and from any thread.
-
-        It may still answer what needs no write.
-        """
-
-    def recover(self, alone: AbstractContextManager[None]) -> None:
-        """Make a store that is away take writes again, or raise why it does not.
-
-        Called by who does not have the store to himself; ``alone`` gives it to him. Changes that
-        were not durable may be gone then. Nothing to do for a store that tries by itself.
-        """
-
-    def free_bytes(self) -> int | None:
-        """Return how many bytes the store's disk has left, from any thread; None: not known."""
-
-    @property
-    def patience_s(self) -> float | None:
-        """How long a verb waits for the store, and for its turn; None: as long as it takes."""
-
-    def limit(self, seconds: float) -> None:
-        """Let what is asked for from here on wait for so long in all, if it waits for anybody."""
-
-    def available(self, queue_name: str) -> int | None:
-        """Return how many messages of a queue are available, as last counted; None: it is gone."""
-
-    def audit(self, *, repair: bool, now_ms: int) -> AuditReport:
-        """Hold the store to its invariants; mend what can be mended if asked to."""
-
-    # --- time and durability
+    # --- time
     def sweep(self, now_ms: int, budget: int) -> SweepCounts:
         """Do what is due."""
 
     def soonest_ms(self) -> int | None:
         """Return a time before which nothing is due, from memory alone."""
 
-    def time_floor_ms(self) -> int:
-        """Return the latest time that the store has seen."""
+    def take_woken(self) -> dict[str, int | None]:
+        """Return the queues that may have got something to claim since the last call.
 
-    @property
-    def commits(self) -> int:
-        """How many commits were made."""
+        With each, about how many messages are available; None: the queue is gone.
+        """
 
-    def take_woken(self) -> set[str]:
-        """Return the queues that may have got something to claim since the last call."""
+    # --- the store
+    def info(self) -> StoreDetails:
+        """Return which store this is."""
+
+    def health(self) -> Health:
+        """Return whether the store answers, how much room it has, and the cost of sharing it."""
+
+    def recover(self, alone: AbstractContextManager[None]) -> None:
+        """Make a store that is away take writes again, or raise why it does not.
+
+        The caller does not hold the store; entering ``alone`` gives it to this verb alone. Changes
+        that were not durable may be gone then. A store that tries by itself does nothing.
+        """
+
+    def limit(self, seconds: float) -> None:
+        """Bound how long the statements of the coming verb may wait in all."""
 
     def sync(self) -> None:
         """Make every commit so far durable; from any thread."""
-
-    def checkpoint(self, path: Path) -> None:
-        """Copy the present state into a directory that is not there yet."""
 
     def on_lost(self, told: Callable[[PenstockError], None]) -> None:
         """Call back, from a thread of its own, if the store is lost to this process."""
 
     def close(self) -> None:
         """Sync and let go."""
+
+
+class LogStore(Protocol):
+    """The metadata log: reading, routing, filling queues from the past."""
+
+    def read_log(self, log: int, begin: int | None, limit: int) -> LogPage:
+        """Read a page of a log from an offset, or from its cursor, on."""
+
+    def assign(
+        self,
+        log: int,
+        cursor: Cursor,
+        assignments: Mapping[int, Sequence[str]],
+        now_ms: int,
+        *,
+        epoch: int | None = None,
+    ) -> Assigned:
+        """Put a page's messages into queues and move the log's cursor, together."""
+
+    def take_epoch(self, now_ms: int) -> int:
+        """Fence every pipeline that took an epoch before; return the new one."""
+
+    def route_plan(self, max_offsets: int | None) -> RoutePlan:
+        """Return which stretches of the logs may be matched next."""
+
+    def filters_at(self, offset: int) -> LiveFilters:
+        """Return the filters that are live at an offset."""
+
+    def backfill_plan(
+        self, queue_name: str, begin: int, end: int, *, archived: bool = False
+    ) -> BackfillPlan:
+        """Return what of [begin, end) a queue has not been filled from by its filter.
+
+        With ``archived`` also what lies below the log, as far as coverage is known.
+        """
+
+    def fill(
+        self,
+        queue_name: str,
+        begin: int,
+        end: int,
+        now_ms: int,
+        *,
+        filter_text: str | None = None,
+        offsets: Sequence[int] | None = None,
+        records: Sequence[tuple[LogRecord, bytes | None]] | None = None,
+    ) -> Filled:
+        """Do one bounded step of filling a queue from [begin, end).
+
+        ``offsets`` are all messages of it in the log that ``filter_text`` has matched elsewhere;
+        ``records`` are all such messages below the log, from an archive, with their payloads.
+        Without either the store matches the log itself.
+        """
+
+    def offset_at(self, time_ms: int) -> int:
+        """Return an offset at or before the first message of that time."""
+
+    def configure_log(self, logs: int | None, retention_ms: int | None, now_ms: int) -> None:
+        """Change the number of logs, or how long they are kept."""
+
+    def log_stats(self) -> LogStats:
+        """Describe the metadata log."""
+
+
+class BulkStore(Protocol):
+    """Verbs that read, check or remove many messages."""
+
+    def pin(self, now_ms: int, *, stats: bool = False, marks: bool = True) -> PinnedStore:
+        """Make a snapshot for reading in bulk; ``stats``: with the stats of every queue.
+
+        Done and failed messages that come later have higher sequence numbers than those in the
+        snapshot, so that its reader may trim up to the highest. ``marks=False``: they may have
+        lower ones, which is cheaper where processes share a store.
+        """
+
+    def purge(
+        self,
+        queue_name: str,
+        states: Iterable[State],
+        now_ms: int,
+        *,
+        limit: int | None = None,
+        before: int | None = None,
+        created_at_ms: int | None = None,
+    ) -> int:
+        """Remove messages by state, up to a limit; return how many.
+
+        ``before``: only done or failed messages whose sequence number is below it, and none if the
+        queue was not made at ``created_at_ms``.
+        """
+
+    def collect(self, message_ids: Sequence[int], now_ms: int, *, dry_run: bool) -> Collected:
+        """Delete payloads that no queue holds and the log has let go of."""
+
+    def audit(self, *, repair: bool, now_ms: int) -> AuditReport:
+        """Hold the store to its invariants; repair what can be repaired if asked to."""
+
+
+class FullStore(Store, LogStore, BulkStore, Protocol):
+    """Everything that a broker uses."""

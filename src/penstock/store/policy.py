@@ -1,15 +1,41 @@
-"""How long a released message waits before it is tried again."""
+"""Rules that the key-value store and the SQL store share. They read and write nothing.
+
+Retry or fail, back-off, the scope of dedup ids, where a page of the log ends, which messages of the
+log a queue wants, and where one step of a fill ends.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue
+from penstock.filters import parse
+from penstock.limits import MAX_ATTEMPTS
+from penstock.model import AssignStatus, LogRecord, LogStretch
+from penstock.store.codec.metadata import Metadata, decode_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from penstock.model import QueueSpec
+    from penstock.filters import Filter
+    from penstock.model import Cursor, Message, QueueSpec
+    from penstock.store.coverage import Coverage
 
-__all__ = ["backoff_ms"]
+log_ = logging.getLogger(__name__)
+
+# Offsets that one step of a backfill looks at.
+BACKFILL_WINDOW: Final = 2_000
+# Bounds of one step of a fill from the log: offsets looked at, messages added.
+FILL_WINDOW: Final = 20_000
+FILL_MESSAGES: Final = 5_000
+# Bounds of one step of a fill from an archive: what commits together.
+RESTORE_MESSAGES: Final = 1_000
+RESTORE_BYTES: Final = 16 << 20
+
+
+# --- one message ------------------------------------------------------------------------------
 
 
 def backoff_ms(spec: QueueSpec, failures: int, random: Callable[[], float]) -> int:
@@ -17,3 +43,285 @@ def backoff_ms(spec: QueueSpec, failures: int, random: Callable[[], float]) -> i
     # Past 63 doublings the cap has long been reached; the bound keeps the number small.
     full = min(spec.backoff_cap_ms, spec.backoff_base_ms << min(max(failures, 1) - 1, 63))
     return full - int(random() * (full / 2))
+
+
+def is_exhausted(spec: QueueSpec, attempts: int, forgiven: int) -> bool:
+    """Whether a message whose attempt has failed fails for good."""
+    return attempts - forgiven >= spec.max_attempts or attempts >= MAX_ATTEMPTS
+
+
+def fail_reason(spec: QueueSpec, reason: str) -> str:
+    """Return the reason that is kept with a failed message."""
+    return reason or f"released {spec.max_attempts} times"
+
+
+def dedup_scope(message: Message) -> bytes:
+    """Return the scope of a message's dedup id: its ``queue`` attribute, if that is text.
+
+    Producers of different queues can't collide; messages without the attribute share one scope.
+    """
+    scope = message.attributes.get("queue")
+    return scope.encode() if isinstance(scope, str) else b""
+
+
+def record_of(message_id: int, metadata: Metadata) -> LogRecord:
+    """Return a message of the log as its readers are given it."""
+    return LogRecord(
+        message_id,
+        metadata.attributes,
+        metadata.group,
+        metadata.priority,
+        metadata.published_at_ms,
+        metadata.size,
+        metadata.delay_ms,
+    )
+
+
+def metadata_of(record: LogRecord) -> Metadata:
+    """Return the metadata of a message that a reader of the log was given."""
+    return Metadata(
+        record.published_at_ms,
+        record.group,
+        record.priority,
+        record.size,
+        record.delay_ms,
+        record.attributes,
+    )
+
+
+def decodes(encoded: bytes) -> bool:
+    """Whether metadata can be read."""
+    try:
+        decode_metadata(encoded)
+    except CorruptRecord:
+        return False
+    return True
+
+
+# --- between queues ---------------------------------------------------------------------------
+
+
+def check_move(queue_name: str, to_name: str, *, draining: bool) -> None:
+    """Refuse a move into the same queue, or into one that is draining."""
+    if queue_name == to_name:
+        raise InvalidInput(f"queue {queue_name!r} can't be moved to itself: name another")
+    if draining:
+        raise InvalidQueue(f"queue {to_name!r} is draining: it takes no more messages")
+
+
+# --- the log ----------------------------------------------------------------------------------
+
+
+def check_log(log: int, known: int) -> None:
+    """Refuse a log that the store does not have."""
+    if not 0 <= log < known:
+        raise InvalidInput(f"no log {log}; there are logs 0 to {known - 1}")
+
+
+def filters_at(
+    coverages: Iterable[tuple[str, Coverage]], offset: int
+) -> tuple[dict[str, str], int, int | None]:
+    """Return the filters that are live at an offset, since which offset, and until which."""
+    live: dict[str, str] = {}
+    begin, until = 0, None
+    for name, coverage in sorted(coverages):
+        text = coverage.filter_at(offset)
+        if text is not None:
+            live[name] = text
+        for border in coverage.borders():
+            if border > offset:
+                until = border if until is None else min(until, border)
+            else:
+                begin = max(begin, border)
+    return live, begin, until
+
+
+def page_end(
+    begin: int, end: int, changes: Iterable[tuple[int, int]], other_cursors: Sequence[int]
+) -> int:
+    """Return where a page ends that begins at an offset, because the number of logs changes.
+
+    It ends there until every other log has been assigned up to there, so that a group that moves to
+    another log keeps its order.
+    """
+    for change, _ in changes:
+        if begin < change < end and any(cursor < change for cursor in other_cursors):
+            end = change
+        elif change == begin and any(cursor < change for cursor in other_cursors):
+            end = begin
+    return end
+
+
+def records_of(rows: Iterable[tuple[int, bytes]], log: int) -> list[LogRecord]:
+    """Decode a page of a log. An unreadable message stays in the log, and the reader goes on."""
+    records = []
+    for message_id, encoded in rows:
+        try:
+            records.append(record_of(message_id, decode_metadata(encoded)))
+        except CorruptRecord:
+            log_.exception("message %d of log %d can't be routed", message_id, log)
+    return records
+
+
+def route_stretches(
+    cursors: Mapping[int, int],
+    log_end: int,
+    max_offsets: int | None,
+    changes: Sequence[tuple[int, int]],
+    filters_until: Callable[[int], int | None],
+) -> list[LogStretch]:
+    """Return the stretches that a router may match next, by the cursors of the logs.
+
+    The slowest log decides where the others stop, so that logs stay in step.
+    """
+    limit = log_end if max_offsets is None else min(cursors.values()) + max_offsets
+    stretches = []
+    for log, begin in cursors.items():
+        until = filters_until(begin)
+        end = min(limit, log_end, log_end if until is None else until)
+        for change, _ in changes:
+            # A group that moves to another log must not overtake itself.
+            if begin <= change < end and any(other < change for other in cursors.values()):
+                end = max(begin, change)
+        if begin < end:
+            stretches.append(LogStretch(log, begin, end))
+    return stretches
+
+
+def refuse_page(cursor: Cursor, at: int, earliest: int) -> AssignStatus | None:
+    """Return why a page can't be assigned to a log whose cursor is ``at``; None: it can."""
+    if cursor.end <= at:
+        return AssignStatus.STALE
+    if cursor.begin > max(at, earliest):
+        return AssignStatus.AHEAD
+    return None
+
+
+def is_outdated(cursor: Cursor, version: int, history: Sequence[tuple[int, int]]) -> bool:
+    """Whether filters have changed for offsets of a page since it was read.
+
+    ``history`` holds the last changes as (version, offset from which on).
+    """
+    read_at = cursor.filters_version
+    if read_at is None or read_at == version:
+        return False
+    # Changes before the oldest one on record are not known: read again, to be sure.
+    if not history or history[0][0] > read_at + 1:
+        return True
+    return any(at > read_at and offset < cursor.end for at, offset in history)
+
+
+def check_assigned(cursor: Cursor, assignments: Mapping[int, Sequence[str]]) -> None:
+    """Refuse assignments of messages outside of their page."""
+    for message_id in (min(assignments), max(assignments)) if assignments else ():
+        if not cursor.begin <= message_id < cursor.end:
+            raise InvalidInput(
+                f"message {message_id} is not in the page [{cursor.begin}, {cursor.end})"
+            )
+
+
+# --- filling a queue from the log or an archive -------------------------------------------------
+
+
+def check_fill(name: str, spec: QueueSpec, coverage: Coverage, filter_text: str | None) -> None:
+    """Refuse to fill a queue that is draining, or with messages that an old filter matched."""
+    if coverage.draining:
+        raise InvalidQueue(f"queue {name!r} is draining: it takes no more messages")
+    if filter_text is not None and spec.filter != filter_text:
+        raise InvalidInput(
+            f"queue {name!r} now takes messages where {spec.filter}; these were "
+            f"matched by {filter_text}: plan the backfill again"
+        )
+
+
+def check_archived(name: str, coverage: Coverage, begin: int, end: int, earliest: int) -> None:
+    """Refuse to fill a queue from an archive where the log is kept, or coverage is forgotten."""
+    if end > earliest:
+        raise InvalidInput(
+            f"the log is kept from offset {earliest} on: what is there is filled from the log, so "
+            f"that a restore can't go to {end}"
+        )
+    check_known(coverage, name, begin)
+
+
+def check_known(coverage: Coverage, queue_name: str, begin: int) -> None:
+    """Refuse offsets of which nobody knows any more whether the queue has had them."""
+    known_from = coverage.known_from or 0
+    # Offsets begin at 1.
+    if max(begin, 1) < known_from:
+        raise InvalidInput(
+            f"queue {queue_name!r} has forgotten what it has had below offset {known_from}, so "
+            f"that messages might come twice: an archive can fill it from offset {known_from} on"
+        )
+
+
+class FillStep(NamedTuple):
+    """Offsets [start, stop) that one step fills a queue from.
+
+    ``offsets`` are the messages to add, if they were matched elsewhere; ``passed`` messages lie
+    before them: the queue has had those.
+    """
+
+    start: int
+    stop: int
+    passed: int
+    offsets: Sequence[int] | None
+
+
+def fill_step(
+    coverage: Coverage,
+    filter_text: str,
+    bounds: tuple[int, int],
+    log: tuple[int, int],
+    offsets: Sequence[int] | None,
+    sizes: Sequence[int] | None = None,
+) -> FillStep:
+    """Cut the next step from [begin, end). ``log`` is where the log begins and ends.
+
+    ``offsets`` are all messages in it that were matched elsewhere, ascending; ``sizes``, of their
+    payloads, if they come from an archive. Without offsets the store matches the log itself.
+    """
+    begin, end = bounds
+    if offsets is None:
+        start = coverage.skip(max(begin, log[0]), filter_text)
+        return FillStep(start, min(end, log[1], start + BACKFILL_WINDOW), 0, None)
+    start = min(end, coverage.skip(begin, filter_text))
+    first = bisect_left(offsets, start)
+    if sizes is not None:
+        last = _archived_end(sizes, first)
+        stop = end if last == len(offsets) else offsets[last]
+    else:
+        stop = min(end, start + FILL_WINDOW)
+        last = bisect_left(offsets, stop, lo=first)
+        if last - first > FILL_MESSAGES:
+            last = first + FILL_MESSAGES
+            stop = offsets[last]
+    return FillStep(start, stop, first, offsets[first:last])
+
+
+def _archived_end(sizes: Sequence[int], first: int) -> int:
+    """Return where a step of bounded size ends that begins with a message."""
+    total = 0
+    for at in range(first, len(sizes)):
+        total += sizes[at]
+        if at - first >= RESTORE_MESSAGES or (total > RESTORE_BYTES and at > first):
+            return at
+    return len(sizes)
+
+
+def wanted(
+    filter_text: str, coverage: Coverage, rows: Iterable[tuple[int, bytes]]
+) -> dict[int, tuple[Metadata, bytes]]:
+    """Return the messages (id, encoded metadata) that a queue wants and has not had, by id."""
+    matcher = parse(filter_text)
+    compiled: dict[str, Filter] = {matcher.text: matcher}
+    found = {}
+    for message_id, encoded in rows:
+        try:
+            m = decode_metadata(encoded)
+        except CorruptRecord:
+            continue
+        row = (m.attributes, m.group, m.priority, m.published_at_ms, m.size)
+        if matcher.matches(row) and not coverage.had(row, message_id, compiled):
+            found[message_id] = (m, encoded)
+    return found

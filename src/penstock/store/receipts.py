@@ -15,13 +15,12 @@ import re
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock.errors import InvalidReceipt
-from penstock.store.kv.leases import family_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["LeaseToken", "lease_token", "parse_lease_token", "parse_receipts", "queue_numbers"]
-
+# A lease's identity; the other two bytes number its splits.
+FAMILY_BYTES: Final = 14
 _TOKEN: Final = re.compile(r"ps1-([0-9a-f]{8})-([0-9a-f]{8})-([0-9a-f]{32})")
 _TOKEN_CHARS: Final = 3 + 3 + 8 + 8 + 32
 _RECEIPT_CHARS: Final = _TOKEN_CHARS + 1 + 16
@@ -50,7 +49,7 @@ def parse_lease_token(store_id: int, token: object) -> LeaseToken:
             f"receipt {_shown(token)} is of another store ({match[1]}; this one is {store_id:08x})"
         )
     lease = bytes.fromhex(match[3])
-    return LeaseToken(int(match[2], 16), lease, family_of(lease))
+    return LeaseToken(int(match[2], 16), lease, lease[:FAMILY_BYTES])
 
 
 def parse_receipts(store_id: int, receipts: Iterable[object]) -> list[tuple[LeaseToken, int]]:

@@ -166,6 +166,8 @@ class RocksReader:
 class RocksEngine:
     """A RocksDB directory, owned by this process until closed."""
 
+    durable_on_commit = False
+
     def __init__(
         self,
         path: Path,

@@ -131,6 +131,8 @@ def read_layout(record: bytes, location: SlateLocation) -> dict[str, bytes]:
 class SlateEngine:
     """A SlateDB database, owned by this process until it is closed or another one opens it."""
 
+    durable_on_commit = False
+
     def __init__(
         self, location: SlateLocation, tables: Iterable[str], *, flush_ms: int | None = None
     ) -> None:

@@ -5,9 +5,6 @@
     table dedup
     00 | scope, terminated | dedup id            message u64 BE | expires_at u64 BE
     01 | expires_at u64 BE | message u64 BE      the 00 keys to forget then, as MessagePack array
-
-The scope is the message's ``queue`` attribute if it has one, so that producers of different
-queues can't collide; messages without it share one scope.
 """
 
 from __future__ import annotations
@@ -20,14 +17,13 @@ import msgspec
 
 from penstock.store.codec.encodings import terminated
 from penstock.store.kv.fronts import Fronts
+from penstock.store.policy import dedup_scope
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from penstock.engines import Batch, Table
     from penstock.model import Message
-
-__all__ = ["Dedup"]
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +38,16 @@ class Dedup:
         self._table = table
         self.fronts = Fronts(table)
 
-    def keys(self, messages: Sequence[Message]) -> list[bytes | None]:
-        """Return the key of each message that has a dedup id."""
-        return [None if message.dedup_id is None else _key(message) for message in messages]
+    def key(self, message: Message) -> bytes:
+        """Return the key of a message that has a dedup id."""
+        assert message.dedup_id is not None
+        return b"\x00" + terminated(dedup_scope(message)) + message.dedup_id.encode()
 
-    def known(self, keys: Sequence[bytes], now_ms: int) -> dict[bytes, int]:
-        """Return the message ids of those keys that were published within the window."""
+    def known(self, messages: Sequence[Message], now_ms: int) -> dict[bytes, int]:
+        """Return keys of these messages and the ids under which the window knows them."""
         known = {}
-        for key, record in zip(keys, self._table.multi_get(list(keys)), strict=True):
+        keys = [self.key(message) for message in messages]
+        for key, record in zip(keys, self._table.multi_get(keys), strict=True):
             # A record that is no pair is as good as none: it is written over.
             if record is not None and len(record) == _pair.size:
                 message_id, expires_at = _pair.unpack(record)
@@ -87,10 +85,3 @@ class Dedup:
         """Return when the next ids can be forgotten."""
         rows = self.fronts.scan(_WINDOWS, b"\x02", 1)
         return int.from_bytes(rows[0][0][1:9], "big") if rows else None
-
-
-def _key(message: Message) -> bytes:
-    assert message.dedup_id is not None
-    scope = message.attributes.get("queue")
-    name = scope.encode() if isinstance(scope, str) else b""
-    return b"\x00" + terminated(name) + message.dedup_id.encode()

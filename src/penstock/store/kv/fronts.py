@@ -1,45 +1,47 @@
-"""Where ranges of keys begin that are deleted at their head.
+"""Small memories beside the tables: where ranges of keys begin, and when something is due.
 
-An LSM tree steps over what was deleted until it is compacted. A scan from the beginning of such a
-range would cost as much as everything that has ever passed through it.
+An LSM tree steps over deleted keys until it is compacted. A range that is deleted at its head, as a
+queue is, would cost a scan from its beginning as much as everything that has ever passed through
+it. :class:`Fronts` remembers where such a range begins. :class:`DueHeap` finds the next due time.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from penstock.engines import rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from penstock.engines import Table
 
-__all__ = ["Fronts"]
+K = TypeVar("K")
 
-# Keys that go before somebody looks where a range begins that nobody reads.
+# A range that nobody reads is looked at after this many deletions.
 LOOK_AFTER: Final = 1_000
 
 
-class Fronts:
-    """The lowest key that may be alive in each range of a table, named by the range's beginning.
+class Fronts(dict[bytes, bytes]):
+    """The lowest key that may be alive in each range of a table, by the range's beginning.
 
-    Whoever puts a key into a range notes it here; whoever deletes need not, if the range is read
-    as often as keys go from it.
+    A writer that puts a key into a range notes it here. A writer that deletes keys need not, if the
+    range is read as often as keys are deleted from it.
     """
 
     def __init__(self, table: Table) -> None:
+        super().__init__()
         self._table = table
-        self._fronts: dict[bytes, bytes] = {}
         self._gone: dict[bytes, int] = {}
 
     def note(self, begin: bytes, key: bytes) -> None:
         """Note that a key is put into a range."""
-        if key < self._fronts.get(begin, begin):
-            self._fronts[begin] = key
+        if key < self.get(begin, begin):
+            self[begin] = key
 
     def note_gone(self, begin: bytes, end: bytes, count: int) -> None:
-        """Note that keys go from a range that is rarely read, so that its front moves on."""
+        """Note that keys of a rarely read range are deleted, so that its front moves on."""
         gone = self._gone.get(begin, 0) + count
         self._gone[begin] = gone % LOOK_AFTER
         if gone >= LOOK_AFTER:
@@ -47,11 +49,11 @@ class Fronts:
 
     def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), ascending; the end may differ each time."""
-        front = self._fronts.get(begin, begin)
+        front = self.get(begin, begin)
         if front >= end:
             return []
         rows = self._table.scan(front, end, limit)
-        self._fronts[begin] = rows[0][0] if rows else end
+        self[begin] = rows[0][0] if rows else end
         return rows
 
     def page(
@@ -69,6 +71,51 @@ class Fronts:
 
     def overrun(self) -> Iterator[bytes]:
         """Give the first live key of each range that lies before its front: there must be none."""
-        for begin, front in self._fronts.items():
+        for begin, front in self.items():
             for key, _ in self._table.scan(begin, front, 1):
                 yield key
+
+
+class DueHeap(Generic[K]):
+    """One due time per key; finding the next costs nothing that grows with the number of keys."""
+
+    def __init__(self) -> None:
+        self._due: dict[K, int] = {}
+        # Entries that `_due` no longer agrees with are dropped when they come up.
+        self._heap: list[tuple[int, int, K]] = []
+        self._tie = 0
+
+    def set(self, key: K, due_ms: int | None) -> None:
+        """Set or (None) clear the due time of a key."""
+        if due_ms is None:
+            self._due.pop(key, None)
+        elif self._due.get(key) != due_ms:
+            self._due[key] = due_ms
+            self._tie += 1
+            heappush(self._heap, (due_ms, self._tie, key))
+            if len(self._heap) > 64 + 4 * len(self._due):
+                self._heap = [row for row in self._heap if self._due.get(row[2]) == row[0]]
+                heapify(self._heap)
+
+    def lower(self, key: K, due_ms: int) -> None:
+        """Bring the due time of a key forward, never back."""
+        present = self._due.get(key)
+        if present is None or due_ms < present:
+            self.set(key, due_ms)
+
+    def get(self, key: K) -> int | None:
+        """Return the due time of a key."""
+        return self._due.get(key)
+
+    def items(self) -> Iterable[tuple[K, int]]:
+        """Give every key with its due time."""
+        return self._due.items()
+
+    def first(self) -> tuple[int, K] | None:
+        """Return the earliest due time and its key."""
+        while self._heap:
+            due_ms, _, key = self._heap[0]
+            if self._due.get(key) == due_ms:
+                return due_ms, key
+            heappop(self._heap)
+        return None

@@ -35,13 +35,12 @@ if TYPE_CHECKING:
     from penstock.store.kv.queues import Queue
     from penstock.store.live import Item, Quarantine
 
-__all__ = ["Ended", "History", "sequence_of"]
-
 _FAILED_INDEX: Final = b"\x02\x0a"
 _MARKS: Final = b"\x02\x15"
 _ENDS: Final = (AttemptEnd.ACKED, AttemptEnd.RELEASED, AttemptEnd.EXPIRED)
 _CODES: Final = {end: code for code, end in enumerate(_ENDS)}
 _INDEX_BYTES: Final = 2
+_CAPACITIES: Final = [opendata.capacity(n) for n in range(limits.MAX_BUCKET_EXPONENT + 1)]
 # Parts read at a time: each may hold many messages.
 _PAGE: Final = 64
 
@@ -83,12 +82,14 @@ class History:
     def add_done(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
         """Append done messages."""
         counts, exponent = queue.counts, queue.spec.bucket_exponent
+        front = _run(queue.id, State.DONE, exponent)[0]
         for bucket, part, chunk in _parts(items, counts.next_done, exponent):
             entries = [
                 (item.message_id, item.key, now_ms, item.attempts, item.metadata) for item in chunk
             ]
-            key = opendata.done_key(queue.id, bucket, part)
-            self.fronts.note(_run(queue.id, State.DONE, exponent)[0], key)
+            key = queue.done_prefix + (bucket << 64 | part).to_bytes(16, "big")
+            if key < self.fronts.get(front, front):
+                self.fronts[front] = key
             batch.put(key, records.encode_done(entries), self._table.family)
         counts.next_done += len(items)
         counts.done += len(items)
@@ -120,7 +121,6 @@ class History:
         batch: Batch,
         queue: Queue,
         items: Sequence[Item],
-        *,
         claimed_at_ms: int,
         consumer: str,
         end: AttemptEnd,
@@ -129,8 +129,7 @@ class History:
     ) -> None:
         """Record the end of attempts that began in one claim and end in one call."""
         record = _attempt(claimed_at_ms, consumer, now_ms, _CODES[end], reason)
-        put, family = batch.put, self._table.family
-        prefix = opendata.attempts_prefix(queue.id)
+        put, family, prefix = batch.put, self._table.family, queue.attempts_prefix
         for item in items:
             suffix = (item.message_id << 16 | item.attempts).to_bytes(10, "big")
             put(prefix + suffix, record, family)
@@ -278,8 +277,7 @@ class History:
         self, batch: Batch, queue: Queue, messages: Sequence[tuple[int, int]]
     ) -> None:
         """Delete the attempts of messages that leave the queue: (message id, attempts)."""
-        delete, family = batch.delete, self._table.family
-        prefix = opendata.attempts_prefix(queue.id)
+        delete, family, prefix = batch.delete, self._table.family, queue.attempts_prefix
         for message_id, attempts in messages:
             for attempt in range(1, attempts + 1):
                 delete(prefix + (message_id << 16 | attempt).to_bytes(10, "big"), family)
@@ -294,7 +292,7 @@ class History:
         self, batch: Batch, queue: Queue, to: Queue, messages: Sequence[tuple[int, int, int]]
     ) -> None:
         """Have attempts be of another queue: (message id, attempts, those there before them)."""
-        old, new = opendata.attempts_prefix(queue.id), opendata.attempts_prefix(to.id)
+        old, new = queue.attempts_prefix, to.attempts_prefix
         numbers = [
             (message_id, number, before + number)
             for message_id, attempts, before in messages
@@ -436,13 +434,15 @@ def _failed_index(queue: Queue, message_id: int) -> bytes:
 
 def _parts(
     items: Sequence[Item], sequence: int, exponent: int
-) -> Iterator[tuple[int, int, Sequence[Item]]]:
+) -> list[tuple[int, int, Sequence[Item]]]:
     """Cut items at the borders of buckets; give bucket id, part number and items."""
-    size = opendata.capacity(exponent)
+    size = _CAPACITIES[exponent]
+    parts = []
     start = 0
     while start < len(items):
         number = sequence + start
         first = number - number % size
         end = min(len(items), start + first + size - number)
-        yield opendata.make_id(exponent, first), number, items[start:end]
+        parts.append((opendata.make_id(exponent, first), number, items[start:end]))
         start = end
+    return parts

@@ -8,7 +8,9 @@ from penstock import limits
 from penstock.errors import CorruptRecord, InvalidInput
 from penstock.model import Attempt, AttemptEnd, Entry, Page, QueueStats, State, StoreStats
 from penstock.store.codec.metadata import decode_heads, decode_metadata
-from penstock.store.kv.maintain import ALL
+from penstock.store.codec.stored import decode_lease
+from penstock.store.kv.move import ALL, MoveVerbs
+from penstock.store.kv.state import verb
 from penstock.store.live import Item
 
 if TYPE_CHECKING:
@@ -16,20 +18,13 @@ if TYPE_CHECKING:
 
     from penstock.store.codec.stored import LeaseRecord
     from penstock.store.kv.history import Ended
-    from penstock.store.kv.maintain import Upkeep
     from penstock.store.kv.queues import Queue
-    from penstock.store.kv.state import Core
-
-__all__ = ["Views"]
 
 
-class Views:
+class InspectVerbs(MoveVerbs):
     """The verbs that only look."""
 
-    def __init__(self, core: Core, upkeep: Upkeep) -> None:
-        self._core = core
-        self._upkeep = upkeep
-
+    @verb
     def browse(
         self,
         queue_name: str,
@@ -41,17 +36,17 @@ class Views:
         now_ms: int,
     ) -> Page:
         """Read a page of messages in a state."""
-        core = self._core
+        core = self.core
         queue = core.queue(queue_name)
         after = _parse_cursor(cursor, queue, state)
-        self._upkeep.catch_up(now_ms, ALL)
+        self.catch_up(now_ms, ALL)
         found, following = self._page(queue, state, after, limit)
         if payloads and (fitting := _fitting(found)) < len(found):
             found, following = self._page(queue, state, after, fitting)
         bodies: list[bytes | None] = [None] * len(found)
         if payloads and found:
             bodies = core.payloads.get([row.message_id for row in found])
-        leases = self._leases(found) if state is State.IN_FLIGHT else {}
+        leases = self._leases_of(found) if state is State.IN_FLIGHT else {}
         entries = [
             entry
             for row, body in zip(found, bodies, strict=True)
@@ -65,18 +60,19 @@ class Views:
         self, queue: Queue, state: State, after: bytes, limit: int
     ) -> tuple[Sequence[Item | Ended], bytes | None]:
         if state in {State.DONE, State.FAILED}:
-            return self._core.history.page(queue, state, after, limit)
-        return self._core.active.page(queue, state, after, limit)
+            return self.core.history.page(queue, state, after, limit)
+        return self.core.active.page(queue, state, after, limit)
 
+    @verb
     def attempts(self, queue_name: str, message_id: int, now_ms: int) -> list[Attempt]:
         """Return every attempt at a message, the running one last."""
-        core = self._core
+        core = self.core
         queue = core.queue(queue_name)
-        self._upkeep.catch_up(now_ms, ALL)
+        self.catch_up(now_ms, ALL)
         found = core.history.attempts(queue, message_id)
         running = core.active.in_flight_by_message(queue, message_id)
         if running is not None:
-            lease = self._leases([running]).get(running.lease)
+            lease = self._leases_of([running]).get(running.lease)
             if lease is not None:
                 found.append(
                     Attempt(
@@ -90,11 +86,12 @@ class Views:
         core.settle_quarantine(now_ms)
         return found
 
+    @verb
     def queue_stats(self, queue_name: str, now_ms: int) -> QueueStats:
         """Return a queue's depths and totals."""
-        core = self._core
+        core = self.core
         queue = core.queue(queue_name)
-        self._upkeep.catch_up(now_ms, ALL)
+        self.catch_up(now_ms, ALL)
         if queue.number in core.active.damage:
             raise core.active.damage[queue.number].anew()
         oldest = core.active.oldest(queue)
@@ -124,9 +121,10 @@ class Views:
             moved_out_total=counts.moved_out_total,
         )
 
+    @verb
     def store_stats(self) -> StoreStats:
         """Return what concerns the whole store."""
-        core = self._core
+        core = self.core
         return StoreStats(
             published_total=core.totals.published,
             duplicates_total=core.totals.duplicates,
@@ -137,13 +135,13 @@ class Views:
             stale_receipts_total=core.stale_receipts,
         )
 
-    def _leases(self, rows: Sequence[Item | Ended]) -> dict[bytes, LeaseRecord]:
+    def _leases_of(self, rows: Sequence[Item | Ended]) -> dict[bytes, LeaseRecord]:
         names = list({row.lease for row in rows if isinstance(row, Item)})
         found = {}
-        for name, record in zip(names, self._core.leases.get(names), strict=True):
+        for name, record in zip(names, self.core.leases.get(names), strict=True):
             if record is not None:
                 try:
-                    found[name] = self._core.leases.decode(record)
+                    found[name] = decode_lease(record)
                 except CorruptRecord:
                     continue
         return found

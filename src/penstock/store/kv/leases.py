@@ -1,4 +1,4 @@
-"""Leases: who holds which messages until when.
+"""Leases: which messages a claim holds until when, and for which consumer.
 
 ::
 
@@ -16,24 +16,18 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.engines import get_each, scan_readable
 from penstock.errors import StoreDamaged
-from penstock.store.codec.stored import LeaseRecord, decode_lease, encode_lease
+from penstock.store.codec.stored import encode_lease
 from penstock.store.kv.fronts import Fronts
+from penstock.store.receipts import FAMILY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from penstock.engines import Batch, Table
+    from penstock.store.codec.stored import LeaseRecord
 
-__all__ = ["FAMILY_BYTES", "Leases", "family_of"]
-
-FAMILY_BYTES: Final = 14
 # After every expiry entry.
 _LAST: Final = b"\xff" * 9
-
-
-def family_of(lease: bytes) -> bytes:
-    """Return the identity that all splits of a lease share."""
-    return lease[:FAMILY_BYTES]
 
 
 class Leases:
@@ -54,15 +48,10 @@ class Leases:
         """Read the encoded records of leases; of one that can't be read, give the error."""
         return get_each(self._leases, leases)
 
-    def decode(self, record: bytes) -> LeaseRecord:
-        """Decode a record that :meth:`get` gave."""
-        return decode_lease(record)
-
     def put(
         self,
         batch: Batch,
         lease: bytes,
-        *,
         keys: Sequence[bytes],
         deadline_ms: int,
         claimed_at_ms: int,
@@ -74,7 +63,8 @@ class Leases:
         record = encode_lease(keys, deadline_ms, index_key, claimed_at_ms, queue, consumer)
         batch.put(lease, record, self._leases.family)
         batch.put(index_key, lease, self._expiry.family)
-        self.fronts.note(b"", index_key)
+        if index_key < self.fronts.get(b"", b""):
+            self.fronts[b""] = index_key
         self.none_before_ms = min(self.none_before_ms, deadline_ms)
 
     def delete(self, batch: Batch, lease: bytes, record: LeaseRecord) -> None:
@@ -111,7 +101,7 @@ class Leases:
 
         ``taken`` holds what one batch has taken so far, which no read can see yet.
         """
-        family = family_of(lease)
+        family = lease[:FAMILY_BYTES]
         highest = taken.get(family)
         if highest is None:
             top = self._leases.scan_back(family, family + b"\xff\xff\xff", 1)
@@ -121,12 +111,8 @@ class Leases:
 
     def splits(self, lease: bytes) -> Sequence[tuple[bytes, bytes]]:
         """Read every live split of a lease, encoded."""
-        family = family_of(lease)
+        family = lease[:FAMILY_BYTES]
         return self._leases.scan(family, family + b"\xff\xff\xff", 1 << 16)
-
-    def may_be_due(self, now_ms: int) -> bool:
-        """Whether it is worth looking: cheap, and never wrong when it says no."""
-        return now_ms >= self.none_before_ms
 
     def due(
         self, now_ms: int, limit: int

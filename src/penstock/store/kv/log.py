@@ -28,9 +28,9 @@ import msgspec
 from penstock.engines import rows_of
 from penstock.errors import CorruptRecord
 from penstock.store.codec import log as codec
+from penstock.store.codec.encodings import decode_seq_block, encode_seq_block, var_u64
 from penstock.store.codec.metadata import decode_metadata
 from penstock.store.kv.fronts import Fronts
-from penstock.store.kv.sequences import Sequence as SeqBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from penstock.engines import Batch, Table
     from penstock.store.live import Quarantine
 
-__all__ = ["LogSettings", "MetadataLog", "Segment"]
-
 _SETTINGS: Final = b"\x02\x10"
 _UNROUTED: Final = b"\x02\x11"
 SEGMENT_MS: Final = 3_600_000
+# Numbers that one record reserves.
+BLOCK_SIZE: Final = 4096
 # Bounds of one entry: a publish of more is cut into several.
 ENTRY_MESSAGES: Final = 4_096
 ENTRY_BYTES: Final = 1 << 20
@@ -64,6 +64,32 @@ class Segment(NamedTuple):
     number: int
     start_offset: int
     start_ms: int
+
+
+class SeqBlocks:
+    """Numbers that never repeat, handed out in blocks: RFC 0002's SeqBlock.
+
+    The record under ``key`` of ``table`` says which numbers may have been used; ``end`` is the end
+    of that block. An opened store goes on after it, so a crash leaves a gap and never a repetition.
+    The record of a new block goes into the batch that first uses it. ``next`` is handed out next.
+    """
+
+    def __init__(self, table: Table, key: bytes, *, first: int) -> None:
+        self._table = table
+        self._key = key
+        record = table.get(key)
+        base, size = (first, 0) if record is None else decode_seq_block(record)
+        self.next = self.end = base + size
+
+    def allocate(self, batch: Batch, count: int) -> int:
+        """Return the first of ``count`` consecutive fresh numbers."""
+        first = self.next
+        self.next = first + count
+        if self.next > self.end:
+            size = max(self.next - self.end, BLOCK_SIZE)
+            batch.put(self._key, encode_seq_block(self.end, size), self._table.family)
+            self.end += size
+        return first
 
 
 class MetadataLog:
@@ -89,8 +115,8 @@ class MetadataLog:
             Segment(codec.parse_segment_meta_key(key), *codec.decode_segment_meta(value))
             for key, value in rows_of(self._table, prefix, prefix + b"\xff" * 5)
         ]
-        self._listed: set[int] = set()
-        self._keys = [self._key(log) for log in range(self.logs)]
+        # The newest segment's entries of each log begin so; a log that is not here is not listed.
+        self._prefixes: dict[int, bytes] = {}
 
     # --- settings ------------------------------------------------------------------------
 
@@ -107,8 +133,7 @@ class MetadataLog:
     def put_settings(self, batch: Batch, settings: LogSettings) -> None:
         """Change the settings."""
         self.settings = settings
-        self._keys = [self._key(log) for log in range(self.logs)]
-        self._listed.clear()
+        self._prefixes.clear()
         batch.put(_SETTINGS, msgspec.msgpack.encode(settings), self._table.family)
 
     def _key(self, log: int) -> bytes:
@@ -120,36 +145,28 @@ class MetadataLog:
         self, batch: Batch, rows: Sequence[tuple[int, bytes]], groups: Sequence[str], now_ms: int
     ) -> None:
         """Append messages (id, metadata) in the order of their ids."""
-        segment = self._segment_for(batch, rows[0][0], now_ms)
-        if self.logs == 1:
-            self._append(batch, segment, 0, rows)
-            return
-        spread: dict[int, list[tuple[int, bytes]]] = {}
-        for row, group in zip(rows, groups, strict=True):
-            spread.setdefault(self.log_of(group), []).append(row)
+        segments = self.segments
+        if segments and now_ms - segments[-1].start_ms < SEGMENT_MS:
+            segment = segments[-1]
+        else:
+            segment = self.roll(batch, rows[0][0], now_ms)
+        logs = self.settings.changes[-1][1]
+        spread: dict[int, Sequence[tuple[int, bytes]]] = {0: rows}
+        if logs > 1:
+            parts: dict[int, list[tuple[int, bytes]]] = {}
+            for row, group in zip(rows, groups, strict=True):
+                parts.setdefault(crc32(group.encode()) % logs, []).append(row)
+            spread = {**parts}
+        family = self._table.family
         for log, part in spread.items():
-            self._append(batch, segment, log, part)
-
-    def log_of(self, group: str) -> int:
-        """Return the log that a group's messages go to now."""
-        return crc32(group.encode()) % self.logs
-
-    def _append(
-        self, batch: Batch, segment: Segment, log: int, rows: Sequence[tuple[int, bytes]]
-    ) -> None:
-        family, key = self._table.family, self._keys[log]
-        if log not in self._listed:
-            self._listed.add(log)
-            batch.put(codec.listing_key(segment.number, key), b"", family)
-        for part in _entries(rows):
-            offset = part[0][0] - segment.start_offset
-            entry = codec.encode_metadata_batch(part)
-            batch.put(codec.entry_key(segment.number, key, offset), entry, family)
-
-    def _segment_for(self, batch: Batch, offset: int, now_ms: int) -> Segment:
-        if self.segments and now_ms - self.segments[-1].start_ms < SEGMENT_MS:
-            return self.segments[-1]
-        return self.roll(batch, offset, now_ms)
+            prefix = self._prefixes.get(log)
+            if prefix is None:
+                key = self._key(log)
+                prefix = self._prefixes[log] = codec.entry_prefix(segment.number, key)
+                batch.put(codec.listing_key(segment.number, key), b"", family)
+            for entry in (part,) if len(part) == 1 else _entries(part):
+                offset = entry[0][0] - segment.start_offset
+                batch.put(prefix + var_u64(offset), codec.encode_metadata_batch(entry), family)
 
     def roll(self, batch: Batch, offset: int, now_ms: int) -> Segment:
         """Begin a new segment at an offset."""
@@ -158,7 +175,7 @@ class MetadataLog:
         meta = codec.encode_segment_meta(segment.start_offset, segment.start_ms)
         batch.put(codec.segment_meta_key(segment.number), meta, self._table.family)
         self.segments.append(segment)
-        self._listed.clear()
+        self._prefixes.clear()
         return segment
 
     def note_unrouted(self, batch: Batch, message_ids: Sequence[int]) -> None:

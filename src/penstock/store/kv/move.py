@@ -1,4 +1,7 @@
-"""Messages go from one queue to another: by the verb ``move``, or because they have failed.
+"""Messages move: back when a lease or a delay is over, and from one queue to another.
+
+``catch_up`` does what time asks for. ``redrive`` makes failed messages available again. ``move``
+and dead letters take messages into another queue.
 
 A message is taken out of one queue and put into the other in one commit, so that it is in exactly
 one of them whatever happens. It brings its attempts along, all of them forgiven. Two things need a
@@ -13,23 +16,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue
+from penstock.errors import CorruptRecord
 from penstock.limits import MAX_ATTEMPTS
 from penstock.model import State
+from penstock.store import policy
 from penstock.store.codec.metadata import decode_metadata
+from penstock.store.kv.settle import SettleVerbs
+from penstock.store.kv.state import verb
 from penstock.store.live import NO_LEASE, Item, lane_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from penstock.engines import Batch
+    from penstock.errors import StoreDamaged
     from penstock.filters import Filter, RowTuple
+    from penstock.store.codec.metadata import Metadata
     from penstock.store.kv.history import Ended
     from penstock.store.kv.queues import Queue
-    from penstock.store.kv.state import Core
+    from penstock.store.kv.settle import Overdue
 
-__all__ = ["Moving"]
-
+# A budget for verbs that must see everything that is due.
+ALL: Final = 1_000_000
 # Bounds of one step, which commits together: messages, and records of their attempts.
 STEP_MESSAGES: Final = 1_000
 STEP_ATTEMPTS: Final = 10_000
@@ -59,21 +67,147 @@ class _Present(NamedTuple):
     failed: dict[int, Ended]
 
 
-class Moving:
-    """Moves messages between queues, in steps of bounded size."""
+class MoveVerbs(SettleVerbs):
+    """``move`` and ``redrive``, in steps of bounded size; and what is due."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    # --- what is due -----------------------------------------------------------------------
 
-    def check(self, queue_name: str, to_name: str) -> None:
-        """Refuse a move that can't be made."""
-        core = self._core
-        if core.queue(queue_name) is core.queue(to_name):
-            raise InvalidInput(f"queue {queue_name!r} can't be moved to itself: name another")
-        if core.coverage[to_name].draining:
-            raise InvalidQueue(f"queue {to_name!r} is draining: it takes no more messages")
+    def is_due(self, now_ms: int) -> bool:
+        """Whether ``catch_up`` may have something to do, from memory alone."""
+        core = self.core
+        next_due_ms = core.active.next_due_ms()
+        return (
+            now_ms >= core.leases.none_before_ms
+            or (next_due_ms is not None and next_due_ms <= now_ms)
+            or bool(core.dead_letters.pending)
+        )
 
+    @verb
+    def catch_up(self, now_ms: int, budget: int) -> tuple[int, int, int, int]:
+        """End leases and delays that are over, and move failed messages to dead letter queues.
+
+        Return how many leases, delays, failures and moves: none while nothing can be written. If
+        some rows can't be read, the rest is done before that is raised.
+        """
+        core = self.core
+        overdue: list[Overdue] = []
+        damage: StoreDamaged | None = None
+        failures = 0
+        if core.engine.away is not None:
+            return 0, 0, 0, 0
+        if now_ms >= core.leases.none_before_ms:
+            overdue, damage = self.overdue(now_ms, budget)
+        if overdue:
+            batch = core.begin()
+            touched, failures = self.expire(batch, overdue, now_ms)
+            core.commit(batch, touched, now_ms)
+        came_due = 0
+        next_due_ms = core.active.next_due_ms()
+        if next_due_ms is not None and next_due_ms <= now_ms:
+            batch = core.begin()
+            moved = core.active.come_due(batch, now_ms, budget)
+            came_due = sum(count for _, count in moved)
+            core.commit(batch, [queue for queue, _ in moved], now_ms)
+            for queue, _ in moved:
+                core.wake(queue)
+        dead = self._move_dead_letters(now_ms, budget) if core.dead_letters.pending else 0
+        if damage is not None:
+            raise damage
+        return len(overdue), came_due, failures, dead
+
+    def _move_dead_letters(self, now_ms: int, budget: int) -> int:
+        """Move failed messages into dead letter queues, up to a budget; return how many."""
+        core = self.core
+        moved = 0
+        while moved < budget and core.dead_letters.pending:
+            queue = core.by_number[next(iter(core.dead_letters.pending))]
+            to = core.queues.get(queue.spec.dead_letter)
+            if to is None or core.coverage[to.name].draining:
+                core.dead_letters.park(queue)
+                continue
+            moved += self._move(queue, to, State.FAILED, None, budget - moved, now_ms)
+            if moved < budget or not queue.counts.failed:
+                core.dead_letters.pending.pop(queue.number, None)
+        return moved
+
+    # --- redrive ---------------------------------------------------------------------------
+
+    @verb
+    def redrive(
+        self,
+        queue_name: str,
+        *,
+        message_ids: Sequence[int] | None,
+        where: Callable[[Metadata], bool] | None,
+        after: bytes,
+        now_ms: int,
+    ) -> tuple[int, bytes | None]:
+        """Make failed messages available again, by ids or a page of them, if they are selected.
+
+        Say how many, and where the next page begins.
+        """
+        core = self.core
+        queue = core.queue(queue_name)
+        self.catch_up(now_ms, ALL)
+        if message_ids is not None:
+            chosen = self._chosen(core.history.find_failed(queue, message_ids), where)
+            return self._redrive(queue, chosen, now_ms), None
+        entries, further = core.history.page(
+            queue, State.FAILED, after, STEP_MESSAGES, whole_parts=True
+        )
+        return self._redrive(queue, self._chosen(entries, where), now_ms), further
+
+    def _chosen(
+        self, entries: Sequence[Ended], where: Callable[[Metadata], bool] | None
+    ) -> list[tuple[Ended, bytes]]:
+        chosen = []
+        for entry in entries:
+            try:
+                metadata = decode_metadata(entry.metadata)
+            except CorruptRecord:
+                continue
+            if where is None or where(metadata):
+                chosen.append((entry, lane_of(metadata.group, metadata.priority)))
+        return chosen
+
+    def _redrive(self, queue: Queue, chosen: Sequence[tuple[Ended, bytes]], now_ms: int) -> int:
+        if not chosen:
+            return 0
+        core = self.core
+        batch = core.begin()
+        core.history.take(batch, queue, State.FAILED, [entry for entry, _ in chosen])
+        items = [
+            Item(e.key, e.message_id, lane, e.attempts, e.attempts, now_ms, e.metadata)
+            for e, lane in chosen
+        ]
+        core.active.add(batch, queue, items, now_ms)
+        core.note_unclaimed(batch, queue, items)
+        queue.counts.redriven_total += len(items)
+        core.commit(batch, (queue,), now_ms)
+        core.wake(queue)
+        return len(items)
+
+    # --- move ------------------------------------------------------------------------------
+
+    @verb
     def move(
+        self,
+        queue_name: str,
+        to_name: str,
+        *,
+        state: State,
+        message_ids: Sequence[int] | None,
+        limit: int | None,
+        now_ms: int,
+    ) -> int:
+        """Move messages in a state into another queue: all, by ids, so many; return how many."""
+        core = self.core
+        queue, to = core.queue(queue_name), core.queue(to_name)
+        policy.check_move(queue_name, to_name, draining=core.coverage[to_name].draining)
+        self.catch_up(now_ms, ALL)
+        return self._move(queue, to, state, message_ids, limit, now_ms)
+
+    def _move(
         self,
         queue: Queue,
         to: Queue,
@@ -82,31 +216,15 @@ class Moving:
         limit: int | None,
         now_ms: int,
     ) -> int:
-        """Move the messages of a queue that are in a state, or those of some ids; say how many."""
         moved = 0
         compiled: dict[str, Filter] = {}
         for page in self._pages(queue, state, message_ids, now_ms):
             for step in _steps(page):
                 chosen = step if limit is None else step[: limit - moved]
-                self._step(queue, to, state, chosen, now_ms, compiled)
+                self._move_step(queue, to, state, chosen, now_ms, compiled)
                 moved += len(chosen)
                 if moved == limit:
                     return moved
-        return moved
-
-    def dead_letters(self, now_ms: int, budget: int) -> int:
-        """Move what has failed into dead letter queues, up to a budget; say how many."""
-        core = self._core
-        moved = 0
-        while moved < budget and (number := core.dead_letters.first()) is not None:
-            queue = core.by_number[number]
-            to = core.queues.get(queue.spec.dead_letter)
-            if to is None or core.coverage[to.name].draining:
-                core.dead_letters.park(queue)
-                continue
-            moved += self.move(queue, to, State.FAILED, None, budget - moved, now_ms)
-            if moved < budget or not queue.counts.failed:
-                core.dead_letters.settle(queue)
         return moved
 
     # --- what leaves -----------------------------------------------------------------------
@@ -115,7 +233,7 @@ class Moving:
         self, queue: Queue, state: State, message_ids: Sequence[int] | None, now_ms: int
     ) -> Iterator[list[_Leaving]]:
         """Read a page at a time; each is read when the one before has been moved."""
-        core = self._core
+        core = self.core
         if message_ids is not None:
             ids = sorted(set(message_ids))
             for start in range(0, len(ids), STEP_MESSAGES):
@@ -145,7 +263,7 @@ class Moving:
 
     # --- one step --------------------------------------------------------------------------
 
-    def _step(
+    def _move_step(
         self,
         queue: Queue,
         to: Queue,
@@ -154,7 +272,7 @@ class Moving:
         now_ms: int,
         compiled: dict[str, Filter],
     ) -> None:
-        core = self._core
+        core = self.core
         present = self._present(to, leaving, compiled)
         batch = core.begin()
         self._take_out(batch, queue, [each.origin for each in leaving])
@@ -179,7 +297,7 @@ class Moving:
             core.wake(queue)
 
     def _take_out(self, batch: Batch, queue: Queue, origins: Sequence[Item | Ended]) -> None:
-        core = self._core
+        core = self.core
         items = [each for each in origins if isinstance(each, Item)]
         if items:
             core.active.remove(batch, queue, items)
@@ -197,7 +315,7 @@ class Moving:
         ended: dict[int, Ended],
         now_ms: int,
     ) -> None:
-        core = self._core
+        core = self.core
         items = []
         tried = []
         for each in arriving:
@@ -214,7 +332,7 @@ class Moving:
             tried.append((id_, each.attempts, before))
         core.history.move_attempts(batch, queue, to, tried)
         core.active.add(batch, to, items, now_ms)
-        core.note_unclaimed(batch, to, items, [item.visible_at_ms for item in items])
+        core.note_unclaimed(batch, to, items)
         core.history.mark(batch, to, items)
         to.counts.moved_in_total += len(items) - len(ended)
         to.counts.redriven_total += len(ended)
@@ -225,7 +343,7 @@ class Moving:
         self, to: Queue, leaving: Sequence[_Leaving], compiled: dict[str, Filter]
     ) -> _Present:
         """Find out which of the messages the other queue has."""
-        core = self._core
+        core = self.core
         shared = core.payloads.shared([each.message_id for each in leaving])
         marks = core.history.marks(to, sorted(shared))
         coverage = core.coverage[to.name]
@@ -254,7 +372,7 @@ class Moving:
 
     def _where_marked(self, to: Queue, marks: dict[int, int]) -> set[int]:
         """Give the messages that are live under the key that they came in with."""
-        active = self._core.active
+        active = self.core.active
         keys = list(marks.values())
         found = [*active.waiting(to, keys), *active.find(to, keys)] if keys else []
         return {item.message_id for item in found if item is not None} & marks.keys()

@@ -15,16 +15,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from penstock.engines import get_each
 from penstock.store.codec.opendata import payload_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.engines import Batch, Family, Table
-    from penstock.errors import StoreDamaged
-
-__all__ = ["Payloads"]
+    from penstock.engines import Batch, Table
 
 _REFERENCES: Final = b"\x02\x0d"
 
@@ -33,34 +29,25 @@ class Payloads:
     """Payloads and their reference counts."""
 
     def __init__(self, table: Table) -> None:
-        self._table = table
-
-    @property
-    def family(self) -> Family:
-        """The table's handle, for who puts payloads in a loop."""
-        return self._table.family
+        self.table = table
 
     def get(self, message_ids: Sequence[int]) -> list[bytes | None]:
         """Read payloads."""
-        return self._table.multi_get([payload_key(message_id) for message_id in message_ids])
-
-    def get_each(self, message_ids: Sequence[int]) -> Sequence[bytes | StoreDamaged | None]:
-        """Read payloads; of one that can't be read, give the error."""
-        return get_each(self._table, [payload_key(message_id) for message_id in message_ids])
+        return self.table.multi_get([payload_key(message_id) for message_id in message_ids])
 
     def refer(self, batch: Batch, message_id: int, queues: int) -> None:
         """Note that a new message is held by none or by more than one queue."""
-        batch.put(_references_key(message_id), queues.to_bytes(4, "big"), self._table.family)
+        batch.put(_references_key(message_id), queues.to_bytes(4, "big"), self.table.family)
 
     def shared(self, message_ids: Sequence[int]) -> set[int]:
         """Return those messages that more than one queue holds."""
-        counts = self._table.multi_get([_references_key(id_) for id_ in message_ids])
+        counts = self.table.multi_get([_references_key(id_) for id_ in message_ids])
         return {id_ for id_, count in zip(message_ids, counts, strict=True) if count is not None}
 
     def hold(self, batch: Batch, message_ids: Sequence[int]) -> list[bool]:
-        """Have one more queue hold messages; False for those whose payload is gone."""
+        """Note that one more queue holds messages; False for those whose payload is gone."""
         keys = [_references_key(message_id) for message_id in message_ids]
-        counts = self._table.multi_get(keys)
+        counts = self.table.multi_get(keys)
         held = []
         for key, count, payload in zip(keys, counts, self.get(message_ids), strict=True):
             held.append(payload is not None)
@@ -68,26 +55,26 @@ class Payloads:
                 continue
             holders = (1 if count is None else int.from_bytes(count, "big")) + 1
             if holders == 1:
-                batch.delete(key, self._table.family)
+                batch.delete(key, self.table.family)
             else:
-                batch.put(key, holders.to_bytes(4, "big"), self._table.family)
+                batch.put(key, holders.to_bytes(4, "big"), self.table.family)
         return held
 
     def put_again(self, batch: Batch, message_id: int, payload: bytes) -> None:
         """Store a payload that was gone, for one queue to hold."""
-        batch.put(payload_key(message_id), payload, self._table.family)
-        batch.delete(_references_key(message_id), self._table.family)
+        batch.put(payload_key(message_id), payload, self.table.family)
+        batch.delete(_references_key(message_id), self.table.family)
 
     def drop_unheld(self, batch: Batch, message_ids: Sequence[int]) -> int:
         """Delete those payloads that no queue holds; say how many."""
         keys = [_references_key(message_id) for message_id in message_ids]
         dropped = 0
         for message_id, key, record in zip(
-            message_ids, keys, self._table.multi_get(keys), strict=True
+            message_ids, keys, self.table.multi_get(keys), strict=True
         ):
             if record is not None and not int.from_bytes(record, "big"):
-                batch.delete(key, self._table.family)
-                batch.delete(payload_key(message_id), self._table.family)
+                batch.delete(key, self.table.family)
+                batch.delete(payload_key(message_id), self.table.family)
                 dropped += 1
         return dropped
 
@@ -96,8 +83,8 @@ class Payloads:
         count = freed = 0
         for message_id, payload in zip(message_ids, self.get(message_ids), strict=True):
             if payload is not None:
-                batch.delete(payload_key(message_id), self._table.family)
-                batch.delete(_references_key(message_id), self._table.family)
+                batch.delete(payload_key(message_id), self.table.family)
+                batch.delete(_references_key(message_id), self.table.family)
                 count, freed = count + 1, freed + len(payload)
         return count, freed
 
@@ -105,16 +92,16 @@ class Payloads:
         """Let one queue go of messages; a payload that nobody holds any more is deleted."""
         keys = [_references_key(message_id) for message_id in message_ids]
         for message_id, key, record in zip(
-            message_ids, keys, self._table.multi_get(keys), strict=True
+            message_ids, keys, self.table.multi_get(keys), strict=True
         ):
             if record is None:
-                batch.delete(payload_key(message_id), self._table.family)
+                batch.delete(payload_key(message_id), self.table.family)
                 continue
             left = int.from_bytes(record, "big") - 1
             if left > 1:
-                batch.put(key, left.to_bytes(4, "big"), self._table.family)
+                batch.put(key, left.to_bytes(4, "big"), self.table.family)
             else:
-                batch.delete(key, self._table.family)
+                batch.delete(key, self.table.family)
 
 
 def _references_key(message_id: int) -> bytes:

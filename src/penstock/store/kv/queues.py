@@ -1,4 +1,4 @@
-"""Queues as a store knows them: spec, number, counters; and where both are kept.
+"""Queues as a store knows them: spec, number, counters, pending dead letters; and their records.
 
 ::
 
@@ -25,12 +25,10 @@ import msgspec
 
 from penstock.errors import CorruptRecord
 from penstock.model import Ordering, QueueSpec, State
-from penstock.store.codec import records
+from penstock.store.codec import opendata, records
 
 if TYPE_CHECKING:
     from penstock.engines import Batch, Table
-
-__all__ = ["Counts", "Queue", "QueueTable", "decode_counts", "encode_counts"]
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +72,18 @@ _pack_counts: Final = Struct(f"<{len(Counts.__struct_fields__)}Q")
 class Queue:
     """A queue while its store is open. ``id`` is its name as bytes, for the RFC's keys."""
 
-    __slots__ = ("counts", "fifo", "id", "name", "number", "spec")
+    __slots__ = (
+        "attempts_prefix",
+        "counts",
+        "counts_key",
+        "done_prefix",
+        "fifo",
+        "id",
+        "name",
+        "number",
+        "number4",
+        "spec",
+    )
 
     def __init__(self, spec: QueueSpec, number: int, counts: Counts) -> None:
         self.name = spec.name
@@ -83,12 +92,67 @@ class Queue:
         self.counts = counts
         self.spec = spec
         self.fifo = spec.ordering is Ordering.FIFO
+        # Every claim and every ack needs these beginnings of keys.
+        self.number4 = number.to_bytes(4, "big")
+        self.counts_key = _COUNTS + self.id
+        self.done_prefix = opendata.done_prefix(self.id)
+        self.attempts_prefix = opendata.attempts_prefix(self.id)
 
     def respec(self, spec: QueueSpec) -> None:
         """Take a changed spec. Name and ordering never change."""
         assert spec.name == self.name
         assert spec.ordering is self.spec.ordering
         self.spec = spec
+
+
+class DeadLetters:
+    """The queues whose failed messages another queue is to get, in memory alone.
+
+    The queues' settings and counters tell it when a store is opened. A queue without failed
+    messages, or without a dead letter queue, costs nothing here.
+    """
+
+    def __init__(self) -> None:
+        # Numbers of queues, in the order in which they came.
+        self.pending: dict[int, None] = {}
+        # Name of a queue that is not there (or drains) -> numbers of the queues that wait for it
+        self._parked: dict[str, set[int]] = {}
+
+    def knows(self, queue: Queue) -> bool:
+        """Whether failed messages of a queue will be moved, now or when their target is there."""
+        waiting = self._parked.values()
+        return queue.number in self.pending or any(queue.number in each for each in waiting)
+
+    def note(self, queue: Queue) -> None:
+        """Note that a message of a queue has failed."""
+        if queue.spec.dead_letter:
+            self.pending[queue.number] = None
+
+    def adopt(self, queue: Queue) -> None:
+        """Take in a queue that is new, or whose settings have changed; others may wait for it."""
+        self.forget(queue)
+        if queue.counts.failed:
+            self.note(queue)
+        self.pending.update(dict.fromkeys(sorted(self._parked.pop(queue.name, ()))))
+
+    def forget(self, queue: Queue) -> None:
+        """Forget a queue that is gone, or that another dead letter queue was given to."""
+        self.pending.pop(queue.number, None)
+        for waiting in self._parked.values():
+            waiting.discard(queue.number)
+
+    def park(self, queue: Queue) -> None:
+        """Let a queue wait until its dead letter queue is there; say so once."""
+        self.pending.pop(queue.number, None)
+        name = queue.spec.dead_letter
+        waiting = self._parked.setdefault(name, set())
+        if queue.number not in waiting:
+            waiting.add(queue.number)
+            log.warning(
+                "queue %s: its dead letter queue %s is not there; what fails stays until it is",
+                queue.name,
+                name,
+            )
 
 
 class QueueTable:
@@ -119,14 +183,14 @@ class QueueTable:
 
     def put_counts(self, batch: Batch, queue: Queue) -> None:
         """Write a queue's counters."""
+        values = msgspec.structs.astuple(queue.counts)
         try:
-            record = encode_counts(queue.counts)
+            packed = _pack_counts.pack(*values)
         except struct_error:
-            # A wrong counter must not stop its queue; an audit sets it right.
+            # A wrong counter must not stop its queue; a check sets it right.
             log.exception("queue %s: a counter is below zero: %s", queue.name, queue.counts)
-            values = msgspec.structs.astuple(queue.counts)
-            record = encode_counts(Counts(*(max(0, value) for value in values)))
-        batch.put(_COUNTS + queue.id, record, self._table.family)
+            packed = _pack_counts.pack(*(max(0, value) for value in values))
+        batch.put(queue.counts_key, _COUNTS_VERSION + packed, self._table.family)
 
     def listing(self, queue: Queue) -> tuple[State, bytes] | None:
         """Read how far the waiting messages of a queue are listed to expire; None: all are."""

@@ -13,53 +13,43 @@ second tailer) changes nothing and is told so; one that overlaps is trimmed to w
 
 from __future__ import annotations
 
-import logging
-from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
-from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue
-from penstock.filters import parse
-from penstock.model import Assigned, AssignStatus, Backfilled, Cursor, LogPage, LogStats
-from penstock.store.codec.metadata import Metadata, decode_heads, decode_metadata
+from penstock.errors import InvalidInput
+from penstock.model import (
+    Assigned,
+    AssignStatus,
+    BackfillPlan,
+    Cursor,
+    Filled,
+    LiveFilters,
+    LogPage,
+    LogStats,
+    RoutePlan,
+)
+from penstock.store import policy
+from penstock.store.codec.metadata import decode_heads, encode_metadata
 from penstock.store.coverage import Throughout
-from penstock.store.kv.restoring import check_known
+from penstock.store.kv.publish import PublishVerbs
+from penstock.store.kv.state import verb
 from penstock.store.live import Item, lane_of
-from penstock.store.log_records import decodes, record_of
-from penstock.store.plans import BackfillPlan, Filled, LiveFilters, LogStretch, RoutePlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from penstock.filters import Filter, RowTuple
-    from penstock.store.kv.placing import Placing
-    from penstock.store.kv.queues import Queue
-    from penstock.store.kv.state import Core
-
-__all__ = ["Routing"]
-
-log_ = logging.getLogger(__name__)
+    from penstock.model import LogRecord
 
 _CURSOR: Final = b"\x02\x12"
 _EPOCH: Final = b"\x02\x14"
-# Offsets that one step of a backfill looks at.
-BACKFILL_WINDOW: Final = 2_000
-# Bounds of one step of a fill: offsets looked at, messages added.
-FILL_WINDOW: Final = 20_000
-FILL_MESSAGES: Final = 5_000
 
 
-class Routing:
+class RoutingVerbs(PublishVerbs):
     """The log's readers and writers, other than publish."""
 
-    def __init__(self, core: Core, placing: Placing) -> None:
-        self._core = core
-        self._placing = placing
-        # The filters last asked for: valid from, until, in which version.
-        self._live: tuple[int, int | None, int, dict[str, str]] = (0, 0, -1, {})
-
-    def stats(self) -> LogStats:
+    @verb
+    def log_stats(self) -> LogStats:
         """Describe the log."""
-        core = self._core
+        core = self.core
         return LogStats(
             routing=core.identity.routing,
             logs=core.log.logs,
@@ -75,17 +65,18 @@ class Routing:
 
     def cursor(self, log: int) -> int:
         """Return a log's cursor: where its tailer goes on."""
-        self._check_log(log)
-        record = self._core.system.get(_cursor_key(log))
+        policy.check_log(log, self.core.log.all_logs)
+        record = self.core.system.get(_cursor_key(log))
         stored = 0 if record is None else int.from_bytes(record, "big")
-        return max(stored, self._core.log.earliest)
+        return max(stored, self.core.log.earliest)
 
     def routed_up_to(self) -> int:
         """Return the offset below which every message has been routed."""
-        if self._core.identity.routing == "inline":
-            return self._core.log.end
-        return min(self.cursor(log) for log in range(self._core.log.all_logs))
+        if self.core.identity.routing == "inline":
+            return self.core.log.end
+        return min(self.cursor(log) for log in range(self.core.log.all_logs))
 
+    @verb
     def read_log(self, log: int, begin: int | None, limit: int) -> LogPage:
         """Read a page of a log from an offset (or the log's cursor) on.
 
@@ -93,38 +84,26 @@ class Routing:
         every log has been assigned up to there, so that a group that moves to another log keeps
         its order.
         """
-        core = self._core
+        core = self.core
         at = self.cursor(log)
         begin = max(at if begin is None else begin, core.log.earliest)
-        end = core.log.end
         filters, until = self._filters_at(begin)
-        if until is not None:
-            end = min(end, until)
-        others = [self.cursor(other) for other in range(core.log.all_logs) if other != log]
-        if core.identity.routing == "inline":
-            others = []
-        for change, _ in core.log.settings.changes:
-            if begin < change < end and any(cursor < change for cursor in others):
-                end = change
-            elif change == begin and any(cursor < change for cursor in others):
-                end = begin
+        end = core.log.end if until is None else min(core.log.end, until)
+        others = []
+        if core.identity.routing != "inline":
+            others = [self.cursor(other) for other in range(core.log.all_logs) if other != log]
+        end = policy.page_end(begin, end, core.log.settings.changes, others)
         page = core.log.read(log, begin, limit, end=end)
-        records = []
-        for message_id, encoded in page.rows:
-            try:
-                records.append(record_of(message_id, decode_metadata(encoded)))
-            except CorruptRecord:
-                # Nobody can route it; it stays in the log, and the tailer goes on.
-                log_.exception("message %d of log %d can't be routed", message_id, log)
         return LogPage(
             log=log,
-            records=records,
+            records=policy.records_of(page.rows, log),
             cursor=Cursor(begin, max(begin, page.next_offset), core.totals.filters_version),
             earliest=core.log.earliest,
             end=core.log.end,
             filters=filters,
         )
 
+    @verb
     def assign(
         self,
         log: int,
@@ -138,22 +117,18 @@ class Routing:
 
         A tailer that took an epoch names it, and is refused once another has taken a later one.
         """
-        self._check_log(log)
-        core = self._core
+        core = self.core
         at = self.cursor(log)
         if epoch is not None and epoch != self.epoch():
             return Assigned(AssignStatus.FENCED, at, 0)
-        if cursor.end <= at:
-            return Assigned(AssignStatus.STALE, at, 0)
-        if cursor.begin > max(at, core.log.earliest):
-            return Assigned(AssignStatus.AHEAD, at, 0)
-        if self._outdated(cursor):
-            return Assigned(AssignStatus.OUTDATED, at, 0)
-        for message_id in (min(assignments), max(assignments)) if assignments else ():
-            if not cursor.begin <= message_id < cursor.end:
-                raise InvalidInput(
-                    f"message {message_id} is not in the page [{cursor.begin}, {cursor.end})"
-                )
+        refusal = policy.refuse_page(cursor, at, core.log.earliest)
+        if refusal is None and policy.is_outdated(
+            cursor, core.totals.filters_version, core.filter_history
+        ):
+            refusal = AssignStatus.OUTDATED
+        if refusal is not None:
+            return Assigned(refusal, at, 0)
+        policy.check_assigned(cursor, assignments)
         begin = max(at, cursor.begin)
         page = core.log.read(log, begin, cursor.end - begin, end=cursor.end)
         if page.next_offset < cursor.end:
@@ -167,7 +142,7 @@ class Routing:
                 raise InvalidInput(f"message {min(strangers)} is not in this page of log {log}")
         placed, routes = self._placed(page.rows, assignments, cursor.end, now_ms)
         batch = core.begin()
-        touched = self._placing.place(batch, placed, routes, now_ms, late=True)
+        touched = self.place(batch, placed, routes, now_ms, late=True)
         batch.put(_cursor_key(log), cursor.end.to_bytes(8, "big"), core.system.family)
         core.put_totals(batch, now_ms)
         core.commit(batch, touched, now_ms)
@@ -176,57 +151,42 @@ class Routing:
 
     def epoch(self) -> int:
         """Return the epoch of the pipeline that may assign."""
-        record = self._core.system.get(_EPOCH)
+        record = self.core.system.get(_EPOCH)
         return 0 if record is None else int.from_bytes(record, "big")
 
+    @verb
     def take_epoch(self, now_ms: int) -> int:
         """Fence every pipeline that took an epoch before; return the new one."""
-        core = self._core
+        core = self.core
         epoch = self.epoch() + 1
         batch = core.begin()
         batch.put(_EPOCH, epoch.to_bytes(8, "big"), core.system.family)
         core.commit(batch, (), now_ms)
         return epoch
 
+    @verb
     def route_plan(self, max_offsets: int | None) -> RoutePlan:
         """Say what may be matched next, in all not further than ``max_offsets`` from the slowest.
 
         The slowest log decides where the others stop, so that logs stay in step.
         """
-        core = self._core
-        cursors = [self.cursor(log) for log in range(core.log.all_logs)]
-        limit = core.log.end if max_offsets is None else min(cursors) + max_offsets
-        stretches = []
-        for log, begin in enumerate(cursors):
-            until = self._filters_at(begin)[1]
-            end = min(limit, core.log.end, core.log.end if until is None else until)
-            for change, _ in core.log.settings.changes:
-                # A group that moves to another log must not overtake itself.
-                if begin <= change < end and any(other < change for other in cursors):
-                    end = max(begin, change)
-            if begin < end:
-                stretches.append(LogStretch(log, begin, end))
+        core = self.core
+        cursors = {log: self.cursor(log) for log in range(core.log.all_logs)}
+        changes = core.log.settings.changes
         return RoutePlan(
             epoch=self.epoch(),
             filters_version=core.totals.filters_version,
-            stretches=stretches,
-            lag={log: core.log.end - begin for log, begin in enumerate(cursors)},
+            stretches=policy.route_stretches(
+                cursors, core.log.end, max_offsets, changes, lambda at: self._filters_at(at)[1]
+            ),
+            lag={log: core.log.end - begin for log, begin in cursors.items()},
         )
 
+    @verb
     def filters_at(self, offset: int) -> LiveFilters:
         """Return the filters that are live at an offset, and until where."""
         filters, until = self._filters_at(offset)
-        return LiveFilters(dict(filters), self._core.totals.filters_version, until)
-
-    def _outdated(self, cursor: Cursor) -> bool:
-        """Whether filters have changed for offsets of a page since it was read."""
-        version, changes = cursor.filters_version, self._core.filter_changes
-        if version is None or version == self._core.totals.filters_version:
-            return False
-        # What happened before the oldest change on record is not known: read again, to be sure.
-        if not changes or changes[0][0] > version + 1:
-            return True
-        return any(at > version and offset < cursor.end for at, offset in changes)
+        return LiveFilters(dict(filters), self.core.totals.filters_version, until)
 
     def _placed(
         self,
@@ -236,14 +196,14 @@ class Routing:
         now_ms: int,
     ) -> tuple[list[Item], list[Sequence[str]]]:
         """Make items of a page's messages, and tell the queues of each that still want it."""
-        live = Throughout(self._core.coverage.get, rows[0][0] if rows else end, end)
+        live = Throughout(self.core.coverage.get, rows[0][0] if rows else end, end)
         placed: list[Item] = []
         routes: list[Sequence[str]] = []
         find = assignments.get
         heads = decode_heads([encoded for _, encoded in rows])
         for (message_id, encoded), head in zip(rows, heads, strict=True):
             names = find(message_id, ())
-            if head is None or not (names or decodes(encoded)):
+            if head is None or not (names or policy.decodes(encoded)):
                 continue
             lane = lane_of(head.group, head.priority)
             # What was due before it was routed is due now.
@@ -257,31 +217,27 @@ class Routing:
 
     def _filters_at(self, offset: int) -> tuple[Mapping[str, str], int | None]:
         """Return the filters that are live at an offset, and the offset at which they change."""
-        core = self._core
-        begin, until, version, live = self._live
+        core = self.core
+        begin, until, version, live = core.filters_asked
         if (
             version == core.totals.filters_version
             and begin <= offset
             and (until is None or offset < until)
         ):
             return live, until
-        live, begin, until = {}, 0, None
-        for name in sorted(core.queues):
-            coverage = core.coverage[name]
-            text = coverage.filter_at(offset)
-            if text is not None:
-                live[name] = text
-            for border in coverage.borders():
-                if border > offset:
-                    until = border if until is None else min(until, border)
-                else:
-                    begin = max(begin, border)
-        self._live = (begin, until, core.totals.filters_version, live)
+        live, begin, until = policy.filters_at(core.coverage.items(), offset)
+        core.filters_asked = (begin, until, core.totals.filters_version, live)
         return live, until
 
+    @verb
+    def offset_at(self, time_ms: int) -> int:
+        """Return an offset at or before the first message of that time."""
+        return self.core.log.offset_at(time_ms)
+
+    @verb
     def configure_log(self, logs: int | None, retention_ms: int | None, now_ms: int) -> None:
         """Spread messages over another number of logs from here on; keep them for another time."""
-        core = self._core
+        core = self.core
         batch = core.begin()
         settings = core.log.settings
         if retention_ms is not None:
@@ -300,63 +256,15 @@ class Routing:
 
     # --- backfill ------------------------------------------------------------------------
 
-    def backfill(self, queue_name: str, begin: int, end: int, now_ms: int) -> Backfilled:
-        """Do one step of filling a queue from [begin, end) of the log; go on from ``next``."""
-        core = self._core
-        queue = core.queue(queue_name)
-        coverage = core.coverage[queue.name]
-        if coverage.draining:
-            raise InvalidQueue(f"queue {queue_name!r} is draining: it takes no more messages")
-        filter_text = queue.spec.filter
-        start = coverage.skip(max(begin, core.log.earliest), filter_text)
-        stop = min(end, core.log.end, start + BACKFILL_WINDOW)
-        if start >= stop:
-            return Backfilled(scanned=0, added=0, missing=0, next=max(start, begin))
-        rows: list[tuple[int, bytes]] = []
-        for log in range(core.log.all_logs):
-            rows += core.log.read(log, start, BACKFILL_WINDOW, end=stop).rows
-        rows.sort()
-        items = self._wanted(queue, rows)
-        batch = core.batch_of_new(len(items))
-        held = core.payloads.hold(batch, [item.message_id for item in items])
-        kept = [item for item, alive in zip(items, held, strict=True) if alive]
-        if kept:
-            self._placing.enqueue(batch, queue, kept, now_ms, late=True)
-        coverage.note(start, stop, filter_text)
-        core.put_coverage(batch, queue, coverage)
-        core.commit(batch, (queue,), now_ms)
-        return Backfilled(
-            scanned=len(rows), added=len(kept), missing=len(items) - len(kept), next=stop
-        )
-
-    def _wanted(self, queue: Queue, rows: Sequence[tuple[int, bytes]]) -> list[Item]:
-        coverage = self._core.coverage[queue.name]
-        wanted = parse(queue.spec.filter)
-        compiled: dict[str, Filter] = {wanted.text: wanted}
-        items = []
-        for message_id, encoded in rows:
-            try:
-                metadata = decode_metadata(encoded)
-            except CorruptRecord:
-                continue
-            row = _row(metadata)
-            if not wanted.matches(row) or coverage.had(row, message_id, compiled):
-                continue
-            visible_at_ms = metadata.published_at_ms + metadata.delay_ms
-            lane = lane_of(metadata.group, metadata.priority)
-            items.append(Item(message_id, message_id, lane, 0, 0, visible_at_ms, encoded))
-        # Coverage does not know of what a move has brought in.
-        moved = self._core.history.marks(queue, [item.message_id for item in items])
-        return [item for item in items if item.message_id not in moved]
-
+    @verb
     def backfill_plan(
         self, queue_name: str, begin: int, end: int, *, archived: bool = False
     ) -> BackfillPlan:
         """Return what of [begin, end) a queue has not been filled from by its present filter.
 
-        With ``archived`` that begins with what the log has let go of.
+        With ``archived`` that begins below the log.
         """
-        core = self._core
+        core = self.core
         queue = core.queue(queue_name)
         coverage = core.coverage[queue.name]
         text = queue.spec.filter
@@ -364,74 +272,86 @@ class Routing:
         # Offsets begin at 1.
         at = max(begin, 1 if archived else core.log.earliest)
         if archived and at < core.log.earliest:
-            check_known(coverage, queue_name, at)
+            policy.check_known(coverage, queue_name, at)
         return BackfillPlan(coverage.missing(at, end, text), text, end, core.log.earliest)
 
+    @verb
     def fill(
         self,
         queue_name: str,
         begin: int,
         end: int,
-        offsets: Sequence[int],
-        filter_text: str,
         now_ms: int,
+        *,
+        filter_text: str | None = None,
+        offsets: Sequence[int] | None = None,
+        records: Sequence[tuple[LogRecord, bytes | None]] | None = None,
     ) -> Filled:
-        """Do one step of filling a queue with messages that were matched elsewhere.
+        """Do one step of filling a queue from [begin, end); go on from ``next``.
 
-        ``offsets`` are all messages of [begin, end) that the queue's filter wants, ascending.
-        Coverage decides which of them it has had; go on from ``next``.
+        ``offsets`` (in the log) or ``records`` (archived, each with its payload if that is known)
+        are all messages of it that ``filter_text`` has matched elsewhere, ascending. Without either
+        the store matches the log itself. Coverage decides which messages the queue has had.
         """
-        core = self._core
+        core, log = self.core, self.core.log
         queue = core.queue(queue_name)
-        coverage = core.coverage[queue.name]
-        if coverage.draining:
-            raise InvalidQueue(f"queue {queue_name!r} is draining: it takes no more messages")
-        if queue.spec.filter != filter_text:
-            raise InvalidInput(
-                f"queue {queue_name!r} now takes messages where {queue.spec.filter}; these were "
-                f"matched by {filter_text}: plan the backfill again"
-            )
-        start = min(end, coverage.skip(begin, filter_text))
-        first = bisect_left(offsets, start)
-        stop = min(end, start + FILL_WINDOW)
-        last = bisect_left(offsets, stop, lo=first)
-        if last - first > FILL_MESSAGES:
-            last = first + FILL_MESSAGES
-            stop = offsets[last]
+        coverage, text = core.coverage[queue.name], queue.spec.filter
+        policy.check_fill(queue_name, queue.spec, coverage, filter_text)
+        sizes: list[int] | None = None
+        archived: dict[int, tuple[LogRecord, bytes | None]] = {}
+        if records is not None:
+            policy.check_archived(queue_name, coverage, begin, end, log.earliest)
+            archived = {record.message_id: (record, payload) for record, payload in records}
+            offsets, sizes = list(archived), [record.size for record, _ in records]
+        start, stop, passed, chosen = policy.fill_step(
+            coverage, text, (begin, end), (log.earliest, log.end), offsets, sizes
+        )
         if start >= stop:
-            return Filled(0, first, 0, end)
-        chosen = set(offsets[first:last])
-        rows: list[tuple[int, bytes]] = []
-        for log in range(core.log.all_logs) if chosen else ():
-            page = core.log.read(log, start, FILL_WINDOW, end=stop)
-            rows += [row for row in page.rows if row[0] in chosen]
-        rows.sort()
-        items = self._wanted(queue, rows)
-        batch = core.batch_of_new(len(items))
-        held = core.payloads.hold(batch, [item.message_id for item in items])
-        kept = [item for item, alive in zip(items, held, strict=True) if alive]
+            return Filled(0, passed, 0, max(start, begin) if chosen is None else end)
+        if records is None:
+            rows = self._rows_between(start, stop, chosen)
+        else:
+            rows = [
+                (id_, encode_metadata(policy.metadata_of(archived[id_][0]))) for id_ in chosen or ()
+            ]
+        items = []
+        for message_id, (m, encoded) in policy.wanted(text, coverage, rows).items():
+            lane, visible_at_ms = lane_of(m.group, m.priority), m.published_at_ms + m.delay_ms
+            items.append(Item(message_id, message_id, lane, 0, 0, visible_at_ms, encoded))
+        # Coverage does not know of messages that a move has brought in.
+        moved = core.history.marks(queue, [item.message_id for item in items])
+        items = [item for item in items if item.message_id not in moved]
+        no_record = (None, None)
+        brought = {each.message_id: archived.get(each.message_id, no_record)[1] for each in items}
+        batch = core.begin(len(items), sum(len(payload or b"") for payload in brought.values()))
+        kept = []
+        for item, here in zip(items, core.payloads.hold(batch, list(brought)), strict=True):
+            payload = brought[item.message_id]
+            if not here and payload is not None:
+                core.payloads.put_again(batch, item.message_id, payload)
+            if here or payload is not None:
+                kept.append(item)
         if kept:
-            self._placing.enqueue(batch, queue, kept, now_ms, late=True)
-        coverage.note(start, stop, filter_text)
+            self.enqueue(batch, queue, kept, now_ms, late=True)
+        coverage.note(start, stop, text)
         core.put_coverage(batch, queue, coverage)
         core.commit(batch, (queue,), now_ms)
-        missing = len(chosen) - len(rows) + len(items) - len(kept)
-        return Filled(len(kept), first + len(rows) - len(items), missing, stop)
+        asked = len(rows) if chosen is None else len(chosen)
+        already = passed + len(rows) - len(items)
+        return Filled(len(kept), already, asked - len(rows) + len(items) - len(kept), stop)
 
-    def _check_log(self, log: int) -> None:
-        known = self._core.log.all_logs
-        if not 0 <= log < known:
-            raise InvalidInput(f"no log {log}; there are logs 0 to {known - 1}")
-
-
-def _row(metadata: Metadata) -> RowTuple:
-    return (
-        metadata.attributes,
-        metadata.group,
-        metadata.priority,
-        metadata.published_at_ms,
-        metadata.size,
-    )
+    def _rows_between(
+        self, start: int, stop: int, chosen: Sequence[int] | None
+    ) -> list[tuple[int, bytes]]:
+        """Read messages of all logs, or the chosen ones of them."""
+        log = self.core.log
+        rows: list[tuple[int, bytes]] = []
+        for number in range(log.all_logs) if chosen is None or chosen else ():
+            rows += log.read(number, start, stop - start, end=stop).rows
+        if chosen is not None:
+            some = set(chosen)
+            rows = [row for row in rows if row[0] in some]
+        return sorted(rows)
 
 
 def _cursor_key(log: int) -> bytes:

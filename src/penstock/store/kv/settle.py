@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock import limits
 from penstock.errors import CorruptRecord, InvalidReceipt, StoreDamaged
 from penstock.model import AttemptEnd, Outcome, OutcomeStatus, State
-from penstock.store.codec.stored import LeaseRecord
+from penstock.store import policy
+from penstock.store.codec.stored import LeaseRecord, decode_lease
+from penstock.store.kv.state import verb
 from penstock.store.live import uncount_attempt
-from penstock.store.policy import backoff_ms
 from penstock.store.receipts import parse_lease_token, parse_receipts, queue_numbers
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from penstock.store.kv.queues import Queue
     from penstock.store.kv.state import Core
     from penstock.store.live import Item
-
-__all__ = ["Settling"]
 
 
 class Holding(NamedTuple):
@@ -52,42 +50,43 @@ class Judged(NamedTuple):
     accepted: dict[int, Item]
     refused: dict[int, OutcomeStatus]
 
-    @property
-    def queues(self) -> list[Queue]:
-        """Return the queues concerned, each once."""
-        return list({id(holding.queue): holding.queue for holding in self.holdings}.values())
 
+class SettleVerbs:
+    """The verbs that take receipts, and the end of messages whose lease ends."""
 
-class Settling:
-    """The verbs that take receipts, and what becomes of messages whose lease ends."""
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    core: Core
 
     # --- verbs -----------------------------------------------------------------------------
 
+    @verb
     def ack(self, receipts: Sequence[str], *, queue_name: str | None, now_ms: int) -> list[Outcome]:
         """Settle messages as done."""
-        core = self._core
+        core = self.core
         judged = self._judge(receipts, queue_name, now_ms)
         if judged.holdings:
             batch = core.begin()
-            queues = judged.queues
-            for queue in queues:
-                # What many leases of a queue held ends as one stretch of its history.
-                items = [item for h in judged.holdings if h.queue is queue for item in h.items]
+            by_queue: dict[Queue, list[Item]] = {}
+            for holding in judged.holdings:
+                items = by_queue.get(holding.queue)
+                if items is None:
+                    by_queue[holding.queue] = [*holding.items]
+                else:
+                    items += holding.items
+            # Messages of many leases of a queue end as one stretch of its history.
+            for queue, items in by_queue.items():
                 core.active.settle(batch, queue, items)
                 core.history.add_done(batch, queue, items, now_ms)
                 if queue.spec.done_retention_ms:
                     due_ms = now_ms + queue.spec.done_retention_ms
-                    core.retention.lower((queue.number, State.DONE.value), due_ms)
+                    core.retention.lower((queue.number, "done"), due_ms)
                 if queue.fifo:
                     core.wake(queue)
             for holding in judged.holdings:
                 self._end(batch, holding, AttemptEnd.ACKED, "", now_ms)
-            core.commit(batch, queues, now_ms)
+            core.commit(batch, by_queue, now_ms)
         return _outcomes(receipts, judged, OutcomeStatus.DONE)
 
+    @verb
     def release(
         self,
         receipts: Sequence[str],
@@ -100,7 +99,7 @@ class Settling:
         unseen: bool = False,
     ) -> list[Outcome]:
         """Give messages back, to be tried again after a delay or (out of attempts) to fail."""
-        core = self._core
+        core = self.core
         judged = self._judge(receipts, queue_name, now_ms)
         failed: set[int] = set()
         if judged.holdings:
@@ -115,17 +114,28 @@ class Settling:
                 for item in holding.items:
                     wait_ms = delay_ms
                     if wait_ms is None:
-                        wait_ms = backoff_ms(spec, item.attempts - item.forgiven, random)
+                        wait_ms = policy.backoff_ms(spec, item.attempts - item.forgiven, random)
                     item.visible_at_ms = now_ms + wait_ms
                 failed.update(map(id, self._retry_or_fail(batch, holding, reason, now_ms)))
-            core.commit(batch, judged.queues, now_ms)
+            core.commit(batch, {h.queue: None for h in judged.holdings}, now_ms)
         return _outcomes(receipts, judged, OutcomeStatus.RETRYING, failed=failed)
 
+    @verb
     def extend(
-        self, receipts: Sequence[str], *, lease_ms: int, queue_name: str | None, now_ms: int
+        self, receipts: Sequence[str] | str, *, lease_ms: int, queue_name: str | None, now_ms: int
     ) -> list[Outcome]:
-        """Move the deadline of single receipts; the rest of their lease keeps its own."""
-        core = self._core
+        """Move the deadline of receipts, or of everything that is still held under a lease token.
+
+        The rest of a lease keeps its own deadline.
+        """
+        core = self.core
+        if isinstance(receipts, str):
+            lease = parse_lease_token(core.identity.store_id, receipts).lease
+            receipts = [
+                f"{receipts}-{key.hex()}"
+                for _, record in core.leases.splits(lease)
+                for key in decode_lease(record).ids
+            ]
         judged = self._judge(receipts, queue_name, now_ms)
         deadline_ms = now_ms + lease_ms
         if judged.holdings:
@@ -133,42 +143,31 @@ class Settling:
             splits: dict[bytes, int] = {}
             for holding in judged.holdings:
                 self._move_deadline(batch, holding, deadline_ms, splits)
-            core.commit(batch, judged.queues, now_ms)
+            core.commit(batch, {h.queue: None for h in judged.holdings}, now_ms)
         return _outcomes(receipts, judged, OutcomeStatus.EXTENDED, deadline_ms=deadline_ms)
 
-    def extend_lease(
-        self, token: str, *, lease_ms: int, queue_name: str | None, now_ms: int
-    ) -> list[Outcome]:
-        """Move the deadline of everything that is still held under a lease."""
-        core = self._core
-        lease = parse_lease_token(core.identity.store_id, token).lease
-        receipts = [
-            f"{token}-{key.hex()}"
-            for _, record in core.leases.splits(lease)
-            for key in core.leases.decode(record).ids
-        ]
-        return self.extend(receipts, lease_ms=lease_ms, queue_name=queue_name, now_ms=now_ms)
-
+    @verb
     def held(self, token: str) -> dict[int, str]:
         """Return the receipts of what is held under a lease, by message id."""
-        core = self._core
+        core = self.core
         lease = parse_lease_token(core.identity.store_id, token).lease
         return {
             item.message_id: f"{token}-{item.key:016x}"
             for name, record in core.leases.splits(lease)
-            for holding in self._held_by(name, self._decode(name, record))
+            for holding in self._held_by(name, self._decode_lease(name, record))
             for item in holding.items
         }
 
+    @verb
     def queues_of(self, receipts: Sequence[str] | str) -> set[str]:
         """Name the queues of receipts, or of a lease token; those that are gone are left out."""
-        core = self._core
+        core = self.core
         numbers = queue_numbers(core.identity.store_id, receipts)
         return {core.by_number[number].name for number in numbers if number in core.by_number}
 
     def overdue(self, now_ms: int, limit: int) -> tuple[list[Overdue], StoreDamaged | None]:
         """Find the leases whose deadline has come; and why some, if so, can't be read."""
-        core = self._core
+        core = self.core
         due, damage = core.leases.due(now_ms, limit)
         found: list[Overdue] = []
         names = [name for _, name in due]
@@ -176,7 +175,7 @@ class Settling:
             try:
                 if isinstance(record, StoreDamaged):
                     raise record
-                holdings = self._held_by(name, self._decode(name, record))
+                holdings = self._held_by(name, self._decode_lease(name, record))
                 for holding in holdings:
                     # Raises if its messages can't come back, because what waits there is not known.
                     core.active.ready_groups(holding.queue)
@@ -190,7 +189,7 @@ class Settling:
         self, batch: Batch, overdue: Sequence[Overdue], now_ms: int
     ) -> tuple[list[Queue], int]:
         """End leases; give the queues touched, and how many messages have failed."""
-        core = self._core
+        core = self.core
         touched: dict[int, Queue] = {}
         failures = 0
         for index_key, name, holdings in overdue:
@@ -207,7 +206,7 @@ class Settling:
 
     def _held_by(self, name: bytes, lease: LeaseRecord | None) -> list[Holding]:
         """Find the messages that are in flight under a lease."""
-        core = self._core
+        core = self.core
         if lease is None:
             return self._strays(name)
         queue = core.by_number.get(lease.queue)
@@ -220,7 +219,7 @@ class Settling:
 
     def _strays(self, name: bytes) -> list[Holding]:
         """Find the messages of a lease whose record was lost, by looking at all in flight."""
-        core = self._core
+        core = self.core
         holdings = []
         for queue in core.queues.values():
             items: list[Item] = []
@@ -236,13 +235,13 @@ class Settling:
 
     def abandon(self, batch: Batch, items: Sequence[Item]) -> None:
         """Take messages that are removed in flight out of their leases."""
-        core = self._core
+        core = self.core
         by_lease: dict[bytes, set[bytes]] = {}
         for item in items:
             by_lease.setdefault(item.lease, set()).add(item.key.to_bytes(8, "big"))
         names = list(by_lease)
         for name, record in zip(names, core.leases.get(names), strict=True):
-            lease = self._decode(name, record)
+            lease = self._decode_lease(name, record)
             if lease is not None:
                 core.leases.let_go(batch, name, lease, by_lease[name])
 
@@ -252,25 +251,17 @@ class Settling:
         self, batch: Batch, holding: Holding, end: AttemptEnd, reason: str, now_ms: int
     ) -> None:
         """Record the attempts that end, and take their messages out of the lease."""
-        core, lease = self._core, holding.lease
-        core.history.add_attempts(
-            batch,
-            holding.queue,
-            holding.items,
-            claimed_at_ms=lease.claimed_at_ms,
-            consumer=lease.consumer,
-            end=end,
-            reason=reason,
-            now_ms=now_ms,
+        queue, _, lease, items = holding
+        self.core.history.add_attempts(
+            batch, queue, items, lease.claimed_at_ms, lease.consumer, end, reason, now_ms
         )
-        if end is AttemptEnd.EXPIRED:
-            # The caller has deleted the lease with its expiry entry.
-            return
-        self._let_go(batch, holding)
+        # A sweep has deleted an expired lease with its expiry entry.
+        if end is not AttemptEnd.EXPIRED:
+            self._leave_lease(batch, holding)
 
-    def _let_go(self, batch: Batch, holding: Holding) -> None:
+    def _leave_lease(self, batch: Batch, holding: Holding) -> None:
         """Take messages out of their lease."""
-        leases, lease = self._core.leases, holding.lease
+        leases, lease = self.core.leases, holding.lease
         if len(holding.items) == len(lease.ids):
             leases.delete(batch, holding.name, lease)
         else:
@@ -279,35 +270,33 @@ class Settling:
 
     def _take_back(self, batch: Batch, holding: Holding, now_ms: int) -> None:
         """Put messages back as if they had not been claimed."""
-        self._let_go(batch, holding)
+        self._leave_lease(batch, holding)
         for item in holding.items:
             uncount_attempt(item)
         self._put_back(batch, holding.queue, holding.items, now_ms)
-        self._core.wake(holding.queue)
+        self.core.wake(holding.queue)
 
     def _put_back(self, batch: Batch, queue: Queue, items: list[Item], now_ms: int) -> None:
-        core = self._core
+        core = self.core
         core.active.put_back(batch, queue, items, now_ms)
-        core.note_unclaimed(batch, queue, items, [item.visible_at_ms for item in items])
+        core.note_unclaimed(batch, queue, items)
 
     def _retry_or_fail(
         self, batch: Batch, holding: Holding, reason: str, now_ms: int
     ) -> list[Item]:
         """Put messages back that have attempts left; fail the others, and return those."""
-        core, queue = self._core, holding.queue
-        allowed = queue.spec.max_attempts
+        core, queue = self.core, holding.queue
         failed: list[Item] = []
         retried: list[Item] = []
         for item in holding.items:
-            over = item.attempts - item.forgiven >= allowed or item.attempts >= limits.MAX_ATTEMPTS
+            over = policy.is_exhausted(queue.spec, item.attempts, item.forgiven)
             (failed if over else retried).append(item)
         if retried:
             self._put_back(batch, queue, retried, now_ms)
         if failed:
             core.active.settle(batch, queue, failed)
-            core.history.add_failed(
-                batch, queue, failed, reason or f"released {allowed} times", now_ms
-            )
+            reason = policy.fail_reason(queue.spec, reason)
+            core.history.add_failed(batch, queue, failed, reason, now_ms)
             if queue.spec.failed_retention_ms:
                 due_ms = now_ms + queue.spec.failed_retention_ms
                 core.retention.lower((queue.number, State.FAILED.value), due_ms)
@@ -319,7 +308,7 @@ class Settling:
         self, batch: Batch, holding: Holding, deadline_ms: int, splits: dict[bytes, int]
     ) -> None:
         """Give the messages of a holding a new deadline, in a split of their own if they must."""
-        core, lease = self._core, holding.lease
+        core, lease = self.core, holding.lease
         keys = [item.key.to_bytes(8, "big") for item in holding.items]
         target = holding.name
         if len(keys) < len(lease.ids):
@@ -329,24 +318,24 @@ class Settling:
         core.leases.put(
             batch,
             target,
-            keys=keys,
-            deadline_ms=deadline_ms,
-            claimed_at_ms=lease.claimed_at_ms,
-            queue=holding.queue.number,
-            consumer=lease.consumer,
+            keys,
+            deadline_ms,
+            lease.claimed_at_ms,
+            holding.queue.number,
+            lease.consumer,
         )
 
     # --- judging ---------------------------------------------------------------------------
 
     def _judge(self, receipts: Sequence[str], queue_name: str | None, now_ms: int) -> Judged:
         """Find out which receipts are good."""
-        core = self._core
+        core = self.core
         by_queue: dict[int, list[tuple[int, bytes, int]]] = {}
         for index, (token, key) in enumerate(parse_receipts(core.identity.store_id, receipts)):
             by_queue.setdefault(token.queue, []).append((index, token.family, key))
         if queue_name is not None:
             own = core.queue(queue_name).number
-            if any(number != own for number in by_queue):
+            if by_queue.keys() - {own}:
                 raise InvalidReceipt(f"a receipt is of another queue than {queue_name!r}")
         judged = Judged([], {}, {})
         for number, rows in by_queue.items():
@@ -363,12 +352,18 @@ class Settling:
     def _judge_queue(
         self, judged: Judged, queue: Queue, rows: list[tuple[int, bytes, int]], now_ms: int
     ) -> None:
-        core = self._core
-        found = core.active.find(queue, [key for _, _, key in rows])
-        names = list({item.lease for item in found if item is not None})
-        holdings: dict[bytes, Holding] = {}
+        core = self.core
+        keys: list[int] = []
+        for _, _, key in rows:
+            keys.append(key)
+        found = core.active.find(queue, keys)
+        holdings: dict[bytes, Holding | None] = {}
+        for item in found:
+            if item is not None:
+                holdings[item.lease] = None
+        names = list(holdings)
         for name, record in zip(names, core.leases.get(names), strict=True):
-            lease = self._decode(name, record)
+            lease = self._decode_lease(name, record)
             if lease is not None:
                 holdings[name] = Holding(queue, name, lease, [])
         seen: set[int] = set()
@@ -381,17 +376,18 @@ class Settling:
                 judged.refused[index] = OutcomeStatus.EXPIRED
                 continue
             seen.add(key)
+            if not holding.items:
+                judged.holdings.append(holding)
             holding.items.append(item)
             judged.accepted[index] = item
-        judged.holdings.extend(holding for holding in holdings.values() if holding.items)
 
-    def _decode(self, name: bytes, record: bytes | None) -> LeaseRecord | None:
+    def _decode_lease(self, name: bytes, record: bytes | None) -> LeaseRecord | None:
         if record is None:
             return None
         try:
-            return self._core.leases.decode(record)
+            return decode_lease(record)
         except CorruptRecord as error:
-            self._core.quarantine("leases", name, record, str(error))
+            self.core.quarantine("leases", name, record, str(error))
             return None
 
 

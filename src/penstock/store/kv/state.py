@@ -1,4 +1,4 @@
-"""What every key-value store is made of, and how its changes commit.
+"""The parts of a key-value store, its memory, and the one way to commit.
 
 ::
 
@@ -12,16 +12,16 @@
                               packed u64 keys of messages that expire then
 
 One lock, held by the broker, covers everything here. A verb reads what was committed, fills a
-batch, and commits it whole. Memory runs ahead of the disk meanwhile: if a verb raises, whatever it
-raises, memory is rebuilt from disk.
+batch, and commits it whole. Memory runs ahead of the disk meanwhile: if a verb raises, memory is
+rebuilt from disk (:func:`verb`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from functools import partial
-from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, Protocol, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -36,17 +36,15 @@ from penstock.errors import (
     StoreMismatch,
 )
 from penstock.model import State
+from penstock.store.contract import Progress
 from penstock.store.coverage import Coverage, CoverageTable, Stretch
-from penstock.store.kv.dead_letters import DeadLetters
 from penstock.store.kv.dedup import Dedup
-from penstock.store.kv.due import DueHeap
-from penstock.store.kv.fronts import Fronts
+from penstock.store.kv.fronts import DueHeap, Fronts
 from penstock.store.kv.history import History
 from penstock.store.kv.leases import Leases
-from penstock.store.kv.log import MetadataLog
+from penstock.store.kv.log import MetadataLog, SeqBlocks
 from penstock.store.kv.payloads import Payloads
-from penstock.store.kv.queues import Queue, QueueTable
-from penstock.store.kv.sequences import Sequence as SeqBlocks
+from penstock.store.kv.queues import DeadLetters, Queue, QueueTable
 from penstock.store.live import Beliefs
 
 if TYPE_CHECKING:
@@ -54,8 +52,6 @@ if TYPE_CHECKING:
 
     from penstock.engines import Batch, Engine
     from penstock.store.live import ActiveSet, Item, Quarantine
-
-__all__ = ["SHARED_TABLES", "Core", "Identity"]
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +101,36 @@ class Totals(msgspec.Struct):
     filters_version: int = 0
 
 
+class HasCore(Protocol):
+    """A store, or a part of its verbs."""
+
+    core: Core
+
+
+S = TypeVar("S", bound=HasCore)
+
+
+def verb(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Wrap a verb of a store: memory is as the disk says it is, however the verb ends."""
+
+    @wraps(method)
+    def run(store: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        core = store.core
+        if core.is_stale:
+            core.load()
+        core.is_ahead = False
+        try:
+            result = method(store, *args, **kwargs)
+        except BaseException as error:
+            core.load_after(error)
+            raise
+        # A batch that was begun and not needed has changed nothing, whatever is raised later on.
+        core.is_ahead = False
+        return result
+
+    return run
+
+
 class Core:
     """The parts of a store, its queues, and the one way to commit."""
 
@@ -123,15 +149,18 @@ class Core:
         self._make_active = make_active
         self.identity = self._identify(design, store_id, routing, now_ms)
         self.active = make_active(engine, self.quarantine)
-        self._queue_table = QueueTable(engine.table("queues"))
+        self.queue_table = QueueTable(engine.table("queues"))
         self._coverage_table = CoverageTable(engine.table("queues"))
-        self.commits = 0
+        self.progress = Progress()
         self.stale_receipts = 0
         # Messages that claims have passed over.
         self.unreadable = 0
         self.woken: set[str] = set()
-        # How often the live filters have changed, or may have: whenever memory is rebuilt.
-        self.live_changes = 0
+        # Parts of a sweep that have met unreadable rows, and when a sweep looks at those again.
+        self.stuck: dict[Callable[[int, int], object], StoreDamaged] = {}
+        self.look_again_ms = 0
+        # The filters last asked for: valid from, until, in which version.
+        self.filters_asked: tuple[int, int | None, int, dict[str, str]] = (0, 0, -1, {})
         self.load()
 
     def _identify(self, design: str, store_id: int, routing: str | None, now_ms: int) -> Identity:
@@ -169,10 +198,11 @@ class Core:
     def load(self) -> None:
         """Rebuild everything that memory keeps from what is on disk."""
         # Until this has come to its end; if it does not, the next verb tries again.
-        self._is_stale = True
+        self.is_stale = True
         # Whether a batch has been begun and not committed.
-        self._is_ahead = False
-        self.live_changes += 1
+        self.is_ahead = False
+        # The filters may be others than memory knew.
+        self.progress.filter_changes += 1
         engine = self.engine
         self._aside: dict[tuple[str, bytes], tuple[bytes, str, bool]] = {}
         record = self.system.get(_TOTALS)
@@ -196,8 +226,9 @@ class Core:
         self.queue_numbers = SeqBlocks(self.system, b"\x02\x0cqueue", first=1)
         self._unclaimed = engine.table("unclaimed")
         self._unclaimed_fronts = Fronts(self._unclaimed)
-        # (version, from which offset on), of late: a page that was read before is judged by them.
-        self.filter_changes: deque[tuple[int, int]] = deque(maxlen=10_000)
+        # The last changes as (version, offset from which on): a page that was read before is judged
+        # by them.
+        self.filter_history: deque[tuple[int, int]] = deque(maxlen=10_000)
         self.queues: dict[str, Queue] = {}
         self.by_number: dict[int, Queue] = {}
         self.coverage: dict[str, Coverage] = {}
@@ -211,31 +242,15 @@ class Core:
         # Queues whose waiting messages are being listed to expire: in which state, and from where
         # on there are some that are not.
         self.listing: dict[str, tuple[State, bytes]] = {}
-        for queue in self._queue_table.load():
+        for queue in self.queue_table.load():
             self.adopt(queue)
-        self._is_stale = False
+        self.is_stale = False
 
-    def guarded(self, verb: Callable[P, T]) -> Callable[P, T]:
-        """Wrap a verb in :meth:`run`."""
-        return partial(self.run, verb)
-
-    def run(self, verb: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a verb; memory is as the disk says it is, however the verb ends."""
-        if self._is_stale:
-            self.load()
-        self._is_ahead = False
-        try:
-            result = verb(*args, **kwargs)
-        except BaseException as error:
-            if self._is_ahead or not isinstance(error, _REFUSALS):
-                self._load_after(error)
-            raise
-        # A batch that was begun and not needed has changed nothing, whatever is raised later on.
-        self._is_ahead = False
-        return result
-
-    def _load_after(self, error: BaseException) -> None:
-        self._is_stale = True
+    def load_after(self, error: BaseException) -> None:
+        """Rebuild memory after a verb has failed, unless the verb has changed nothing."""
+        if not self.is_ahead and isinstance(error, _REFUSALS):
+            return
+        self.is_stale = True
         try:
             self.load()
         except Exception as failure:
@@ -259,7 +274,7 @@ class Core:
             known.known_from = self.log.earliest if told else self.log.end
         if self.coverage[queue.name].draining:
             self.draining.add(queue.name)
-        listing = self._queue_table.listing(queue)
+        listing = self.queue_table.listing(queue)
         if listing is not None:
             self.listing[queue.name] = listing
         self.queues[queue.name] = queue
@@ -295,37 +310,31 @@ class Core:
 
     # --- commit --------------------------------------------------------------------------
 
-    def begin(self) -> Batch:
-        """Begin a batch. Memory may be changed from here on, and not before."""
-        batch = self.engine.batch()
-        self._is_ahead = True
+    def begin(self, messages: int = 0, payload_bytes: int = 0) -> Batch:
+        """Begin a batch. Memory may be changed from here on, and not before.
+
+        A batch that brings messages into queues is refused if the disk has no room for them.
+        """
+        growth = messages * _ROWS_BYTES + payload_bytes
+        batch = self.engine.batch(growth=growth) if growth else self.engine.batch()
+        self.is_ahead = True
         return batch
 
     def commit(self, batch: Batch, touched: Iterable[Queue], now_ms: int) -> None:
         """Commit a batch with the counters of the queues that it touched."""
         for queue in touched:
             queue.counts.time_floor_ms = now_ms
-            self._queue_table.put_counts(batch, queue)
+            self.queue_table.put_counts(batch, queue)
         if self._aside:
             self._put_aside(batch)
         self.engine.commit(batch)
-        self._is_ahead = False
-        self.commits += 1
-
-    def batch_of_new(self, messages: int, payload_bytes: int = 0) -> Batch:
-        """Begin a batch that brings messages into queues, if the disk has room for them."""
-        batch = self.engine.batch(growth=messages * _ROWS_BYTES + payload_bytes)
-        self._is_ahead = True
-        return batch
+        self.is_ahead = False
+        self.progress.commits += 1
 
     def put_totals(self, batch: Batch, now_ms: int) -> None:
         """Write the store's totals."""
         self.totals.time_floor_ms = now_ms
         batch.put(_TOTALS, msgspec.msgpack.encode(self.totals), self.system.family)
-
-    def put_spec(self, batch: Batch, queue: Queue) -> None:
-        """Write a queue's spec."""
-        self._queue_table.put_spec(batch, queue)
 
     def put_coverage(self, batch: Batch, queue: Queue, coverage: Coverage) -> None:
         """Write what a queue has been filled from."""
@@ -338,13 +347,13 @@ class Core:
     def filters_changed(self, batch: Batch, from_offset: int, now_ms: int) -> None:
         """Note that the live filters have changed from an offset on."""
         self.totals.filters_version += 1
-        self.live_changes += 1
-        self.filter_changes.append((self.totals.filters_version, from_offset))
+        self.progress.filter_changes += 1
+        self.filter_history.append((self.totals.filters_version, from_offset))
         self.put_totals(batch, now_ms)
 
     def remove_queue(self, batch: Batch, queue: Queue) -> None:
         """Delete a queue's own records."""
-        self._queue_table.remove(batch, queue)
+        self.queue_table.remove(batch, queue)
         self._coverage_table.remove(batch, queue)
 
     def wake(self, queue: Queue) -> None:
@@ -400,26 +409,24 @@ class Core:
 
     # --- retention of unclaimed messages ---------------------------------------------------
 
-    def note_unclaimed(
-        self, batch: Batch, queue: Queue, items: Sequence[Item], since_ms: Sequence[int]
-    ) -> None:
+    def note_unclaimed(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
         """Remember when waiting messages expire, one row for those that expire together."""
         retention_ms = queue.spec.unclaimed_retention_ms
         if not retention_ms:
             return
         by_due: dict[int, list[int]] = {}
-        for item, since in zip(items, since_ms, strict=True):
-            by_due.setdefault(since + retention_ms, []).append(item.key)
+        for item in items:
+            by_due.setdefault(item.visible_at_ms + retention_ms, []).append(item.key)
         for due_ms, keys in by_due.items():
             packed = b"".join(key.to_bytes(8, "big") for key in keys)
             row = _unclaimed_key(queue, due_ms) + packed[:8] + crc32(packed).to_bytes(4, "big")
             batch.put(row, packed, self._unclaimed.family)
-            self._unclaimed_fronts.note(queue.number.to_bytes(4, "big"), row)
+            self._unclaimed_fronts.note(queue.number4, row)
             self.retention.lower((queue.number, "unclaimed"), due_ms)
 
     def take_unclaimed(self, batch: Batch, queue: Queue, now_ms: int, limit: int) -> list[int]:
         """Remove rows that are due, with up to about ``limit`` keys, and return those."""
-        begin, end = queue.number.to_bytes(4, "big"), _unclaimed_key(queue, now_ms + 1)
+        begin, end = queue.number4, _unclaimed_key(queue, now_ms + 1)
         keys: list[int] = []
         for row, packed in self._unclaimed_fronts.scan(begin, end, limit):
             if len(keys) >= limit:
@@ -430,12 +437,12 @@ class Core:
 
     def clear_unclaimed(self, batch: Batch, queue: Queue) -> None:
         """Remove every row of a queue."""
-        prefix = queue.number.to_bytes(4, "big")
+        prefix = queue.number4
         batch.delete_range(prefix, prefix + b"\xff" * 17, self._unclaimed.family)
 
     def put_listing(self, batch: Batch, queue: Queue, listing: tuple[State, bytes] | None) -> None:
         """Note how far the waiting messages of a queue are listed to expire; None: all are."""
-        self._queue_table.put_listing(batch, queue, listing)
+        self.queue_table.put_listing(batch, queue, listing)
         if listing is None:
             self.listing.pop(queue.name, None)
         else:
@@ -459,7 +466,7 @@ class Core:
 
     def _first_due_ms(self, queue: Queue, what: str, retention_ms: int) -> int | None:
         if what == "unclaimed":
-            prefix = queue.number.to_bytes(4, "big")
+            prefix = queue.number4
             rows = self._unclaimed_fronts.scan(prefix, prefix + b"\xff" * 17, 1)
             return int.from_bytes(rows[0][0][4:12], "big") if rows else None
         first = self.history.first_ended_at_ms(queue, State(what)) if retention_ms else None
@@ -520,4 +527,4 @@ class Core:
 
 
 def _unclaimed_key(queue: Queue, due_ms: int) -> bytes:
-    return queue.number.to_bytes(4, "big") + due_ms.to_bytes(8, "big")
+    return queue.number4 + due_ms.to_bytes(8, "big")

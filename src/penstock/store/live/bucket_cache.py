@@ -20,7 +20,7 @@ from penstock.engines import rows_of
 from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.store.codec import opendata
 from penstock.store.codec.summaries import decode_summary
-from penstock.store.kv.due import DueHeap
+from penstock.store.kv.fronts import DueHeap
 from penstock.store.live import Directories
 from penstock.store.live.bucket import OpenBucket
 from penstock.store.live.bucket_directory import RANK_BITS, Directory

@@ -28,15 +28,20 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.engines import Shape, get_each, rows_of, scan_readable
 from penstock.errors import CorruptRecord, InvalidInput, StoreDamaged
+from penstock.limits import MAX_ATTEMPTS
 from penstock.model import State
 from penstock.store.codec.stored import encode_stored_item, with_lease
-from penstock.store.kv.due import DueHeap
-from penstock.store.kv.fronts import Fronts
+from penstock.store.kv.fronts import DueHeap, Fronts
 from penstock.store.live import NO_LEASE, Directories, Item, count_attempt, group_of
 from penstock.store.live.indexed_directory import (
     DELAYED,
+    PAST,
     READY,
+    RECENT_BYTES,
+    RECENT_ITEMS,
     Directory,
+    Recent,
+    item_of,
     lane_of_key,
     main_of,
     pack_main,
@@ -44,9 +49,9 @@ from penstock.store.live.indexed_directory import (
     past,
     timer_key,
     unpack_main,
+    visible_at_of,
     visible_at_of_timer,
 )
-from penstock.store.live.indexed_recent import RECENT_BYTES, Recent, item_of, visible_at_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -54,8 +59,6 @@ if TYPE_CHECKING:
     from penstock.engines import Batch, Engine
     from penstock.store.kv.queues import Queue
     from penstock.store.live import Beliefs, Grant, Quarantine
-
-__all__ = ["TABLES", "IndexedActive"]
 
 log = logging.getLogger(__name__)
 
@@ -144,10 +147,13 @@ class IndexedActive:
         available, index = self._available.family, self._index.family
         prefix, number, fifo = directory.prefix, queue.number, queue.fifo
         ring, fresh = directory.ring, self._recent.fresh
-        self._recent.bound()
+        if len(fresh) > RECENT_ITEMS:
+            fresh.clear()
         delayed = 0
+        lowest_id = 1 << 64
         for item in items:
             message_id = item.key = item.message_id
+            lowest_id = min(lowest_id, message_id)
             visible_at = item.visible_at_ms
             if fifo:
                 item.lane = item.lane[:-1] + _NO_PRIORITY
@@ -183,8 +189,9 @@ class IndexedActive:
                     # It may stand before the head that the group waits for.
                     directory.unblock(lane[:-1])
         if items:
-            lowest = pack_main(number, min([item.message_id for item in items]))
-            self._available_fronts.note(lowest[:4], lowest)
+            lowest, number4 = pack_main(number, lowest_id), queue.number4
+            if lowest < self._available_fronts.get(number4, number4):
+                self._available_fronts[number4] = lowest
         queue.counts.delayed += delayed
         queue.counts.available += len(items) - delayed
 
@@ -291,7 +298,7 @@ class IndexedActive:
             room = limit - len(picked)
             if not room:
                 break
-            end = past(directory.prefix + lane)
+            end = directory.prefix + lane + PAST
             rows, damage = scan_readable(self._index, lanes[lane], end, room + 1)
             if damage is not None:
                 self.damage[queue.number] = damage.anew()
@@ -355,8 +362,10 @@ class IndexedActive:
         available, index = self._available.family, self._index.family
         in_progress = self._in_progress.family
         number, claimed = queue.number, self._recent.claimed
-        self._recent.bound()
-        items = []
+        if len(claimed) > RECENT_ITEMS:
+            claimed.clear()
+        items: list[Item] = []
+        lowest_id = 1 << 64
         unread: set[bytes] = set()
         for key, main, record, item in self._recent.entries(
             rows, self._available, self._quarantine
@@ -385,14 +394,17 @@ class IndexedActive:
             assert record is not None
             item.lease = lease = next(grants)[0]
             put(main, with_lease(record, lease), in_progress)
-            count_attempt(item)
+            if item.attempts < MAX_ATTEMPTS:
+                item.attempts += 1
+            lowest_id = min(lowest_id, item.key)
             if len(record) <= RECENT_BYTES:
                 claimed[number, item.key] = item
             items.append(item)
         if items:
-            lowest = pack_main(number, min([item.key for item in items]))
-            self._in_progress_fronts.note(lowest[:4], lowest)
-            self._available_fronts.note_gone(lowest[:4], past(lowest[:4]), len(items))
+            lowest, number4 = pack_main(number, lowest_id), queue.number4
+            if lowest < self._in_progress_fronts.get(number4, number4):
+                self._in_progress_fronts[number4] = lowest
+            self._available_fronts.note_gone(number4, number4 + PAST, len(items))
         return items
 
     def _heal(self, batch: Batch, queue: Queue, key: bytes) -> None:
@@ -461,7 +473,7 @@ class IndexedActive:
             delete(pack_main(number, key), family)
         queue.counts.in_flight -= len(items)
         if queue.fifo:
-            self._directories[queue.number].unhold_all(batch, items)
+            self._directories[number].unhold_all(batch, items)
 
     def put_back(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
         """Move in-progress records back to available."""

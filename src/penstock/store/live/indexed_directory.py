@@ -1,6 +1,8 @@
-"""Keys of the visibility index, and what memory keeps about a queue of the indexed design.
+"""Keys of the visibility index, and the memory of the indexed design.
 
-The key map is at the top of :mod:`penstock.store.live.indexed`.
+A :class:`Directory` knows the groups and lanes of one queue. :class:`Recent` keeps messages that
+were just published or claimed, so that the claim or the ack that follows reads nothing. The key
+map is at the top of :mod:`penstock.store.live.indexed`.
 """
 
 from __future__ import annotations
@@ -9,35 +11,26 @@ from collections import OrderedDict
 from struct import Struct
 from typing import TYPE_CHECKING, Final
 
-from penstock.engines import rows_of
-from penstock.errors import StoreDamaged
-from penstock.store.live import Beliefs, group_of
+from penstock.engines import get_each, rows_of
+from penstock.errors import CorruptRecord, StoreDamaged
+from penstock.store.codec.stored import decode_stored_item
+from penstock.store.live import Beliefs, Item, count_attempt, group_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from penstock.engines import Batch, Table
-    from penstock.store.live import Item, Quarantine
-
-__all__ = [
-    "DELAYED",
-    "READY",
-    "Directory",
-    "Held",
-    "lane_of_key",
-    "main_of",
-    "pack_main",
-    "pack_slot",
-    "past",
-    "timer_key",
-    "unpack_main",
-    "visible_at_of_timer",
-]
+    from penstock.store.live import Quarantine
 
 DELAYED: Final = b"\x00"
 READY: Final = b"\x01"
 _LANE_AT: Final = 5
 _SLOT_BYTES: Final = 16
+# After every key of a range, behind its prefix: what follows a prefix never begins with ff.
+PAST: Final = b"\xff" * (_SLOT_BYTES + 1)
+# Bounds of recent messages: some 20 MB of each kind at the very most.
+RECENT_ITEMS: Final = 20_000
+RECENT_BYTES: Final = 1_024
 
 _main: Final = Struct(">IQ")
 pack_main: Final = _main.pack
@@ -72,8 +65,8 @@ def lane_of_key(index_key: bytes) -> bytes:
 
 
 def past(prefix: bytes) -> bytes:
-    """Return a key after every key with this prefix: what follows one never begins with ff."""
-    return prefix + b"\xff" * (_SLOT_BYTES + 1)
+    """Return a key after every key with this prefix."""
+    return prefix + PAST
 
 
 class Held:
@@ -227,3 +220,84 @@ class Directory:
             if not any(is_delayed(head) for head in heads if head):
                 found.facts["waits for nothing", group] = True
         return found
+
+
+class Recent:
+    """``fresh``: key of `available` to record and item; ``claimed``: (queue, id) to item."""
+
+    def __init__(self) -> None:
+        self.fresh: dict[bytes, tuple[bytes, Item]] = {}
+        self.claimed: dict[tuple[int, int], Item] = {}
+
+    def clear(self) -> None:
+        """Forget them all."""
+        self.fresh.clear()
+        self.claimed.clear()
+
+    def entries(
+        self, rows: Sequence[tuple[bytes, bytes]], available: Table, quarantine: Quarantine
+    ) -> list[tuple[bytes, bytes, bytes | StoreDamaged | None, Item | None]]:
+        """Find the records of index entries, from memory where they are fresh.
+
+        Gives keys of index entries, of messages, records, items; a record may be the reason why it
+        can't be read.
+        """
+        entries: list[tuple[bytes, bytes, bytes | StoreDamaged | None, Item | None]] = []
+        forget = self.fresh.pop
+        for key, _ in rows:
+            # The entry's key names its message; its value is for other readers.
+            main = key[1:5] + key[-8:]
+            known = forget(main, None)
+            if known is None:
+                break
+            entries.append((key, main, *known))
+        if len(entries) == len(rows):
+            return entries
+        rest = rows[len(entries) :]
+        mains = [main_of(key) for key, _ in rest]
+        for (key, _), main, record in zip(rest, mains, get_each(available, mains), strict=True):
+            forget(main, None)
+            item = None
+            if isinstance(record, StoreDamaged):
+                # A kept error keeps the frames that it came through, with handles of tables.
+                entries.append((key, main, record.anew(), None))
+                continue
+            if record is not None:
+                try:
+                    item = item_of(record)
+                except CorruptRecord as error:
+                    quarantine("available", main, record, str(error))
+            entries.append((key, main, record, item))
+        return entries
+
+    def differing(self, number: int, available: Table, in_progress: Table) -> Iterator[bytes]:
+        """Give the keys of a queue's messages that are not kept as the tables have them."""
+        prefix = pack_main(number, 0)[:4]
+        mains = [main for main in self.fresh if main[:4] == prefix]
+        for main, record in zip(mains, available.multi_get(mains), strict=True):
+            if record is None or self.fresh[main] != (record, item_of(record)):
+                yield main
+        items = [item for (of, _), item in self.claimed.items() if of == number]
+        mains = [pack_main(number, item.key) for item in items]
+        for main, item, record in zip(mains, items, in_progress.multi_get(mains), strict=True):
+            stored = None if record is None else item_of(record)
+            if stored is not None:
+                count_attempt(stored)
+            if stored != item:
+                yield main
+
+
+def item_of(record: bytes) -> Item:
+    """Decode a record of `available` or `in_progress`."""
+    contents, index_key, id8, attempts, forgiven, visible_at, lease = decode_stored_item(record)
+    key = int.from_bytes(id8, "big")
+    lane = lane_of_key(index_key)
+    return Item(key, key, lane, attempts, forgiven, visible_at, contents, lease)
+
+
+def visible_at_of(record: bytes) -> int:
+    """Return when a message becomes visible; 0 if its record does not decode."""
+    try:
+        return decode_stored_item(record)[5]
+    except CorruptRecord:
+        return 0

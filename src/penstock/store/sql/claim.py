@@ -19,8 +19,7 @@ from penstock import limits
 from penstock.errors import CorruptRecord
 from penstock.model import Delivery
 from penstock.store.codec.metadata import decode_metadata
-from penstock.store.kv.leases import family_of
-from penstock.store.receipts import lease_token
+from penstock.store.receipts import FAMILY_BYTES, lease_token
 from penstock.store.sql.claim_pacing import Crowding
 from penstock.store.sql.tokens import choose, walk
 from penstock.store.sql.zones import NEVER_MS
@@ -28,7 +27,7 @@ from penstock.store.sql.zones import NEVER_MS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.store.plans import Want
+    from penstock.model import Want
     from penstock.store.sql.maintain import Upkeep
     from penstock.store.sql.session import Core, Queue
 
@@ -184,7 +183,7 @@ class Claiming:
                 now_ms=now_ms,
             )
         )
-        core.commits += 1
+        core.progress.commits += 1
         by_lease = {claim.lease: claim for claim in claims}
         # Place of a zone -> whether it has more to give
         visited: dict[int, bool] = {}
@@ -234,7 +233,7 @@ class _Claim:
     def __init__(self, core: Core, queue: Queue, want: Want, now_ms: int) -> None:
         self._queue = queue.name
         self._limit = want.limit
-        self.lease = family_of(want.lease) + b"\0\0"
+        self.lease = want.lease[:FAMILY_BYTES] + b"\0\0"
         self.deadline_ms = now_ms + want.lease_ms
         self.consumer = want.consumer.encode()
         self._token = lease_token(core.identity.store_id, queue.number, self.lease)

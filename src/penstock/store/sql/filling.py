@@ -7,17 +7,11 @@ nothing of what a move has brought in, so that what is there already is looked f
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
-from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue
-from penstock.filters import parse
-from penstock.model import Backfilled
-from penstock.store.codec.metadata import Metadata, decode_metadata, encode_metadata
-from penstock.store.kv.restoring import check_known, step_end
-from penstock.store.kv.routing import BACKFILL_WINDOW, FILL_MESSAGES, FILL_WINDOW
-from penstock.store.log_records import metadata_of
-from penstock.store.plans import BackfillPlan, Filled
+from penstock.model import BackfillPlan, Filled
+from penstock.store import policy
+from penstock.store.codec.metadata import Metadata, encode_metadata
 from penstock.store.sql.publish import Arrival, add_items
 from penstock.store.sql.routing import delayed_until
 
@@ -25,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-    from penstock.filters import Filter
     from penstock.model import LogRecord
     from penstock.store.sql.routing import Routing
     from penstock.store.sql.session import Core, Queue
@@ -36,7 +29,7 @@ _ROWS: Final = 1 << 40
 
 
 class Filling:
-    """Backfill, fill and restore."""
+    """``backfill_plan`` and ``fill``."""
 
     def __init__(self, core: Core, routing: Routing) -> None:
         self._core = core
@@ -59,162 +52,93 @@ class Filling:
         # Offsets begin at 1.
         at = max(begin, 1 if archived else earliest)
         if archived and at < earliest:
-            check_known(coverage, queue_name, at)
+            policy.check_known(coverage, queue_name, at)
         return BackfillPlan(coverage.missing(at, end, text), text, end, earliest)
-
-    def backfill(self, queue_name: str, begin: int, end: int, now_ms: int) -> Backfilled:
-        """Do one step of filling a queue from [begin, end) of the log; go on from ``next``."""
-        core = self._core
-
-        def work() -> Backfilled:
-            queue = self._lock(queue_name)
-            text = queue.spec.filter
-            start = queue.coverage.skip(max(begin, self._routing.earliest()), text)
-            stop = min(end, core.head.next_offset, start + BACKFILL_WINDOW)
-            if start >= stop:
-                return Backfilled(scanned=0, added=0, missing=0, next=max(start, begin))
-            rows = self._routing.rows(None, start, stop, _ROWS)
-            wanted = self._wanted(queue, rows)
-            kept = self._hold(wanted)
-            self._enqueue(queue, kept, now_ms)
-            self._note(queue, start, stop)
-            return Backfilled(
-                scanned=len(rows), added=len(kept), missing=len(wanted) - len(kept), next=stop
-            )
-
-        done: Backfilled = self._change(queue_name, work)
-        return done
 
     def fill(
         self,
         queue_name: str,
         begin: int,
         end: int,
-        offsets: Sequence[int],
-        filter_text: str,
         now_ms: int,
+        *,
+        filter_text: str | None = None,
+        offsets: Sequence[int] | None = None,
+        records: Sequence[tuple[LogRecord, bytes | None]] | None = None,
     ) -> Filled:
-        """Do one step of filling a queue with messages that were matched elsewhere.
+        """Do one step of filling a queue from [begin, end); go on from ``next``.
 
-        ``offsets`` are all messages of [begin, end) that the queue's filter wants, ascending.
-        Coverage decides which of them it has had; go on from ``next``.
+        ``offsets`` (in the log) or ``records`` (archived, each with its payload if that is known)
+        are all messages of it that ``filter_text`` has matched elsewhere, ascending. Without either
+        the store matches the log itself. Coverage decides which messages the queue has had.
         """
+        archived = {record.message_id: (record, body) for record, body in records or ()}
+        matched = offsets if records is None else list(archived)
+        sizes = None if records is None else [record.size for record, _ in records]
 
         def work() -> Filled:
-            queue = self._lock(queue_name, filter_text)
-            start = min(end, queue.coverage.skip(begin, filter_text))
-            first = bisect_left(offsets, start)
-            stop = min(end, start + FILL_WINDOW)
-            last = bisect_left(offsets, stop, lo=first)
-            if last - first > FILL_MESSAGES:
-                last = first + FILL_MESSAGES
-                stop = offsets[last]
+            queue = self._core.lock_queue(queue_name)
+            coverage, text = queue.coverage, queue.spec.filter
+            policy.check_fill(queue_name, queue.spec, coverage, filter_text)
+            log = (self._routing.earliest(), self._core.head.next_offset)
+            if records is not None:
+                policy.check_archived(queue_name, coverage, begin, end, log[0])
+            start, stop, passed, chosen = policy.fill_step(
+                coverage, text, (begin, end), log, matched, sizes
+            )
             if start >= stop:
-                return Filled(0, first, 0, end)
-            chosen = set(offsets[first:last])
-            rows = self._routing.rows(None, start, stop, _ROWS) if chosen else []
-            rows = [row for row in rows if row[0] in chosen]
+                return Filled(0, passed, 0, max(start, begin) if chosen is None else end)
+            rows: Sequence[tuple[Any, ...]]
+            if records is not None:
+                rows = [
+                    (each, encode_metadata(policy.metadata_of(archived[each][0])))
+                    for each in chosen or ()
+                ]
+            else:
+                rows = self._routing.rows(None, start, stop, _ROWS) if chosen != [] else []
+                if chosen is not None:
+                    some = set(chosen)
+                    rows = [row for row in rows if row[0] in some]
             wanted = self._wanted(queue, rows)
             kept = self._hold(wanted)
-            self._enqueue(queue, kept, now_ms)
-            self._note(queue, start, stop)
-            missing = len(chosen) - len(rows) + len(wanted) - len(kept)
-            return Filled(len(kept), first + len(rows) - len(wanted), missing, stop)
-
-        done: Filled = self._change(queue_name, work)
-        return done
-
-    def restore(
-        self,
-        queue_name: str,
-        begin: int,
-        end: int,
-        records: Sequence[tuple[LogRecord, bytes | None]],
-        filter_text: str,
-        now_ms: int,
-    ) -> Filled:
-        """Do one step of filling a queue from below the log; go on from ``next``.
-
-        ``records`` are all messages of [begin, end) that the queue's filter wants, ascending, each
-        with its payload if that is known.
-        """
-
-        def work() -> Filled:
-            queue = self._lock(queue_name, filter_text)
-            earliest = self._routing.earliest()
-            if end > earliest:
-                raise InvalidInput(
-                    f"the log is kept from offset {earliest} on: what is there is filled from the "
-                    f"log, so that a restore can't go to {end}"
-                )
-            check_known(queue.coverage, queue_name, begin)
-            start = min(end, queue.coverage.skip(begin, filter_text))
-            ids = [record.message_id for record, _ in records]
-            first = bisect_left(ids, start)
-            last = step_end(records, first)
-            stop = end if last == len(records) else ids[last]
-            if start >= stop:
-                return Filled(0, first, 0, end)
-            part = {record.message_id: (metadata_of(record), body)
-                    for record, body in records[first:last]}  # fmt: skip
-            wanted = self._wanted(
-                queue, [(each, encode_metadata(metadata)) for each, (metadata, _) in part.items()]
+            kept |= self._restore(
+                {each: wanted[each] for each in wanted if each not in kept and each in archived},
+                archived,
             )
-            kept = self._hold(wanted)
-            again = {
-                each: part[each]
-                for each in wanted
-                if each not in kept and part[each][1] is not None
-            }
-            if again:
-                self._core.database.run(
-                    "restore_messages",
-                    message_ids=list(again),
-                    metadata=[encode_metadata(metadata) for metadata, _ in again.values()],
-                    payloads=[body for _, body in again.values()],
-                )
-                kept |= {each: wanted[each] for each in again}
             self._enqueue(queue, dict(sorted(kept.items())), now_ms)
             self._note(queue, start, stop)
-            already = first + (last - first) - len(wanted)
-            return Filled(len(kept), already, len(wanted) - len(kept), stop)
+            asked = len(rows) if chosen is None else len(chosen)
+            missing = asked - len(rows) + len(wanted) - len(kept)
+            return Filled(len(kept), passed + len(rows) - len(wanted), missing, stop)
 
-        done: Filled = self._change(queue_name, work)
+        core = self._core
+        core.refresh()
+        core.queue(queue_name)
+        done: Filled = core.change(work)
         return done
 
     # --- parts -----------------------------------------------------------------------------
 
-    def _change(self, queue_name: str, work: Any) -> Any:
-        core = self._core
-        core.refresh()
-        core.queue(queue_name)
-        return core.change(work)
-
-    def _lock(self, queue_name: str, filter_text: str | None = None) -> Queue:
-        """Hold a queue, as it is now; whoever changes it holds log_head and then its row."""
-        queue = self._core.lock_queue(queue_name)
-        if queue.coverage.draining:
-            raise InvalidQueue(f"queue {queue_name!r} is draining: it takes no more messages")
-        if filter_text is not None and queue.spec.filter != filter_text:
-            raise InvalidInput(
-                f"queue {queue_name!r} now takes messages where {queue.spec.filter}; these were "
-                f"matched by {filter_text}: plan the backfill again"
+    def _restore(
+        self,
+        gone: dict[int, Metadata],
+        archived: dict[int, tuple[LogRecord, bytes | None]],
+    ) -> dict[int, Metadata]:
+        """Store messages again whose payload the archive has; return those."""
+        again = {each: m for each, m in gone.items() if archived[each][1] is not None}
+        if again:
+            self._core.database.run(
+                "restore_messages",
+                message_ids=list(again),
+                metadata=[encode_metadata(m) for m in again.values()],
+                payloads=[archived[each][1] for each in again],
             )
-        return queue
+        return again
 
     def _wanted(self, queue: Queue, rows: Sequence[tuple[Any, ...]]) -> dict[int, Metadata]:
         """Return those messages that a queue wants and has not had."""
-        matcher = parse(queue.spec.filter)
-        compiled: dict[str, Filter] = {matcher.text: matcher}
-        found = {}
-        for message_id, encoded in rows:
-            try:
-                m = decode_metadata(encoded)
-            except CorruptRecord:
-                continue
-            row = (m.attributes, m.group, m.priority, m.published_at_ms, m.size)
-            if matcher.matches(row) and not queue.coverage.had(row, message_id, compiled):
-                found[message_id] = m
+        wanted = policy.wanted(queue.spec.filter, queue.coverage, rows)
+        found = {message_id: metadata for message_id, (metadata, _) in wanted.items()}
         if found:
             for (message_id,) in self._core.database.run(
                 "find_present", queue=queue.number, message_ids=list(found)

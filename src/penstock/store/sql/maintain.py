@@ -288,13 +288,22 @@ class Upkeep:
         now_ms: int,
         *,
         limit: int | None = None,
+        before: int | None = None,
+        created_at_ms: int | None = None,
     ) -> int:
-        """Remove messages of a queue that are in one of the states, up to a limit; say how many."""
+        """Remove messages of a queue by state, up to a limit; return how many.
+
+        ``before``: only done or failed ones whose sequence number is below it, and none if the
+        queue was not made at ``created_at_ms``.
+        """
         core = self._core
         # Another process may have made it again, under another number.
         core.refresh()
         queue = core.queue(queue_name)
-        self.catch_up(now_ms, ALL, queue)
+        if created_at_ms is not None and queue.spec.created_at_ms != created_at_ms:
+            return 0
+        if before is None:
+            self.catch_up(now_ms, ALL, queue)
         removed = 0
         for state in states:
             while limit is None or removed < limit:
@@ -302,14 +311,17 @@ class Upkeep:
                 if state in STATES:
                     count = self._purge_live(queue, STATES[state], now_ms, room)
                 else:
-                    name = "trim_done_by_time" if state is State.DONE else "trim_failed_by_time"
+                    by = "by_time" if before is None else "to"
+                    name = f"trim_{state.value}_{by}"
                     # Whatever another process's clock said.
-                    count = self._trim(queue, state, name, (1 << 63) - 1, room, now_ms)
+                    up_to = (1 << 63) - 1 if before is None else before
+                    count = self._trim(queue, state, name, up_to, room, now_ms)
                 removed += count
                 if not count:
                     break
         self.look_again()
-        core.wake(queue)
+        if before is None:
+            core.wake(queue)
         return removed
 
     def _purge_live(self, queue: Queue, state: int, now_ms: int, count: int) -> int:
@@ -340,28 +352,6 @@ class Upkeep:
         core.add_counts(queue.number, now_ms, live=-len(ids), in_flight=-leased, removed=len(ids))
         self.let_go(queue, ids)
         return len(ids)
-
-    def trim(
-        self,
-        queue_name: str,
-        state: State,
-        before: int,
-        now_ms: int,
-        *,
-        limit: int,
-        created_at_ms: int | None = None,
-    ) -> int:
-        """Remove done or failed messages whose sequence number is below ``before``, up to a limit.
-
-        Nothing is removed if the queue was not made at ``created_at_ms``.
-        """
-        self._core.refresh()
-        queue = self._core.queue(queue_name)
-        if created_at_ms is not None and queue.spec.created_at_ms != created_at_ms:
-            return 0
-        name = "trim_done_to" if state is State.DONE else "trim_failed_to"
-        self.look_again()
-        return self._trim(queue, state, name, before, limit, now_ms)
 
     # --- queues ----------------------------------------------------------------------------
 
@@ -442,8 +432,14 @@ class Upkeep:
         self._moving.unpark()
         self.look_again()
 
-    def delete_queue(self, queue_name: str, now_ms: int) -> int:
-        """Remove a queue with everything in it; say how many messages went."""
+    def delete_queue(self, queue_name: str, now_ms: int, *, drain: bool = False) -> int:
+        """Remove a queue with everything in it; return how many messages were removed.
+
+        ``drain``: let no more messages in; a sweep removes the queue once nothing waits in it.
+        """
+        if drain:
+            self._drain(queue_name, now_ms)
+            return 0
         removed = self.purge(queue_name, State, now_ms)
         return removed + self._delete(queue_name, now_ms)
 
@@ -480,8 +476,7 @@ class Upkeep:
         self.look_again()
         return int(removed)
 
-    def drain_queue(self, queue_name: str, now_ms: int) -> None:
-        """Let no more messages in; a sweep removes the queue once nothing waits in it."""
+    def _drain(self, queue_name: str, now_ms: int) -> None:
         core = self._core
         core.queue(queue_name)
 

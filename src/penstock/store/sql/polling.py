@@ -14,8 +14,7 @@ from penstock.model import SweepCounts
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.model import Delivery
-    from penstock.store.plans import Want
+    from penstock.model import Delivery, Want
     from penstock.store.sql.claim import Claiming
     from penstock.store.sql.maintain import Upkeep
     from penstock.store.sql.session import Core
@@ -48,7 +47,6 @@ class Watching:
         self._background = background
         # Number of a queue -> until when it is watched
         self._watched: dict[int, int] = {}
-        self._hints: dict[str, int] = {}
         self._now_ms = 0
         self._upkeep_ms = self._net_ms = self._follow_ms = self._plans_ms = 0
         # Told every minute, so that a clock can follow the database's.
@@ -66,16 +64,16 @@ class Watching:
                 self._watched[queue.number] = now_ms + WATCH_MS
         return answers
 
-    def take_woken(self) -> set[str]:
-        """Return the queues that may have got something to claim since the last call."""
-        self._hints, self._core.woken = self._core.woken, {}
-        return set(self._hints)
+    def take_woken(self) -> dict[str, int | None]:
+        """Return the queues that may have got something to claim since the last call.
 
-    def available(self, queue_name: str) -> int | None:
-        """Return about how much a queue has got since it was last asked; None: it is gone."""
-        if queue_name not in self._core.queues:
-            return None
-        return self._hints.get(queue_name, 1)
+        With each, about how many messages it has got; None: the queue is gone.
+        """
+        if not self._core.woken:
+            return {}
+        woken, self._core.woken = self._core.woken, {}
+        known = self._core.queues
+        return {name: count if name in known else None for name, count in woken.items()}
 
     def soonest_ms(self) -> int | None:
         """Return a time before which nothing is due, from memory alone."""

@@ -169,7 +169,7 @@ class Intake:
                 # Another process has published the same dedup id since they were looked up.
                 continue
             if ids is not None:
-                core.commits += 1
+                core.progress.commits += 1
                 return ids
             if core.database.run("find_request", token=token):
                 # It had been done before queues were changed, and the answer was lost.
@@ -342,7 +342,7 @@ class Intake:
             else:
                 ids.append(first_id)
                 first_id += 1
-        core.commits += 1
+        core.progress.commits += 1
         for queue in core.queues.values():
             core.wake(queue)
         return ids

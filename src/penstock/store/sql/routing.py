@@ -12,13 +12,20 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from penstock.errors import CorruptRecord, InvalidInput
-from penstock.model import Assigned, AssignStatus, Cursor, LogPage, LogStats
-from penstock.store.codec.metadata import decode_heads, decode_metadata
+from penstock.errors import InvalidInput
+from penstock.model import (
+    Assigned,
+    AssignStatus,
+    Cursor,
+    LiveFilters,
+    LogPage,
+    LogStats,
+    RoutePlan,
+)
+from penstock.store import policy
+from penstock.store.codec.metadata import decode_heads
 from penstock.store.coverage import Throughout
 from penstock.store.kv.log import SEGMENT_MS
-from penstock.store.log_records import decodes, record_of
-from penstock.store.plans import LiveFilters, LogStretch, RoutePlan
 from penstock.store.sql.publish import Arrival, add_items
 
 if TYPE_CHECKING:
@@ -116,7 +123,7 @@ class Routing:
         """
         core = self._core
         core.refresh()
-        self._check_log(log)
+        policy.check_log(log, self._all_logs)
         log_end, segments = core.head.next_offset, self._segments()
         earliest = segments[0][1] if segments else log_end
         cursors = self._cursors(earliest)
@@ -126,26 +133,15 @@ class Routing:
         others = [cursor for other, cursor in cursors.items() if other != log]
         if core.identity.routing == "inline":
             others = []
-        for change, _ in core.settings.changes:
-            if begin < change < end and any(cursor < change for cursor in others):
-                end = change
-            elif change == begin and any(cursor < change for cursor in others):
-                end = begin
+        end = policy.page_end(begin, end, core.settings.changes, others)
         rows = self.rows(log, begin, end, limit + 1)
         if segments and begin < segments[-1][1] and begin < self.earliest():
             # Retention was faster: what is gone must not be passed by as if it had not been.
             return self.read_log(log, begin, limit)
         following = rows[limit][0] if len(rows) > limit else end
-        records = []
-        for message_id, encoded in rows[:limit]:
-            try:
-                records.append(record_of(message_id, decode_metadata(encoded)))
-            except CorruptRecord:
-                # Nobody can route it; it stays in the log, and the tailer goes on.
-                log_.exception("message %d of log %d can't be routed", message_id, log)
         return LogPage(
             log=log,
-            records=records,
+            records=policy.records_of(((row[0], row[1]) for row in rows[:limit]), log),
             cursor=Cursor(begin, max(begin, following), core.head.filters_version),
             earliest=earliest,
             end=log_end,
@@ -176,7 +172,7 @@ class Routing:
         """
         core = self._core
         core.refresh()
-        self._check_log(log)
+        policy.check_log(log, self._all_logs)
 
         def work() -> Assigned:
             return self._assign(log, cursor, assignments, now_ms, epoch)
@@ -201,17 +197,16 @@ class Routing:
         at = max(found[0][0], earliest)
         if epoch is not None and epoch != database.run("read_epoch")[0][0]:
             return Assigned(AssignStatus.FENCED, at, 0)
-        if cursor.end <= at:
-            return Assigned(AssignStatus.STALE, at, 0)
-        if cursor.begin > max(at, earliest):
-            return Assigned(AssignStatus.AHEAD, at, 0)
+        refusal = policy.refuse_page(cursor, at, earliest)
+        if refusal is not None:
+            return Assigned(refusal, at, 0)
         # Queues may be changed until here, and no more from here on.
         names = {name for each in assignments.values() for name in each}
         numbers = sorted(core.queues[name].number for name in names if name in core.queues)
         if numbers:
             database.run("share_queues", numbers=numbers)
         core.refresh()
-        if self._outdated(cursor):
+        if policy.is_outdated(cursor, core.head.filters_version, core.filter_changes):
             return Assigned(AssignStatus.OUTDATED, at, 0)
         begin = max(at, cursor.begin)
         rows = self._page(log, begin, cursor, assignments)
@@ -233,11 +228,7 @@ class Routing:
         assignments: Mapping[int, Sequence[str]],
     ) -> list[tuple[Any, ...]]:
         """Read what is assigned, and refuse what is not there."""
-        for message_id in (min(assignments), max(assignments)) if assignments else ():
-            if not cursor.begin <= message_id < cursor.end:
-                raise InvalidInput(
-                    f"message {message_id} is not in the page [{cursor.begin}, {cursor.end})"
-                )
+        policy.check_assigned(cursor, assignments)
         end = self._core.head.next_offset
         if end < cursor.end:
             raise InvalidInput(
@@ -268,7 +259,7 @@ class Routing:
         heads = decode_heads([row[1] for row in rows])
         for (message_id, encoded), head in zip(rows, heads, strict=True):
             names = assignments.get(message_id, ())
-            if head is None or not (names or decodes(encoded)):
+            if head is None or not (names or policy.decodes(encoded)):
                 continue
             kept = [name for name in dict.fromkeys(names) if live.at(name, message_id)]
             refs[message_id] = len(kept)
@@ -300,7 +291,7 @@ class Routing:
         """Fence every pipeline that took an epoch before; return the new one."""
         core = self._core
         rows = core.database.do(lambda: core.database.run("take_epoch"), again=True)
-        core.commits += 1
+        core.progress.commits += 1
         return int(rows[0][0])
 
     def route_plan(self, max_offsets: int | None) -> RoutePlan:
@@ -312,21 +303,13 @@ class Routing:
         core.refresh()
         log_end = core.head.next_offset
         cursors = self._cursors(self.earliest())
-        limit = log_end if max_offsets is None else min(cursors.values()) + max_offsets
-        stretches = []
-        for log, begin in cursors.items():
-            until = self._filters_at(begin)[1]
-            end = min(limit, log_end, log_end if until is None else until)
-            for change, _ in core.settings.changes:
-                # A group that moves to another log must not overtake itself.
-                if begin <= change < end and any(other < change for other in cursors.values()):
-                    end = max(begin, change)
-            if begin < end:
-                stretches.append(LogStretch(log, begin, end))
+        changes = core.settings.changes
         return RoutePlan(
-            epoch=core.database.run("load_instance")[0][4],
+            epoch=core.database.run("load_instance")[0][6],
             filters_version=core.head.filters_version,
-            stretches=stretches,
+            stretches=policy.route_stretches(
+                cursors, log_end, max_offsets, changes, lambda at: self._filters_at(at)[1]
+            ),
             lag={log: log_end - begin for log, begin in cursors.items()},
         )
 
@@ -338,26 +321,9 @@ class Routing:
 
     def _filters_at(self, offset: int) -> tuple[dict[str, str], int | None]:
         """Return the filters that are live at an offset, and the offset at which they change."""
-        live: dict[str, str] = {}
-        until: int | None = None
-        for name, queue in sorted(self._core.queues.items()):
-            text = queue.coverage.filter_at(offset)
-            if text is not None:
-                live[name] = text
-            for border in queue.coverage.borders():
-                if border > offset:
-                    until = border if until is None else min(until, border)
+        coverages = [(name, queue.coverage) for name, queue in self._core.queues.items()]
+        live, _, until = policy.filters_at(coverages, offset)
         return live, until
-
-    def _outdated(self, cursor: Cursor) -> bool:
-        """Whether filters have changed for offsets of a page since it was read."""
-        version, changes = cursor.filters_version, self._core.filter_changes
-        if version is None or version == self._core.head.filters_version:
-            return False
-        # What happened before the oldest change on record is not known: read again, to be sure.
-        if not changes or changes[0][0] > version + 1:
-            return True
-        return any(at > version and offset < cursor.end for at, offset in changes)
 
     def configure_log(self, logs: int | None, retention_ms: int | None, now_ms: int) -> None:
         """Spread messages over another number of logs from here on; keep them for another time."""
@@ -388,11 +354,6 @@ class Routing:
         self._core.database.run(
             "put_coverage", number=queue.number, coverage=msgspec.msgpack.encode(queue.coverage)
         )
-
-    def _check_log(self, log: int) -> None:
-        known = self._all_logs
-        if not 0 <= log < known:
-            raise InvalidInput(f"no log {log}; there are logs 0 to {known - 1}")
 
     # --- retention -----------------------------------------------------------------------
 

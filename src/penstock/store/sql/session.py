@@ -15,6 +15,7 @@ import msgspec
 
 from penstock.errors import QueueNotFound, StoreDamaged, StoreMismatch
 from penstock.model import Ordering, QueueSpec
+from penstock.store.contract import Progress
 from penstock.store.coverage import Coverage
 from penstock.store.kv.log import LogSettings
 from penstock.store.sql.zones import Zones
@@ -99,11 +100,9 @@ class Core:
         self._stamps = 0
         self.turns = 0
         self.stale_receipts = 0
-        self.commits = 0
+        self.progress = Progress()
         # Queues that may have got something to claim, and about how much.
         self.woken: dict[str, int] = {}
-        # How often the live filters were found changed.
-        self.live_changes = 0
         self._due_ms: int | None = None
         # When the retention of done and failed messages next has something to do.
         self.retention_ms: int | None = None
@@ -221,7 +220,7 @@ class Core:
             # Whoever waits for it is to find out.
             self.woken.setdefault(name, 0)
         if before != self.live_filters():
-            self.live_changes += 1
+            self.progress.filter_changes += 1
 
     def live_filters(self) -> dict[str, str]:
         """Return the filters that new messages are routed by, as far as is known."""
@@ -267,7 +266,7 @@ class Core:
         row = self.database.run("bump_head", filters=int(filters), now_ms=now_ms)[0]
         self.head = self.head._replace(specs_version=row[0], filters_version=row[1])
         if filters_from is not None:
-            self.live_changes += 1
+            self.progress.filter_changes += 1
             self.filter_changes = [*self.filter_changes, (int(row[1]), filters_from)]
             self.filter_changes = self.filter_changes[-FILTER_CHANGES:]
             self.database.run(
@@ -301,7 +300,7 @@ class Core:
         # Around all attempts: what comes after the commit must not have it done once more.
         with self.zones.sure():
             result = self.database.do(attempt, again=again)
-        self.commits += 1
+        self.progress.commits += 1
         return result
 
     def wake(self, queue: Queue, count: int = 1) -> None:

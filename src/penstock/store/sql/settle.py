@@ -66,7 +66,7 @@ class Settling:
         if repeated.lost:
             judged |= {key: True for key, _ in self._ended(wanted, ACKED)}
         if rows:
-            core.commits += 1
+            core.progress.commits += 1
         for number in {key[0] for key, good in judged.items() if good}:
             queue = core.numbered(number)
             if queue is not None:
@@ -77,10 +77,15 @@ class Settling:
         return self._outcomes(receipts, keys, judged, OutcomeStatus.DONE)
 
     def extend(
-        self, receipts: Sequence[str], *, lease_ms: int, queue_name: str | None, now_ms: int
+        self, receipts: Sequence[str] | str, *, lease_ms: int, queue_name: str | None, now_ms: int
     ) -> list[Outcome]:
-        """Move the deadline of receipts; the rest of their lease keeps its own."""
+        """Move the deadline of receipts, or of everything that is still held under a lease token.
+
+        The rest of a lease keeps its own deadline.
+        """
         core = self._core
+        if isinstance(receipts, str):
+            receipts = list(self.held(receipts).values())
         keys = self._keys(receipts, queue_name)
         wanted = list(dict.fromkeys(keys))
         deadline_ms = now_ms + lease_ms
@@ -101,19 +106,12 @@ class Settling:
                     again=True,
                 )
                 sooner |= {(row[0], row[4]): deadline_ms for row in rows if row[4] is not None}
-            core.commits += 1
+            core.progress.commits += 1
             core.due(deadline_ms)
         judged = {(queue, message_id, lease): good for queue, message_id, lease, good, _ in rows}
         return self._outcomes(
             receipts, keys, judged, OutcomeStatus.EXTENDED, deadline_ms=deadline_ms
         )
-
-    def extend_lease(
-        self, token: str, *, lease_ms: int, queue_name: str | None, now_ms: int
-    ) -> list[Outcome]:
-        """Move the deadline of everything that is still held under a lease."""
-        receipts = list(self.held(token).values())
-        return self.extend(receipts, lease_ms=lease_ms, queue_name=queue_name, now_ms=now_ms)
 
     def held(self, token: str) -> dict[int, str]:
         """Return the receipts of what is held under a lease, by message id."""

@@ -8,8 +8,8 @@ import msgspec
 
 from penstock.errors import InvalidInput, PenstockError
 from penstock.limits import MAX_DATABASE_VIEWS, MAX_RING_SIZE
-from penstock.model import Contention
-from penstock.store.plans import Collected, StoreInfo
+from penstock.model import Collected, Contention
+from penstock.store.contract import Health, LiveQueue, StoreDetails
 from penstock.store.sql.claim import Claiming
 from penstock.store.sql.database import Database
 from penstock.store.sql.filling import Filling
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.model import QueueSpec
-    from penstock.store.kv.check import AuditReport
+    from penstock.store.check_report import AuditReport
     from penstock.store.sql.snapshot import SqlPinned
 
 __all__ = ["SqlStore", "open_store"]
@@ -102,8 +102,15 @@ def open_store(
 class SqlStore:
     """A store on a SQL database."""
 
+    # A commit is durable when the database has answered it.
+    durable_on_commit = True
+
     def __init__(self, core: Core, *, background: bool) -> None:
         self.core = core
+        self.progress = core.progress
+        self._time_floor_ms = int(core.database.run("time_floor")[0][0] or 0)
+        # A verb waits so long for the database, and for other verbs of this process.
+        self.patience_s: float | None = core.tunables.verb_timeout_ms / 1000
         routing = Routing(core)
         settling = Settling(core)
         moving = Moving(core)
@@ -115,19 +122,16 @@ class SqlStore:
         self.create_queue = upkeep.create_queue
         self.update_queue = upkeep.update_queue
         self.delete_queue = upkeep.delete_queue
-        self.drain_queue = upkeep.drain_queue
         self.publish = Intake(core).publish
         self.claim = watching.claim
         self.ack = settling.ack
         self.release = settling.release
         self.extend = settling.extend
-        self.extend_lease = settling.extend_lease
         self.held = settling.held
         self.queues_of = settling.queues_of
         self.redrive = upkeep.redrive
         self.move = upkeep.move
         self.purge = upkeep.purge
-        self.trim = upkeep.trim
         self.read_log = routing.read_log
         self.assign = routing.assign
         self.take_epoch = routing.take_epoch
@@ -137,16 +141,13 @@ class SqlStore:
         self.offset_at = routing.offset_at
         self.log_stats = routing.stats
         self.backfill_plan = filling.backfill_plan
-        self.backfill = filling.backfill
         self.fill = filling.fill
-        self.restore = filling.restore
         self.browse = views.browse
         self.attempts = views.attempts
         self.queue_stats = views.queue_stats
         self.store_stats = views.store_stats
         self.soonest_ms = watching.soonest_ms
         self.take_woken = watching.take_woken
-        self.available = watching.available
         self.sweep = watching.sweep
         self._watching = watching
         self._upkeep = upkeep
@@ -158,54 +159,35 @@ class SqlStore:
 
     # --- queues ----------------------------------------------------------------------------
 
-    def draining(self, queue_name: str) -> bool:
-        """Whether a queue takes no more messages and is about to go."""
-        return self.core.queue(queue_name).coverage.draining
-
-    def live_filters(self) -> dict[str, str]:
-        """Return the filters that new messages are routed by."""
-        self.core.refresh()
-        return self.core.live_filters()
-
-    @property
-    def filter_changes(self) -> int:
-        """How often the live filters were found changed, by whichever process."""
-        return self.core.live_changes
-
     def spec(self, queue_name: str) -> QueueSpec:
         """Return the settings of a queue."""
         return self.core.queue(queue_name).spec
 
-    def specs(self) -> list[QueueSpec]:
-        """Return the settings of every queue, by name."""
+    def queues(self) -> list[LiveQueue]:
+        """Return all queues, by name."""
         self.core.refresh()
-        return [queue.spec for _, queue in sorted(self.core.queues.items())]
+        live = self.core.live_filters()
+        return [
+            LiveQueue(queue.spec, live.get(name), queue.coverage.draining)
+            for name, queue in sorted(self.core.queues.items())
+        ]
 
-    def routing(self) -> str:
-        """Return how the store routes."""
-        return self.core.identity.routing
+    def health(self) -> Health:
+        """Return whether the database has answered, and the cost of sharing it.
 
-    def contention(self) -> Contention:
-        """Say what sharing the database has cost this process."""
+        The disk is the database's.
+        """
         zones, database = self.core.zones, self.core.database
-        return Contention(
+        contention = Contention(
             collisions=zones.collisions,
             collected=zones.collected,
             repeated=database.repeated,
             reconnected=database.reconnected,
             statements=database.statements,
         )
-
-    @property
-    def away(self) -> str | None:
-        """Why the database does not answer, if it did not when it was last asked something."""
-        why = self.core.database.away
-        return None if why is None else f"the database does not answer: {why}"
-
-    @property
-    def patience_s(self) -> float:
-        """How long a verb waits for the database, and for others of this process."""
-        return self.core.tunables.verb_timeout_ms / 1000
+        why = database.away
+        away = None if why is None else f"the database does not answer: {why}"
+        return Health(away, contention=contention)
 
     def limit(self, seconds: float) -> None:
         """Let what is asked for from here on wait for the database for so long."""
@@ -214,12 +196,16 @@ class SqlStore:
     def recover(self, alone: AbstractContextManager[None]) -> None:
         """Do nothing: every verb tries to connect."""
 
-    def free_bytes(self) -> None:
-        """Return None: the disk is the database's."""
-
-    def info(self) -> StoreInfo:
-        """Say which store this is."""
-        return StoreInfo(f"{self.core.identity.store_id:08x}", "sql", self.core.identity.routing)
+    def info(self) -> StoreDetails:
+        """Return which store this is. Each snapshot has a connection of its own."""
+        identity = self.core.identity
+        return StoreDetails(
+            f"{identity.store_id:08x}",
+            "sql",
+            identity.routing,
+            MAX_DATABASE_VIEWS,
+            self._time_floor_ms,
+        )
 
     def set_ring_size(self, ring_size: int, now_ms: int) -> None:
         """Give zones that come from here on a token of another ring; others keep theirs."""
@@ -249,13 +235,7 @@ class SqlStore:
 
     # --- payloads --------------------------------------------------------------------------
 
-    def collectable(self, message_ids: Sequence[int]) -> set[int]:
-        """Return those messages that no queue can come to hold any more: the log has let go."""
-        log = self.log_stats()
-        gone = min(log.earliest, log.routed_up_to)
-        return {message_id for message_id in message_ids if message_id < gone}
-
-    def drop_payloads(
+    def collect(
         self,
         message_ids: Sequence[int],
         now_ms: int,  # noqa: ARG002
@@ -279,11 +259,6 @@ class SqlStore:
         """Pin what is committed for reading in bulk, on a connection of its own."""
         return self.pins.pin(now_ms, stats=stats, marks=marks)
 
-    @property
-    def max_views(self) -> int:
-        """How many states a server may have pinned at a time: each has a connection."""
-        return MAX_DATABASE_VIEWS
-
     # --- time and durability ---------------------------------------------------------------
 
     def audit(self, *, repair: bool, now_ms: int) -> AuditReport:
@@ -293,21 +268,12 @@ class SqlStore:
         with self.core.database.at_leisure():
             return audit(self.core, repair=repair, now_ms=now_ms)
 
-    def time_floor_ms(self) -> int:
-        """Return the latest time that this store has seen."""
-        return int(self.core.database.run("time_floor")[0][0] or 0)
-
     def server_ms(self) -> int:
         """Return what time the server has."""
         return int(self.core.database.run("server_time")[0][0])
 
-    @property
-    def commits(self) -> int:
-        """How many commits were made; each is durable when it has been made."""
-        return self.core.commits
-
     def sync(self) -> None:
-        """Do nothing: a commit is durable when the database has answered it."""
+        """Do nothing: see ``durable_on_commit``."""
 
     def checkpoint(self, path: Path) -> None:
         """Refuse: a database has its own ways to be backed up."""

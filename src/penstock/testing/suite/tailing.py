@@ -366,7 +366,7 @@ class TailingSuite(RoutedSuite):
         (message_id,) = self.ready(1)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(self.broker.claim, "q", wait_ms=60_000)
-            while not self.broker._shell._waiters:  # noqa: SLF001 - nothing else says that it waits
+            while not self.broker._runner._waiters:  # noqa: SLF001 - nothing else says that it waits
                 threading.Event().wait(0.001)
             self.route()
             (delivery,) = waiting.result(timeout=120)

@@ -1,4 +1,4 @@
-"""What the shell makes of a store that another process has taken over."""
+"""The runner of a store that another process has taken over."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from penstock.errors import StoreFenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from penstock import Broker
 
 
 @pytest.fixture
-def broker() -> Iterator[Broker]:
-    with penstock.open("memory:") as opened:
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    with penstock.open(f"rocksdb:{tmp_path / 'store'}") as opened:
         opened.create_queue("q")
         yield opened
 
@@ -49,9 +50,9 @@ def test_who_is_refused_is_the_one_that_notices(
         # Nobody else has told it so, and nothing can be looked at any more.
         with pytest.raises(StoreFenced):
             broker.queues()
-    assert broker._shell.lost is first.value
-    broker._shell._lose(StoreFenced("told again, by who watches the store"))
-    assert broker._shell.lost is first.value
+    assert broker._runner.lost is first.value
+    broker._runner._lose(StoreFenced("told again, by who watches the store"))
+    assert broker._runner.lost is first.value
     assert told.count((None, None)) == 1
 
 
@@ -68,7 +69,7 @@ def test_a_refused_sync_ends_claims_that_wait(
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    wait_until(lambda: broker._shell._waiters)
+    wait_until(lambda: broker._runner._waiters)
     with monkeypatch.context() as patched:
         patched.setattr(broker._store, "sync", refuse)
         with pytest.raises(StoreFenced):
@@ -91,10 +92,10 @@ def test_a_listener_that_fails_keeps_nobody_waiting(broker: Broker) -> None:
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    wait_until(lambda: broker._shell._waiters)
+    wait_until(lambda: broker._runner._waiters)
     broker.listen(fail)
     with pytest.raises(RuntimeError):
-        broker._shell._lose(StoreFenced("another broker has opened it"))
+        broker._runner._lose(StoreFenced("another broker has opened it"))
     waiting.join(60)
     assert len(failures) == 1
 
@@ -105,6 +106,6 @@ def test_a_refused_sweep_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
         broker.send("q", b"")
         patched.setattr(broker._store, "sweep", refuse)
         broker.claim("q")
-        wait_until(lambda: broker._shell.lost is not None)
+        wait_until(lambda: broker._runner.lost is not None)
         with pytest.raises(StoreFenced):
             broker.queues()

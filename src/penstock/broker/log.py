@@ -1,4 +1,4 @@
-"""The broker's verbs of the metadata log: for tailers, backfills and pipelines."""
+"""The broker's verbs of the metadata log: for tailers, backfills, pipelines and bulk readers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from bisect import bisect_left
 from datetime import datetime
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from penstock import limits
+from penstock.broker.reader import StoreReader
 from penstock.errors import InvalidInput
-from penstock.model import Backfilled
-from penstock.store.plans import Collected, Filled
+from penstock.model import Backfilled, BackfillPlan, Collected, Filled, StoreInfo
 from penstock.validation import (
     check_archived,
     check_assignments,
@@ -23,27 +23,37 @@ from penstock.validation import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from penstock.broker.runner import Shell
-    from penstock.model import Assigned, Cursor, LogPage, LogRecord, LogStats, QueueSpec
-    from penstock.store.contract import Store
-    from penstock.store.plans import BackfillPlan, LiveFilters, RoutePlan, StoreInfo
+    from penstock.broker.runner import Runner
+    from penstock.model import (
+        Assigned,
+        Cursor,
+        LiveFilters,
+        LogPage,
+        LogRecord,
+        LogStats,
+        QueueSpec,
+        RoutePlan,
+    )
     from penstock.store.snapshot import PinnedStore
 
-__all__ = ["LogVerbs"]
+
+T = TypeVar("T")
 
 
-class LogVerbs:
-    """Half of :class:`~penstock.broker.broker.Broker`."""
+class LogBroker(StoreReader):
+    """The verbs of the log: the base of :class:`~penstock.Broker`, which has those of messages."""
 
-    _shell: Shell
-    _store: Store
+    _runner: Runner
     _inline: bool
     # Messages restored since each collection that is under way has looked.
     _restored: list[set[int]]
 
+    def _look(self, read: Callable[[int], T]) -> T:
+        return self._runner.look(read)
+
     def queue(self, name: str) -> QueueSpec:
         """Return the spec of a queue."""
-        return self._shell.look(lambda _: self._store.spec(name))
+        return self._runner.look(lambda _: self._store.spec(name))
 
     def read_log(self, log: int = 0, *, begin: int | None = None, limit: int = 1_000) -> LogPage:
         """Read a page of a metadata log, from an offset or (None) from the log's cursor on."""
@@ -51,7 +61,7 @@ class LogVerbs:
         check_count(limit, "limit", 1, limits.MAX_LOG_LIMIT)
         if begin is not None:
             check_count(begin, "begin", 0, limits.MAX_OFFSET)
-        return self._shell.look(lambda _: self._store.read_log(log, begin, limit))
+        return self._runner.look(lambda _: self._store.read_log(log, begin, limit))
 
     def assign(
         self,
@@ -70,13 +80,13 @@ class LogVerbs:
             raise InvalidInput("this store routes inline: there is nothing to assign")
         check_count(log, "log", 0, limits.MAX_LOGS)
         check_assignments(cursor, assignments)
-        return self._shell.apply(
+        return self._runner.apply(
             lambda now_ms: self._store.assign(log, cursor, assignments, now_ms, epoch=epoch)
         )
 
     def take_epoch(self) -> int:
         """Fence every pipeline that took an epoch before; name the new one in ``assign``."""
-        return self._shell.apply(self._store.take_epoch)
+        return self._runner.apply(self._store.take_epoch)
 
     def backfill(
         self,
@@ -98,9 +108,9 @@ class LogVerbs:
         begin, end = max(begin, log.earliest), min(end, log.routed_up_to)
         total = Backfilled(scanned=0, added=0, missing=0, next=begin)
         while total.next < end:
-            step = self._shell.apply(partial(self._store.backfill, queue, total.next, end))
+            step = self._runner.apply(partial(self._store.fill, queue, total.next, end))
             total = Backfilled(
-                scanned=total.scanned + step.scanned,
+                scanned=total.scanned + step.added + step.already + step.missing,
                 added=total.added + step.added,
                 missing=total.missing + step.missing,
                 next=step.next,
@@ -119,7 +129,7 @@ class LogVerbs:
     def _offset(self, place: int | datetime | str, name: str) -> int:
         if isinstance(place, datetime):
             time_ms = int(place.timestamp() * 1000)
-            return self._shell.look(lambda _: self._store.offset_at(time_ms))
+            return self._runner.look(lambda _: self._store.offset_at(time_ms))
         if isinstance(place, str):
             raise InvalidInput(f"{name} is an offset, a datetime or 'earliest', not {place!r:.100}")
         return check_count(place, name, 0, limits.MAX_OFFSET)
@@ -127,22 +137,23 @@ class LogVerbs:
     # --- for a pipeline --------------------------------------------------------------------
 
     def info(self) -> StoreInfo:
-        """Say which store this is: id, design, routing."""
-        return self._shell.look(lambda _: self._store.info())
+        """Return which store this is: id, design, routing."""
+        found = self._runner.look(lambda _: self._store.info())
+        return StoreInfo(found.store_id, found.design, found.routing)
 
     def view(self, *, stats: bool = False, marks: bool = True) -> PinnedStore:
-        """Pin the present state, to be read in bulk while others go on; close it soon.
+        """Make a snapshot, to be read in bulk while others go on; close it soon.
 
-        Only making it holds the broker up. ``stats`` adds the stats of every queue. What of done
-        and failed messages is read may be trimmed up to its highest sequence number: nothing comes
-        below it later. Who does not mean to says ``marks=False``, which is cheaper.
+        Only making it holds the broker up. ``stats`` adds the stats of every queue. A reader of
+        done and failed messages may trim up to the highest sequence number that it has read:
+        nothing comes below it later. A reader that does not says ``marks=False``, which is cheaper.
         """
-        return self._shell.look(lambda now_ms: self._store.pin(now_ms, stats=stats, marks=marks))
+        return self._runner.look(lambda now_ms: self._store.pin(now_ms, stats=stats, marks=marks))
 
     @property
     def max_views(self) -> int:
-        """How many states a server may have pinned at a time."""
-        return self._store.max_views
+        """How many snapshots a server may hold at a time."""
+        return self._store.info().max_views
 
     def route_plan(self, *, max_offsets: int | None = None) -> RoutePlan:
         """Say which stretches of the logs a router may match next, and by whose epoch."""
@@ -150,12 +161,12 @@ class LogVerbs:
             raise InvalidInput("this store routes inline: there is nothing to route")
         if max_offsets is not None:
             check_count(max_offsets, "max_offsets", 1, limits.MAX_OFFSET)
-        return self._shell.look(lambda _: self._store.route_plan(max_offsets))
+        return self._runner.look(lambda _: self._store.route_plan(max_offsets))
 
     def filters_at(self, offset: int) -> LiveFilters:
         """Return the filters that are live at an offset of the log, and until where."""
         check_count(offset, "offset", 0, limits.MAX_OFFSET)
-        return self._shell.look(lambda _: self._store.filters_at(offset))
+        return self._runner.look(lambda _: self._store.filters_at(offset))
 
     def backfill_plan(
         self,
@@ -170,7 +181,7 @@ class LogVerbs:
         With ``archived`` also those below the log, which an archive may hold.
         """
         begin, end = self._bounds(from_, to)
-        return self._shell.look(
+        return self._runner.look(
             lambda _: self._store.backfill_plan(queue, begin, end, archived=archived)
         )
 
@@ -202,15 +213,29 @@ class LogVerbs:
             raise InvalidInput(
                 f"the log is routed up to offset {routed_up_to}: a fill can't go to {end}"
             )
+        return self._fill(
+            begin,
+            end,
+            lambda at, now_ms: self._store.fill(
+                queue,
+                at,
+                end,
+                now_ms,
+                filter_text=text,
+                offsets=offsets[bisect_left(offsets, at) :],
+            ),
+        )
+
+    def _fill(self, begin: int, end: int, step: Callable[[int, int], Filled]) -> Filled:
+        """Fill a queue step by step; a step is told where it begins, and the time."""
         total = Filled(0, 0, 0, begin)
         while total.next < end:
-            rest = offsets[bisect_left(offsets, total.next) :]
-            step = self._shell.apply(partial(self._store.fill, queue, total.next, end, rest, text))
+            one = self._runner.apply(partial(step, total.next))
             total = Filled(
-                total.added + step.added,
-                total.already + step.already,
-                total.missing + step.missing,
-                step.next,
+                total.added + one.added,
+                total.already + one.already,
+                total.missing + one.missing,
+                one.next,
             )
         return total
 
@@ -235,24 +260,15 @@ class LogVerbs:
         check_archived(begin, end, records)
         spec = self.queue(queue)
         text = spec.filter if filter is None else filter
-        total = Filled(0, 0, 0, begin)
 
-        def step(now_ms: int) -> Filled:
-            done = self._store.restore(queue, total.next, end, rest, text, now_ms)
+        def step(at: int, now_ms: int) -> Filled:
+            rest = [each for each in records if each[0].message_id >= at]
+            done = self._store.fill(queue, at, end, now_ms, filter_text=text, records=rest)
             for restored in self._restored:
                 restored.update(each.message_id for each, _ in rest if each.message_id < done.next)
             return done
 
-        while total.next < end:
-            rest = [each for each in records if each[0].message_id >= total.next]
-            one = self._shell.apply(step)
-            total = Filled(
-                total.added + one.added,
-                total.already + one.already,
-                total.missing + one.missing,
-                one.next,
-            )
-        return total
+        return self._fill(begin, end, step)
 
     def collect(self, message_ids: Iterable[int], *, dry_run: bool = True) -> Collected:
         """Delete payloads that the log has let go of and no queue holds; by default only count.
@@ -262,19 +278,22 @@ class LogVerbs:
         ids = check_ids(list(message_ids))
 
         def pin(now_ms: int) -> tuple[set[int], PinnedStore | None]:
-            candidates = self._store.collectable(ids)
+            log = self._store.log_stats()
+            # A message that no queue holds now never will be held: it would come from the log.
+            gone = min(log.earliest, log.routed_up_to)
+            candidates = {message_id for message_id in ids if message_id < gone}
             if candidates:
                 self._restored.append(restored)
             return candidates, self._store.pin(now_ms, marks=False) if candidates else None
 
         def drop(now_ms: int) -> Collected:
             unheld = [each for each in chunk if each not in restored]
-            return self._store.drop_payloads(unheld, now_ms, dry_run=dry_run)
+            return self._store.collect(unheld, now_ms, dry_run=dry_run)
 
-        # Only a restore can make a queue hold a candidate that nothing holds now: with what was
-        # restored since, the view is enough.
+        # Only a restore can make a queue hold a candidate that nothing holds now: with the messages
+        # restored since, the snapshot is enough.
         restored: set[int] = set()
-        candidates, pinned = self._shell.look(pin)
+        candidates, pinned = self._runner.look(pin)
         if pinned is None:
             return Collected(0, 0)
         total = Collected(0, 0)
@@ -283,13 +302,13 @@ class LogVerbs:
                 free = sorted(candidates - pinned.referenced(candidates))
             for start in range(0, len(free), limits.MAX_COLLECT_CHUNK):
                 chunk = free[start : start + limits.MAX_COLLECT_CHUNK]
-                freed = self._shell.apply(drop)
+                freed = self._runner.apply(drop)
                 total = Collected(
                     total.freed_messages + freed.freed_messages,
                     total.freed_bytes + freed.freed_bytes,
                 )
         finally:
-            self._shell.look(lambda _: self._forget(restored))
+            self._runner.look(lambda _: self._forget(restored))
         return total
 
     def _forget(self, restored: set[int]) -> None:
@@ -304,9 +323,9 @@ class LogVerbs:
             check_count(logs, "logs", 1, limits.MAX_LOGS)
         if retention_ms is not None:
             check_duration(retention_ms, "retention_ms")
-        self._shell.apply(lambda now_ms: self._store.configure_log(logs, retention_ms, now_ms))
+        self._runner.apply(lambda now_ms: self._store.configure_log(logs, retention_ms, now_ms))
         return self.log_stats()
 
     def log_stats(self) -> LogStats:
         """Describe the metadata log: offsets, logs, cursors, retention."""
-        return self._shell.look(lambda _: self._store.log_stats())
+        return self._runner.look(lambda _: self._store.log_stats())

@@ -1,0 +1,280 @@
+"""Messages go out to workers: claim."""
+
+from __future__ import annotations
+
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from penstock import limits
+from penstock.engines import get_each
+from penstock.errors import CorruptRecord, StoreDamaged
+from penstock.model import Delivery, Want
+from penstock.store.codec.metadata import decode_many, decode_metadata
+from penstock.store.codec.opendata import payload_prefix
+from penstock.store.kv.maintain import MaintainVerbs
+from penstock.store.kv.state import verb
+from penstock.store.live import group_of, uncount_attempt
+from penstock.store.receipts import lease_token
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.engines import Batch
+    from penstock.store.codec.metadata import Metadata
+    from penstock.store.kv.queues import Queue
+    from penstock.store.live import Item
+
+_PAYLOADS: Final = payload_prefix()
+# How much due work one claim does before it takes its messages.
+CATCH_UP_BUDGET: Final = 1_000
+# How many unreadable messages one claim passes over to find readable ones.
+UNREAD_BUDGET: Final = 1_000
+
+
+class _Claim(msgspec.Struct):
+    """One of the claims that are served together, under a lease of its own."""
+
+    want: Want
+    lease: bytes
+    deadline_ms: int
+    size: int = 0
+    full: bool = False
+    keys: list[bytes] = []
+    deliveries: list[Delivery] = []
+
+
+class ClaimVerbs(MaintainVerbs):
+    """``claim``."""
+
+    @verb
+    def claim(self, queue_name: str, wants: Sequence[Want], now_ms: int) -> list[list[Delivery]]:
+        """Take messages for several claims in one scan and one commit, each under its own lease.
+
+        They are served in order: the last ones may get nothing. A claim passes over unreadable
+        messages. It answers "nothing" only after it has read everything that there may be.
+        """
+        core, unseen = self.core, None
+        if self.is_due(now_ms):
+            try:
+                self.catch_up(now_ms, CATCH_UP_BUDGET)
+            except StoreDamaged as error:
+                # Some messages whose lease or delay is over may not have come back.
+                unseen = error
+        queue, active = core.queues.get(queue_name) or core.queue(queue_name), core.active
+        if unseen is not None and not (queue.counts.in_flight or queue.counts.delayed):
+            unseen = None
+        unseen = unseen or active.damage.get(queue.number)
+        if not active.ready_groups(queue):
+            if unseen is not None:
+                raise unseen.anew()
+            return [[] for _ in wants]
+        answers, unread = self._serve(queue, wants, now_ms)
+        passed = 0
+        while unread and passed < UNREAD_BUDGET and not any(answers):
+            # Messages behind the unreadable ones may be readable.
+            passed += len(unread)
+            unseen = unread[0]
+            answers, unread = self._serve(queue, wants, now_ms)
+        if not any(answers):
+            unseen = unseen or active.damage.get(queue.number)
+            if unseen is not None:
+                raise unseen.anew()
+        return answers
+
+    def _serve(
+        self, queue: Queue, wants: Sequence[Want], now_ms: int
+    ) -> tuple[list[list[Delivery]], list[StoreDamaged]]:
+        """Take messages; return the deliveries, and why some messages were passed over."""
+        core = self.core
+        batch = core.begin()
+        claims = [
+            # The last two bytes number the splits of a lease.
+            _Claim(want, want.lease[:14] + b"\0\0", now_ms + want.lease_ms)
+            for want in wants
+        ]
+        if queue.fifo:
+            # A group of a FIFO queue is in one lease at a time, so claims can't share a scan.
+            for claim in claims:
+                self._take(batch, queue, (claim,), now_ms)
+        else:
+            self._take(batch, queue, claims, now_ms)
+        answers = []
+        taken = 0
+        for claim in claims:
+            answers.append(claim.deliveries)
+            if claim.deliveries:
+                taken += len(claim.deliveries)
+                core.leases.put(
+                    batch,
+                    claim.lease,
+                    claim.keys,
+                    claim.deadline_ms,
+                    now_ms,
+                    queue.number,
+                    claim.want.consumer,
+                )
+        queue.counts.claimed_total += taken
+        if taken or len(batch) or core.has_aside:
+            core.commit(batch, (queue,), now_ms)
+        return answers, core.take_unread(queue) if core.active.unread else []
+
+    def _take(self, batch: Batch, queue: Queue, claims: Sequence[_Claim], now_ms: int) -> None:
+        """Take until the claims have what they want, or all that they may, or there is no more."""
+        active = self.core.active
+        while True:
+            room = 0
+            grants = []
+            for claim in claims:
+                if not claim.full:
+                    wanted = claim.want.limit - len(claim.deliveries)
+                    room += wanted
+                    grants.append(repeat((claim.lease, claim.deadline_ms), wanted))
+            if not room:
+                return
+            taken = active.take(batch, queue, room, chain.from_iterable(grants), now_ms)
+            if not taken:
+                return
+            found = decode_many([item.metadata for item in taken])
+            kept = self._within_bounds(batch, queue, taken, found, claims, now_ms)
+            self._deliver(batch, queue, kept, claims, now_ms)
+            # A message that was put back stands before what this batch has taken: the batch can't
+            # take from there.
+            if len(kept) < len(taken) or active.unread:
+                return
+
+    def _within_bounds(
+        self,
+        batch: Batch,
+        queue: Queue,
+        taken: Sequence[Item],
+        found: Sequence[Metadata | None],
+        claims: Sequence[_Claim],
+        now_ms: int,
+    ) -> Sequence[tuple[Item, Metadata | None]]:
+        """Put back what is too much for one answer, before any payload is read; give the rest."""
+        together = 0
+        for metadata in found:
+            if metadata is not None:
+                together += metadata.size
+        for claim in claims:
+            together += claim.size
+        pairs = list(zip(taken, found, strict=True))
+        if together < limits.MAX_CLAIM_BYTES:
+            return pairs
+        together = sum(claim.size for claim in claims)
+        by_lease = {claim.lease: claim for claim in claims}
+        kept, excess = [], []
+        for item, metadata in pairs:
+            claim = by_lease[item.lease]
+            if claim.full or together >= limits.MAX_JOINT_CLAIM_BYTES:
+                claim.full = True
+                excess.append(item)
+            else:
+                size = 0 if metadata is None else metadata.size
+                kept.append((item, metadata))
+                together += size
+                claim.size += size
+                claim.full = claim.size >= limits.MAX_CLAIM_BYTES
+        if excess:
+            self._untake(batch, queue, excess, now_ms)
+            # Other claims that wait are to look again.
+            self.core.wake(queue)
+        return kept
+
+    def _untake(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
+        """Put messages back as if they had not been taken."""
+        for item in items:
+            uncount_attempt(item)
+        self.core.active.put_back(batch, queue, items, now_ms)
+
+    def _readable(
+        self,
+        batch: Batch,
+        queue: Queue,
+        items: Sequence[tuple[Item, Metadata | None]],
+        payloads: Sequence[bytes | StoreDamaged | None],
+        now_ms: int,
+    ) -> list[tuple[tuple[Item, Metadata | None], bytes | StoreDamaged | None]]:
+        """Put messages back whose payload can't be read, to be passed over from now on."""
+        active = self.core.active
+        read: list[tuple[tuple[Item, Metadata | None], bytes | StoreDamaged | None]] = []
+        unread: list[Item] = []
+        behind: list[Item] = []
+        groups: set[bytes] = set()
+        for pair, payload in zip(items, payloads, strict=True):
+            item = pair[0]
+            if isinstance(payload, StoreDamaged):
+                active.unread.append(payload)
+                unread.append(item)
+                groups.add(group_of(item.lane))
+            elif groups and queue.fifo and group_of(item.lane) in groups:
+                # It waits for the one before it.
+                behind.append(item)
+            else:
+                read.append((pair, payload))
+        self._untake(batch, queue, [*unread, *behind], now_ms)
+        active.pass_over(queue, unread)
+        return read
+
+    def _deliver(
+        self,
+        batch: Batch,
+        queue: Queue,
+        items: Sequence[tuple[Item, Metadata | None]],
+        claims: Sequence[_Claim],
+        now_ms: int,
+    ) -> None:
+        """Read payloads and make deliveries; what can't be delivered is removed."""
+        core, name, store_id = self.core, queue.name, self.core.identity.store_id
+        payload_keys = [_PAYLOADS + item.message_id.to_bytes(8, "big") for item, _ in items]
+        payloads = get_each(core.payloads.table, payload_keys)
+        if StoreDamaged in map(type, payloads):
+            read = self._readable(batch, queue, items, payloads, now_ms)
+        else:
+            read = list(zip(items, payloads, strict=True))
+        turns = iter(claims)
+        claim: _Claim | None = None
+        token = ""
+        broken: list[Item] = []
+        for (item, metadata), payload in read:
+            # Items come in the order of the grants.
+            while claim is None or claim.lease != item.lease:
+                claim = next(turns)
+                token = lease_token(store_id, queue.number, claim.lease)
+            if metadata is None or payload is None:
+                self._set_aside(queue, item, payload)
+                broken.append(item)
+                continue
+            assert isinstance(payload, bytes)
+            key = item.key
+            claim.keys.append(key.to_bytes(8, "big"))
+            claim.deliveries.append(
+                Delivery(
+                    item.message_id,
+                    name,
+                    payload,
+                    metadata.attributes,
+                    metadata.group,
+                    metadata.priority,
+                    item.attempts,
+                    metadata.published_at_ms,
+                    f"{token}-{key:016x}",
+                    claim.deadline_ms,
+                )
+            )
+        if broken:
+            core.active.settle(batch, queue, broken)
+            self.forget(batch, queue, broken)
+
+    def _set_aside(self, queue: Queue, item: Item, payload: object) -> None:
+        """Keep a copy of what this queue had; other queues may hold a good one."""
+        why = "the payload is missing"
+        if payload is not None:
+            try:
+                decode_metadata(item.metadata)
+            except CorruptRecord as error:
+                why = str(error)
+        key = queue.id + b"\0" + item.message_id.to_bytes(8, "big")
+        self.core.quarantine("messages", key, item.metadata, why, remove=False)
