@@ -52,7 +52,7 @@ def pause(seconds: float) -> None:
 def make_impatient(client: Client, patience_ms: int) -> None:
     """Shorten the patience of a client that has connected, however long that took."""
     connection = client._transport.connection
-    connection._options = msgspec.structs.replace(connection._options, patience_ms=patience_ms)
+    connection.options = msgspec.structs.replace(connection.options, patience_ms=patience_ms)
 
 
 def tls_contexts(place: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:

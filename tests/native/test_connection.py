@@ -9,7 +9,6 @@ import pytest
 from penstock.client import calls
 from penstock.client.calls import Uncertain
 from penstock.client.connection import PING_MS, SILENCE_MS, ClientConnection, Options, Phase
-from penstock.client.lease_keeper import Keeper
 from penstock.errors import (
     BrokerClosed,
     InvalidInput,
@@ -487,56 +486,6 @@ def test_a_closed_client_fails_everything(talk: Talk) -> None:
     talk.call("b", calls.stats("q"))
     talk.told()
     assert [type(talk.results[name]) for name in "ab"] == [BrokerClosed, BrokerClosed]
-
-
-# --- leases ---------------------------------------------------------------------------------------
-
-
-def done(*receipts: str) -> list[Outcome]:
-    return [Outcome(receipt, OutcomeStatus.EXTENDED) for receipt in receipts]
-
-
-def test_leases_are_extended_three_times_within_themselves() -> None:
-    keeper = Keeper()
-    keeper.hold(["a", "b"], lease_ms=900, now_ms=0)
-    assert keeper.next_ms() == 300
-    assert keeper.due(299) == []
-    assert keeper.due(300) == [(["a", "b"], 900)]
-    assert keeper.due(301) == []
-    assert keeper.extended(done("a", "b"), lease_ms=900, asked_ms=300) == []
-    assert keeper.live("a", 300 + 809)
-    assert not keeper.live("a", 300 + 810)
-    assert keeper.due(600) == [(["a", "b"], 900)]
-
-
-def test_a_refused_extension_is_a_lost_lease() -> None:
-    keeper = Keeper()
-    keeper.hold(["a", "b"], lease_ms=900, now_ms=0)
-    said = [Outcome("a", OutcomeStatus.STALE), *done("b")]
-    assert keeper.extended(said, lease_ms=900, asked_ms=300) == ["a"]
-    assert not keeper.live("a", 301)
-    assert keeper.live("b", 301)
-
-
-def test_no_answer_until_the_deadline_is_a_lost_lease() -> None:
-    keeper = Keeper()
-    keeper.hold(["a"], lease_ms=900, now_ms=0)
-    assert len(keeper.due(300)) == 1
-    assert len(keeper.due(600)) == 1
-    assert keeper.lapsed(809) == []
-    assert keeper.lapsed(810) == ["a"]
-    assert len(keeper) == 0
-
-
-def test_what_is_settled_is_not_extended_nor_lost() -> None:
-    keeper = Keeper()
-    keeper.hold(["a", "b"], lease_ms=900, now_ms=0)
-    keeper.forget(["a", "unknown"])
-    assert keeper.due(300) == [(["b"], 900)]
-    keeper.forget(["b"])
-    said = [Outcome("b", OutcomeStatus.STALE)]
-    assert keeper.extended(said, lease_ms=900, asked_ms=300) == []
-    assert keeper.next_ms() is None
 
 
 # --- how long a publish is repeated -------------------------------------------------------------

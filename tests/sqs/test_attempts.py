@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.broker.broker import Broker
     from penstock.model import Delivery
 
-CALL = SqsCall(ANYONE, "http://localhost/0/", Request("POST", "/", "", {}, b"", ""), "tester")
+HTTP = Request("POST", "/", "", {}, b"", "")
 
 
 @pytest.fixture
@@ -59,6 +59,10 @@ def context_of(broker: Broker) -> SqsContext:
     return SqsContext(
         batcher, QueueCache(batcher), SystemClock(), SqsOptions(), 1, ReceiveAttempts()
     )
+
+
+def call_of(context: SqsContext) -> SqsCall:
+    return SqsCall(context, ANYONE, "http://localhost/0/", HTTP, "tester")
 
 
 # --- what is remembered ---------------------------------------------------------------------------
@@ -111,7 +115,7 @@ async def _received(context: SqsContext, attempt: str | None = None, **options: 
         receive_request_attempt_id=attempt,
         **options,
     )
-    answer = await receive(context, CALL, request)
+    answer = await receive(call_of(context), request)
     return list(answer.get("Messages", []))
 
 
@@ -122,10 +126,12 @@ def test_what_is_deleted_is_let_go(broker: Broker) -> None:
             put(broker, str(number))
         first, *others = [each["ReceiptHandle"] for each in await _received(context, "try")]
         assert len(context.attempts.find("q.fifo", "try", context.clock.now_ms())) == 3
-        await delete(context, CALL, DeleteMessage(queue_url="q.fifo", receipt_handle=first))
+        await delete(call_of(context), DeleteMessage(queue_url="q.fifo", receipt_handle=first))
         assert len(context.attempts.find("q.fifo", "try", context.clock.now_ms())) == 2
         entries = [DeleteEntry(id=str(n), receipt_handle=each) for n, each in enumerate(others)]
-        await delete_batch(context, CALL, DeleteMessageBatch(queue_url="q.fifo", entries=entries))
+        await delete_batch(
+            call_of(context), DeleteMessageBatch(queue_url="q.fifo", entries=entries)
+        )
         assert (len(context.attempts), context.attempts.bytes) == (0, 0)
         await context.batcher.close()
 

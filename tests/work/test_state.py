@@ -37,7 +37,7 @@ class Extending:
         self.calls.append((receipts, lease_ms))
         if self.away:
             raise OSError("away")
-        stale, fine = OutcomeStatus.STALE, OutcomeStatus.DONE
+        stale, fine = OutcomeStatus.STALE, OutcomeStatus.EXTENDED
         return [Outcome(each, stale if each in self.refused else fine) for each in receipts]
 
 

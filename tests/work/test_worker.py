@@ -503,3 +503,21 @@ def test_what_is_wrong_is_said_at_the_start(broker: Broker) -> None:
     assert idle.stats().claimed == 0
     with pytest.raises(InvalidInput, match="not been started"):
         idle.is_lost(cast("Delivery", None))
+
+
+def test_a_claim_asks_for_dequeue_max_at_the_most(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    real = broker.claim
+
+    def claim(queue: str, *, limit: int, **options: Any) -> list[Delivery]:
+        asked.append(limit)
+        return real(queue, limit=limit, **options)
+
+    monkeypatch.setattr(broker, "claim", claim)
+    fill(broker, "q", 30)
+    with Worker(broker, "q", lambda _: None, dequeue_max=3, wait_ms=20) as worker:
+        wait_until(lambda: worker.stats().processed == 30)
+    assert set(asked) <= {1, 2, 3}
+    assert 3 in asked

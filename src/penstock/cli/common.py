@@ -129,11 +129,14 @@ def show(value: Any, columns: Sequence[str], *, as_json: bool, empty: str) -> No
 
 
 def show_fields(
-    value: msgspec.Struct, heading: str, column: str = ":count", skip: str = ""
+    value: msgspec.Struct, heading: str, column: str = ":count", *, skip: str = "", as_json: bool
 ) -> None:
-    """Print a table of the fields of one struct."""
-    rows = [(name, each) for name, each in plain(value).items() if name != skip]
-    show_table((heading, column), rows)
+    """Print one struct as JSON, or a table of its fields."""
+    if as_json:
+        emit_json(value)
+    else:
+        fields = [(name, each) for name, each in plain(value).items() if name != skip]
+        show_table((heading, column), fields)
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Any], *, empty: str = "") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import TYPE_CHECKING
 
 import click
 
@@ -11,7 +10,6 @@ from penstock.broker.router import route_once
 from penstock.cli.common import (
     answer,
     duration,
-    emit_json,
     open_store,
     open_to_look,
     progress_bar,
@@ -19,9 +17,6 @@ from penstock.cli.common import (
     show_fields,
     store_option,
 )
-
-if TYPE_CHECKING:
-    from penstock.model import LogStats
 
 
 @click.group("log")
@@ -35,7 +30,7 @@ def log_stats(store: str, *, as_json: bool) -> None:
     """Show offsets, logs, cursors and retention."""
     with open_to_look(store) as broker:
         stats = broker.log_stats()
-    _show_stats(stats, as_json=as_json)
+    show_fields(stats, "log", ":value", as_json=as_json)
 
 
 @log_group.command("configure")
@@ -46,14 +41,7 @@ def configure(store: str, logs: int | None, retention: int | None, *, as_json: b
     """Change the number of logs, or how long they are kept."""
     with open_store(store) as broker:
         stats = broker.configure_log(logs=logs, retention_ms=retention)
-    _show_stats(stats, as_json=as_json)
-
-
-def _show_stats(stats: LogStats, *, as_json: bool) -> None:
-    if as_json:
-        emit_json(stats)
-    else:
-        show_fields(stats, "log", ":value")
+    show_fields(stats, "log", ":value", as_json=as_json)
 
 
 @log_group.command("read")

@@ -399,7 +399,4 @@ def sweep(store: str, *, as_json: bool) -> None:
         while (counts := broker.sweep()).total:
             sums.update({name: n or 0 for name, n in msgspec.structs.asdict(counts).items()})
     summed = msgspec.convert({**sums, "next_due_ms": counts.next_due_ms}, SweepCounts)
-    if as_json:
-        emit_json(summed)
-    else:
-        show_fields(summed, "swept", skip="next_due_ms")
+    show_fields(summed, "swept", skip="next_due_ms", as_json=as_json)

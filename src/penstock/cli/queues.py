@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from penstock.broker.broker import Broker
     from penstock.broker.reader import Reader
-    from penstock.model import QueueSpec, QueueStats
+    from penstock.model import QueueStats
 
 _SETTINGS: Final = (
     ("--filter", "filter", str, "Which messages it takes, such as \"kind = 'book'\"."),
@@ -127,7 +127,7 @@ def create(queue: str, store: str, *, fifo: bool, as_json: bool, **settings: Any
     ordering = "fifo" if fifo else "standard"
     with open_store(store, make=True) as broker:
         spec = broker.create_queue(queue, ordering=ordering, **_given(settings))
-    _show_spec(spec, as_json=as_json)
+    show_fields(spec, spec.name, "setting", skip="name", as_json=as_json)
 
 
 @click.command("update")
@@ -153,14 +153,7 @@ def update(
             kept = {**broker.queue(queue).labels, **labels}
             changes["labels"] = {n: value for n, value in kept.items() if n not in dropped}
         spec = broker.update_queue(queue, **changes)
-    _show_spec(spec, as_json=as_json)
-
-
-def _show_spec(spec: QueueSpec, *, as_json: bool) -> None:
-    if as_json:
-        emit_json(spec)
-    else:
-        show_fields(spec, spec.name, "setting", skip="name")
+    show_fields(spec, spec.name, "setting", skip="name", as_json=as_json)
 
 
 @click.command("delete")
@@ -196,9 +189,9 @@ def stats(queue: str | None, store: str, *, read_only: bool, as_json: bool) -> N
         emit_json({"queues": list(counted.values()), "store": whole})
     else:
         for name, each in counted.items():
-            show_fields(each, name, skip="queue")
+            show_fields(each, name, skip="queue", as_json=False)
         if queue is None:
-            show_fields(whole, "store")
+            show_fields(whole, "store", as_json=False)
     if damage is not None:
         raise damage
 

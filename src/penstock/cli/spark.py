@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +21,7 @@ from penstock.cli.common import (
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pyspark.sql import SparkSession
 
@@ -28,10 +29,10 @@ _LOCATION: Final = "PENSTOCK_FLIGHT"
 
 
 class _Pipeline(click.Group):
-    """Tells an error that went through Spark as what it was."""
+    """A group whose commands raise the error of Penstock that went through Spark."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; what Penstock has refused is then one line, as everywhere."""
+        """Run a command; an error of Penstock is then one line, as everywhere."""
         try:
             return super().invoke(ctx)
         except (click.exceptions.Exit, click.ClickException, click.Abort, PenstockError):
@@ -61,8 +62,6 @@ _location_option = click.option(
     show_envvar=True,
     help="The broker's Flight address, such as grpc://127.0.0.1:8815.",
 )
-
-
 _master_option = click.option(
     "--master", default="local[*]", show_default=True, help="Where Spark runs its tasks."
 )
@@ -87,6 +86,14 @@ def _session(master: str) -> SparkSession:
     with _needs_spark():
         from penstock.spark import session  # noqa: PLC0415
     return session(master, conf={"spark.log.level": "ERROR"})
+
+
+def _job(name: str, master: str) -> Callable[..., Any]:
+    """Return a job of :mod:`penstock.spark.jobs`, with a session of Spark."""
+    spark = _session(master)
+    from penstock.spark import jobs  # noqa: PLC0415 - needs an extra
+
+    return partial(getattr(jobs, name), spark)
 
 
 def _pairs(given: tuple[str, ...], what: str) -> dict[str, str]:
@@ -169,11 +176,9 @@ def backfill(
     location: str, master: str, queue: str, *, dry_run: bool, as_json: bool, **given: Any
 ) -> None:
     """Fill a queue from the log with what it wants and has not had."""
-    spark = _session(master)
-    from penstock.spark.jobs import backfill as job  # noqa: PLC0415
-
+    job = _job("backfill", master)
     with progress_bar(f"filling {queue}") as bar:
-        done = job(spark, location, queue, dry_run=dry_run, progress=bar, **given)
+        done = job(location, queue, dry_run=dry_run, progress=bar, **given)
     text = f"looked at {done.scanned} messages, {done.matched} match"
     answer(done, text if dry_run else f"{text}, added {done.added} to {queue}", as_json=as_json)
 
@@ -193,11 +198,8 @@ def archive(
     keep: int, *, no_payload: bool, no_trim: bool, dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Move done and failed messages, and the attempts at them, to Parquet files in PATH."""
-    spark = _session(master)
-    from penstock.spark.jobs import archive as job  # noqa: PLC0415
-
+    job = _job("archive", master)
     done = job(
-        spark,
         location,
         path,
         queues=queues or None,
@@ -218,15 +220,12 @@ def archive(
 @_spark_options
 def collect(location: str, master: str, *, delete: bool, as_json: bool) -> None:
     """Find payloads that nobody refers to any more, and free them."""
-    spark = _session(master)
-    from penstock.spark.jobs import collect as job  # noqa: PLC0415
-
+    job = _job("collect", master)
     with progress_bar("asking the broker") as bar:
-        done = job(spark, location, dry_run=not delete, progress=bar)
+        done = job(location, dry_run=not delete, progress=bar)
     verb = "freed" if delete else "would free"
-    answer(
-        done, f"{verb} {done.freed_messages} payloads, {done.freed_bytes} bytes", as_json=as_json
-    )
+    text = f"{verb} {done.freed_messages} payloads, {done.freed_bytes} bytes"
+    answer(done, text, as_json=as_json)
 
 
 @pipeline.command("report")
@@ -235,19 +234,10 @@ def collect(location: str, master: str, *, delete: bool, as_json: bool) -> None:
               help="Write report.html and Parquet files into this directory.")  # fmt: skip
 @_spark_options
 def report(
-    location: str,
-    master: str,
-    queues: tuple[str, ...],
-    save: Path | None,
-    *,
-    as_json: bool,
+    location: str, master: str, queues: tuple[str, ...], save: Path | None, *, as_json: bool
 ) -> None:
     """Show throughput, waiting, attempts and failures of each queue."""
-    spark = _session(master)
-    from penstock.spark.jobs import report as job  # noqa: PLC0415
-    from penstock.spark.jobs import save_report  # noqa: PLC0415
-
-    frames = job(spark, location, queues=queues or None)
+    frames = _job("report", master)(location, queues=queues or None)
     if as_json:
         emit_json({name: frame.toArrow().to_pylist() for name, frame in frames.items()})
     else:
@@ -260,6 +250,8 @@ def report(
         names = [name if name == "queue" else f":{name}" for name in columns]
         show_table(names, [tuple(row) for row in rows], empty="no queues")
     if save is not None:
+        from penstock.spark.jobs import save_report  # noqa: PLC0415 - needs an extra
+
         click.echo(f"written: {save_report(frames, save)}", err=as_json)
 
 
@@ -272,11 +264,9 @@ def redrive(
     location: str, master: str, queue: str, where: str | None, *, dry_run: bool, as_json: bool
 ) -> None:
     """Make the failed messages that a SQL condition selects available again."""
-    spark = _session(master)
-    from penstock.spark.jobs import redrive as job  # noqa: PLC0415
-
+    job = _job("redrive", master)
     with progress_bar(f"redriving {queue}") as bar:
-        done = job(spark, location, queue, where=where, dry_run=dry_run, progress=bar)
+        done = job(location, queue, where=where, dry_run=dry_run, progress=bar)
     if as_json:
         emit_json(done)
         return
@@ -312,11 +302,9 @@ def publish(
     """Publish the rows of files, or of a SQL query, as messages."""
     given["options"] = _pairs(given["options"], "NAME")
     given["columns"] = _pairs(given["columns"], "COLUMN")
-    spark = _session(master)
-    from penstock.spark.jobs import publish as job  # noqa: PLC0415
-
+    job = _job("publish", master)
     with progress_bar("publishing") as bar:
-        done = job(spark, location, paths or None, dry_run=dry_run, progress=bar, **given)
+        done = job(location, paths or None, dry_run=dry_run, progress=bar, **given)
     text = f"checked {done.rows} rows" if dry_run else f"published {done.published} rows"
     if done.duplicates:
         text += f"; {done.duplicates} had been published before"

@@ -12,7 +12,7 @@ import click
 
 import penstock
 from penstock import limits
-from penstock.cli.common import duration, emit_json, store_option
+from penstock.cli.common import answer, duration, store_option
 from penstock.errors import InvalidInput
 from penstock.server import logs
 from penstock.server.config import parse_address
@@ -75,19 +75,22 @@ def work(
     resolve(handler)
     with ExitStack() as stack:
         worker = penstock.Worker(
-            _store(store, stack),
+            _open(store, stack),
             queues,
             handler,
             mode="processes" if processes else "threads",
             **options,
         )
         if metrics is not None:
-            _expose(worker.stats, metrics, stack)
+            _serve_metrics(worker.stats, metrics, stack)
         worker.run()
-    _show(worker.stats(), as_json=as_json)
+    stats = worker.stats()
+    names = ("processed", "failed", "released", "lost", "stale")
+    text = ", ".join(f"{name} {getattr(stats, name)}" for name in names)
+    answer(stats, text, as_json=as_json)
 
 
-def _store(url: str, stack: ExitStack) -> Broker | Client:
+def _open(url: str, stack: ExitStack) -> Broker | Client:
     """Connect to a server, or open a store that is there."""
     if url.startswith(("penstock:", "penstocks:")):
         token = os.environ.get("PENSTOCK_TOKEN", "")
@@ -95,7 +98,7 @@ def _store(url: str, stack: ExitStack) -> Broker | Client:
     return stack.enter_context(penstock.open(url, create=False))
 
 
-def _expose(stats: Callable[[], WorkerStats], address: str, stack: ExitStack) -> None:
+def _serve_metrics(stats: Callable[[], WorkerStats], address: str, stack: ExitStack) -> None:
     host, port = parse_address(address)
     try:
         bound = stack.enter_context(serve_metrics(stats, host, port))
@@ -106,11 +109,3 @@ def _expose(stats: Callable[[], WorkerStats], address: str, stack: ExitStack) ->
     except OSError as error:
         raise InvalidInput(f"metrics can't be served at {address}: {error}") from error
     click.echo(f"metrics at http://{host}:{bound}/metrics")
-
-
-def _show(stats: WorkerStats, *, as_json: bool) -> None:
-    if as_json:
-        emit_json(stats)
-        return
-    names = ("processed", "failed", "released", "lost", "stale")
-    click.echo(", ".join(f"{name} {getattr(stats, name)}" for name in names))

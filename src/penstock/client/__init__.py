@@ -1,6 +1,6 @@
 """The native client: a broker at the other end of a connection.
 
-``connection`` decides everything (what to send, whose answer came, what may be repeated) and
+``connection`` decides everything (which frames to send, which calls to repeat) and
 touches neither sockets nor clocks; ``calls`` has every verb, once; ``transport`` runs a connection
 on an event loop. ``Client`` has a loop of its own on a thread, ``AsyncClient`` runs on yours.
 """

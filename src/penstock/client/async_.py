@@ -13,7 +13,6 @@ from penstock.clock import Clock, SystemClock
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
-    from types import TracebackType
 
 
 async def connect_async(
@@ -44,16 +43,11 @@ class AsyncClient(Verbs, Awaiting):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
-        """Let go of the connection. Calls that are under way raise."""
+        """Close the connection. Calls that are under way raise."""
         await self._transport.close()
 
     async def _run(self, verb: Callable[..., Any], /, *args: Any, **options: Any) -> Any:

@@ -103,7 +103,7 @@ def may_repeat(call: Call[Any]) -> bool:
 
 
 def doubtful(outcomes: list[Outcome]) -> list[Outcome]:
-    """Mark what was refused for a reason that may be the first, unanswered try."""
+    """Mark stale receipts: the first, unanswered try may have settled them."""
     return [
         Uncertain(each.receipt, each.status, each.lease_deadline_ms)
         if each.status is OutcomeStatus.STALE
@@ -152,12 +152,7 @@ def send(queue: str, payload: bytes, /, **attributes: Value) -> Call[int]:
 
 
 def claim(
-    queue: str,
-    *,
-    limit: int = 1,
-    lease_ms: int | None = None,
-    wait_ms: int = 0,
-    consumer: str = "",
+    queue: str, *, limit: int = 1, lease_ms: int | None = None, wait_ms: int = 0, consumer: str = ""
 ) -> Call[list[Delivery]]:
     """Take up to ``limit`` messages under one lease, waiting up to ``wait_ms`` for the first."""
     request = wire.Claim(0, queue, limit, lease_ms, wait_ms, consumer)
@@ -304,11 +299,7 @@ def read_log(log: int = 0, *, begin: int | None = None, limit: int = 1_000) -> C
 
 
 def assign(
-    log: int,
-    cursor: Cursor,
-    assignments: Mapping[int, Sequence[str]],
-    *,
-    epoch: int | None = None,
+    log: int, cursor: Cursor, assignments: Mapping[int, Sequence[str]], *, epoch: int | None = None
 ) -> Call[Assigned]:
     """Put the messages of a page into queues: message id to queue names."""
     check_assignments(cursor, assignments)
@@ -375,7 +366,7 @@ def ping() -> Call[int]:
 
 
 def cancel(claim_id: int) -> Call[bool]:
-    """End the wait of a claim that nobody waits for any more."""
+    """End the wait of a claim whose caller has gone."""
     return Call(wire.Cancel(0, claim_id), _YES, Repeat.NEVER)
 
 
@@ -415,15 +406,13 @@ def not_sendable(request: wire.Request, error: Exception) -> InvalidInput:
 class Waiting:
     """A client whose verbs return when the answer is there."""
 
-    def _run(self, verb: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
-        raise NotImplementedError
+    def _run(self, verb: Callable[..., Any], /, *args: Any, **options: Any) -> Any: ...
 
 
 class Awaiting:
     """A client whose verbs are awaited."""
 
-    def _run(self, verb: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
-        raise NotImplementedError
+    def _run(self, verb: Callable[..., Any], /, *args: Any, **options: Any) -> Any: ...
 
 
 class Verb(Generic[P, R]):

@@ -1,4 +1,4 @@
-"""The state of a client: what to send, whose answer came, what may be repeated, when to reconnect.
+"""The state of a client: frames to send, calls that wait, calls to repeat, when to reconnect.
 
 ::
 
@@ -42,7 +42,6 @@ from penstock.errors import (
     ServerUnreachable,
     StoreFenced,
 )
-from penstock.model import Message
 from penstock.wire.native import messages as wire
 from penstock.wire.native.messages import FrameReader, error_of
 
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from penstock.wire.native.messages import Progress
 
 # How long the other side may be silent before it is asked, and then until it is given up. It has
-# to answer only once it has been sent the question, which waits behind what was written before.
+# to answer only once it has the question, which waits behind the bytes that were written before.
 PING_MS: Final = 10_000
 SILENCE_MS: Final = 10_000
 BACKOFF_BASE_MS: Final = 50
@@ -111,7 +110,7 @@ class ClientConnection:
     def __init__(
         self, options: Options, *, now_ms: int, random: Callable[[], float], fresh: bytes
     ) -> None:
-        self._options = options
+        self.options = options
         self._random = random
         # Dedup ids are this client's own sixteen bytes and a number.
         self._fresh = fresh.hex()
@@ -124,7 +123,7 @@ class ClientConnection:
         self.paused = False
         self._tries = 0
         self._away_since_ms = now_ms
-        self._why = "no connection yet"
+        self.why = "no connection yet"
         # What a server has said that has lost its store: it is to be left.
         self._fenced = ""
         self._max_frame_bytes = limits.MAX_FRAME_BYTES
@@ -154,7 +153,7 @@ class ClientConnection:
             error = self.failure or BrokerClosed("the client is closed")
             self.done.append((callback, None, error))
             return None
-        if self._options.dedup and isinstance(call.request, wire.Publish):
+        if self.options.dedup and isinstance(call.request, wire.Publish):
             self._add_dedup_ids(call.request)
         pending = _PendingCall(call, callback, now_ms)
         if self.phase is Phase.READY and not self.paused and not self._waiting:
@@ -175,7 +174,7 @@ class ClientConnection:
             self._send(_PendingCall(cancel(request.id), _nobody, now_ms), now_ms)
 
     def give_back(self, call: Call[Any], result: Any, now_ms: int) -> None:
-        """Release what a claim has brought to a caller who had gone by then."""
+        """Release the messages of a claim whose caller had gone by then."""
         if not result or not isinstance(call.request, wire.Claim):
             return
         back = release([each.receipt for each in result], reason="withdrawn", unseen=True)
@@ -212,20 +211,20 @@ class ClientConnection:
         self.paused = False
         self._reader = FrameReader()
         self._heard_ms, self._asked_ms = now_ms, None
-        options = self._options
+        options = self.options
         patience_ms = int(options.patience_ms * ANSWER_SHARE)
         hello = wire.Hello(wire.MAGIC, wire.VERSION, options.token, options.name, patience_ms)
         self.output = [self._encoder.frame(hello)]
 
     def lost(self, why: str, now_ms: int) -> None:
-        """Settle what was under way with a connection that has ended, or never stood."""
+        """Repeat or fail the calls of a connection that has ended, or was never made."""
         if self.phase is Phase.CLOSED:
             return
         if self.phase in {Phase.READY, Phase.LEAVING}:
             self._away_since_ms = now_ms
         self.phase = Phase.AWAY
         self.hang_up = False
-        self._why = why
+        self.why = why
         self.output.clear()
         self._parts.clear()
         sent, self._sent = self._sent, {}
@@ -266,7 +265,7 @@ class ClientConnection:
             self._fenced = ""
 
     def resume(self, now_ms: int) -> None:
-        """Send what has waited: the connection stands, or takes bytes again."""
+        """Send the calls that waited: the connection is ready, or takes bytes again."""
         self.paused = False
         while self._waiting and self.phase is Phase.READY and not self.paused:
             pending = self._waiting.popleft()
@@ -278,7 +277,7 @@ class ClientConnection:
                 self._send(pending, now_ms)
 
     def progressed(self, progress: Progress, now_ms: int) -> None:
-        """Be told how far what was written has come.
+        """Note how many of the written bytes the server has taken.
 
         While a server takes what it had not, it is not silent and no call is late.
         """
@@ -304,15 +303,15 @@ class ClientConnection:
         self._fail_late(now_ms)
         if self.phase is Phase.READY:
             return
-        patience_ms = self._options.patience_ms
+        patience_ms = self.options.patience_ms
         while self._waiting:
             pending = self._waiting[0]
             if now_ms < max(pending.since_ms, self._away_since_ms) + patience_ms:
                 break
             self._waiting.popleft()
-            text = f"no server for {patience_ms} ms: {self._why}"
+            text = f"no server for {patience_ms} ms: {self.why}"
             if pending.repeated:
-                text = f"{_unanswered(pending.call, self._why)}; {text}"
+                text = f"{_unanswered(pending.call, self.why)}; {text}"
             self._fail(pending, ServerUnreachable(text))
 
     def _fail_late(self, now_ms: int) -> None:
@@ -321,14 +320,14 @@ class ClientConnection:
         Not while bytes go out or an answer comes in: theirs may be behind it.
         """
         for pending in list(self._sent.values()):
-            request, patience_ms = pending.call.request, self._options.patience_ms
+            request, patience_ms = pending.call.request, self.options.patience_ms
             if pending.withdrawn or pending.callback is _nobody or type(request) in wire.LONG:
                 continue
             late_ms = max(pending.since_ms, self._moved_ms) + patience_ms
             if isinstance(request, wire.Claim):
                 late_ms += request.wait_ms
             if now_ms >= late_ms:
-                # Whatever comes yet is nobody's; what a claim brings is given back.
+                # A late answer is dropped; the messages of a late claim are released.
                 self.withdraw(pending, now_ms)
                 name, rest = type(request).__name__, _rest(pending.call)
                 text = f"the server did not answer {name} within {patience_ms} ms: {rest}"
@@ -387,13 +386,13 @@ class ClientConnection:
             self.close(error)
         elif self.phase is Phase.READY:
             self.phase = Phase.LEAVING
-        self._why = f"the server said: {bye.message}"
+        self.why = f"the server said: {bye.message}"
 
     def _leave(self, pending: _PendingCall, error: StoreFenced, now_ms: int) -> None:
         """Turn away from a server whose store has another owner: that one may answer by now."""
         if pending.fenced_ms is None:
             pending.fenced_ms = now_ms
-        patient = now_ms - pending.fenced_ms < self._options.patience_ms
+        patient = now_ms - pending.fenced_ms < self.options.patience_ms
         if patient and may_repeat(pending.call):
             # Settled with all others that this server does not answer any more.
             self._sent[pending.call.request.id] = pending
@@ -418,7 +417,7 @@ class ClientConnection:
         if pending.repeated and call.repeat is Repeat.SETTLES:
             result = doubtful(result)
         if pending.withdrawn and result and isinstance(call.request, wire.Claim):
-            # Claimed just before the claim was withdrawn: nobody is going to work on them.
+            # Claimed just before the claim was withdrawn: its caller has gone.
             self.give_back(call, result, now_ms)
             return
         self.done.append((pending.callback, result, None))
@@ -456,52 +455,38 @@ class ClientConnection:
         self.done.append((pending.callback, None, error))
 
     def _fail_unanswered(self, pending: _PendingCall, now_ms: int) -> None:
-        text = _unanswered(pending.call, self._why)
+        text = _unanswered(pending.call, self.why)
         if self._is_late(pending, now_ms):
             text += ", and the server may have forgotten its dedup ids by now"
         self._fail(pending, ServerUnreachable(text))
 
     def _give_up(self, why: str) -> None:
-        self._why = why
+        self.why = why
         self.hang_up = True
-
-    @property
-    def why(self) -> str:
-        """Why there is no connection."""
-        return self._why
 
     def _add_dedup_ids(self, request: wire.Publish) -> None:
         messages = request.messages
         for at, each in enumerate(messages):
             if each.dedup_id is None:
                 self._made += 1
-                messages[at] = Message(
-                    each.payload,
-                    each.attributes,
-                    each.group,
-                    each.priority,
-                    each.delay_ms,
-                    f"{self._fresh}-{self._made:x}",
-                )
+                dedup_id = f"{self._fresh}-{self._made:x}"
+                messages[at] = msgspec.structs.replace(each, dedup_id=dedup_id)
 
 
 def _nobody(_result: Any, _error: BaseException | None) -> None:
-    """For what nobody waits for."""
+    """Ignore the result of a call without a caller."""
 
 
 def _rest(call: Call[Any]) -> str:
-    """Say what may have become of a call that was sent and not answered."""
-    rest = {
-        Repeat.NEVER: "it may or may not have been done",
-        Repeat.SETTLES: "it may or may not have been done",
-        Repeat.DEDUPED: "it may or may not have been stored, and without dedup ids it is not sent "
-        "again",
-    }.get(call.repeat, "it was sent at least once")
-    if call.repeat is Repeat.DEDUPED and may_repeat(call):
-        rest = "it may or may not have been stored"
+    """Describe the possible effect of a call that was sent and not answered."""
     if isinstance(call.request, wire.Claim):
-        rest = "what it may have claimed comes back when its lease ends"
-    return rest
+        return "what it may have claimed comes back when its lease ends"
+    if call.repeat is Repeat.ALWAYS:
+        return "it was sent at least once"
+    if call.repeat is not Repeat.DEDUPED:
+        return "it may or may not have been done"
+    rest = "it may or may not have been stored"
+    return rest if may_repeat(call) else f"{rest}, and without dedup ids it is not sent again"
 
 
 def _unanswered(call: Call[Any], why: str) -> str:

@@ -20,7 +20,6 @@ from penstock.errors import BrokerClosed
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable, Coroutine
-    from types import TracebackType
 
     from penstock.client.transport import Target
 
@@ -101,12 +100,7 @@ class Client(Verbs, Waiting):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -115,7 +109,7 @@ class Client(Verbs, Waiting):
         return self._closed or self._transport.connection.phase is Phase.CLOSED
 
     def close(self) -> None:
-        """Let go of the connection. Calls that are under way raise."""
+        """Close the connection. Calls that are under way raise."""
         if os.getpid() != self._pid:
             # The connection is the parent's.
             return
@@ -210,7 +204,7 @@ class Client(Verbs, Waiting):
         try:
             return future.result()
         except BaseException:
-            # After an interrupt nobody waits for it any more.
+            # After an interrupt its result is not wanted.
             future.cancel()
             raise
 

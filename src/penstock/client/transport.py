@@ -33,7 +33,7 @@ CLOSE_SECONDS: Final = 1.0
 WRITE_HIGH_BYTES: Final = 4 * 1024 * 1024
 
 
-# Answers of resolvers for a name that nobody has; not EAI_AGAIN, for that may pass.
+# Answers of resolvers for a name that does not exist; not EAI_AGAIN, for that may pass.
 _NO_SUCH_HOST: Final = frozenset(
     getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)
 )
@@ -42,7 +42,7 @@ _CUT_OFF: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 
 
 class Target(NamedTuple):
-    """Whom to connect to, and how."""
+    """The address of a server, and the TLS context for it."""
 
     host: str
     port: int
@@ -110,7 +110,7 @@ class Transport(asyncio.Protocol):
         return pending
 
     def forget(self, pending: Any) -> None:
-        """Nobody waits for this call any more."""
+        """Withdraw a call whose caller has gone."""
         if pending is not None:
             self.connection.withdraw(pending, self.now_ms())
             self._soon()
@@ -126,19 +126,15 @@ class Transport(asyncio.Protocol):
             if not future.done() or future.cancelled():
                 self.forget(pending)
             elif future.exception() is None:
-                # The answer came in the same moment, and nobody is going to see it.
+                # The answer came in the same turn of the loop, and the caller will not see it.
                 self.give_back(call, future.result())
             raise
 
     def _resolve(
-        self,
-        future: asyncio.Future[Any],
-        call: Call[Any],
-        result: Any,
-        error: BaseException | None,
+        self, future: asyncio.Future[Any], call: Call[Any], result: Any, error: BaseException | None
     ) -> None:
         if future.done():
-            # Cancelled, and whoever waited does not know it yet.
+            # Cancelled, and the caller does not know it yet.
             self.give_back(call, result)
         elif error is None:
             future.set_result(result)
@@ -209,7 +205,7 @@ class Transport(asyncio.Protocol):
                 self.flush()
                 pause_ms = TICK_SECONDS * 1000
                 if not self._ready.done():
-                    left_ms = begun_ms + self._patience_ms - now_ms
+                    left_ms = begun_ms + self.connection.options.patience_ms - now_ms
                     if left_ms <= 0:
                         self._fail(
                             ServerUnreachable(f"no server at {self._where}: {connection.why}")
@@ -230,7 +226,7 @@ class Transport(asyncio.Protocol):
                 await asyncio.wait({connecting})
 
     def _ended(self, runner: asyncio.Task[None]) -> None:
-        """Leave no call waiting for a connection that nobody makes any more."""
+        """Fail the calls that wait for a connection: none is made any more."""
         failure = None if runner.cancelled() else runner.exception()
         if failure is not None:
             log.error("the client's connection can't be run any more", exc_info=failure)
@@ -249,10 +245,6 @@ class Transport(asyncio.Protocol):
     def _where(self) -> str:
         return f"{self.target.host}:{self.target.port}"
 
-    @property
-    def _patience_ms(self) -> int:
-        return self.connection._options.patience_ms  # noqa: SLF001 - its own core
-
     async def _connect(self) -> None:
         host, port, tls = self.target
         new = not self._ready.done()
@@ -269,11 +261,11 @@ class Transport(asyncio.Protocol):
             if new and isinstance(error, UnicodeError):
                 self._fail(InvalidUrl(f"{host!r:.200} can't be the name of a host: {why}"))
             elif new and isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_HOST:
-                # One that has been there may come back; one that never was is told at once.
+                # A host that has been there may come back; one that never was is an error at once.
                 self._fail(ServerUnreachable(f"there is no host named {host!r:.200}: {why}"))
             elif new and isinstance(error, ssl.SSLError) and not isinstance(error, _CUT_OFF):
                 # A server that came back with a wrong certificate may yet be mended; one that
-                # was never right is told at once.
+                # was never right is an error at once.
                 self._fail(ServerUnreachable(f"no TLS with {self._where}: {why}"))
             else:
                 self.connection.lost(why, self.now_ms())
@@ -291,7 +283,7 @@ class Transport(asyncio.Protocol):
                 reader, writer = await asyncio.open_connection(host, port)
                 try:
                     writer.write(hello.read())
-                    # A handshake or an alert: nobody else begins with these.
+                    # A handshake or an alert: only TLS begins with these.
                     return await reader.read(1) in {b"\x16", b"\x15"}
                 finally:
                     writer.transport.abort()
@@ -319,7 +311,7 @@ class Transport(asyncio.Protocol):
         self.flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Settle what was under way; the runner connects again."""
+        """Repeat or fail the calls under way; the runner connects again."""
         self._transport = None
         if self.connection.phase is Phase.GREETING and self.target.tls is None:
             self._suspect = True
@@ -329,11 +321,11 @@ class Transport(asyncio.Protocol):
         self.flush()
 
     def pause_writing(self) -> None:
-        """Keep what comes until the server reads again."""
+        """Keep calls until the server reads again."""
         self.connection.paused = True
 
     def resume_writing(self) -> None:
-        """Send what was kept."""
+        """Send the calls that were kept."""
         self.connection.resume(self.now_ms())
         self.flush()
 

@@ -1,9 +1,9 @@
-"""The edge: what others reach a broker by over the network.
+"""The server: everything by which other machines reach a broker.
 
-``process`` runs what ``serving`` makes of a store; ``batcher`` is where the requests of all
-connections meet; ``native``, ``http`` with ``sqs``, ``flight`` and ``queueber`` are the protocols;
-``config``, ``security``, ``metrics``, ``logs``, ``tracing``, ``operations`` and ``backup`` are for
-who runs it. Needs the extra ``penstock[server]``, and for Flight ``penstock[flight]``.
+``process`` runs the ``Server`` of a ``served_store``; the ``batcher`` gathers the requests of all
+connections; ``native``, ``http`` with ``sqs``, and ``queueber`` are protocols, beside
+:mod:`penstock.flight`; ``config``, ``security``, ``metrics``, ``logs``, ``tracing``, ``admin`` and
+``backup`` are for operators. Needs the extra ``penstock[server]``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MODULES: Final = {
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when used: who imports one module of this package need not load them all.
+    # Loaded when used: importing one module of this package must not load them all.
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

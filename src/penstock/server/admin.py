@@ -3,7 +3,7 @@
 The first two tell nothing but a line and are open to everybody. The others want a key where there
 are keys: one that may consume or admin all queues to look, and admin all queues to act.
 
-No page waits for a store: what can't be known at once is read by one thread, whoever asks.
+No page waits for a store: one thread reads its figures, however many clients ask.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from penstock.server.http import Handler, Request
     from penstock.server.security import Principal
     from penstock.server.served_store import Server
-
-__all__ = ["routes"]
 
 # For how long figures of the store pass for new, and how long a page waits for newer ones while the
 # store answers; then it shows the last ones.
@@ -66,7 +64,7 @@ class _Pages:
         return Response(503, f"{without_password(why)}\n".encode())
 
     async def metrics(self, request: Request) -> Response:
-        """Show what is counted."""
+        """Show the counters."""
         return await self._counted("metrics", request, ("consume", "admin"), self._metrics)
 
     async def _metrics(self, _: Request) -> Response:
@@ -105,7 +103,7 @@ class _Pages:
         actions: tuple[str, ...],
         answer: Callable[[Request], Awaitable[Response]],
     ) -> Response:
-        """Answer who may ask, and count it."""
+        """Check the key, answer, and count the request."""
         clock = self._server.clock
         begin = clock.seconds()
         key_id, outcome = "", "ok"

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from penstock.broker.broker import Broker
     from penstock.store.kv.check import AuditReport
 
-__all__ = ["NAME", "backup", "backup_into", "restore", "verify"]
-
 _MARK: Final = "PENSTOCK"
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -45,7 +43,7 @@ def backup(broker: Broker, target: Path) -> int:
 
 
 def backup_into(broker: Broker, directory: str, name: str) -> tuple[Path, int]:
-    """Make the backup that somebody asks a server for: by name, in the directory for it."""
+    """Make the backup that a client asks a server for: by name, in the configured directory."""
     if not directory:
         raise InvalidInput("this server makes no backups: set backup.directory to allow it")
     if not NAME.fullmatch(name):

@@ -89,7 +89,7 @@ class Batcher:
         self._gathered: OrderedDict[Future[Any], Request] = OrderedDict()
         self._scheduled = False
         self._under_way = 0
-        # Claims that may wait, from their request to their answer; and those that do, by queue.
+        # Claims that may wait, from their request to their answer; and the parked ones, by queue.
         self._waiting: dict[int, _WaitingClaim] = {}
         self._parked: dict[str, dict[int, _WaitingClaim]] = {}
         # Queues that other threads have woken, until the loop comes to them.
@@ -142,7 +142,7 @@ class Batcher:
         consumer: str = "",
         admission: Admission | None = None,
     ) -> Future[list[Delivery]]:
-        """Claim, as :meth:`Broker.claim`; cancel the future when nobody waits for it any more.
+        """Claim, as :meth:`Broker.claim`; cancel the future when its client has gone.
 
         A claim with an admission counts as admitted when it comes.
         """
@@ -254,11 +254,11 @@ class Batcher:
             self._forget(waiting, answer=True)
 
     async def close(self) -> None:
-        """Wait for what is under way. The broker stays open."""
+        """Wait for the requests under way. The broker stays open."""
         self.hand_back()
         while self._under_way:
             await asyncio.sleep(0.001)
-        # On a thread: who has the store may wait for it.
+        # On a thread: it takes the broker's lock, which a slow store may hold.
         await asyncio.to_thread(self.broker.listen, None)
         for threads in (self._callers, self._lookers, self._changer):
             if threads is not None:
@@ -433,7 +433,7 @@ class Batcher:
             if known is None or available is None:
                 self._news[queue] = None
             elif self._changer is not None:
-                # A far store does not count anew: it tells only the messages that came since.
+                # A far store does not count again: it reports only the messages that came since.
                 self._news[queue] = known + available
             else:
                 self._news[queue] = max(known, available)

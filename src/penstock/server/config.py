@@ -29,19 +29,6 @@ from penstock.store.sql.location import without_password
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = [
-    "FLAGS",
-    "LISTENERS",
-    "SETTINGS",
-    "Config",
-    "Effective",
-    "Setting",
-    "Sourced",
-    "authenticates",
-    "load",
-    "parse_address",
-]
-
 SECTIONS: Final = ("auth", "backup", "limits", "listen", "log", "metrics", "sqs", "tls")
 LISTENERS: Final = ("native", "http", "flight", "capnp")
 FLAGS: Final = {
@@ -76,99 +63,83 @@ class Address(str):
     __slots__ = ()
 
 
-def _about(text: str, **bounds: Any) -> Meta:
-    return Meta(description=text, **bounds)
-
-
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that can be set about a server, checked."""
+    """Everything that can be set about a server, checked; :data:`_ABOUT` describes each field."""
 
-    store: Annotated[str, _about("The store, such as rocksdb:./data; made if it is not there.")] = (
-        ""
-    )
-    durability: Annotated[
-        Literal["fsync", "relaxed"], _about("When a verb returns: relaxed waits for no disk.")
-    ] = "fsync"
-    routing: Annotated[
-        Literal["inline", "pipeline", ""], _about("How a store that is made now routes.")
-    ] = ""
-    dedup_window: Annotated[Duration, _about("How long a dedup id is remembered.")] = Duration(
-        300_000
-    )
-    min_free_bytes: Annotated[
-        Size | None, _about("What new messages leave free on the disk of a RocksDB store.")
-    ] = None
-    standby: Annotated[
-        bool, _about("Wait until a store on object storage has no owner, then take it over.")
-    ] = False
-    standby_after: Annotated[
-        Duration, _about("How long the owner gives no sign of life before it is taken for gone.")
-    ] = Duration(6_000)
-    account_id: Annotated[
-        str, _about("The account in the ARNs and URLs of SQS queues.", pattern=r"^[0-9]{12}$")
-    ] = "000000000000"
-    sqs_region: Annotated[
-        str, _about("The region in the ARNs of SQS queues.", pattern=r"^[a-z0-9-]{1,32}$")
-    ] = "us-east-1"
-    sqs_url: Annotated[
-        str, _about("What SQS queue URLs begin with; empty: the address that was asked.")
-    ] = ""
-    sqs_done_retention: Annotated[
-        Duration, _about("How long queues that are made over SQS remember deleted messages.")
-    ] = Duration(3_600_000)
-    listen_native: Annotated[Address, _about("Where to serve native clients.")] = Address(
-        "127.0.0.1:8814"
-    )
-    listen_http: Annotated[
-        Address, _about("Where to serve SQS, /metrics, /health, /ready and /admin.")
-    ] = Address("127.0.0.1:8816")
-    listen_flight: Annotated[Address, _about("Where to serve Arrow Flight.")] = Address(
-        "127.0.0.1:8815"
-    )
-    listen_capnp: Annotated[Address, _about("Where to serve Queueber's clients.")] = Address(OFF)
-    capnp_queue: Annotated[
-        str, _about("The queue that Queueber's clients use; made if it is not there.")
-    ] = "queueber"
-    port_file: Annotated[
-        str, _about("A file that gets the port, or a line NAME PORT for each.")
-    ] = ""
-    tls_certificate: Annotated[str, _about("The server's certificate chain, PEM.")] = ""
-    tls_key: Annotated[str, _about("The certificate's private key, PEM.")] = ""
-    tls_client_ca: Annotated[str, _about("Who signs the clients' certificates: mutual TLS.")] = ""
-    auth_mode: Annotated[
-        Literal["auto", "off", "required"],
-        _about("Who needs a key: auto (unless only this machine can connect), off or required."),
-    ] = "auto"
-    auth_keys: Annotated[str, _about("The keys file; 'penstock keys' writes it.")] = ""
-    backup_directory: Annotated[str, _about("Where 'penstock backup --server' may write.")] = ""
-    grace: Annotated[Duration, _about("How long a stop waits for what is in hand.")] = Duration(
-        30_000
-    )
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], _about("What is logged.")
-    ] = "info"
-    log_format: Annotated[Literal["text", "json"], _about("How it is written.")] = "text"
-    log_access: Annotated[bool, _about("Log every request at info; at debug if off.")] = False
-    metrics_enabled: Annotated[bool, _about("Serve /metrics.")] = True
-    metrics_queues: Annotated[int, _about("Queues with series of their own.", ge=0, le=10_000)] = (
-        limits.MAX_METRIC_QUEUES
-    )
-    tracing: Annotated[bool, _about("Make OpenTelemetry spans; needs penstock[tracing].")] = False
-    limits_connections: Annotated[
-        int, _about("Connections of all listeners together.", ge=1, le=1_000_000)
-    ] = limits.MAX_CONNECTIONS
-    limits_body: Annotated[Size, _about("The body of an HTTP request.")] = Size(
-        limits.HTTP_MAX_BODY_BYTES
-    )
-    limits_first_byte: Annotated[Duration, _about("Time until the first byte of a connection.")] = (
-        Duration(limits.HTTP_FIRST_BYTE_MS)
-    )
-    limits_request: Annotated[Duration, _about("Time for an HTTP request to come in whole.")] = (
-        Duration(limits.HTTP_REQUEST_MS)
-    )
-    limits_idle: Annotated[Duration, _about("Time that a connection may be silent.")] = Duration(
-        limits.HTTP_IDLE_MS
-    )
+    store: str = ""
+    durability: Literal["fsync", "relaxed"] = "fsync"
+    routing: Literal["inline", "pipeline", ""] = ""
+    dedup_window: Duration = Duration(300_000)
+    min_free_bytes: Size | None = None
+    standby: bool = False
+    standby_after: Duration = Duration(6_000)
+    account_id: Annotated[str, Meta(pattern=r"^[0-9]{12}$")] = "000000000000"
+    sqs_region: Annotated[str, Meta(pattern=r"^[a-z0-9-]{1,32}$")] = "us-east-1"
+    sqs_url: str = ""
+    sqs_done_retention: Duration = Duration(3_600_000)
+    listen_native: Address = Address("127.0.0.1:8814")
+    listen_http: Address = Address("127.0.0.1:8816")
+    listen_flight: Address = Address("127.0.0.1:8815")
+    listen_capnp: Address = Address(OFF)
+    capnp_queue: str = "queueber"
+    port_file: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
+    auth_mode: Literal["auto", "off", "required"] = "auto"
+    auth_keys: str = ""
+    backup_directory: str = ""
+    grace: Duration = Duration(30_000)
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    log_access: bool = False
+    metrics_enabled: bool = True
+    metrics_queues: Annotated[int, Meta(ge=0, le=10_000)] = limits.MAX_METRIC_QUEUES
+    tracing: bool = False
+    limits_connections: Annotated[int, Meta(ge=1, le=1_000_000)] = limits.MAX_CONNECTIONS
+    limits_body: Size = Size(limits.HTTP_MAX_BODY_BYTES)
+    limits_first_byte: Duration = Duration(limits.HTTP_FIRST_BYTE_MS)
+    limits_request: Duration = Duration(limits.HTTP_REQUEST_MS)
+    limits_idle: Duration = Duration(limits.HTTP_IDLE_MS)
+
+
+_ABOUT: Final = {
+    "store": "The store, such as rocksdb:./data; made if it is not there.",
+    "durability": "When a verb returns: relaxed waits for no disk.",
+    "routing": "How a store that is made now routes.",
+    "dedup_window": "How long a dedup id is remembered.",
+    "min_free_bytes": "What new messages leave free on the disk of a RocksDB store.",
+    "standby": "Wait until a store on object storage has no owner, then take it over.",
+    "standby_after": "How long the owner gives no sign of life before it is taken for gone.",
+    "account_id": "The account in the ARNs and URLs of SQS queues.",
+    "sqs_region": "The region in the ARNs of SQS queues.",
+    "sqs_url": "What SQS queue URLs begin with; empty: the address that was asked.",
+    "sqs_done_retention": "How long queues that are made over SQS remember deleted messages.",
+    "listen_native": "Where to serve native clients.",
+    "listen_http": "Where to serve SQS, /metrics, /health, /ready and /admin.",
+    "listen_flight": "Where to serve Arrow Flight.",
+    "listen_capnp": "Where to serve Queueber's clients.",
+    "capnp_queue": "The queue that Queueber's clients use; made if it is not there.",
+    "port_file": "A file that gets the port, or a line NAME PORT for each.",
+    "tls_certificate": "The server's certificate chain, PEM.",
+    "tls_key": "The certificate's private key, PEM.",
+    "tls_client_ca": "Who signs the clients' certificates: mutual TLS.",
+    "auth_mode": "Who needs a key: auto (unless only this machine can connect), off or required.",
+    "auth_keys": "The keys file; 'penstock keys' writes it.",
+    "backup_directory": "Where 'penstock backup --server' may write.",
+    "grace": "How long a stop waits for what is in hand.",
+    "log_level": "What is logged.",
+    "log_format": "How it is written.",
+    "log_access": "Log every request at info; at debug if off.",
+    "metrics_enabled": "Serve /metrics.",
+    "metrics_queues": "Queues with series of their own.",
+    "tracing": "Make OpenTelemetry spans; needs penstock[tracing].",
+    "limits_connections": "Connections of all listeners together.",
+    "limits_body": "The body of an HTTP request.",
+    "limits_first_byte": "Time until the first byte of a connection.",
+    "limits_request": "Time for an HTTP request to come in whole.",
+    "limits_idle": "Time that a connection may be silent.",
+}
 
 
 class Setting(NamedTuple):
@@ -183,25 +154,23 @@ class Setting(NamedTuple):
     about: str
 
 
-def _settings() -> dict[str, Setting]:
-    hints = typing.get_type_hints(Config, include_extras=True)
-    found = {}
-    for info in msgspec.structs.fields(Config):
-        section, _, rest = info.name.partition("_")
-        kind = hints[info.name]
-        found[info.name] = Setting(
-            info.name,
-            f"{section}.{rest}" if section in SECTIONS else info.name,
-            f"PENSTOCK_{info.name.upper()}",
-            FLAGS.get(info.name, f"--{info.name.replace('_', '-')}"),
-            kind,
-            info.default,
-            kind.__metadata__[0].description or "",
-        )
-    return found
+def _setting(field: str, kind: Any, default: Any) -> Setting:
+    section, _, rest = field.partition("_")
+    path = f"{section}.{rest}" if section in SECTIONS else field
+    flag = FLAGS.get(field, f"--{field.replace('_', '-')}")
+    # Annotated in any case, so that readers of a kind need not tell the two apart.
+    kind = kind if typing.get_origin(kind) is Annotated else Annotated[kind, Meta()]
+    return Setting(field, path, f"PENSTOCK_{field.upper()}", flag, kind, default, _ABOUT[field])
 
 
-SETTINGS: Final = _settings()
+SETTINGS: Final = {
+    info.name: _setting(info.name, kind, info.default)
+    for info, kind in zip(
+        msgspec.structs.fields(Config),
+        typing.get_type_hints(Config, include_extras=True).values(),
+        strict=True,
+    )
+}
 
 
 class Sourced(NamedTuple):
@@ -226,10 +195,7 @@ class Effective(NamedTuple):
 
 
 def load(
-    *,
-    file: str | None = None,
-    environment: Mapping[str, str],
-    flags: Mapping[str, Any],
+    *, file: str | None = None, environment: Mapping[str, str], flags: Mapping[str, Any]
 ) -> Effective:
     """Put the settings together; later wins: defaults, file, environment, flags.
 
@@ -248,7 +214,7 @@ def load(
     sources = dict.fromkeys(SETTINGS, "default") | {
         field: sourced.source for field, sourced in raw.items()
     }
-    # Who names listeners means those: the others' default ports may be somebody else's.
+    # Naming one listener turns the others off: another process may have their default ports.
     fields = [f"listen_{name}" for name in LISTENERS]
     if any(field in raw and raw[field].value != OFF for field in fields):
         for field in fields:

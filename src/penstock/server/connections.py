@@ -1,7 +1,7 @@
 """All connections of a server, whatever their protocol: slots, the acceptor, and file descriptors.
 
 Each connection takes a descriptor, and memory for the bytes that it has sent and that are not done.
-Both are bounded for all of them together, so that the store has what it needs whoever connects. A
+Both are bounded for all of them together, so that the store has what it needs. A
 connection is a stranger until it has shown a key, or has asked for something where there are no
 keys. When there is no room for another, the oldest idle stranger makes way; when too many bytes are
 held, the idle connection makes way that has held its own for longest. Slots and acceptors run on
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _TOO_MUCH: Final = "the server has too much in hand: try again"
 _BACKLOG: Final = 1024
-# Accepted in one turn of the loop: those that make way for them are closed in the next.
+# Accepted in one turn of the loop: the connections that make way are closed in the next.
 _AT_ONCE: Final = 8
 # Until it is tried again where nothing could be accepted.
 _PAUSE_SECONDS: Final = 0.5
@@ -49,13 +49,13 @@ class SlotHolder(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of it is at work, so that its end costs nobody an answer."""
+        """Whether no request of it is at work, so that its end costs no answer."""
 
     def abort(self) -> None:
         """Close at once."""
 
     def refuse(self, why: str) -> None:
-        """Let go of what it holds at once, say why, and close."""
+        """Drop its bytes at once, say why, and close."""
 
 
 class Slot:
@@ -66,14 +66,14 @@ class Slot:
     def __init__(self, holder: SlotHolder, protocol: str) -> None:
         self.holder = holder
         self.protocol = protocol
-        # Whether there was no room for it: it is told so, and closed.
+        # Whether there was no room for it: its client gets an error, and it is closed.
         self.full = False
         self.known = False
         self.held_bytes = 0
 
 
 class _Pool:
-    """Bytes that some of the connections hold; who began first comes first."""
+    """Bytes that connections hold, in the order in which they began to."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
@@ -90,7 +90,7 @@ class _Pool:
 
 
 class Connections:
-    """How many connections there may be, who makes way, and what all of them hold."""
+    """The slots of all connections: how many there may be, and the bytes that they hold."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Connections:
         *,
         turned_away: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """``turned_away`` is told the protocol of each that is refused or has to make way."""
+        """``turned_away`` is called with the protocol of each that is refused or makes way."""
         self.most = most
         self._turned_away = turned_away
         # In the order in which they came.
@@ -140,7 +140,7 @@ class Connections:
         self._known.discard(slot)
 
     def trust(self, slot: Slot) -> None:
-        """Take note that a connection has shown a key, or needs none."""
+        """Note that a connection has shown a key, or needs none."""
         if slot.known or slot not in self._strangers:
             return
         size = slot.held_bytes
@@ -151,13 +151,13 @@ class Connections:
         self.hold(slot, size)
 
     def hold(self, slot: Slot, size: int) -> None:
-        """Take note of what a connection holds now; past the bound somebody is dropped for it."""
+        """Note the bytes that a connection holds; past the bound a connection makes way."""
         if slot not in (self._known if slot.known else self._strangers):
             return
         pool = self._pools[slot.known]
         pool.put(slot, size)
         while pool.total_bytes > pool.most_bytes:
-            # Where all are at work there is nobody to blame but the one that wants more.
+            # Where all are at work, the one that wants more makes way.
             oldest = next((each for each in pool.slots if each.holder.idle), slot)
             pool.put(oldest, 0)
             self._turned_away(oldest.protocol)
@@ -233,7 +233,7 @@ class Acceptor:
             loop.add_reader(made, self._accept, made)
 
     def close(self) -> None:
-        """Accept nobody any more, and let go of those that have not arrived."""
+        """Accept no more, and close the sockets that have no connection yet."""
         while self._sockets:
             listening = self._sockets.pop()
             asyncio.get_running_loop().remove_reader(listening)
@@ -265,7 +265,7 @@ class Acceptor:
         await self._serve(taken, slot)
 
     def _arrived(self, taken: socket.socket, slot: Slot, task: asyncio.Task[None]) -> None:
-        """Let go of one that came to nothing; a task may be cancelled before it runs."""
+        """Close a socket that got no connection; its task may be cancelled before it runs."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is None and not task.cancelled():
@@ -293,9 +293,9 @@ class Acceptor:
 
 # --- file descriptors -----------------------------------------------------------------------------
 #
-# A store that can't open its next file can't be written any more, whoever has taken the
-# descriptors. So some are kept back, and connections get the others. gRPC makes those of Flight and
-# knows no bound: the ones that have been silent for longest are closed before they touch the rest.
+# A store that can't open its next file can't be written any more. So some descriptors are kept back,
+# and connections get the others. gRPC makes those of Flight and knows no bound: the ones that have
+# been silent for longest are closed before they touch the rest.
 
 
 def file_limit() -> int:
@@ -331,7 +331,7 @@ def _open_files() -> list[int]:
 
 
 def room_for_connections(most: int, *, flight: bool) -> int:
-    """Return how many connections there may be beside what is open now, ``most`` at the most.
+    """Return how many connections there may be beside the open descriptors, at most ``most``.
 
     Files do not count as open: they are the store's, for which enough is kept back.
     """
@@ -350,10 +350,10 @@ def _is_file(descriptor: int) -> bool:
 
 
 def close_idle(port: int) -> tuple[int, int]:
-    """Close connections of a port until what is kept back is not touched.
+    """Close connections of a port until they leave the descriptors that are kept back.
 
-    Those that have been silent for longest go first. Return how many were closed, and how many more
-    files may be open.
+    The ones that have been silent for longest go first. Return how many were closed, and how many
+    more files may be open.
     """
     descriptors = _open_files()
     if len(descriptors) > room_for_files():
@@ -389,7 +389,7 @@ def _connected_to(descriptor: int, port: int, *, end: bool = False) -> int | Non
     except (OSError, IndexError, TypeError):
         return None
     finally:
-        # It is not ours to close: whoever made it does, once it is at its end.
+        # gRPC closes it, once it is at its end.
         seen.detach()
     silent_ms: int = min(
         *struct.unpack_from("=I", facts, _LAST_SENT_AT),

@@ -1,7 +1,6 @@
 """Logs: lines of text, or one JSON object each, on standard error.
 
-What is logged about a request is its protocol, operation, key, outcome and duration: never a
-payload, an attribute or a secret.
+The access log of requests is in :mod:`penstock.server.metrics`.
 """
 
 from __future__ import annotations

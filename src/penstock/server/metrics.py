@@ -1,9 +1,8 @@
-"""What a server counts, for Prometheus.
+"""The counters of a server, for Prometheus, and its access log.
 
-Requests and connections are counted as they happen, and what is known without the store is read
-when somebody asks. What the store has to be asked for is read apart, by
-:meth:`Metrics.read_store`, and shown with its age: a page never waits for a store. The number of
-series is bounded: the deepest queues have series of their own, the rest are summed under
+Requests and connections are counted as they happen. A page never waits for the store:
+:meth:`Metrics.read_store` reads the store's figures apart, and the page shows their age. The number
+of series is bounded: the deepest queues have series of their own, the rest are summed under
 ``queue="(others)"``.
 """
 
@@ -16,17 +15,13 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from penstock import limits
 from penstock.errors import PenstockError, QueueNotFound, StoreDamaged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from prometheus_client.core import Metric
 
@@ -44,7 +39,7 @@ BOUNDS: Final = (
     *(0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
 _BUCKETS: Final = [*map(str, BOUNDS), "+Inf"]
-# Operations are named by clients in some protocols: nobody may grow the table by inventing some.
+# Clients name operations in some protocols: no client may grow the table by inventing some.
 _MAX_SERIES: Final = 1_000
 _STATES: Final = ("available", "delayed", "in_flight", "done", "failed")
 _TOTALS: Final = {
@@ -99,10 +94,7 @@ class Metrics:
     """The counters of one server, and the page that shows them."""
 
     def __init__(
-        self,
-        *,
-        queues: int = limits.MAX_METRIC_QUEUES,
-        access_level: int = logging.DEBUG,
+        self, *, queues: int = limits.MAX_METRIC_QUEUES, access_level: int = logging.DEBUG
     ) -> None:
         """``access_level``: the level at which every request is logged."""
         self.registry = CollectorRegistry(auto_describe=False)
@@ -180,18 +172,23 @@ class Metrics:
             self._figures = figures, self._seconds()
 
     def page(self) -> bytes:
-        """Write the page, from what is known; call it from a thread, since that takes a while."""
+        """Write the page; call it from a thread, since that takes a while."""
         page: bytes = generate_latest(self.registry)
         return page
 
     def collect(self) -> Iterator[Metric]:
         """Give every series, as prometheus-client asks for them."""
         yield from self._edge()
-        if self._broker is None:
+        broker = self._broker
+        if broker is None:
             return
-        sound, figures = healthy(self._broker), self._figures
-        yield from _contention(self._broker)
-        yield from _free(self._broker)
+        sound, figures = healthy(broker), self._figures
+        contention, free = broker.contention(), broker.free_bytes()
+        if contention is not None:
+            for field, (name, about) in _CONTENTION.items():
+                yield CounterMetricFamily(f"penstock_{name}", about, getattr(contention, field))
+        if free is not None:
+            yield GaugeMetricFamily("penstock_store_free_bytes", "Free on the store's disk.", free)
         yield GaugeMetricFamily(
             "penstock_store_healthy", "1 if the store answers and syncing works.", sound
         )
@@ -206,8 +203,9 @@ class Metrics:
 
     def _edge(self) -> Iterator[Metric]:
         with self._lock:
-            requests = [(key, each.cumulated(), each.seconds) for key, each in
-                        self._requests.items()]  # fmt: skip
+            requests = [
+                (key, each.cumulated(), each.seconds) for key, each in self._requests.items()
+            ]
             refused = dict(self._refused)
         histogram = HistogramMetricFamily(
             "penstock_request_seconds",
@@ -217,16 +215,16 @@ class Metrics:
         for key, buckets, seconds in sorted(requests):
             histogram.add_metric(key, buckets, seconds)
         yield histogram
-        gauge = GaugeMetricFamily("penstock_connections", "Open connections.", labels=["protocol"])
-        for protocol, count in sorted(self._connections().items()):
-            gauge.add_metric([protocol], count)
-        yield gauge
-        counter = CounterMetricFamily(
-            "penstock_connections_refused", "Connections turned away.", labels=["protocol"]
+        yield _by_label(
+            GaugeMetricFamily, "connections", "Open connections.", "protocol", self._connections()
         )
-        for protocol, count in sorted(refused.items()):
-            counter.add_metric([protocol], count)
-        yield counter
+        yield _by_label(
+            CounterMetricFamily,
+            "connections_refused",
+            "Connections turned away.",
+            "protocol",
+            refused,
+        )
         yield GaugeMetricFamily("penstock_parked_claims", "Claims that wait.", self._parked())
         if self._held is not None:
             yield GaugeMetricFamily(
@@ -243,28 +241,36 @@ class Metrics:
         yield GaugeMetricFamily(
             "penstock_queues_unreadable", "Queues whose figures can't be read.", unreadable
         )
-        shown = [(each.queue, each) for each in largest]
+        shown = {each.queue: each for each in largest}
         if others is not None:
-            shown.append((OTHERS, others))
+            shown[OTHERS] = others
         depth = GaugeMetricFamily(
             "penstock_queue_depth", "Messages in a queue by state.", labels=["queue", "state"]
         )
-        oldest = GaugeMetricFamily(
-            "penstock_queue_oldest_seconds",
-            "Age of the oldest message that waits.",
-            labels=["queue"],
-        )
-        for name, stats in shown:
+        for name, stats in shown.items():
             for state in _STATES:
                 depth.add_metric([name, state], getattr(stats, state))
-            oldest.add_metric([name], (stats.oldest_age_ms or 0) / 1000)
         yield depth
-        yield oldest
+        ages = {name: (stats.oldest_age_ms or 0) / 1000 for name, stats in shown.items()}
+        about = "Age of the oldest message that waits."
+        yield _by_label(GaugeMetricFamily, "queue_oldest_seconds", about, "queue", ages)
         for field, about in _TOTALS.items():
-            total = CounterMetricFamily(f"penstock_queue_{field}", about, labels=["queue"])
-            for name, stats in shown:
-                total.add_metric([name], getattr(stats, field))
-            yield total
+            totals = {name: getattr(stats, field) for name, stats in shown.items()}
+            yield _by_label(CounterMetricFamily, f"queue_{field}", about, "queue", totals)
+
+
+def _by_label(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    about: str,
+    label: str,
+    values: Mapping[str, float],
+) -> Metric:
+    """Make a family with a series for each value of one label."""
+    family = kind(f"penstock_{name}", about, labels=[label])
+    for each, value in values.items():
+        family.add_metric([each], value)
+    return family
 
 
 def _stats(broker: Broker) -> tuple[list[QueueStats], int]:
@@ -305,13 +311,12 @@ def _store(broker: Broker) -> Iterator[Metric]:
     for field, about in _STORE.items():
         yield CounterMetricFamily(f"penstock_{field}", about, getattr(stats, field))
     log = broker.log_stats()
-    lag = GaugeMetricFamily(
-        "penstock_routing_lag", "Messages of a log that are not routed yet.", labels=["log"]
-    )
-    for number, cursor in sorted(log.cursors.items()):
-        behind = log.end - cursor if log.routing == "pipeline" else 0
-        lag.add_metric([str(number)], max(0, behind))
-    yield lag
+    behind = {
+        str(number): max(0, log.end - cursor) if log.routing == "pipeline" else 0
+        for number, cursor in sorted(log.cursors.items())
+    }
+    about = "Messages of a log that are not routed yet."
+    yield _by_label(GaugeMetricFamily, "routing_lag", about, "log", behind)
     yield GaugeMetricFamily("penstock_log_messages", "Offsets kept.", log.kept)
     cost = broker.durability()
     yield CounterMetricFamily("penstock_syncs", "Syncs of the store.", cost.syncs)
@@ -321,20 +326,6 @@ def _store(broker: Broker) -> Iterator[Metric]:
     yield CounterMetricFamily("penstock_sync_seconds", "Time spent in syncs.", cost.seconds)
 
 
-def _contention(broker: Broker) -> Iterator[Metric]:
-    found = broker.contention()
-    if found is None:
-        return
-    for field, (name, about) in _CONTENTION.items():
-        yield CounterMetricFamily(f"penstock_{name}", about, getattr(found, field))
-
-
-def _free(broker: Broker) -> Iterator[Metric]:
-    free = broker.free_bytes()
-    if free is not None:
-        yield GaugeMetricFamily("penstock_store_free_bytes", "Free on the store's disk.", free)
-
-
 def healthy(broker: Broker) -> bool:
-    """Whether the store is open, answers, and what is written becomes durable; never waits."""
+    """Whether the store is open, answers, and makes commits durable; never waits."""
     return broker.outage is None and broker.failure is None

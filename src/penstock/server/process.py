@@ -90,7 +90,7 @@ def serve(config: Config, say: Callable[[str], None]) -> None:
                 continue
             _write_ports(config, None)
             if not in_order:
-                # Threads that still work for somebody would hold up an ordinary exit.
+                # Threads that still work would hold up an ordinary exit.
                 os._exit(1)
             break
         loop.run_until_complete(loop.shutdown_default_executor())
@@ -103,7 +103,7 @@ def serve(config: Config, say: Callable[[str], None]) -> None:
 def _take(
     loop: asyncio.AbstractEventLoop, config: Config, say: Callable[[str], None], *, again: bool
 ) -> tuple[Broker, Config] | None:
-    """Open the store; a standby does so when it is free, or never if it is told to stop."""
+    """Open the store; a standby waits until it is free, and returns None if a signal stops it."""
     # Bad settings are refused before a store is made or taken from another.
     if configuring.authenticates(config):
         Keys(Path(config.auth_keys))
@@ -204,7 +204,7 @@ async def _serve(server: Server, say: Callable[[str], None]) -> bool:
 
 async def _stopped_or_lost(server: Server, stopping: asyncio.Event) -> PenstockError | None:
     """Wait for one of the two; return why the store is lost, if it is."""
-    # It may have been lost before anybody listened.
+    # It may have been lost before the batcher listened.
     lost = server.broker.failure
     if lost is not None:
         return lost
@@ -216,7 +216,7 @@ async def _stopped_or_lost(server: Server, stopping: asyncio.Event) -> PenstockE
 
 
 def _write_ports(config: Config, addresses: dict[str, tuple[str, int]] | None) -> None:
-    """Tell who waits for the file the ports; None: take it away."""
+    """Write the ports to the port file; None: remove the file."""
     if not config.port_file:
         return
     path = Path(config.port_file)
@@ -244,7 +244,7 @@ def _write_ports(config: Config, addresses: dict[str, tuple[str, int]] | None) -
 #
 # A standby can be wrong about the owner, which may be slow or paused. That costs a change of owners
 # and nothing else, since opening the store fences the owner before, whatever that one does then. A
-# store that does not answer says nothing about its owner: time begins anew.
+# store that does not answer says nothing about its owner: the time begins again.
 
 
 class Pulse(Protocol):

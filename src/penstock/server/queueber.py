@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from penstock.server.batcher import Batcher
     from penstock.server.connections import Slot
 
-__all__ = ["QueueberListener"]
-
 log = logging.getLogger(__name__)
 
 _SCHEMA: Final = capnp.load(str(Path(__file__).parent.parent / "wire/queueber/rpc.capnp"))
@@ -82,7 +80,7 @@ class QueueberListener:
         self.address = acceptor.address
 
     async def stop(self, grace_ms: int) -> None:  # noqa: ARG002 - what waits was handed back
-        """Take no more connections, and end those that are there."""
+        """Accept no more connections, and close the open ones."""
         if self._acceptor is None:
             return
         self._acceptor.close()
@@ -123,7 +121,7 @@ class _Connection(asyncio.Protocol):
 
     It lets the loop read into its own memory, and stops the reading when it is asked where to: that
     ends the process, if the loop is uvloop's. After an EOF it reads once more, through a pointer
-    that leads nowhere. So it is handed what was read, and told of a lost connection only.
+    that leads nowhere. So it gets the bytes that were read, and hears of a lost connection only.
     """
 
     idle = True
@@ -135,7 +133,7 @@ class _Connection(asyncio.Protocol):
         self._slot = slot
         self._inner = capnp.AsyncIoStream._connect(connected)  # noqa: SLF001 - there is no other
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
-        # What is wanted still of the read that is under way, and what has come of it.
+        # Of the read under way: the bytes that are still wanted, and those that have come.
         self._wanted_bytes = self._held_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -150,12 +148,12 @@ class _Connection(asyncio.Protocol):
         self._inner.connection_lost(error)
 
     def eof_received(self) -> bool:
-        """Close: whoever sends no more is not answered either."""
+        """Close: a client that sends no more gets no answer either."""
         self._transport.abort()
         return True
 
     def data_received(self, data: bytes) -> None:
-        """Pass it on, and count what has come of a message until all that is wanted is there."""
+        """Pass the bytes on, and count those of a message until it is whole."""
         left = memoryview(data)
         while left:
             buffer = self._inner.get_buffer(len(left))
@@ -187,12 +185,12 @@ class _Connection(asyncio.Protocol):
 
 
 class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
-    """What one client calls; an error is the call's, and the connection stays."""
+    """The interface that one client calls; after an error the connection stays."""
 
     def __init__(self, batcher: Batcher, queue: str, trust: Callable[[], None]) -> None:
         self._batcher = batcher
         self._queue = queue
-        # Told with each call: who asks for something is no stranger here.
+        # Called with each call: a client that asks for something is no stranger here.
         self._trust = trust
 
     async def add_context(self, context: Any) -> None:
@@ -274,7 +272,7 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
 
 @contextlib.contextmanager
 def _errors() -> Iterator[None]:
-    """Have errors reach the client as what they say, without a traceback."""
+    """Turn errors into exceptions of the protocol, without a traceback."""
     try:
         yield
     except InvalidReceipt:

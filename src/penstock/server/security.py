@@ -1,4 +1,4 @@
-"""Who may do what: access keys, permissions, and TLS.
+"""Access keys, permissions, and TLS.
 
 A key has an id, a secret that was shown once when it was made, and permissions. Native clients,
 Flight and Cap'n Proto present ``ID:SECRET`` as a token, of which the file holds a salted hash. SQS
@@ -36,38 +36,20 @@ if TYPE_CHECKING:
 
     from penstock.model import Message
 
-__all__ = [
-    "ACTIONS",
-    "ANYONE",
-    "Key",
-    "Keys",
-    "Principal",
-    "add_key",
-    "check_publish",
-    "check_receipts_of",
-    "check_settings",
-    "check_target",
-    "is_loopback",
-    "read_keys",
-    "remove_key",
-    "server_tls",
-    "token_of",
-]
-
 log = logging.getLogger(__name__)
 
 ACTIONS: Final = ("publish", "consume", "admin")
 _KEY_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _PATTERN: Final = re.compile(r"[A-Za-z0-9._*-]{1,80}")
-# A secret has 240 random bits, which nobody guesses: the cost need not make up for a weak one,
-# and a stranger who sends wrong tokens must not keep the loop busy.
+# A secret has 240 random bits: the cost need not make up for a weak one, and a stranger that sends
+# wrong tokens must not keep the loop busy.
 _SCRYPT: Final = (512, 8, 1)
 _SECRET_BYTES: Final = 30
 _PRIVATE_MODES: Final = stat.S_IRWXO | stat.S_IWGRP
 
 
 class Principal(msgspec.Struct, eq=False):
-    """Who asks: the id of a key and what it may do, as (action, pattern of queue names).
+    """The sender of a request: the id of a key and its grants, as (action, pattern of queue names).
 
     A connection keeps it for as long as it lasts. When the keys are read again, what it may do is
     what the file says then: nothing, if the key is gone or has another secret.
@@ -93,11 +75,11 @@ class Principal(msgspec.Struct, eq=False):
 
 
 ANYONE: Final = Principal("", tuple((action, "*") for action in ACTIONS))
-"""Who every request is from when authentication is off."""
+"""The principal of every request when authentication is off."""
 
 
 def _asked(queue: str | None) -> str:
-    """Name what is looked up: no queue has a longer name, and a stranger's is not remembered."""
+    """Return the name to look up: no queue has a longer one, and a stranger's is not cached."""
     return queue if queue and len(queue) <= limits.MAX_QUEUE_NAME_CHARS else "*"
 
 
@@ -119,9 +101,9 @@ def check_publish(principal: Principal, messages: Iterable[Message]) -> None:
 
 
 def check_receipts_of(principal: Principal, queue: str | None) -> Callable[[str], None] | None:
-    """Return what has to be asked of each queue that receipts name; None: nothing.
+    """Return the check of each queue that receipts name; None: none is needed.
 
-    Whoever names the ``queue`` is checked by that, and gets no further with receipts of others.
+    A request that names its ``queue`` is checked by that, and can't settle receipts of others.
     """
     if queue is not None or principal.may("consume"):
         return None
@@ -144,8 +126,8 @@ def check_target(principal: Principal, queue: str) -> None:
 def check_settings(principal: Principal, name: str, settings: Mapping[str, Any]) -> None:
     """Raise NotAllowed unless a queue may be made or changed so.
 
-    A filter decides whose messages a queue gets, so only who administers all queues may set one;
-    any other queue gets what is sent to it by name.
+    A filter decides which messages a queue gets, so only a key with admin on all queues may set
+    one; any other queue gets the messages that are sent to it by name.
     """
     if principal is ANYONE:
         return
@@ -305,7 +287,7 @@ def _grants(key_id: str, permissions: list[str]) -> tuple[tuple[str, str], ...]:
 
 
 def read_keys(path: Path) -> dict[str, Key]:
-    """Read a keys file (TOML, or JSON if it is named so) that nobody else can read."""
+    """Read a keys file (TOML, or JSON if it is named so); other users must not be able to."""
     try:
         mode = path.stat().st_mode
         body = path.read_bytes()
@@ -378,7 +360,7 @@ def write_keys(path: Path, keys: dict[str, Key]) -> None:
 
 
 def _toml(key_id: str, key: Key) -> str:
-    # What is written here is printable text, which JSON and TOML quote alike.
+    # Values are printable text, which JSON and TOML quote alike.
     values = msgspec.to_builtins(key)
     lines = [f"{name} = {msgspec.json.encode(value).decode()}" for name, value in values.items()]
     return "\n".join([f'[keys."{key_id}"]', *lines, ""])

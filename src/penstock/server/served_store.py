@@ -36,20 +36,18 @@ if TYPE_CHECKING:
     from penstock.clock import Clock
     from penstock.flight.listener import FlightListener
 
-__all__ = ["Listener", "Server", "new_loop", "open_broker", "running", "tls_of"]
-
 log = logging.getLogger(__name__)
 
 _SCHEMES: Final = {"native": "penstock", "http": "http", "flight": "grpc", "capnp": "capnp"}
 _TLS_SCHEMES: Final = {"native": "penstocks", "http": "https", "flight": "grpc+tls"}
 _EXTRAS: Final = {"flight": "flight", "capnp": "queueber"}
 _WATCH_SECONDS: Final = 2.0
-# As fast as somebody may connect: how soon it is looked again whether there are too many.
+# The most connections in a second, which decides how soon the descriptors are counted again.
 _CONNECTIONS_PER_SECOND: Final = 20_000
 
 
 class Listener(Protocol):
-    """What the server starts and stops; one for each protocol."""
+    """The listener of one protocol."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -59,7 +57,7 @@ class Listener(Protocol):
         """Listen; InvalidInput names an address that can't be listened on."""
 
     async def stop(self, grace_ms: int) -> None:
-        """Accept nothing more, let what is in hand be answered, then close the connections."""
+        """Accept no more, answer the requests at work, then close the connections."""
 
 
 class Server:
@@ -157,7 +155,7 @@ class Server:
 
     @property
     def unready(self) -> str | None:
-        """Say that requests are not welcome, since when, and why; None: they are. Never waits."""
+        """Why the server takes no requests, and since when; None: it does. Never waits."""
         if not self._listening:
             return "not ready: the server is starting or stopping"
         outage, failure = self.broker.outage, self.broker.failure
@@ -173,7 +171,7 @@ class Server:
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def reload(self) -> None:
-        """Read keys and certificate again; what can't be used leaves things as they are."""
+        """Read keys and certificate again; a file that can't be used changes nothing."""
         if self.keys is not None:
             self.keys.reload()
         if self.tls is not None:
@@ -201,7 +199,7 @@ class Server:
             await asyncio.sleep(min(max(free / _CONNECTIONS_PER_SECOND, 0.02), 0.5))
 
     async def stop(self, *, grace_ms: int | None = None) -> None:
-        """Take nothing more, answer what is in hand, and let go; the broker stays open."""
+        """Accept no more, answer the requests at work, and close; the broker stays open."""
         if self._stopped:
             return
         self._stopped, self._listening = True, False
@@ -325,11 +323,7 @@ def _capnp(server: Server, host: str, port: int) -> Listener:
     from penstock.server.queueber import QueueberListener  # noqa: PLC0415 - needs an extra
 
     return QueueberListener(
-        server.batcher,
-        host,
-        port,
-        queue=server.config.capnp_queue,
-        connections=server.connections,
+        server.batcher, host, port, queue=server.config.capnp_queue, connections=server.connections
     )
 
 
@@ -351,7 +345,7 @@ def _make(name: str, server: Server, host: str, port: int) -> Listener:
 
 
 def tls_of(config: Config) -> ssl.SSLContext | None:
-    """Return what connections are made secret by, if that is wanted."""
+    """Return the TLS context of the listeners, if there is a certificate."""
     if not config.tls_certificate:
         return None
     ca = Path(config.tls_client_ca) if config.tls_client_ca else None
@@ -384,7 +378,7 @@ def open_broker(config: Config, clock: Clock | None = None) -> Broker:
 
 
 def _url(config: Config) -> str:
-    """Return the store's URL, with what is set apart from it."""
+    """Return the store's URL, with the setting that is apart from it."""
     if config.min_free_bytes is None:
         return config.store
     if not config.store.startswith("rocksdb:"):

@@ -63,8 +63,11 @@ class Ticker:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopped:
+        while True:
             with self._wake:
+                # Both under the lock: a stop must not lose its wake to this.
+                if self._stopped:
+                    return
                 self._woken = False
             self._idle = True
             pause_ms = self._tick()

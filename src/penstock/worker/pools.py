@@ -102,8 +102,9 @@ class ThreadPool(Pool):
             tick = partial(self._state.release_overdue, self._time_limit_ms)
             self._limits = Ticker("penstock-limits", tick, self._state.clock)
             self._state.on_begun = self._limits.wake_idle
-            self._limits.start()
         super().start()
+        if self._limits is not None:
+            self._limits.start()
 
     def join(self, within_ms: int) -> None:
         """Wait for threads that have nothing to do; others end with their handler."""

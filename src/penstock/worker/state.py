@@ -8,9 +8,9 @@
               └─ lose, strand   └─ release_overdue, abandon: released; its slot stays taken
 
 No message is begun whose lease may have ended, and none is settled before its handler has returned,
-unless it is given back. Once the worker is closing, waiting messages are set aside until no claim
-of this worker could take them again. Waiting messages are stranded, and given back at once, if
-there is no slot, or every slot has a handler whose return does not count any more.
+unless it is given back. Once the worker is closing, no message is begun; waiting ones are given
+back when no claim of this worker could take them again. Waiting messages are stranded, and given
+back at once, if there is no slot, or every slot has a handler whose return does not count any more.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ class WorkerState:
         self._on_idle = on_idle
         self._waiting: dict[str, Task] = {}
         self._running: dict[str, Task] = {}
-        self._set_aside: dict[str, Task] = {}
         # Running tasks whose end does not count any more; nobody knows how long they take.
         self._detached = 0
         self.closing = False
@@ -106,7 +105,7 @@ class WorkerState:
             return self._is_idle()
 
     def _is_idle(self) -> bool:
-        return not (self._waiting or self._set_aside) and self._detached == len(self._running)
+        return not self._waiting and self._detached == len(self._running)
 
     # --- for claimers ------------------------------------------------------------------------
 
@@ -142,8 +141,7 @@ class WorkerState:
         self.counters.add_claimed(deliveries, lease_ms=lease_ms)
         self._heartbeat.hold([each.receipt for each in deliveries], lease_ms=lease_ms)
         with self._lock:
-            held = self._set_aside if self.closing else self._waiting
-            held.update((each.receipt, Task(each)) for each in deliveries)
+            self._waiting.update((each.receipt, Task(each)) for each in deliveries)
             self._strand()
             self._work.notify(len(deliveries))
         if self.on_ready is not None:
@@ -155,7 +153,7 @@ class WorkerState:
         """Begin the next message; None if there is none: now, or with ``wait`` ever."""
         while True:
             with self._lock:
-                while not self._waiting:
+                while self.closing or not self._waiting:
                     if not wait or self._ended:
                         return None
                     self.clock.wait(self._work, None)
@@ -216,14 +214,14 @@ class WorkerState:
 
     def _strand(self) -> None:
         """Give back the waiting messages if no slot can take them."""
-        if self._slots <= self._detached and self._waiting:
+        if self._slots <= self._detached and self._waiting and not self.closing:
             count = len(self._waiting)
             log.warning("no handler is free: %d messages that wait are given back", count)
-            self._give_back(self._waiting, STRANDED)
+            self._give_back_waiting(STRANDED)
 
-    def _give_back(self, tasks: dict[str, Task], settlement: Settlement) -> None:
-        self._settler.put(settlement, list(tasks), hurry=True)
-        tasks.clear()
+    def _give_back_waiting(self, settlement: Settlement) -> None:
+        self._settler.put(settlement, list(self._waiting), hurry=True)
+        self._waiting.clear()
 
     # --- for the heartbeat, time limits and the settler ------------------------------------------
 
@@ -236,7 +234,7 @@ class WorkerState:
     def _lose(self, receipts: Iterable[str]) -> tuple[list[Task], list[Task]]:
         unbegun, running = [], []
         for receipt in receipts:
-            task = self._waiting.pop(receipt, None) or self._set_aside.pop(receipt, None)
+            task = self._waiting.pop(receipt, None)
             if task is not None:
                 unbegun.append(task)
             elif (task := self._running.get(receipt)) and task.end is HandlerEnd.IN_TIME:
@@ -297,27 +295,24 @@ class WorkerState:
     # --- for the end of the worker ---------------------------------------------------------------
 
     def close(self) -> int:
-        """Want no more messages; return how many are set aside because they have not begun."""
+        """Claim and begin no more messages; return how many have not begun."""
         with self._lock:
             self.closing = True
-            self._set_aside.update(self._waiting)
-            self._waiting.clear()
-            count = len(self._set_aside)
+            count = len(self._waiting)
             self._room.notify_all()
         self._report_idle()
         return count
 
     def give_back(self) -> None:
-        """Give back the messages set aside; called when no claim of this worker can take them."""
+        """Give back waiting messages; called when no claim of this worker can take them again."""
         with self._lock:
-            self._give_back(self._set_aside, NOT_BEGUN)
+            self._give_back_waiting(NOT_BEGUN)
 
     def abandon(self) -> int:
         """Give back all messages that have not ended, and return how many of them had begun."""
         with self._lock:
             self.closing = True
-            self._give_back(self._set_aside, NOT_BEGUN)
-            self._give_back(self._waiting, NOT_BEGUN)
+            self._give_back_waiting(NOT_BEGUN)
             running = self._in_time()
             self._release(running, CUT_OFF)
             self._room.notify_all()

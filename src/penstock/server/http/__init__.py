@@ -85,7 +85,7 @@ class Http:
         )
 
     async def stop(self, grace_ms: int) -> None:
-        """Accept no more, let what is in hand be answered for ``grace_ms``, then close."""
+        """Accept no more, answer requests for up to ``grace_ms``, then close."""
         self.stopping = True
         self._acceptor.close()
         for connection in list(self.open):
@@ -101,12 +101,12 @@ class Http:
             self._watch.cancel()
 
     def handler_of(self, method: str, path: str) -> Handler:
-        """Return who answers; HEAD is answered like GET."""
+        """Return the handler of a request; HEAD has that of GET."""
         key = ("GET" if method == "HEAD" else method, path)
         return self._routes.get(key, self._fallback)
 
     def forget(self, connection: HttpConnection) -> None:
-        """Take a connection out of those that are open."""
+        """Remove a connection that has ended."""
         self.open.discard(connection)
         if not self.open:
             self._empty.set()
@@ -138,7 +138,7 @@ def _guarded(guard: Callable[[Request], Response | None], handler: Handler) -> H
 class PageGuard:
     """Says why a request is refused.
 
-    ``host`` is what is listened on: where only this machine can reach it, a request must name this
+    ``host`` is the listener's: where only this machine can reach it, a request must name this
     machine, or the host of ``url``, which is the address that the server is known by.
     """
 

@@ -1,7 +1,7 @@
 """HTTP/1.1 on one connection: a thin protocol on httptools.
 
-A connection has one request in hand at a time; what is pipelined behind it waits, bounded, and is
-answered in order. Bad input is answered once, and the connection closed.
+A connection answers one request at a time; requests that are pipelined behind it wait, bounded, and
+are answered in order. Bad input is answered once, and the connection closed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Request(msgspec.Struct, gc=False):
     """A request that has come in whole. Header names are in lower case.
 
     ``left``: the client sends nothing more and may be gone, so that nothing is to be taken from a
-    queue for it. A handler that waits sets ``on_left`` to be told, and must set it back.
+    queue for it. A handler that waits sets ``on_left`` as a callback, and must set it back.
     """
 
     method: str
@@ -63,7 +63,7 @@ class Request(msgspec.Struct, gc=False):
     secure: bool = False
     left: bool = False
     on_left: Callable[[], object] | None = None
-    # Called by who has found that its sender is known: by a key, or since there are none.
+    # The service calls it once it knows the sender: by a key, or since there are none.
     trust: Callable[[], None] = lambda: None
 
     def leave(self) -> None:
@@ -116,7 +116,7 @@ class HttpConnection(asyncio.Protocol):
         # Requests that have come in whole, each with whether the connection outlives it, whether
         # it is of HTTP/1.0, and the bytes that it takes.
         self._pending: deque[tuple[Request, bool, bool, int]] = deque()
-        # What has come and is not answered; and what of it is of the request that comes in.
+        # Bytes that have come and are not answered; and those of the request that comes in.
         self._held_bytes = 0
         self._request_bytes = 0
         # Of an answer that its client does not take.
@@ -158,7 +158,7 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(503, "too many connections")
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
-        """Nobody is there any more: stop working for them."""
+        """Stop working for a client that has gone."""
         self._http.forget(self)
         self._http.all.leave(self._slot)
         self._shut = True
@@ -171,15 +171,15 @@ class HttpConnection(asyncio.Protocol):
             answering.cancel()
 
     def _let_go(self) -> None:
-        """Keep nothing of what has come."""
+        """Drop everything that has come."""
         self._pending.clear()
         self._unfed = self._body = self._url = b""
         self._headers = {}
         self._held(-self._held_bytes)
 
     def _held(self, more: int) -> bool:
-        """Count what is held, by so much more or less; False: it was too much, and is refused."""
-        # No less than nothing: it may have been let go of since.
+        """Count more or fewer bytes that are held; False: they were too many, and refused."""
+        # Not below zero: they may have been dropped since.
         self._held_bytes = max(0, self._held_bytes + more)
         self._http.all.hold(self._slot, self._held_bytes)
         return not self._shut
@@ -200,7 +200,7 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(503, why)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come."""
+        """Parse the bytes."""
         if self._shut:
             return
         if not self._held(len(data)):
@@ -215,7 +215,7 @@ class HttpConnection(asyncio.Protocol):
         self._feed(data)
 
     def eof_received(self) -> bool:
-        """Answer what is in hand, if that does not take long: the client sends no more."""
+        """Answer the request at work, if that does not take long: the client sends no more."""
         if self._http.secure or self._answering is None:
             return False
         self._close_after = True
@@ -318,7 +318,7 @@ class HttpConnection(asyncio.Protocol):
         )
 
     def _refuse_later(self, status: int, reason: str) -> None:
-        """Refuse the request when what came before it is answered; the first reason counts."""
+        """Refuse the request when those before it are answered; the first reason counts."""
         if self._refusal is None:
             self._refusal = (status, reason)
 
@@ -423,7 +423,7 @@ class HttpConnection(asyncio.Protocol):
     # --- answering ---------------------------------------------------------------------------
 
     def _next(self) -> None:
-        """Have the requests answered that can be, up to the first that takes its time."""
+        """Answer the requests that wait, up to the first that takes its time."""
         while self._pending and self._answering is None and not self._write_paused:
             request, keep, old, size = self._pending.popleft()
             self.deadline = inf
@@ -466,7 +466,7 @@ class HttpConnection(asyncio.Protocol):
     def _answer(self, request: Request, response: Response, *, keep: bool, old: bool) -> None:
         if self._transport.is_closing():
             return
-        # Who has closed its side is still owed what it asked for before.
+        # A client that has closed its side still gets the answers to its requests.
         last = not keep or self._http.stopping or (self._close_after and not self._pending)
         self._write(response, head_only=request.method == "HEAD", last=last, old=old)
         if last:
@@ -534,7 +534,7 @@ class HttpConnection(asyncio.Protocol):
             self.abort()
 
     def finish(self) -> None:
-        """Close when what is in hand is answered."""
+        """Close when the requests that have come are answered."""
         if self._answering is None and not self._pending:
             self._shut = True
             self._transport.close()

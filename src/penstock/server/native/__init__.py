@@ -87,7 +87,7 @@ class NativeListener:
         )
 
     async def stop(self, grace_ms: int) -> None:
-        """Accept nobody, finish and answer what is in hand, then close every connection."""
+        """Accept no more, answer the requests at work, then close every connection."""
         if self._acceptor is None:
             return
         self._acceptor.close()
@@ -120,7 +120,7 @@ class NativeListener:
             bounds["dedup_window_ms"] = window_ms
         return wire.Welcome(min(version, wire.VERSION), self._name, self.store_id, bounds)
 
-    def who(self, token: str) -> Principal | None:
+    def principal_of(self, token: str) -> Principal | None:
         """Return the principal of a token; None if there is none."""
         return ANYONE if self.keys is None else self.keys.by_token(token)
 

@@ -157,7 +157,7 @@ class Backpressure:
             line = self._held[much]
             while line:
                 pending = next(iter(line))
-                # Guessed anew: more is known of its queue by now.
+                # Guessed again: more is known of its queue by now.
                 needed = self._needed(pending)
                 if (needed > SMALL_BYTES) is not much:
                     del line[pending]

@@ -54,8 +54,8 @@ class NativeConnection(asyncio.Protocol):
         self._principal: Principal | None = None
         self._at_work = 0
         self._bytes_at_work = 0
-        # How long the client waits for an answer; requests that have to be answered in that time,
-        # in order, and what looks after the first of them.
+        # How long the client waits for an answer; the requests that have to be answered in that
+        # time, in order; and the timer of the first of them.
         self._patience_s = limits.MAX_ANSWER_MS / 1000
         self._in_time: OrderedDict[PendingRequest, None] = OrderedDict()
         self._time_is_up: asyncio.TimerHandle | None = None
@@ -63,11 +63,11 @@ class NativeConnection(asyncio.Protocol):
         self._waits: dict[int, PendingRequest] = {}
         self._backpressure = Backpressure(listener.sizes, self._freed)
         self._letting_in = False
-        # What was not begun yet when the connection ends, nobody needs.
+        # Calls on threads: those that have not begun are cancelled when the connection ends.
         self._calls: set[Future[Any]] = set()
         self._out: list[bytes] = []
         self._out_bytes = 0
-        # Messages whose answer is among what is to be written.
+        # Messages whose answer is not written yet.
         self._unwritten: list[Delivery] = []
         self._flushing = False
         self._buffered = 0
@@ -99,7 +99,7 @@ class NativeConnection(asyncio.Protocol):
             self._farewell(PenstockError("too many connections"), final=False)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - whatever it was
-        """Forget the claims that wait: what comes for them goes to somebody else."""
+        """Cancel the claims that wait: their messages go to other clients."""
         self._transport = None
         self._listener.connections.discard(self)
         self._listener.all.leave(self._slot)
@@ -123,13 +123,13 @@ class NativeConnection(asyncio.Protocol):
                 self._account()
 
     def eof_received(self) -> bool:
-        """Close: who sends nothing more is not answered either."""
-        # Now, since it takes as long to close as it does to send what was answered before.
+        """Close: a client that sends no more gets no answer either."""
+        # Now, since closing takes as long as sending the answers before.
         self._let_claims_go()
         return False
 
     def pause_writing(self) -> None:
-        """Read nothing from who does not read, and have nothing more claimed."""
+        """Stop reading from a client that does not read, and claim nothing more for it."""
         self._stuck_since = self._loop.time()
         if self._transport is not None:
             self._stuck_taken = progress_of(self._transport).taken
@@ -154,11 +154,11 @@ class NativeConnection(asyncio.Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no request is at work; claims that wait are nobody's loss."""
+        """Whether no request is at work; claims that wait do not count."""
         return not self._at_work
 
     def refuse(self, why: str) -> None:
-        """Make way for others: they have more in hand than there may be."""
+        """Make way for others: all connections hold too many bytes."""
         if self._stuck_since is not None:
             self.abort()
         else:
@@ -200,14 +200,14 @@ class NativeConnection(asyncio.Protocol):
             (transport.resume_reading if wanted else transport.pause_reading)()
 
     def go_on(self) -> None:
-        """Begin what had to wait until others were through."""
+        """Begin the requests that waited for others to end."""
         if not self._reading:
             self._work()
             self._account()
 
     def _greet(self, frame: memoryview) -> None:
         hello = wire.read_hello(frame)
-        principal = self._listener.who(hello.token)
+        principal = self._listener.principal_of(hello.token)
         if principal is None:
             log.warning("a native client was refused: no such key")
             text = "the key is not known, or its secret is another" if hello.token else WANTS_A_KEY
@@ -252,7 +252,7 @@ class NativeConnection(asyncio.Protocol):
             self._run(pending)
 
     def _hold(self, pending: PendingRequest) -> None:
-        """Have a request wait for room: a claim that waits for messages no longer than for them."""
+        """Hold a request until there is room; a claim that waits, no longer than its wait."""
         self._backpressure.hold(pending)
         if pending.until is not None:
             pending.alarm = self._loop.call_at(pending.until, self._give_up, pending)
@@ -323,11 +323,11 @@ class NativeConnection(asyncio.Protocol):
             self._loop.call_soon(self._let_in)
 
     def _let_in(self) -> None:
-        """Begin what was held, as far as there is room."""
+        """Begin held requests, as far as there is room."""
         self._letting_in = False
         while (pending := self._backpressure.next()) is not None:
             self._run(pending)
-        # Those that failed at once have made way, and nobody else tells.
+        # Requests that failed at once have made room without a callback.
         self.go_on()
 
     def _answer_at_once(self, request: wire.Request | wire.Failure) -> None:
@@ -383,7 +383,7 @@ class NativeConnection(asyncio.Protocol):
             pending.leave()
 
     def _answer(self, pending: PendingRequest, future: Future[Any]) -> None:
-        """Write the answer of a request, and go on with those that had to wait for room."""
+        """Write the answer of a request, and go on with those that waited for room."""
         if pending.refused:
             self._put_off(pending)
             return
@@ -426,7 +426,7 @@ class NativeConnection(asyncio.Protocol):
         self._hold(pending)
 
     def _let_claims_go(self) -> None:
-        """Forget claims for good: what comes for them goes to somebody else."""
+        """Cancel all claims: their messages go to other clients."""
         for pending in self._backpressure.clear():
             self._end(pending)
         for pending in list(self._waits.values()):
@@ -444,7 +444,7 @@ class NativeConnection(asyncio.Protocol):
             self._listener.sizes.saw(request.queue, sum(map(len, frames)) // len(result))
 
     def _take_back(self, request: wire.Request, future: Future[Any]) -> None:
-        """Give back at once what was claimed for who can't be told."""
+        """Release messages whose answer can't be sent."""
         if future.cancelled() or future.exception() is not None:
             return
         if isinstance(request, wire.Claim):
@@ -475,7 +475,7 @@ class NativeConnection(asyncio.Protocol):
         self._out.append(frame)
         self._out_bytes += len(frame)
         if self._out_bytes > limits.MAX_UNSENT_BYTES:
-            # At once, so that what comes next knows whether there is room for it.
+            # At once, so that the next request knows whether there is room for it.
             self._flush()
         elif not self._flushing:
             self._flushing = True
@@ -506,7 +506,7 @@ class NativeConnection(asyncio.Protocol):
                 pending.future.cancel()
 
     def close(self) -> None:
-        """Send what is ready, then close."""
+        """Send the answers that are ready, then close."""
         self._flush()
         self._deaf = True
         if self._transport is not None:
@@ -538,7 +538,7 @@ class NativeConnection(asyncio.Protocol):
         self._loop.call_later(LINGER_SECONDS, self.abort)
 
     def tidy(self, now: float) -> None:
-        """Close what has stalled, is idle, or whose key is gone."""
+        """Close the connection if it has stalled, is idle, or its key is gone."""
         silent_ms = (now - self._heard) * 1000
         if self._stuck_since is not None and self._transport is not None:
             taken = progress_of(self._transport).taken
@@ -561,6 +561,6 @@ class NativeConnection(asyncio.Protocol):
             self._farewell(PenstockError("the connection was idle"), final=False)
         elif self._listener.keys is not None:
             # Keys are looked up again, so that one that was taken away is of no use any more.
-            self._principal = self._listener.who(self._token)
+            self._principal = self._listener.principal_of(self._token)
             if self._principal is None:
                 self._farewell(NotAllowed("this key is not known any more"), final=True)

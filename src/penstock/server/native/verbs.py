@@ -62,7 +62,7 @@ def _consumes(principal: Principal, request: Any) -> None:
 
 
 def _settles(principal: Principal, request: Any) -> None:
-    # Without a queue, those that the receipts name are checked where the store knows them.
+    # Without a queue, the store names the queues of the receipts, and those are checked.
     if request.queue is not None:
         principal.check("consume", request.queue)
     elif not any(action == "consume" for action, _ in principal.grants):

@@ -25,13 +25,7 @@ from penstock.errors import (
 from penstock.server.http import Response
 from penstock.server.security import ANYONE, Principal
 from penstock.server.sqs import messages, queues
-from penstock.server.sqs.context import (
-    QueueCache,
-    ReceiveAttempts,
-    SqsCall,
-    SqsContext,
-    SqsOptions,
-)
+from penstock.server.sqs.context import QueueCache, ReceiveAttempts, SqsCall, SqsContext, SqsOptions
 from penstock.server.sqs.queues import MoveTasks, QueueManager
 from penstock.wire.sqs import jsonwire, querywire, signature
 from penstock.wire.sqs.faults import SqsFault
@@ -50,7 +44,7 @@ __all__ = ["SqsOptions", "SqsService"]
 
 log = logging.getLogger(__name__)
 
-Operation: TypeAlias = "Callable[[SqsContext, SqsCall, Any], Awaitable[Answer]]"
+Operation: TypeAlias = "Callable[[SqsCall, Any], Awaitable[Answer]]"
 
 _NOBODY: Final = Principal("")
 _NO_PAGE: Final = Response(
@@ -68,7 +62,7 @@ _signing_key: Final = lru_cache(maxsize=1_024)(signature.signing_key)
 
 
 class Observer(Protocol):
-    """Who counts requests."""
+    """Counts requests."""
 
     def request(
         self, protocol: str, operation: str, seconds: float, outcome: str, key_id: str = ""
@@ -160,11 +154,10 @@ class SqsService:
                 fields = _fields(request)
                 operation = querywire.operation_of(fields)
                 typed = querywire.decode(operation, fields)
-            call = SqsCall(
-                principal, self._base_url(request), request, principal.key_id or request.peer
-            )
+            consumer = principal.key_id or request.peer
+            call = SqsCall(self._context, principal, self._base_url(request), request, consumer)
             async with asyncio.timeout(_ANSWER_SECONDS.get(operation, _MOST_SECONDS)):
-                answer = await self._operations[operation](self._context, call, typed)
+                answer = await self._operations[operation](call, typed)
             return _answered(answer, operation, request_id, xml=xml)
         except Exception as error:
             # The error stays in here: kept in a variable, it would keep this call, with the body of
@@ -217,7 +210,7 @@ class SqsService:
         return principal
 
     def _tell(self, key_id: str) -> None:
-        # Once: anybody may name a key, and as often as they like.
+        # Once: a stranger may name a key as often as it likes.
         if key_id not in self._told:
             self._told.add(key_id)
             log.warning(
@@ -234,7 +227,7 @@ class SqsService:
 
 
 def _unsigned() -> SqsFault:
-    # Made anew each time: one for all would keep the calls that it was raised in, for ever.
+    # A new one each time: one for all would keep the calls that it was raised in, for ever.
     return SqsFault(
         "UnrecognizedClientException",
         "The security token included in the request is invalid.",

@@ -63,8 +63,9 @@ class SqsContext(NamedTuple):
 
 
 class SqsCall(NamedTuple):
-    """One request: from whom, by which address, and as it came."""
+    """One request: its principal, the address that it came to, and the HTTP request."""
 
+    sqs: SqsContext
     principal: Principal
     base_url: str
     http: Request
@@ -137,7 +138,7 @@ class QueueCache:
         self._outdate()
 
     def _outdate(self) -> None:
-        # A look that began before the change must not bring back what was before it.
+        # A read that began before the change must not bring back the old settings.
         self._reading = None
         self._read_at = float("-inf")
 
@@ -207,7 +208,7 @@ class ReceiveAttempts:
             self._drop(oldest)
 
     def forget(self, receipt: str) -> None:
-        """Let go of a message that is deleted."""
+        """Drop a message that is deleted."""
         key = self._by_receipt.pop(receipt, None)
         if key is None:
             return
@@ -238,8 +239,7 @@ def check_entries(
     """Check a batch's number of entries and their ids."""
     if not entries:
         raise SqsFault(
-            "EmptyBatchRequest",
-            f"There should be at least one {kind}RequestEntry in the request.",
+            "EmptyBatchRequest", f"There should be at least one {kind}RequestEntry in the request."
         )
     if len(entries) > limits.SQS_MAX_BATCH:
         raise SqsFault(

@@ -27,7 +27,7 @@ from penstock.wire.sqs.faults import SqsFault
 from penstock.wire.sqs.messages import handle_of, message_of, receipt_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from penstock.broker.broker import Broker
     from penstock.model import Delivery, Outcome
@@ -37,14 +37,8 @@ if TYPE_CHECKING:
 
 _WRONG_TYPE: Final = "The request include parameter that is not valid for this queue type."
 _SYSTEM: Final = (
-    "SenderId",
-    "SentTimestamp",
-    "ApproximateReceiveCount",
-    "ApproximateFirstReceiveTimestamp",
-    "SequenceNumber",
-    "MessageDeduplicationId",
-    "MessageGroupId",
-    "AWSTraceHeader",
+    *("SenderId", "SentTimestamp", "ApproximateReceiveCount", "ApproximateFirstReceiveTimestamp"),
+    *("SequenceNumber", "MessageDeduplicationId", "MessageGroupId", "AWSTraceHeader"),
     "DeadLetterQueueSourceArn",
 )
 # A claim that is given back at once; long enough for that to reach the disk.
@@ -54,20 +48,20 @@ _NO_LEASE_MS: Final = 10_000
 # --- send -----------------------------------------------------------------------------------------
 
 
-async def send(sqs: SqsContext, call: SqsCall, request: requests.SendMessage) -> Answer:
+async def send(call: SqsCall, request: requests.SendMessage) -> Answer:
     """Publish one message."""
     name = call.queue_of(request, "publish")
-    view = sqs.queues.known(name) or await sqs.queues.view(name)
+    view = call.sqs.queues.known(name) or await call.sqs.queues.view(name)
     message, answer, size = _prepare(call, view, request)
     _check_size(view, size)
-    (message_id,) = await sqs.batcher.publish([message], queue=name)
-    return _complete(sqs, view, answer, message_id)
+    (message_id,) = await call.sqs.batcher.publish([message], queue=name)
+    return _complete(call.sqs, view, answer, message_id)
 
 
-async def send_batch(sqs: SqsContext, call: SqsCall, request: requests.SendMessageBatch) -> Answer:
+async def send_batch(call: SqsCall, request: requests.SendMessageBatch) -> Answer:
     """Publish several messages; each of them succeeds or fails."""
     name = call.queue_of(request, "publish")
-    view = await sqs.queues.view(name)
+    view = await call.sqs.queues.view(name)
     entries = request.entries or []
     check_entries(entries, "SendMessageBatch")
     failed: list[dict[str, Any]] = []
@@ -93,11 +87,13 @@ async def send_batch(sqs: SqsContext, call: SqsCall, request: requests.SendMessa
             f"You have sent {total} bytes.",
         )
     successful = []
-    for (entry, _, answer), outcome in zip(ready, await _publish(sqs, view, ready), strict=True):
+    for (entry, _, answer), outcome in zip(
+        ready, await _publish(call.sqs, view, ready), strict=True
+    ):
         if isinstance(outcome, SqsFault):
             failed.append(failed_entry(entry.id, outcome))
         else:
-            successful.append({"Id": entry.id, **_complete(sqs, view, answer, outcome)})
+            successful.append({"Id": entry.id, **_complete(call.sqs, view, answer, outcome)})
     return {"Successful": successful, "Failed": failed}
 
 
@@ -125,7 +121,7 @@ async def _publish(
 def _prepare(
     call: SqsCall, view: QueueView, entry: requests.SendMessage | requests.SendEntry
 ) -> tuple[Message, dict[str, Any], int]:
-    """Check a message; return it, what can be answered already, and its size."""
+    """Check a message; return it, the answer so far, and its size."""
     payload = messages.check_body(entry.message_body)
     attributes = entry.message_attributes
     size = len(payload) + messages.check_attributes(attributes)
@@ -246,58 +242,58 @@ def check_visibility(seconds: int) -> int:
     return check_range(seconds, "VisibilityTimeout", 0, high, reason)
 
 
-async def receive(sqs: SqsContext, call: SqsCall, request: requests.ReceiveMessage) -> Answer:
+async def receive(call: SqsCall, request: requests.ReceiveMessage) -> Answer:
     """Take messages."""
     name = call.queue_of(request, "consume")
-    view = sqs.queues.known(name) or await sqs.queues.view(name)
+    view = call.sqs.queues.known(name) or await call.sqs.queues.view(name)
     limit, visibility_s, wait_s = _checked(view, request)
     system = _system_names(request)
     attempt = request.receive_request_attempt_id if view.fifo else None
     lease_ms = visibility_s * 1000 or _NO_LEASE_MS
-    deliveries = await _again(sqs, name, attempt, lease_ms) if attempt else []
+    deliveries = await _again(call.sqs, name, attempt, lease_ms) if attempt else []
     claimed: list[Delivery] = []
     try:
         if not deliveries and not call.http.left:
-            deliveries = claimed = await _claim(sqs, call, name, limit, lease_ms, wait_s * 1000)
+            deliveries = claimed = await _claim(call, name, limit, lease_ms, wait_s * 1000)
             if attempt and claimed:
-                sqs.attempts.remember(name, attempt, claimed, sqs.clock.now_ms())
+                call.sqs.attempts.remember(name, attempt, claimed, call.sqs.clock.now_ms())
         first_ms: dict[int, int] = {}
         if "ApproximateFirstReceiveTimestamp" in system:
-            first_ms = await _first_receives(sqs, deliveries, lease_ms if claimed else None)
+            first_ms = await _first_receives(call.sqs, deliveries, lease_ms if claimed else None)
         if call.http.left:
-            _give_back(sqs, claimed)
+            _give_back(call.sqs, claimed)
             return {}
         if not visibility_s and claimed:
-            await sqs.batcher.release(
+            await call.sqs.batcher.release(
                 [each.receipt for each in claimed],
                 delay_ms=0,
                 reason="received with a visibility timeout of 0",
             )
     except BaseException:
-        # Whether it has gone or is told of an error: it gets none of them.
-        _give_back(sqs, claimed)
+        # The client has gone or gets an error: in both cases it gets no message.
+        _give_back(call.sqs, claimed)
         raise
     if not deliveries:
         return {}
     wanted = request.message_attribute_names or ()
     return {
         "Messages": [
-            _shown(sqs, view, each, wanted, system, first_ms.get(each.message_id, 0))
+            _shown(call.sqs, view, each, wanted, system, first_ms.get(each.message_id, 0))
             for each in deliveries
         ]
     }
 
 
 async def _claim(
-    sqs: SqsContext, call: SqsCall, name: str, limit: int, lease_ms: int, wait_ms: int
+    call: SqsCall, name: str, limit: int, lease_ms: int, wait_ms: int
 ) -> list[Delivery]:
     """Take messages for a client for as long as it is there."""
-    claiming = sqs.batcher.claim(
+    claiming = call.sqs.batcher.claim(
         name, limit=limit, lease_ms=lease_ms, wait_ms=wait_ms, consumer=call.consumer
     )
     call.http.on_left = claiming.cancel
     try:
-        return await sqs.batcher.claimed(claiming)
+        return await call.sqs.batcher.claimed(claiming)
     except asyncio.CancelledError:
         if call.http.left and claiming.cancelled():
             return []
@@ -307,7 +303,7 @@ async def _claim(
 
 
 async def _again(sqs: SqsContext, name: str, attempt: str, lease_ms: int) -> list[Delivery]:
-    """Return what an attempt got before, as far as it is still held, held anew."""
+    """Return the deliveries of an earlier attempt that are still held, with new leases."""
     deliveries = sqs.attempts.find(name, attempt, sqs.clock.now_ms())
     if not deliveries:
         return []
@@ -353,7 +349,7 @@ async def _first_receives(
 ) -> dict[int, int]:
     """Return when each message was received for the first time.
 
-    What was claimed just now, with a lease of ``lease_ms``, says so itself if it is the first time.
+    ``lease_ms``: they were claimed just now, and those that are new say so themselves.
     """
     known: dict[int, int] = {}
     if lease_ms is not None:
@@ -433,78 +429,61 @@ def _system_attributes(
 # --- delete, and change the visibility ------------------------------------------------------------
 
 
-async def delete(sqs: SqsContext, call: SqsCall, request: requests.DeleteMessage) -> Answer:
+async def delete(call: SqsCall, request: requests.DeleteMessage) -> Answer:
     """Settle a message as done."""
     name = call.queue_of(request, "consume")
-    view = sqs.queues.known(name) or await sqs.queues.view(name)
+    view = call.sqs.queues.known(name) or await call.sqs.queues.view(name)
     handle = request.receipt_handle
     if not handle:
         raise SqsFault.missing("ReceiptHandle")
     receipt = receipt_of(handle)
-    try:
-        (outcome,) = await sqs.batcher.ack([receipt], queue=name)
-    except InvalidReceipt:
-        raise SqsFault.bad_receipt() from None
-    sqs.attempts.forget(receipt)
-    if not outcome and view.fifo:
-        await _check_settled(sqs, name, handle)
+    (outcome,) = await call.sqs.batcher.ack([receipt], queue=name)
+    call.sqs.attempts.forget(receipt)
+    if not outcome and view.fifo and not await _was_deleted(call.sqs, name, handle):
+        raise _expired(handle)
     return {}
 
 
-async def delete_batch(
-    sqs: SqsContext, call: SqsCall, request: requests.DeleteMessageBatch
-) -> Answer:
+async def delete_batch(call: SqsCall, request: requests.DeleteMessageBatch) -> Answer:
     """Settle several messages as done."""
     name = call.queue_of(request, "consume")
-    view = await sqs.queues.view(name)
+    view = await call.sqs.queues.view(name)
     entries = request.entries or []
     check_entries(entries, "DeleteMessageBatch")
     handles = [entry.receipt_handle or "" for entry in entries]
-    outcomes = await _each(handles, lambda receipts: sqs.batcher.ack(receipts, queue=name))
-    successful: list[dict[str, Any]] = []
-    failed: list[dict[str, Any]] = []
-    for entry, handle, outcome in zip(entries, handles, outcomes, strict=True):
-        fault = outcome if isinstance(outcome, SqsFault) else None
-        if fault is None:
-            sqs.attempts.forget(receipt_of(handle))
-        if fault is None and not outcome and view.fifo:
-            try:
-                await _check_settled(sqs, name, handle)
-            except SqsFault as expired:
-                fault = expired
-        if fault is None:
-            successful.append({"Id": entry.id})
-        else:
-            failed.append(failed_entry(entry.id, fault))
-    return {"Successful": successful, "Failed": failed}
+    outcomes = await _each(handles, lambda receipts: call.sqs.batcher.ack(receipts, queue=name))
+    faults: dict[int, SqsFault] = {}
+    for index, (handle, outcome) in enumerate(zip(handles, outcomes, strict=True)):
+        if isinstance(outcome, SqsFault):
+            faults[index] = outcome
+            continue
+        call.sqs.attempts.forget(receipt_of(handle))
+        if not outcome and view.fifo and not await _was_deleted(call.sqs, name, handle):
+            faults[index] = _expired(handle)
+    return _batch_answer(entries, faults)
 
 
-async def change_visibility(
-    sqs: SqsContext, call: SqsCall, request: requests.ChangeMessageVisibility
-) -> Answer:
+async def change_visibility(call: SqsCall, request: requests.ChangeMessageVisibility) -> Answer:
     """Change when a message becomes visible again."""
     name = call.queue_of(request, "consume")
-    await sqs.queues.view(name)
+    await call.sqs.queues.view(name)
     if not request.receipt_handle:
         raise SqsFault.missing("ReceiptHandle")
     if request.visibility_timeout is None:
         raise SqsFault.missing("VisibilityTimeout")
     seconds = check_visibility(request.visibility_timeout)
-    try:
-        (outcome,) = await _hold(sqs, name, [receipt_of(request.receipt_handle)], seconds)
-    except InvalidReceipt:
-        raise SqsFault.bad_receipt() from None
+    (outcome,) = await _hold(call.sqs, name, [receipt_of(request.receipt_handle)], seconds)
     if not outcome:
         raise _not_held(request.receipt_handle)
     return {}
 
 
 async def change_visibility_batch(
-    sqs: SqsContext, call: SqsCall, request: requests.ChangeMessageVisibilityBatch
+    call: SqsCall, request: requests.ChangeMessageVisibilityBatch
 ) -> Answer:
     """Change several."""
     name = call.queue_of(request, "consume")
-    await sqs.queues.view(name)
+    await call.sqs.queues.view(name)
     entries = request.entries or []
     check_entries(entries, "ChangeMessageVisibilityBatch")
     faults: dict[int, SqsFault] = {}
@@ -520,19 +499,22 @@ async def change_visibility_batch(
         handles = [entries[index].receipt_handle or "" for index in indexes]
         outcomes = await _each(
             handles,
-            lambda receipts, seconds=seconds: _hold(sqs, name, receipts, seconds),  # type: ignore[misc]
+            lambda receipts, seconds=seconds: _hold(call.sqs, name, receipts, seconds),  # type: ignore[misc]
         )
         for index, handle, outcome in zip(indexes, handles, outcomes, strict=True):
             if isinstance(outcome, SqsFault):
                 faults[index] = outcome
             elif not outcome:
                 faults[index] = _not_held(handle)
-    return {
-        "Successful": [
-            {"Id": entry.id} for index, entry in enumerate(entries) if index not in faults
-        ],
-        "Failed": [failed_entry(entries[index].id, faults[index]) for index in sorted(faults)],
-    }
+    return _batch_answer(entries, faults)
+
+
+def _batch_answer(
+    entries: Sequence[requests.DeleteEntry | requests.VisibilityEntry], faults: dict[int, SqsFault]
+) -> Answer:
+    done = [{"Id": entry.id} for index, entry in enumerate(entries) if index not in faults]
+    failed = [failed_entry(entries[index].id, faults[index]) for index in sorted(faults)]
+    return {"Successful": done, "Failed": failed}
 
 
 def _hold(
@@ -568,18 +550,19 @@ async def _each(
 
 
 def _not_held(handle: str) -> SqsFault:
-    return SqsFault.value(
-        handle,
-        "ReceiptHandle",
-        "Message does not exist or is not available for visibility timeout change.",
-    )
+    reason = "Message does not exist or is not available for visibility timeout change."
+    return SqsFault.value(handle, "ReceiptHandle", reason)
 
 
-async def _check_settled(sqs: SqsContext, name: str, handle: str) -> None:
-    """Accept a delete of what was deleted before; a client may repeat it for want of an answer."""
+def _expired(handle: str) -> SqsFault:
+    return SqsFault.value(handle, "ReceiptHandle", "The receipt handle has expired.")
+
+
+async def _was_deleted(sqs: SqsContext, name: str, handle: str) -> bool:
+    """Whether the message was deleted before: a client repeats a delete for want of an answer."""
     number = message_of(handle)
 
-    def deleted(broker: Broker) -> bool:
+    def look(broker: Broker) -> bool:
         if number is None:
             return False
         try:
@@ -588,5 +571,4 @@ async def _check_settled(sqs: SqsContext, name: str, handle: str) -> None:
             return False
         return bool(attempts) and attempts[-1].end is AttemptEnd.ACKED
 
-    if not await sqs.batcher.call(deleted):
-        raise SqsFault.value(handle, "ReceiptHandle", "The receipt handle has expired.")
+    return await sqs.batcher.call(look)

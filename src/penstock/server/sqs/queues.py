@@ -35,7 +35,7 @@ _NO_SOURCE: Final = "CouldNotDetermineMessageSource"
 
 
 class QueueManager:
-    """Changes of queues, one at a time: each reads what is there and writes it anew."""
+    """Changes queues, one at a time: each change reads a spec and writes the new one."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -44,8 +44,8 @@ class QueueManager:
 
     # --- queues ------------------------------------------------------------------------------
 
-    async def create(self, sqs: SqsContext, call: SqsCall, request: requests.CreateQueue) -> Answer:
-        """Make a queue, or find that it is there with what is asked for."""
+    async def create(self, call: SqsCall, request: requests.CreateQueue) -> Answer:
+        """Make a queue, or find one of the same attributes."""
         name = wire.check_name(request.queue_name)
         call.principal.check("admin", name)
         fifo = name.endswith(".fifo")
@@ -57,36 +57,36 @@ class QueueManager:
             )
         tags = wire.checked_tags(request.tags or {}, name)
         async with self._turn:
-            specs = await sqs.queues.specs()
+            specs = await call.sqs.queues.specs()
             present = next((spec for spec in specs if spec.name == name), None)
             if present is not None:
-                _check_same(sqs, present, attributes)
+                _check_same(call.sqs, present, attributes)
                 return {"QueueUrl": call.url_of(name)}
-            _check_dead_letter(sqs, call, name, attributes, specs)
-            settings = wire.new_queue(sqs.options.done_retention_ms)
+            _check_dead_letter(call, name, attributes, specs)
+            settings = wire.new_queue(call.sqs.options.done_retention_ms)
             settings |= wire.settings_for(attributes, wire.with_tags({}, tags))
             ordering = Ordering.FIFO if fifo else Ordering.STANDARD
-            spec = await sqs.batcher.call(
+            spec = await call.sqs.batcher.call(
                 lambda broker: broker.create_queue(name, ordering=ordering, **settings)
             )
-            sqs.queues.learn(spec)
+            call.sqs.queues.learn(spec)
         return {"QueueUrl": call.url_of(name)}
 
-    async def delete(self, sqs: SqsContext, call: SqsCall, request: requests.DeleteQueue) -> Answer:
+    async def delete(self, call: SqsCall, request: requests.DeleteQueue) -> Answer:
         """Remove a queue."""
         name = call.queue_of(request, "admin")
         async with self._turn:
-            await sqs.batcher.call(lambda broker: broker.delete_queue(name), long=True)
-            sqs.queues.forget(name)
+            await call.sqs.batcher.call(lambda broker: broker.delete_queue(name), long=True)
+            call.sqs.queues.forget(name)
             self._purged_at_ms.pop(name, None)
         return {}
 
-    async def purge(self, sqs: SqsContext, call: SqsCall, request: requests.PurgeQueue) -> Answer:
+    async def purge(self, call: SqsCall, request: requests.PurgeQueue) -> Answer:
         """Remove every message that is not deleted yet, in flight ones too."""
         name = call.queue_of(request, "admin")
-        await sqs.queues.view(name)
+        await call.sqs.queues.view(name)
         last_ms = self._purged_at_ms.get(name, -limits.SQS_PURGE_PAUSE_MS)
-        paused = sqs.clock.now_ms() - last_ms < limits.SQS_PURGE_PAUSE_MS
+        paused = call.sqs.clock.now_ms() - last_ms < limits.SQS_PURGE_PAUSE_MS
         if paused or name in self._purging:
             raise SqsFault(
                 "PurgeQueueInProgress",
@@ -96,54 +96,48 @@ class QueueManager:
         states = (State.AVAILABLE, State.DELAYED, State.IN_FLIGHT)
         self._purging.add(name)
         try:
-            await sqs.batcher.call(lambda broker: broker.purge(name, states=states), long=True)
+            await call.sqs.batcher.call(lambda broker: broker.purge(name, states=states), long=True)
         finally:
             self._purging.discard(name)
-        self._purged_at_ms[name] = sqs.clock.now_ms()
+        self._purged_at_ms[name] = call.sqs.clock.now_ms()
         return {}
 
     # --- attributes, tags, permissions ---------------------------------------------------------
 
-    async def set_attributes(
-        self, sqs: SqsContext, call: SqsCall, request: requests.SetQueueAttributes
-    ) -> Answer:
+    async def set_attributes(self, call: SqsCall, request: requests.SetQueueAttributes) -> Answer:
         """Change settings."""
         name = call.queue_of(request, "admin")
         if not request.attributes:
             raise SqsFault.missing("Attributes")
         async with self._turn:
-            specs = await sqs.queues.specs()
+            specs = await call.sqs.queues.specs()
             spec = _find(specs, name)
             fifo = spec.ordering is Ordering.FIFO
             attributes = wire.checked_attributes(request.attributes, fifo=fifo)
             if attributes.get("FifoQueue", "true" if fifo else "false") != str(fifo).lower():
                 raise SqsFault.attribute_value("FifoQueue")
-            _check_dead_letter(sqs, call, name, attributes, specs)
+            _check_dead_letter(call, name, attributes, specs)
             settings = wire.settings_for(attributes, spec.labels)
-            await _update(sqs, name, settings)
+            await _update(call.sqs, name, settings)
         return {}
 
-    async def add_permission(
-        self, sqs: SqsContext, call: SqsCall, request: requests.AddPermission
-    ) -> Answer:
+    async def add_permission(self, call: SqsCall, request: requests.AddPermission) -> Answer:
         """Add a statement to the queue's policy."""
 
         def change(labels: dict[str, str], name: str) -> dict[str, str]:
             return wire.with_permission(
-                labels, sqs.arn(name), request.label, request.aws_account_ids, request.actions
+                labels, call.sqs.arn(name), request.label, request.aws_account_ids, request.actions
             )
 
-        return await self._relabel(sqs, call, request, change)
+        return await self._relabel(call, request, change)
 
-    async def remove_permission(
-        self, sqs: SqsContext, call: SqsCall, request: requests.RemovePermission
-    ) -> Answer:
+    async def remove_permission(self, call: SqsCall, request: requests.RemovePermission) -> Answer:
         """Take a statement out of the queue's policy."""
         return await self._relabel(
-            sqs, call, request, lambda labels, _: wire.without_permission(labels, request.label)
+            call, request, lambda labels, _: wire.without_permission(labels, request.label)
         )
 
-    async def tag(self, sqs: SqsContext, call: SqsCall, request: requests.TagQueue) -> Answer:
+    async def tag(self, call: SqsCall, request: requests.TagQueue) -> Answer:
         """Add tags."""
 
         def change(labels: dict[str, str], name: str) -> dict[str, str]:
@@ -152,10 +146,10 @@ class QueueManager:
             tags = {**wire.tags_of(labels), **request.tags}
             return wire.with_tags(labels, wire.checked_tags(tags, name))
 
-        return await self._relabel(sqs, call, request, change)
+        return await self._relabel(call, request, change)
 
-    async def untag(self, sqs: SqsContext, call: SqsCall, request: requests.UntagQueue) -> Answer:
-        """Remove tags; those that are not there do not matter."""
+    async def untag(self, call: SqsCall, request: requests.UntagQueue) -> Answer:
+        """Remove tags; missing ones are no error."""
 
         def change(labels: dict[str, str], _: str) -> dict[str, str]:
             gone = request.tag_keys
@@ -164,59 +158,56 @@ class QueueManager:
             tags = wire.tags_of(labels)
             return wire.with_tags(labels, {k: v for k, v in tags.items() if k not in gone})
 
-        return await self._relabel(sqs, call, request, change)
+        return await self._relabel(call, request, change)
 
     async def _relabel(
         self,
-        sqs: SqsContext,
         call: SqsCall,
         request: requests.OnQueue,
         change: Callable[[dict[str, str], str], dict[str, str]],
     ) -> Answer:
         name = call.queue_of(request, "admin")
         async with self._turn:
-            spec = await sqs.queues.spec(name)
-            await _update(sqs, name, {"labels": change(dict(spec.labels), name)})
+            spec = await call.sqs.queues.spec(name)
+            await _update(call.sqs, name, {"labels": change(dict(spec.labels), name)})
         return {}
 
 
-async def get_attributes(
-    sqs: SqsContext, call: SqsCall, request: requests.GetQueueAttributes
-) -> Answer:
+async def get_attributes(call: SqsCall, request: requests.GetQueueAttributes) -> Answer:
     """Return settings and depth."""
     name = call.queue_of(request, *_ANY)
     names = wire.check_requested(request.attribute_names)
     counted = any(each == "All" or each.startswith("Approximate") for each in names)
 
     def look(broker: Broker) -> tuple[list[QueueSpec], QueueStats | None]:
-        # The stats first: it is they who know that a queue is gone.
+        # The stats first: they fail if the queue is gone.
         stats = broker.stats(name) if counted else None
         return broker.queues(), stats
 
-    specs, stats = await sqs.batcher.call(look)
+    specs, stats = await call.sqs.batcher.call(look)
     spec = _find(specs, name)
-    known = wire.attributes_of(spec, stats, sqs.options.region, sqs.options.account)
+    known = wire.attributes_of(spec, stats, call.sqs.options.region, call.sqs.options.account)
     if "All" not in names:
         known = {each: known[each] for each in names if each in known}
     return {"Attributes": known} if known and names else {}
 
 
-async def get_url(sqs: SqsContext, call: SqsCall, request: requests.GetQueueUrl) -> Answer:
+async def get_url(call: SqsCall, request: requests.GetQueueUrl) -> Answer:
     """Find a queue by its name."""
     name = request.queue_name
     if not name:
         raise SqsFault.missing("QueueName")
     call.principal.check_any(_ANY, name)
-    await sqs.queues.spec(name)
+    await call.sqs.queues.spec(name)
     return {"QueueUrl": call.url_of(name)}
 
 
-async def list_queues(sqs: SqsContext, call: SqsCall, request: requests.ListQueues) -> Answer:
+async def list_queues(call: SqsCall, request: requests.ListQueues) -> Answer:
     """List the queues that the asker may do something with."""
     prefix = request.queue_name_prefix or ""
     names = [
         spec.name
-        for spec in await sqs.queues.specs()
+        for spec in await call.sqs.queues.specs()
         if spec.name.startswith(prefix) and _may_see(call, spec.name)
     ]
     page, token = _page(names, request.next_token, request.max_results)
@@ -224,12 +215,10 @@ async def list_queues(sqs: SqsContext, call: SqsCall, request: requests.ListQueu
     return answer | token
 
 
-async def list_sources(
-    sqs: SqsContext, call: SqsCall, request: requests.ListDeadLetterSourceQueues
-) -> Answer:
-    """List the queues whose failed messages go to a queue, of those that the asker may know."""
+async def list_sources(call: SqsCall, request: requests.ListDeadLetterSourceQueues) -> Answer:
+    """List the queues whose failed messages go to a queue, as far as the caller may see them."""
     name = call.queue_of(request, *_ANY)
-    specs = await sqs.queues.specs()
+    specs = await call.sqs.queues.specs()
     _find(specs, name)
     sources = [
         spec.name for spec in specs if spec.dead_letter == name and _may_see(call, spec.name)
@@ -238,10 +227,10 @@ async def list_sources(
     return {"queueUrls": [call.url_of(each) for each in page]} | token
 
 
-async def list_tags(sqs: SqsContext, call: SqsCall, request: requests.ListQueueTags) -> Answer:
+async def list_tags(call: SqsCall, request: requests.ListQueueTags) -> Answer:
     """Return a queue's tags."""
     name = call.queue_of(request, *_ANY)
-    tags = wire.tags_of((await sqs.queues.spec(name)).labels)
+    tags = wire.tags_of((await call.sqs.queues.spec(name)).labels)
     return {"Tags": tags} if tags else {}
 
 
@@ -264,7 +253,7 @@ async def _update(sqs: SqsContext, name: str, settings: dict[str, Any]) -> None:
 
 
 def _check_same(sqs: SqsContext, spec: QueueSpec, attributes: dict[str, str]) -> None:
-    """Raise if a queue that is there differs in what is asked for."""
+    """Raise if a queue has other attributes than the requested ones."""
     known = wire.attributes_of(spec, None, sqs.options.region, sqs.options.account)
     for name, value in attributes.items():
         if known.get(name, "false" if name == "FifoQueue" else "") != value:
@@ -276,11 +265,7 @@ def _check_same(sqs: SqsContext, spec: QueueSpec, attributes: dict[str, str]) ->
 
 
 def _check_dead_letter(
-    sqs: SqsContext,
-    call: SqsCall,
-    name: str,
-    attributes: dict[str, str],
-    specs: list[QueueSpec],
+    call: SqsCall, name: str, attributes: dict[str, str], specs: list[QueueSpec]
 ) -> None:
     """Raise unless the queue that a RedrivePolicy names is there, is alike and allows it."""
     target = wire.dead_letter_of(attributes)
@@ -293,11 +278,9 @@ def _check_dead_letter(
         raise SqsFault.value(policy, "RedrivePolicy", "Dead letter target does not exist.")
     if (spec.ordering is Ordering.FIFO) != name.endswith(".fifo"):
         raise SqsFault.value(
-            policy,
-            "RedrivePolicy",
-            "Dead-letter queue must be same type of queue as the source.",
+            policy, "RedrivePolicy", "Dead-letter queue must be same type of queue as the source."
         )
-    if not wire.allows_source(spec.labels, sqs.arn(name)):
+    if not wire.allows_source(spec.labels, call.sqs.arn(name)):
         raise SqsFault.value(
             policy, "RedrivePolicy", "The dead-letter queue's RedriveAllowPolicy forbids it."
         )
@@ -330,7 +313,7 @@ def _page(
 class _Task(msgspec.Struct, kw_only=True):
     """A move; ``destination`` is empty if each message goes back to where it came from.
 
-    It goes on after its request, and stops where whoever asked for it may not send messages to.
+    It goes on after its request, and stops at a queue that its principal may not send to.
     """
 
     handle: str
@@ -352,9 +335,7 @@ class MoveTasks:
         self._tasks: dict[str, _Task] = {}
         self._running: set[asyncio.Task[None]] = set()
 
-    async def start(
-        self, sqs: SqsContext, call: SqsCall, request: requests.StartMessageMoveTask
-    ) -> Answer:
+    async def start(self, call: SqsCall, request: requests.StartMessageMoveTask) -> Answer:
         """Begin to move."""
         source = _named(request.source_arn, "SourceArn")
         call.principal.check("admin", source)
@@ -362,7 +343,7 @@ class MoveTasks:
         if request.destination_arn:
             destination = _named(request.destination_arn, "DestinationArn")
             check_target(call.principal, destination)
-        specs = {spec.name: spec for spec in await sqs.queues.specs()}
+        specs = {spec.name: spec for spec in await call.sqs.queues.specs()}
         _check_there(specs, source, "SourceArn")
         if destination:
             _check_there(specs, destination, "DestinationArn")
@@ -380,23 +361,21 @@ class MoveTasks:
                 "queue arn at a given time."
             )
         task = _Task(
-            handle=urlsafe_b64encode(sqs.clock.lease_id() + source.encode()).decode(),
+            handle=urlsafe_b64encode(call.sqs.clock.lease_id() + source.encode()).decode(),
             source=source,
             destination=destination,
             rate=rate,
             principal=call.principal,
-            started_ms=sqs.clock.now_ms(),
+            started_ms=call.sqs.clock.now_ms(),
         )
         self._keep(task)
-        running = asyncio.get_running_loop().create_task(_run(sqs, task))
+        running = asyncio.get_running_loop().create_task(_run(call.sqs, task))
         self._running.add(running)
         running.add_done_callback(self._running.discard)
         return {"TaskHandle": task.handle}
 
-    async def cancel(
-        self, _: SqsContext, call: SqsCall, request: requests.CancelMessageMoveTask
-    ) -> Answer:
-        """Stop a move; what was moved stays moved."""
+    async def cancel(self, call: SqsCall, request: requests.CancelMessageMoveTask) -> Answer:
+        """Stop a move; messages that were moved stay there."""
         handle = request.task_handle
         if not handle:
             raise SqsFault.missing("TaskHandle")
@@ -409,18 +388,16 @@ class MoveTasks:
         task.status = "CANCELLING"
         return {"ApproximateNumberOfMessagesMoved": task.moved}
 
-    async def list(
-        self, sqs: SqsContext, call: SqsCall, request: requests.ListMessageMoveTasks
-    ) -> Answer:
+    async def list(self, call: SqsCall, request: requests.ListMessageMoveTasks) -> Answer:
         """List the moves out of a queue, the latest first."""
         source = _named(request.source_arn, "SourceArn")
         call.principal.check("admin", source)
-        specs = {spec.name: spec for spec in await sqs.queues.specs()}
+        specs = {spec.name: spec for spec in await call.sqs.queues.specs()}
         _check_there(specs, source, "SourceArn")
         count = 1 if request.max_results is None else request.max_results
         check_range(count, "MaxResults", 1, 10)
         found = [each for each in self._tasks.values() if each.source == source]
-        return {"Results": [_shown(sqs, task) for task in reversed(found[-count:])]}
+        return {"Results": [_shown(call.sqs, task) for task in reversed(found[-count:])]}
 
     def close(self) -> None:
         """Stop every move."""
@@ -445,7 +422,7 @@ def _not_found(message: str) -> SqsFault:
 
 
 def _named(arn: str | None, parameter: str) -> str:
-    """Return the name in an ARN; whether there is such a queue is told only who may use it."""
+    """Return the name in an ARN, whether or not there is such a queue."""
     if not arn:
         raise SqsFault.missing(parameter)
     name = wire.name_of_arn(arn)
@@ -529,7 +506,7 @@ async def _run(sqs: SqsContext, task: _Task) -> None:
 
 
 class _SourceUnknown(Exception):
-    """Nobody knows where a message came from."""
+    """The queue that a message came from is not known."""
 
 
 def _step(broker: Broker, task: _Task, limit: int) -> int:
@@ -543,7 +520,7 @@ def _step(broker: Broker, task: _Task, limit: int) -> int:
     sources = [spec.name for spec in specs if spec.dead_letter == task.source]
     by_origin: dict[str, list[int]] = {}
     for entry in page:
-        # Where it was sent to; what was published by attributes goes to the only possible source.
+        # The queue it was sent to; a message that was routed by a filter has one possible source.
         origin = entry.attributes.get("queue")
         if not isinstance(origin, str) or origin == task.source or origin not in known:
             if len(sources) != 1:

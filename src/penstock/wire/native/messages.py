@@ -55,7 +55,7 @@ class Hello(msgspec.Struct, array_like=True, tag=0, frozen=True):
 class Request(
     msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False, omit_defaults=False
 ):
-    """What a client asks. Its ``id`` comes back with the answer."""
+    """A request of a client. Its ``id`` comes back with the answer."""
 
     id: Id
 
@@ -254,7 +254,7 @@ class Entries(msgspec.Struct, array_like=True):
 
 
 class Step(msgspec.Struct, array_like=True):
-    """What one step of a backfill did, and the offset that the whole of it is to reach."""
+    """The counts of one step of a backfill, and the offset that the whole of it is to reach."""
 
     done: Backfilled
     end: int
@@ -264,7 +264,7 @@ class Step(msgspec.Struct, array_like=True):
 
 
 class Welcome(msgspec.Struct, array_like=True, tag=0, frozen=True):
-    """The answer to a hello: the version that both speak, whose store it is, what is allowed."""
+    """The answer to a hello: the version that both speak, the id of the store, and bounds."""
 
     version: int
     server: str
@@ -273,7 +273,7 @@ class Welcome(msgspec.Struct, array_like=True, tag=0, frozen=True):
 
 
 class Result(msgspec.Struct, array_like=True, tag=1, frozen=True, gc=False):
-    """The answer to a request; what is in it follows from the request."""
+    """The answer to a request; the type of its value follows from the request."""
 
     id: int
     value: Raw
@@ -334,7 +334,7 @@ class _Head(msgspec.Struct, array_like=True):
 
 
 _LAST_KIND: Final = len(Request.__subclasses__())
-# What a decoder raises for bytes that are nothing of ours.
+# Errors of a decoder for bytes that are no frame of this protocol.
 _UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 _hellos: Final = msgspec.msgpack.Decoder(Hello)
 _requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(
@@ -359,9 +359,9 @@ def read_hello(frame: memoryview | bytes) -> Hello:
 
 
 def read_request(frame: memoryview | bytes) -> Request | Failure:
-    """Read a request, or say what is wrong with it.
+    """Read a request, or return the failure that answers it.
 
-    A frame that is no request at all, so that nobody could be answered, raises
+    A frame that is no request at all, so that there is no id to answer to, raises
     :class:`~penstock.errors.InvalidInput`.
     """
     try:
@@ -425,8 +425,7 @@ class FrameReader:
     """Cuts a stream, in whatever pieces it comes, into frames.
 
     It refuses a length that is not allowed before it keeps anything for it. ``max_frame_bytes``
-    may be raised on the way;
-    ``pending`` is the number of bytes that were fed and not taken.
+    may be raised on the way; ``pending`` is the number of bytes that were fed and not taken.
     """
 
     __slots__ = ("_at", "_later", "_now", "max_frame_bytes", "pending")
@@ -434,8 +433,8 @@ class FrameReader:
     def __init__(self, max_frame_bytes: int = limits.MAX_FRAME_BYTES) -> None:
         self.max_frame_bytes = max_frame_bytes
         self.pending = 0
-        # Frames are views of ``_now``, which therefore never changes; what comes after it is
-        # gathered in ``_later`` until a frame needs it.
+        # Frames are views of ``_now``, which therefore never changes; the bytes after it are
+        # gathered in ``_later`` until a frame needs them.
         self._now = b""
         self._at = 0
         self._later = bytearray()
@@ -482,7 +481,7 @@ _CLASSES: Final[dict[str, type[PenstockError]]] = {
 
 
 def failure_of(request_id: int, error: BaseException) -> Failure:
-    """Make the answer to a request that failed; of a stranger's error only the kind is told."""
+    """Make the answer to a request that failed; of a foreign error it has only the kind."""
     if not isinstance(error, PenstockError):
         name = type(error).__name__
         return Failure(request_id, "PenstockError", f"the server failed ({name}); its log says why")
@@ -520,7 +519,7 @@ class Progress(NamedTuple):
 
 
 def progress_of(transport: Transport) -> Progress:
-    """Say how far what was written to a transport has come."""
+    """Return how many of a transport's written bytes the other side has taken."""
     unwritten = transport.get_write_buffer_size()
     made = transport.get_extra_info("socket")
     try:

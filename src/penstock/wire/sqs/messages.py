@@ -1,4 +1,4 @@
-"""Messages: what SQS says of one, and what Penstock keeps of it.
+"""Messages: the fields of SQS, and those of Penstock.
 
 ::
 
@@ -13,7 +13,7 @@
      trace header, dedup id, sender)
 
 An attribute called ``queue`` or ``sqs`` by its sender is kept inside of ``sqs``, so that it can't
-change where the message goes. What was published by others is shown with the nearest SQS has.
+change where the message goes. Messages of other protocols are shown as closely as SQS can.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MAX_NUMBER_CHARS: Final = 1_000
 
 
 class Kept(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the attribute ``sqs`` holds.
+    """The content of the attribute ``sqs``.
 
     ``attributes`` has [data type, text] by name; the text is null if the attribute of that name
     says it exactly.
@@ -240,7 +240,7 @@ def _kept(stored: Value) -> Kept:
     try:
         kept = _DECODE(stored.encode())
     except (msgspec.DecodeError, UnicodeEncodeError):
-        # Somebody else's attribute of that name.
+        # Another publisher's attribute of that name.
         return _NOTHING
     texts = [kept.trace, kept.dedup_id, kept.sender, *kept.attributes]
     for pair in kept.attributes.values():

@@ -57,10 +57,7 @@ def fields_of(text: str) -> dict[str, str]:
     """Read form fields; of a field that comes twice, the first counts."""
     try:
         pairs = parse_qsl(
-            text,
-            keep_blank_values=True,
-            errors="strict",
-            max_num_fields=limits.SQS_MAX_FORM_FIELDS,
+            text, keep_blank_values=True, errors="strict", max_num_fields=limits.SQS_MAX_FORM_FIELDS
         )
     except ValueError:
         raise SqsFault("SerializationException", "The form fields can't be read.") from None
@@ -77,8 +74,7 @@ def operation_of(fields: dict[str, str]) -> str:
         raise SqsFault("MissingAction", "The request must contain the parameter Action.")
     if name not in OPERATIONS:
         raise SqsFault(
-            "UnknownOperationException",
-            f"The action {name[:200]} is not valid for this endpoint.",
+            "UnknownOperationException", f"The action {name[:200]} is not valid for this endpoint."
         )
     return name
 
@@ -203,7 +199,7 @@ def _write(parts: list[str], element: str, value: Any, operation: str) -> None:
 
 
 def _escape(text: str) -> str:
-    # Faults name what was asked for, whatever characters that had.
+    # Faults quote requests, whatever characters those had.
     text = _NOT_IN_XML.sub("\N{REPLACEMENT CHARACTER}", text)
     # A bare carriage return would be read back as a line feed.
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -36,7 +36,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,80}|[A-Za-z0-9_-]{1,75}\.fifo")
 _NUMBERS: Final = {
     "DelaySeconds": (0, limits.SQS_MAX_DELAY_S),
     "MaximumMessageSize": (limits.SQS_MIN_MESSAGE_SIZE_BYTES, limits.SQS_MAX_MESSAGE_BYTES),
-    # SQS has 60 at least; fewer seconds harm nobody and help who tests.
+    # SQS has 60 at least; fewer seconds do no harm and help tests.
     "MessageRetentionPeriod": (1, limits.SQS_MAX_RETENTION_S),
     "ReceiveMessageWaitTimeSeconds": (0, limits.SQS_MAX_WAIT_S),
     "VisibilityTimeout": (0, limits.SQS_MAX_VISIBILITY_S),
@@ -79,7 +79,7 @@ _ACTIONS: Final = frozenset(
 
 
 class QueueView(msgspec.Struct, frozen=True):
-    """What the verbs need to know of a queue."""
+    """The settings of a queue that operations on messages need."""
 
     name: str
     fifo: bool
@@ -93,7 +93,7 @@ class QueueView(msgspec.Struct, frozen=True):
 
 
 def view_of(spec: QueueSpec) -> QueueView:
-    """Read what the verbs need from a spec."""
+    """Read those settings from a spec."""
     labels = spec.labels
     return QueueView(
         name=spec.name,
@@ -109,11 +109,15 @@ def view_of(spec: QueueSpec) -> QueueView:
 
 
 def _number(labels: Mapping[str, str], name: str, otherwise: int) -> int:
-    # Labels are anybody's: what could not have been set here does not count.
-    text = labels.get(_LABEL + name, "")
-    low, high = _NUMBERS[name]
+    # Anybody may set labels: a value that could not have been set here does not count.
+    number = _whole(labels.get(_LABEL + name, ""), *_NUMBERS[name])
+    return otherwise if number is None else number
+
+
+def _whole(text: str, low: int, high: int) -> int | None:
+    """Return the number that a text is, if it is one within bounds."""
     good = text.isascii() and text.isdigit() and len(text) < 10 and low <= int(text) <= high
-    return int(text) if good else otherwise
+    return int(text) if good else None
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -169,10 +173,10 @@ def checked_attributes(attributes: Mapping[str, str], *, fifo: bool) -> dict[str
 
 def _checked_value(name: str, text: str) -> str:
     if name in _NUMBERS:
-        low, high = _NUMBERS[name]
-        if not (text.isascii() and text.isdigit() and len(text) < 10 and low <= int(text) <= high):
+        number = _whole(text, *_NUMBERS[name])
+        if number is None:
             raise SqsFault.attribute_value(name)
-        return str(int(text))
+        return str(number)
     if name in _CHOICES:
         lowered = text.lower()
         value = lowered if lowered in {"true", "false"} else text
@@ -193,34 +197,23 @@ def _checked_document(name: str, text: str) -> str:
         raise SqsFault.value(text, name, "not a JSON object.")
     if not document:
         return ""
-    if name == "RedrivePolicy":
-        target, count = document.get("deadLetterTargetArn"), document.get("maxReceiveCount")
-        if not isinstance(target, str) or name_of_arn(target) is None:
-            raise SqsFault.value(
-                text,
-                name,
-                "Redrive policy does not contain mandatory attribute: deadLetterTargetArn.",
-            )
-        if count is None:
-            raise SqsFault.value(
-                text, name, "Redrive policy does not contain mandatory attribute: maxReceiveCount."
-            )
-        digits = str(count)
-        if not (
-            digits.isascii()
-            and digits.isdigit()
-            and len(digits) < 6
-            and 1 <= int(digits) <= limits.SQS_MAX_RECEIVE_COUNT
-        ):
-            raise SqsFault.value(
-                text,
-                name,
-                "Invalid value for maxReceiveCount: "
-                f"{digits[:20]}, valid values are from 1 to {limits.SQS_MAX_RECEIVE_COUNT} both "
-                "inclusive.",
-            )
-        return _redrive_policy(target, int(digits))
-    return text
+    if name != "RedrivePolicy":
+        return text
+    target, count = document.get("deadLetterTargetArn"), document.get("maxReceiveCount")
+    missing = "Redrive policy does not contain mandatory attribute: "
+    if not isinstance(target, str) or name_of_arn(target) is None:
+        raise SqsFault.value(text, name, f"{missing}deadLetterTargetArn.")
+    if count is None:
+        raise SqsFault.value(text, name, f"{missing}maxReceiveCount.")
+    number = _whole(str(count), 1, limits.SQS_MAX_RECEIVE_COUNT)
+    if number is None:
+        raise SqsFault.value(
+            text,
+            name,
+            f"Invalid value for maxReceiveCount: {str(count)[:20]}, valid values are from 1 to "
+            f"{limits.SQS_MAX_RECEIVE_COUNT} both inclusive.",
+        )
+    return _redrive_policy(target, number)
 
 
 def _redrive_policy(target: str, count: int) -> str:
@@ -237,8 +230,7 @@ def dead_letter_of(attributes: Mapping[str, str]) -> str | None:
 def new_queue(done_retention_ms: int) -> dict[str, Any]:
     """Return the settings of a queue that was asked for without attributes.
 
-    What was released or has expired is visible at once, and nothing fails for good: so it is in
-    SQS.
+    As in SQS, released and expired messages are visible at once, and none fails for good.
     """
     return {
         "lease_ms": 30_000,

@@ -1,4 +1,4 @@
-"""The requests of the 23 operations. Every field may be missing: what is required is checked later.
+"""The requests of the 23 operations. Every field may be missing: operations check for theirs.
 
 Field names are those of the API model in Python's spelling; the wire's spelling is made from them.
 """
@@ -103,7 +103,7 @@ class DeleteMessageBatch(OnQueue):
 
 
 class DeleteQueue(OnQueue):
-    """Remove a queue with what is in it."""
+    """Remove a queue with its messages."""
 
 
 class GetQueueAttributes(OnQueue):
@@ -194,7 +194,7 @@ class SetQueueAttributes(OnQueue):
 
 
 class StartMessageMoveTask(SqsRequest):
-    """Move what is in a dead letter queue elsewhere, or back to where it came from."""
+    """Move the messages of a dead letter queue elsewhere, or back to their queues."""
 
     source_arn: str | None = None
     destination_arn: str | None = None

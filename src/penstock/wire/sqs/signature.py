@@ -1,4 +1,4 @@
-"""AWS Signature Version 4: whether a request was signed by who it says, for its body, just now.
+"""AWS Signature Version 4: whether a request was signed with its key, for its body, just now.
 
 Pure: the caller looks the secret up and says what time it is. Presigned URLs are not taken.
 """
@@ -32,7 +32,7 @@ _UNSIGNED: Final = "UNSIGNED-PAYLOAD"
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """What an Authorization header says; nothing of it is proven yet."""
+    """The fields of an Authorization header; none of them is proven yet."""
 
     key_id: str
     date: str
@@ -84,7 +84,7 @@ def verify(
     """Raise unless the request carries the signature that ``key`` gives it.
 
     ``headers`` have lower-case names. ``unsigned_body`` lets the sender leave the body out of the
-    signature: only for who has it protected otherwise, by TLS.
+    signature: only where TLS protects it.
     """
     stamp = headers.get("x-amz-date", "")
     _check_time(claim, stamp, now_ms)
