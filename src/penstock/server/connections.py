@@ -293,9 +293,9 @@ class Acceptor:
 
 # --- file descriptors -----------------------------------------------------------------------------
 #
-# A store that can't open its next file can't be written any more. So some descriptors are kept back,
-# and connections get the others. gRPC makes those of Flight and knows no bound: the ones that have
-# been silent for longest are closed before they touch the rest.
+# A store that can't open its next file can't be written any more. So some descriptors are kept
+# back, and connections get the others. gRPC makes those of Flight and knows no bound: the ones that
+# have been silent for longest are closed before they touch the rest.
 
 
 def file_limit() -> int:
