@@ -54,12 +54,12 @@ def attempts_of(hand: Any, name: str, message_ids: list[int]) -> set[Any]:
 
 def identity_is_junk(hand: Any) -> set[Any]:
     hand.put("default", b"meta", JUNK)
-    return {(Kind.UNDECODABLE, "default", b"meta")}
+    return {(Kind.WRONG_FIELD, "default", b"meta")}
 
 
 def totals_are_junk(hand: Any) -> set[Any]:
     hand.put("default", b"\x02\x0e", JUNK)
-    return {(Kind.UNDECODABLE, "default", b"\x02\x0e")}
+    return {(Kind.WRONG_FIELD, "default", b"\x02\x0e")}
 
 
 def totals_are_gone(hand: Any) -> set[Any]:
@@ -126,7 +126,7 @@ def totals_do_not_add_up(hand: Any) -> set[Any]:
 
 
 def sequences_fall_back(hand: Any) -> set[Any]:
-    return {(Kind.SEQUENCE, "queues", alter_counts(hand, "plain", next_done=0))}
+    return {(Kind.COUNTER, "queues", alter_counts(hand, "plain", next_done=0))}
 
 
 # --- leases --------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def failed_and_live(hand: Any) -> set[Any]:
     return {
         (Kind.TWICE, "history", key),
         (Kind.ORPHAN_ENTRY, "history", index),
-        (Kind.SEQUENCE, "queues", b"\x02\x0bshared"),
+        (Kind.COUNTER, "queues", b"\x02\x0bshared"),
     }
 
 
@@ -388,14 +388,14 @@ def unclaimed_row(hand: Any) -> tuple[bytes, bytes]:
 def unclaimed_row_is_gone(hand: Any) -> set[Any]:
     key, _ = unclaimed_row(hand)
     hand.delete("unclaimed", key)
-    return {(Kind.UNCLAIMED, "unclaimed", key)}
+    return {(Kind.MISSING_ENTRY, "unclaimed", key)}
 
 
 def unclaimed_row_is_junk(hand: Any) -> set[Any]:
     key, value = unclaimed_row(hand)
     hand.delete("unclaimed", key)
     hand.put("unclaimed", key[:-1], value)
-    return {(Kind.UNCLAIMED, "unclaimed", key), (Kind.UNDECODABLE, "unclaimed", key[:-1])}
+    return {(Kind.MISSING_ENTRY, "unclaimed", key), (Kind.UNDECODABLE, "unclaimed", key[:-1])}
 
 
 def unclaimed_row_of_no_queue(hand: Any) -> set[Any]:
@@ -471,7 +471,7 @@ def entry_of(hand: Any, message_id: int) -> tuple[bytes, bytes]:
 
 def log_settings_are_junk(hand: Any) -> set[Any]:
     hand.put("log", b"\x02\x10", JUNK)
-    return {(Kind.UNDECODABLE, "log", b"\x02\x10")}
+    return {(Kind.WRONG_FIELD, "log", b"\x02\x10")}
 
 
 def unknown_log_key(hand: Any) -> set[Any]:
@@ -491,26 +491,26 @@ def message_ids_are_junk(hand: Any) -> set[Any]:
 
 def segment_is_not_described(hand: Any) -> set[Any]:
     hand.delete("log", log_codec.segment_meta_key(1))
-    return {(Kind.SEGMENT, "log", log_codec.segment_meta_key(1))}
+    return {(Kind.MISSING_ENTRY, "log", log_codec.segment_meta_key(1))}
 
 
 def segment_starts_elsewhere(hand: Any) -> set[Any]:
     key = log_codec.segment_meta_key(1)
     start, start_ms = log_codec.decode_segment_meta(hand.get("log", key))
     hand.put("log", key, log_codec.encode_segment_meta(start + 2, start_ms))
-    return {(Kind.SEGMENT, "log", key)}
+    return {(Kind.WRONG_FIELD, "log", key)}
 
 
 def segment_goes_back_in_time(hand: Any) -> set[Any]:
     key = log_codec.segment_meta_key(2)
     hand.put("log", key, log_codec.encode_segment_meta(4_000, 5))
-    return {(Kind.SEGMENT, "log", key)}
+    return {(Kind.WRONG_FIELD, "log", key)}
 
 
 def segment_description_is_junk(hand: Any) -> set[Any]:
     key = log_codec.segment_meta_key(1)
     hand.put("log", key, JUNK)
-    return {(Kind.UNDECODABLE, "log", key), (Kind.SEGMENT, "log", key)}
+    return {(Kind.UNDECODABLE, "log", key), (Kind.MISSING_ENTRY, "log", key)}
 
 
 def listing_is_gone(hand: Any) -> set[Any]:
@@ -582,14 +582,14 @@ def dedup_row_is_gone(hand: Any) -> set[Any]:
     (key, _), _ = dedup_rows(hand, b"\x00")
     (row, _), _ = dedup_rows(hand, b"\x01")
     hand.delete("dedup", row)
-    return {(Kind.DEDUP, "dedup", key)}
+    return {(Kind.MISSING_ENTRY, "dedup", key)}
 
 
 def dedup_row_is_junk(hand: Any) -> set[Any]:
     (key, _), _ = dedup_rows(hand, b"\x00")
     (row, _), _ = dedup_rows(hand, b"\x01")
     hand.put("dedup", row, JUNK)
-    return {(Kind.DEDUP, "dedup", key), (Kind.UNDECODABLE, "dedup", row)}
+    return {(Kind.MISSING_ENTRY, "dedup", key), (Kind.UNDECODABLE, "dedup", row)}
 
 
 def dedup_id_is_junk(hand: Any) -> set[Any]:
@@ -685,7 +685,9 @@ def test_rocksdb(make_hand: Any, examine: Any, design: str, damage: Any) -> None
 
 def test_every_kind_is_tested() -> None:
     text = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
-    assert [kind.name for kind in Kind if f"Kind.{kind.name}" not in text] == []
+    # Only the SQL store has this one: tests/sql/test_audit.py.
+    kinds = [kind.name for kind in Kind if kind is not Kind.EARLY]
+    assert [name for name in kinds if f"Kind.{name}" not in text] == []
 
 
 def test_the_report_is_whole() -> None:

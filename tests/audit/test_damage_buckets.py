@@ -109,7 +109,7 @@ def entry_in_another_bucket(hand: Any) -> set[Any]:
     write(hand, first, available, in_flight)
     there, flying = read(other)
     write(hand, second, [*there, moved], flying)
-    return {(Kind.MISPLACED, "buckets", second), (Kind.SUMMARY, "buckets", summary_of(first))}
+    return {(Kind.WRONG_KEY, "buckets", second), (Kind.WRONG_FIELD, "buckets", summary_of(first))}
 
 
 def in_flight_in_another_bucket(hand: Any) -> set[Any]:
@@ -120,8 +120,8 @@ def in_flight_in_another_bucket(hand: Any) -> set[Any]:
     elsewhere = opendata.active_key(b"fifo", opendata.make_id(1, 50))
     write(hand, elsewhere, [], [moved])
     return {
-        (Kind.MISPLACED, "buckets", elsewhere),
-        (Kind.SUMMARY, "buckets", summary_of(key)),
+        (Kind.WRONG_KEY, "buckets", elsewhere),
+        (Kind.WRONG_FIELD, "buckets", summary_of(key)),
     }
 
 
@@ -130,7 +130,7 @@ def one_claim_for_two(hand: Any) -> set[Any]:
     available, in_flight = read(value)
     available[1] = available[1]._replace(claim_id=available[0].claim_id)
     write(hand, key, available, in_flight)
-    return {(Kind.TWICE, "buckets", key), (Kind.SUMMARY, "buckets", summary_of(key))}
+    return {(Kind.WRONG_KEY, "buckets", key), (Kind.WRONG_FIELD, "buckets", summary_of(key))}
 
 
 def one_claim_for_waiting_and_in_flight(hand: Any) -> set[Any]:
@@ -149,8 +149,8 @@ def waits_twice(hand: Any) -> set[Any]:
     write(hand, key, [*available, available[0]._replace(claim_id=claim_id)], in_flight)
     return {
         (Kind.TWICE, "buckets", key),
-        (Kind.SUMMARY, "buckets", summary_of(key)),
-        (Kind.SEQUENCE, "queues", b"\x02\x0bfifo"),
+        (Kind.WRONG_FIELD, "buckets", summary_of(key)),
+        (Kind.COUNTER, "queues", b"\x02\x0bfifo"),
     }
 
 
@@ -169,7 +169,7 @@ def metadata_is_junk(hand: Any) -> set[Any]:
     write(hand, key, available, in_flight)
     return {
         (Kind.UNDECODABLE, "buckets", key),
-        (Kind.SUMMARY, "buckets", summary_of(key)),
+        (Kind.WRONG_FIELD, "buckets", summary_of(key)),
         counters("fifo"),
     }
 
@@ -181,7 +181,7 @@ def claims_fall_back(hand: Any) -> set[Any]:
     assert int.from_bytes(value[at : at + 8], "little") == hand.queue("fifo").counts.next_claim
     value[at : at + 8] = bytes(8)
     hand.put("queues", key, bytes(value))
-    return {(Kind.SEQUENCE, "queues", key)}
+    return {(Kind.COUNTER, "queues", key)}
 
 
 def lease_forgets_a_message(hand: Any) -> set[Any]:
@@ -205,13 +205,13 @@ def lease_forgets_a_message(hand: Any) -> set[Any]:
 def summary_is_gone(hand: Any) -> set[Any]:
     key = summary_of(buckets(hand, "plain")[0][0])
     hand.delete("buckets", key)
-    return {(Kind.SUMMARY, "buckets", key)}
+    return {(Kind.MISSING_ENTRY, "buckets", key)}
 
 
 def summary_is_junk(hand: Any) -> set[Any]:
     key = summary_of(buckets(hand, "plain")[0][0])
     hand.put("buckets", key, JUNK)
-    return {(Kind.SUMMARY, "buckets", key)}
+    return {(Kind.WRONG_FIELD, "buckets", key)}
 
 
 def summary_has_another_head(hand: Any) -> set[Any]:
@@ -227,7 +227,7 @@ def summary_has_another_head(hand: Any) -> set[Any]:
         held_encoded=[],
     )
     hand.put("buckets", key, wrong)
-    return {(Kind.SUMMARY, "buckets", key)}
+    return {(Kind.WRONG_FIELD, "buckets", key)}
 
 
 def summary_of_nobody(hand: Any) -> set[Any]:
@@ -251,7 +251,7 @@ def available_too_early(hand: Any) -> set[Any]:
         held_encoded=[],
     )
     hand.put("buckets", key, wrong)
-    return {(Kind.EARLY, "buckets", key)}
+    return {(Kind.WRONG_FIELD, "buckets", key)}
 
 
 DAMAGES = [

@@ -107,7 +107,7 @@ def record_in_flight_is_gone(hand: Any) -> set[Any]:
     return {
         (Kind.NOT_HELD, "leases", lease),
         (Kind.GARBAGE, "payloads", payload_key(message_id)),
-        (Kind.GROUP_COUNT, "groups", group_key(hand, "g")),
+        (Kind.ORPHAN_ENTRY, "groups", group_key(hand, "g")),
         counters("fifo"),
     }
 
@@ -120,7 +120,7 @@ def record_in_flight_is_junk(hand: Any) -> set[Any]:
     return {
         (Kind.UNDECODABLE, "in_progress", main),
         (Kind.NOT_HELD, "leases", lease),
-        (Kind.GROUP_COUNT, "groups", group_key(hand, "g")),
+        (Kind.ORPHAN_ENTRY, "groups", group_key(hand, "g")),
         counters("fifo"),
     }
 
@@ -184,22 +184,27 @@ def available_and_delayed(hand: Any) -> set[Any]:
     main = main_of(hand, "plain", message_id)
     key = decode_stored_item(hand.get("available", main))[1]
     hand.put("visibility_index", key, main)
-    return {(Kind.TWICE, "visibility_index", key)}
+    return {(Kind.ORPHAN_ENTRY, "visibility_index", key)}
 
 
 def available_too_early(hand: Any) -> set[Any]:
     message_id = hand.ids["delayed"][1]
     main = main_of(hand, "plain", message_id)
     key = decode_stored_item(hand.get("available", main))[1]
-    hand.delete("visibility_index", timer_entry(hand, "plain", message_id))
+    timer = timer_entry(hand, "plain", message_id)
+    hand.delete("visibility_index", timer)
     hand.put("visibility_index", key, main)
-    return {(Kind.EARLY, "visibility_index", key)}
+    return {
+        (Kind.ORPHAN_ENTRY, "visibility_index", key),
+        (Kind.MISSING_ENTRY, "visibility_index", timer),
+    }
 
 
 def fifo_available_too_early(hand: Any) -> set[Any]:
     message_id = hand.ids["delayed fifo"][0]
-    hand.delete("visibility_index", timer_entry(hand, "fifo", message_id))
-    return {(Kind.EARLY, "visibility_index", ready_entry(hand, "fifo", message_id))}
+    timer = timer_entry(hand, "fifo", message_id)
+    hand.delete("visibility_index", timer)
+    return {(Kind.MISSING_ENTRY, "visibility_index", timer)}
 
 
 # --- groups and strangers ---------------------------------------------------------------------
@@ -213,20 +218,20 @@ def group_key(hand: Any, group: str) -> bytes:
 def group_count_is_wrong(hand: Any) -> set[Any]:
     key = group_key(hand, "g")
     hand.put("groups", key, (7).to_bytes(4, "big"))
-    return {(Kind.GROUP_COUNT, "groups", key)}
+    return {(Kind.WRONG_FIELD, "groups", key)}
 
 
 def group_count_is_gone(hand: Any) -> set[Any]:
     key = group_key(hand, "g")
     assert hand.get("groups", key)
     hand.delete("groups", key)
-    return {(Kind.GROUP_COUNT, "groups", key)}
+    return {(Kind.MISSING_ENTRY, "groups", key)}
 
 
 def group_of_nobody_is_held(hand: Any) -> set[Any]:
     key = group_key(hand, "nobody")
     hand.put("groups", key, (1).to_bytes(4, "big"))
-    return {(Kind.GROUP_COUNT, "groups", key)}
+    return {(Kind.ORPHAN_ENTRY, "groups", key)}
 
 
 def records_of_no_queue(hand: Any) -> set[Any]:

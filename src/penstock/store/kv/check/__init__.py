@@ -1,77 +1,75 @@
-"""The audit: reads a whole store, holds it to its invariants, and repairs what can be repaired.
+"""The audit of a key-value store: recompute the rows that follow from others, and compare.
 
-One reading goes through the stages below, each of which owns some tables::
+One reading goes through the store in this order::
 
-    queues           default, queues, unclaimed   what the store says of itself; counters
-    indexed          available, in_progress,      live messages and the indexes over them
-                     visibility_index, groups
-    buckets          buckets                      the same, of the bucket design
-    history          history                      done, failed, attempts
-    leases           leases, lease_expiry         who holds what
-    log              log                          segments and entries
-    payloads         payloads                     payloads, references, cursors
-    dedup            dedup                        dedup ids
-    memory                                        what memory believes of all of them
+    tables.py     default, queues            records of the store about itself and its queues
+    live.py       available, in_progress,    live messages; derived: the index of what can be
+                  buckets                    claimed, counts of groups, summaries
+    here          history                    done, failed, attempts; derived: the failed index
+                  queues, unclaimed          derived: counters, lists of messages to expire
+                  leases                     derived: the messages of a lease, lease_expiry
+    tables.py     log                        entries; derived: segments and their listings
+    here          payloads                   derived: reference counts, cursors
+    tables.py     dedup                      derived: lists of ids to forget
+    here                                     derived: everything that memory believes
 
-Everything is read by pages. In memory an audit holds a few integers for each message of the queue
-at hand, one integer for each copy of a message in any queue, and what is in flight.
+The audit reads by pages. In memory it holds a few integers for each message of the queue at hand,
+one integer for each copy of a message in any queue, and the messages in flight.
 
-A repair writes what a reading has found wrong, in bounded commits, and reads the store again: what
-the first repair brought to light is repaired next. It ends with a reading that finds nothing, or
-nothing that can be mended. A store that is right is not written to, and neither is one of which a
-part can't be read: what is wrong there, or only seems to be, nobody knows.
+A repair writes the differences in bounded commits, carries out what takes more than one row (a
+message is there twice, or in flight under no lease) with the store's own verbs, and reads the
+store again, until a reading finds nothing, or nothing that it can mend. It writes nothing to a
+store that is right, and nothing to a store of which a part can't be read: nobody knows what is
+wrong there, or only seems to be.
 """
 
 from __future__ import annotations
 
 from array import array
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from heapq import merge
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Final
+from zlib import crc32
 
 import msgspec
 
 from penstock.engines import damaged, rows_of
-from penstock.errors import StoreDamaged
+from penstock.errors import CorruptRecord, StoreDamaged
+from penstock.model import State
 from penstock.store.check_report import AuditReport, Findings, Kind, Violation
+from penstock.store.codec import opendata, records
+from penstock.store.codec.encodings import terminated
 from penstock.store.codec.log import SEQ_BLOCK_KEY
-from penstock.store.kv.check.buckets import BucketsAudit
-from penstock.store.kv.check.census import ActiveAudit, Census
-from penstock.store.kv.check.dedup import check_dedup
-from penstock.store.kv.check.history import HistoryAudit
-from penstock.store.kv.check.indexed import IndexedAudit
-from penstock.store.kv.check.leases import check_leases
-from penstock.store.kv.check.log import LogAudit
-from penstock.store.kv.check.memory import check_memory
-from penstock.store.kv.check.payloads import check_payloads
-from penstock.store.kv.check.queues import (
-    check_counters,
-    check_queues,
-    check_sequence,
-    check_system,
-    check_unclaimed,
-    counts_of,
-    unclaimed_strangers,
-)
+from penstock.store.codec.stored import decode_lease, encode_lease
+from penstock.store.kv.check import tables
+from penstock.store.kv.check.live import BucketsAudit, Census, IndexedAudit, Place
+from penstock.store.kv.check.tables import LARGE_PAGE, LAST, Derived, LogAudit, Refused, all_of
+from penstock.store.kv.queues import Counts, decode_counts, encode_counts
 from penstock.store.kv.state import SHARED_TABLES
 from penstock.store.live.buckets import TABLES as BUCKET_TABLES
 from penstock.store.live.indexed import TABLES as INDEXED_TABLES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from penstock.store.kv.queues import Queue
     from penstock.store.kv.state import Core
     from penstock.store.kv.store import KvStore
+    from penstock.store.live import Item
 
 __all__ = ["AuditReport", "Kind", "Violation", "audit", "held_ids"]
 
-T = TypeVar("T")
-
 # Readings of one repair: one that finds nothing ends it sooner.
 MAX_ROUNDS: Final = 8
-# Rows may be large, so few are read at a time to find out whether they can be.
-_PAGE: Final = 64
-_LAST: Final = b"\xff" * 16
+_FAILED_INDEX, _MARKS, _ATTEMPTS, _REFERENCES = b"\x02\x0a", b"\x02\x15", b"\x02\x05", b"\x02\x0d"
+# Acked, released, expired.
+_OUTCOMES: Final = 3
+# The ways to name a message: it has a payload, a reference count; a queue holds it; it is noted as
+# unrouted; it is not assigned yet.
+_PAYLOAD, _COUNT, _HELD, _UNROUTED, _PENDING = range(5)
+_Ended = records.Done | records.Failed
 
 
 def audit(
@@ -79,55 +77,55 @@ def audit(
 ) -> AuditReport:
     """Check every invariant of a store; with ``repair``, mend what can be mended.
 
-    ``keep_payloads``: of messages that no queue holds too, because records of them may be lost.
+    ``keep_payloads`` keeps those of messages that no queue holds, because their rows may be lost.
 
-    Called like a verb: by who has the store to himself. After a repair that changed anything the
-    store's memory is rebuilt from disk. A store of which a part can't be read is not repaired.
+    The caller must have the store to himself, as for a verb. After a repair the store's memory is
+    rebuilt from disk. The audit does not repair a store of which a part can't be read.
     """
     core = store.core
     repair = repair and not _unreadable(core)
     if repair:
-        _settle(core, now_ms)
-    first = latest = _read(core, repair=repair, now_ms=now_ms, keep_payloads=keep_payloads)
+        core.settle_quarantine(now_ms)
+        # The bucket design puts off mended summaries until something is changed.
+        batch = core.engine.batch()
+        core.active.come_due(batch, 0, 0)
+        if len(batch):
+            core.commit(batch, list(core.queues.values()), now_ms)
+
+    def read(lost: set[int]) -> _Reading:
+        reading = _Reading(core, repair=repair, now_ms=now_ms)
+        reading.lost, reading.aside_unknown = lost, keep_payloads
+        reading.run()
+        return reading
+
+    first = last = read(set())
     rounds = 1
-    while repair and latest.found and rounds < MAX_ROUNDS:
+    while repair and last.found and rounds < MAX_ROUNDS:
         core.load()
-        before = latest
-        latest = _read(core, repair=True, now_ms=now_ms, keep_payloads=keep_payloads)
+        before, last = last, read(last.losing)
         rounds += 1
-        if latest.found and latest.violations == before.violations:
+        if last.violations == before.violations:
             break
     if repair and first.found:
         core.load()
         for queue in core.queues.values():
             core.wake(queue)
-    return _report(first, latest, rounds)
-
-
-def _settle(core: Core, now_ms: int) -> None:
-    """Write what memory has put off, so that disk and memory say the same."""
-    core.settle_quarantine(now_ms)
-    # The bucket design puts off mended summaries until something is changed.
-    batch = core.engine.batch()
-    if core.identity.design == "buckets":
-        core.active.come_due(batch, 0, 0)
-    if len(batch):
-        core.commit(batch, list(core.queues.values()), now_ms)
+    return _report(first, last, rounds)
 
 
 def _unreadable(core: Core) -> list[StoreDamaged]:
-    """Read every table; give, of each that can't be read whole, what lies around the damage."""
+    """Read every table; return, of each that can't be read whole, the keys around the damage."""
     own = INDEXED_TABLES if core.identity.design == "indexed" else BUCKET_TABLES
     found = []
     for name in (*SHARED_TABLES, *own):
         table = core.engine.table(name)
         try:
-            for _ in rows_of(table, b"", _LAST, page=_PAGE):
+            for _ in rows_of(table, b"", LAST, page=LARGE_PAGE):
                 pass
         except StoreDamaged as error:
-            end = _LAST
+            end = LAST
             try:
-                while rows := table.scan_back(error.begin, end, _PAGE):
+                while rows := table.scan_back(error.begin, end, LARGE_PAGE):
                     end = rows[-1][0]
             except StoreDamaged as back:
                 end = back.end
@@ -135,118 +133,453 @@ def _unreadable(core: Core) -> list[StoreDamaged]:
     return found
 
 
-def _report(first: Findings, latest: Findings, rounds: int) -> AuditReport:
-    left = {(each.kind, each.table, each.key) for each in latest.violations}
-    kept = [
-        msgspec.structs.replace(
-            each, repaired=rounds > 1 and (each.kind, each.table, each.key) not in left
-        )
-        for each in first.violations
+def _report(first: Findings, last: Findings, rounds: int) -> AuditReport:
+    seen, left = ({(v.kind, v.table, v.key) for v in each.violations} for each in (first, last))
+    violations = [
+        msgspec.structs.replace(v, repaired=rounds > 1 and (v.kind, v.table, v.key) not in left)
+        for v in first.violations
     ]
-    seen = {(each.kind, each.table, each.key) for each in kept}
-    kept += [each for each in latest.violations if (each.kind, each.table, each.key) not in seen]
+    violations += [v for v in last.violations if (v.kind, v.table, v.key) not in seen]
     return AuditReport(
         checked=first.checked,
         found=first.found,
-        violations=kept,
-        notes=latest.notes,
-        left=sum(latest.found.values()),
+        violations=violations,
+        notes=last.notes,
+        left=sum(last.found.values()),
         rounds=rounds,
     )
 
 
 def held_ids(store: KvStore, *, now_ms: int) -> dict[str, array[int]]:
     """Return the ids of the messages of every queue, in order, done and failed ones among them."""
-    reading = _Reading(Findings(store.core, repair=False, now_ms=now_ms))
+    reading = _Reading(store.core, repair=False, now_ms=now_ms)
     return {
         queue.name: array("Q", sorted(reading.read_queue(queue)))
         for queue in store.core.queues.values()
     }
 
 
-def _read(core: Core, *, repair: bool, now_ms: int, keep_payloads: bool) -> Findings:
-    findings = Findings(core, repair=repair, now_ms=now_ms)
-    findings.aside_unknown = keep_payloads
-    reading = _Reading(findings)
-    reading.run()
-    findings.flush()
-    return findings
+class _Reading(tables.Rows):
+    """One reading of the store. ``losing`` are the messages that it finds without a payload."""
 
-
-class _Reading:
-    """One reading of the store."""
-
-    def __init__(self, findings: Findings) -> None:
-        self._findings = findings
-        is_indexed = findings.core.identity.design == "indexed"
-        self._active: ActiveAudit = IndexedAudit(findings) if is_indexed else BucketsAudit(findings)
-        self._history = HistoryAudit(findings)
-        # The ids of the messages of every queue.
-        self._held = array("Q")
-        self._flight: dict[int, dict[int, bytes]] = {}
+    def __init__(self, core: Core, *, repair: bool, now_ms: int) -> None:
+        super().__init__(core, repair=repair, now_ms=now_ms)
+        is_indexed = core.identity.design == "indexed"
+        self._live = IndexedAudit(self) if is_indexed else BucketsAudit(self)
+        self._cursors: dict[int, int | None] = {}
         self._floors_ms: dict[int, int] = {}
-        # Why some stage could not come to its end.
-        self._damage: StoreDamaged | None = None
+        # The ids of the messages of all queues; by queue number and lease, the keys in flight.
+        self._held = array("Q")
+        self._flight: dict[tuple[int, bytes], list[int]] = {}
+        # By queue number: live messages to remove, to make available, and to add.
+        self._doomed: dict[int, list[Place]] = {}
+        self._landing: dict[int, list[int]] = {}
+        self._homeless: dict[int, list[Item]] = {}
+        self.losing: set[int] = set()
 
     def run(self) -> None:
-        """Go through all stages.
+        """Check every table.
 
-        A stage that comes to something that can't be read ends there: what it has found so far is
-        so. Those that compare what other stages have met are left out then.
+        A stage that meets rows that can't be read ends there. Stages that compare what all the
+        others have read are left out then.
         """
-        findings, core = self._findings, self._findings.core
-        cursors = self._try(lambda: check_system(findings)) or {}
-        self._try(lambda: check_queues(findings))
-        for queue in core.queues.values():
-            self._held.extend(self._try(partial(self.read_queue, queue)) or ())
-        self._try(self._active.strangers)
-        self._try(self._history.strangers)
-        self._try(lambda: unclaimed_strangers(findings, core.by_number))
-        if self._damage is None:
-            self._try(lambda: check_leases(findings, self._active, self._flight, self._floors_ms))
-        log = LogAudit(findings, cursors)
-        self._try(log.scan)
-        if self._damage is None:
-            self._try(lambda: self._check_payloads(log, cursors))
-        self._try(lambda: check_dedup(findings))
-        if self._damage is None:
-            self._try(lambda: check_memory(findings))
-        if self._damage is not None:
-            for error in _unreadable(core) or [self._damage]:
-                findings.violate(Kind.UNREADABLE, error.table, error.begin, str(error))
+        log = LogAudit(self, self._cursors)
+        stages: tuple[tuple[bool, Callable[[], object]], ...] = (
+            (False, lambda: self._cursors.update(tables.check_system(self))),
+            (False, lambda: tables.check_queues(self)),
+            *((False, partial(self.read_queue, each)) for each in self.core.queues.values()),
+            (False, self._check_strangers),
+            (True, self._check_leases),
+            (False, log.scan),
+            (True, lambda: self._check_payloads(log)),
+            (False, lambda: tables.check_dedup(self)),
+            (True, self._check_memory),
+        )
+        damage: StoreDamaged | None = None
+        for needs_all, stage in stages:
+            try:
+                if not needs_all or damage is None:
+                    stage()
+            except StoreDamaged as error:
+                damage = error
+        if damage is not None:
+            for each in _unreadable(self.core) or [damage]:
+                self.violate(Kind.UNREADABLE, each.table, each.begin, str(each))
+        self.flush()
+        if self.repair:
+            self._settle()
 
-    def _try(self, stage: Callable[[], T]) -> T | None:
-        try:
-            return stage()
-        except StoreDamaged as error:
-            self._damage = error
-            return None
+    def _settle(self) -> None:
+        """Repair: remove, make available and add messages with the store's own verbs."""
+        core = self.core
+        numbers = self._doomed.keys() | self._landing.keys() | self._homeless.keys()
+        if numbers:
+            core.load()
+        for number in numbers:
+            queue, floor_ms, active = core.by_number[number], self._floors_ms[number], core.active
+            doomed = self._doomed.get(number, [])
+            landing = active.find(queue, self._landing.get(number, []))
+            for item in filter(None, landing):
+                item.visible_at_ms = floor_ms
+            verbs: tuple[tuple[Callable[..., None], Sequence[Item | None]], ...] = (
+                (active.remove, active.waiting(queue, [key for key, flies in doomed if not flies])),
+                (active.settle, active.find(queue, [key for key, flies in doomed if flies])),
+                (partial(active.put_back, now_ms=floor_ms), landing),
+                (partial(active.add, now_ms=floor_ms), self._homeless.get(number, [])),
+            )
+            for verb, items in verbs:
+                batch = core.engine.batch()
+                verb(batch, queue, [item for item in items if item is not None])
+                # Counters are left to the next reading.
+                core.commit(batch, (), self.now_ms)
 
-    def _check_payloads(self, log: LogAudit, cursors: dict[int, int | None]) -> None:
-        findings = self._findings
-        highest = check_payloads(findings, self._held, log, cursors, self._expel)
-        highest = max(highest, findings.core.log.end - 1)
-        check_sequence(findings, "log", SEQ_BLOCK_KEY, highest, "message ids")
+    # --- queues ------------------------------------------------------------------------------
 
     def read_queue(self, queue: Queue) -> Collection[int]:
         """Check the messages of a queue; return their ids."""
-        findings = self._findings
-        counts = counts_of(findings, queue)
+        number, counts = queue.number, self._read_counts(queue)
         census = Census(queue, counts.time_floor_ms)
-        self._active.scan(census)
-        losers = self._history.scan(census)
-        for message_id, loser in losers:
-            table, key = self._active.place(queue, loser.key, in_flight=loser.in_flight)
-            text = f"queue {queue.name}: message {message_id} is done, and live as well"
-            findings.violate(Kind.TWICE, table, key, text)
-        self._active.drop(census, [loser for _, loser in losers])
-        check_unclaimed(findings, census)
-        check_counters(findings, census, counts)
-        self._flight[queue.number] = census.leases
-        self._floors_ms[queue.number] = counts.time_floor_ms
+        self._live.read(census)
+        self._check_ended(census)
+        self._check_attempts(census)
+        self._check_unclaimed(census)
+        self._check_counters(census, counts)
+        for id_, (key, in_flight) in census.doomed:
+            table, row = self._live.place(queue, key, in_flight=in_flight)
+            text = f"queue {queue.name}: message {id_} is there twice, or done and live"
+            self.violate(Kind.TWICE, table, row, text)
+            self._doomed.setdefault(number, []).append((key, in_flight))
+        for key, lease in census.leases.items():
+            self._flight.setdefault((number, lease), []).append(key)
+        if census.homeless:
+            self._homeless[number] = census.homeless
+        self._floors_ms[number] = counts.time_floor_ms
+        self._held.extend(census.attempts)
         return census.attempts.keys()
 
-    def _expel(self, message_ids: Collection[int], why: str) -> None:
-        for queue in self._findings.core.queues.values():
-            self._active.expel(queue, message_ids, why)
-            self._history.expel(queue, message_ids, why)
+    def _check_strangers(self) -> None:
+        """Check for rows of queues that are not there, and for keys that nothing uses."""
+        known = {"payloads": [opendata.payload_prefix(), _REFERENCES], "dedup": [b"\x00", b"\x01"]}
+        pointers = (_FAILED_INDEX, _MARKS, _ATTEMPTS)
+        for queue in self.core.queues.values():
+            ended = [opendata.done_prefix(queue.id), opendata.failed_prefix(queue.id)]
+            for name, prefixes in (
+                ("unclaimed", [queue.number.to_bytes(4, "big")]),
+                ("history", [*ended, *(each + terminated(queue.id) for each in pointers)]),
+                *self._live.prefixes(queue).items(),
+            ):
+                known.setdefault(name, []).extend(prefixes)
+        why = Refused(Kind.STRANGER, "a key that nothing uses, or a row of a queue that is gone")
+        for name, prefixes in known.items():
+            begin = b""
+            for first, end in [*sorted(map(tables.span, prefixes)), (LAST, LAST)]:
+                for key, value in rows_of(self.table(name), begin, max(begin, first), page=64):
+                    # Rows that only point at others are deleted.
+                    if name in {"groups", "visibility_index", "unclaimed"} or (
+                        name in {"history", "buckets"} and key[:2] in {*pointers, b"\x02\x09"}
+                    ):
+                        self.mend(why.kind, name, key, None, str(why))
+                    else:
+                        self.reject(name, key, value, why)
+                begin = max(begin, end)
+
+    # --- history -----------------------------------------------------------------------------
+
+    def _check_ended(self, census: Census) -> None:
+        """Check done and failed messages, and the index of the failed ones."""
+        queue, prefix = census.queue, _FAILED_INDEX + terminated(census.queue.id)
+        index = Derived(self, "history", prefix)
+        for state, of_state in (
+            (State.DONE, opendata.done_prefix(queue.id)),
+            (State.FAILED, opendata.failed_prefix(queue.id)),
+        ):
+            what = f"{state.value} parts"
+            parts = self.parsed("history", of_state, what, _parse_part, page=LARGE_PAGE)
+            for key, (right_key, part, entries) in parts:
+                what = f"queue {queue.name}: a part of {state.value} messages"
+                if key != right_key:
+                    self.violate(Kind.WRONG_KEY, "history", key, f"{what} in another's bucket")
+                elif not entries:
+                    self.violate(Kind.EMPTY, "history", key, f"{what} without any")
+                self.count(f"{state.value} messages", len(entries))
+                census.next_part[state] = max(census.next_part[state], part + len(entries))
+                kept = [each for each in entries if self._keep_ended(census, state, key, each)]
+                if key != right_key or not kept:
+                    self.write("history", key, None)
+                if kept and (key != right_key or len(kept) < len(entries)):
+                    self.write("history", right_key, _encode_part(kept))
+                if state is State.FAILED:
+                    keys = [prefix + each.message_id.to_bytes(8, "big") for each in kept]
+                    for at, value in zip(keys, index.table.multi_get(keys), strict=True):
+                        index.expect(at, right_key, value, f"{what}: the index entry of one")
+        index.finish(f"queue {queue.name}: no failed message is where this entry says")
+
+    def _keep_ended(self, census: Census, state: State, key: bytes, entry: _Ended) -> bool:
+        """Take a done or failed message in; False if it has to leave its part."""
+        id_ = entry.message_id
+        try:
+            self.metadata_of(id_, entry.metadata)
+        except CorruptRecord as error:
+            self.reject("history", key, _encode_part([entry]), error, id_.to_bytes(8, "big"))
+            return False
+        if state is State.DONE and id_ not in census.ended[state]:
+            # An acknowledged message never comes back: of two states, done is kept.
+            census.forget(id_)
+        elif id_ in census.attempts:
+            text = f"queue {census.queue.name}: message {id_} is {state.value}, and there twice"
+            self.violate(Kind.TWICE, "history", key, text)
+            return False
+        census.ended[state].add(id_)
+        census.attempts[id_] = entry.attempts
+        return True
+
+    def _check_attempts(self, census: Census) -> None:
+        """Check attempts, and the marks of messages that a move has brought in."""
+        name, prefix = f"queue {census.queue.name}", opendata.attempts_prefix(census.queue.id)
+        for key, (id_, number) in self.parsed("history", prefix, "attempts", _parse_attempt):
+            if not 1 <= number <= census.attempts.get(id_, 0):
+                text = f"{name}: attempt {number} at message {id_}, which was not made"
+                self.mend(Kind.ORPHAN_ATTEMPT, "history", key, None, text)
+        for key, value in all_of(self.table("history"), _MARKS + terminated(census.queue.id)):
+            self.count("marks of moved messages")
+            id_ = int.from_bytes(key[-8:], "big")
+            # The key in a mark is a hint alone.
+            right = value if len(value) == 8 else key[-8:]
+            is_there = id_ in census.attempts
+            text = f"{name}: the mark of message {id_}"
+            self.compare("history", key, value, right if is_there else None, text)
+
+    # --- counters and lists ------------------------------------------------------------------
+
+    def _read_counts(self, queue: Queue) -> Counts:
+        """Read a queue's counters as they are on disk."""
+        key = tables.COUNTS + queue.id
+        try:
+            return decode_counts(self.table("queues").get(key) or b"")
+        except CorruptRecord:
+            text = f"queue {queue.name}: its counters are missing or do not decode"
+            # Memory has the best that is known; the comparison puts the rest right.
+            self.mend(Kind.UNDECODABLE, "queues", key, encode_counts(queue.counts), text)
+            return msgspec.structs.replace(queue.counts)
+
+    def _check_counters(self, census: Census, counts: Counts) -> None:
+        # Messages that are not there have been removed, one way or another.
+        gone = len(census.attempts) + counts.moved_out_total
+        came = counts.enqueued_total + counts.moved_in_total
+        right = msgspec.structs.replace(
+            counts,
+            available=len(census.waiting) - len(census.delayed),
+            delayed=len(census.delayed),
+            in_flight=len(census.flight),
+            done=len(census.ended[State.DONE]),
+            failed=len(census.ended[State.FAILED]),
+            enqueued_total=counts.enqueued_total + max(0, gone - came),
+            removed_total=max(0, came - gone),
+            next_done=max(counts.next_done, census.next_part[State.DONE]),
+            next_failed=max(counts.next_failed, census.next_part[State.FAILED]),
+            next_claim=max(counts.next_claim, census.next_claim),
+        )
+        if right != counts:
+            values = zip(*map(msgspec.structs.astuple, (counts, right)), strict=True)
+            wrong = [
+                f"{name} is {says}, not {is_}"
+                for name, (says, is_) in zip(Counts.__struct_fields__, values, strict=True)
+                if says != is_
+            ]
+            text = f"queue {census.queue.name}: {', '.join(wrong)}"
+            key = tables.COUNTS + census.queue.id
+            self.mend(Kind.COUNTER, "queues", key, encode_counts(right), text)
+
+    def _check_unclaimed(self, census: Census) -> None:
+        """Check that every waiting message of a queue with such a retention is listed to expire."""
+        queue, due = census.queue, census.due
+        prefix = queue.number.to_bytes(4, "big")
+        for key, listed in self.parsed("unclaimed", prefix, "unclaimed rows", _parse_unclaimed):
+            for each in listed:
+                if due.get(each) == int.from_bytes(key[4:12], "big"):
+                    del due[each]
+        if queue.name in self.core.listing:
+            # A sweep is about to list the others.
+            return
+        by_due: dict[int, list[int]] = {}
+        for each, due_ms in due.items():
+            by_due.setdefault(due_ms, []).append(each)
+        for due_ms, keys in by_due.items():
+            packed = b"".join(each.to_bytes(8, "big") for each in keys)
+            key = prefix + due_ms.to_bytes(8, "big") + packed[:8] + crc32(packed).to_bytes(4, "big")
+            text = f"queue {queue.name}: {len(keys)} messages are not listed to expire at {due_ms}"
+            self.mend(Kind.MISSING_ENTRY, "unclaimed", key, packed, text)
+
+    # --- leases ------------------------------------------------------------------------------
+
+    def _check_leases(self) -> None:
+        """Check that leases list the messages in flight under them, and have expiry entries."""
+        queues, expiry = self.core.by_number, Derived(self, "lease_expiry", b"")
+        for name, lease in self.parsed("leases", b"", "leases", lambda _, row: decode_lease(row)):
+            keys = self._flight.pop((lease.queue, name), ())
+            held = dict.fromkeys(key.to_bytes(8, "big") for key in keys)
+            listed = dict.fromkeys(each for each in lease.ids if each in held)
+            index_key = lease.expiry_ms.to_bytes(8, "big") + name
+            right = lease._replace(
+                ids=[*listed, *(each for each in held if each not in listed)],
+                index_key=index_key,
+                claimed_at_ms=min(lease.claimed_at_ms, self._floors_ms.get(lease.queue, 0)),
+            )
+            if lease.queue not in queues:
+                kind, text = Kind.STRANGER, "a lease of a queue that is not there"
+            elif not held and not lease.ids:
+                kind, text = Kind.EMPTY, "a lease without messages"
+            elif right.ids != lease.ids:
+                kind, text = Kind.NOT_HELD, "a lease that lists other messages than are under it"
+            else:
+                kind, text = Kind.WRONG_FIELD, "a lease with a wrong expiry entry, or of the future"
+            encoded = encode_lease(*right) if held else None
+            self.compare("leases", name, encode_lease(*lease), encoded, text, kind)
+            entry = expiry.table.get(index_key)
+            expiry.expect(index_key, name if held else None, entry, "the expiry entry of a lease")
+        expiry.finish("an expiry entry without a lease that ends then")
+        for (number, _), keys in self._flight.items():
+            self._landing.setdefault(number, []).extend(keys)
+            for key in keys:
+                text = f"queue {queues[number].name}: no lease lists {key}, which is in flight"
+                self.violate(
+                    Kind.STRAY, *self._live.place(queues[number], key, in_flight=True), text
+                )
+
+    # --- payloads ----------------------------------------------------------------------------
+
+    def _check_payloads(self, log: LogAudit) -> None:
+        """Check payloads, reference counts and cursors, in the order of message ids."""
+        end = self.core.log.end
+        highest = max(log.highest, end - 1)
+        # By log, the message after which its cursor has to be.
+        assigned: dict[int, int] = {}
+        for id_, names in groupby(self._names(log), key=itemgetter(0)):
+            highest, holders, known = max(highest, id_), 0, dict[int, int]()
+            for _, how, value in names:
+                holders += how == _HELD
+                known[how] = value
+            self.count("payloads", _PAYLOAD in known)
+            number = known.get(_PENDING)
+            if number is not None:
+                cursor = self._cursors.get(number, 0)
+                has_cursor = cursor is not None and cursor <= end
+                is_assigned = holders or _COUNT in known
+                # What was assigned, or is gone, tells where a lost cursor was.
+                if is_assigned or (not has_cursor and _PAYLOAD not in known):
+                    assigned[number] = id_
+                if not is_assigned:
+                    if has_cursor and _PAYLOAD not in known:
+                        self._lose(id_, "is not assigned yet")
+                    continue
+            if holders and _PAYLOAD not in known:
+                self._lose(id_, f"is held by {holders} queues")
+            else:
+                self._check_references(id_, holders, known, log)
+        for number in self._cursors.keys() | assigned.keys():
+            cursor, last = self._cursors.get(number, 0), assigned.get(number)
+            if last is not None or cursor is None or cursor > end:
+                key = tables.CURSOR + number.to_bytes(4, "big")
+                text = f"log {number} up to {end} was assigned up to {cursor}, {last} was as well"
+                right = None if last is None else (last + 1).to_bytes(8, "big")
+                self.mend(Kind.CURSOR, "default", key, right, text)
+        tables.check_sequence(self, "log", SEQ_BLOCK_KEY, highest, "message ids")
+
+    def _names(self, log: LogAudit) -> Iterator[tuple[int, int, int]]:
+        """Name messages in the order of ids: (id, how, a number)."""
+        payloads = all_of(self.table("payloads"), opendata.payload_prefix(), page=LARGE_PAGE)
+        counts = all_of(self.table("payloads"), _REFERENCES)
+        return merge(
+            ((int.from_bytes(key[2:], "big"), _PAYLOAD, 0) for key, _ in payloads),
+            ((int.from_bytes(k[2:], "big"), _COUNT, int.from_bytes(v, "big")) for k, v in counts),
+            ((id_, _HELD, 0) for id_ in sorted(self._held)),
+            ((id_, _UNROUTED, 0) for id_ in sorted(log.unrouted)),
+            sorted((id_, _PENDING, number) for number, ids in log.pending.items() for id_ in ids),
+        )
+
+    def _lose(self, id_: int, what: str) -> None:
+        """Report a message without a payload; the next reading puts it into the quarantine."""
+        text = f"message {id_} {what} and has no payload"
+        self.violate(Kind.PAYLOAD_MISSING, "payloads", opendata.payload_key(id_), text)
+        self.losing.add(id_)
+
+    def _check_references(
+        self, id_: int, holders: int, known: dict[int, int], log: LogAudit
+    ) -> None:
+        key, count_key = opendata.payload_key(id_), _REFERENCES + id_.to_bytes(8, "big")
+        count = known.get(_COUNT)
+        if holders or _PAYLOAD not in known:
+            if count != (holders if holders > 1 else None):
+                text = f"{holders} queues hold message {id_}, its count says {count}"
+                right = holders.to_bytes(4, "big") if holders > 1 else None
+                self.mend(Kind.REFERENCES, "payloads", count_key, right, text)
+        elif count == 0 and (_UNROUTED in known or id_ >= log.earliest):
+            if _UNROUTED not in known:
+                text = f"message {id_} is in no queue, and the log does not know"
+                self.violate(Kind.REFERENCES, "payloads", count_key, text)
+                log.note_unrouted(id_)
+        elif self.aside_unknown or id_ in self.aside_ids:
+            text = f"no queue holds message {id_}, but a row in the quarantine may have"
+            self.note(Kind.GARBAGE, "payloads", key, text)
+        else:
+            self.mend(Kind.GARBAGE, "payloads", key, None, f"no queue holds message {id_}")
+            self.write("payloads", count_key, None)
+
+    # --- memory ------------------------------------------------------------------------------
+
+    def _check_memory(self) -> None:
+        """Compare memory with a memory that is read anew, if the disk is right.
+
+        If the disk is not right, a repair rebuilds memory anyway.
+        """
+        # Reads that met a damaged record have counted it off, to be written with the next commit.
+        if self.found or self.core.has_aside:
+            return
+        believed, true = self.core.beliefs(), self.core.reread().beliefs()
+        wrong = {
+            key: f"memory has {believed.facts.get(key)!r:.200}, disk {true.facts.get(key)!r:.200}"
+            for key in believed.facts.keys() | true.facts.keys()
+            if believed.facts.get(key) != true.facts.get(key)
+        }
+        for key, lowest in true.bounds.items():
+            says = believed.bounds.get(key)
+            if says is None or says > lowest:
+                wrong[key] = f"memory looks from {says!r:.200} on, and the disk has {lowest!r:.200}"
+        for key, text in sorted(wrong.items(), key=repr):
+            name = ": ".join(map(str, key))
+            self.violate(Kind.MEMORY, "memory", name.encode(), f"{name}: {text}")
+
+
+def _parse_part(key: bytes, value: bytes) -> tuple[bytes, int, list[_Ended]]:
+    """Return the right key of a part of history, its number, and its messages."""
+    entries: list[_Ended] = []
+    if key[1] == opendata.RecordType.DONE:
+        (_, queue, bucket_id, part), make_key = opendata.parse_done_key(key), opendata.done_key
+        entries += records.decode_done(value)
+    else:
+        (_, queue, bucket_id, part), make_key = opendata.parse_failed_key(key), opendata.failed_key
+        entries += records.decode_failed(value)
+    number = part or 0
+    home = opendata.bucket_of(opendata.make_id(opendata.split_id(bucket_id)[0], number))
+    return make_key(queue, home, number), number, entries
+
+
+def _encode_part(entries: list[_Ended]) -> bytes:
+    failed = [each for each in entries if isinstance(each, records.Failed)]
+    if failed:
+        return records.encode_failed(failed)
+    return records.encode_done([each for each in entries if isinstance(each, records.Done)])
+
+
+def _parse_attempt(key: bytes, value: bytes) -> tuple[int, int]:
+    _, _, message_id, number = opendata.parse_attempts_key(key)
+    if records.decode_attempt(value).outcome >= _OUTCOMES:
+        raise CorruptRecord("an attempt with an unknown outcome")
+    return message_id, number or 0
+
+
+def _parse_unclaimed(key: bytes, packed: bytes) -> list[int]:
+    right_end = packed[:8] + crc32(packed).to_bytes(4, "big")
+    if len(key) != 24 or len(packed) % 8 or key[12:] != right_end:
+        raise CorruptRecord("a row that is not what its key says")
+    return [int.from_bytes(packed[at : at + 8], "big") for at in range(0, len(packed), 8)]

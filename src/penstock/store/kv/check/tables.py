@@ -1,0 +1,470 @@
+"""How the audit reads rows, and the tables that it can check on their own.
+
+A *primary* row that does not parse goes to the quarantine. *Derived* rows follow from primary
+ones: the audit recomputes and compares them, and a repair writes the difference.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from contextlib import suppress
+from math import inf
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
+
+from penstock.engines import rows_of
+from penstock.errors import CorruptRecord, InvalidFilter
+from penstock.filters import parse
+from penstock.limits import MAX_DURATION_MS
+from penstock.store.check_report import Findings, Kind
+from penstock.store.codec import log as codec
+from penstock.store.codec import opendata, records
+from penstock.store.codec.encodings import decode_seq_block, encode_seq_block, increment
+from penstock.store.codec.metadata import Metadata, decode_metadata
+from penstock.store.coverage import Coverage, Stretch
+from penstock.store.kv.log import LogSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from penstock.engines import Table
+    from penstock.store.kv.queues import Queue
+    from penstock.store.kv.state import Core
+
+T = TypeVar("T")
+
+# After every key that a store makes.
+LAST: Final = b"\xff" * 16
+# Rows of many messages are large: few are read at a time.
+LARGE_PAGE: Final = 64
+# Keys of the rows that hold many messages.
+_OF_MANY: Final = {
+    "buckets": (opendata.parse_active_key,),
+    "history": (opendata.parse_done_key, opendata.parse_failed_key),
+    "log": (codec.parse_entry_key,),
+}
+_META, _TOTALS, _NUMBERS, _EPOCH = b"meta", b"\x02\x0e", b"\x02\x0cqueue", b"\x02\x14"
+_QUARANTINE, CURSOR = b"\x02\x0f", b"\x02\x12"
+_SPECS, COUNTS, _COVERAGE, _LISTING = b"\x02\x06", b"\x02\x0b", b"\x02\x13", b"\x02\x16"
+_SETTINGS, _UNROUTED = b"\x02\x10", b"\x02\x11"
+_USER_SEGMENTS: Final = b"\x03\x01\x00\x00\x00\x01"
+_pair: Final = struct.Struct(">QQ")
+
+
+class Refused(CorruptRecord):
+    """A row or a message that decodes, and has to go to the quarantine all the same."""
+
+    def __init__(self, kind: Kind, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+def span(prefix: bytes) -> tuple[bytes, bytes]:
+    """Return the range of all keys with a prefix."""
+    return prefix, increment(prefix) or LAST
+
+
+def all_of(table: Table, prefix: bytes = b"", *, page: int = 1000) -> Iterator[tuple[bytes, bytes]]:
+    """Read every row with a prefix, a page at a time."""
+    return rows_of(table, *span(prefix), page=page)
+
+
+class Rows(Findings):
+    """Reads rows. ``lost`` are messages without payload that the reading before this one found."""
+
+    def __init__(self, core: Core, *, repair: bool, now_ms: int) -> None:
+        super().__init__(core, repair=repair, now_ms=now_ms)
+        self.lost: set[int] = set()
+        # Messages with a row in the quarantine; and whether it has rows of unknown messages.
+        self.aside_ids: set[int] = set()
+        self.aside_unknown = False
+
+    def parsed(
+        self, table: str, where: bytes | tuple[bytes, bytes], what: str,
+        parse_row: Callable[[bytes, bytes], T], *, page: int = 1000,
+    ) -> Iterator[tuple[bytes, T]]:  # fmt: skip
+        """Parse the rows with a prefix, or of a range; quarantine those that do not parse."""
+        begin, end = span(where) if isinstance(where, bytes) else where
+        for key, value in rows_of(self.table(table), begin, end, page=page):
+            self.count(what)
+            try:
+                row = parse_row(key, value)
+            except (CorruptRecord, struct.error, msgspec.MsgspecError, ValueError) as error:
+                self.reject(table, key, value, error)
+            else:
+                yield key, row
+
+    def reject(
+        self, table: str, key: bytes, value: bytes, why: Exception, part: bytes = b""
+    ) -> None:
+        """Report a row, or the message ``part`` in it, and move that to the quarantine."""
+        self.violate(getattr(why, "kind", Kind.UNDECODABLE), table, key, str(why))
+        self.note_aside(table, key + part)
+        self.quarantine(table, key + part, value, str(why))
+
+    def note_aside(self, table: str, key: bytes) -> None:
+        """Remember the message of a quarantined row, or that the row holds many."""
+        for parse_key in _OF_MANY.get(table, ()):
+            with suppress(CorruptRecord):
+                parse_key(key)
+                self.aside_unknown = True
+                return
+        self.aside_ids.add(int.from_bytes(key[-8:], "big"))
+
+    def metadata_of(self, message_id: int, encoded: bytes) -> Metadata:
+        """Decode a message's metadata; refuse a message that has lost its payload."""
+        if message_id in self.lost:
+            raise Refused(Kind.PAYLOAD_MISSING, f"message {message_id}: the payload is missing")
+        return decode_metadata(encoded)
+
+
+class Derived:
+    """The derived rows under some prefixes; keeps a hash of each that was recomputed."""
+
+    def __init__(self, rows: Rows, name: str, *prefixes: bytes) -> None:
+        self._rows = rows
+        self._name = name
+        self._prefixes = prefixes
+        self._expected = array("q")
+        self._present = 0
+        self.table = rows.table(name)
+
+    def expect(self, key: bytes, right: bytes | None, present: bytes | None, text: str) -> None:
+        """Compare a row that should be there; ``right`` is None if its value does not matter."""
+        self._expected.append(hash(key))
+        self._present += present is not None
+        if right is not None:
+            self._rows.compare(self._name, key, present, right, text)
+
+    def finish(self, text: str) -> None:
+        """Report and delete the rows that nothing accounts for."""
+        count = sum(1 for prefix in self._prefixes for _ in all_of(self.table, prefix))
+        self._rows.count(f"{self._name} entries", count)
+        if count == self._present:
+            return
+        expected = set(self._expected)
+        for prefix in self._prefixes:
+            for key, value in all_of(self.table, prefix):
+                if hash(key) not in expected:
+                    self._rows.compare(self._name, key, value, None, text)
+
+
+# --- the store and its queues -------------------------------------------------------------------
+
+
+def check_system(rows: Rows) -> dict[int, int | None]:
+    """Check the table ``default``; return the logs' cursors, None for one that does not decode."""
+    core, cursors = rows.core, dict[int, int | None]()
+
+    def parse_row(key: bytes, value: bytes) -> None:
+        if key.startswith(_QUARANTINE):
+            msgspec.msgpack.decode(value, type=tuple[str, bytes])
+            table, _, aside = key[2:].partition(b"\0")
+            rows.note_aside(table.decode(), aside)
+        elif key.startswith(CURSOR) and len(key) == 6:
+            log = int.from_bytes(key[2:], "big")
+            if log >= core.log.all_logs:
+                raise CorruptRecord(f"cursor of log {log}, which is not there")
+            cursors[log] = int.from_bytes(value, "big") if len(value) == 8 else None
+        elif key == _EPOCH and len(value) != 8:
+            raise CorruptRecord(f"an epoch of {len(value)} bytes, not 8")
+        elif key not in {_META, _TOTALS, _NUMBERS, _EPOCH}:
+            raise Refused(Kind.STRANGER, "a key that nothing uses")
+
+    for _ in rows.parsed("default", b"", "system records", parse_row):
+        pass
+    _check_own(rows, "default", _META, core.identity)
+    if core.totals.published or core.totals.filters_version:
+        _check_own(rows, "default", _TOTALS, core.totals, exactly=False)
+    return cursors
+
+
+def _check_own(
+    rows: Rows, table: str, key: bytes, known: msgspec.Struct, *, exactly: bool = True
+) -> None:
+    """Compare a record of the store about itself with memory."""
+    present, right = rows.table(table).get(key), msgspec.msgpack.encode(known)
+    with suppress(msgspec.MsgspecError, ValueError):
+        if msgspec.msgpack.decode(present or b"", type=type(known)) == known or not exactly:
+            right = present or b""
+    rows.compare(table, key, present, right, "a record of the store about itself")
+
+
+def check_sequence(rows: Rows, table: str, key: bytes, highest: int, what: str) -> None:
+    """Check that a SeqBlock is above every number in use."""
+    value = rows.table(table).get(key)
+    kind, text = Kind.SEQUENCE, f"{what} up to {highest} are in use, and would be given out again"
+    try:
+        if value is not None and sum(decode_seq_block(value)) > highest:
+            return
+    except CorruptRecord as error:
+        kind, text = Kind.UNDECODABLE, str(error)
+    if value is not None or highest > 0:
+        rows.compare(table, key, value, encode_seq_block(highest + 1, 0), text, kind)
+
+
+def check_queues(rows: Rows) -> None:
+    """Check specs and coverage against memory, and that numbers are unique."""
+    core, table = rows.core, rows.table("queues")
+    numbers: dict[int, str] = {}
+    for queue in core.queues.values():
+        rows.count("queues")
+        name, key, right = f"queue {queue.name}", _SPECS + queue.id, queue.spec
+        live = core.coverage[queue.name].live
+        if not _parses(right.filter):
+            # The filter that the queue was last filled by is as good.
+            if live and _parses(live[-1].filter):
+                right = msgspec.structs.replace(right, filter=live[-1].filter)
+            encoded, text = (
+                records.encode_queue_spec(right, queue.number),
+                f"{name}: its filter can't be read",
+            )
+            rows.mend(Kind.SPEC, "queues", key, encoded, text)
+        else:
+            text = f"{name}: its spec is not the one that the store was opened with"
+            encoded = records.encode_queue_spec(right, queue.number)
+            rows.compare("queues", key, table.get(key), encoded, text, Kind.SPEC)
+            _check_coverage(rows, queue)
+        if queue.number in numbers:
+            text = f"{name} and queue {numbers[queue.number]} have one number"
+            rows.violate(Kind.NUMBER, "queues", key, text)
+        numbers[queue.number] = queue.name
+    check_sequence(rows, "default", _NUMBERS, max(numbers, default=0), "numbers of queues")
+    prefixes = (_SPECS, COUNTS, _COVERAGE, _LISTING)
+    known = {prefix + queue.id for queue in core.queues.values() for prefix in prefixes}
+    for key, value in all_of(table):
+        if key not in known:
+            why = Refused(Kind.STRANGER, "a row of a queue that is not there")
+            rows.reject("queues", key, value, why)
+
+
+def _parses(text: str) -> bool:
+    try:
+        parse(text)
+    except InvalidFilter:
+        return False
+    return True
+
+
+def _check_coverage(rows: Rows, queue: Queue) -> None:
+    core, key, wanted = rows.core, _COVERAGE + queue.id, queue.spec.filter
+    value = rows.table("queues").get(key)
+    try:
+        fault = _fault(msgspec.msgpack.decode(value or b"", type=Coverage), wanted)
+    except (msgspec.MsgspecError, ValueError) as error:
+        fault = str(error)
+    if not fault:
+        return
+    known = core.coverage[queue.name]
+    reopened = [Stretch(each.begin, None, wanted) for each in known.live[-1:]]
+    # If nothing is known of the past, the queue takes messages from here on.
+    candidates = (
+        known,
+        Coverage([*known.live[:-1], *reopened], known.backfilled, known_from=known.known_from),
+        Coverage([Stretch(core.log.end, None, wanted)], known_from=core.log.end),
+    )
+    right = next(each for each in candidates if not _fault(each, wanted))
+    text = f"queue {queue.name}: what it was filled from: {fault}"
+    rows.compare("queues", key, value, msgspec.msgpack.encode(right), text, Kind.COVERAGE)
+
+
+def _fault(coverage: Coverage, wanted: str) -> str:
+    """Say what is wrong with the coverage of a queue with this filter; nothing if it is right."""
+    live, past, drains = coverage.live, coverage.backfilled, coverage.draining
+    ends = [0, *(inf if each.end is None else each.end for each in live)]
+    is_live = ends[-1] == inf
+    rules = (
+        (not all(_parses(each.filter) for each in (*live, *past)), "a filter that can't be read"),
+        (any(each.begin < end for end, each in zip(ends, live, strict=False)), "an overlap"),
+        (any(each.end is None for each in past), "a backfilled stretch without an end"),
+        (drains is is_live, "it drains and is live, or neither"),
+        (is_live and live[-1].filter != wanted, "another filter is live than its own"),
+    )
+    return next((text for is_wrong, text in rules if is_wrong), "")
+
+
+def check_dedup(rows: Rows) -> None:
+    """Check that each dedup id is listed to be forgotten; memory holds one dedup window."""
+
+    def parse_list(key: bytes, value: bytes) -> tuple[int, list[bytes]]:
+        return _pair.unpack(key[1:])[0], msgspec.msgpack.decode(value, type=list[bytes])
+
+    def parse_id(_: bytes, value: bytes) -> tuple[int, int]:
+        message_id, expires_at_ms = _pair.unpack(value)
+        return message_id, expires_at_ms
+
+    lists: dict[bytes, list[bytes]] = {}
+    listed: set[tuple[bytes, int]] = set()
+    for _, (expires_at_ms, keys) in rows.parsed("dedup", b"\x01", "dedup rows", parse_list):
+        listed.update((key, expires_at_ms) for key in keys)
+    for key, (message_id, expires_at_ms) in rows.parsed("dedup", b"\x00", "dedup ids", parse_id):
+        if (key, expires_at_ms) not in listed:
+            text = f"the dedup id of message {message_id} would never be forgotten"
+            rows.violate(Kind.MISSING_ENTRY, "dedup", key, text)
+            row = b"\x01" + _pair.pack(expires_at_ms, message_id)
+            lists.setdefault(row, []).append(key)
+    for row, keys in lists.items():
+        # A row that lists others has them listed anew by the next reading.
+        rows.write("dedup", row, msgspec.msgpack.encode(keys))
+
+
+# --- the log ------------------------------------------------------------------------------------
+
+
+class LogAudit:
+    """Checks the table ``log``.
+
+    ``unrouted`` are the messages that no queue took, ``pending`` by log the messages that are not
+    assigned yet, ``highest`` is the highest id in the log.
+    """
+
+    def __init__(self, rows: Rows, cursors: dict[int, int | None]) -> None:
+        self._rows = rows
+        self._table = rows.table("log")
+        identity, logs = rows.core.identity, range(rows.core.log.all_logs)
+        keys = [codec.metadata_log_key(f"{identity.store_id:08x}", str(log)) for log in logs]
+        self._logs = dict(zip(keys, logs, strict=True))
+        # The first message of each log that is not assigned; inline, all are.
+        is_pipeline = identity.routing == "pipeline"
+        assigned: dict[int, int | None] = dict.fromkeys(logs, 1 << 64)
+        self._cursors = cursors if is_pipeline else assigned
+        self._last_ids: dict[bytes, int] = {}
+        self._metas: dict[int, tuple[int, int]] = {}
+        # By segment: the starts that the keys of its entries imply, the first time, the last id.
+        self._starts: dict[int, set[int]] = {}
+        self._first_ms: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
+        # (segment, log) of all entries.
+        self._used: set[tuple[int, bytes]] = set()
+        self.unrouted: set[int] = set()
+        self.pending: dict[int, array[int]] = {log: array("Q") for log in logs}
+        self.highest = 0
+
+    @property
+    def earliest(self) -> int:
+        """The lowest offset that the log keeps."""
+        return min((start for start, _ in self._metas.values()), default=self.highest + 1)
+
+    def scan(self) -> None:
+        """Check the whole log."""
+        rows, settings = self._rows, self._rows.core.log.settings
+        if settings != LogSettings() or self._table.get(_SETTINGS) is not None:
+            _check_own(rows, "log", _SETTINGS, settings)
+        system, user = (b"", _USER_SEGMENTS), (_USER_SEGMENTS, LAST)
+        for _ in rows.parsed("log", system, "log rows", self._parse_system):
+            pass
+        entries = rows.parsed("log", user, "log rows", self._parse_entry, page=LARGE_PAGE)
+        for key, messages in entries:
+            if messages:
+                self._take_in(key, messages)
+        self._check_segments()
+        for _, ids in rows.parsed("log", _UNROUTED, "unrouted rows", self._parse_unrouted):
+            self.unrouted.update(ids)
+
+    def _parse_system(self, key: bytes, value: bytes) -> None:
+        if key.startswith(codec.SEGMENT_META_PREFIX):
+            number = codec.parse_segment_meta_key(key)
+            self._metas[number] = codec.decode_segment_meta(value)
+        elif key not in {_SETTINGS, codec.SEQ_BLOCK_KEY} and not key.startswith(_UNROUTED):
+            raise Refused(Kind.STRANGER, "a key that nothing uses")
+
+    def _parse_unrouted(self, key: bytes, packed: bytes) -> Iterable[int]:
+        if len(key) != 14 or packed[:8] != key[6:]:
+            raise CorruptRecord("a row of unrouted messages that is not what its key says")
+        if int.from_bytes(key[2:6], "big") not in self._metas:
+            raise Refused(Kind.STRANGER, "unrouted messages of a segment that is not there")
+        return struct.unpack(f">{len(packed) // 8}Q", packed)
+
+    def _parse_entry(self, key: bytes, value: bytes) -> list[tuple[int, bytes]]:
+        if key[6:7] == b"\x40":
+            codec.parse_listing_key(key)
+            return []
+        _, log_key, _ = codec.parse_entry_key(key)
+        messages = codec.decode_metadata_batch(value)
+        if log_key not in self._logs or not messages:
+            raise CorruptRecord("an entry of a log that is not there, or without messages")
+        ids = [id_ for id_, _ in messages]
+        if ids != sorted(set(ids)) or ids[0] <= self._last_ids.get(log_key, 0):
+            text = f"ids from {ids[0]} on are not above those before them in their log"
+            raise Refused(Kind.ORDER, text)
+        return messages
+
+    def _take_in(self, key: bytes, messages: list[tuple[int, bytes]]) -> None:
+        number, log_key, relative = codec.parse_entry_key(key)
+        log, first, last = self._logs[log_key], messages[0][0], messages[-1][0]
+        self._rows.count("log messages", len(messages))
+        self._starts.setdefault(number, set()).add(first - relative)
+        self._used.add((number, log_key))
+        self._last_ids[log_key] = last
+        self._ends[number] = max(self._ends.get(number, 0), last + 1)
+        self.highest = max(self.highest, last)
+        cursor = self._cursors.get(log, 0) or 0
+        kept = []
+        for id_, encoded in messages:
+            try:
+                published_at_ms = self._published_at_ms(id_, encoded, is_pending=id_ >= cursor)
+            except CorruptRecord as error:
+                self._rows.reject("log", key, encoded, error, id_.to_bytes(8, "big"))
+                continue
+            kept.append((id_, encoded))
+            self._first_ms.setdefault(number, published_at_ms)
+            if id_ >= cursor:
+                self.pending[log].append(id_)
+        if len(kept) < len(messages):
+            self._rows.write("log", key, None)
+            if kept:
+                moved = codec.entry_key(number, log_key, relative + kept[0][0] - first)
+                self._rows.write("log", moved, codec.encode_metadata_batch(kept))
+
+    def _published_at_ms(self, id_: int, encoded: bytes, *, is_pending: bool) -> int:
+        # A message that was assigned stays in the log without its payload.
+        found = self._rows.metadata_of(id_, encoded) if is_pending else decode_metadata(encoded)
+        # The clock may have been set back, but not by centuries.
+        is_time = 0 <= found.published_at_ms <= self._rows.now_ms + MAX_DURATION_MS
+        if not is_time or not 0 <= found.delay_ms <= MAX_DURATION_MS:
+            raise CorruptRecord(f"message {id_}: published in the future, or delayed for too long")
+        return found.published_at_ms
+
+    def _check_segments(self) -> None:
+        """Check where segments begin, in offset and in time, and which logs they list."""
+        at = at_ms = 0
+        for number in sorted(self._metas.keys() | self._starts.keys()):
+            starts, told = self._starts.get(number, set()), self._metas.get(number)
+            # Entries that agree know best. A segment begins after the one before it.
+            guesses = [*(starts if len(starts) == 1 else ()), *(told or ())[:1], *sorted(starts)]
+            start = next((each for each in guesses if each >= at), at)
+            at_ms = max(at_ms, told[1] if told else self._first_ms.get(number, 0))
+            if starts - {start}:
+                self._move_entries(number, start)
+            key, right = codec.segment_meta_key(number), codec.encode_segment_meta(start, at_ms)
+            text = f"segment {number} begins at offset {start}, by its entries and its neighbours"
+            self._rows.compare("log", key, told and codec.encode_segment_meta(*told), right, text)
+            self._metas[number] = (start, at_ms)
+            at = max(start, self._ends.get(number, 0))
+        for number, log_key in self._used:
+            key = codec.listing_key(number, log_key)
+            text = f"segment {number} has entries of a log that it does not list"
+            self._rows.compare("log", key, self._table.get(key), b"", text)
+
+    def _move_entries(self, number: int, start: int) -> None:
+        """Move the entries of a segment whose keys do not go with its start."""
+        prefix = codec.entry_prefix(number, b"")[:7]
+        for key, value in all_of(self._table, prefix, page=LARGE_PAGE):
+            with suppress(CorruptRecord):
+                _, log_key, relative = codec.parse_entry_key(key)
+                first = next((id_ for id_, _ in codec.decode_metadata_batch(value)), start)
+                why = Refused(Kind.WRONG_KEY, f"the key does not go with ids from {first} on")
+                if first < start:
+                    self._rows.reject("log", key, value, why)
+                elif first - relative != start:
+                    self._rows.mend(why.kind, "log", key, None, str(why))
+                    moved = codec.entry_key(number, log_key, first - start)
+                    self._rows.write("log", moved, value)
+
+    def note_unrouted(self, message_id: int) -> None:
+        """Repair: note a message that no queue took, under its segment."""
+        before = [number for number, (start, _) in self._metas.items() if start <= message_id]
+        number, id8 = max(before, default=1), message_id.to_bytes(8, "big")
+        self._rows.write("log", _UNROUTED + number.to_bytes(4, "big") + id8, id8)
