@@ -101,7 +101,6 @@ LAYERS = {
 CONFINED = {
     "google_crc32c": {"engines"},
     "rocksdict": {"engines", "importers", "salvage"},
-    "sqlglot": {"filters"},
     "uvloop": {"client", "server"},
     "capnp": {"importers", "server"},
     "httptools": {"server"},

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 import penstock
 from penstock.cli.common import duration
 from penstock.cli.main import COMMANDS, cli
-from penstock.importers import queueber_keys as keys
+from penstock.importers import queueber_source as keys
 from penstock.store import codec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -264,10 +264,10 @@ def test_import(shell: Shell, tmp_path: Path) -> None:
     database = rocks.Rdict(str(tmp_path / "q"), rocks.Options(raw_mode=True))
     for number in range(3):
         id_ = bytes([number]) * 16
-        index_key = keys.visibility_key(1, id_)
+        index_key = keys.VISIBILITY_INDEX + (1).to_bytes(8, "big") + b"/" + id_
         made = schema.StoredItem.new_message(contents=b"x", visibilityTsIndexKey=index_key, id=id_)
-        database[keys.available_key(id_)] = made.to_bytes() if number else b"broken"
-        database[index_key] = keys.available_key(id_)
+        database[keys.AVAILABLE + id_] = made.to_bytes() if number else b"broken"
+        database[index_key] = keys.AVAILABLE + id_
     database.close()
     words = ["import", "queueber", str(tmp_path / "q"), "--queue", "orders", "--batch", "1"]
     assert "problem at" in shell.ok(*words)

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import CorruptRecord
-from penstock.importers import queueber_keys as qb
 from penstock.model import QueueSpec
 from penstock.store.codec import encodings as enc
 from penstock.store.codec import log, stored
@@ -127,25 +126,6 @@ KEYS = {
         log.parse_listing_key,
         lambda fields: log.listing_key(*fields),
         log.listing_key(1, b"k"),
-        open_ended=True,
-    ),
-    "available": Case(
-        qb.parse_available_key, qb.available_key, qb.available_key(b"id"), open_ended=True
-    ),
-    "in progress": Case(
-        qb.parse_in_progress_key, qb.in_progress_key, qb.in_progress_key(b"id"), open_ended=True
-    ),
-    "visibility": Case(
-        qb.parse_visibility_key,
-        lambda fields: qb.visibility_key(*fields),
-        qb.visibility_key(1, b"id"),
-        open_ended=True,
-    ),
-    "leases": Case(qb.parse_lease_key, qb.lease_key, qb.lease_key(b"id"), open_ended=True),
-    "lease expiry": Case(
-        qb.parse_lease_expiry_key,
-        lambda fields: qb.lease_expiry_key(*fields),
-        qb.lease_expiry_key(1, b"id"),
         open_ended=True,
     ),
 }

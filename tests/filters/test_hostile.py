@@ -1,7 +1,5 @@
 """Filters written to hurt: every one is answered at once, by a filter or by InvalidFilter."""
 
-import subprocess
-import sys
 from time import thread_time
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from penstock import limits
 from penstock.errors import InvalidFilter
 from penstock.filters import Row, parse
-from penstock.filters.like import compile_like
+from penstock.filters.evaluate import compile_like
 from penstock.filters.tree import And, Or
 
 REFUSED = {
@@ -95,13 +93,6 @@ def test_like_does_not_backtrack(pattern: str) -> None:
     assert thread_time() - start < 20
 
 
-def test_a_default_filter_needs_no_sql_parser() -> None:
-    program = (
-        "import sys; from penstock.filters import parse, default_filter\n"
-        "assert parse(default_filter('orders.eu-1')).text == \"queue = 'orders.eu-1'\"\n"
-        "assert 'sqlglot' not in sys.modules, 'loaded'\n"
-        "parse('a = 1'); assert 'sqlglot' in sys.modules\n"
-    )
-    subprocess.run(
-        [sys.executable, "-c", program], check=True, env={"PYTHONPATH": ":".join(sys.path)}
-    )
+def test_conditions_in_each_other_without_parentheses() -> None:
+    with pytest.raises(InvalidFilter, match="nested more than"):
+        parse("a = NOT " * 1_000 + "b")

@@ -15,19 +15,18 @@ def matcher(**filters: str) -> Matcher[str]:
 def held_against(found: Matcher[str], row: Row) -> set[str]:
     """Return the keys whose filter the row is held against."""
     tested: set[str] = set()
-    index = found._index
 
     def spy(slot: Any) -> Any:
         if slot is None:
             return None
         return (None, lambda _row: tested.update([slot[0], *(key for key, _ in slot[2])]), ())
 
-    index.always = spy(index.always)
-    for shelves in (index.shelves, index.fields):
+    found._always = spy(found._always)
+    for shelves in (found._shelves, found._fields):
         for shelf in shelves.values():
             for value in shelf:
                 shelf[value] = spy(shelf[value])
-    Matcher(index).match([row])
+    found.match([row])
     return tested
 
 
@@ -122,13 +121,13 @@ def test_updates_leave_the_older_matcher_alone() -> None:
 
 def test_a_matcher_emptied_again_holds_nothing() -> None:
     found = matcher(a="x = 1 OR group = 'g'", b="TRUE").without("a").without("b")
-    assert (found._index.shelves, found._index.fields, found._index.always) == ({}, {}, None)
+    assert (found._shelves, found._fields, found._always) == ({}, {}, None)
 
 
 def test_an_update_does_not_file_the_others_again() -> None:
     found = Matcher({n: parse(default_filter(f"q{n}")) for n in range(1_000)})
     other = found.with_filter(-1, parse("a = 1"))
-    assert other._index.shelves["queue"] is found._index.shelves["queue"]
+    assert other._shelves["queue"] is found._shelves["queue"]
 
 
 def test_pickling() -> None:

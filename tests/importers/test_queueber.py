@@ -18,8 +18,7 @@ from tests.damaging import files_of, flip
 import penstock
 from penstock import ManualClock
 from penstock.errors import ImportFailed, InvalidInput
-from penstock.importers import queueber_keys as keys
-from penstock.importers import queueber_source
+from penstock.importers import queueber_source as keys
 from penstock.importers.queueber import ID_ATTRIBUTE, import_queueber, progress_queue
 from penstock.store import codec
 
@@ -31,6 +30,11 @@ FAMILIES = ("available", "in_progress", "visibility_index", "leases", "lease_exp
 
 def uuid(number: int) -> bytes:
     return bytes.fromhex(f"018bcfe5{number:08x}7000800000000000")
+
+
+def timed(namespace: bytes, secs: int, id_: bytes) -> bytes:
+    """Make the key of an entry of an index."""
+    return namespace + secs.to_bytes(8, "big") + b"/" + id_
 
 
 class Queueber:
@@ -68,24 +72,24 @@ class Queueber:
     def add(
         self, id_: bytes, contents: bytes, visible_at_secs: int, *, old: bool | None = None
     ) -> None:
-        index_key = keys.visibility_key(visible_at_secs, id_)
-        self.put(keys.available_key(id_), item(id_, contents, index_key), old=old)
-        self.put(index_key, keys.available_key(id_), old=old)
+        index_key = timed(keys.VISIBILITY_INDEX, visible_at_secs, id_)
+        self.put(keys.AVAILABLE + id_, item(id_, contents, index_key), old=old)
+        self.put(index_key, keys.AVAILABLE + id_, old=old)
 
     def hold(self, id_: bytes, contents: bytes, *, old: bool | None = None) -> None:
-        index_key = keys.visibility_key(1, id_)
-        self.put(keys.in_progress_key(id_), item(id_, contents, index_key), old=old)
+        index_key = timed(keys.VISIBILITY_INDEX, 1, id_)
+        self.put(keys.IN_PROGRESS + id_, item(id_, contents, index_key), old=old)
 
     def lease(
         self, lease: bytes, ids: list[bytes], expiry_secs: int, *, says_when: bool = True
     ) -> None:
-        index_key = keys.lease_expiry_key(expiry_secs, lease)
+        index_key = timed(keys.LEASE_EXPIRY, expiry_secs, lease)
         entry = SCHEMA.LeaseEntry.new_message(ids=sorted(ids))
         if says_when:
             entry.expiryTsSecs = expiry_secs
             entry.expiryTsIndexKey = index_key
-        self.put(keys.lease_key(lease), entry.to_bytes())
-        self.put(index_key, keys.lease_key(lease))
+        self.put(keys.LEASES + lease, entry.to_bytes())
+        self.put(index_key, keys.LEASES + lease)
 
 
 def item(id_: bytes, contents: bytes, index_key: bytes) -> bytes:
@@ -223,12 +227,12 @@ def test_indexes_that_lead_nowhere(
 ) -> None:
     source = Queueber(tmp_path / "q", "multi")
     source.add(uuid(0), b"fine", 1)
-    source.put(keys.visibility_key(1, uuid(1)), keys.available_key(uuid(1)))
+    source.put(timed(keys.VISIBILITY_INDEX, 1, uuid(1)), keys.AVAILABLE + uuid(1))
     source.put_into("visibility_index", b"visibility_index/short", b"")
-    source.put(keys.lease_expiry_key(1, uuid(100)), keys.lease_key(uuid(100)))
-    source.put(keys.available_key(uuid(2)), item(uuid(2), b"no entry", b""))
-    lost = keys.visibility_key(NOW_SECS + 5, uuid(3))
-    source.put(keys.available_key(uuid(3)), item(uuid(3), b"lost entry", lost))
+    source.put(timed(keys.LEASE_EXPIRY, 1, uuid(100)), keys.LEASES + uuid(100))
+    source.put(keys.AVAILABLE + uuid(2), item(uuid(2), b"no entry", b""))
+    lost = timed(keys.VISIBILITY_INDEX, NOW_SECS + 5, uuid(3))
+    source.put(keys.AVAILABLE + uuid(3), item(uuid(3), b"lost entry", lost))
     source.close()
 
     report = import_queueber(tmp_path / "q", broker, "orders", clock=clock)
@@ -246,16 +250,16 @@ def test_what_is_corrupt_is_skipped_and_reported(
     tmp_path: Path, broker: penstock.Broker, clock: ManualClock
 ) -> None:
     source = Queueber(tmp_path / "q", "mixed")
-    good = item(uuid(0), b"good", keys.visibility_key(1, uuid(0)))
+    good = item(uuid(0), b"good", timed(keys.VISIBILITY_INDEX, 1, uuid(0)))
     pointer = bytearray(good)
     pointer[24:32] = b"\xfd\xff\xff\x7f\xff\xff\xff\xff"
     for number, value in enumerate(
         (b"", b"garbage", bytes(8), b"\xff" * 64, good[:-8], bytes(pointer), good), start=1
     ):
-        source.put(keys.available_key(uuid(number)), value)
-    source.put(keys.available_key(uuid(20)), b"broken", old=False)
-    source.put(keys.available_key(uuid(20)), item(uuid(20), b"old copy", b""), old=True)
-    source.put(keys.lease_key(uuid(100)), b"\xff" * 64)
+        source.put(keys.AVAILABLE + uuid(number), value)
+    source.put(keys.AVAILABLE + uuid(20), b"broken", old=False)
+    source.put(keys.AVAILABLE + uuid(20), item(uuid(20), b"old copy", b""), old=True)
+    source.put(keys.LEASES + uuid(100), b"\xff" * 64)
     source.put_into("default", b"settings", b"?")
     source.put_into("leases", b"bare", b"?")
     source.close()
@@ -544,7 +548,7 @@ def test_a_source_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monk
     fill(tmp_path / "q", 1)
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
-    with queueber_source.Source(tmp_path / "q") as source:
+    with keys.Source(tmp_path / "q") as source:
         assert [[each.id for each in records] for records in source.items(b"")] == [[uuid(0)]]
         assert list((tmp_path / "scratch").iterdir()) != []
     assert list((tmp_path / "scratch").iterdir()) == []

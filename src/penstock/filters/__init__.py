@@ -12,19 +12,19 @@ stand in double quotes if they are not plain words.
 
 ::
 
-    text ──lexer──▶ tokens ──grammar──▶ tree ──evaluate──▶ one filter, one message
-                                          └────matcher───▶ every filter, a batch of messages
+    text ──parser──▶ tree ──evaluate──▶ one filter, one message
+                       └────matcher───▶ every filter, a batch of messages
 
-This package owns the language and the matching. What becomes of a match is for others.
+This package owns the language and the matching. The router and the stores act on a match.
 """
 
 from __future__ import annotations
 
-from penstock.filters.evaluate import Row, RowTuple, Value
-from penstock.filters.explain import Explanation, explain
-from penstock.filters.filter import Filter, default_filter, parse
+from penstock.filters.evaluate import Explanation, Filter, Row, RowTuple, explain
 from penstock.filters.matcher import Matcher
+from penstock.filters.parser import default_filter, parse
 from penstock.filters.tree import canonical
+from penstock.model import Value
 
 __all__ = [
     "Explanation",

@@ -1,8 +1,8 @@
 """A tree → functions that evaluate it, under SQL's three-valued logic and JMS's typing.
 
 Every node becomes one closure: a predicate's answers True, False or None (unknown), a value's
-answers a value or None (null). What a filter holds is only ever a variable of these closures; no
-source text is made from it.
+answers a value or None (null). The texts and numbers of a filter are only ever variables of these
+closures; no source text is made from them.
 
 The typing rules, all of which end in *unknown* and never in an error:
 
@@ -18,36 +18,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import isfinite
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from penstock.filters.lexer import INT_MAX
-from penstock.filters.like import compile_like
-from penstock.filters.tree import (
-    FIELDS,
-    And,
-    Arith,
-    Attr,
-    Between,
-    Compare,
-    CompareOp,
-    Flag,
-    In,
-    IsNull,
-    Like,
-    Neg,
-    Not,
-    Number,
-    Or,
-    Predicate,
-    Text,
-    Truth,
-    ValueNode,
-)
+from msgspec import Struct
+
+from penstock.filters import tree
 from penstock.model import Value
 
-__all__ = ["Row", "RowTuple", "Test", "Value", "compile_match", "compile_predicate", "read_value"]
+INT_MAX: Final = 2**63 - 1
 
 RowTuple: TypeAlias = tuple[Mapping[str, Value], str, int, int, int]
 """The fields of :class:`Row` as a plain tuple, which is quicker to make for every message."""
@@ -71,7 +51,7 @@ Test: TypeAlias = Callable[[RowTuple], bool | None]
 _Reader: TypeAlias = Callable[[RowTuple], Value]
 _Order: TypeAlias = Callable[[Any, Any], bool]
 
-_COMPARE: Final[dict[CompareOp, _Order]] = {
+_COMPARE: Final[dict[tree.CompareOp, _Order]] = {
     "=": operator.eq,
     "<>": operator.ne,
     "<": operator.lt,
@@ -79,14 +59,7 @@ _COMPARE: Final[dict[CompareOp, _Order]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-_MIRRORED: Final[dict[CompareOp, CompareOp]] = {
-    "=": "=",
-    "<>": "<>",
-    "<": ">",
-    "<=": ">=",
-    ">": "<",
-    ">=": "<=",
-}
+_MIRRORED: Final[dict[str, tree.CompareOp]] = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _ARITH: Final[dict[str, Callable[[Any, Any], int | float]]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -96,15 +69,15 @@ _ARITH: Final[dict[str, Callable[[Any, Any], int | float]]] = {
 
 
 @lru_cache(maxsize=4096)
-def compile_match(tree: Predicate) -> Test:
-    """Return a test that is true exactly when the tree is; quicker than three-valued logic.
+def compile_match(node: tree.Predicate) -> Test:
+    """Return a test that is true exactly when the predicate is; quicker than three-valued logic.
 
     Equal trees get the same test: ten thousand queues that differ in one attribute have a handful
     of different conditions left to test, which stay in the processor's cache.
     """
-    if not isinstance(tree, And):
-        return compile_predicate(tree)
-    tests = [compile_predicate(term) for term in tree.terms]
+    if not isinstance(node, tree.And):
+        return compile_predicate(node)
+    tests = [compile_predicate(term) for term in node.terms]
     if len(tests) == 2:
         first, second = tests
         return lambda row: first(row) is True and second(row) is True
@@ -118,36 +91,31 @@ def compile_match(tree: Predicate) -> Test:
     return match
 
 
-def compile_predicate(node: Predicate) -> Test:
+def compile_predicate(node: tree.Predicate) -> Test:
     """Return the function that evaluates the predicate: True, False or None for unknown."""
     match node:
-        case And(terms):
+        case tree.And(terms):
             return _joined([compile_predicate(term) for term in terms], decisive=False)
-        case Or(terms):
+        case tree.Or(terms):
             return _joined([compile_predicate(term) for term in terms], decisive=True)
-        case Not(operand):
+        case tree.Not(operand):
             test = compile_predicate(operand)
             return lambda row: None if (result := test(row)) is None else not result
-        case Compare(op, left, right):
+        case tree.Compare(op, left, right):
             return _compare(op, left, right)
-        case Between(operand, low, high):
+        case tree.Between(operand, low, high):
             bounds = [_compare(">=", operand, low), _compare("<=", operand, high)]
             return _joined(bounds, decisive=False)
-        case In():
+        case tree.In():
             return _in(node)
-        case Like():
+        case tree.Like():
             return _like(node)
-        case IsNull(operand):
+        case tree.IsNull(operand):
             read = _reader(operand)
             return lambda row: read(row) is None
-        case Flag(operand):
+        case tree.Flag(operand):
             read = _reader(operand)
             return lambda row: value if (value := read(row)) is True or value is False else None
-
-
-def read_value(node: ValueNode, row: RowTuple) -> Value:
-    """Return what a value node stands for in this message; None for null."""
-    return _reader(node)(row)
 
 
 def _joined(tests: list[Test], *, decisive: bool) -> Test:
@@ -166,19 +134,97 @@ def _joined(tests: list[Test], *, decisive: bool) -> Test:
     return joined
 
 
+class Filter:
+    """A filter that has been checked. Equal filters have equal trees, however they were written."""
+
+    def __init__(self, predicate: tree.Predicate) -> None:
+        self.tree: Final = predicate
+
+    @cached_property
+    def text(self) -> str:
+        """The canonical text, which parses to the same tree."""
+        return tree.canonical(self.tree)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Every name the filter reads: attributes, and fields such as ``priority``."""
+        return tree.names(self.tree)
+
+    def evaluate(self, row: RowTuple) -> bool | None:
+        """Return True, False, or None for unknown."""
+        return self._evaluate(row)
+
+    def matches(self, row: RowTuple) -> bool:
+        """Return whether the filter is true of the message; unknown is not."""
+        return self._match(row) is True
+
+    @cached_property
+    def _evaluate(self) -> Test:
+        return compile_predicate(self.tree)
+
+    @cached_property
+    def _match(self) -> Test:
+        return compile_match(self.tree)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Filter) and self.tree == other.tree
+
+    def __hash__(self) -> int:
+        return hash(self.tree)
+
+    def __repr__(self) -> str:
+        return f"parse({self.text!r})"
+
+    def __reduce__(self) -> tuple[type[Filter], tuple[tree.Predicate]]:
+        """Travel as a tree: the compiled tests can't be pickled."""
+        return Filter, (self.tree,)
+
+
+class Explanation(Struct, frozen=True):
+    """Why a filter did or did not take a message: the result of one condition of the filter.
+
+    ``result`` is True, False or None for unknown. An atom such as ``price > 10`` gives in
+    ``values`` the values it read, as ``("price", 12)``; AND, OR and NOT give ``parts`` instead.
+    """
+
+    text: str
+    result: bool | None
+    values: tuple[tuple[str, Value], ...] = ()
+    parts: tuple[Explanation, ...] = ()
+
+
+def explain(filter: Filter, row: RowTuple) -> Explanation:  # noqa: A002 - the noun it is about
+    """Return the filter's result on a message, with that of every condition in it."""
+    return _explain(filter.tree, row)
+
+
+def _explain(node: tree.Predicate, row: RowTuple) -> Explanation:
+    text, result = tree.canonical(node), compile_predicate(node)(row)
+    match node:
+        case tree.And(terms) | tree.Or(terms):
+            return Explanation(text, result, parts=tuple(_explain(term, row) for term in terms))
+        case tree.Not(operand):
+            return Explanation(text, result, parts=(_explain(operand, row),))
+        case _:
+            read = tree.Attr | tree.Arith | tree.Neg
+            found = [part for part in tree.children(node) if isinstance(part, read)]
+            values = tuple((tree.canonical(part), _reader(part)(row)) for part in found)
+            return Explanation(text, result, values=values)
+
+
 # --- comparison -----------------------------------------------------------------------------
 
 
-def _compare(op: CompareOp, left: ValueNode, right: ValueNode) -> Test:
-    if isinstance(left, Text | Number | Truth):
-        op, left, right = _MIRRORED[op], right, left
+def _compare(op: tree.CompareOp, left: tree.ValueNode, right: tree.ValueNode) -> Test:
+    if isinstance(left, tree.Text | tree.Number | tree.Truth):
+        op, left, right = _MIRRORED.get(op, op), right, left
     order = _COMPARE[op]
     match right:
-        case Number(value) if isinstance(left, Attr) and left.name not in FIELDS:
+        case tree.Number(value) if isinstance(left, tree.Attr) and left.name not in tree.FIELDS:
             return _compare_attribute(left.name, order, value)
-        case Number(value):
+        case tree.Number(value):
             return _compare_number(order, _raw_reader(left), value)
-        case Text(value) | Truth(value):
+        case tree.Text(value) | tree.Truth(value):
             if op not in ("=", "<>"):
                 return lambda _row: None
             return _compare_same_type(order, _raw_reader(left), value)
@@ -225,7 +271,7 @@ def _compare_same_type(order: _Order, read: _Reader, literal: str | bool) -> Tes
     return compare
 
 
-def _compare_any(op: CompareOp, left: _Reader, right: _Reader) -> Test:
+def _compare_any(op: tree.CompareOp, left: _Reader, right: _Reader) -> Test:
     order = _COMPARE[op]
     equality = op in ("=", "<>")
 
@@ -240,11 +286,11 @@ def _compare_any(op: CompareOp, left: _Reader, right: _Reader) -> Test:
     return compare
 
 
-def _in(node: In) -> Test:
+def _in(node: tree.In) -> Test:
     read = _reader(node.operand)
-    texts = frozenset(item.value for item in node.items if isinstance(item, Text))
-    numbers = frozenset(item.value for item in node.items if isinstance(item, Number))
-    truths = frozenset(item.value for item in node.items if isinstance(item, Truth))
+    texts = frozenset(item.value for item in node.items if isinstance(item, tree.Text))
+    numbers = frozenset(item.value for item in node.items if isinstance(item, tree.Number))
+    truths = frozenset(item.value for item in node.items if isinstance(item, tree.Truth))
     # Not found is unknown, not false, if the list also holds items of another type.
     text_miss = None if numbers or truths or not texts else False
     number_miss = None if texts or truths or not numbers else False
@@ -264,7 +310,7 @@ def _in(node: In) -> Test:
     return contains
 
 
-def _like(node: Like) -> Test:
+def _like(node: tree.Like) -> Test:
     read = _reader(node.operand)
     fits = compile_like(node.pattern, node.escape)
 
@@ -282,25 +328,25 @@ def _is_number(value: Value) -> bool:
     return type(value) is int or type(value) is float
 
 
-def _reader(node: ValueNode) -> _Reader:
+def _reader(node: tree.ValueNode) -> _Reader:
     match node:
-        case Text(value) | Number(value) | Truth(value):
+        case tree.Text(value) | tree.Number(value) | tree.Truth(value):
             return lambda _row: value
-        case Arith(op, left, right):
+        case tree.Arith(op, left, right):
             return _arith(op, _reader(left), _reader(right))
-        case Neg(operand):
+        case tree.Neg(operand):
             return _arith("-", lambda _row: 0, _reader(operand))
-        case Attr(name):
+        case tree.Attr(name):
             raw = _raw_reader(node)
-            return raw if name in FIELDS else lambda row: _finite(raw(row))
+            return raw if name in tree.FIELDS else lambda row: _finite(raw(row))
 
 
-def _raw_reader(node: ValueNode) -> _Reader:
+def _raw_reader(node: tree.ValueNode) -> _Reader:
     """Return a reader that may give a float that is not finite, for a caller that tests for it."""
-    if not isinstance(node, Attr):
+    if not isinstance(node, tree.Attr):
         return _reader(node)
     name = node.name
-    field = FIELDS.get(name)
+    field = tree.FIELDS.get(name)
     if field is not None:
         return operator.itemgetter(field)
     return lambda row: row[0].get(name)
@@ -331,3 +377,101 @@ def _in_range(value: Value) -> bool:
     if type(value) is int:
         return -INT_MAX - 1 <= value <= INT_MAX
     return type(value) is float and isfinite(value)
+
+
+# --- LIKE -----------------------------------------------------------------------------------
+#
+# A pattern costs time linear in the text, whatever it holds: there is no backtracking. The pattern
+# is cut at every ``%`` into pieces. The first and the last are held against the two ends of the
+# text; each piece between them is taken at its earliest place after the one before, which is
+# always right because ``%`` takes any run of characters. A piece of plain characters is found by
+# ``str.find``; one with ``_`` in it by shift-and: one bit for every piece position, all of them
+# moved on together for each character of the text.
+
+# The characters of a piece, with None for "any one character".
+_Piece: TypeAlias = list[str | None]
+# Finds a piece in a text, from a place on and before an end; -1 if it is not there.
+_Finder: TypeAlias = Callable[[str, int, int], int]
+
+_ANY: Final = None
+
+
+class PatternError(ValueError):
+    """A pattern whose escape character stands before something it can't escape."""
+
+
+def compile_like(pattern: str, escape: str | None = None) -> Callable[[str], bool]:
+    """Return the test of a text against the pattern."""
+    pieces = _cut(pattern, escape)
+    if len(pieces) == 1:
+        fits, size = _fits(pieces[0]), len(pieces[0])
+        return lambda text: len(text) == size and fits(text, 0)
+    head, *middle, tail = pieces
+    head_fits, tail_fits = _fits(head), _fits(tail)
+    head_chars, tail_chars = len(head), len(tail)
+    least_chars = sum(map(len, pieces))
+    steps = [(_finder(piece), len(piece)) for piece in middle if piece]
+
+    def test(text: str) -> bool:
+        if len(text) < least_chars:
+            return False
+        end = len(text) - tail_chars
+        if not (head_fits(text, 0) and tail_fits(text, end)):
+            return False
+        start = head_chars
+        for find, chars in steps:
+            start = find(text, start, end)
+            if start < 0:
+                return False
+            start += chars
+        return True
+
+    return test
+
+
+def _cut(pattern: str, escape: str | None) -> list[_Piece]:
+    pieces: list[_Piece] = [[]]
+    characters = iter(pattern)
+    for character in characters:
+        if character == escape:
+            escaped = next(characters, None)
+            if escaped is None or escaped not in ("%", "_", escape):
+                raise PatternError(f"{escape!r} must stand before %, _ or another {escape!r}")
+            pieces[-1].append(escaped)
+        elif character == "%":
+            pieces.append([])
+        else:
+            pieces[-1].append(_ANY if character == "_" else character)
+    return pieces
+
+
+def _fits(piece: _Piece) -> Callable[[str, int], bool]:
+    """Return the test for a piece at one place; the text must be long enough to hold it."""
+    if _ANY not in piece:
+        plain = "".join(map(str, piece))
+        return lambda text, start: text.startswith(plain, start)
+    wanted = [(offset, character) for offset, character in enumerate(piece) if character]
+    return lambda text, start: all(text[start + offset] == char for offset, char in wanted)
+
+
+def _finder(piece: _Piece) -> _Finder:
+    if _ANY not in piece:
+        plain = "".join(map(str, piece))
+        return lambda text, start, end: text.find(plain, start, end)
+    anywhere = sum(1 << place for place, character in enumerate(piece) if character is _ANY)
+    masks = {
+        character: anywhere | sum(1 << place for place, own in enumerate(piece) if own == character)
+        for character in piece
+        if character is not _ANY
+    }
+    done = 1 << (len(piece) - 1)
+
+    def find(text: str, start: int, end: int) -> int:
+        state = 0
+        for place in range(start, end):
+            state = ((state << 1) | 1) & masks.get(text[place], anywhere)
+            if state & done:
+                return place + 1 - len(piece)
+        return -1
+
+    return find

@@ -24,39 +24,10 @@ import re
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-__all__ = [
-    "FIELDS",
-    "KEYWORDS",
-    "And",
-    "Arith",
-    "ArithOp",
-    "Attr",
-    "Between",
-    "Compare",
-    "CompareOp",
-    "Flag",
-    "In",
-    "IsNull",
-    "Like",
-    "LiteralNode",
-    "Neg",
-    "Node",
-    "Not",
-    "Number",
-    "Or",
-    "Predicate",
-    "Text",
-    "Truth",
-    "ValueNode",
-    "canonical",
-    "children",
-    "names",
-    "walk",
-]
 
 CompareOp: TypeAlias = Literal["=", "<>", "<", "<=", ">", ">="]
 ArithOp: TypeAlias = Literal["+", "-", "*", "/"]
@@ -180,19 +151,8 @@ Node: TypeAlias = Predicate | ValueNode
 
 def children(node: Node) -> tuple[Node, ...]:
     """Return the nodes directly below this one, in the order they are written."""
-    match node:
-        case And(terms) | Or(terms):
-            return terms
-        case Arith(_, left, right) | Compare(_, left, right):
-            return (left, right)
-        case In(operand, items):
-            return (operand, *items)
-        case Between(operand, low, high):
-            return (operand, low, high)
-        case Attr() | Text() | Number() | Truth():
-            return ()
-        case _:
-            return (node.operand,)
+    fields = (field if isinstance(field, tuple) else (field,) for field in astuple(node))
+    return tuple(part for some in fields for part in some if isinstance(part, Node))
 
 
 def walk(node: Node) -> Iterator[tuple[Node, int]]:

@@ -2,10 +2,10 @@
 
 Items are taken in the order of their ids. Every batch is one ``publish``, which stores all of
 its messages or none, and one of them is the import's own: a small record of how far it has come,
-in a queue that the import keeps for itself. So what was imported and what is known to have been
-imported can't differ, whatever stops the process and for however long.
+in a queue that the import keeps for itself. So the record and the messages can't differ, whatever
+stops the process and for however long.
 
-What becomes of an item (``now`` is when its batch is published):
+The state of an item afterwards (``now`` is when its batch is published):
 
 ==============================================  ==============================================
 in Queueber                                     in Penstock
@@ -31,8 +31,16 @@ from penstock import limits
 from penstock.clock import SystemClock
 from penstock.errors import CorruptRecord, ImportFailed, InvalidMessage
 from penstock.filters import Row, default_filter, parse
-from penstock.importers import queueber_keys as keys
-from penstock.importers.queueber_source import Source
+from penstock.importers.queueber_source import (
+    AVAILABLE,
+    IN_PROGRESS,
+    LEASE_EXPIRY,
+    LEASES,
+    VISIBILITY_INDEX,
+    Source,
+    parse_key,
+    parse_timed_key,
+)
 from penstock.model import Message, State
 from penstock.validation import check_count, check_messages, check_queue_name
 
@@ -45,8 +53,6 @@ if TYPE_CHECKING:
     from penstock.filters import Filter
     from penstock.importers.queueber_source import Found, StoredItem
 
-__all__ = ["ID_ATTRIBUTE", "ImportReport", "Problem", "import_queueber", "progress_queue"]
-
 ID_ATTRIBUTE: Final = "queueber.id"
 # On the import's own records: filters that take everything can leave them out by it.
 IMPORT_ATTRIBUTE: Final = "penstock.import"
@@ -55,7 +61,7 @@ MAX_PROBLEMS: Final = 20
 BATCH_BYTES: Final = 32 << 20
 # How many records of progress may pile up before all but the last are settled.
 TRIM_EVERY: Final = 64
-# What a message of this import always has the same, so that one look at it decides for all.
+# Names that have one value in all messages of an import: a look at one message decides for all.
 _CONSTANT: Final = frozenset({"queue", "group", "priority", IMPORT_ATTRIBUTE})
 
 
@@ -70,10 +76,10 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class ImportReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What an import did, all its runs together; the last four counts are as the last run saw.
+    """The counts of all runs of an import; the last four are those of the last run.
 
-    ``skipped`` items could not be read or are not allowed; ``problems`` lists the first few of
-    everything that was found wrong.
+    ``skipped`` items could not be read or are not allowed; ``problems`` lists the first few
+    records that were wrong.
     """
 
     source: str
@@ -100,7 +106,7 @@ class ImportReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Saved(msgspec.Struct, frozen=True):
-    """How far an import has come; it is the payload of the import's own message."""
+    """The progress of an import: the payload of the import's own message."""
 
     number: int
     cursor: bytes
@@ -110,7 +116,7 @@ class _Saved(msgspec.Struct, frozen=True):
 
 
 class _Step(NamedTuple):
-    """What is to be done about one item."""
+    """The message to publish for an item, or None, and the counts and problems of the item."""
 
     id: bytes
     records: int
@@ -120,7 +126,7 @@ class _Step(NamedTuple):
 
 
 def progress_queue(source_identity: str, queue: str) -> str:
-    """Return the name of the queue in which an import keeps how far it has come."""
+    """Return the name of the queue in which an import keeps its progress."""
     digest = sha256(f"{source_identity}\0{queue}".encode()).hexdigest()
     return f"queueber-import-{digest[:16]}"
 
@@ -137,9 +143,10 @@ def import_queueber(
 ) -> ImportReport:
     """Publish every item of the Queueber database at ``path`` to ``queue``, once.
 
-    An import that was interrupted goes on where it was; one that was finished takes what has come
-    since. ``restart`` forgets what was imported before. ``progress`` is called with the records
-    done and the records there are, after each batch is durable; what it raises ends the run.
+    An import that was interrupted goes on where it was; one that was finished takes the items that
+    have come since. ``restart`` forgets the import's progress. ``progress`` is called with the
+    records done and the records there are, after each batch is durable; an exception from it ends
+    the run.
     Raises ImportFailed, before anything is written, if there is no such database or if the queue
     would not take the messages.
     """
@@ -153,7 +160,7 @@ def import_queueber(
 
 
 class _Import:
-    """One run."""
+    """One run of an import."""
 
     def __init__(self, source: Source, broker: Broker, queue: str, clock: Clock) -> None:
         self._source = source
@@ -226,8 +233,7 @@ class _Import:
         return latest
 
     def _check_routes(self, filters: dict[str, Filter]) -> None:
-        own = self._record(self._saved)
-        row = Row(own.attributes, size=len(own.payload), published_at_ms=self._clock.now_ms())
+        row = self._row(self._record(self._saved))
         for name, compiled in {**filters, self._queue: self._filter}.items():
             if name != self._progress_queue and compiled.matches(row):
                 raise ImportFailed(
@@ -242,50 +248,49 @@ class _Import:
                 self._check_taken(step.message)
 
     def _check_taken(self, message: Message) -> None:
-        row = Row(
-            message.attributes,
-            size=len(message.payload),
-            published_at_ms=self._clock.now_ms(),
-        )
-        if not self._filter.matches(row):
+        if not self._filter.matches(self._row(message)):
             raise ImportFailed(
                 f"queue {self._queue!r} takes messages where {self._filter.text}; an imported "
                 f"one with {message.attributes} and {len(message.payload)} bytes does not match"
             )
 
+    def _row(self, message: Message) -> Row:
+        now_ms = self._clock.now_ms()
+        return Row(message.attributes, size=len(message.payload), published_at_ms=now_ms)
+
     def _survey(self) -> None:
-        """Note which leases are live, and what in the indexes leads nowhere."""
+        """Note the leases that are live, and the entries of the indexes that lead nowhere."""
         source, seen = self._source, self._seen
         for family, key in source.foreign_keys():
             seen["foreign_keys"] += 1
             self._note(key, f"in no namespace of family {family}")
         ends: dict[bytes, int] = {}
-        for _, key in source.keys(keys.LEASE_EXPIRY):
+        for _, key in source.keys(LEASE_EXPIRY):
             try:
-                ends_secs, lease = keys.parse_lease_expiry_key(key)
+                ends_secs, lease = parse_timed_key(LEASE_EXPIRY, key)
             except CorruptRecord:
                 seen["orphaned_lease_entries"] += 1
                 continue
-            if not source.has(keys.LEASES, keys.lease_key(lease)):
+            if not source.has(LEASES, LEASES + lease):
                 seen["orphaned_lease_entries"] += 1
             elif ends_secs * 1000 > self._clock.now_ms():
                 ends[lease] = max(ends_secs, ends.get(lease, 0))
         self._read_leases(ends)
-        for _, key in source.keys(keys.VISIBILITY_INDEX):
+        for _, key in source.keys(VISIBILITY_INDEX):
             try:
-                _, id_ = keys.parse_visibility_key(key)
+                _, id_ = parse_timed_key(VISIBILITY_INDEX, key)
             except CorruptRecord:
                 seen["orphaned_index_entries"] += 1
                 continue
-            if not source.has(keys.AVAILABLE, keys.available_key(id_)):
+            if not source.has(AVAILABLE, AVAILABLE + id_):
                 seen["orphaned_index_entries"] += 1
 
     def _read_leases(self, ends: dict[bytes, int]) -> None:
-        for family, key in self._source.keys(keys.LEASES):
-            value = self._source.newest(keys.LEASES, key)
+        for family, key in self._source.keys(LEASES):
+            value = self._source.newest(LEASES, key)
             try:
                 lease = self._source.decode_lease(value or b"")
-                id_ = keys.parse_lease_key(key)
+                id_ = parse_key(LEASES, key)
             except CorruptRecord as error:
                 self._seen["corrupt_leases"] += 1
                 self._note(key, f"lease in family {family}: {error}")
@@ -337,14 +342,14 @@ class _Import:
         self, id_: bytes, stored: dict[bytes, StoredItem], counted: list[str]
     ) -> tuple[str, Message]:
         now_ms = self._clock.now_ms()
-        waiting, held = stored.get(keys.AVAILABLE), stored.get(keys.IN_PROGRESS)
+        waiting, held = stored.get(AVAILABLE), stored.get(IN_PROGRESS)
         if waiting is not None and held is not None:
             counted.append("in_both")
         visible_at_ms = 0
         if waiting is not None:
             visible_at_ms = (waiting.visible_at_secs or 0) * 1000
             if waiting.visible_at_secs is None or not self._source.has(
-                keys.VISIBILITY_INDEX, waiting.index_key
+                VISIBILITY_INDEX, waiting.index_key
             ):
                 counted.append("unindexed")
         kind = "delayed" if visible_at_ms > now_ms else "available"
@@ -365,23 +370,25 @@ class _Import:
     # --- batches -----------------------------------------------------------------------------
 
     def run(self, batch: int, progress: Callable[[int, int], None] | None) -> None:
-        """Publish what is there, batch by batch."""
+        """Publish every item after the cursor, batch by batch."""
         total = self._source.count_items()
+        for steps in self._batches(batch):
+            self._publish(steps)
+            if progress is not None:
+                progress(self._saved.records, max(total, self._saved.records))
+        self._trim()
+
+    def _batches(self, batch: int) -> Iterator[list[_Step]]:
         pending: list[_Step] = []
         size = 0
         for step in self._steps():
             pending.append(step)
             size += len(step.message.payload) if step.message else 0
             if len(pending) >= batch or size >= BATCH_BYTES:
-                self._publish(pending)
+                yield pending
                 pending, size = [], 0
-                if progress is not None:
-                    progress(self._saved.records, max(total, self._saved.records))
         if pending:
-            self._publish(pending)
-            if progress is not None:
-                progress(self._saved.records, max(total, self._saved.records))
-        self._trim()
+            yield pending
 
     def _publish(self, steps: list[_Step]) -> None:
         messages = [step.message for step in steps if step.message is not None]
@@ -429,7 +436,7 @@ class _Import:
                 return
 
     def report(self) -> ImportReport:
-        """Sum up."""
+        """Return the counts of all runs."""
         return ImportReport(
             source=str(self._source.path),
             queue=self._queue,

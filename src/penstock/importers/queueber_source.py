@@ -1,11 +1,20 @@
 """A Queueber database, read without changing a byte of it.
 
-The namespaces of ``penstock.importers.queueber_keys`` lie in column families of their own, or all
-in ``default``, or (while Queueber is moving from the one to the other) in both. Where a key is in
-both, the family of its own has the newer record.
+Key map; each namespace is also a column family::
+
+    available/<id>               StoredItem    an item that can be polled
+    in_progress/<id>             StoredItem    an item under a lease
+    visibility_index/<s>/<id>    available/<id>    by the second from which it is visible
+    leases/<lease>               LeaseEntry    the items of a lease
+    lease_expiry/<s>/<lease>     leases/<lease>    by the second at which it ends
+
+``<s>`` is seconds since the epoch, u64 big-endian. Ids and leases are UUIDv7, 16 bytes, but
+nothing depends on their length, and an import must not stop at an item of another name. The
+records are in ``queueber.capnp``. Older databases have every namespace in the family ``default``,
+and while Queueber moves them they are in both: the record in the family of its own is the newer.
 
 RocksDB and its binding leave log and configuration files in the directory they open, even for
-reading. So what is opened is a scratch directory of links to the database's files.
+reading. So the reader opens a scratch directory of links to the database's files.
 """
 
 from __future__ import annotations
@@ -13,6 +22,7 @@ from __future__ import annotations
 import heapq
 import importlib
 import tempfile
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -21,25 +31,36 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 import rocksdict as rocks
 
 from penstock.errors import CorruptRecord, ImportFailed
-from penstock.importers import queueber_keys as keys
 from penstock.store import codec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
-__all__ = ["Found", "Lease", "Source", "StoredItem"]
-
-NAMESPACES: Final = (
-    keys.AVAILABLE,
-    keys.IN_PROGRESS,
-    keys.LEASE_EXPIRY,
-    keys.LEASES,
-    keys.VISIBILITY_INDEX,
-)
-_OWN: Final = {namespace[:-1].decode(): (namespace,) for namespace in NAMESPACES}
+AVAILABLE: Final = b"available/"
+IN_PROGRESS: Final = b"in_progress/"
+LEASE_EXPIRY: Final = b"lease_expiry/"
+LEASES: Final = b"leases/"
+VISIBILITY_INDEX: Final = b"visibility_index/"
+_NAMESPACES: Final = (AVAILABLE, IN_PROGRESS, LEASE_EXPIRY, LEASES, VISIBILITY_INDEX)
+_OWN: Final = {namespace[:-1].decode(): (namespace,) for namespace in _NAMESPACES}
 # Families that a Penstock store has and a Queueber database has not.
 _OURS: Final = frozenset({"payloads", "history", "queues"})
+
+
+def parse_key(namespace: bytes, key: bytes) -> bytes:
+    """Give the id of an item or a lease."""
+    rest = key.removeprefix(namespace)
+    if not rest or len(rest) == len(key):
+        raise CorruptRecord(f"Queueber key: {key!r} is not {namespace.decode()}<id>")
+    return rest
+
+
+def parse_timed_key(namespace: bytes, key: bytes) -> tuple[int, bytes]:
+    """Give the second and the id of an entry of an index."""
+    rest = key.removeprefix(namespace)
+    if len(rest) == len(key) or len(rest) < 10 or rest[8:9] != b"/":
+        raise CorruptRecord(f"Queueber key: {key!r} is not {namespace.decode()}<seconds>/<id>")
+    return int.from_bytes(rest[:8], "big"), rest[9:]
 
 
 class Found(NamedTuple):
@@ -75,41 +96,31 @@ class Source:
         self.path = path
         self._schema = _schema()
         _check_directory(path)
-        self._view = tempfile.TemporaryDirectory(prefix="penstock-import-")
-        try:
-            view = Path(self._view.name)
+        with ExitStack() as opened:
+            view = Path(
+                opened.enter_context(tempfile.TemporaryDirectory(prefix="penstock-import-"))
+            )
             for file in path.resolve().iterdir():
                 (view / file.name).symlink_to(file)
             self._db, self._tables = _open(path, view)
-        except BaseException:
-            self._view.cleanup()
-            raise
-        try:
+            opened.callback(self._db.close)
+            opened.callback(self._tables.clear)
             self._check_keys()
-        except BaseException:
-            self.close()
-            raise
+            self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Let go of the database."""
-        self._tables.clear()
-        self._db.close()
-        self._view.cleanup()
+        """Close the database and delete the scratch directory."""
+        self._opened.close()
 
     @property
     def identity(self) -> str:
-        """What tells this database from others: RocksDB's own id moves with it."""
+        """RocksDB's own id of this database, which moves with it; else its path."""
         try:
             return (self.path / "IDENTITY").read_text().strip()
         except (OSError, UnicodeDecodeError):
@@ -121,7 +132,7 @@ class Source:
         """Give the records of each item whose id is beyond ``after``, in the order of ids."""
         streams = [
             self._found(namespace, family, after)
-            for namespace in (keys.AVAILABLE, keys.IN_PROGRESS)
+            for namespace in (AVAILABLE, IN_PROGRESS)
             for family in self._families(namespace)
         ]
         by_id = attrgetter("id")
@@ -131,20 +142,19 @@ class Source:
     def _found(self, namespace: bytes, family: str, after: bytes) -> Iterator[Found]:
         begin = namespace + after + b"\0" if after else namespace
         old, skip = family == "default", len(namespace)
-        for key, value in self._rows(family, begin, _end(namespace)):
-            yield Found(key[skip:], namespace, old, key, value)
+        for row in self._walk(family, begin, _end(namespace)):
+            key = row.key()
+            yield Found(key[skip:], namespace, old, key, row.value())
 
     def count_items(self) -> int:
         """Count the records of items."""
-        return sum(
-            1 for namespace in (keys.AVAILABLE, keys.IN_PROGRESS) for _, _ in self.keys(namespace)
-        )
+        return sum(1 for namespace in (AVAILABLE, IN_PROGRESS) for _, _ in self.keys(namespace))
 
     def keys(self, namespace: bytes) -> Iterator[tuple[str, bytes]]:
         """Give the keys of a namespace, each with the family it is in."""
         for family in self._families(namespace):
-            for key in self._keys(family, namespace, _end(namespace)):
-                yield family, key
+            for row in self._walk(family, namespace, _end(namespace)):
+                yield family, row.key()
 
     def newest(self, namespace: bytes, key: bytes) -> bytes | None:
         """Return the record at a key: that of the namespace's own family before the old one's."""
@@ -159,22 +169,17 @@ class Source:
 
     def has(self, namespace: bytes, key: bytes) -> bool:
         """Return whether there is a record at a key."""
-        try:
-            return any(key in self._tables[family] for family in self._families(namespace))
-        except Exception as error:
-            raise self._unreadable(error) from error
+        return self.newest(namespace, key) is not None
 
     def foreign_keys(self) -> Iterator[tuple[str, bytes]]:
         """Give the keys that are in no namespace, or in the family of another."""
         for family in self._tables:
-            own = NAMESPACES if family == "default" else _OWN.get(family, ())
-            begin = b""
-            for namespace in own:
-                for key in self._keys(family, begin, namespace):
-                    yield family, key
-                begin = _end(namespace)
-            for key in self._keys(family, begin, None):
-                yield family, key
+            own = _NAMESPACES if family == "default" else _OWN.get(family, ())
+            # Between the namespaces, before the first and after the last.
+            begins = [b"", *map(_end, own)]
+            for begin, end in zip(begins, [*own, None], strict=True):
+                for row in self._walk(family, begin, end):
+                    yield family, row.key()
 
     # --- decoding --------------------------------------------------------------------------
 
@@ -186,7 +191,7 @@ class Source:
         if id_ != record.id:
             raise CorruptRecord(f"the record names the item {id_.hex() or '(none)'}")
         try:
-            visible_at_secs, indexed_id = keys.parse_visibility_key(index_key)
+            visible_at_secs, indexed_id = parse_timed_key(VISIBILITY_INDEX, index_key)
         except CorruptRecord:
             return StoredItem(contents, index_key, None)
         return StoredItem(contents, index_key, visible_at_secs if indexed_id == id_ else None)
@@ -202,18 +207,13 @@ class Source:
         own = namespace[:-1].decode()
         return [own, "default"] if own in self._tables else ["default"]
 
-    def _rows(self, family: str, begin: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
-        for row in self._walk(family, begin, end):
-            yield row.key(), row.value()
-
-    def _keys(self, family: str, begin: bytes, end: bytes | None) -> Iterator[bytes]:
-        for row in self._walk(family, begin, end):
-            yield row.key()
-
     def _walk(self, family: str, begin: bytes, end: bytes | None) -> Iterator[Any]:
         """Give the iterator at each row: the binding's generators end at a damaged block."""
         try:
-            rows: Any = self._tables[family].iter(_until(end))
+            options = rocks.ReadOptions()
+            if end is not None:
+                options.set_iterate_upper_bound(end)
+            rows: Any = self._tables[family].iter(options)
             rows.seek(begin)
             while rows.valid():
                 yield rows
@@ -229,8 +229,7 @@ class Source:
         )
 
     def _check_keys(self) -> None:
-        known = any(True for namespace in NAMESPACES for _ in self.keys(namespace))
-        if known:
+        if any(True for namespace in _NAMESPACES for _ in self.keys(namespace)):
             return
         stranger = next(self.foreign_keys(), None)
         if stranger is not None:
@@ -253,33 +252,18 @@ def _schema() -> Any:
     return capnp.load(str(Path(codec.__path__[0]) / "queueber.capnp"))
 
 
-class _decoding:  # noqa: N801 - reads as a verb in `with`
-    """Read a record, turning whatever the library raises into CorruptRecord."""
+@contextmanager
+def _decoding(struct: Any, value: bytes) -> Iterator[Any]:
+    """Read a record; CorruptRecord for anything that the library raises.
 
-    def __init__(self, struct: Any, value: bytes) -> None:
-        self._struct, self._value = struct, value
-
-    def __enter__(self) -> Any:
-        try:
-            self._reader = self._struct.from_bytes(self._value)
-            return self._reader.__enter__()
-        except Exception as error:
-            raise CorruptRecord(_first_line(error)) from error
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._reader.__exit__(kind, error, trace)
-        # Pointers are followed when a field is read, so a bad one shows only then.
-        if isinstance(error, Exception):
-            raise CorruptRecord(_first_line(error)) from error
-
-
-def _first_line(error: Exception) -> str:
-    return f"not a Cap'n Proto record: {str(error).partition('stack:')[0].strip()}"
+    The library follows a pointer when its field is read, so a bad one shows only in the block.
+    """
+    try:
+        with struct.from_bytes(value) as reader:
+            yield reader
+    except Exception as error:
+        reason = str(error).partition("stack:")[0].strip()
+        raise CorruptRecord(f"not a Cap'n Proto record: {reason}") from error
 
 
 def _check_directory(path: Path) -> None:
@@ -308,13 +292,6 @@ def _open(path: Path, view: Path) -> tuple[rocks.Rdict, dict[str, Any]]:
         raise ImportFailed(f"RocksDB can't open {path} for reading: {error}") from error
     tables = {name: db.get_column_family(name) for name in families}
     return db, {**tables, "default": db}
-
-
-def _until(end: bytes | None) -> rocks.ReadOptions:
-    bound = rocks.ReadOptions()
-    if end is not None:
-        bound.set_iterate_upper_bound(end)
-    return bound
 
 
 def _end(namespace: bytes) -> bytes:

@@ -33,7 +33,7 @@ COUNTERS: Final = {
     "failed": "Handlers that raised, were cut off or died.",
     "released": "Messages given back.",
     "exhausted": "Messages given back that were out of attempts.",
-    "lost": "Leases that ended in this worker's hands.",
+    "lost": "Leases that ended while this worker held the message.",
     "stale": "Acks and releases that the store refused.",
     "late": "Handlers that returned after their message was given back.",
     "collisions": "Visits that another process forestalled.",
