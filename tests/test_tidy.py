@@ -82,12 +82,11 @@ LAYERS = {
     "worker": {*GROUND, "broker", "client", "clock", "store.policy", "urls", "validation"},
     "__init__": {*GROUND, "broker", "client", "clock", "urls", "worker"},
     "importers": {*GROUND, "__init__", "broker", "clock", "filters", "store.codec", "validation"},
-    "server": {*BROKER, "__init__", "broker", "engines.disk", "flight", "urls", "wire"},
-    "flight": {*BROKER, "__init__", "broker", "engines", "server", "urls"},
+    "server": {*BROKER, "__init__", "broker", "engines.disk", "flight.listener", "urls", "wire"},
+    "flight": {*BROKER, "__init__", "broker", "server.metrics", "server.security"},
     "spark": {
         *GROUND,
-        *("__init__", "clock", "engines.disk", "filters", "flight", "server", "store.codec"),
-        "validation",
+        *("__init__", "clock", "engines.disk", "filters", "flight", "store.codec", "validation"),
     },
     "cli": {
         *GROUND,

@@ -37,13 +37,13 @@ def other_filter(hand: Any) -> None:
 
 def no_delays(hand: Any) -> None:
     active = hand.core.active
-    heap = active._due if hand.design == "indexed" else active._shelf.due
+    heap = active._due
     heap.set(hand.queue("fifo").number, None)
 
 
 def lost_group(hand: Any) -> None:
     active, number = hand.core.active, hand.queue("plain").number
-    directories = active._directories if hand.design == "indexed" else active._shelf.directories
+    directories = active._directories
     directories[number].ring.popitem()
 
 
@@ -54,7 +54,7 @@ def held_by_nothing(hand: Any) -> None:
         group, lanes = directory.ring.popitem()
         directory.held[group] = Held(0, lanes)
     else:
-        directory = active._shelf.directories[number]
+        directory = active._directories[number]
         directory.block(next(iter(directory.ring)))
 
 
@@ -62,7 +62,7 @@ def half_claimed(hand: Any) -> None:
     if hand.design == "indexed":
         next(iter(hand.core.active._recent.claimed.values())).attempts += 1
     else:
-        bucket = next(each for each in hand.core.active._shelf._open.values() if each.waiting)
+        bucket = next(each for each in hand.core.active._open.values() if each.waiting)
         bucket._waiting_bytes.popitem()
 
 

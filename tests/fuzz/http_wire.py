@@ -84,8 +84,8 @@ class _Home:
     stopping = False
 
     def __init__(self) -> None:
-        self.all = Connections()
-        self.open: set[HttpConnection] = set()
+        self.slots = Connections()
+        self.connections: set[HttpConnection] = set()
 
     def handler_of(self, method: str, path: str) -> Handler:
         assert method
@@ -98,14 +98,14 @@ class _Home:
         return Response(200, said.encode("utf-8", "replace") + request.body)
 
     def forget(self, connection: HttpConnection) -> None:
-        self.open.discard(connection)
+        self.connections.discard(connection)
 
 
 def answers(pieces: Iterable[bytes]) -> bytes:
     """Return all that a connection writes that gets these pieces."""
     home, transport = _Home(), _Transport()
     loop = cast(asyncio.AbstractEventLoop, _Loop())
-    connection = HttpConnection(cast(Any, home), loop, home.all.enter(cast(Any, None), "http"))
+    connection = HttpConnection(cast(Any, home), loop, home.slots.enter(cast(Any, None), "http"))
     connection.connection_made(cast(Any, transport))
     for piece in pieces:
         if transport.closed:
@@ -115,8 +115,8 @@ def answers(pieces: Iterable[bytes]) -> bytes:
     out = bytes(transport.out)
     connection.overdue()
     connection.connection_lost(None)
-    assert not home.open
-    assert (len(home.all), home.all.held_bytes) == (0, 0)
+    assert not home.connections
+    assert (len(home.slots), home.slots.held_bytes) == (0, 0)
     # Who sends on before the answer is there needs no leave to go on, and may get none.
     return out.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
 

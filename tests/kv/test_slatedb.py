@@ -353,13 +353,13 @@ def test_what_was_written_of_late_is_read_without_the_library(
 
 def test_the_cache_keeps_to_its_bytes_and_forgets_the_oldest() -> None:
     cache = ReadCache(2_000)
-    cache.put_committed([(b"%02d" % n, b"x" * 78) for n in range(20)])
+    cache.put([(b"%02d" % n, b"x" * 78) for n in range(20)])
     assert cache.get_all([b"00", b"09"]) == [UNKNOWN, UNKNOWN]
     assert cache.get_all([b"10", b"19"]) == [b"x" * 78] * 2
-    cache.put_committed([(b"10", b"again")])
-    cache.put_committed([(b"new", b"x" * 78)])
+    cache.put([(b"10", b"again")])
+    cache.put([(b"new", b"x" * 78)])
     assert cache.get_all([b"10", b"11"]) == [b"again", UNKNOWN]
-    cache.put_committed([(b"10", b"x" * 1_000)])
+    cache.put([(b"10", b"x" * 1_000)])
     assert cache.get_all([b"10"])[0] is UNKNOWN
 
 
@@ -367,13 +367,13 @@ def test_what_was_read_before_a_commit_is_not_remembered_after_it() -> None:
     cache = ReadCache(2_000)
     commits = cache.commits
     cache.begin()
-    cache.put_read([(b"k", b"old")], commits)
+    cache.put([(b"k", b"old")], commits)
     assert cache.get_all([b"k"])[0] is UNKNOWN
     during = cache.commits
-    cache.put_committed([(b"k", b"new")])
-    cache.put_read([(b"k", b"old")], during)
+    cache.put([(b"k", b"new")])
+    cache.put([(b"k", b"old")], during)
     assert cache.get_all([b"k"])[0] == b"new"
-    cache.put_read([(b"other", None)], cache.commits)
+    cache.put([(b"other", None)], cache.commits)
     assert cache.get_all([b"other"])[0] is None
 
 

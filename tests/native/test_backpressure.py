@@ -389,10 +389,10 @@ def test_who_reads_slowly_is_not_cut_off(served: Served, monkeypatch: pytest.Mon
             connection.pause_writing()
             connection._stuck_taken = -1
             connection._stuck_since = now - 60
-            connection.tidy(now)
+            connection.check(now)
             reads = connection._stuck_since == now
-            connection.tidy(now + 1)
-            connection.tidy(now + 3)
+            connection.check(now + 1)
+            connection.check(now + 3)
             return reads
 
         assert at(served, look)

@@ -156,7 +156,7 @@ def test_an_idle_connection_is_let_go_and_made_again(
 
 
 def test_too_many_connections(served: Served) -> None:
-    served.listener.all.most = 2
+    served.listener.slots.most = 2
     with Raw(served) as one, Raw(served) as two:
         assert isinstance(one.read(), wire.Welcome)
         assert isinstance(two.read(), wire.Welcome)
@@ -200,7 +200,7 @@ def test_what_all_connections_have_begun_is_bounded(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(limits, "MAX_BUFFERED_BYTES", 5 << 20)
     begun = (10 << 20).to_bytes(4, "big") + bytes(3 << 20)
     with penstock.open("memory:") as broker, Served(broker) as served:
-        held = served.listener.all
+        held = served.listener.slots
         with Raw(served) as one, Raw(served) as two:
             one.read()
             two.read()

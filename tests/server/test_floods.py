@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 import penstock
 from penstock import limits
 from penstock.flight.client import FlightStore
-from penstock.server.connections import Acceptor, Connections
+from penstock.server.connections import Connections, Listener
 from penstock.server.security import add_key
 from penstock.wire.native import messages as wire
 
@@ -317,18 +317,18 @@ def test_an_acceptor_without_descriptors_rests(few_files: Callable[[int], None])
     tries = 0
     served: list[socket.socket] = []
 
-    class Counted(Acceptor):
+    class Counted(Listener):
         def _accept(self, listening: socket.socket) -> None:
             nonlocal tries
             tries += 1
             super()._accept(listening)
 
-    async def keep(taken: socket.socket, _: object) -> None:
-        served.append(taken)
+        async def _serve(self, taken: socket.socket, slot: object) -> None:
+            served.append(taken)
 
     async def story() -> None:
-        acceptor = Counted(Connections(), "test", keep)
-        await acceptor.listen("127.0.0.1", 0)
+        acceptor = Counted("127.0.0.1", 0)
+        await acceptor.start()
         with socket.socket() as client:
             lowest = 1 + max(int(each.name) for each in Path("/proc/self/fd").iterdir())
             with ExitStack() as stack:
@@ -349,13 +349,14 @@ def test_an_acceptor_without_descriptors_rests(few_files: Callable[[int], None])
 
 
 def test_those_that_make_way_before_they_were_begun_are_closed_at_once() -> None:
-    async def never(_: socket.socket, __: object) -> None:
-        await asyncio.Event().wait()
+    class Never(Listener):
+        async def _serve(self, taken: socket.socket, slot: object) -> None:
+            await asyncio.Event().wait()
 
     async def story() -> None:
         connections = Connections(2)
-        acceptor = Acceptor(connections, "test", never)
-        await acceptor.listen("127.0.0.1", 0)
+        acceptor = Never("127.0.0.1", 0, slots=connections)
+        await acceptor.start()
         before = len(list(Path("/proc/self/fd").iterdir()))
         with ExitStack() as stack:
             # All of them are there before the loop looks, and are accepted in one turn of it.

@@ -25,22 +25,41 @@ if TYPE_CHECKING:
 
 # Read by every Python that the session starts: after the waits that a client has anyway it goes on
 # waiting, for a server that takes longer to come back on a busy machine.
+# The client is patched when it is imported: Spark gives a Python ten seconds to start.
 PATIENCE = """
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from itertools import chain, islice, repeat
 from pathlib import Path
-from penstock import limits
-from penstock.flight import client
 
 
 class Waits:
-    own = client.BACKOFF_MS
+    def __init__(self, own):
+        self.own = own
 
     def __iter__(self):
         return islice(chain(self.own, repeat(1_000)), int(Path({note!r}).read_text()))
 
 
-client.BACKOFF_MS = Waits()
-limits.MAX_UNREACHABLE_MS = 600_000
+class Patient(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "penstock.flight.client":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        run = spec.loader.exec_module
+
+        def patched(module):
+            run(module)
+            module.BACKOFF_MS = Waits(module.BACKOFF_MS)
+            module.limits.MAX_UNREACHABLE_MS = 600_000
+
+        spec.loader.exec_module = patched
+        return spec
+
+
+sys.meta_path.insert(0, Patient())
 """
 MANY_TRIES = 300
 

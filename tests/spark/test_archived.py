@@ -12,11 +12,10 @@ pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 import penstock
 from penstock.errors import InvalidInput, QueueNotFound, StorageFailed, StoreMismatch
-from penstock.spark.archive_runs import Runs
-from penstock.spark.columns import spark_schema
+from penstock.spark.archived import Runs
 from penstock.spark.jobs import archive
 from penstock.spark.options import read_options
-from penstock.spark.reader import TableReader
+from penstock.spark.reader import TableReader, spark_schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -113,7 +113,9 @@ def test_what_was_claimed_for_who_has_gone_is_given_back(
     connection = ask(served, 0)
     wait_until(lambda: served.broker.stats("q").in_flight)
     leave(connection, how)
-    wait_until(lambda: all(each._asked is None or each._asked.left for each in served.http.open))
+    wait_until(
+        lambda: all(each._asked is None or each._asked.left for each in served.http.connections)
+    )
     go_on.set()
     check_all_are_there(served.broker, MESSAGES)
     connection.close()

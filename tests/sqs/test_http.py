@@ -296,17 +296,17 @@ def test_a_poll_of_a_client_that_left_is_forgotten(served: Served) -> None:
 def test_connections_are_bounded() -> None:
     ask = post("ListQueues", {}, close=True)
     with serving() as served:
-        served.http.all.most = 40
+        served.http.slots.most = 40
         with contextlib.ExitStack() as stack:
             idle = [stack.enter_context(connected(served)) for _ in range(40)]
-            wait_until(lambda: served.http.connections == 40)
+            wait_until(lambda: len(served.http.connections) == 40)
             # The one that came first and has asked for nothing makes way.
             assert statuses(exchange(served, ask)) == [200]
             assert read_all(idle[0]) == b""
             for connection in idle[1:]:
                 connection.sendall(post("ListQueues", {}))
                 assert connection.recv(65_536).startswith(b"HTTP/1.1 200 ")
-            wait_until(lambda: served.http.connections == 39)
+            wait_until(lambda: len(served.http.connections) == 39)
             assert statuses(exchange(served, ask)) == [200]
             last = stack.enter_context(connected(served))
             last.sendall(post("ListQueues", {}))
@@ -323,7 +323,7 @@ def test_idle_connections_cost_nothing() -> None:
         for _ in range(300):
             stack.enter_context(connected(served))
         assert statuses(exchange(served, post("ListQueues", {}, close=True))) == [200]
-        wait_until(lambda: served.http.connections == 300)
+        wait_until(lambda: len(served.http.connections) == 300)
 
 
 # --- the listener itself -------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def run_listener(talk: Any, slow: Handler | None = None, **options: Any) -> Any:
             return await asyncio.to_thread(lambda: talk(host, port, http, loop))
         finally:
             await http.stop(60_000)
-            assert http.connections == 0
+            assert not http.connections
 
     return asyncio.run(main())
 
@@ -419,7 +419,7 @@ def test_stopping_lets_what_is_in_hand_be_answered() -> None:
             socket.create_connection((host, port), timeout=60) as busy,
             socket.create_connection((host, port), timeout=60) as idle,
         ):
-            wait_until(lambda: http.connections == 2)
+            wait_until(lambda: len(http.connections) == 2)
             busy.sendall(b"POST /slow HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\n\r\nx")
             assert slow.begun.wait(60)
             stopping = asyncio.run_coroutine_threadsafe(http.stop(600_000), loop)

@@ -26,8 +26,7 @@ from penstock.store.codec.summaries import (
     pack_summary,
 )
 from penstock.store.kv.queues import Counts, Queue
-from penstock.store.live import Item, lane_of, split_lane
-from penstock.store.live import bucket_cache as bucket_shelf
+from penstock.store.live import Item, bucket_cache, lane_of, split_lane
 from penstock.store.live.buckets import TABLES, BucketActive
 
 NOW = 1_700_000_000_000
@@ -397,7 +396,7 @@ def test_failed_commit_is_forgotten_on_load() -> None:
 
 
 def test_one_batch_may_change_a_bucket_many_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_shelf, "OPEN_BUCKETS_BYTES", 0)
+    monkeypatch.setattr(bucket_cache, "OPEN_BUCKETS_BYTES", 0)
     bench = Bench()
     bench.add(*[PLAIN] * 30)
     taken = bench.take(30)
@@ -522,14 +521,14 @@ def test_memory_per_bucket_is_small() -> None:
 
 
 def test_open_buckets_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_shelf, "OPEN_BUCKETS_BYTES", 100_000)
+    monkeypatch.setattr(bucket_cache, "OPEN_BUCKETS_BYTES", 100_000)
     bench = Bench()
     for _ in range(30):
         bench.add(*[PLAIN] * 100)
     assert sum(1 for _ in bench.page_ids(State.AVAILABLE, 100)) == 3_000
-    shelf = bench.active._shelf
-    assert shelf._open_bytes == sum(bucket.cost for bucket in shelf._open.values())
-    assert 0 < shelf._open_bytes <= 100_000
+    cache = bench.active
+    assert cache._open_bytes == sum(bucket.cost for bucket in cache._open.values())
+    assert 0 < cache._open_bytes <= 100_000
 
 
 # --- against a model ------------------------------------------------------------------------
@@ -763,7 +762,7 @@ class Walk:
 def test_random_walks_agree_with_the_model(
     seed: int, open_bytes: int, fifo: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_shelf, "OPEN_BUCKETS_BYTES", open_bytes)
+    monkeypatch.setattr(bucket_cache, "OPEN_BUCKETS_BYTES", open_bytes)
     walk = Walk(seed, fifo=fifo)
     for _ in range(300):
         walk.step()

@@ -87,16 +87,6 @@ class Transport(asyncio.Protocol):
         self._runner: asyncio.Task[None] | None = None
         self._suspect = False
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether this process made it, and not the one that this is a fork of."""
-        return os.getpid() == self._pid
-
-    def check_process(self) -> None:
-        """Refuse to be used in a fork: the connection is the parent's."""
-        if not self.is_ours:
-            raise BrokerClosed("the client was made before fork(): connect anew in the child")
-
     def now_ms(self) -> int:
         """Time that never steps, for durations alone."""
         return int(self.loop.time() * 1000)
@@ -117,7 +107,8 @@ class Transport(asyncio.Protocol):
 
     async def call(self, call: Call[R]) -> R:
         """Run a call to its end."""
-        self.check_process()
+        if os.getpid() != self._pid:
+            raise BrokerClosed("the client was made before fork(): connect anew in the child")
         future: asyncio.Future[R] = self.loop.create_future()
         pending = self.start(call, partial(self._resolve, future, call))
         try:
@@ -158,7 +149,7 @@ class Transport(asyncio.Protocol):
 
     async def close(self) -> None:
         """End the connection; calls that are under way raise."""
-        if not self.is_ours:
+        if os.getpid() != self._pid:
             return
         self.connection.abandon(BrokerClosed("the client was closed"), self.now_ms())
         self.flush()

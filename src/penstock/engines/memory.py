@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from penstock.engines import Batch
     from penstock.errors import PenstockError
 
-__all__ = ["MemoryEngine"]
-
 
 class MemoryTable:
     """One sorted dictionary. It is its own family handle."""

@@ -195,7 +195,7 @@ class FlightStore(Actions):
 
     # --- calls ---------------------------------------------------------------------------
 
-    def act(self, action: Action[Any, Any], body: bytes) -> bytes:
+    def call_action(self, action: Action[Any, Any], body: bytes) -> bytes:
         """Call an action; the methods of :class:`~penstock.flight.protocol.Actions` do."""
 
         def call(client: fl.FlightClient) -> bytes:

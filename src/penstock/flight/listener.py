@@ -14,7 +14,6 @@ from penstock.flight.service import FlightService
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from types import TracebackType
 
     from penstock.broker.broker import Broker
     from penstock.clock import Clock
@@ -84,12 +83,7 @@ class FlightListener:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self, *, grace_ms: int = GRACE_MS) -> None:

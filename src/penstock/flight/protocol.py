@@ -174,7 +174,7 @@ class Published(msgspec.Struct, frozen=True):
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """What became of the stages of one log; the status is one of AssignStatus."""
+    """The outcome of the stages of one log; the status is one of AssignStatus."""
 
     log: int
     status: str
@@ -183,7 +183,7 @@ class Committed(msgspec.Struct, frozen=True):
 
 
 class FilledCounts(msgspec.Struct, frozen=True):
-    """What a fill did."""
+    """The messages of a fill: added, already in the queue, and gone from log or payloads."""
 
     added: int
     already: int
@@ -307,7 +307,7 @@ class Action(Generic[P, T]):
 
     def __call__(self, client: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the action through a client."""
-        body: bytes = client.act(self, encode(self.options(*args, **kwargs)))
+        body: bytes = client.call_action(self, encode(self.options(*args, **kwargs)))
         if self.field is None:
             return msgspec.json.decode(body, type=self.answer)
         fields: dict[str, T] = msgspec.json.decode(body, type=dict[str, self.answer])  # type: ignore[name-defined]

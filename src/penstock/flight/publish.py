@@ -56,7 +56,6 @@ class Publisher:
             raise InvalidInput("a column 'payload' is needed to publish")
         self._broker = broker
         self._principal = principal
-        self._row = 0
         self.published = 0
         self.duplicates = 0
 
@@ -77,16 +76,15 @@ class Publisher:
         except InvalidMessage as error:
             found = _INDEX.match(str(error))
             assert found is not None
-            where = self._row + int(found[1])
+            where = self.published + int(found[1])
             raise InvalidMessage(f"row {where}: {str(error)[found.end() :]}") from None
-        self._row += len(messages)
         self.published += len(messages)
         # A duplicate has the id of a message from before, or of one that came first in here.
         if log is not None:
             self.duplicates += len(ids) - len({id_ for id_ in ids if id_ >= log.end})
 
     def _messages(self, batch: pa.RecordBatch) -> Iterator[Message]:
-        rows = batch.num_rows
+        rows, first = batch.num_rows, self.published
         columns = {name: _column(batch, name) for name in batch.schema.names}
         payloads = columns["payload"].to_pylist()
         attributes = self._attributes(columns, rows)
@@ -94,7 +92,6 @@ class Publisher:
         priorities = _filled(columns.get("priority"), rows, 0)
         delays = _filled(columns.get("delay_ms"), rows, 0)
         dedup_ids = _filled(columns.get("dedup_id"), rows, None)
-        first = self._row
         for at, fields in enumerate(
             zip(payloads, attributes, groups, priorities, delays, dedup_ids, strict=True)
         ):
@@ -113,8 +110,8 @@ class Publisher:
                         made[at].update(_decode_json(text))
                     except msgspec.DecodeError as error:
                         raise InvalidMessage(
-                            f"row {self._row + at}: attributes_json is not a flat JSON object: "
-                            f"{error}"
+                            f"row {self.published + at}: attributes_json is not a flat JSON "
+                            f"object: {error}"
                         ) from None
         if "queue" in columns:
             for attributes, queue in zip(made, columns["queue"].to_pylist(), strict=True):

@@ -1,10 +1,10 @@
-"""All connections of a server, whatever their protocol: slots, the acceptor, and file descriptors.
+"""All connections of a server, whatever their protocol: slots, listeners, and file descriptors.
 
 Each connection takes a descriptor, and memory for the bytes that it has sent and that are not done.
 Both are bounded for all of them together, so that the store has what it needs. A
 connection is a stranger until it has shown a key, or has asked for something where there are no
 keys. When there is no room for another, the oldest idle stranger makes way; when too many bytes are
-held, the idle connection makes way that has held its own for longest. Slots and acceptors run on
+held, the idle connection makes way that has held its own for longest. Slots and listeners run on
 the loop's thread.
 """
 
@@ -19,11 +19,14 @@ import struct
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+import msgspec
+
 from penstock import limits
 from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    import ssl
+    from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
@@ -58,18 +61,15 @@ class SlotHolder(Protocol):
         """Drop its bytes at once, say why, and close."""
 
 
-class Slot:
+class Slot(msgspec.Struct, eq=False):
     """The place of one connection among all of them."""
 
-    __slots__ = ("full", "held_bytes", "holder", "known", "protocol")
-
-    def __init__(self, holder: SlotHolder, protocol: str) -> None:
-        self.holder = holder
-        self.protocol = protocol
-        # Whether there was no room for it: its client gets an error, and it is closed.
-        self.full = False
-        self.known = False
-        self.held_bytes = 0
+    holder: SlotHolder
+    protocol: str
+    # Whether there was no room for it: its client gets an error, and it is closed.
+    full: bool = False
+    known: bool = False
+    held_bytes: int = 0
 
 
 class _Pool:
@@ -190,47 +190,58 @@ class _PendingSocket:
         self.abort()
 
 
-class Acceptor:
-    """Accepts, and has ``serve`` make a connection of each socket and its slot."""
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Listen on every address of a host; InvalidInput names one that can't be had."""
+    sockets: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(found):
+            sockets.append(socket.create_server(address[:2], family=family, backlog=_BACKLOG))
+    except OSError as error:
+        for made in sockets:
+            made.close()
+        raise InvalidInput(f"can't listen on {host}:{port}: {error.strerror or error}") from None
+    return sockets
+
+
+class Listener:
+    """Accepts connections at an address, as many as there is room for. One for each protocol."""
+
+    protocol = ""
+    handshake_seconds: float | None = None
 
     def __init__(
         self,
-        connections: Connections,
-        protocol: str,
-        serve: Callable[[socket.socket, Slot], Awaitable[Any]],
+        host: str,
+        port: int,
+        *,
+        tls: ssl.SSLContext | None = None,
+        slots: Connections | None = None,
     ) -> None:
-        self._connections = connections
-        self._protocol = protocol
-        self._serve = serve
+        self.slots = Connections() if slots is None else slots
+        # Those that are open, for the protocol to add and remove.
+        self.connections: set[Any] = set()
+        self.address = (host, port)
+        self._tls = tls
         self._sockets: list[socket.socket] = []
-        self._bound = ("", 0)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed = False
 
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port that it listens on."""
-        return self._bound
+    def make_connection(self, slot: Slot) -> asyncio.Protocol:
+        """Make the connection that has a slot."""
+        raise NotImplementedError
 
-    async def listen(self, host: str, port: int) -> None:
-        """Bind, and accept from now on; InvalidInput names an address that can't be had."""
-        loop = asyncio.get_running_loop()
-        try:
-            found = await loop.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )
-            for family, _, _, _, address in dict.fromkeys(found):
-                made = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-                made.setblocking(False)  # noqa: FBT003
-                self._sockets.append(made)
-        except OSError as error:
-            self.close()
-            raise InvalidInput(
-                f"can't listen on {host}:{port}: {error.strerror or error}"
-            ) from None
-        self._bound = self._sockets[0].getsockname()[:2]
+    async def stop(self, grace_ms: int) -> None:
+        """Accept no more, answer the requests at work, then close the connections."""
+        raise NotImplementedError
+
+    async def start(self) -> None:
+        """Bind, and accept from now on."""
+        self._sockets = bind(*self.address)
+        self.address = self._sockets[0].getsockname()[:2]
         for made in self._sockets:
-            loop.add_reader(made, self._accept, made)
+            made.setblocking(False)  # noqa: FBT003
+            asyncio.get_running_loop().add_reader(made, self._accept, made)
 
     def close(self) -> None:
         """Accept no more, and close the sockets that have no connection yet."""
@@ -254,7 +265,7 @@ class Acceptor:
             self._failed = False
             taken.setblocking(False)  # noqa: FBT003
             pending = _PendingSocket()
-            slot = self._connections.enter(pending, self._protocol)
+            slot = self.slots.enter(pending, self.protocol)
             pending.task = asyncio.get_running_loop().create_task(self._arrive(taken, slot))
             self._tasks.add(pending.task)
             pending.task.add_done_callback(partial(self._arrived, taken, slot))
@@ -264,13 +275,21 @@ class Acceptor:
         taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await self._serve(taken, slot)
 
+    async def _serve(self, taken: socket.socket, slot: Slot) -> None:
+        await asyncio.get_running_loop().connect_accepted_socket(
+            lambda: self.make_connection(slot),
+            taken,
+            ssl=self._tls,
+            ssl_handshake_timeout=self.handshake_seconds if self._tls is not None else None,
+        )
+
     def _arrived(self, taken: socket.socket, slot: Slot, task: asyncio.Task[None]) -> None:
         """Close a socket that got no connection; its task may be cancelled before it runs."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is None and not task.cancelled():
             return
-        self._connections.leave(slot)
+        self.slots.leave(slot)
         taken.close()
         if isinstance(error, OSError):
             log.debug("a connection came to nothing: %s", error)
@@ -278,7 +297,7 @@ class Acceptor:
             log.error("a connection could not be served", exc_info=error)
 
     def _rest(self, listening: socket.socket, error: OSError) -> None:
-        """Accept nothing for a moment: what waits would be tried over and over."""
+        """Accept nothing for a moment: the same error would come over and over."""
         if not self._failed:
             self._failed = True
             log.error("no connection can be accepted: %s", error)

@@ -18,7 +18,6 @@ import importlib
 import logging
 import os
 import signal
-import socket
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -29,7 +28,7 @@ from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, StorageFailed
 from penstock.server import config as configuring
 from penstock.server.config import LISTENERS, OFF, Address, Config
-from penstock.server.connections import raise_file_limit
+from penstock.server.connections import bind, raise_file_limit
 from penstock.server.security import Keys
 from penstock.server.served_store import Server, new_loop, open_broker, tls_of
 from penstock.store.sql.location import without_password
@@ -119,22 +118,9 @@ def _try_addresses(config: Config, names: Iterable[str]) -> None:
     """Refuse an address that can't be listened on while that costs nothing."""
     for name in names:
         address = getattr(config, f"listen_{name}")
-        if address == OFF:
-            continue
-        host, port = configuring.parse_address(address)
-        try:
-            for family, kind, protocol, _, place in socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            ):
-                with socket.socket(family, kind, protocol) as trial:
-                    trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    if family == socket.AF_INET6:
-                        trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                    trial.bind(place)
-        except OSError as error:
-            raise InvalidInput(
-                f"can't listen on {host}:{port}: {error.strerror or error}"
-            ) from None
+        if address != OFF:
+            for trial in bind(*configuring.parse_address(address)):
+                trial.close()
 
 
 def _close(broker: Broker) -> None:

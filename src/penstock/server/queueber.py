@@ -18,18 +18,17 @@ import capnp
 from penstock import limits
 from penstock.errors import InvalidInput, InvalidReceipt, PenstockError, QueueNotFound
 from penstock.model import Message
-from penstock.server.connections import Acceptor, Connections
+from penstock.server.connections import Listener
 from penstock.validation import check_count
 from penstock.wire.queueber import item_id, lease_data, lease_of, message_of
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Awaitable, Callable, Iterator
 
     from penstock.broker.broker import Broker
     from penstock.model import Delivery
     from penstock.server.batcher import Batcher
-    from penstock.server.connections import Slot
+    from penstock.server.connections import Connections, Slot
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +38,10 @@ _TRAVERSAL_WORDS: Final = limits.MAX_PUBLISH_BYTES // 8 + (1 << 20)
 _CONSUMER: Final = "queueber"
 
 
-class QueueberListener:
+class QueueberListener(Listener):
     """Serves one queue to Queueber's clients; made with its defaults if it is not there."""
+
+    protocol = "capnp"
 
     def __init__(
         self,
@@ -49,45 +50,33 @@ class QueueberListener:
         port: int,
         *,
         queue: str,
-        connections: Connections | None = None,
+        slots: Connections | None = None,
     ) -> None:
+        super().__init__(host, port, slots=slots)
         self._batcher = batcher
-        self._all = Connections() if connections is None else connections
-        self._host = host
-        self._port = port
         self._queue = queue
-        self._acceptor: Acceptor | None = None
         self._stack = contextlib.AsyncExitStack()
-        self._connections: set[Any] = set()
-        self.address = (host, port)
 
-    @property
-    def connections(self) -> int:
-        """How many clients are connected."""
-        return len(self._connections)
+    def make_connection(self, slot: Slot) -> QueueberConnection:
+        """Make the connection that has a slot."""
+        return QueueberConnection(self.slots, slot, partial(self._connected, slot))
 
     async def start(self) -> None:
         """Listen; the queue is there afterwards."""
         await self._batcher.call(self._make_queue)
         await self._stack.enter_async_context(capnp.kj_loop())
-        acceptor = Acceptor(self._all, "capnp", self._serve)
         try:
-            await acceptor.listen(self._host, self._port)
+            await super().start()
         except InvalidInput:
             await self._stack.aclose()
             raise
-        self._acceptor = acceptor
-        self.address = acceptor.address
 
-    async def stop(self, grace_ms: int) -> None:  # noqa: ARG002 - what waits was handed back
+    async def stop(self, grace_ms: int) -> None:  # noqa: ARG002 - claims that wait were handed back
         """Accept no more connections, and close the open ones."""
-        if self._acceptor is None:
-            return
-        self._acceptor.close()
-        for connection in list(self._connections):
+        self.close()
+        for connection in list(self.connections):
             connection.close()
         await self._stack.aclose()
-        self._acceptor = None
 
     def _make_queue(self, broker: Broker) -> None:
         try:
@@ -95,28 +84,23 @@ class QueueberListener:
         except QueueNotFound:
             broker.create_queue(self._queue)
 
-    def _serve(self, taken: socket.socket, slot: Slot) -> Awaitable[Any]:
-        return asyncio.get_running_loop().connect_accepted_socket(
-            lambda: _Connection(self._all, slot, partial(self._connected, slot)), taken
-        )
-
     async def _connected(self, slot: Slot, stream: Any) -> None:
-        if slot.full or len(self._connections) >= limits.MAX_QUEUEBER_CONNECTIONS:
-            log.warning("%d clients are connected: no more are taken", len(self._connections))
+        if slot.full or len(self.connections) >= limits.MAX_QUEUEBER_CONNECTIONS:
+            log.warning("%d clients are connected: no more are taken", len(self.connections))
             slot.holder.abort()
             return
-        service = _Service(self._batcher, self._queue, lambda: self._all.trust(slot))
+        service = _Service(self._batcher, self._queue, lambda: self.slots.trust(slot))
         server = capnp.TwoPartyServer(
             stream, bootstrap=service, traversal_limit_in_words=_TRAVERSAL_WORDS
         )
-        self._connections.add(server)
+        self.connections.add(server)
         try:
             await server.on_disconnect()
         finally:
-            self._connections.discard(server)
+            self.connections.discard(server)
 
 
-class _Connection(asyncio.Protocol):
+class QueueberConnection(asyncio.Protocol):
     """A connection: the library's protocol, with a bound, and kept from what it does not survive.
 
     It lets the loop read into its own memory, and stops the reading when it is asked where to: that
@@ -129,7 +113,7 @@ class _Connection(asyncio.Protocol):
     def __init__(
         self, connections: Connections, slot: Slot, connected: Callable[[Any], Awaitable[None]]
     ) -> None:
-        self._all = connections
+        self._slots = connections
         self._slot = slot
         self._inner = capnp.AsyncIoStream._connect(connected)  # noqa: SLF001 - there is no other
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
@@ -144,7 +128,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """Forget it."""
-        self._all.leave(self._slot)
+        self._slots.leave(self._slot)
         self._inner.connection_lost(error)
 
     def eof_received(self) -> bool:
@@ -165,7 +149,7 @@ class _Connection(asyncio.Protocol):
                 self._held_bytes = len(part) + (0 if begun else self._held_bytes)
             self._inner.buffer_updated(len(part))
             left = left[len(part) :]
-        self._all.hold(self._slot, self._held_bytes if self._wanted_bytes else 0)
+        self._slots.hold(self._slot, self._held_bytes if self._wanted_bytes else 0)
 
     def pause_writing(self) -> None:
         """Write no more for now."""

@@ -10,7 +10,7 @@ import logging
 import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import penstock
 from penstock.broker.broker import Broker
@@ -21,6 +21,7 @@ from penstock.server.batcher import Batcher
 from penstock.server.config import LISTENERS, OFF, Config
 from penstock.server.connections import (
     Connections,
+    Listener,
     close_idle,
     file_limit,
     room_for_connections,
@@ -44,20 +45,6 @@ _EXTRAS: Final = {"flight": "flight", "capnp": "queueber"}
 _WATCH_SECONDS: Final = 2.0
 # The most connections in a second, which decides how soon the descriptors are counted again.
 _CONNECTIONS_PER_SECOND: Final = 20_000
-
-
-class Listener(Protocol):
-    """The listener of one protocol."""
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port that it listens on, once it was started."""
-
-    async def start(self) -> None:
-        """Listen; InvalidInput names an address that can't be listened on."""
-
-    async def stop(self, grace_ms: int) -> None:
-        """Accept no more, answer the requests at work, then close the connections."""
 
 
 class Server:
@@ -137,13 +124,9 @@ class Server:
         return TracedBatcher(self.broker, loop)
 
     def _connections(self) -> dict[str, int]:
-        # Flight keeps its connections to itself.
-        found = {name: getattr(each, "connections", None) for name, each in self._listeners.items()}
-        return {
-            name: count if isinstance(count, int) else len(count)
-            for name, count in found.items()
-            if count is not None
-        }
+        # gRPC keeps the connections of Flight to itself.
+        listeners = self._listeners.items()
+        return {name: len(each.connections) for name, each in listeners if name != "flight"}
 
     def _warn(self) -> None:
         exposed = [name for name, (host, _) in self.addresses.items() if not is_loopback(host)]
@@ -218,21 +201,15 @@ class Server:
         await self.batcher.close()
 
 
-class _FlightEdge:
+class _FlightEdge(Listener):
     """The Flight service, which has threads of its own, as a listener."""
 
     def __init__(self, server: Server, host: str, port: int) -> None:
         import pyarrow.flight  # noqa: F401, PLC0415 - an extra, which must be there
 
+        super().__init__(host, port)
         self._server = server
-        self._place = host, port
         self._listener: FlightListener | None = None
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port that it listens on."""
-        assert self._listener is not None
-        return self._place[0], self._listener.port
 
     async def start(self) -> None:
         """Listen."""
@@ -245,18 +222,18 @@ class _FlightEdge:
             tls = TlsFiles(Path(config.tls_certificate), Path(config.tls_key), ca)
         self._listener = FlightListener(
             server.broker,
-            *self._place,
+            *self.address,
             server.clock,
             keys=server.keys,
             metrics=server.metrics,
             tls=tls,
         )
+        self.address = self.address[0], self._listener.port
 
     async def stop(self, grace_ms: int) -> None:
         """Wait for the calls that run, on a thread."""
         assert self._listener is not None
-        listener = self._listener
-        await asyncio.to_thread(lambda: listener.close(grace_ms=grace_ms))
+        await asyncio.to_thread(self._listener.close, grace_ms=grace_ms)
 
 
 def _native(server: Server, host: str, port: int) -> Listener:
@@ -270,7 +247,7 @@ def _native(server: Server, host: str, port: int) -> Listener:
         keys=server.keys,
         tls=server.tls,
         metrics=server.metrics,
-        connections=server.connections,
+        slots=server.connections,
     )
 
 
@@ -310,7 +287,7 @@ def _http(server: Server, host: str, port: int) -> Listener:
         port=port,
         tls=server.tls,
         bounds=bounds,
-        connections=server.connections,
+        slots=server.connections,
         guard=PageGuard(host, config.sqs_url) if server.keys is None else None,
     )
 
@@ -323,7 +300,7 @@ def _capnp(server: Server, host: str, port: int) -> Listener:
     from penstock.server.queueber import QueueberListener  # noqa: PLC0415 - needs an extra
 
     return QueueberListener(
-        server.batcher, host, port, queue=server.config.capnp_queue, connections=server.connections
+        server.batcher, host, port, queue=server.config.capnp_queue, slots=server.connections
     )
 
 

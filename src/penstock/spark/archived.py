@@ -1,6 +1,18 @@
-"""Archived rows beside live ones: the option ``includeArchive`` of done, failed and attempts.
+"""An archive of done, failed and attempts: the manifest of its runs, and reading it with live rows.
 
-Every row comes once, wherever it is. To that end the archive's manifest is read, the live snapshot
+::
+
+    ARCHIVE/done/run=000001/queue=orders/date=2030-01-31/part-….parquet
+    ARCHIVE/failed/run=000001/…
+    ARCHIVE/attempts/run=000001/…
+    ARCHIVE/_runs/000001.json          written last: a run without it never happened
+    ARCHIVE/_runs/lock                 held by the run that is under way
+
+A queue that was deleted and made again counts its history from the beginning, so ranges belong to
+the queue's name and the time it was made.
+
+The option ``includeArchive`` reads archived rows beside live ones, and every row comes once. To
+that end the archive's manifest is read, the live snapshot
 is taken, and the manifest is read again: if a run was recorded meanwhile, all of it is done again.
 The snapshot is then later than every run that counts, so that what a run has trimmed is in its
 files, and
@@ -13,6 +25,10 @@ files, and
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import unquote
@@ -24,20 +40,177 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyspark.sql.datasource import InputPartition
 
-from penstock.errors import InvalidInput, QueueNotFound, StorageFailed
+from penstock.engines.disk import sync_path
+from penstock.errors import InvalidInput, QueueNotFound, StorageFailed, StoreMismatch
 from penstock.filters import parse
 from penstock.flight.tables import schema_of
-from penstock.spark.archive_runs import Runs
-from penstock.spark.broker_client import store
+from penstock.spark.broker_client import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from penstock.filters import Filter
-    from penstock.spark.broker_client import Store
     from penstock.spark.options import Options
 
-__all__ = ["ArchivedPartition", "AttemptsPartition", "FreshPartition", "plan", "read_part"]
+TABLES: Final = ("done", "failed", "attempts")
+_VERSION: Final = 1
+
+
+class Reach(msgspec.Struct, frozen=True, kw_only=True):
+    """Sequence numbers [begin, end) of one state of one queue."""
+
+    queue: str
+    created_at_ms: int
+    state: str
+    begin: int
+    end: int
+    rows: int
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One partition of a run: how many rows, and a checksum of their content."""
+
+    table: str
+    queue: str
+    date: str
+    rows: int
+    checksum: str
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One run that was verified."""
+
+    version: int
+    store_id: str
+    number: int
+    at_ms: int
+    payload: bool
+    reaches: list[Reach]
+    parts: list[Part]
+
+
+class Runs:
+    """The runs of an archive, in order."""
+
+    def __init__(self, place: str | Path) -> None:
+        if "://" in str(place):
+            raise InvalidInput(
+                f"an archive is a directory of this machine or a shared mount, not {place!s:.200}"
+            )
+        self.place = Path(place).absolute()
+        self._index = self.place / "_runs"
+        self.runs: list[Run] = []
+        self.load()
+
+    def load(self) -> None:
+        """Read which runs there are."""
+        self.runs = []
+        for path in sorted(self._index.glob("[0-9]*.json")):
+            try:
+                run = msgspec.json.decode(path.read_bytes(), type=Run)
+            except msgspec.MsgspecError as error:
+                raise StorageFailed(f"{path} is damaged: {error}") from None
+            if run.version != _VERSION:
+                raise StoreMismatch(f"{path} has version {run.version}, not {_VERSION}")
+            self.runs.append(run)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other runs away, until this process ends at the latest."""
+        self._index.mkdir(parents=True, exist_ok=True)
+        with (self._index / "lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise StorageFailed(f"another run is archiving to {self.place}") from None
+            self.load()
+            yield
+
+    def exists(self) -> bool:
+        """Whether anything was ever archived here, or began to be."""
+        return self._index.is_dir()
+
+    def check_store(self, store_id: str) -> None:
+        """Refuse an archive of another store."""
+        for run in self.runs:
+            if run.store_id != store_id:
+                raise StoreMismatch(
+                    f"{self.place} is the archive of store {run.store_id}, not of {store_id}"
+                )
+
+    def reached(self) -> dict[tuple[str, int, str], int]:
+        """Return below which sequence all is archived, by (queue, created_at_ms, state)."""
+        ends: dict[tuple[str, int, str], int] = {}
+        for run in self.runs:
+            for reach in run.reaches:
+                key = (reach.queue, reach.created_at_ms, reach.state)
+                ends[key] = max(reach.end, ends.get(key, 0))
+        return ends
+
+    def ends(self, state: str, born: Mapping[str, int]) -> dict[str, int]:
+        """Return below which sequence all is archived of queues that were made at these times."""
+        return {
+            queue: end
+            for (queue, created_at_ms, of), end in self.reached().items()
+            if of == state and born.get(queue) == created_at_ms
+        }
+
+    def folder(self, table: str, number: int) -> Path:
+        """Return where a run keeps a table."""
+        return self.place / table / f"run={number:06}"
+
+    def folders(self, table: str) -> list[Path]:
+        """Return where the rows of a table are, in all runs that have any."""
+        return [
+            self.folder(table, run.number)
+            for run in self.runs
+            if any(part.table == table for part in run.parts)
+        ]
+
+    def remove_leftovers(self) -> int:
+        """Remove what runs have written that did not come to their end; return how many folders."""
+        known = {f"run={run.number:06}" for run in self.runs}
+        left = [
+            folder
+            for table in TABLES
+            for folder in (self.place / table).glob("run=*")
+            if folder.name not in known
+        ]
+        for folder in left:
+            shutil.rmtree(folder)
+        return len(left)
+
+    def next_number(self) -> int:
+        """Return the number of the next run."""
+        return max((run.number for run in self.runs), default=0) + 1
+
+    def record(self, run: Run) -> None:
+        """Make a run count: its files first reach the disk, then its name appears at once."""
+        for table in TABLES:
+            _sync(self.folder(table, run.number))
+        new = self._index / f"{run.number:06}.new"
+        new.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1))
+        _sync(new)
+        try:
+            # A link, unlike a rename, never replaces a run of that number.
+            os.link(new, self._index / f"{run.number:06}.json")
+        except FileExistsError:
+            raise StorageFailed(f"run {run.number} of {self.place} is there already") from None
+        new.unlink()
+        for folder in (self._index, self.place):
+            sync_path(folder)
+        self.runs.append(run)
+
+
+def _sync(path: Path) -> None:
+    """Sync a file, or everything in a folder and the folder's own name, to the disk."""
+    if not path.exists():
+        return
+    for each in [*path.rglob("*"), path, path.parent]:
+        sync_path(each)
+
+
+# --- parts of a read ------------------------------------------------------------------------------
 
 _TRIES: Final = 10
 _FILTERED: Final = ("attributes_json", "group", "priority", "published_at", "size")
@@ -79,12 +252,12 @@ class AttemptsPartition(InputPartition):
         self.queues = queues
 
 
-# --- planning -------------------------------------------------------------------------------------
+# --- planning a read ------------------------------------------------------------------------------
 
 
 def plan(options: Options, columns: Sequence[str]) -> list[InputPartition]:
     """Pin the live rows and find the archived ones that belong to them."""
-    client = store(options.location)
+    client = Store(options.location)
     for _ in range(_TRIES):
         runs = _runs(options)
         runs.check_store(client.store_id)
@@ -117,11 +290,7 @@ def _archived(runs: Runs) -> set[str]:
 
 
 def _queues(client: Store) -> dict[str, int]:
-    """Ask which queues there are, and when each was made."""
-    found = client.plan_read("queues", columns=["name", "created_at_ms"])
-    # Read to its end, so that the broker need not keep the snapshot.
-    rows = [row for part in found.tickets for b in client.read(part) for row in b.to_pylist()]
-    return {row["name"]: row["created_at_ms"] for row in rows}
+    return client.queues().created_at_ms
 
 
 def _live(
@@ -221,7 +390,7 @@ def read_part(
     options: Options, columns: Sequence[str], partition: InputPartition
 ) -> Iterator[pa.RecordBatch]:
     """Read one part; batches have at least the columns."""
-    client = store(options.location)
+    client = Store(options.location)
     if isinstance(partition, FreshPartition):
         for batch in client.read(partition.ticket):
             yield batch.filter(_fresh(batch, partition.ends))

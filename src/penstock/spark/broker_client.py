@@ -6,7 +6,7 @@ offset that came, and stages are put again.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow.flight as fl
 
@@ -19,12 +19,18 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-
-__all__ = ["Store", "fenced", "offset_at", "store"]
+    from penstock.spark.offsets import Stretch
 
 _GONE: Final = (ServerUnreachable, fl.FlightCancelledError)
 _TRIES: Final = 4
 _PROBE: Final = 256
+
+
+class Queues(NamedTuple):
+    """The time of the broker, and its queues with the time that each was made at."""
+
+    at_ms: int
+    created_at_ms: dict[str, int]
 
 
 class Store(FlightStore):
@@ -40,24 +46,26 @@ class Store(FlightStore):
         """How the store routes."""
         return self.info().routing
 
+    def queues(self, names: Sequence[str] | None = None) -> Queues:
+        """Ask which queues there are; one of ``names`` that is not there is an error."""
+        plan = self.plan_read("queues", queue=names, columns=["name", "created_at_ms"])
+        # Read to its end, so that the broker need not keep the snapshot.
+        rows = [row for part in plan.tickets for b in self.read(part) for row in b.to_pylist()]
+        return Queues(plan.facts.at_ms, {row["name"]: row["created_at_ms"] for row in rows})
+
     def read_log(
-        self,
-        log: int,
-        begin: int,
-        end: int,
-        *,
-        columns: Sequence[str],
-        payload: bool = False,
-        filter: str | None = None,  # noqa: A002 - the word that users know
+        self, log: int, begin: int, end: int, *, columns: Sequence[str], **selection: Any
     ) -> Iterator[pa.RecordBatch]:
-        """Read [begin, end) of a log, over restarts of the broker if ``offset`` is read too."""
+        """Read [begin, end) of a log, over restarts of the broker if ``offset`` is read too.
+
+        ``selection``: payload and filter.
+        """
         tries = 0
         # A filter may pass over much of the log before it finds a row.
-        idle_ms = limits.MAX_READ_IDLE_MS if filter is None else limits.MAX_WORK_CALL_MS
+        filtered = selection.get("filter") is not None
+        idle_ms = limits.MAX_WORK_CALL_MS if filtered else limits.MAX_READ_IDLE_MS
         while True:
-            ticket = self.log_ticket(
-                log, begin, end, payload=payload, columns=columns, filter=filter
-            )
+            ticket = self.log_ticket(log, begin, end, columns=columns, **selection)
             try:
                 for batch in self.read(ticket, idle_ms=idle_ms):
                     if batch.num_rows:
@@ -73,39 +81,21 @@ class Store(FlightStore):
                 return
 
     def put_stage(
-        self,
-        stage: str,
-        batches: Sequence[pa.RecordBatch],
-        *,
-        log: int,
-        begin: int,
-        end: int,
-        filters_version: int,
-        epoch: int | None,
+        self, stage: str, batches: Sequence[pa.RecordBatch], stretch: Stretch, **matched_by: Any
     ) -> None:
-        """Stage a stretch, again if the broker went away meanwhile: a stage replaces its like."""
+        """Stage a stretch, again if the broker went away meanwhile: a stage replaces its like.
+
+        ``matched_by``: filters_version and epoch.
+        """
         for left in reversed(range(_TRIES)):
             try:
-                self.stage(
-                    stage,
-                    batches,
-                    log=log,
-                    begin=begin,
-                    end=end,
-                    filters_version=filters_version,
-                    epoch=epoch,
-                )
+                self.stage(stage, batches, **stretch._asdict(), **matched_by)
             except _GONE:
                 if not left:
                     raise
                 self.info()
             else:
                 return
-
-
-def store(location: str) -> Store:
-    """Return the broker at a location."""
-    return Store(location)
 
 
 def fenced(mine: int | None, now: int) -> InvalidInput:

@@ -23,21 +23,11 @@ if TYPE_CHECKING:
 
     from penstock.filters import RowTuple, Value
 
-__all__ = [
-    "COLUMNS",
-    "MATCHES",
-    "PACKED_COLUMNS",
-    "match_batch",
-    "match_packed",
-    "matcher_of",
-    "settle_in",
-]
-
 COLUMNS: Final = ("offset", "attributes_json", "group", "priority", "published_at", "size")
-"""What :func:`match_batch` needs of the log."""
+"""The columns of the log that :func:`match_batch` needs."""
 
 PACKED_COLUMNS: Final = ("offset", "metadata")
-"""What :func:`match_packed` needs of the log: the broker has nothing to decode for it."""
+"""The columns of the log that :func:`match_packed` needs: the broker decodes nothing for it."""
 
 MATCHES: Final = pa.schema([("offset", pa.int64()), ("queue", pa.string())])
 
@@ -46,7 +36,7 @@ _KEPT: Final = 8
 # goes through them again and again: twice as fast as a whole batch at once.
 _AT_ONCE: Final = 2_000
 _matchers: dict[frozenset[tuple[str, str]], Matcher[str]] = {}
-_settled = False
+_frozen = False
 _decode: Final = msgspec.json.Decoder(dict[str, str | int | float | bool | None]).decode
 _decode_all: Final = msgspec.json.Decoder(list[dict[str, str | int | float | bool | None]]).decode
 
@@ -99,15 +89,15 @@ def match_packed(matcher: Matcher[str], batch: pa.RecordBatch) -> pa.RecordBatch
     return _joined(found)
 
 
-def settle_in() -> None:
-    """Keep the garbage collector away from what the imports of this process have made.
+def freeze_imports() -> None:
+    """Keep the garbage collector away from the objects that imports have made.
 
     Spark has a worker collect after every task. Going through the modules of Arrow, Spark and
     Penstock takes longer than a small task does, and finds nothing.
     """
-    global _settled  # noqa: PLW0603 - a fact about this process
-    if not _settled:
-        _settled = True
+    global _frozen  # noqa: PLW0603 - a fact about this process
+    if not _frozen:
+        _frozen = True
         gc.freeze()
 
 

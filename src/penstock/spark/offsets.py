@@ -22,20 +22,6 @@ if TYPE_CHECKING:
     from penstock.model import LogStats
     from penstock.spark.options import Place
 
-__all__ = [
-    "FIRST",
-    "LEAST_PIECE",
-    "Offset",
-    "Stretch",
-    "between",
-    "check_kept",
-    "check_store",
-    "cut",
-    "limited",
-    "logs_of",
-    "resolve",
-]
-
 LEAST_PIECE: Final = 20_000
 """Offsets below which a stretch is not worth a second task."""
 

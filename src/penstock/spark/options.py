@@ -8,78 +8,28 @@ from __future__ import annotations
 
 import os
 from datetime import datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from penstock import limits
 from penstock.errors import InvalidInput
 from penstock.flight.protocol import locate
+from penstock.flight.tables import TABLES as SCHEMAS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = [
-    "LOCATION_VARIABLE",
-    "TABLES",
-    "Options",
-    "Place",
-    "read_options",
-    "write_options",
-]
+    from collections.abc import Callable, Mapping
 
 LOCATION_VARIABLE: Final = "PENSTOCK_FLIGHT"
 
-TABLES: Final = (
-    "log",
-    "messages",
-    "active",
-    "done",
-    "failed",
-    "attempts",
-    "queues",
-    "groups",
-    "stats",
-)
-"""What can be read in a batch; ``log`` also as a stream."""
+TABLES: Final = tuple(SCHEMAS)
+"""The tables of a batch read; ``log`` can also be read as a stream."""
 
 ROUTING_TABLES: Final = ("matches", "stretches")
-"""What only a stream of the route job reads."""
+"""The tables that only a stream of the route job reads."""
 
-_READ: Final = {
-    "location",
-    "token",
-    "ca",
-    "table",
-    "payload",
-    "includearchive",
-    "queue",
-    "filter",
-    "columns",
-    "partitions",
-    "minpartitions",
-    "startingoffsets",
-    "endingoffsets",
-    "startingtimestamp",
-    "maxoffsetspertrigger",
-    "failondataloss",
-    "stretches",
-    "epoch",
-}
 ARCHIVED: Final = ("done", "failed", "attempts")
-"""What an archive holds too."""
-
-_LOG_ONLY: Final = {
-    "startingoffsets",
-    "endingoffsets",
-    "startingtimestamp",
-    "maxoffsetspertrigger",
-    "failondataloss",
-    "stretches",
-}
-_WRITE: Final = {"location", "token", "ca", "table", "epoch", "checkpointlocation"}
-# Spark itself puts these beside the user's.
-_OF_SPARK: Final = {"path", "checkpointlocation", "queryname"}
+"""The tables that an archive has too."""
 
 DEFAULT_PARTITIONS: Final = 4
 
@@ -107,6 +57,89 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int | None = None
 
 
+def _boolean(text: str) -> bool:
+    return {"true": True, "false": False}[text.lower()]
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names:
+        raise ValueError
+    return names
+
+
+def _number(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not low <= int(text) <= high:
+            raise ValueError
+        return int(text)
+
+    return parse
+
+
+def _place(text: str) -> Place:
+    if text in {"earliest", "latest"}:
+        return text
+    return msgspec.json.decode(text, type=dict[int, int], strict=False)
+
+
+def _end(text: str) -> Place:
+    if text == "earliest":
+        raise ValueError
+    return _place(text)
+
+
+def _time_ms(text: str) -> int:
+    if text.isdigit():
+        return int(text)
+    time = datetime.fromisoformat(text)
+    if time.tzinfo is None:
+        raise ValueError
+    return int(time.timestamp() * 1000)
+
+
+_stretches: Final = msgspec.json.Decoder(tuple[tuple[int, int, int], ...]).decode
+_parts: Final = _number(1, limits.MAX_PARTITIONS)
+# The options of a read: the field, how its text is parsed, and what the text may be.
+_PARSED: Final[dict[str, tuple[str, Callable[[str], Any], str]]] = {
+    "payload": ("payload", _boolean, "true or false"),
+    "includeArchive": ("include_archive", str, "a directory"),
+    "queue": ("queues", _names, "a list of names with commas"),
+    "filter": ("filter", str, "a filter"),
+    "columns": ("columns", _names, "a list of names with commas"),
+    "partitions": ("partitions", _parts, f"a number from 1 to {limits.MAX_PARTITIONS}"),
+    "minPartitions": ("partitions", _parts, f"a number from 1 to {limits.MAX_PARTITIONS}"),
+    "startingOffsets": (
+        "starting",
+        _place,
+        "'earliest', 'latest' or JSON like {\"0\": 5} (log to offset; -2 is earliest, -1 latest)",
+    ),
+    "endingOffsets": ("ending", _end, "'latest' or JSON like {\"0\": 5}"),
+    "startingTimestamp": (
+        "starting_ms",
+        _time_ms,
+        "milliseconds since the epoch, or a time with its zone like 2026-01-31T12:00:00Z",
+    ),
+    "maxOffsetsPerTrigger": (
+        "max_offsets",
+        _number(1, limits.MAX_OFFSET),
+        f"a number from 1 to {limits.MAX_OFFSET}",
+    ),
+    "failOnDataLoss": ("fail_on_data_loss", _boolean, "true or false"),
+    "stretches": ("stretches", _stretches, "JSON like [[0, 5, 900]] (log, begin, end)"),
+    "epoch": ("epoch", _number(0, limits.MAX_OFFSET), f"a number from 0 to {limits.MAX_OFFSET}"),
+}
+_PLACE: Final = {"location", "token", "ca", "table"}
+_READ: Final = _PLACE | {name.lower() for name in _PARSED}
+_WRITE: Final = _PLACE | {"epoch", "checkpointlocation"}
+# Spark itself puts these beside the user's.
+_OF_SPARK: Final = {"path", "checkpointlocation", "queryname"}
+_LOG_ONLY: Final = {
+    *("startingoffsets", "endingoffsets", "startingtimestamp", "maxoffsetspertrigger"),
+    *("failondataloss", "stretches"),
+}
+
+
 def read_options(given: Mapping[str, str], *, streaming: bool | None = None) -> Options:
     """Check the options of a read; ``streaming`` is None where that is not known yet."""
     options = _lowered(given, _READ)
@@ -128,23 +161,7 @@ def read_options(given: Mapping[str, str], *, streaming: bool | None = None) -> 
         _refuse(options, {"maxoffsetspertrigger"}, "are for streams, not for a batch read")
     if "startingtimestamp" in options and "startingoffsets" in options:
         raise InvalidInput("startingOffsets and startingTimestamp exclude each other")
-    return Options(
-        location=_location(options),
-        table=table,
-        payload=_boolean(options, "payload", default=False),
-        queues=_names(options, "queue"),
-        filter=options.get("filter"),
-        columns=_names(options, "columns"),
-        partitions=_partitions(options),
-        starting=_place(options, "startingOffsets"),
-        ending=_place(options, "endingOffsets") or "latest",
-        starting_ms=_time_ms(options, "startingTimestamp"),
-        max_offsets=_count(options, "maxOffsetsPerTrigger", 1, limits.MAX_OFFSET),
-        fail_on_data_loss=_boolean(options, "failOnDataLoss", default=True),
-        include_archive=options.get("includearchive"),
-        stretches=_stretches(options),
-        epoch=_count(options, "epoch", 0, limits.MAX_OFFSET),
-    )
+    return _parsed(options, table)
 
 
 def write_options(given: Mapping[str, str]) -> Options:
@@ -153,11 +170,19 @@ def write_options(given: Mapping[str, str]) -> Options:
     table = options.get("table", "messages")
     if table not in {"messages", "assignments"}:
         raise InvalidInput(f"table {table!r:.100} can't be written; 'messages' can be published")
-    return Options(
-        location=_location(options),
-        table=table,
-        epoch=_count(options, "epoch", 0, limits.MAX_OFFSET),
-    )
+    return _parsed(options, table)
+
+
+def _parsed(options: Mapping[str, str], table: str) -> Options:
+    fields = {}
+    for name, (field, parse, says) in _PARSED.items():
+        text = options.get(name.lower())
+        if text is not None:
+            try:
+                fields[field] = parse(text)
+            except (KeyError, ValueError, msgspec.MsgspecError):
+                raise InvalidInput(f"{name} is {says}, not {text!r:.100}") from None
+    return Options(location=_location(options), table=table, **fields)
 
 
 def _lowered(given: Mapping[str, str], known: set[str]) -> dict[str, str]:
@@ -192,85 +217,3 @@ def _location(options: Mapping[str, str]) -> str:
         )
     # The key goes along to the executors, whose environment may be another.
     return locate(location, token=options.get("token"), ca=options.get("ca"))
-
-
-def _boolean(options: Mapping[str, str], name: str, *, default: bool) -> bool:
-    text = options.get(name.lower())
-    if text is None:
-        return default
-    if text.lower() not in {"true", "false"}:
-        raise InvalidInput(f"{name} is true or false, not {text!r:.100}")
-    return text.lower() == "true"
-
-
-def _names(options: Mapping[str, str], name: str) -> tuple[str, ...] | None:
-    text = options.get(name)
-    if text is None:
-        return None
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not names:
-        raise InvalidInput(f"{name} is a list of names with commas, not {text!r:.100}")
-    return names
-
-
-def _count(options: Mapping[str, str], name: str, low: int, high: int) -> int | None:
-    text = options.get(name.lower())
-    if text is None:
-        return None
-    try:
-        count = int(text)
-    except ValueError:
-        count = low - 1
-    if not low <= count <= high:
-        raise InvalidInput(f"{name} is a number from {low} to {high}, not {text!r:.100}")
-    return count
-
-
-def _partitions(options: Mapping[str, str]) -> int:
-    count = _count(options, "minPartitions", 1, limits.MAX_PARTITIONS)
-    return count or _count(options, "partitions", 1, limits.MAX_PARTITIONS) or DEFAULT_PARTITIONS
-
-
-def _place(options: Mapping[str, str], name: str) -> Place | None:
-    text = options.get(name.lower())
-    if text is None or text in {"earliest", "latest"}:
-        if text == "earliest" and name == "endingOffsets":
-            raise InvalidInput("endingOffsets is 'latest' or JSON like {\"0\": 5}")
-        return text
-    try:
-        return msgspec.json.decode(text, type=dict[int, int], strict=False)
-    except msgspec.MsgspecError:
-        raise InvalidInput(
-            f"{name} is 'earliest', 'latest' or JSON like {{\"0\": 5}} (log to offset; -2 is "
-            f"earliest, -1 latest), not {text!r:.100}"
-        ) from None
-
-
-def _time_ms(options: Mapping[str, str], name: str) -> int | None:
-    text = options.get(name.lower())
-    if text is None:
-        return None
-    if text.isdigit():
-        return int(text)
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        moment = None
-    if moment is None or moment.tzinfo is None:
-        raise InvalidInput(
-            f"{name} is milliseconds since the epoch, or a time with its zone like "
-            f"2026-01-31T12:00:00Z, not {text!r:.100}"
-        )
-    return int(moment.timestamp() * 1000)
-
-
-def _stretches(options: Mapping[str, str]) -> tuple[tuple[int, int, int], ...] | None:
-    text = options.get("stretches")
-    if text is None:
-        return None
-    try:
-        return msgspec.json.decode(text, type=tuple[tuple[int, int, int], ...])
-    except msgspec.MsgspecError:
-        raise InvalidInput(
-            f"stretches is JSON like [[0, 5, 900]] (log, begin, end), not {text!r:.100}"
-        ) from None

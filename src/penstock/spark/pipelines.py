@@ -15,12 +15,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.errors import InvalidInput, PenstockError
-from penstock.spark.broker_client import store
+from penstock.spark.broker_client import Store
 from penstock.spark.matching import MATCHES, match_batch, matcher_of
 from penstock.spark.offsets import Stretch
-from penstock.spark.route import DEFAULT_MAX_OFFSETS, route_stream, take_over, triggered
-from penstock.spark.route_sink import commit
-from penstock.spark.route_source import new_stage
+from penstock.spark.route import (
+    DEFAULT_MAX_OFFSETS,
+    commit,
+    new_stage,
+    route_stream,
+    take_over,
+    triggered,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -28,8 +33,6 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
-
-__all__ = ["Pipeline", "pipeline"]
 
 _NEEDED: Final = (
     "log",
@@ -106,7 +109,7 @@ class Pipeline:
         return triggered(writer, checkpoint, trigger).start()
 
     def _route(self, todo: list[Stretch], epoch: int) -> None:
-        client = store(self._location)
+        client = Store(self._location)
         filters: dict[int, Mapping[str, str]] = {}
         versions: dict[int, int] = {}
         bounds: list[Stretch] = []
@@ -125,13 +128,8 @@ class Pipeline:
                 mine = matches.filter(pc.equal(matches["log"], stretch.log))
                 rows = mine.select(MATCHES.names).cast(MATCHES).to_batches()
                 stage = new_stage()
-                client.put_stage(
-                    stage,
-                    rows,
-                    **stretch._asdict(),
-                    filters_version=versions[stretch.log],
-                    epoch=epoch,
-                )
+                version = versions[stretch.log]
+                client.put_stage(stage, rows, stretch, filters_version=version, epoch=epoch)
                 stages.append(stage)
             commit(self._location, stages, epoch)
         except BaseException:

@@ -42,14 +42,13 @@ from pyspark.sql.types import (
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput
-from penstock.spark.broker_client import store
+from penstock.flight.publish import COLUMNS
+from penstock.spark.broker_client import Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from penstock.spark.options import Options
-
-__all__ = ["BatchPublisher", "Published", "StreamPublisher", "check_schema", "publisher"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +62,6 @@ _TYPES: Final[dict[str, tuple[tuple[type[DataType], ...], str]]] = {
     "delay_ms": (_WHOLE, "a bigint"),
     "dedup_id": ((StringType,), "a string"),
     "queue": ((StringType,), "a string"),
-}
-_ARROW: Final = {
-    "attributes_json": pa.string(),
-    "group": pa.string(),
-    "priority": pa.int32(),
-    "delay_ms": pa.int64(),
-    "dedup_id": pa.string(),
-    "queue": pa.string(),
 }
 
 
@@ -190,7 +181,7 @@ def _publish(location: str, batches: Iterator[pa.RecordBatch], name: str) -> Pub
     context = TaskContext.get()
     partition = 0 if context is None else context.partitionId()
     ids = _Ids(f"{name}-{partition}")
-    client = store(location)
+    client = Store(location)
     made = (_message_columns(batch, ids) for batch in batches if batch.num_rows)
     first = next(made, None)
     if first is None:
@@ -222,10 +213,8 @@ def _message_columns(batch: pa.RecordBatch, ids: _Ids) -> pa.RecordBatch:
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if name == "attributes":
             columns["attributes_json"] = _json(column)
-        elif name == "payload":
-            columns[name] = column.cast(pa.binary())
         else:
-            columns[name] = column.cast(_ARROW[name])
+            columns[name] = column.cast(COLUMNS[name])
     given = columns.get("dedup_id")
     if given is None or given.null_count:
         rows = zip(

@@ -12,31 +12,57 @@ leaves stages behind that nobody sees. Two pipelines can't both assign: each tak
 it starts, and the older one is refused. Filters that change while a micro-batch is under way make
 it outdated, and it is matched again. The checkpoint may be deleted, kept or taken from a
 backup: it holds nothing that the store does not know better.
+
+The store's cursors alone say what has been routed; Spark's checkpoint only says when to look. A
+micro-batch goes from the cursors, whatever its start offset, up to its end offset. So a replayed
+micro-batch finds nothing left to do, and one that did not take (its filters were outdated, its
+stages were lost with the server) is simply still there to be done. Matches do not travel through
+Spark: the task that makes them stages them with the broker, and gives Spark the names of the
+stages. The broker drops a stage that is never committed after a while.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+import pyarrow as pa
+from pyspark.sql.datasource import (
+    DataSourceStreamArrowWriter,
+    InputPartition,
+    WriterCommitMessage,
+)
 
 from penstock import limits
-from penstock.errors import InvalidInput
-from penstock.spark.broker_client import store
+from penstock.clock import SystemClock
+from penstock.errors import InvalidInput, PenstockError
+from penstock.model import AssignStatus
+from penstock.spark.broker_client import Store, fenced
+from penstock.spark.matching import PACKED_COLUMNS, freeze_imports, match_packed, matcher_of
+from penstock.spark.offsets import Offset, Stretch, check_store, cut, logs_of
+from penstock.spark.reader import ROUTING, LogPartition, LogStreamReader, check_columns, most_rows
 from penstock.spark.sessions import is_connect, parallelism, session
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.datasource import ReadLimit
     from pyspark.sql.streaming.query import StreamingQuery
     from pyspark.sql.streaming.readwriter import DataStreamWriter
+    from pyspark.sql.types import StructType
 
-__all__ = ["AVAILABLE_NOW", "DEFAULT_MAX_OFFSETS", "RouteStatus", "route", "status"]
+    from penstock.spark.options import Options
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_OFFSETS: Final = 100_000
 AVAILABLE_NOW: Final = "available now"
+MOST_AGAIN: Final = 50
+"""Micro-batches in a row that may fail to take before something must be wrong."""
 
 
 class RouteStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +89,7 @@ def status(location: str) -> RouteStatus:
     >>> status("grpc://127.0.0.1:8815").behind    # doctest: +SKIP
     0
     """
-    client = store(location)
+    client = Store(location)
     routing = client.info().routing
     marks = client.watermarks()
     cursors, routed_up_to, epoch = dict(marks.cursors), marks.routed_up_to, 0
@@ -110,7 +136,7 @@ def route(
 
 def take_over(location: str) -> int:
     """Fence every pipeline that was started before; return the epoch of this one."""
-    client = store(location)
+    client = Store(location)
     routing = client.info().routing
     if routing != "pipeline":
         raise InvalidInput(
@@ -131,7 +157,7 @@ def route_stream(
             "here: use a session of its own (penstock.spark.session('spark://…')), or route() "
             "without a transformation"
         )
-    options: Mapping[str, str] = {
+    options = {
         "location": location,
         "table": table,
         "epoch": str(epoch),
@@ -147,3 +173,212 @@ def triggered(writer: DataStreamWriter, checkpoint: str | Path, trigger: str) ->
     if trigger == AVAILABLE_NOW:
         return writer.trigger(availableNow=True)
     return writer.trigger(processingTime=trigger)
+
+
+# --- the source: what is still to be routed ------------------------------------------------------
+
+
+def new_stage() -> str:
+    """Return a name that no other stage has."""
+    return SystemClock().lease_id().hex()
+
+
+class RouteStreamReader(LogStreamReader):
+    """Plans what is to be routed, and yields it as stages or as bare stretches.
+
+    The table ``matches`` has a row for every stage. A stretch without matches is staged too, or
+    the cursor would stay before it for ever.
+    """
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        super().__init__(options, schema)
+        self._end: int | None = None
+        # The last plan of latestOffset, so that nobody has to ask the broker again: the offset
+        # that it returned, the stretches up to there, and how far the log went.
+        self._planned: tuple[Offset, list[Stretch], Offset] | None = None
+
+    def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
+        """Return the store's cursors."""
+        client = Store(self._options.location)
+        cursors = client.watermarks().cursors
+        return {**{str(log): cursors[log] for log in sorted(cursors)}, "store": client.store_id}
+
+    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
+        """Return how far the next micro-batch routes; ``start`` if there is nothing to do."""
+        client = Store(self._options.location)
+        store_id = client.store_id
+        check_store(start, store_id)
+        plan = client.route_plan(max_offsets=most_rows(limit))
+        if self._options.epoch is not None and plan.epoch != self._options.epoch:
+            raise fenced(self._options.epoch, plan.epoch)
+        todo = [
+            Stretch(stretch.log, stretch.begin, self._capped(stretch.end))
+            for stretch in plan.stretches
+            if stretch.begin < self._capped(stretch.end)
+        ]
+        if not todo:
+            self._planned = None
+            return start
+        end = _logs(start)
+        end.update({str(stretch.log): stretch.end for stretch in todo})
+        again = int(start.get("again", 0)) + 1 if end == _logs(start) else 0
+        if again > MOST_AGAIN:
+            raise InvalidInput(
+                f"routing stands still: {todo} was matched {again} times, and never taken; the "
+                "log of this job says why"
+            )
+        end |= {"store": store_id, "filters": plan.filters_version}
+        if again:
+            end["again"] = again
+        known = todo[0].begin + plan.lag[todo[0].log]
+        self._planned = (end, todo, {str(log): known for log in sorted(plan.lag)})
+        return end
+
+    def reportLatestOffset(self) -> Offset:  # noqa: N802
+        """Return how far the log went when it was last looked at, for the query's progress."""
+        if self._planned is not None:
+            return self._planned[2]
+        marks = Store(self._options.location).watermarks()
+        return {str(log): marks.end for log in sorted(marks.cursors)}
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """Note how far the log goes: what comes later is for the next run."""
+        self._end = Store(self._options.location).watermarks().end
+
+    def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
+        """Cut what lies between the cursors and ``end`` into tasks."""
+        if self._planned is not None and self._planned[0] == end:
+            todo = self._planned[1]
+        else:
+            todo = self._left(start, end)
+        if self._options.table == "matches":
+            todo = cut(todo, self._options.partitions)
+        return [LogPartition(stretch) for stretch in todo]
+
+    def _left(self, start: Offset, end: Offset) -> list[Stretch]:
+        """Return what is left of a micro-batch that was planned before this job started."""
+        client = Store(self._options.location)
+        check_store(start, client.store_id)
+        marks = client.watermarks()
+        todo = [
+            Stretch(log, max(marks.cursors[log], marks.earliest), min(until, marks.end))
+            for log, until in sorted(logs_of(end).items())
+            if log in marks.cursors
+        ]
+        return [stretch for stretch in todo if stretch.begin < stretch.end]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Match one part of a micro-batch, with the filters that are live for it now."""
+        assert isinstance(partition, LogPartition)
+        log, begin, end = partition.stretch
+        if self._options.table == "stretches":
+            columns = [pa.array([value]) for value in (log, begin, end)]
+            yield self._shape.fit(pa.record_batch(columns, names=["log", "begin", "end"]))
+            return
+        freeze_imports()
+        stages = self._staged(partition.stretch)
+        yield self._shape.fit(pa.record_batch([pa.array(stages)], names=["stage"]))
+
+    def _staged(self, stretch: Stretch) -> list[str]:
+        """Stage the matches of a stretch, in parts if filters change within it."""
+        client = Store(self._options.location)
+        log, begin, end = stretch
+        stages: list[str] = []
+        try:
+            while begin < end:
+                live = client.filters(begin)
+                until = end if live.until is None else min(end, live.until)
+                matcher = matcher_of(live.filters)
+                batches = client.read_log(log, begin, until, columns=PACKED_COLUMNS)
+                found = [match_packed(matcher, batch) for batch in batches]
+                stages.append(new_stage())
+                client.put_stage(
+                    stages[-1],
+                    [batch for batch in found if batch.num_rows],
+                    Stretch(log, begin, until),
+                    filters_version=live.filters_version,
+                    epoch=self._options.epoch,
+                )
+                begin = until
+        except BaseException:
+            with contextlib.suppress(PenstockError):
+                client.drop_stages(stages)
+            raise
+        return stages
+
+    def _capped(self, end: int) -> int:
+        return end if self._end is None else min(end, self._end)
+
+
+def _logs(offset: Offset) -> Offset:
+    return {name: value for name, value in offset.items() if name.isdigit()}
+
+
+# --- the sink: executors have staged, the driver commits -----------------------------------------
+
+
+class Staged(WriterCommitMessage):
+    """The stages that one task has handed on."""
+
+    def __init__(self, stages: list[str]) -> None:
+        self.stages = stages
+
+
+def commit(location: str, stages: Sequence[str], epoch: int | None) -> int:
+    """Commit stages; return how many assignments were placed.
+
+    Stages that did not take are left to the next micro-batch, which begins at the cursor; that
+    another pipeline has taken over is an error.
+    """
+    if not stages:
+        return 0
+    client = Store(location)
+    try:
+        results = client.commit_stages(list(stages), epoch=epoch)
+    except InvalidInput as error:
+        if "is not here" not in str(error):
+            raise
+        logger.warning("routed again in the next micro-batch: %s", error)
+        return 0
+    for result in results:
+        if result.status == AssignStatus.FENCED:
+            raise fenced(epoch, client.route_plan(max_offsets=1).epoch)
+        if result.status in {AssignStatus.OUTDATED, AssignStatus.AHEAD}:
+            logger.warning(
+                "log %d is routed again from offset %d: the micro-batch was %s",
+                result.log,
+                result.cursor,
+                result.status,
+            )
+            # The broker keeps what is not committed for an hour; what is, only for a few more.
+            with contextlib.suppress(PenstockError):
+                client.drop_stages(list(stages))
+    return sum(result.placed for result in results)
+
+
+class AssignmentWriter(DataSourceStreamArrowWriter):
+    """Gathers the stages of all tasks, and commits them all at once."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        check_columns(schema, ROUTING["matches"], "assignments")
+        self._location = options.location
+        self._epoch = options.epoch
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Hand on what one task has staged."""
+        freeze_imports()
+        return Staged([stage for batch in iterator for stage in batch.column("stage").to_pylist()])
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803
+        """Hand the whole micro-batch over; Spark may call this again for the same one."""
+        freeze_imports()
+        commit(self._location, _stages(messages), self._epoch)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803
+        """Drop what is still staged. What a commit may have published stays."""
+        with contextlib.suppress(PenstockError):
+            Store(self._location).drop_stages(_stages(messages))
+
+
+def _stages(messages: list[WriterCommitMessage | None]) -> list[str]:
+    return [stage for one in messages if isinstance(one, Staged) for stage in one.stages]

@@ -14,8 +14,6 @@ from penstock import limits
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DEFAULTS", "is_connect", "parallelism", "session"]
-
 DEFAULTS: Final[Mapping[str, str]] = {
     # Times of the tables are UTC; so are those that Spark shows.
     "spark.sql.session.timeZone": "UTC",
@@ -37,7 +35,7 @@ DEFAULTS: Final[Mapping[str, str]] = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
 }
-"""What :func:`session` sets; on a cluster the last two are left to Spark."""
+"""The settings of :func:`session`; on a cluster Spark chooses the last two."""
 
 # The JVM starts in half the time; long analytics want the second compiler: session(quick=False).
 _QUICK_JVM: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto"

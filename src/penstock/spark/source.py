@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSource
 
 from penstock.errors import InvalidInput
-from penstock.spark.columns import spark_schema
 from penstock.spark.options import ROUTING_TABLES, read_options, write_options
 from penstock.spark.publishing import BatchPublisher, StreamPublisher
-from penstock.spark.reader import TableReader
-from penstock.spark.route_sink import AssignmentWriter
-from penstock.spark.route_source import RouteStreamReader
-from penstock.spark.stream import LogStreamReader
+from penstock.spark.reader import LogStreamReader, TableReader, spark_schema
+from penstock.spark.route import AssignmentWriter, RouteStreamReader
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import (
@@ -26,8 +23,6 @@ if TYPE_CHECKING:
         DataSourceWriter,
     )
     from pyspark.sql.types import StructType
-
-__all__ = ["PenstockSource"]
 
 
 class PenstockSource(DataSource):

@@ -13,11 +13,10 @@ import pytest
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
-from penstock.spark.archive_runs import Runs
-from penstock.spark.columns import spark_schema
+from penstock.spark.archived import Runs
 from penstock.spark.jobs import archive
 from penstock.spark.options import read_options
-from penstock.spark.reader import TableReader
+from penstock.spark.reader import TableReader, spark_schema
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("pyspark", reason="pyspark is not installed")
 import penstock
 from penstock import Message
 from penstock.errors import InvalidInput, StoreMismatch
-from penstock.spark.jobs import archive, backfill, backfill_archive
+from penstock.spark.jobs import archive, backfill
 from penstock.spark.jobs.common import pinned
 from penstock.testing.checking import assert_clean
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("spark")]
 
 HOUR_MS = 3_600_000
+# The package has a function of this name.
+MODULE: Any = sys.modules[backfill.__module__]
 
 
 class Past:
@@ -106,7 +109,7 @@ def test_a_queue_is_filled_from_archive_store_and_log(
     assert (dry.matched, dry.added, dry.missing) == (len(wanted), 0, 0)
     assert past.world.content()["late"] == []
 
-    monkeypatch.setattr(backfill_archive, "_MESSAGES", 20)
+    monkeypatch.setattr(MODULE, "_MESSAGES", 20)
     told: list[tuple[int, int]] = []
 
     def stop(done: int, total: int) -> None:
@@ -186,7 +189,7 @@ def test_what_moves_meanwhile_is_found(past: Past, monkeypatch: pytest.MonkeyPat
             moved.append(past.broker.redrive("a"))
         return found
 
-    monkeypatch.setattr(backfill_archive, "pinned", redrive)
+    monkeypatch.setattr(MODULE, "pinned", redrive)
     past.fill("late")
     assert moved == [20]
     assert past.world.content()["late"] == past.wanted("n >= 0")
@@ -207,14 +210,14 @@ def test_what_is_refused(
     with pytest.raises(InvalidInput, match="has forgotten what it has had below offset 5"):
         past.fill("late")
     coverage.known_from = 0
-    find = backfill_archive._wanted
+    find = MODULE._wanted
 
     def change(*args: Any) -> Any:
         found = find(*args)
         past.broker.update_queue("late", filter="n > 5")
         return found
 
-    monkeypatch.setattr(backfill_archive, "_wanted", change)
+    monkeypatch.setattr(MODULE, "_wanted", change)
     with pytest.raises(InvalidInput, match="plan the backfill again"):
         past.fill("late")
     assert past.world.content()["late"] == []

@@ -311,7 +311,8 @@ class RocksEngine:
             table.close()
         with contextlib.suppress(Exception):
             self._db.close()
-        files.remove_owner(self.path)
+        with contextlib.suppress(OSError):
+            (self.path / files.OWNER).unlink()
 
     # --- a disk that can't be read or written ----------------------------------------------
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _MARK: Final = "PENSTOCK"
 _CREATING: Final = "PENSTOCK-CREATING"
-_OWNER: Final = "PENSTOCK-OWNER"
+OWNER: Final = "PENSTOCK-OWNER"
 _SYNCED: Final = "PENSTOCK-SYNCED"
 _CURRENT: Final = "CURRENT"
 # Closing this file ends every lock that the process has on it, RocksDB's among them.
@@ -163,28 +163,19 @@ def write_owner(path: Path) -> None:
     """Note this process as the owner, for error messages; RocksDB's lock keeps others out."""
     owner = _Owner(pid=os.getpid(), host=socket.gethostname())
     with contextlib.suppress(OSError):
-        (path / _OWNER).write_bytes(msgspec.json.encode(owner))
-
-
-def remove_owner(path: Path) -> None:
-    """Remove the note of this process."""
-    with contextlib.suppress(OSError):
-        (path / _OWNER).unlink()
+        (path / OWNER).write_bytes(msgspec.json.encode(owner))
 
 
 def locked(path: Path) -> StoreLocked:
     """Make the error of a directory that is open already; it names the owner if one is noted."""
-    try:
-        owner = msgspec.json.decode((path / _OWNER).read_bytes(), type=_Owner)
-    except (OSError, msgspec.DecodeError):
-        return StoreLocked(f"{path} is open in another process")
-    if owner.pid == os.getpid() and owner.host == socket.gethostname():
-        return StoreLocked(
-            f"{path} is already open in this process (pid {owner.pid}): share one broker"
-        )
-    return StoreLocked(
-        f"{path} is open in process {owner.pid} on {owner.host}: one process owns a store"
-    )
+    text = "open in another process"
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        owner = msgspec.json.decode((path / OWNER).read_bytes(), type=_Owner)
+        if owner.pid == os.getpid() and owner.host == socket.gethostname():
+            text = f"already open in this process (pid {owner.pid}): share one broker"
+        else:
+            text = f"open in process {owner.pid} on {owner.host}: one process owns a store"
+    return StoreLocked(f"{path} is {text}")
 
 
 @contextlib.contextmanager

@@ -62,6 +62,9 @@ class RocksTable:
 
     def multi_get(self, keys: list[bytes]) -> list[bytes | None]:
         """Read many values in one call."""
+        if len(keys) == 1:
+            # The binding's way for one key takes a third of the time.
+            return [self.get(keys[0])]
         try:
             values: list[bytes | None] = self._get(keys)
         except Exception as error:

@@ -74,9 +74,7 @@ _LEFT_AT_CLOSE: Final = 32
 _COLLECT_EVERY: Final = "30s"
 _COLLECT_AFTER: Final[Mapping[str, str]] = {
     "wal": "60s",
-    "manifest": "300s",
-    "compacted": "300s",
-    "compactions": "300s",
+    **dict.fromkeys(("manifest", "compacted", "compactions"), "300s"),
 }
 _TO_LOG: Final = slate.FlushOptions(flush_type=slate.FlushType.WAL)
 _TO_ROWS: Final = slate.FlushOptions(flush_type=slate.FlushType.MEM_TABLE)
@@ -237,13 +235,13 @@ class SlateEngine:
         if rows:
             self._cache.begin()
             self._run(self._db.write(filled(rows.items())))
-            self._cache.put_committed(rows.items())
+            self._cache.put(rows.items())
 
     def view(self) -> SlateView:
         """Pin the present state for reading."""
         self.check()
         snapshot = self._run(self._db.snapshot())
-        return SlateView(snapshot, self.location, self._families, self.check)
+        return SlateView(Rows(snapshot, self.location, self.check), self._families)
 
     def sync(self) -> None:
         """Write the log; if the last write of it was less than ``flush_ms`` ago, wait for that."""

@@ -61,9 +61,7 @@ class SlateLocation(NamedTuple):
         root = Path(self.root)
         if self.kind == "s3" or not root.exists():
             return False
-        if not root.is_dir():
-            return True
-        names = {each.name for each in root.iterdir()}
+        names = {each.name for each in root.iterdir()} if root.is_dir() else {""}
         return bool(names) and not names & _FOLDERS
 
 

@@ -62,7 +62,7 @@ class SlateReader(SlateView):
         self.settle()
         try:
             rows = Rows(self._reader, location, self.check)
-            super().__init__(self._reader, location, families_of(rows, location), self.check)
+            super().__init__(rows, families_of(rows, location))
         except BaseException:
             self._shut_down()
             raise

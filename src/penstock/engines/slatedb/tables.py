@@ -164,17 +164,24 @@ class ReadCache:
         with self._lock:
             self.commits += 1
 
-    def put_committed(self, rows: Iterable[tuple[bytes, bytes | None]]) -> None:
-        """Cache committed rows; None for a key that was deleted."""
-        with self._lock:
-            self.commits += 1
-            self._put(rows)
+    def put(self, rows: Iterable[tuple[bytes, bytes | None]], commits: int | None = None) -> None:
+        """Cache committed rows; None for a key that was deleted.
 
-    def put_read(self, rows: Iterable[tuple[bytes, bytes | None]], commits: int) -> None:
-        """Cache rows that were read when the number of commits was this, if it still is."""
+        Or rows that were read when the number of commits was ``commits``, if it still is.
+        """
         with self._lock:
-            if commits == self.commits:
-                self._put(rows)
+            if commits is None:
+                self.commits += 1
+            elif commits != self.commits:
+                return
+            for key, value in rows:
+                self._forget(key)
+                size = len(key) + _ENTRY_BYTES + len(value or b"")
+                if size <= self._max_bytes // 8:
+                    self._values[key] = value
+                    self._bytes += size
+            while self._bytes > self._max_bytes:
+                self._forget(next(iter(self._values)))
 
     def clear(self) -> None:
         """Forget everything: which of the rows hold is unknown."""
@@ -182,17 +189,6 @@ class ReadCache:
             self.commits += 1
             self._values.clear()
             self._bytes = 0
-
-    def _put(self, rows: Iterable[tuple[bytes, bytes | None]]) -> None:
-        values, largest = self._values, self._max_bytes // 8
-        for key, value in rows:
-            self._forget(key)
-            size = len(key) + _ENTRY_BYTES + len(value or b"")
-            if size <= largest:
-                values[key] = value
-                self._bytes += size
-        while self._bytes > self._max_bytes:
-            self._forget(next(iter(values)))
 
     def _forget(self, key: bytes) -> None:
         if key in self._values:
@@ -226,7 +222,7 @@ class SlateTable:
         pairs = list(zip(wanted, known, strict=True))
         missing = list({key: None for key, value in pairs if value is UNKNOWN})
         found = dict(zip(missing, self._get_all(missing), strict=True))
-        cache.put_read(found.items(), commits)
+        cache.put(found.items(), commits)
         return [found[key] if value is UNKNOWN else value for key, value in pairs]  # type: ignore[misc]
 
     def scan(
@@ -282,18 +278,12 @@ class SlateBatch:
 
 
 class SlateView:
-    """All tables as they were at one moment: a snapshot of the library."""
+    """All tables of a source, such as a snapshot of the library: as they were at one moment."""
 
-    def __init__(
-        self,
-        source: RowSource,
-        location: SlateLocation,
-        families: Mapping[str, bytes],
-        check: Callable[[], None],
-    ) -> None:
-        self._rows = Rows(source, location, check)
+    def __init__(self, rows: Rows, families: Mapping[str, bytes]) -> None:
+        self._rows = rows
         self.tables = {
-            name: SlateTable(self._rows, name, family, None) for name, family in families.items()
+            name: SlateTable(rows, name, family, None) for name, family in families.items()
         }
 
     def table(self, name: str) -> SlateTable:

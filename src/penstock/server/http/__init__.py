@@ -7,30 +7,31 @@ their deadlines, so that an idle one costs nothing.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-from penstock.server.connections import Acceptor, Connections
+from penstock.server.connections import Listener
 from penstock.server.http.protocol import Handler, HttpBounds, HttpConnection, Request, Response
 from penstock.server.security import is_loopback
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Callable, Mapping
     from ssl import SSLContext
 
-    from penstock.server.connections import Slot
+    from penstock.server.connections import Connections, Slot
 
 __all__ = ["Handler", "Http", "HttpBounds", "PageGuard", "Request", "Response"]
 
 _WAY_OUT: Final = "This server asks for no keys, so it takes no requests that "
 
 
-class Http:
+class Http(Listener):
     """A listener: hands requests to the handler of their method and path, or to the fallback.
 
     A ``guard`` may refuse any request before that, by giving an answer.
     """
+
+    protocol = "http"
 
     def __init__(
         self,
@@ -41,64 +42,46 @@ class Http:
         port: int = 0,
         tls: SSLContext | None = None,
         bounds: HttpBounds | None = None,
-        connections: Connections | None = None,
+        slots: Connections | None = None,
         guard: Callable[[Request], Response | None] | None = None,
     ) -> None:
+        super().__init__(host, port, tls=tls, slots=slots)
         self.bounds = bounds or HttpBounds()
-        self.all = Connections() if connections is None else connections
+        self.handshake_seconds = self.bounds.first_byte_ms / 1000
         self.secure = tls is not None
         self._routes = dict(routes)
         self._fallback = fallback
         if guard is not None:
             self._routes = {key: _guarded(guard, each) for key, each in routes.items()}
             self._fallback = _guarded(guard, fallback)
-        self._place = (host, port)
-        self._tls = tls
-        self._acceptor = Acceptor(self.all, "http", self._serve)
-        self._watch: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._empty = asyncio.Event()
         self.stopping = False
-        self.open: set[HttpConnection] = set()
 
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port that it listens on."""
-        return self._acceptor.address
-
-    @property
-    def connections(self) -> int:
-        """How many connections are open."""
-        return len(self.open)
+    def make_connection(self, slot: Slot) -> HttpConnection:
+        """Make the connection that has a slot."""
+        return HttpConnection(self, asyncio.get_running_loop(), slot)
 
     async def start(self) -> None:
-        """Bind and accept."""
-        await self._acceptor.listen(*self._place)
-        self._look_around()
-
-    def _serve(self, taken: socket.socket, slot: Slot) -> Awaitable[Any]:
-        loop = asyncio.get_running_loop()
-        options: dict[str, Any] = {}
-        if self._tls is not None:
-            options["ssl_handshake_timeout"] = self.bounds.first_byte_ms / 1000
-        return loop.connect_accepted_socket(
-            lambda: HttpConnection(self, loop, slot), taken, ssl=self._tls, **options
-        )
+        """Bind, and accept connections from now on."""
+        await super().start()
+        self._check()
 
     async def stop(self, grace_ms: int) -> None:
         """Accept no more, answer requests for up to ``grace_ms``, then close."""
         self.stopping = True
-        self._acceptor.close()
-        for connection in list(self.open):
+        self.close()
+        for connection in list(self.connections):
             connection.finish()
-        if self.open:
+        if self.connections:
             self._empty.clear()
             try:
                 await asyncio.wait_for(self._empty.wait(), grace_ms / 1000)
             except TimeoutError:
-                for connection in list(self.open):
+                for connection in list(self.connections):
                     connection.abort()
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
     def handler_of(self, method: str, path: str) -> Handler:
         """Return the handler of a request; HEAD has that of GET."""
@@ -107,21 +90,21 @@ class Http:
 
     def forget(self, connection: HttpConnection) -> None:
         """Remove a connection that has ended."""
-        self.open.discard(connection)
-        if not self.open:
+        self.connections.discard(connection)
+        if not self.connections:
             self._empty.set()
 
-    def _look_around(self) -> None:
+    def _check(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        for connection in list(self.open):
+        for connection in list(self.connections):
             if connection.deadline <= now:
                 connection.overdue()
         bounds = self.bounds
         shortest_ms = min(
             bounds.first_byte_ms, bounds.request_ms, bounds.idle_ms, bounds.stalled_write_ms
         )
-        self._watch = loop.call_later(min(0.5, shortest_ms / 4000), self._look_around)
+        self._timer = loop.call_later(min(0.5, shortest_ms / 4000), self._check)
 
 
 def _guarded(guard: Callable[[Request], Response | None], handler: Handler) -> Handler:

@@ -152,7 +152,7 @@ class HttpConnection(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         self._peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else ""
         self._slot.holder = self
-        self._http.open.add(self)
+        self._http.connections.add(self)
         self._due_in(self._http.bounds.first_byte_ms)
         if self._slot.full or self._http.stopping:
             self._refuse(503, "too many connections")
@@ -160,7 +160,7 @@ class HttpConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         """Stop working for a client that has gone."""
         self._http.forget(self)
-        self._http.all.leave(self._slot)
+        self._http.slots.leave(self._slot)
         self._shut = True
         self._let_go()
         # The parser knows this connection, and a task that was cancelled does: neither must keep
@@ -181,11 +181,11 @@ class HttpConnection(asyncio.Protocol):
         """Count more or fewer bytes that are held; False: they were too many, and refused."""
         # Not below zero: they may have been dropped since.
         self._held_bytes = max(0, self._held_bytes + more)
-        self._http.all.hold(self._slot, self._held_bytes)
+        self._http.slots.hold(self._slot, self._held_bytes)
         return not self._shut
 
     def _trust(self) -> None:
-        self._http.all.trust(self._slot)
+        self._http.slots.trust(self._slot)
 
     @property
     def idle(self) -> bool:

@@ -7,34 +7,35 @@ messages that are claimed for one connection.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from penstock import limits
-from penstock.server.connections import Acceptor, Connections
+from penstock.server.connections import Listener
 from penstock.server.native.backpressure import MessageSizes
 from penstock.server.native.connection import NativeConnection
 from penstock.server.security import ANYONE
 from penstock.wire.native import messages as wire
 
 if TYPE_CHECKING:
-    import socket
     import ssl
     from asyncio import AbstractEventLoop
-    from collections.abc import Awaitable
 
     from penstock.clock import Clock
     from penstock.server.batcher import Batcher
-    from penstock.server.connections import Slot
+    from penstock.server.connections import Connections, Slot
     from penstock.server.metrics import Metrics
     from penstock.server.security import Keys, Principal
 
-JANITOR_SECONDS: Final = 1.0
+CHECK_SECONDS: Final = 1.0
 # The dedup window that clients assume; the welcome tells of a shorter one.
 DEDUP_WINDOW_MS: Final = 300_000
 
 
-class NativeListener:
+class NativeListener(Listener):
     """Accepts native clients; their requests go to a batcher."""
+
+    protocol = "native"
+    connections: set[NativeConnection]
 
     def __init__(
         self,
@@ -47,52 +48,39 @@ class NativeListener:
         tls: ssl.SSLContext | None = None,
         metrics: Metrics | None = None,
         server: str = "penstock",
-        connections: Connections | None = None,
+        slots: Connections | None = None,
     ) -> None:
+        super().__init__(host, port, tls=tls, slots=slots)
         self.batcher = batcher
         self.clock = clock
         self.keys = keys
         self.metrics = metrics
-        self.all = Connections() if connections is None else connections
-        self.connections: set[NativeConnection] = set()
         self.encoder = wire.Encoder()
         self.sizes = MessageSizes()
         # Bytes of requests at work, of all connections; and the connections that wait for fewer.
         self.bytes_at_work = 0
         self.waiting: set[NativeConnection] = set()
-        self._host, self._port, self._tls = host, port, tls
         self._name = server
-        self._acceptor: Acceptor | None = None
-        self._janitor: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.store_id = ""
         self.loop: AbstractEventLoop = asyncio.get_running_loop()
+
+    def make_connection(self, slot: Slot) -> NativeConnection:
+        """Make the connection that has a slot."""
+        return NativeConnection(self, slot)
 
     async def start(self) -> None:
         """Bind, and accept connections from now on."""
         self.store_id = (await self.batcher.call(lambda broker: broker.info())).store_id
-        acceptor = Acceptor(self.all, "native", self._serve)
-        await acceptor.listen(self._host, self._port)
-        self._acceptor = acceptor
-        self._janitor = self.loop.call_later(JANITOR_SECONDS, self._tidy)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port that it listens on."""
-        assert self._acceptor is not None, "start() comes first"
-        return self._acceptor.address
-
-    def _serve(self, taken: socket.socket, slot: Slot) -> Awaitable[Any]:
-        return self.loop.connect_accepted_socket(
-            lambda: NativeConnection(self, slot), taken, ssl=self._tls
-        )
+        await super().start()
+        self._timer = self.loop.call_later(CHECK_SECONDS, self._check)
 
     async def stop(self, grace_ms: int) -> None:
         """Accept no more, answer the requests at work, then close every connection."""
-        if self._acceptor is None:
+        if self._timer is None:
             return
-        self._acceptor.close()
-        if self._janitor is not None:
-            self._janitor.cancel()
+        self.close()
+        self._timer.cancel()
         until = self.loop.time() + grace_ms / 1000
         for connection in list(self.connections):
             connection.leave()
@@ -105,7 +93,7 @@ class NativeListener:
             await asyncio.sleep(0.002)
         for connection in list(self.connections):
             connection.abort()
-        self._acceptor = None
+        self._timer = None
 
     def welcome(self, version: int) -> wire.Welcome:
         """Make the answer to a greeting."""
@@ -131,9 +119,9 @@ class NativeListener:
             for connection in waiting:
                 self.loop.call_soon(connection.go_on)
 
-    def _tidy(self) -> None:
+    def _check(self) -> None:
         """Check every connection: one timer for all of them."""
-        self._janitor = self.loop.call_later(JANITOR_SECONDS, self._tidy)
+        self._timer = self.loop.call_later(CHECK_SECONDS, self._check)
         now = self.loop.time()
         for connection in list(self.connections):
-            connection.tidy(now)
+            connection.check(now)

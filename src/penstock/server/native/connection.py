@@ -102,7 +102,7 @@ class NativeConnection(asyncio.Protocol):
         """Cancel the claims that wait: their messages go to other clients."""
         self._transport = None
         self._listener.connections.discard(self)
-        self._listener.all.leave(self._slot)
+        self._listener.slots.leave(self._slot)
         self._listener.waiting.discard(self)
         self._reader = FrameReader(1)
         self._out.clear()
@@ -150,7 +150,7 @@ class NativeConnection(asyncio.Protocol):
             held += self._unsent
         if held != self._buffered:
             self._buffered = held
-            self._listener.all.hold(self._slot, held)
+            self._listener.slots.hold(self._slot, held)
 
     @property
     def idle(self) -> bool:
@@ -216,7 +216,7 @@ class NativeConnection(asyncio.Protocol):
         self._principal, self._token = principal, hello.token
         if hello.patience_ms > 0:
             self._patience_s = min(hello.patience_ms, limits.MAX_WAIT_MS) / 1000
-        self._listener.all.trust(self._slot)
+        self._listener.slots.trust(self._slot)
         self._reader.max_frame_bytes = limits.MAX_FRAME_BYTES
         self._write(self._encoder.frame(self._listener.welcome(hello.version)))
 
@@ -537,7 +537,7 @@ class NativeConnection(asyncio.Protocol):
                 self._transport.resume_reading()
         self._loop.call_later(LINGER_SECONDS, self.abort)
 
-    def tidy(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Close the connection if it has stalled, is idle, or its key is gone."""
         silent_ms = (now - self._heard) * 1000
         if self._stuck_since is not None and self._transport is not None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from penstock.spark.jobs.archive import Archived, archive
 from penstock.spark.jobs.backfill import Backfill, backfill
-from penstock.spark.jobs.collect import CollectReport, collect
+from penstock.spark.jobs.messages import CollectReport, RedriveReport, collect, redrive
 from penstock.spark.jobs.publish import PublishReport, publish
-from penstock.spark.jobs.redrive import RedriveReport, redrive
 from penstock.spark.jobs.report import report, save_report
 
 __all__ = [

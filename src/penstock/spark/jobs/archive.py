@@ -24,17 +24,17 @@ from pyspark.sql.types import DateType, StringType, StructField, StructType
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, QueueNotFound, StorageFailed
-from penstock.spark.archive_runs import Part, Reach, Run, Runs
-from penstock.spark.broker_client import store
-from penstock.spark.jobs.common import known, pinned, read
+from penstock.spark.archived import Part, Reach, Run, Runs
+from penstock.spark.broker_client import Store
+from penstock.spark.jobs.common import pinned, read
+from penstock.spark.options import read_options
+from penstock.spark.reader import spark_schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from pyspark.sql import Column, DataFrame, SparkSession
-
-__all__ = ["Archived", "archive"]
 
 _ENDED: Final = {"done": "done_at", "failed": "failed_at", "attempts": "ended_at"}
 _STATES: Final = ("done", "failed")
@@ -43,7 +43,7 @@ _ATTEMPT: Final = ("queue", "message_id", "attempt", "claimed_at")
 
 
 class Archived(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run did: rows by table, partitions written, and messages trimmed from the store."""
+    """The result of a run: rows by table, partitions written, messages trimmed from the store."""
 
     run: int | None
     rows: dict[str, int]
@@ -79,7 +79,7 @@ def archive(
         raise InvalidInput(f"states to archive are done and failed, not {list(states)!r:.100}")
     tell = progress or (lambda _: None)
     runs = Runs(path)
-    client = store(location)
+    client = Store(location)
     runs.check_store(client.store_id)
     if dry_run:
         tables, _ = _choose(spark, location, runs, queues, states, keep_ms, payload=False)
@@ -106,9 +106,6 @@ def archive(
 
 def _load(spark: SparkSession, runs: Runs, table: str, folders: Sequence[str]) -> DataFrame:
     """Read archived files with the columns that the table has, whatever their run left out."""
-    from penstock.spark.columns import spark_schema  # noqa: PLC0415 - the source's own module
-    from penstock.spark.options import read_options  # noqa: PLC0415
-
     options = {"table": table, "location": "grpc://localhost:1"}
     if table != "attempts":
         options["payload"] = "true"
@@ -165,7 +162,7 @@ def _choose(
     payload: bool,
 ) -> tuple[dict[str, DataFrame], dict[str, int]]:
     """Pin what is to be archived: ended messages first, then the attempts at them."""
-    at_ms, born = known(location, queues)
+    at_ms, born = Store(location).queues(queues)
     until_ms = at_ms - keep_ms
     options = {"payload": "true"} if payload else {}
     tables = {}
@@ -174,7 +171,7 @@ def _choose(
         if keep_ms:
             rows = _older(rows, _reach(spark, location, state, queues, until_ms), state, until_ms)
         tables[state] = pinned(_fresh(spark, rows, runs.ends(state, born)))
-    now = known(location).created_at_ms
+    now = Store(location).queues().created_at_ms
     # A queue that was made anew meanwhile has rows here that nobody can tell apart.
     unsure = [queue for queue, made in born.items() if now.get(queue) != made]
     for state, rows in tables.items():
@@ -325,7 +322,7 @@ def _trim(
     tell: Callable[[str], None],
 ) -> int:
     """Remove from the store what recorded runs hold, of this run and of any before it."""
-    client = store(location)
+    client = Store(location)
     removed = 0
     for (queue, created_at_ms, state), end in sorted(runs.reached().items()):
         if state not in states or (queues is not None and queue not in queues):

@@ -1,12 +1,18 @@
-"""Backfill: what a queue wants of the retained log and has not had, matched on the executors.
+"""Backfill: messages that a queue wants of the log or of an archive, and has not had.
 
 ::
 
     broker: plan ─▶ executors: read the log, match, stage ─▶ broker: fill, a window at a time ─▶ …
+    below the log:
+    executors: archive and store, filtered ─▶ each message once ─▶ in order, a window at a time ─▶
+    broker: restore
 
 The broker notes which offsets a queue has been filled from in the same change as the messages, so
-a backfill that is stopped goes on where it was, and nothing comes in twice. What lies below the log
-comes from an archive, if one is named.
+a backfill that is stopped goes on where it was, and nothing comes in twice.
+
+Below the log, messages are looked for in the order that they move in: waiting ones first, then
+those that have ended, then the archive. If some go the other way meanwhile (redriven, or moved to
+another queue), the job notices and looks again.
 """
 
 from __future__ import annotations
@@ -17,11 +23,15 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock.clock import SystemClock
-from penstock.errors import InvalidInput, PenstockError
-from penstock.spark.broker_client import offset_at, store
-from penstock.spark.jobs.backfill_archive import fill_archived, lowest_since, open_archive
+from penstock.errors import InvalidInput, PenstockError, StorageFailed
+from penstock.flight.protocol import RESTORED
+from penstock.spark.archived import Runs
+from penstock.spark.broker_client import Store, offset_at
+from penstock.spark.jobs.common import pinned, read, translated
 from penstock.spark.matching import COLUMNS, match_batch, matcher_of
 from penstock.spark.sessions import parallelism
 
@@ -29,18 +39,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from pyspark.sql import SparkSession
+    from pyspark.sql import Column, DataFrame, SparkSession
 
-
-__all__ = ["Backfill", "backfill"]
 
 _WINDOW: Final = 200_000
 _STAGED: Final = "stage string, matched bigint, scanned bigint"
 _TRIES: Final = 3
+# What one restore brings: neither broker nor executor holds more at a time.
+_MESSAGES: Final = 1_000
+_BYTES: Final = 16 << 20
+_ABOUT: Final = tuple(name for name in RESTORED.names if name != "offset")
+_COUNTS: Final = ("added", "already", "missing")
+_DONE: Final = "begin bigint, end bigint, added bigint, already bigint, missing bigint"
+_ENDED: Final = ("done", "failed")
 
 
 class Backfill(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backfill did; in a dry run, what there is to look at.
+    """The result of a backfill; of a dry run, what it would look at.
 
     ``already``: matched, but the queue has had them. ``missing``: their payload is gone.
     """
@@ -85,10 +100,10 @@ def backfill(
     if archive is not None:
         open_archive(location, archive)
         if from_time_ms is not None and from_ is None:
-            logged = offset_at(store(location), from_time_ms)
+            logged = offset_at(Store(location), from_time_ms)
             low = lowest_since(spark, location, archive, from_time_ms)
             from_, from_time_ms = (logged if low is None else min(low, logged)), None
-    plan = store(location).backfill_plan(
+    plan = Store(location).backfill_plan(
         queue, from_=from_, from_time_ms=from_time_ms, to=to, archived=archive is not None
     )
     below, kept = _split(plan.stretches, plan.earliest)
@@ -139,16 +154,22 @@ def _fill(
     dry_run: bool,
 ) -> dict[str, int]:
     """Match and commit one window; again if the broker was restarted between the two."""
+    tasks = max(1, min(parallelism(spark), end - begin))
+    borders = [begin + (end - begin) * number // tasks for number in range(tasks + 1)]
+    parts = spark.createDataFrame(list(pairwise(borders)), "begin bigint, end bigint")
+
+    def match(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for row in (row for batch in batches for row in batch.to_pylist()):
+            one = _stage_part(location, queue, filter_, row["begin"], row["end"], dry_run=dry_run)
+            yield pa.RecordBatch.from_pylist([one])
+
+    client = Store(location)
     for left in reversed(range(_TRIES)):
-        staged = _stage(spark, location, queue, filter_, begin, end, dry_run=dry_run)
-        counts = {
-            "scanned": sum(scanned for _, _, scanned in staged),
-            "matched": sum(matched for _, matched, _ in staged),
-        }
+        staged = parts.repartition(tasks).mapInArrow(match, _STAGED).collect()
+        counts = {name: sum(row[name] for row in staged) for name in ("scanned", "matched")}
         if dry_run:
             return counts
-        stages = [stage for stage, _, _ in staged]
-        client = store(location)
+        stages = [row["stage"] for row in staged]
         try:
             filled = client.commit_fill(stages, queue=queue, begin=begin, end=end, filter=filter_)
         except InvalidInput as error:
@@ -162,40 +183,11 @@ def _fill(
     raise AssertionError("unreachable")
 
 
-def _stage(
-    spark: SparkSession,
-    location: str,
-    queue: str,
-    filter_: str,
-    begin: int,
-    end: int,
-    *,
-    dry_run: bool,
-) -> list[tuple[str, int, int]]:
-    tasks = max(1, min(parallelism(spark), end - begin))
-    borders = [begin + (end - begin) * number // tasks for number in range(tasks + 1)]
-    parts = spark.createDataFrame(list(pairwise(borders)), "begin bigint, end bigint").repartition(
-        tasks
-    )
-
-    def match(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in batches:
-            bounds = batch.to_pylist()
-            made = [
-                _stage_part(location, queue, filter_, each["begin"], each["end"], dry_run=dry_run)
-                for each in bounds
-            ]
-            yield _answers(made)
-
-    found = parts.mapInArrow(match, _STAGED).collect()
-    return [(row["stage"], row["matched"], row["scanned"]) for row in found]
-
-
 def _stage_part(
     location: str, queue: str, filter_: str, begin: int, end: int, *, dry_run: bool
-) -> tuple[str, int, int]:
+) -> dict[str, str | int]:
     """Match offsets [begin, end) of all logs and stage them, on an executor."""
-    client = store(location)
+    client = Store(location)
     matcher = matcher_of({queue: filter_})
     rows: list[pa.RecordBatch] = []
     scanned = 0
@@ -206,15 +198,163 @@ def _stage_part(
     stage = SystemClock().lease_id().hex()
     if not dry_run:
         client.fill_stage(stage, rows, queue=queue, begin=begin, end=end)
-    return stage, sum(each.num_rows for each in rows), scanned
+    return {"stage": stage, "matched": sum(each.num_rows for each in rows), "scanned": scanned}
 
 
-def _answers(made: Sequence[tuple[str, int, int]]) -> pa.RecordBatch:
-    return pa.record_batch(
-        [
-            pa.array([each[0] for each in made], pa.string()),
-            pa.array([each[1] for each in made], pa.int64()),
-            pa.array([each[2] for each in made], pa.int64()),
-        ],
-        names=["stage", "matched", "scanned"],
+# --- below the log --------------------------------------------------------------------------------
+
+
+def open_archive(location: str, path: str | Path) -> Runs:
+    """Read the manifest of an archive, which must be one of this store."""
+    runs = Runs(path)
+    if not runs.exists():
+        raise InvalidInput(f"there is no archive at {path!s:.200}: archive it there first")
+    runs.check_store(Store(location).store_id)
+    return runs
+
+
+def lowest_since(spark: SparkSession, location: str, path: str | Path, time_ms: int) -> int | None:
+    """Return the lowest message of archive and store that was published then or later."""
+    # Time never goes back in a store, so neither does it along the ids.
+    rows = _tables(spark, location, path, ("message_id", "published_at"))
+    since = F.col("published_at") >= F.timestamp_millis(F.lit(time_ms))
+    with translated():
+        lows = [each.where(since).agg(F.min("message_id")).collect()[0][0] for each in rows]
+    return min((low for low in lows if low is not None), default=None)
+
+
+def fill_archived(
+    spark: SparkSession,
+    location: str,
+    path: str | Path,
+    queue: str,
+    filter_: str,
+    stretches: Sequence[tuple[int, int]],
+    *,
+    dry_run: bool,
+    progress: Callable[[int], None],
+) -> dict[str, int]:
+    """Fill a queue from stretches below the log; ``progress`` is told how many offsets are done."""
+    client = Store(location)
+    runs = open_archive(location, path)
+    scanned = sum(part.rows for run in runs.runs for part in run.parts if part.table in _ENDED)
+    for each in client.stats().queues:
+        scanned += each.available + each.delayed + each.in_flight + each.done + each.failed
+    found = _wanted(spark, location, path, filter_, stretches)
+    matched = found.count()
+    sums = {"scanned": scanned, "matched": matched, **dict.fromkeys(_COUNTS, 0)}
+    if dry_run:
+        progress(sum(end - begin for begin, end in stretches))
+        return sums
+    at, last = stretches[0][0], stretches[-1][1]
+    for row in _restored(found, location, queue, filter_, -(-matched // _MESSAGES)):
+        if row["begin"] > at:
+            client.restore([], queue=queue, begin=at, end=row["begin"], filter=filter_)
+        at = row["end"]
+        for name in _COUNTS:
+            sums[name] += row[name]
+        progress(sum(max(0, min(end, at) - begin) for begin, end in stretches))
+    if at < last:
+        # That there is nothing more is worth noting too.
+        client.restore([], queue=queue, begin=at, end=last, filter=filter_)
+        progress(sum(end - begin for begin, end in stretches))
+    return sums
+
+
+def _tables(
+    spark: SparkSession,
+    location: str,
+    path: str | Path,
+    columns: Sequence[str],
+    **options: str,
+) -> Iterator[DataFrame]:
+    yield read(spark, location, "active", columns=columns, **options)
+    for table in _ENDED:
+        yield read(spark, location, table, columns=columns, includeArchive=str(path), **options)
+
+
+def _wanted(
+    spark: SparkSession,
+    location: str,
+    path: str | Path,
+    filter_: str,
+    stretches: Sequence[tuple[int, int]],
+) -> DataFrame:
+    """Find every message that the filter wants, once, with its payload if anybody has it."""
+    client = Store(location)
+    inside = _inside(stretches)
+    columns = ("message_id", *_ABOUT)
+    for _ in range(_TRIES):
+        before = _gone_back(client)
+        tables = _tables(spark, location, path, columns, payload="true", filter=filter_)
+        found = pinned(next(tables).where(inside))
+        for each in tables:
+            found = found.unionByName(each.where(inside))
+        best = F.max_by(F.struct(*_ABOUT), F.col("payload").isNotNull())
+        once = pinned(found.groupBy("message_id").agg(best.alias("m")).select("message_id", "m.*"))
+        if _gone_back(client) == before:
+            return once
+    raise StorageFailed(
+        "messages are redriven or moved all the time, so that some might be overlooked: run the "
+        "backfill again when that has ended"
     )
+
+
+def _inside(stretches: Sequence[tuple[int, int]]) -> Column:
+    inside = F.lit(False)  # noqa: FBT003 - Spark's signature
+    for begin, end in stretches:
+        inside |= (F.col("message_id") >= begin) & (F.col("message_id") < end)
+    return inside
+
+
+def _gone_back(client: Store) -> dict[str, tuple[int, int]]:
+    return {
+        each.queue: (each.redriven_total, each.moved_in_total) for each in client.stats().queues
+    }
+
+
+def _restored(
+    found: DataFrame, location: str, queue: str, filter_: str, windows: int
+) -> Iterator[dict[str, int]]:
+    """Restore messages in the order of their ids, one task after the other."""
+    if not windows:
+        return
+
+    def restore(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        client = Store(location)
+        at: int | None = None
+        for begin, end, rows in _windows(batches):
+            first = begin if at is None else at
+            at = end
+            done = client.restore([rows], queue=queue, begin=first, end=end, filter=filter_)
+            counts = (first, end, done.added, done.already, done.missing)
+            names = ["begin", "end", *_COUNTS]
+            yield pa.record_batch([pa.array([each], pa.int64()) for each in counts], names=names)
+
+    ordered = found.repartitionByRange(windows, "message_id").sortWithinPartitions("message_id")
+    with translated():
+        for row in ordered.mapInArrow(restore, _DONE).toLocalIterator():
+            yield row.asDict()
+
+
+def _windows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, int, pa.RecordBatch]]:
+    """Cut batches into rows of bounded number and size: first id, id after the last, rows."""
+    for batch in batches:
+        ids = batch.column("message_id").to_pylist()
+        sizes = pc.add(
+            pc.fill_null(pc.binary_length(batch.column("payload")), 0),
+            pc.binary_length(batch.column("attributes_json")),
+        ).to_pylist()
+        start = size = 0
+        for at, bytes_ in enumerate([*sizes, None]):
+            over = bytes_ is None or at - start >= _MESSAGES or size + bytes_ > _BYTES
+            if over and at > start:
+                yield ids[start], ids[at - 1] + 1, _shaped(batch.slice(start, at - start))
+                start, size = at, 0
+            size += bytes_ or 0
+
+
+def _shaped(batch: pa.RecordBatch) -> pa.RecordBatch:
+    columns = [batch.column("message_id"), *(batch.column(name) for name in _ABOUT)]
+    cast = [column.cast(field.type) for column, field in zip(columns, RESTORED, strict=True)]
+    return pa.RecordBatch.from_arrays(cast, schema=RESTORED)

@@ -1,11 +1,11 @@
-"""What the jobs share: reading a table, watching how far Spark has come, telling what it said."""
+"""Helpers of the jobs: reading tables, reporting progress of Spark, translating its errors."""
 
 from __future__ import annotations
 
 import re
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
@@ -13,7 +13,6 @@ from pyspark.errors import PySparkException
 from penstock import errors
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
-from penstock.spark.broker_client import store
 from penstock.spark.sessions import is_connect
 
 if TYPE_CHECKING:
@@ -22,19 +21,17 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.connect.shell.progress import ProgressHandler
 
-__all__ = ["FROM_SPARK", "Known", "known", "pinned", "read", "revived", "translated", "watched"]
-
 FROM_SPARK: Final = (PySparkException, Py4JJavaError)
-"""What Spark raises, whatever went wrong on its other side."""
+"""The errors that Spark raises for anything that went wrong on its side."""
 
-_LOOK_MS: Final = 250
+_POLL_MS: Final = 250
 _OURS: Final = re.compile(r"\bpenstock\.errors\.(\w+): (.*)")
 
 
 def revived(error: BaseException) -> PenstockError | None:
-    """Return the error of Penstock that an error of Spark tells of, if it does.
+    """Return the error of Penstock inside an error of Spark, if there is one.
 
-    What a task or the source raises comes back from Spark as a text within a text.
+    Spark gives back the error of a task or of the source as a text within a text.
     """
     found = _OURS.search(str(error))
     kind = getattr(errors, found[1], None) if found else None
@@ -53,24 +50,6 @@ def translated() -> Iterator[None]:
         if ours is None:
             raise
         raise ours from None
-
-
-class Known(NamedTuple):
-    """The time of the broker, and its queues with the time that each was made at."""
-
-    at_ms: int
-    created_at_ms: dict[str, int]
-
-
-def known(location: str, queues: Sequence[str] | None = None) -> Known:
-    """Ask which queues there are; one of ``queues`` that is not there is an error."""
-    client = store(location)
-    plan = client.plan_read("queues", queue=queues, columns=["name", "created_at_ms"])
-    # Read to its end, so that the broker need not keep the snapshot.
-    rows = [
-        row for part in plan.tickets for batch in client.read(part) for row in batch.to_pylist()
-    ]
-    return Known(plan.facts.at_ms, {row["name"]: row["created_at_ms"] for row in rows})
 
 
 def read(
@@ -102,20 +81,20 @@ def pinned(frame: DataFrame) -> DataFrame:
 
 
 @contextmanager
-def watched(spark: SparkSession, progress: Callable[[int, int], None] | None) -> Iterator[None]:
+def reporting(spark: SparkSession, progress: Callable[[int, int], None] | None) -> Iterator[None]:
     """Tell ``progress`` how many tasks of the Spark jobs within are done, of how many known."""
     if progress is None:
         yield
     elif is_connect(spark):
-        with _told_by_connect(spark, progress):
+        with _connect_progress(spark, progress):
             yield
     else:
-        with _looked_at(spark, progress):
+        with _polled_progress(spark, progress):
             yield
 
 
 @contextmanager
-def _told_by_connect(spark: SparkSession, progress: Callable[[int, int], None]) -> Iterator[None]:
+def _connect_progress(spark: SparkSession, progress: Callable[[int, int], None]) -> Iterator[None]:
     def tell(stages: Any, **_: Any) -> None:
         known = list(stages or ())
         done, total = (
@@ -133,7 +112,7 @@ def _told_by_connect(spark: SparkSession, progress: Callable[[int, int], None]) 
 
 
 @contextmanager
-def _looked_at(spark: SparkSession, progress: Callable[[int, int], None]) -> Iterator[None]:
+def _polled_progress(spark: SparkSession, progress: Callable[[int, int], None]) -> Iterator[None]:
     clock = SystemClock()
     context = spark.sparkContext
     group = f"penstock-{clock.lease_id().hex()}"
@@ -141,11 +120,11 @@ def _looked_at(spark: SparkSession, progress: Callable[[int, int], None]) -> Ite
     ended = threading.Condition()
     stopped = False
 
-    def look() -> None:
+    def poll() -> None:
         tracker = context.statusTracker()
         with ended:
             while not stopped:
-                clock.wait(ended, _LOOK_MS)
+                clock.wait(ended, _POLL_MS)
                 done = total = 0
                 for job in tracker.getJobIdsForGroup(group):
                     info = tracker.getJobInfo(job)
@@ -156,7 +135,7 @@ def _looked_at(spark: SparkSession, progress: Callable[[int, int], None]) -> Ite
                             total += known.numTasks
                 progress(done, total)
 
-    watcher = threading.Thread(target=look, name="penstock-progress", daemon=True)
+    watcher = threading.Thread(target=poll, name="penstock-progress", daemon=True)
     watcher.start()
     try:
         yield

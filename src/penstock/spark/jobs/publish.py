@@ -12,7 +12,7 @@ from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 from penstock.errors import InvalidInput, InvalidMessage
 from penstock.flight.publish import COLUMNS
 from penstock.model import Message
-from penstock.spark.jobs.common import FROM_SPARK, revived, watched
+from penstock.spark.jobs.common import FROM_SPARK, reporting, revived
 from penstock.spark.publishing import check_schema, publisher
 from penstock.validation import check_messages
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pyspark.sql import DataFrame, SparkSession
-
-__all__ = ["FORMATS", "PublishReport", "publish"]
 
 FORMATS: Final = ("parquet", "json", "csv")
 _SHOWN: Final = 5
@@ -78,7 +76,7 @@ def publish(
         if not dry_run:
             sent = messages.drop("_place", "_row")
             check_schema(sent.schema)
-            with watched(spark, progress):
+            with reporting(spark, progress):
                 told = sent.mapInArrow(publisher(location), _COUNTED).collect()
             taken, duplicates = (sum(row[name] for row in told) for name in _NAMES)
     except FROM_SPARK as error:

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Final
 import pyarrow.parquet as pq
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
-from penstock.spark.broker_client import store
-from penstock.spark.jobs.common import known, pinned, read
+from penstock.spark.broker_client import Store
+from penstock.spark.jobs.common import pinned, read
 from penstock.spark.jobs.report_page import page
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pyspark.sql import Column, DataFrame, SparkSession
-
-__all__ = ["report", "save_report"]
 
 SLOWEST: Final = 20
 _SHARES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -39,7 +37,7 @@ def report(
 
     >>> report(spark, "grpc://127.0.0.1:8815")["slowest"].show()          # doctest: +SKIP
     """
-    at_ms = known(location, queues).at_ms
+    at_ms = Store(location).queues(queues).at_ms
     ended = pinned(_ended(spark, location, queues))
     tried = pinned(
         read(spark, location, "attempts", queues=queues)
@@ -209,7 +207,7 @@ def _timeline(ended: DataFrame) -> DataFrame:
 
 
 def _routing(spark: SparkSession, location: str) -> DataFrame:
-    client = store(location)
+    client = Store(location)
     marks = client.watermarks()
     # A store that routes inline has no use for cursors.
     piped = client.routing == "pipeline"

@@ -2,37 +2,31 @@
 
 It knows nothing of tables, batches or other buckets. Every change keeps the encoded elements up
 to date, so that writing the bucket back is joining them.
+
+The *rank* of a message is its place in its lane as one number, ``visible_at << 64 | message id``.
+On a FIFO queue it is the message id alone, and delayed messages have their place as well.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock.errors import CorruptRecord
 from penstock.store.codec import opendata, records
 from penstock.store.codec.summaries import Due, encode_head, encode_held, pack_summary
-from penstock.store.live import (
-    NO_LEASE,
-    Item,
-    count_attempt,
-    group_of,
-    lane_of,
-    split_lane,
-)
-from penstock.store.live.bucket_directory import RANK_BITS, Tally, rank_of, tally
+from penstock.store.live import NO_LEASE, Item, count_attempt, group_of, lane_of, split_lane
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Iterator
 
     from penstock.store.kv.queues import Queue
     from penstock.store.live import Grant
 
-__all__ = ["OpenBucket"]
-
+RANK_BITS: Final = 64
 _ID_MASK: Final = (1 << RANK_BITS) - 1
-# What Python adds to the encoded bytes of a message, roughly.
+# The memory that Python adds to the encoded bytes of a message, roughly.
 _MESSAGE_OVERHEAD_BYTES: Final = 700
 
 _split = lru_cache(maxsize=8192)(split_lane)
@@ -40,36 +34,35 @@ _split = lru_cache(maxsize=8192)(split_lane)
 _new: Final = tuple.__new__
 
 # A message in its lane's order: rank, claim id.
-Place = tuple[int, int]
+Position = tuple[int, int]
+
+
+class Tally(NamedTuple):
+    """How many messages of a bucket are in each state."""
+
+    ready: int
+    delayed: int
+    in_flight: int
+
+
+@lru_cache(maxsize=4096)
+def make_tally(ready: int, delayed: int, in_flight: int) -> Tally:
+    """Make a tally. Most buckets are full of one state: they share one object."""
+    return Tally(ready, delayed, in_flight)
+
+
+def rank_of(visible_at_ms: int, message_id: int) -> int:
+    """Return the rank of a message on a standard queue."""
+    return visible_at_ms << RANK_BITS | message_id
 
 
 class OpenBucket:
     """The messages of a bucket.
 
-    ``waiting`` and ``flight`` are keyed by claim id. ``lanes`` has the places of what can be
-    claimed, in order; on a FIFO queue, of all that waits. ``late`` has the places (by due time)
-    of what counts as delayed.
+    ``waiting`` and ``flight`` are keyed by claim id. ``lanes`` has the positions of claimable
+    messages, in order; on a FIFO queue, of all waiting ones. ``late`` has the positions (by due
+    time) of delayed messages.
     """
-
-    __slots__ = (
-        "_flight_bytes",
-        "_heads",
-        "_oldest",
-        "_oldest_is_gone",
-        "_waiting_bytes",
-        "cost",
-        "fifo",
-        "flight",
-        "held",
-        "hidden",
-        "id",
-        "key",
-        "lanes",
-        "late",
-        "late_claims",
-        "summary_key",
-        "waiting",
-    )
 
     def __init__(self, queue: Queue, bucket_id: int) -> None:
         self.id = bucket_id
@@ -78,16 +71,16 @@ class OpenBucket:
         self.fifo = queue.fifo
         self.waiting: dict[int, Item] = {}
         self.flight: dict[int, Item] = {}
-        self.lanes: dict[bytes, list[Place]] = {}
-        self.late: list[Place] = []
+        self.lanes: dict[bytes, list[Position]] = {}
+        self.late: list[Position] = []
         self.late_claims: set[int] = set()
-        # What waits and can't be claimed. On a FIFO queue it has its place all the same.
+        # Waiting messages that can't be claimed. On a FIFO queue they have a position all the same.
         self.hidden: set[int] = set()
         # FIFO: group -> how many of its messages are in flight
         self.held: dict[bytes, int] = {}
         self._oldest: int | None = None
         self._oldest_is_gone = False
-        # Estimated bytes in memory, for whoever bounds a cache.
+        # Estimated bytes in memory, for the cache, which is bounded in bytes.
         self.cost = 0
         self._waiting_bytes: dict[int, bytes] = {}
         self._flight_bytes: dict[int, bytes] = {}
@@ -97,13 +90,9 @@ class OpenBucket:
 
     @classmethod
     def decode(
-        cls,
-        queue: Queue,
-        bucket_id: int,
-        value: bytes,
-        is_late: Callable[[int, int], bool] | None,
+        cls, queue: Queue, bucket_id: int, value: bytes, is_late: Callable[[int, int], bool] | None
     ) -> OpenBucket:
-        """Open a bucket; ``is_late`` tells by claim id and time what counts as delayed."""
+        """Open a bucket; ``is_late`` tells by claim id and time whether a message is delayed."""
         bucket = cls(queue, bucket_id)
         available, in_flight = records.decode_active(value)
         for entry, raw in available:
@@ -117,28 +106,20 @@ class OpenBucket:
                 bucket.late.append((rank_of(visible_at, message_id), claim_id))
                 bucket.late_claims.add(claim_id)
             if bucket.fifo or not late:
-                rank = message_id if bucket.fifo else rank_of(visible_at, message_id)
-                bucket.lanes.setdefault(lane, []).append((rank, claim_id))
+                bucket.lanes.setdefault(lane, []).append((bucket._rank(item), claim_id))
         for flying, raw in in_flight:
-            claim_id = flying.claim_id
-            lane = lane_of(flying.group, flying.priority)
-            bucket.flight[claim_id] = Item(
-                claim_id,
-                flying.message_id,
-                lane,
-                flying.attempts,
-                flying.forgiven,
-                flying.visible_at,
-                flying.metadata,
-                flying.lease,
-            )
+            message_id, claim_id, _, _, attempts, metadata, visible_at, forgiven = flying[:8]
+            priority, group, lease = flying[8:]
+            lane = lane_of(group, priority)
+            item = Item(claim_id, message_id, lane, attempts, forgiven, visible_at, metadata, lease)
+            bucket.flight[claim_id] = item
             bucket._flight_bytes[claim_id] = raw
             bucket._hold(lane, 1)
         bucket._check(len(available) + len(in_flight))
         bucket.late.sort()
-        for lane, places in bucket.lanes.items():
-            places.sort()
-            bucket._note_head(lane, places[0][0])
+        for lane, positions in bucket.lanes.items():
+            positions.sort()
+            bucket._heads[lane] = _encode_head(lane, positions[0][0])
         bucket._oldest_is_gone = True
         bucket.cost = len(value) * 2 + _MESSAGE_OVERHEAD_BYTES * len(bucket)
         return bucket
@@ -159,45 +140,33 @@ class OpenBucket:
         )
 
     def encode(self) -> bytes:
-        """Join the bucket's record to be written, and estimate anew what the bucket costs."""
+        """Join the bucket's record to be written, and estimate the bucket's memory anew."""
         value = self.record()
         self.cost = len(value) * 2 + _MESSAGE_OVERHEAD_BYTES * len(self)
         return value
 
     def summary(self) -> bytes:
-        """Encode what the directory must know of this bucket."""
-        due = None
-        if self.late:
-            due = Due(self.late[0][0] >> RANK_BITS, self.late[0][0] & _ID_MASK)
+        """Encode the summary of this bucket for the directory."""
+        heads = self._heads
+        if self.hidden:
+            # The summary has the heads of lanes as they are with the hidden messages.
+            ranks = {lane: positions[0][0] for lane, positions in self.lanes.items()}
+            for item in map(self.waiting.__getitem__, self.hidden):
+                rank = self._rank(item)
+                ranks[item.lane] = min(rank, ranks.get(item.lane, rank))
+            heads = {lane: _encode_head(lane, rank) for lane, rank in ranks.items()}
+        first = self.late[0][0] if self.late else 0
         return pack_summary(
             ready=len(self.waiting) - len(self.late),
             in_flight=len(self.flight),
             oldest=self.oldest() or 0,
             late=[claim_id - self.id for _, claim_id in self.late],
-            due=due,
-            heads_encoded=self._all_heads() if self.hidden else self._heads.values(),
-            held_encoded=self._held_rows(),
+            due=Due(first >> RANK_BITS, first & _ID_MASK) if self.late else None,
+            heads_encoded=heads.values(),
+            held_encoded=[
+                encode_held(_split(group + b"\xff")[0], count) for group, count in self.held.items()
+            ],
         )
-
-    def _all_heads(self) -> Collection[bytes]:
-        """Encode the heads of lanes as they are with what is hidden."""
-        heads = {lane: places[0][0] for lane, places in self.lanes.items()}
-        for claim_id in self.hidden:
-            rank, lane = self._rank(claim_id), self.waiting[claim_id].lane
-            heads[lane] = min(rank, heads.get(lane, rank))
-        return [
-            encode_head(*_split(lane), rank >> RANK_BITS, rank & _ID_MASK)
-            for lane, rank in heads.items()
-        ]
-
-    def _rank(self, claim_id: int) -> int:
-        item = self.waiting[claim_id]
-        return item.message_id if self.fifo else rank_of(item.visible_at_ms, item.message_id)
-
-    def _held_rows(self) -> Collection[bytes]:
-        return [
-            encode_held(_split(group + b"\xff")[0], count) for group, count in self.held.items()
-        ]
 
     # --- reading ---------------------------------------------------------------------------
 
@@ -207,23 +176,37 @@ class OpenBucket:
     def tally(self) -> Tally:
         """Count the messages by state."""
         late = len(self.late)
-        return tally(len(self.waiting) - late, late, len(self.flight))
+        return make_tally(len(self.waiting) - late, late, len(self.flight))
 
     def head(self, lane: bytes) -> int | None:
-        """Give the rank of the first message of a lane."""
-        places = self.lanes.get(lane)
-        return places[0][0] if places else None
+        """Return the rank of the first message of a lane."""
+        positions = self.lanes.get(lane)
+        return positions[0][0] if positions else None
 
     def due_rank(self) -> int | None:
-        """Give the rank, by time, of the first delayed message."""
+        """Return the rank, by time, of the first delayed message."""
         return self.late[0][0] if self.late else None
 
     def oldest(self) -> int | None:
-        """Give the lowest id of a waiting message."""
+        """Return the lowest id of a waiting message."""
         if self._oldest_is_gone:
             self._oldest = min([item.message_id for item in self.waiting.values()], default=None)
             self._oldest_is_gone = False
         return self._oldest
+
+    def takeable(self, lane: bytes, limit: int, below: int | None) -> int:
+        """Count the first messages of a lane that can be taken: ranked below, and visible."""
+        positions = self.lanes[lane]
+        count = len(positions) if below is None else bisect_left(positions, (below,))
+        count = min(count, limit)
+        if self.fifo and (self.late_claims or self.hidden):
+            for index in range(count):
+                if positions[index][1] in self.late_claims or positions[index][1] in self.hidden:
+                    return index
+        return count
+
+    def _rank(self, item: Item) -> int:
+        return item.message_id if self.fifo else rank_of(item.visible_at_ms, item.message_id)
 
     # --- changes ---------------------------------------------------------------------------
 
@@ -253,58 +236,44 @@ class OpenBucket:
             if not self.fifo:
                 return False
         rank = message_id if self.fifo else visible_at_ms << RANK_BITS | message_id
-        return self._place(lane, (rank, claim_id))
+        return self._insert(lane, (rank, claim_id))
 
-    def _place(self, lane: bytes, place: Place) -> bool:
-        places = self.lanes.get(lane)
-        if places is None:
-            self.lanes[lane] = [place]
-        elif place > places[-1]:
-            places.append(place)
+    def _insert(self, lane: bytes, position: Position) -> bool:
+        positions = self.lanes.get(lane)
+        if positions is None:
+            self.lanes[lane] = [position]
+        elif position > positions[-1]:
+            positions.append(position)
             return False
         else:
-            insort(places, place)
-            if places[0] is not place:
+            insort(positions, position)
+            if positions[0] is not position:
                 return False
-        self._note_head(lane, place[0])
+        self._heads[lane] = _encode_head(lane, position[0])
         return True
 
     def come_due(self) -> tuple[bytes, bool]:
-        """Count the first delayed message as ready; give its lane, and whether it heads it."""
+        """Count the first delayed message as ready; return its lane, and whether it heads it."""
         rank, claim_id = self.late.pop(0)
         self.late_claims.discard(claim_id)
         lane = self.waiting[claim_id].lane
-        return lane, not self.fifo and self._place(lane, (rank, claim_id))
-
-    def takeable(self, lane: bytes, limit: int, below: int | None) -> int:
-        """Count the first messages of a lane that can be taken: ranked below, and visible."""
-        places = self.lanes[lane]
-        count = len(places) if below is None else bisect_left(places, (below,))
-        count = min(count, limit)
-        if self.fifo and (self.late_claims or self.hidden):
-            for index in range(count):
-                if places[index][1] in self.late_claims or places[index][1] in self.hidden:
-                    return index
-        return count
+        return lane, not self.fifo and self._insert(lane, (rank, claim_id))
 
     def hide(self, claim_id: int) -> None:
-        """Make claims pass over a message that could be claimed."""
+        """Make claims pass over a claimable message."""
         if claim_id not in self.hidden:
             self.hidden.add(claim_id)
             if not self.fifo:
-                lane = self.waiting[claim_id].lane
-                places = self.lanes[lane]
-                index = bisect_left(places, (self._rank(claim_id), claim_id))
-                self._cut(lane, places, index, index + 1)
+                self._remove_position(self.waiting[claim_id])
 
     def take(self, lane: bytes, count: int, grants: Iterator[Grant], now_ms: int) -> list[Item]:
         """Move the first ``count`` messages of a lane to in flight."""
-        places = self.lanes[lane]
+        positions = self.lanes[lane]
         group, priority = _split(lane)
         waiting, waiting_bytes = self.waiting, self._waiting_bytes
         flight, flight_bytes = self.flight, self._flight_bytes
         taken = []
-        for _, claim_id in places[:count]:
+        for _, claim_id in positions[:count]:
             item = waiting.pop(claim_id)
             del waiting_bytes[claim_id]
             count_attempt(item)
@@ -327,7 +296,7 @@ class OpenBucket:
             )
             flight_bytes[claim_id] = records.encode_in_flight(_new(records.InFlight, fields))
             taken.append(item)
-        self._cut(lane, places, 0, count)
+        self._cut(lane, 0, count)
         self._hold(lane, count)
         return taken
 
@@ -339,8 +308,8 @@ class OpenBucket:
             self._hold(item.lane, -1)
         return item
 
-    def remove_waiting(self, claim_id: int) -> tuple[Item, bool] | None:
-        """Take a message out that waits; say whether it counted as delayed."""
+    def remove_waiting(self, claim_id: int) -> tuple[bytes, bool] | None:
+        """Take a waiting message out; return its lane, and whether it was delayed."""
         item = self.waiting.pop(claim_id, None)
         if item is None:
             return None
@@ -348,17 +317,14 @@ class OpenBucket:
         self.hidden.discard(claim_id)
         del self._waiting_bytes[claim_id]
         late = claim_id in self.late_claims
-        by_time = rank_of(item.visible_at_ms, item.message_id)
         if late:
             self.late_claims.discard(claim_id)
+            by_time = rank_of(item.visible_at_ms, item.message_id)
             del self.late[bisect_left(self.late, (by_time, claim_id))]
         if self.fifo or not (late or hidden):
-            places = self.lanes[item.lane]
-            rank = item.message_id if self.fifo else by_time
-            index = bisect_left(places, (rank, claim_id))
-            self._cut(item.lane, places, index, index + 1)
+            self._remove_position(item)
         self._oldest_is_gone |= item.message_id == self._oldest
-        return item, late
+        return item.lane, late
 
     def relabel(self, claim_id: int, lease: bytes) -> None:
         """Note a message in flight as held under another split of its lease."""
@@ -371,15 +337,17 @@ class OpenBucket:
 
     # --- parts -----------------------------------------------------------------------------
 
-    def _cut(self, lane: bytes, places: list[Place], begin: int, end: int) -> None:
-        del places[begin:end]
-        if not places:
+    def _remove_position(self, item: Item) -> None:
+        index = bisect_left(self.lanes[item.lane], (self._rank(item), item.key))
+        self._cut(item.lane, index, index + 1)
+
+    def _cut(self, lane: bytes, begin: int, end: int) -> None:
+        positions = self.lanes[lane]
+        del positions[begin:end]
+        if not positions:
             del self.lanes[lane], self._heads[lane]
         elif begin == 0 < end:
-            self._note_head(lane, places[0][0])
-
-    def _note_head(self, lane: bytes, rank: int) -> None:
-        self._heads[lane] = encode_head(*_split(lane), rank >> RANK_BITS, rank & _ID_MASK)
+            self._heads[lane] = _encode_head(lane, positions[0][0])
 
     def _hold(self, lane: bytes, count: int) -> None:
         if self.fifo:
@@ -389,3 +357,7 @@ class OpenBucket:
                 self.held[group] = left
             else:
                 self.held.pop(group, None)
+
+
+def _encode_head(lane: bytes, rank: int) -> bytes:
+    return encode_head(*_split(lane), rank >> RANK_BITS, rank & _ID_MASK)

@@ -1,39 +1,45 @@
-"""The buckets of all queues: on disk, open in memory, and in each queue's directory.
+"""The buckets of all queues in memory: each queue's directory, and some open buckets.
+
+A directory has for each bucket how many messages it has in each state, its oldest waiting message
+and its first delayed one; and for each lane in it, the rank of the lane's first message there. So a
+claim reads only the buckets that it takes from. Directories grow with the number of buckets, and
+with the number of (lane, bucket) pairs where groups or priorities are many, never with the number
+of messages as such.
 
 An open bucket is changed in place and written whole, so that several changes in one batch add up.
-It stays open until a later batch shows that this one has ended: before that, what is on disk is
-behind it. Otherwise the longest unused is closed when open buckets take too much memory.
+It stays open until a later batch shows that this one has ended: before that, the disk is behind it.
+Otherwise the longest unused is closed when open buckets take too much memory.
 
-A directory is rebuilt from the summaries alone. They are trusted when they add up to the queue's
-counters, which are committed with them. If they don't, every bucket of the queue is read once and
-the summaries that are wrong are made anew. A bucket that can't be read is put aside, and the queue
-goes on without it.
+A directory is rebuilt from the summaries of buckets alone. They are trusted when they add up to the
+queue's counters, which are committed with them. If they don't, every bucket of the queue is read
+once and wrong summaries are made anew. An unreadable bucket is put into the quarantine, and the
+queue goes on without it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Any, Final
+
+from sortedcontainers import SortedDict
 
 from penstock.engines import rows_of
 from penstock.errors import CorruptRecord, StoreDamaged
+from penstock.model import State
 from penstock.store.codec import opendata
 from penstock.store.codec.summaries import decode_summary
-from penstock.store.kv.fronts import DueHeap
-from penstock.store.live import Directories
-from penstock.store.live.bucket import OpenBucket
-from penstock.store.live.bucket_directory import RANK_BITS, Directory
+from penstock.store.live import Directories, group_of, lane_of
+from penstock.store.live.bucket import RANK_BITS, OpenBucket, Tally, make_tally, rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from penstock.engines import Batch, Table
+    from penstock.store.codec.summaries import Summary
     from penstock.store.kv.queues import Queue
     from penstock.store.live import Quarantine
-    from penstock.store.live.bucket_directory import Tally
-
-__all__ = ["BucketShelf"]
 
 log = logging.getLogger(__name__)
 
@@ -41,125 +47,290 @@ log = logging.getLogger(__name__)
 OPEN_BUCKETS_BYTES: Final = 48 * 1024 * 1024
 # Buckets may be large, so a full check reads few at a time.
 _CHECK_PAGE: Final = 64
+# Behind a prefix: after every key of a bucket.
+_AFTER: Final = b"\xff" * 9
+_TALLY_FIELDS: Final = {State.AVAILABLE: 0, State.DELAYED: 1, State.IN_FLIGHT: 2}
 
 
-class BucketShelf:
-    """Reads and writes buckets, and keeps the directories right.
+class Ranking:
+    """One rank per bucket; finding the lowest costs little, however many there are."""
 
-    ``on_heal`` is called for every summary that was wrong, or had no bucket.
+    __slots__ = ("_heap", "ranks")
+
+    def __init__(self) -> None:
+        # bucket id -> rank
+        self.ranks: dict[int, int] = {}
+        # Entries that `ranks` no longer agrees with are dropped when they come up.
+        self._heap: list[tuple[int, int]] = []
+
+    def set(self, bucket_id: int, rank: int | None) -> None:
+        """Set or (None) clear the rank of a bucket."""
+        ranks = self.ranks
+        if rank is None:
+            ranks.pop(bucket_id, None)
+            if not ranks:
+                self._heap.clear()
+        elif ranks.get(bucket_id) != rank:
+            ranks[bucket_id] = rank
+            heappush(self._heap, (rank, bucket_id))
+            if len(self._heap) > 8 + 2 * len(ranks):
+                self._heap = [(rank, bucket_id) for bucket_id, rank in ranks.items()]
+                heapify(self._heap)
+
+    def first(self) -> tuple[int, int] | None:
+        """Return the lowest rank and its bucket."""
+        heap, ranks = self._heap, self.ranks
+        while heap:
+            rank, bucket_id = heap[0]
+            if ranks.get(bucket_id) == rank:
+                return rank, bucket_id
+            heappop(heap)
+        return None
+
+    def pop(self) -> tuple[int, int | None]:
+        """Remove the lowest; return its bucket, and the lowest rank of the others."""
+        first = self.first()
+        assert first is not None, "nothing is ranked"
+        del self.ranks[first[1]]
+        heappop(self._heap)
+        following = self.first()
+        return first[1], None if following is None else following[0]
+
+
+class BucketDirectory:
+    """The buckets of one queue, and its groups in turn.
+
+    A group is in the ring while it has something to claim. On a FIFO queue it is there while it
+    has anything waiting, unless it is ``held`` (messages in flight, by bucket) or ``blocked`` (a
+    claim found its head not visible).
     """
 
-    def __init__(self, table: Table, quarantine: Quarantine, on_heal: Callable[[], None]) -> None:
+    def __init__(self) -> None:
+        # bucket id -> Tally, in the order of ids
+        self.buckets: Any = SortedDict()
+        self.lanes: dict[bytes, dict[bytes, Ranking]] = {}
+        # The first group is next in turn.
+        self.ring: OrderedDict[bytes, None] = OrderedDict()
+        self.held: dict[bytes, dict[int, int]] = {}
+        self.blocked: set[bytes] = set()
+        self.late = Ranking()
+        self.oldest = Ranking()
+
+    def adopt(self, bucket_id: int, summary: Summary) -> None:
+        """Add a bucket by its summary. Turns begin with :meth:`start_turns`."""
+        self.buckets[bucket_id] = make_tally(summary.ready, summary.delayed, summary.in_flight)
+        if summary.ready or summary.delayed:
+            self.oldest.set(bucket_id, summary.oldest)
+        if summary.due is not None:
+            self.late.set(bucket_id, rank_of(*summary.due))
+        for group, priority, visible_at_ms, message_id in summary.heads:
+            lane = lane_of(group, priority)
+            self._ranking(lane).set(bucket_id, rank_of(visible_at_ms, message_id))
+        for group, in_flight in summary.held:
+            self.held.setdefault(group_of(lane_of(group, 0)), {})[bucket_id] = in_flight
+
+    def start_turns(self) -> None:
+        """Line the groups up, in the order of their names."""
+        self.ring = OrderedDict.fromkeys(
+            group for group in sorted(self.lanes) if group not in self.held
+        )
+
+    def totals(self) -> Tally:
+        """Add up all buckets."""
+        rows = self.buckets.values()
+        return Tally(*(sum(row[field] for row in rows) for field in range(3)))
+
+    def holding(self, state: State, at_least: int) -> Iterator[int]:
+        """Yield the buckets from an id on that have messages in a state."""
+        field = _TALLY_FIELDS[state]
+        for bucket_id in self.buckets.irange(minimum=at_least):
+            if self.buckets[bucket_id][field]:
+                yield bucket_id
+
+    def set_head(self, lane: bytes, bucket_id: int, rank: int | None) -> None:
+        """Note the first message of a lane in a bucket; None: it has no more of that lane."""
+        group = group_of(lane)
+        if rank is not None:
+            self._ranking(lane).set(bucket_id, rank)
+            if group not in self.ring and group not in self.held and group not in self.blocked:
+                self.ring[group] = None
+            return
+        lanes = self.lanes.get(group)
+        ranking = None if lanes is None else lanes.get(lane)
+        if lanes is None or ranking is None:
+            return
+        ranking.set(bucket_id, None)
+        if not ranking.ranks:
+            del lanes[lane]
+            if not lanes:
+                del self.lanes[group]
+                self.ring.pop(group, None)
+                self.blocked.discard(group)
+
+    def hold(self, group: bytes, bucket_id: int, count: int) -> None:
+        """Count FIFO messages of a group as in flight: the group is out of turn."""
+        counts = self.held.setdefault(group, {})
+        counts[bucket_id] = counts.get(bucket_id, 0) + count
+        self.ring.pop(group, None)
+
+    def unhold(self, group: bytes, bucket_id: int, count: int) -> None:
+        """Count FIFO messages as no longer in flight; with the last, the group has its turn."""
+        counts = self.held.get(group)
+        if counts is None or bucket_id not in counts:
+            return
+        counts[bucket_id] -= count
+        if counts[bucket_id] <= 0:
+            del counts[bucket_id]
+        if not counts:
+            del self.held[group]
+            if group in self.lanes:
+                self.ring[group] = None
+
+    def block(self, group: bytes) -> None:
+        """Take a FIFO group out of turn, whose head is not visible."""
+        self.ring.pop(group, None)
+        self.blocked.add(group)
+
+    def unblock(self, group: bytes) -> None:
+        """Let a claim look again at a FIFO group whose head was not visible."""
+        if group in self.blocked:
+            self.blocked.discard(group)
+            if group in self.lanes:
+                self.ring[group] = None
+
+    def drop(self, bucket_id: int) -> Tally:
+        """Remove an unreadable bucket, whatever it held; return its tally."""
+        for lane in [lane for lanes in self.lanes.values() for lane in lanes]:
+            self.set_head(lane, bucket_id, None)
+        for group, counts in list(self.held.items()):
+            self.unhold(group, bucket_id, counts.get(bucket_id, 0))
+        self.late.set(bucket_id, None)
+        self.oldest.set(bucket_id, None)
+        row: Tally = self.buckets.pop(bucket_id)
+        return row
+
+    def _ranking(self, lane: bytes) -> Ranking:
+        lanes = self.lanes.setdefault(group_of(lane), {})
+        ranking = lanes.get(lane)
+        if ranking is None:
+            ranking = lanes[lane] = Ranking()
+        return ranking
+
+
+class BucketCache:
+    """Reads and writes buckets, and keeps the directories right.
+
+    ``healed`` counts the summaries that were wrong, or had no bucket. ``passed`` has the messages
+    (queue number, claim id) that claims pass over.
+    """
+
+    def __init__(self, table: Table, quarantine: Quarantine) -> None:
         self._table = table
         self._quarantine = quarantine
-        self.directories: Directories[Directory] = Directories()
-        # Messages (queue number, claim id) that claims pass over.
+        self.healed = 0
         self.passed: set[tuple[int, int]] = set()
-        self.queues: dict[int, Queue] = {}
+        self._directories: Directories[BucketDirectory] = Directories()
+        self._queues: dict[int, Queue] = {}
         # queue number -> when its first delayed message comes due
-        self.due: DueHeap[int] = DueHeap()
+        self._due = Ranking()
         # (queue number, bucket id) -> bucket, the longest unused first
         self._open: OrderedDict[tuple[int, int], OpenBucket] = OrderedDict()
         self._open_bytes = 0
-        # Open buckets that may be ahead of what is committed: touched in the latest batch.
+        # Open buckets that may be ahead of the last commit: touched in the latest batch.
         self._touched: set[tuple[int, int]] = set()
         self._batch: Batch | None = None
-        # Summaries to write (None: delete) with the next batch, where none was at hand.
+        # Summaries to write (None: delete) with the next batch, if none was at hand.
         self._mending: dict[bytes, bytes | None] = {}
-        self._on_heal = on_heal
 
     # --- directories -----------------------------------------------------------------------
 
     def load(self, queue: Queue) -> None:
-        """Rebuild a queue's directory from the summaries."""
+        """Rebuild a queue's directory from the summaries of its buckets."""
         self.forget(queue)
         try:
-            self._load(queue)
+            directory = self._directories[queue.number] = BucketDirectory()
+            self._queues[queue.number] = queue
+            prefix = opendata.bucket_summary_prefix(queue.id)
+            damaged = []
+            for key, value in rows_of(self._table, prefix, prefix + _AFTER):
+                bucket_id = int.from_bytes(key[-8:], "big")
+                try:
+                    directory.adopt(bucket_id, decode_summary(value))
+                except CorruptRecord as error:
+                    damaged.append((bucket_id, str(error)))
+            for bucket_id, why in damaged:
+                record = self._table.get(opendata.active_key(queue.id, bucket_id))
+                self._rebuild(queue, bucket_id, record, why)
+            counts = queue.counts
+            if directory.totals() != (counts.available, counts.delayed, counts.in_flight):
+                self._check_all(queue)
+                counts.available, counts.delayed, counts.in_flight = directory.totals()
         except StoreDamaged as error:
-            # A bucket that is not known of would be written over.
+            # A bucket that the directory does not know would be written over.
             log.error("queue %s: its buckets are not known: %s", queue.name, str(error))  # noqa: TRY400
             self.forget(queue)
-            self.directories.damage[queue.number] = error.anew()
-
-    def _load(self, queue: Queue) -> None:
-        directory = self.directories[queue.number] = Directory(fifo=queue.fifo)
-        self.queues[queue.number] = queue
-        prefix = opendata.bucket_summary_prefix(queue.id)
-        damaged = []
-        for key, value in rows_of(self._table, prefix, _after(prefix)):
-            bucket_id = int.from_bytes(key[-8:], "big")
-            try:
-                directory.adopt(bucket_id, decode_summary(value))
-            except CorruptRecord as error:
-                damaged.append((bucket_id, str(error)))
-        for bucket_id, why in damaged:
-            record = self._table.get(opendata.active_key(queue.id, bucket_id))
-            self._rebuild(queue, directory, bucket_id, record, why)
-        counts = queue.counts
-        if directory.totals() != (counts.available, counts.delayed, counts.in_flight):
-            self._check_all(queue, directory)
-            counts.available, counts.delayed, counts.in_flight = directory.totals()
-        directory.start_turns()
-        self.set_due(queue)
+            self._directories.damage[queue.number] = error.anew()
+        else:
+            directory.start_turns()
+            self._set_due(queue)
 
     def forget(self, queue: Queue) -> None:
         """Drop a queue's directory and close its buckets."""
-        self.directories.pop(queue.number, None)
-        self.directories.damage.pop(queue.number, None)
-        self.queues.pop(queue.number, None)
-        self.due.set(queue.number, None)
+        self._directories.pop(queue.number, None)
+        self._directories.damage.pop(queue.number, None)
+        self._queues.pop(queue.number, None)
+        self._due.set(queue.number, None)
         self._batch = None
         for key in [key for key in self._open if key[0] == queue.number]:
             self._close(key)
 
-    def set_due(self, queue: Queue) -> None:
+    def _set_due(self, queue: Queue) -> None:
         """Work out when the first delayed message of a queue comes due."""
-        first = self.directories[queue.number].late.first()
-        self.due.set(queue.number, None if first is None else first[0] >> RANK_BITS)
+        first = self._directories[queue.number].late.first()
+        self._due.set(queue.number, None if first is None else first[0] >> RANK_BITS)
 
-    # --- reading ---------------------------------------------------------------------------
+    # --- open buckets ----------------------------------------------------------------------
 
-    def bucket(self, queue: Queue, bucket_id: int) -> OpenBucket | None:
+    def _bucket(self, queue: Queue, bucket_id: int) -> OpenBucket | None:
         """Open a bucket; None if there is none, or none that can be read."""
         key = (queue.number, bucket_id)
         bucket = self._open.get(key)
         if bucket is not None:
             self._open.move_to_end(key)
             return bucket
-        directory = self.directories[queue.number]
-        known: Tally | None = directory.buckets.get(bucket_id)
+        known: Tally | None = self._directories[queue.number].buckets.get(bucket_id)
         if known is None:
             return None
         record = self._table.get(opendata.active_key(queue.id, bucket_id))
         if record is None:
-            self._lose(queue, directory, bucket_id)
-            self._healed(queue, bucket_id, "its bucket is gone")
+            self._lose(queue, bucket_id)
+            self._note_healed(queue, bucket_id, "its bucket is gone")
             return None
         try:
             bucket = OpenBucket.decode(queue, bucket_id, record, self._lateness(queue, bucket_id))
         except CorruptRecord as error:
-            self._lose(queue, directory, bucket_id)
+            self._lose(queue, bucket_id)
             self._put_aside(queue, bucket_id, record, str(error))
             return None
         if bucket.tally() != known:
-            self._lose(queue, directory, bucket_id)
-            self._regain(queue, directory, bucket)
-        self._keep(key, bucket)
+            self._lose(queue, bucket_id)
+            self._regain(queue, bucket)
+        self._keep(queue, bucket)
         if self.passed:
-            self.hide(queue, bucket)
+            self._hide(queue, bucket)
         return bucket
 
-    def hide(self, queue: Queue, bucket: OpenBucket) -> None:
+    def _hide(self, queue: Queue, bucket: OpenBucket) -> None:
         """Make claims pass over the marked messages of a bucket."""
-        directory = self.directories[queue.number]
+        directory = self._directories[queue.number]
         for claim_id, item in bucket.waiting.items():
             if (queue.number, claim_id) in self.passed:
                 bucket.hide(claim_id)
                 directory.set_head(item.lane, bucket.id, bucket.head(item.lane))
 
     def _lateness(self, queue: Queue, bucket_id: int) -> Callable[[int, int], bool] | None:
-        """Tell how to know what counts as delayed in a bucket."""
-        known: Tally = self.directories[queue.number].buckets[bucket_id]
+        """Return a test for delayed messages of a bucket; None if it has none."""
+        known: Tally = self._directories[queue.number].buckets[bucket_id]
         if not known.delayed:
             return None
         raw = self._table.get(opendata.bucket_summary_key(queue.id, bucket_id))
@@ -170,65 +341,11 @@ class BucketShelf:
         late = frozenset(bucket_id + offset for offset in offsets)
         return lambda claim_id, _: claim_id in late
 
-    # --- writing ---------------------------------------------------------------------------
-
-    def begin(self, batch: Batch) -> None:
-        """Start a change; a batch not seen before means that the one before has ended."""
-        if batch is not self._batch:
-            self._batch = batch
-            self._touched.clear()
-            self._close_unused()
-        if self._mending:
-            for key, value in self._mending.items():
-                if value is None:
-                    batch.delete(key, self._table.family)
-                else:
-                    batch.put(key, value, self._table.family)
-            self._mending.clear()
-
-    def touch(self, queue: Queue, bucket_id: int) -> OpenBucket | None:
-        """Open a bucket to change it."""
-        self._touched.add((queue.number, bucket_id))
-        return self.bucket(queue, bucket_id)
-
-    def make(self, queue: Queue, bucket_id: int) -> OpenBucket:
-        """Make a bucket that is not there."""
-        assert bucket_id not in self.directories[queue.number].buckets, "the bucket is there"
-        key = (queue.number, bucket_id)
-        self._touched.add(key)
-        bucket = OpenBucket(queue, bucket_id)
-        self._keep(key, bucket)
-        return bucket
-
-    def write(self, batch: Batch, queue: Queue, buckets: Iterable[OpenBucket]) -> None:
-        """Write buckets back with their summaries; delete the empty ones."""
-        for bucket in buckets:
-            if not len(bucket):
-                batch.delete(bucket.key, self._table.family)
-                batch.delete(bucket.summary_key, self._table.family)
-                directory = self.directories[queue.number]
-                directory.buckets.pop(bucket.id, None)
-                directory.oldest.set(bucket.id, None)
-                self._close((queue.number, bucket.id))
-                continue
-            before = bucket.cost
-            batch.put(bucket.key, bucket.encode(), self._table.family)
-            self._open_bytes += bucket.cost - before
-            self.write_summary(batch, queue, bucket)
-
-    def write_summary(self, batch: Batch, queue: Queue, bucket: OpenBucket) -> None:
-        """Write a summary, when nothing in the bucket itself has changed."""
-        batch.put(bucket.summary_key, bucket.summary(), self._table.family)
-        directory = self.directories[queue.number]
-        directory.buckets[bucket.id] = bucket.tally()
-        directory.oldest.set(bucket.id, bucket.oldest())
-
-    # --- what is open ------------------------------------------------------------------------
-
-    def _keep(self, key: tuple[int, int], bucket: OpenBucket) -> None:
-        self._open[key] = bucket
+    def _keep(self, queue: Queue, bucket: OpenBucket) -> OpenBucket:
+        self._open[queue.number, bucket.id] = bucket
         self._open_bytes += bucket.cost
         self._close_unused()
+        return bucket
 
     def _close_unused(self) -> None:
         spared = 0
@@ -245,28 +362,63 @@ class BucketShelf:
     def _close(self, key: tuple[int, int]) -> None:
         self._open_bytes -= self._open.pop(key).cost
 
-    def differing(self, queue: Queue) -> Iterator[int]:
-        """Give the open buckets of a queue that are not as the table has them."""
-        for (number, bucket_id), bucket in self._open.items():
-            if number == queue.number:
-                record, summary = self._table.multi_get([bucket.key, bucket.summary_key])
-                late = {bucket_id + offset for offset in decode_summary(summary or b"").late}
-                if record != bucket.record() or late != bucket.late_claims:
-                    yield bucket_id
+    # --- writing ---------------------------------------------------------------------------
 
-    # --- healing -----------------------------------------------------------------------------
+    def _begin(self, batch: Batch) -> None:
+        """Start a change; a batch not seen before means that the one before has ended."""
+        if batch is not self._batch:
+            self._batch = batch
+            self._touched.clear()
+            self._close_unused()
+        if self._mending:
+            for key, value in self._mending.items():
+                if value is None:
+                    batch.delete(key, self._table.family)
+                else:
+                    batch.put(key, value, self._table.family)
+            self._mending.clear()
 
-    def _check_all(self, queue: Queue, directory: Directory) -> None:
-        """Read every bucket, and make the directory agree with what is there."""
+    def _touch(self, queue: Queue, bucket_id: int) -> OpenBucket | None:
+        """Open a bucket to change it."""
+        self._touched.add((queue.number, bucket_id))
+        return self._bucket(queue, bucket_id)
+
+    def _write(self, batch: Batch, queue: Queue, buckets: Iterable[OpenBucket]) -> None:
+        """Write buckets back with their summaries; delete the empty ones."""
+        for bucket in buckets:
+            if not len(bucket):
+                batch.delete(bucket.key, self._table.family)
+                batch.delete(bucket.summary_key, self._table.family)
+                directory = self._directories[queue.number]
+                directory.buckets.pop(bucket.id, None)
+                directory.oldest.set(bucket.id, None)
+                self._close((queue.number, bucket.id))
+                continue
+            before = bucket.cost
+            batch.put(bucket.key, bucket.encode(), self._table.family)
+            self._open_bytes += bucket.cost - before
+            self._write_summary(batch, queue, bucket)
+
+    def _write_summary(self, batch: Batch, queue: Queue, bucket: OpenBucket) -> None:
+        batch.put(bucket.summary_key, bucket.summary(), self._table.family)
+        directory = self._directories[queue.number]
+        directory.buckets[bucket.id] = bucket.tally()
+        directory.oldest.set(bucket.id, bucket.oldest())
+
+    # --- healing ---------------------------------------------------------------------------
+
+    def _check_all(self, queue: Queue) -> None:
+        """Read every bucket, and make the directory agree with them."""
+        directory = self._directories[queue.number]
         log.warning("queue %s: summaries and counters differ, checking all buckets", queue.name)
         prefix = opendata.active_prefix(queue.id)
         unseen = set(directory.buckets)
-        for key, record in rows_of(self._table, prefix, _after(prefix), page=_CHECK_PAGE):
+        for key, record in rows_of(self._table, prefix, prefix + _AFTER, page=_CHECK_PAGE):
             bucket_id = int.from_bytes(key[-8:], "big")
             unseen.discard(bucket_id)
             known = directory.buckets.get(bucket_id)
             if known is None:
-                self._rebuild(queue, directory, bucket_id, record, "there was none")
+                self._rebuild(queue, bucket_id, record, "there was none")
                 continue
             try:
                 bucket = OpenBucket.decode(
@@ -277,18 +429,15 @@ class BucketShelf:
                 continue
             if bucket.tally() != known:
                 directory.drop(bucket_id)
-                self._rebuild(queue, directory, bucket_id, record, "it did not agree")
+                self._rebuild(queue, bucket_id, record, "it did not agree")
         for bucket_id in unseen:
             directory.drop(bucket_id)
-            self._rebuild(queue, directory, bucket_id, None, "its bucket is gone")
+            self._rebuild(queue, bucket_id, None, "its bucket is gone")
 
-    def _rebuild(
-        self, queue: Queue, directory: Directory, bucket_id: int, record: bytes | None, why: str
-    ) -> None:
+    def _rebuild(self, queue: Queue, bucket_id: int, record: bytes | None, why: str) -> None:
         """Make a summary anew from its bucket, while the directory is being made."""
-        self._healed(queue, bucket_id, why)
-        summary_key = opendata.bucket_summary_key(queue.id, bucket_id)
-        self._mending[summary_key] = None
+        self._note_healed(queue, bucket_id, why)
+        self._mending[opendata.bucket_summary_key(queue.id, bucket_id)] = None
         if record is None:
             return
         try:
@@ -296,32 +445,34 @@ class BucketShelf:
         except CorruptRecord as error:
             self._put_aside(queue, bucket_id, record, str(error))
             return
-        summary = bucket.summary()
-        self._mending[summary_key] = summary
-        directory.adopt(bucket_id, decode_summary(summary))
+        self._adopt(queue, bucket)
 
-    def _lose(self, queue: Queue, directory: Directory, bucket_id: int) -> None:
-        """Go on without a bucket."""
-        lost = directory.drop(bucket_id)
-        self._mending[opendata.bucket_summary_key(queue.id, bucket_id)] = None
-        queue.counts.available -= lost.ready
-        queue.counts.delayed -= lost.delayed
-        queue.counts.in_flight -= lost.in_flight
-        self.set_due(queue)
-
-    def _regain(self, queue: Queue, directory: Directory, bucket: OpenBucket) -> None:
-        """Take a bucket in as it is, whose summary said otherwise."""
-        self._healed(queue, bucket.id, "it did not agree")
-        summary = bucket.summary()
-        self._mending[bucket.summary_key] = summary
+    def _adopt(self, queue: Queue, bucket: OpenBucket) -> BucketDirectory:
+        """Add a bucket to the directory, and its summary to those to be written."""
+        summary = self._mending[bucket.summary_key] = bucket.summary()
+        directory = self._directories[queue.number]
         directory.adopt(bucket.id, decode_summary(summary))
+        return directory
+
+    def _lose(self, queue: Queue, bucket_id: int) -> None:
+        """Go on without a bucket."""
+        lost = self._directories[queue.number].drop(bucket_id)
+        self._mending[opendata.bucket_summary_key(queue.id, bucket_id)] = None
+        self._add_to_counts(queue, lost, -1)
+
+    def _regain(self, queue: Queue, bucket: OpenBucket) -> None:
+        """Add a bucket as it is, after its summary was found wrong."""
+        self._note_healed(queue, bucket.id, "it did not agree")
+        directory = self._adopt(queue, bucket)
         for lane in bucket.lanes:
             directory.set_head(lane, bucket.id, bucket.head(lane))
-        found = bucket.tally()
-        queue.counts.available += found.ready
-        queue.counts.delayed += found.delayed
-        queue.counts.in_flight += found.in_flight
-        self.set_due(queue)
+        self._add_to_counts(queue, bucket.tally(), 1)
+
+    def _add_to_counts(self, queue: Queue, tally: Tally, sign: int) -> None:
+        queue.counts.available += sign * tally.ready
+        queue.counts.delayed += sign * tally.delayed
+        queue.counts.in_flight += sign * tally.in_flight
+        self._set_due(queue)
 
     def _put_aside(self, queue: Queue, bucket_id: int, record: bytes, why: str) -> None:
         self._quarantine("buckets", opendata.active_key(queue.id, bucket_id), record, why)
@@ -330,17 +481,12 @@ class BucketShelf:
         end = number + opendata.capacity(exponent)
         queue.counts.next_claim = max(queue.counts.next_claim, end)
 
-    def _healed(self, queue: Queue, bucket_id: int, why: str) -> None:
-        self._on_heal()
+    def _note_healed(self, queue: Queue, bucket_id: int, why: str) -> None:
+        self.healed += 1
         log.warning("queue %s: summary of bucket %#x mended: %s", queue.name, bucket_id, why)
 
 
 def _by_time(queue: Queue) -> Callable[[int, int], bool]:
-    """Tell what counts as delayed by the latest time that the queue has seen."""
+    """Return a test for delayed messages by the latest time that the queue has seen."""
     floor_ms = queue.counts.time_floor_ms
     return lambda _, visible_at_ms: visible_at_ms > floor_ms
-
-
-def _after(prefix: bytes) -> bytes:
-    """Return the first key after every key of a bucket with this prefix."""
-    return prefix + b"\xff" * 9

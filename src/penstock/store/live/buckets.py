@@ -1,4 +1,4 @@
-"""The bucket design: few large records, and a directory of what is in which.
+"""The bucket design: few large records, and a directory of their contents.
 
 This is OpenData-Queue's layout. All of a queue's live messages are in its active buckets::
 
@@ -11,15 +11,13 @@ one sequence per queue. It places the message in a bucket, where it stays while 
 included. A changed exponent opens buckets of another size beside the old ones; the directory
 covers them all, so claims and scans walk every exponent in use.
 
-Memory has a directory (``bucket_directory``) that grows with the number of buckets, and with the
-number of (lane, bucket) pairs where groups or priorities are many, never with the depth as such;
-and a bounded amount of open buckets (``bucket_shelf``, ``open_bucket``).
+Memory has a directory of each queue and a bounded number of open buckets (``bucket_cache``).
 """
 
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from msgspec.structs import replace
 
@@ -27,9 +25,10 @@ from penstock.engines import Shape
 from penstock.errors import CorruptRecord, InvalidInput, StoreDamaged
 from penstock.model import State
 from penstock.store.codec import opendata
-from penstock.store.live import Item, group_of
-from penstock.store.live.bucket_cache import BucketShelf
-from penstock.store.live.bucket_directory import RANK_BITS
+from penstock.store.codec.summaries import decode_summary
+from penstock.store.live import Beliefs, Item, group_of
+from penstock.store.live.bucket import RANK_BITS, OpenBucket
+from penstock.store.live.bucket_cache import BucketCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -37,11 +36,7 @@ if TYPE_CHECKING:
     from penstock.engines import Batch, Engine
     from penstock.store.kv.fronts import Fronts
     from penstock.store.kv.queues import Queue
-    from penstock.store.live import Beliefs, Grant, Quarantine
-    from penstock.store.live.bucket import OpenBucket
-    from penstock.store.live.bucket_directory import Directory
-
-__all__ = ["TABLES", "BucketActive"]
+    from penstock.store.live import Grant, Quarantine
 
 TABLES: Final[Mapping[str, Shape]] = {"buckets": Shape.SHORT_LIVED}
 
@@ -49,60 +44,39 @@ _NO_PRIORITY: Final = b"\xff"
 _CURSOR_BYTES: Final = 8
 
 
-class BucketActive:
+class BucketActive(BucketCache):
     """The active set of the bucket design."""
 
     def __init__(self, engine: Engine, quarantine: Quarantine) -> None:
-        self._shelf = BucketShelf(engine.table("buckets"), quarantine, self._note_healed)
-        self.damage = self._shelf.directories.damage
+        super().__init__(engine.table("buckets"), quarantine)
+        self.damage = self._directories.damage
         self.unread: list[StoreDamaged] = []
-        self.healed = 0
         self.fronts: Sequence[Fronts] = ()
-
-    @property
-    def passed(self) -> set[tuple[int, int]]:
-        """Messages (queue number, key) that claims pass over."""
-        return self._shelf.passed
-
-    @passed.setter
-    def passed(self, passed: set[tuple[int, int]]) -> None:
-        self._shelf.passed = passed
-
-    def _note_healed(self) -> None:
-        self.healed += 1
-
-    def load(self, queue: Queue) -> None:
-        """Rebuild the directory of a queue from the summaries of its buckets."""
-        self._shelf.load(queue)
-
-    def forget(self, queue: Queue) -> None:
-        """Drop a queue's directory."""
-        self._shelf.forget(queue)
 
     def ready_groups(self, queue: Queue) -> int:
         """Return how many groups have something to claim; FIFO: something waiting."""
-        return len(self._directory(queue).ring)
+        return len(self._directories[queue.number].ring)
 
-    def _directory(self, queue: Queue) -> Directory:
-        return self._shelf.directories[queue.number]
-
-    def _touch(self, queue: Queue, touched: dict[int, OpenBucket], key: int) -> OpenBucket | None:
-        """Open the bucket of a claim to change it, and remember it among those to be written."""
-        bucket_id = _bucket_of(key)
-        if bucket_id is None:
-            return None
-        bucket = touched.get(bucket_id)
-        if bucket is None:
-            bucket = self._shelf.touch(queue, bucket_id)
-            if bucket is not None:
+    def _changing(
+        self, batch: Batch, queue: Queue, items: Sequence[Item]
+    ) -> Iterator[tuple[Item, OpenBucket]]:
+        """Yield each message with its open bucket; after the last, write the buckets."""
+        self._begin(batch)
+        touched: dict[int, OpenBucket] = {}
+        for item in items:
+            bucket_id = opendata.bucket_of(item.key)
+            bucket = touched.get(bucket_id)
+            if bucket is None and (bucket := self._touch(queue, bucket_id)) is not None:
                 touched[bucket_id] = bucket
-        return bucket
+            if bucket is not None:
+                yield item, bucket
+        self._write(batch, queue, touched.values())
 
     # --- in ------------------------------------------------------------------------------
 
     def add(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
         """Give each message the next claim id, and append it to that id's bucket."""
-        self._shelf.begin(batch)
+        self._begin(batch)
         counts, fifo, exponent = queue.counts, queue.fifo, queue.spec.bucket_exponent
         base, size = opendata.make_id(exponent, 0), opendata.capacity(exponent)
         filled: list[OpenBucket] = []
@@ -120,18 +94,19 @@ class BucketActive:
             delayed += self._put_waiting(queue, bucket, item, now_ms)
         counts.delayed += delayed
         counts.available += len(items) - delayed
-        self._shelf.write(batch, queue, filled)
+        self._write(batch, queue, filled)
 
     def _tail(self, queue: Queue, base: int, size: int) -> OpenBucket:
         """Open the bucket of the next claim id, or make it."""
-        directory = self._directory(queue)
+        directory = self._directories[queue.number]
         while True:
             number = queue.counts.next_claim
             bucket_id = base | (number - number % size)
             if bucket_id not in directory.buckets:
-                return self._shelf.make(queue, bucket_id)
+                self._touched.add((queue.number, bucket_id))
+                return self._keep(queue, OpenBucket(queue, bucket_id))
             try:
-                bucket = self._shelf.touch(queue, bucket_id)
+                bucket = self._touch(queue, bucket_id)
             except StoreDamaged as error:
                 self.damage[queue.number] = error.anew()
                 queue.counts.next_claim = number - number % size + size
@@ -142,12 +117,14 @@ class BucketActive:
     def _put_waiting(self, queue: Queue, bucket: OpenBucket, item: Item, now_ms: int) -> bool:
         """Put a message into a bucket; say whether it is delayed."""
         late = item.visible_at_ms > now_ms
-        directory = self._directory(queue)
+        directory = self._directories[queue.number]
         if bucket.put_waiting(item, late=late):
             directory.set_head(item.lane, bucket.id, bucket.head(item.lane))
         if late:
             directory.late.set(bucket.id, bucket.due_rank())
-            self._shelf.due.lower(queue.number, item.visible_at_ms)
+            due_ms = self._due.ranks.get(queue.number)
+            if due_ms is None or item.visible_at_ms < due_ms:
+                self._due.set(queue.number, item.visible_at_ms)
         elif directory.blocked:
             # On a FIFO queue it may stand before the head that its group waits for.
             directory.unblock(group_of(item.lane))
@@ -155,20 +132,20 @@ class BucketActive:
 
     def come_due(self, batch: Batch, now_ms: int, budget: int) -> list[tuple[Queue, int]]:
         """Count delayed messages as ready in the order of their times; only summaries change."""
-        self._shelf.begin(batch)
+        self._begin(batch)
         moved: list[tuple[Queue, int]] = []
-        while budget > 0 and (first := self._shelf.due.first()) and first[0] <= now_ms:
-            queue = self._shelf.queues[first[1]]
-            count = self._count_over(batch, queue, now_ms, budget)
+        while budget > 0 and (first := self._due.first()) and first[0] <= now_ms:
+            queue = self._queues[first[1]]
+            count = self._come_due(batch, queue, now_ms, budget)
             queue.counts.delayed -= count
             queue.counts.available += count
-            self._shelf.set_due(queue)
+            self._set_due(queue)
             budget -= count
             moved.append((queue, count))
         return moved
 
-    def _count_over(self, batch: Batch, queue: Queue, now_ms: int, budget: int) -> int:
-        directory = self._directory(queue)
+    def _come_due(self, batch: Batch, queue: Queue, now_ms: int, budget: int) -> int:
+        directory = self._directories[queue.number]
         touched: dict[int, OpenBucket] = {}
         count = 0
         while count < budget and (first := directory.late.first()):
@@ -176,13 +153,14 @@ class BucketActive:
             if rank >> RANK_BITS > now_ms:
                 break
             try:
-                bucket = self._touch(queue, touched, bucket_id)
+                bucket = self._touch(queue, bucket_id)
             except StoreDamaged as error:
                 self.damage[queue.number] = error.anew()
                 bucket = None
             if bucket is None:
                 directory.late.set(bucket_id, None)
                 continue
+            touched[bucket_id] = bucket
             lane, heads = bucket.come_due()
             directory.late.set(bucket_id, bucket.due_rank())
             if heads:
@@ -191,39 +169,33 @@ class BucketActive:
                 directory.unblock(group_of(lane))
             count += 1
         for bucket in touched.values():
-            self._shelf.write_summary(batch, queue, bucket)
+            self._write_summary(batch, queue, bucket)
         return count
 
     def next_due_ms(self) -> int | None:
         """Return when the next delayed message comes due."""
-        first = self._shelf.due.first()
+        first = self._due.first()
         return first[0] if first else None
 
     # --- claim ---------------------------------------------------------------------------
 
     def take(
-        self,
-        batch: Batch,
-        queue: Queue,
-        limit: int,
-        grants: Iterator[Grant],
-        now_ms: int,
+        self, batch: Batch, queue: Queue, limit: int, grants: Iterator[Grant], now_ms: int
     ) -> list[Item]:
         """Visit groups in turn until the limit is reached or no group has more."""
-        self._shelf.begin(batch)
-        directory = self._directory(queue)
+        self._begin(batch)
+        directory = self._directories[queue.number]
         ring = directory.ring
         changed: dict[int, OpenBucket] = {}
         taken: list[Item] = []
         while ring and len(taken) < limit:
-            want = limit - len(taken)
-            visits = min(len(ring), want)
+            visits = min(len(ring), limit - len(taken))
             for visit in range(visits):
-                # A bucket that can't be read may have taken other groups with it.
+                # An unreadable bucket may have taken other groups with it.
                 if not ring or len(taken) >= limit:
                     break
                 group = next(iter(ring))
-                # What one group does not use is shared among those after it.
+                # The room that one group does not use is shared among those after it.
                 room = (limit - len(taken)) // (visits - visit)
                 found = self._visit(queue, group, changed, room, grants, now_ms)
                 taken += found
@@ -233,11 +205,11 @@ class BucketActive:
                     elif queue.fifo:
                         directory.block(group)
                     else:
-                        # Whatever the directory says: what gives nothing has no further turn.
+                        # Whatever the directory says: it gives nothing, and has no further turn.
                         del ring[group]
         queue.counts.available -= len(taken)
         queue.counts.in_flight += len(taken)
-        self._shelf.write(batch, queue, changed.values())
+        self._write(batch, queue, changed.values())
         return taken
 
     def _visit(
@@ -250,7 +222,7 @@ class BucketActive:
         now_ms: int,
     ) -> list[Item]:
         """Take up to ``limit`` messages of a group: lane after lane, each in order of rank."""
-        directory = self._directory(queue)
+        directory = self._directories[queue.number]
         taken: list[Item] = []
         for lane in sorted(directory.lanes[group]):
             while len(taken) < limit:
@@ -259,7 +231,7 @@ class BucketActive:
                 if ranking is None or first is None:
                     break
                 try:
-                    bucket = self._shelf.touch(queue, first[1])
+                    bucket = self._touch(queue, first[1])
                 except StoreDamaged as error:
                     self.damage[queue.number] = error.anew()
                     if queue.fifo:
@@ -272,7 +244,7 @@ class BucketActive:
                 if first != ranking.first():
                     # Opening it has shown that the directory was wrong about it.
                     continue
-                _, bucket_id, below = ranking.pop()
+                bucket_id, below = ranking.pop()
                 count = bucket.takeable(lane, limit - len(taken), below)
                 if count:
                     changed[bucket_id] = bucket
@@ -289,37 +261,43 @@ class BucketActive:
 
     def find(self, queue: Queue, keys: Sequence[int]) -> list[Item | None]:
         """Look messages up in flight."""
-        return [
-            None if bucket is None else _copy(bucket.flight.get(key))
-            for key, bucket in self._look_up(queue, keys)
-        ]
+        return self._look_up(queue, keys, "flight")
+
+    def waiting(self, queue: Queue, keys: Sequence[int]) -> list[Item | None]:
+        """Look messages up among available and delayed."""
+        return self._look_up(queue, keys, "waiting")
 
     def _look_up(
-        self, queue: Queue, keys: Sequence[int]
-    ) -> Iterator[tuple[int, OpenBucket | None]]:
-        """Give each key with its bucket; keys come from receipts and may be anything."""
+        self, queue: Queue, keys: Sequence[int], part: Literal["flight", "waiting"]
+    ) -> list[Item | None]:
+        """Copy messages out of a part of their buckets; keys may be any numbers, from receipts."""
         last_id: int | None = None
-        bucket: OpenBucket | None = None
+        items: dict[int, Item] = {}
+        found: list[Item | None] = []
         for key in keys:
             bucket_id = _bucket_of(key)
             if bucket_id != last_id:
                 last_id = bucket_id
-                bucket = None if bucket_id is None else self._shelf.bucket(queue, bucket_id)
-            yield key, bucket
+                bucket = None if bucket_id is None else self._bucket(queue, bucket_id)
+                items = {} if bucket is None else getattr(bucket, part)
+            item = items.get(key)
+            # Callers change the item; the open bucket must not change with it.
+            found.append(None if item is None else replace(item))
+        return found
 
     def live(self, queue: Queue, message_ids: Sequence[int]) -> list[Item]:
         """Look messages up by their ids, in every bucket that may have one of them."""
         wanted, highest = set(message_ids), max(message_ids, default=0)
-        directory = self._directory(queue)
+        directory = self._directories[queue.number]
         found = []
         for bucket_id in list(directory.buckets):
             # Opening a bucket may remove it, or another.
             known = directory.buckets.get(bucket_id)
-            oldest = directory.oldest.get(bucket_id)
+            oldest = directory.oldest.ranks.get(bucket_id)
             is_late = oldest is None or oldest > highest
             if known is None or (is_late and not known.in_flight):
                 continue
-            bucket = self._shelf.bucket(queue, bucket_id)
+            bucket = self._bucket(queue, bucket_id)
             if bucket is not None:
                 items = (*bucket.waiting.values(), *bucket.flight.values())
                 found += [replace(item) for item in items if item.message_id in wanted]
@@ -330,46 +308,39 @@ class BucketActive:
         for bucket in self._holding(queue, State.IN_FLIGHT, 0):
             for item in bucket.flight.values():
                 if item.message_id == message_id:
-                    return _copy(item)
+                    return replace(item)
         return None
 
     def settle(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
         """Take messages out of their buckets, and let go of FIFO groups."""
-        self._land(batch, queue, items, None)
-
-    def put_back(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
-        """Move messages from in flight to waiting, inside their buckets."""
-        self._land(batch, queue, items, now_ms)
+        self.put_back(batch, queue, items, None)
 
     def pass_over(self, queue: Queue, items: Sequence[Item]) -> None:
         """Make claims pass messages over, in the buckets that they are in."""
         self.passed.update((queue.number, item.key) for item in items)
         for bucket_id in {opendata.bucket_of(item.key) for item in items}:
-            bucket = self._shelf.bucket(queue, bucket_id)
+            bucket = self._bucket(queue, bucket_id)
             if bucket is not None:
-                self._shelf.hide(queue, bucket)
+                self._hide(queue, bucket)
 
-    def _land(
-        self, batch: Batch, queue: Queue, items: Sequence[Item], back_at_ms: int | None
+    def put_back(
+        self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int | None
     ) -> None:
-        self._shelf.begin(batch)
+        """Move messages from in flight to waiting, in their buckets; without a time, to nowhere."""
         counts = queue.counts
-        touched: dict[int, OpenBucket] = {}
         freed: dict[bytes, list[int]] = {}
-        for item in items:
-            bucket = self._touch(queue, touched, item.key)
-            if bucket is None or bucket.land(item.key) is None:
+        for item, bucket in self._changing(batch, queue, items):
+            if bucket.land(item.key) is None:
                 continue
             counts.in_flight -= 1
-            if back_at_ms is not None:
-                if self._put_waiting(queue, bucket, item, back_at_ms):
+            if now_ms is not None:
+                if self._put_waiting(queue, bucket, item, now_ms):
                     counts.delayed += 1
                 else:
                     counts.available += 1
             if queue.fifo:
                 freed.setdefault(group_of(item.lane), []).append(bucket.id)
-        self._shelf.write(batch, queue, touched.values())
-        directory = self._directory(queue)
+        directory = self._directories[queue.number]
         # Groups take their turns in the order in which the items name them.
         for group, bucket_ids in freed.items():
             for bucket_id in bucket_ids:
@@ -377,44 +348,28 @@ class BucketActive:
 
     def relabel(self, batch: Batch, queue: Queue, items: Sequence[Item], lease: bytes) -> None:
         """Write another split of the lease into in-flight messages."""
-        self._shelf.begin(batch)
-        touched: dict[int, OpenBucket] = {}
-        for item in items:
-            bucket = self._touch(queue, touched, item.key)
-            if bucket is not None:
-                bucket.relabel(item.key, lease)
-        self._shelf.write(batch, queue, touched.values())
+        for item, bucket in self._changing(batch, queue, items):
+            bucket.relabel(item.key, lease)
 
     # --- waiting -------------------------------------------------------------------------
 
-    def waiting(self, queue: Queue, keys: Sequence[int]) -> list[Item | None]:
-        """Look messages up among available and delayed."""
-        return [
-            None if bucket is None else _copy(bucket.waiting.get(key))
-            for key, bucket in self._look_up(queue, keys)
-        ]
-
     def remove(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
         """Take waiting messages out of their buckets."""
-        self._shelf.begin(batch)
-        directory = self._directory(queue)
-        touched: dict[int, OpenBucket] = {}
-        for item in items:
-            bucket = self._touch(queue, touched, item.key)
-            removed = None if bucket is None else bucket.remove_waiting(item.key)
-            if bucket is None or removed is None:
+        directory = self._directories[queue.number]
+        for item, bucket in self._changing(batch, queue, items):
+            removed = bucket.remove_waiting(item.key)
+            if removed is None:
                 continue
-            lane = removed[0].lane
+            lane, late = removed
             directory.set_head(lane, bucket.id, bucket.head(lane))
-            if removed[1]:
+            if late:
                 queue.counts.delayed -= 1
                 directory.late.set(bucket.id, bucket.due_rank())
             else:
                 queue.counts.available -= 1
             if queue.fifo:
                 directory.unblock(group_of(lane))
-        self._shelf.set_due(queue)
-        self._shelf.write(batch, queue, touched.values())
+        self._set_due(queue)
 
     def page(
         self, queue: Queue, state: State, after: bytes, limit: int
@@ -441,50 +396,58 @@ class BucketActive:
 
     def _holding(self, queue: Queue, state: State, at_least: int) -> Iterator[OpenBucket]:
         """Open, one after the other, the buckets from an id on that have messages in a state."""
-        directory = self._directory(queue)
+        directory = self._directories[queue.number]
         # Looked up anew each time: opening a bucket may remove it from the directory.
         while (bucket_id := next(directory.holding(state, at_least), None)) is not None:
-            bucket = self._shelf.bucket(queue, bucket_id)
+            bucket = self._bucket(queue, bucket_id)
             if bucket is not None:
                 yield bucket
             at_least = bucket_id + 1
 
     def oldest(self, queue: Queue) -> Item | None:
         """Return the waiting message with the lowest id."""
-        directory = self._directory(queue)
+        directory = self._directories[queue.number]
         while (first := directory.oldest.first()) is not None:
-            bucket = self._shelf.bucket(queue, first[1])
+            bucket = self._bucket(queue, first[1])
             if bucket is not None and bucket.waiting:
                 return replace(min(bucket.waiting.values(), key=lambda item: item.message_id))
             directory.oldest.set(first[1], None)
         return None
 
     def beliefs(self, queue: Queue) -> Beliefs:
-        """Tell what the directory says; open buckets must be as the table has them."""
-        directory = self._directory(queue)
-        found = directory.beliefs()
+        """Return the contents of buckets and the groups that have a turn, now or later.
+
+        Open buckets must be as the table has them.
+        """
+        directory = self._directories[queue.number]
+        late, oldest = directory.late.ranks, directory.oldest.ranks
+        facts: dict[tuple[Any, ...], Any] = {
+            ("in flight", group): counts for group, counts in directory.held.items()
+        }
+        for bucket_id, row in directory.buckets.items():
+            facts["bucket", bucket_id] = (row, late.get(bucket_id), oldest.get(bucket_id))
+        for lanes in directory.lanes.values():
+            facts.update((("lane", lane), ranking.ranks) for lane, ranking in lanes.items())
+        facts.update((("turn", group), True) for group in (*directory.ring, *directory.blocked))
         for group in directory.blocked & directory.lanes.keys():
             lane, ranking = next(iter(directory.lanes[group].items()))
             first = ranking.first()
-            bucket = None if first is None else self._shelf.bucket(queue, first[1])
+            bucket = None if first is None else self._bucket(queue, first[1])
             if bucket is None or bucket.takeable(lane, 1, None):
-                found.facts["waits for nothing", group] = True
-        for bucket_id in self._shelf.differing(queue):
-            found.facts["open bucket", bucket_id] = True
-        due_ms = self._shelf.due.get(queue.number)
-        if due_ms is not None:
-            found.bounds["delays",] = due_ms
-        return found
+                facts["waits for nothing", group] = True
+        for (number, bucket_id), bucket in self._open.items():
+            if number == queue.number:
+                record, summary = self._table.multi_get([bucket.key, bucket.summary_key])
+                delayed = {bucket_id + offset for offset in decode_summary(summary or b"").late}
+                if record != bucket.record() or delayed != bucket.late_claims:
+                    facts["open bucket", bucket_id] = True
+        due_ms = self._due.ranks.get(queue.number)
+        return Beliefs(facts, {} if due_ms is None else {("delays",): due_ms})
 
 
 def _bucket_of(key: int) -> int | None:
-    """Give the bucket of a claim id; None for a number that is none."""
+    """Return the bucket of a claim id; None for a number that is none."""
     try:
         return opendata.bucket_of(key)
     except CorruptRecord:
         return None
-
-
-def _copy(item: Item | None) -> Item | None:
-    """Callers change what they look up; an open bucket must not change with it."""
-    return None if item is None else replace(item)

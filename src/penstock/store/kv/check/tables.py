@@ -409,7 +409,9 @@ class LogAudit:
                 self._rows.reject("log", key, encoded, error, id_.to_bytes(8, "big"))
                 continue
             kept.append((id_, encoded))
-            self._first_ms.setdefault(number, published_at_ms)
+            # Logs of a segment follow upon each other here: the first message may be in any.
+            first_ms = self._first_ms.get(number, published_at_ms)
+            self._first_ms[number] = min(first_ms, published_at_ms)
             if id_ >= cursor:
                 self.pending[log].append(id_)
         if len(kept) < len(messages):
