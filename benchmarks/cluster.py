@@ -39,13 +39,13 @@ from tests.sql.postgres import MISSING, PostgresServer
 import penstock
 from penstock.broker.broker import Broker
 from penstock.clock import SystemClock
-from penstock.store.sql.tunables import Tunables
+from penstock.store.sql.location import Tunables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.connection import Connection
 
-    from penstock.store.sql.session import Core
+    from penstock.store.sql.session import Session
 
 PAYLOAD = b"x" * 1_000
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -60,7 +60,7 @@ CLAIM = 5
 
 def open_broker(
     url: str, *, tunables: Tunables | None = None, relaxed: bool = False, background: bool = True
-) -> tuple[Broker, Core]:
+) -> tuple[Broker, Session]:
     """Open a store with tunables of one's own; return its parts as well, which count."""
     clock = SystemClock()
     store = open_store(
@@ -415,7 +415,7 @@ INSERT INTO penstock.pointers SELECT %(queue)s, 0, zone, %(never_ms)s, 0, NULL F
 """
 
 
-def plan_of(core: Core, statement: str, **parameters: Any) -> tuple[int, int]:
+def plan_of(core: Session, statement: str, **parameters: Any) -> tuple[int, int]:
     """Have a statement explained while it runs: rows that its scans gave, blocks it touched."""
     text = core.database._statements[statement].text  # noqa: SLF001
     explained = core.database.execute(

@@ -18,11 +18,11 @@ from click.testing import CliRunner
 import penstock
 from penstock import ManualClock, Message
 from penstock.cli.main import cli
-from penstock.store.sql import status
-from penstock.store.sql.statements import statements_of
+from penstock.store.sql import inspect
+from penstock.store.sql.location import Tunables
+from penstock.store.sql.schema import statements_of
 from penstock.store.sql.store import SqlStore
-from penstock.store.sql.tokens import token_of
-from penstock.store.sql.tunables import Tunables
+from penstock.store.sql.zones import token_of
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def test_status_as_a_table(url: str) -> None:
 
 
 def test_old_tokens_are_counted_over_pages(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "PAGE", 7)
+    monkeypatch.setattr(inspect, "PAGE", 7)
     with penstock.open(url + "?ring_size=4", background=False) as broker:
         broker.create_queue("q")
         send(broker, 49)

@@ -64,17 +64,15 @@ def test_what_another_process_is_at_is_not_asked_for_all_the_time(
         broker.send("q", b"x")
         broker.claim("q", lease_ms=1)
         store = store_of(broker)
-        store_sweep = store.sweep
         with postgres.connect(url.rpartition("/")[2]) as other, other.transaction():
             other.execute("SELECT * FROM penstock.items FOR UPDATE")
-            watching = store_sweep.__self__  # type: ignore[attr-defined]
-            watching._background = True
+            store._background = True
             now_ms = store.server_ms() + 1_000
-            counts = store_sweep(now_ms, 100)
+            counts = store.sweep(now_ms, 100)
             assert counts.total == 0
             assert counts.next_due_ms is not None
             assert counts.next_due_ms > now_ms
-            watching._background = False
+            store._background = False
 
 
 def test_pauses_do_not_add_up(url: str, postgres: PostgresServer) -> None:
@@ -83,8 +81,7 @@ def test_pauses_do_not_add_up(url: str, postgres: PostgresServer) -> None:
         broker.create_queue("q", ordering="fifo")
         broker.publish([Message(b"", {"queue": "q"}, group="g")])
         store = store_of(broker)
-        claiming = store.claim.__self__._claiming  # type: ignore[attr-defined]
-        claiming._pause = pauses.append
+        store._pause = pauses.append
         now_ms = store.server_ms() + 1_000
         wants = [a_want(ManualClock(now_ms, seed=n)) for n in range(20)]
         with postgres.connect(url.rpartition("/")[2]) as other, other.transaction():

@@ -12,7 +12,6 @@ import pytest
 import penstock
 from penstock import InvalidInput, ManualClock, Message, State, StorageFailed
 from penstock.flight import TABLES, partition, read, select
-from penstock.store.sql import pins
 from penstock.store.sql import snapshot as pinned
 from penstock.store.sql.store import SqlStore
 from penstock.testing.checking import assert_clean
@@ -176,7 +175,7 @@ def test_a_queue_that_is_made_meanwhile_is_looked_at_again(
     first, second = pair.brokers
     first.create_queue("q")
     begun: list[object] = []
-    begin = pins._snapshot
+    begin = pinned._snapshot
 
     def meanwhile(database: Any) -> Any:
         begun.append(database)
@@ -186,7 +185,7 @@ def test_a_queue_that_is_made_meanwhile_is_looked_at_again(
             finish(second, 3, "new")
         return begin(database)
 
-    monkeypatch.setattr(pins, "_snapshot", meanwhile)
+    monkeypatch.setattr(pinned, "_snapshot", meanwhile)
     assert len(done(first)) == 3
     assert len(begun) == 2
 
@@ -314,7 +313,7 @@ def open_transactions(postgres: PostgresServer) -> int:
 def test_closing_ends_the_transaction_and_keeps_a_few_connections(
     life: Broker, postgres: PostgresServer
 ) -> None:
-    views = [life.view() for _ in range(pins.SPARE + 2)]
+    views = [life.view() for _ in range(pinned.SPARE + 2)]
     assert open_transactions(postgres) == len(views)
     for view in views:
         view.close()
@@ -322,11 +321,11 @@ def test_closing_ends_the_transaction_and_keeps_a_few_connections(
         with pytest.raises(InvalidInput, match="was closed"):
             list(view.log_rows(0, 0, 100))
     assert open_transactions(postgres) == 0
-    spare = store_of(life).pins._spare
-    assert len(spare) == pins.SPARE
+    spare = store_of(life)._spare
+    assert len(spare) == pinned.SPARE
     with life.view():
-        assert len(spare) == pins.SPARE - 1
-    assert len(spare) == pins.SPARE
+        assert len(spare) == pinned.SPARE - 1
+    assert len(spare) == pinned.SPARE
 
 
 def test_an_idle_one_does_not_live_for_ever(life: Broker) -> None:
@@ -335,7 +334,7 @@ def test_an_idle_one_does_not_live_for_ever(life: Broker) -> None:
         ((told,),) = view._database.execute("SHOW idle_in_transaction_session_timeout")
         ((level,),) = view._database.execute("SHOW transaction_isolation")
         ((only,),) = view._database.execute("SHOW transaction_read_only")
-    assert (told, level, only) == (f"{pins.IDLE_MS // 60_000}min", "repeatable read", "on")
+    assert (told, level, only) == (f"{pinned.IDLE_MS // 60_000}min", "repeatable read", "on")
 
 
 def test_closing_the_store_closes_what_is_pinned(url: str, postgres: PostgresServer) -> None:
@@ -385,12 +384,12 @@ def test_room_is_made_for_what_fails(life: Broker, monkeypatch: pytest.MonkeyPat
     def failing(_: object) -> object:
         raise StorageFailed("the database is on fire")
 
-    begin: Callable[..., Any] = pins._snapshot
-    monkeypatch.setattr(pins, "_snapshot", failing)
+    begin: Callable[..., Any] = pinned._snapshot
+    monkeypatch.setattr(pinned, "_snapshot", failing)
     for _ in range(3):
         with pytest.raises(StorageFailed, match="on fire"):
             life.view()
-    monkeypatch.setattr(pins, "_snapshot", begin)
+    monkeypatch.setattr(pinned, "_snapshot", begin)
     finish(life, 1)
     with life.view() as view:
         assert rows_of(view, "queues")

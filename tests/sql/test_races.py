@@ -18,8 +18,8 @@ import penstock
 from penstock import ManualClock, Message, ServerUnreachable
 from penstock.store.kv.log import SEGMENT_MS
 from penstock.store.sql.database import Aborted
+from penstock.store.sql.location import Tunables
 from penstock.store.sql.store import SqlStore
-from penstock.store.sql.tunables import Tunables
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -458,8 +458,7 @@ def test_an_ack_while_its_queue_is_deleted(race: Race) -> None:
     first.put("a")
     (delivery,) = first.broker.claim("q")
     # Nothing is in flight for who purges: it comes after.
-    upkeep = second.broker._store._upkeep  # type: ignore[attr-defined]
-    upkeep.purge = lambda *_, **__: 0
+    second.broker._store.purge = lambda *_, **__: 0  # type: ignore[method-assign]
     second.broker.purge = lambda *_, **__: 0  # type: ignore[method-assign]
     with before(second.database, "pick_items", lambda: first.broker.ack([delivery.receipt])):
         assert second.broker.delete_queue("q") == 1

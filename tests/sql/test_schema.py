@@ -21,11 +21,10 @@ from penstock import (
 )
 from penstock import StoreMismatch as Mismatch
 from penstock.store.sql import schema
-from penstock.store.sql.location import TUNED
-from penstock.store.sql.statements import DIALECTS, parse_statements, statements_of
-from penstock.store.sql.status import ClusterLook
+from penstock.store.sql.inspect import ClusterLook
+from penstock.store.sql.location import TUNED, Tunables
+from penstock.store.sql.schema import DIALECTS, parse_statements, statements_of
 from penstock.store.sql.store import SqlStore
-from penstock.store.sql.tunables import Tunables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -380,7 +379,7 @@ def test_every_statement_is_described_and_used(dialect: str) -> None:
     code = "".join(path.read_text() for path in SOURCE.glob("*.py"))
     for name, statement in statements_of(dialect).items():
         assert statement.purpose, name
-        used = f'"{name}"' in code or re.fullmatch(r"page_\w+", name)
+        used = f'"{name}"' in code or re.fullmatch(r"(page|trim|pinned)_\w+", name)
         assert used, f"{name} is used by nobody"
 
 

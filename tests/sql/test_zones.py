@@ -12,25 +12,22 @@ from tests.waiting import wait_until
 import penstock
 from penstock import ManualClock, Message
 from penstock.model import Want
-from penstock.store.sql.claim import LOST_MAX, Claiming
-from penstock.store.sql.claim_pacing import PATIENCE, PAUSE_MAX_MS, Crowding
-from penstock.store.sql.polling import PLANS_MS
+from penstock.store.sql.claim import LOST_MAX, PATIENCE, PAUSE_MAX_MS, PLANS_MS, ClaimPacing
+from penstock.store.sql.location import Tunables
 from penstock.store.sql.store import SqlStore
-from penstock.store.sql.tokens import choose, token_of, walk
-from penstock.store.sql.tunables import Tunables
-from penstock.store.sql.zones import NEVER_MS
+from penstock.store.sql.zones import NEVER_MS, choose, token_of, walk
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock import Broker
-    from penstock.store.sql.session import Core
+    from penstock.store.sql.session import Session
 
 MIN_INACTIVE_MS = Tunables().min_inactive_ms
 
 
-def core_of(broker: Broker) -> Core:
+def core_of(broker: Broker) -> Session:
     store = broker._store
     assert isinstance(store, SqlStore)
     return store.core
@@ -114,14 +111,14 @@ def test_what_is_visible_now_is_never_held_back_by_the_threshold(store: Store) -
 def test_memory_spares_the_look_at_the_index(store: Store) -> None:
     zones, now_ms = store.core.zones, store.clock.now_ms()
     key = (store.core.queue("q").number, b"a")
-    assert zones.unsure({key: now_ms}, now_ms) == {key: now_ms}
+    assert zones.not_known_vested({key: now_ms}, now_ms) == {key: now_ms}
     store.put("a")
-    assert zones.unsure({key: now_ms}, now_ms) == {}
+    assert zones.not_known_vested({key: now_ms}, now_ms) == {}
     later_ms = now_ms + store.core.tunables.trust_ms
-    assert zones.unsure({key: later_ms}, later_ms) == {}
-    assert zones.unsure({key: later_ms + 1}, later_ms + 1) == {key: later_ms + 1}
+    assert zones.not_known_vested({key: later_ms}, later_ms) == {}
+    assert zones.not_known_vested({key: later_ms + 1}, later_ms + 1) == {key: later_ms + 1}
     store.work_off()
-    assert zones.unsure({key: now_ms}, now_ms) == {key: now_ms}
+    assert zones.not_known_vested({key: now_ms}, now_ms) == {key: now_ms}
 
 
 def test_a_delayed_message_is_not_remembered_as_visible(store: Store) -> None:
@@ -505,7 +502,9 @@ def test_a_claim_that_finds_no_zone_free_waits_a_little_and_gives_up(
 ) -> None:
     other = Store(url, seed=1)
     paused: list[float] = []
-    claiming = Claiming(store.core, store.broker._store._upkeep, pause=paused.append)  # type: ignore[attr-defined]
+    claiming = store.broker._store
+    assert isinstance(claiming, SqlStore)
+    claiming._pause = paused.append
     store.put("a")
     wants = [Want(1, 1_000, "", store.clock.lease_id())]
     with other.core.database.transaction():
@@ -518,21 +517,21 @@ def test_a_claim_that_finds_no_zone_free_waits_a_little_and_gives_up(
 
 
 def test_where_zones_are_scarce_fewer_are_taken_at_a_time() -> None:
-    crowding = Crowding()
+    pacing = ClaimPacing()
 
     def note(wanted: int, won: int, passed: int) -> int:
-        crowding.note(7, 10, wanted=wanted, won=won, passed=passed)
-        return crowding.width(7, 10)
+        pacing.note(7, 10, wanted=wanted, won=won, passed=passed)
+        return pacing.width(7, 10)
 
     assert note(10, 10, 5) == 10
     assert note(10, 8, 9) == 4
-    assert crowding.width(8, 10) == 10
-    assert crowding.width(7, 3) == 3
+    assert pacing.width(8, 10) == 10
+    assert pacing.width(7, 3) == 3
     assert note(4, 2, 9) == 1
-    pauses = [crowding.pause_ms(7)]
+    pauses = [pacing.pause_ms(7)]
     for _ in range(9):
         assert note(1, 0, 4) == 1
-        pauses.append(crowding.pause_ms(7))
+        pauses.append(pacing.pause_ms(7))
     assert pauses == sorted(pauses)
     assert pauses[0] < pauses[-1] == pauses[-2] == PAUSE_MAX_MS
     # Not while others are met.
@@ -541,8 +540,8 @@ def test_where_zones_are_scarce_fewer_are_taken_at_a_time() -> None:
     assert widths == sorted(widths)
     assert set(widths) == set(range(1, 11))
     assert widths[PATIENCE - 2] == 1
-    assert crowding.pause_ms(7) == crowding.pause_ms(8)
-    assert not crowding._crowds
+    assert pacing.pause_ms(7) == pacing.pause_ms(8)
+    assert not pacing._paces
 
 
 def test_collisions_are_counted_and_refusals_too(url: str, store: Store) -> None:

@@ -21,7 +21,7 @@ from penstock.limits import MAX_RING_SIZE
 from penstock.store.sql.location import parse_sql
 
 if TYPE_CHECKING:
-    from penstock.store.sql.status import ClusterLook, ClusterStatus
+    from penstock.store.sql.inspect import ClusterLook, ClusterStatus
     from penstock.store.sql.store import SqlStore
 
 # Tokens that are shown of a large ring; JSON has them all.
@@ -40,7 +40,7 @@ def _look(url: str) -> ClusterLook:
     """Connect to the database of a store."""
     place = parse_sql(url)
     try:
-        from penstock.store.sql.status import ClusterLook  # noqa: PLC0415 - an extra
+        from penstock.store.sql.inspect import ClusterLook  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error.name} is missing: pip install penstock[sql]") from None
     return ClusterLook(place.conninfo, schema=place.schema, dialect=place.dialect)

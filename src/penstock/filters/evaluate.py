@@ -233,7 +233,7 @@ def _compare(op: tree.CompareOp, left: tree.ValueNode, right: tree.ValueNode) ->
 
 
 def _compare_attribute(attribute: str, operation: _Order, literal: float) -> Test:
-    """Do as ``_compare_number`` does, for what most filters have.
+    """Do as ``_compare_number`` does, for an attribute, which most filters have.
 
     Default arguments reach their values in fewer steps through memory than a closure's cells.
     """
@@ -291,21 +291,14 @@ def _in(node: tree.In) -> Test:
     texts = frozenset(item.value for item in node.items if isinstance(item, tree.Text))
     numbers = frozenset(item.value for item in node.items if isinstance(item, tree.Number))
     truths = frozenset(item.value for item in node.items if isinstance(item, tree.Truth))
+    groups = {str: texts, int: numbers, float: numbers, bool: truths}
     # Not found is unknown, not false, if the list also holds items of another type.
-    text_miss = None if numbers or truths or not texts else False
-    number_miss = None if texts or truths or not numbers else False
-    truth_miss = None if texts or numbers or not truths else False
+    miss = None if sum(map(bool, (texts, numbers, truths))) > 1 else False
 
     def contains(row: RowTuple) -> bool | None:
         value = read(row)
-        kind = type(value)
-        if kind is str:
-            return True if value in texts else text_miss
-        if kind is int or kind is float:
-            return True if value in numbers else number_miss
-        if kind is bool:
-            return True if value in truths else truth_miss
-        return None
+        group = groups.get(type(value))
+        return (True if value in group else miss) if group else None
 
     return contains
 
@@ -381,12 +374,12 @@ def _in_range(value: Value) -> bool:
 
 # --- LIKE -----------------------------------------------------------------------------------
 #
-# A pattern costs time linear in the text, whatever it holds: there is no backtracking. The pattern
-# is cut at every ``%`` into pieces. The first and the last are held against the two ends of the
-# text; each piece between them is taken at its earliest place after the one before, which is
-# always right because ``%`` takes any run of characters. A piece of plain characters is found by
-# ``str.find``; one with ``_`` in it by shift-and: one bit for every piece position, all of them
-# moved on together for each character of the text.
+# Every pattern costs time linear in the text: there is no backtracking. The pattern is cut at every
+# ``%`` into pieces. The first and the last are held against the two ends of the text; each piece
+# between them is taken at its earliest place after the one before, which is always right because
+# ``%`` takes any run of characters. A piece of plain characters is found by ``str.find``; one with
+# ``_`` in it by shift-and: one bit for every place in the piece, all of them moved on together for
+# each character of the text.
 
 # The characters of a piece, with None for "any one character".
 _Piece: TypeAlias = list[str | None]

@@ -447,7 +447,7 @@ class _Import:
 
 
 def _problem(key: bytes, reason: str) -> Problem:
-    # Keys begin with words and go on with bytes: show each as what it is.
+    # Keys begin with words and go on with bytes: show the one as text, the other as hex.
     namespace, slash, rest = key[:200].partition(b"/")
     return Problem(
         f"{namespace.decode('ascii', 'backslashreplace')}{slash.decode()}{rest.hex()}", reason

@@ -14,5 +14,5 @@ module              owns
 ==================  ==========================================================================
 
 Every decoder raises :class:`~penstock.errors.CorruptRecord` and nothing else for bytes that it
-can't read; what it accepts, its encoder writes back unchanged.
+can't read; a record that it accepts, its encoder writes back unchanged.
 """

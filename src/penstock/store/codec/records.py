@@ -115,8 +115,8 @@ _IN_FLIGHT: Final = Struct("<QQqqHI")
 _ADDED: Final = Struct("<qHBH")
 _SETTLED: Final = Struct("<QQqHI")
 _LENGTH: Final = Struct("<H")
-_TIME: Final = Struct("<q")
-_ENDED: Final = Struct("<qB")
+_CLAIMED: Final = Struct("<qH")
+_ENDED: Final = Struct("<qBH")
 
 _pack_available: Final = _AVAILABLE.pack
 _pack_in_flight: Final = _IN_FLIGHT.pack
@@ -328,18 +328,21 @@ def decode_failed(buf: bytes) -> list[Failed]:
 def encode_attempt(attempt: AttemptRecord) -> bytes:
     """Encode one attempt."""
     claimed_at, consumer, ended_at, outcome, reason = attempt
-    return _TIME.pack(claimed_at) + utf8(consumer) + _ENDED.pack(ended_at, outcome) + utf8(reason)
+    name, why = consumer.encode(), reason.encode()
+    return (
+        _CLAIMED.pack(claimed_at, len(name)) + name + _ENDED.pack(ended_at, outcome, len(why)) + why
+    )
 
 
 def decode_attempt(buf: bytes) -> AttemptRecord:
     """Decode one attempt."""
     try:
-        (claimed_at,) = _TIME.unpack_from(buf)
+        claimed_at, _ = _CLAIMED.unpack_from(buf)
         consumer, pos = read_utf8(buf, 8, "attempt")
-        ended_at, outcome = _ENDED.unpack_from(buf, pos)
+        ended_at, outcome, _ = _ENDED.unpack_from(buf, pos)
     except struct_error:
         raise CorruptRecord(f"attempt: ends early, after {len(buf)} bytes") from None
-    reason, pos = read_utf8(buf, pos + _ENDED.size, "attempt")
+    reason, pos = read_utf8(buf, pos + 9, "attempt")
     check_end(buf, pos, "attempt")
     return AttemptRecord(claimed_at, consumer, ended_at, outcome, reason)
 

@@ -158,7 +158,7 @@ def decode_stored_item(buf: bytes) -> tuple[bytes, bytes, bytes, int, int, int, 
         attempts, forgiven, visible_at_ms, size, key_size = _unpack_item(buf)
     except struct_error:
         raise CorruptRecord(f"StoredItem: {len(buf)} bytes, shorter than its head") from None
-    # The length bounds both sizes, and so what is asked of the layouts.
+    # The length bounds both sizes, and so the layouts that are cached.
     if (size >> 3) + (key_size >> 3) <= len(buf):
         start, pointers, pad, key_pad, contents_end, key_start, key_end, id_start, total = _layout(
             size >> 3, key_size >> 3
@@ -242,7 +242,7 @@ def decode_lease(buf: bytes) -> LeaseRecord:
     key_start = first_id + (n << 3)
     name_start = _LEASE_HEAD + (before_name << 3)
     name_end = name_start + name_size - 1
-    # The length first: it bounds what the other checks build.
+    # The length first: it bounds the bytes that the other checks build.
     if (
         len(buf) != (words + 1) << 3
         or not name_size

@@ -1,20 +1,22 @@
-"""The contract on a SQL database: many processes on one PostgreSQL or CockroachDB cluster.
+"""The contract on a SQL database: many processes on one PostgreSQL or CockroachDB.
 
 After QuiCK: messages of one group of one queue are a *zone*; a queue of pointers, Q_C, tells which
-zones have something to claim; the pointer index p tells an enqueue, without touching Q_C, whether
+zones have messages to claim; the pointer index p tells a publish, without touching Q_C, whether
 its zone has a pointer. No process owns anything, and every verb is one transaction::
 
-    schema.sql                  the tables
-    queries.sql, statements     every statement, by name
-    database                    a connection: transactions that are repeated, errors translated
-    schema                      is this our database, and does it have the present schema
-    core                        queues and settings as this process knows them
-    ring, zones                 tokens; pointers, what is known of them, their collection
-    intake, claiming            publish; claim
-    settling                    ack, release, extend; leases that expire
-    upkeep, moving              sweep, retention, purge, redrive; from queue to queue
-    routing                     the metadata log: read, assign, backfill, restore
-    views, audit                browse, stats; the invariants
-    store                       all of it as one Store
-    pins, snapshot              a moment, to be read in bulk
+    schema.sql, queries.sql   the tables; every statement, by name (schema.py reads both)
+    location                  the URL, and its tunables; needs no driver
+    database                  a connection: repeated transactions, translated errors
+    session                   queues and settings as this process knows them
+    zones                     pointers and their tokens, and their collection
+    publish                   publish; rows of messages that come into queues
+    settle                    ack, release, extend; leases that expire
+    move                      move, redrive, dead letters
+    routing                   the metadata log: read, assign, fill queues from it
+    queues                    create, change, drain, delete, purge, trim
+    claim                     claim; the watch for messages of other processes
+    maintain                  sweep and retention
+    inspect, snapshot         browse and stats; one moment, to be read in bulk
+    check                     the invariants
+    store                     one class with all verbs, and open_store
 """

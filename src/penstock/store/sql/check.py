@@ -1,9 +1,8 @@
-"""The audit: holds the tables to the invariants that no constraint can state, and mends them.
+"""The audit: checks the invariants that no constraint can state, and repairs the tables.
 
-Everything is asked of the database in one transaction that keeps publishes out (it holds
-``log_head``). Other verbs of other processes go on: what they have under way is not seen, and what
-they commit between two questions may look like damage. An audit of a store that others work on is
-therefore made twice, and only what both have found is told.
+All statements run in one transaction that keeps publishes out (it holds ``log_head``). Other verbs
+of other processes go on: rows that they commit between two statements may look like damage. An
+audit that finds anything therefore looks twice, and reports what both have found.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from penstock.store.check_report import KEPT, AuditReport, Kind, Violation
 
 if TYPE_CHECKING:
-    from penstock.store.sql.session import Core
-
-__all__ = ["CHECKS", "Check", "audit"]
+    from penstock.store.sql.session import Session
 
 
 class Check(NamedTuple):
-    """One invariant: the statement that finds what breaks it, and the one that mends it."""
+    """One invariant: the statement that finds rows that break it, and the one that mends them."""
 
     kind: Kind
     table: str
@@ -56,11 +53,11 @@ CHECKS: Final = (
 )  # fmt: skip
 
 
-def audit(core: Core, *, repair: bool, now_ms: int) -> AuditReport:
-    """Check every invariant; with ``repair``, mend what can be mended and look again."""
+def audit(core: Session, *, repair: bool, now_ms: int) -> AuditReport:
+    """Check every invariant; with ``repair``, mend the rows that can be mended and look again."""
     first = _read(core, now_ms)
     if first:
-        # What another process was just committing is not there the second time.
+        # Rows that another process was just committing are sound the second time.
         again = set(_read(core, now_ms))
         first = [each for each in first if each in again]
     left, rounds = first, 1
@@ -92,11 +89,11 @@ def audit(core: Core, *, repair: bool, now_ms: int) -> AuditReport:
     )  # fmt: skip
 
 
-def _read(core: Core, now_ms: int) -> list[Violation]:
+def _read(core: Session, now_ms: int) -> list[Violation]:
     def work() -> list[Violation]:
         core.lock_head()
         if core.database.dialect == "postgresql":
-            # These read everything, unlike all others.
+            # These read whole tables, unlike all others.
             core.database.execute("SET LOCAL enable_seqscan = on")
         found = []
         for check in CHECKS:
@@ -109,7 +106,7 @@ def _read(core: Core, now_ms: int) -> list[Violation]:
     return found
 
 
-def _mend(core: Core, kinds: set[Kind], now_ms: int) -> None:
+def _mend(core: Session, kinds: set[Kind], now_ms: int) -> None:
     core.lock_head()
     for check in CHECKS:
         if check.kind not in kinds:
@@ -129,7 +126,7 @@ def _mend(core: Core, kinds: set[Kind], now_ms: int) -> None:
     core.head = core.head._replace(zones_version=version)
 
 
-def _parameters(core: Core, name: str, now_ms: int) -> dict[str, int]:
+def _parameters(core: Session, name: str, now_ms: int) -> dict[str, int]:
     known = {
         "now_ms": now_ms,
         "threshold_ms": core.tunables.threshold_ms,

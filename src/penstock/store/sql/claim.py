@@ -1,13 +1,17 @@
-"""Messages go out to workers: claim.
+"""Claim.
 
-A claim looks at pointers that have vested, chooses among them, and visits those: one statement for
-all of them compares and sets the pointers, leases items and puts the pointers back. It goes on
-until it has what it wants, or no pointer is left that has vested.
+A claim looks at vested pointers, chooses among them, and visits those: one statement for all of
+them compares and sets the pointers, leases items and puts the pointers back. It goes on until it
+has enough messages, or no vested pointer is left.
 
-A visit is told of more zones than it takes, and takes the first that are free: zones that others
-are at cost nothing but being passed by. If fewer were free than it wanted, others need them too,
-and the next visits of that queue take fewer at a time; if none was, and the claim has nothing yet,
-it waits for a moment.
+A visit names more zones than it takes, and takes the first that are free: passing by a zone that
+another process is at costs nothing. If fewer were free than it wanted, other processes need them
+too, and the next visits of that queue take fewer at a time; if none was, and the claim has no
+message yet, it waits for a moment.
+
+A claim that finds nothing makes this process look, every tenth of a second, whether a pointer of
+that queue has vested: other processes publish too, and do not tell this one. After a while it wakes
+the claims that may still wait: if there are any they look, find nothing, and the watch goes on.
 """
 
 from __future__ import annotations
@@ -20,29 +24,88 @@ from penstock.errors import CorruptRecord
 from penstock.model import Delivery
 from penstock.store.codec.metadata import decode_metadata
 from penstock.store.receipts import FAMILY_BYTES, lease_token
-from penstock.store.sql.claim_pacing import Crowding
-from penstock.store.sql.tokens import choose, walk
-from penstock.store.sql.zones import NEVER_MS
+from penstock.store.sql.database import columns
+from penstock.store.sql.queues import SqlQueues
+from penstock.store.sql.zones import NEVER_MS, choose, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.model import Want
-    from penstock.store.sql.maintain import Upkeep
-    from penstock.store.sql.session import Core, Queue
+    from penstock.store.sql.session import Session, SqlQueue
 
-__all__ = ["Claiming"]
-
-# What comes due elsewhere that a claim which finds nothing sees to.
+# Expired leases and dead letters that a claim which finds nothing sees to.
 CATCH_UP_BUDGET: Final = 1_000
-# Zones that a visit is told of beside those that it is to take.
+# Zones that a visit names beside those that it is to take.
 SPARE: Final = 7
-# How often a visit is made again that came to nothing because others were there.
+# How often a claim repeats a visit that found no zone free.
 LOST_MAX: Final = 3
+# For how long a queue is watched after a claim has found nothing in it.
+WATCH_MS: Final = 10_000
+# Waiting claims that a vested pointer wakes: how many messages are behind it is not known.
+WOKEN: Final = 100
+# For how long the server keeps plans. Planning costs more than a claim, and less than a plan that
+# is wrong for long about the size of a table.
+PLANS_MS: Final = 5_000
+# Visits that met no other process, between two steps up to more zones at a time.
+PATIENCE: Final = 4
+# A visit in vain doubles the wait, any other makes it a little shorter: so the wait settles where
+# about one visit in ten is in vain, however fast the database is. The broker lets no other call in
+# while a claim waits, therefore the limit.
+PAUSE_MIN_MS: Final = 4.0
+PAUSE_MAX_MS: Final = 40.0
+SHORTER: Final = 0.93
 
 
-class Pointer(NamedTuple):
-    """A pointer that had vested when it was looked at."""
+class _Pace:
+    """Estimate of the contention in one queue: zones to take at a time, and the wait after none."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.pause_ms = PAUSE_MIN_MS
+        # Visits that met no other process, since the width was last changed.
+        self.calm = 0
+
+
+class ClaimPacing:
+    """Per-queue estimate of contention.
+
+    A zone is one claimer's at a time. Where zones are scarce a claim does not take all that are
+    free. Nothing here waits or draws: the caller does.
+    """
+
+    def __init__(self) -> None:
+        self._paces: dict[int, _Pace] = {}
+
+    def width(self, queue: int, most: int) -> int:
+        """Return how many zones of a queue to take at a time: ``most`` without contention."""
+        pace = self._paces.get(queue)
+        return most if pace is None else min(most, pace.width)
+
+    def pause_ms(self, queue: int) -> float:
+        """Return how long to wait after a visit in vain."""
+        pace = self._paces.get(queue)
+        return PAUSE_MIN_MS if pace is None else pace.pause_ms
+
+    def note(self, queue: int, most: int, *, wanted: int, won: int, passed: int) -> None:
+        """Learn from a visit: how many zones it wanted, won, and passed by."""
+        if queue not in self._paces and won == wanted:
+            return
+        pace = self._paces.setdefault(queue, _Pace(most))
+        longer = pace.pause_ms * (SHORTER if won else 2)
+        pace.pause_ms = min(PAUSE_MAX_MS, max(PAUSE_MIN_MS, longer))
+        if won < wanted:
+            pace.width, pace.calm = max(1, won // 2), 0
+        elif not passed:
+            pace.calm += 1
+            if pace.calm == PATIENCE:
+                pace.width, pace.calm = pace.width + 1, 0
+        if pace.width >= most and pace.pause_ms <= PAUSE_MIN_MS:
+            del self._paces[queue]
+
+
+class _Pointer(NamedTuple):
+    """A pointer that had vested when a claim looked at it."""
 
     zone: bytes
     token: int
@@ -50,80 +113,96 @@ class Pointer(NamedTuple):
     turn: int
 
 
-class Claiming:
-    """Claim."""
+class _Visit(NamedTuple):
+    """The result of a visit.
 
-    def __init__(
-        self, core: Core, upkeep: Upkeep, pause: Callable[[float], object] | None = None
-    ) -> None:
-        self._core = core
-        self._upkeep = upkeep
-        self._crowding = Crowding()
-        # Waits for so many seconds.
-        self._pause = pause or threading.Event().wait
+    ``moved``: the visit changed anything. ``won``: zones that were free, ``passed`` those before
+    the last of them that were not. ``left``: visited zones that have more to give.
+    """
+
+    moved: bool
+    won: int
+    passed: int
+    left: list[_Pointer]
+
+
+class SqlClaim(SqlQueues):
+    """Claim, and the watch for messages of other processes."""
+
+    def __init__(self, core: Session) -> None:
+        super().__init__(core)
+        self._pacing = ClaimPacing()
+        self._pause: Callable[[float], object] = threading.Event().wait
+        # Number of a queue -> until when it is watched.
+        self._watched: dict[int, int] = {}
+        self._now_ms = 0
+        self._plans_ms = 0
 
     def claim(self, queue_name: str, wants: Sequence[Want], now_ms: int) -> list[list[Delivery]]:
         """Take messages for several claims, each under its own lease.
 
         They are served in order: those at the end may get nothing.
         """
-        core = self._core
+        core = self.core
+        self._now_ms = now_ms
+        self._forget_plans(now_ms)
         core.refresh(now_ms)
         queue = core.queue(queue_name)
         claims = [_Claim(core, queue, want, now_ms) for want in wants]
-        if self._serve(queue, claims, now_ms) and self._upkeep.catch_up(
+        if self._serve(queue, claims, now_ms) and self.catch_up(
             now_ms, CATCH_UP_BUDGET, into=queue_name
         ):
-            # What another queue has failed may be here now.
+            # Dead letters of another queue may be here now.
             self._serve(queue, claims, now_ms)
         for claim in claims:
             if claim.deliveries:
                 core.due(claim.deadline_ms)
+        if not all(claim.deliveries for claim in claims):
+            # A claim that finds something does not end the watch: another may still wait.
+            self._watched[queue.number] = now_ms + WATCH_MS
         return [claim.deliveries for claim in claims]
 
-    def _serve(self, queue: Queue, claims: Sequence[_Claim], now_ms: int) -> bool:
-        """Take messages for claims in order; say whether there are none, and nobody in the way."""
+    def _serve(self, queue: SqlQueue, claims: Sequence[_Claim], now_ms: int) -> bool:
+        """Take messages for claims in order; true if there are none, and no process in the way."""
         # A group of a FIFO queue is in one lease at a time, so that claims can't share a visit.
         for together in [[claim] for claim in claims] if queue.fifo else [claims]:
             if not self._take(queue, together, now_ms):
-                # Waits are bounded for all claims together: the broker lets nobody else in.
+                # Waits are bounded for all claims together: the broker lets no other call in.
                 return False
         return not any(claim.deliveries for claim in claims)
 
-    def _peek(self, queue: Queue, tokens: list[int], now_ms: int) -> list[Pointer]:
-        core = self._core
-        rows = core.database.do(
-            lambda: core.database.run(
-                "peek", queue=queue.number, tokens=tokens, now_ms=now_ms,
-                count=core.tunables.peek_max,
-            ),
-            again=True,
-        )  # fmt: skip
-        return [Pointer(*row) for row in rows]
+    def _peek(self, queue: SqlQueue, now_ms: int) -> list[_Pointer]:
+        """Look at vested pointers, in turn, whichever token they are under."""
+        core = self.core
+        rows = self.database.ask(
+            "peek",
+            queue=queue.number,
+            tokens=walk(core.ring_high, core.random),
+            now_ms=now_ms,
+            count=core.tunables.peek_max,
+        )
+        found = [_Pointer(*row) for row in rows]
+        return sorted(found, key=lambda pointer: (pointer.vesting_ms, pointer.turn))
 
-    def _take(self, queue: Queue, claims: Sequence[_Claim], now_ms: int) -> bool:
-        """Visit zones until nothing is wanted or left; false if others were in the way."""
-        core, tunables = self._core, self._core.tunables
-        found: list[Pointer] = []
+    def _take(self, queue: SqlQueue, claims: Sequence[_Claim], now_ms: int) -> bool:
+        """Visit zones until claims are full or no zone is left; false if others were in the way."""
+        core, tunables = self.core, self.core.tunables
+        found: list[_Pointer] = []
         # Whether there may be vested pointers beside those that were found.
         more = True
         lost = 0
         while room := sum(claim.room for claim in claims):
             if not found:
-                found = self._peek(queue, walk(core.ring_high, core.random), now_ms) if more else []
+                found = self._peek(queue, now_ms) if more else []
                 if not found:
                     return True
                 more = len(found) >= tunables.peek_max
-                # In turn, whichever token they are under.
-                found.sort(key=lambda pointer: (pointer.vesting_ms, pointer.turn))
             most = tunables.selection_max
-            width = min(room, len(found), self._crowding.width(queue.number, most))
+            width = min(room, len(found), self._pacing.width(queue.number, most))
             places = self._choose(len(found), width)
             visit = self._visit(queue, claims, [found[at] for at in places], width, now_ms)
-            self._crowding.note(
-                queue.number, most, wanted=width, won=visit.won, passed=visit.passed
-            )
-            # Whoever was passed by is looked at anew: others have been there.
+            self._pacing.note(queue.number, most, wanted=width, won=visit.won, passed=visit.passed)
+            # Zones that were passed by are looked at again: other processes have been there.
             more = more or bool(visit.passed)
             gone = set(places[: visit.won + visit.passed])
             found = [pointer for at, pointer in enumerate(found) if at not in gone] + visit.left
@@ -132,49 +211,45 @@ class Claiming:
                 if lost > LOST_MAX or any(claim.deliveries for claim in claims):
                     return lost <= LOST_MAX
                 found, more = [], True
-                pause_ms = self._crowding.pause_ms(queue.number) * (0.5 + core.random())
+                pause_ms = self._pacing.pause_ms(queue.number) * (0.5 + core.random())
                 self._pause(pause_ms / 1000)
         return True
 
     def _choose(self, count: int, width: int) -> Sequence[int]:
         """Choose zones to visit among those that were found, and some to spare."""
-        tunables = self._core.tunables
+        tunables = self.core.tunables
         wanted = min(count, width + SPARE)
         if count <= tunables.selection_max or tunables.sequential:
             return range(wanted)
-        return choose(count, wanted, self._core.random)
+        return choose(count, wanted, self.core.random)
 
     def _visit(
         self,
-        queue: Queue,
+        queue: SqlQueue,
         claims: Sequence[_Claim],
-        offered: Sequence[Pointer],
+        offered: Sequence[_Pointer],
         width: int,
         now_ms: int,
     ) -> _Visit:
-        """Visit the first zones that are free, and deliver what they give."""
-        core = self._core
-        lows, highs = [], []
-        low = 0
+        """Visit the first zones that are free, and deliver the messages that they give."""
+        core = self.core
+        asked = []
+        room = 0
         for claim in claims:
-            lows.append(low)
-            low += claim.room
-            highs.append(low)
-        rows = core.database.do(
-            lambda: core.database.run(
+            left = limits.MAX_CLAIM_BYTES - claim.bytes
+            bounds = (room, room + claim.room)
+            asked.append((claim.lease, claim.deadline_ms, claim.consumer, *bounds, left))
+            room += claim.room
+        names = ("leases", "deadlines", "consumers", "lows", "highs", "room_bytes")
+        rows = self.database.do(
+            lambda: self.database.run(
                 "visit_fifo" if queue.fifo else "visit",
                 queue=queue.number,
-                zones=[pointer.zone for pointer in offered],
-                tokens=[pointer.token for pointer in offered],
+                **columns(offered, "zones", "tokens"),
                 width=width,
-                room=low,
-                quota_max=core.tunables.dequeue_max if len(offered) > width else low,
-                leases=[claim.lease for claim in claims],
-                deadlines=[claim.deadline_ms for claim in claims],
-                consumers=[claim.consumer for claim in claims],
-                lows=lows,
-                highs=highs,
-                room_bytes=[limits.MAX_CLAIM_BYTES - claim.bytes for claim in claims],
+                room=room,
+                quota_max=core.tunables.dequeue_max if len(offered) > width else room,
+                **columns(asked, *names),
                 slot=core.slot,
                 turn=core.take_turns(len(offered) + 1),
                 stamp=core.stamp(),
@@ -185,7 +260,7 @@ class Claiming:
         )
         core.progress.commits += 1
         by_lease = {claim.lease: claim for claim in claims}
-        # Place of a zone -> whether it has more to give
+        # Place of a zone -> whether it has more to give.
         visited: dict[int, bool] = {}
         expired = moved = False
         broken: list[int] = []
@@ -195,42 +270,67 @@ class Claiming:
             moved = moved or vesting_ms > now_ms or message_id is not None
             if vesting_ms > now_ms:
                 core.zones.forget((queue.number, offered[nth - 1].zone))
-            if message_id is not None:
-                claim = by_lease[lease]
-                if not claim.deliver(message_id, attempts, metadata, payload):
-                    broken.append(message_id)
-        # Those behind the last that was wanted were not looked at.
+            if message_id is not None and not by_lease[lease].deliver(
+                message_id, attempts, metadata, payload
+            ):
+                broken.append(message_id)
+        # The visit did not look at zones behind the last that it wanted.
         reached = max(visited) + 1 if len(visited) == width else len(offered)
         passed = reached - len(visited)
         core.zones.collisions += passed
-        if expired and self._upkeep.expire(now_ms, CATCH_UP_BUDGET, queue)[0]:
+        if expired and self.expire(now_ms, CATCH_UP_BUDGET, queue)[0]:
             moved = True
         if broken:
-            self._upkeep.remove_broken(queue, broken, now_ms)
+            self.remove_broken(queue, broken, now_ms)
         if any(claim.full for claim in claims):
-            # Others that wait are to look again.
+            # Other claims that wait are to look again.
             core.wake(queue)
-        left = [offered[at] for at, gives in sorted(visited.items()) if gives]
-        return _Visit(moved, len(visited), passed, left)
+        left_over = [offered[at] for at, gives in sorted(visited.items()) if gives]
+        return _Visit(moved, len(visited), passed, left_over)
 
+    # --- messages of other processes -------------------------------------------------------
 
-class _Visit(NamedTuple):
-    """What came of a visit.
+    def take_woken(self) -> dict[str, int | None]:
+        """Return the queues that may have got messages to claim since the last call.
 
-    ``moved``: anything is different now. ``won``: zones that were free, ``passed`` those before
-    the last of them that were not. ``left``: of those visited, who has more to give.
-    """
+        With each, about how many messages it has got; None: the queue is gone.
+        """
+        core = self.core
+        if not core.woken:
+            return {}
+        woken, core.woken = core.woken, {}
+        return {name: count if name in core.queues else None for name, count in woken.items()}
 
-    moved: bool
-    won: int
-    passed: int
-    left: list[Pointer]
+    def wake_watched(self, now_ms: int) -> None:
+        """Wake claims that wait for queues which have a vested pointer."""
+        core = self.core
+        awake = []
+        for number, until_ms in list(self._watched.items()):
+            if now_ms >= until_ms or number not in core.by_number:
+                del self._watched[number]
+                awake.append(number)
+        if self._watched:
+            tokens = list(range(core.ring_high))
+            told = {"queues": list(self._watched), "tokens": tokens, "now_ms": now_ms}
+            awake += [row[0] for row in self.database.ask("vested_queues", **told)]
+        for number in awake:
+            queue = core.by_number.get(number)
+            if queue is not None:
+                core.wake(queue, WOKEN)
+
+    def _forget_plans(self, now_ms: int) -> None:
+        if self._plans_ms <= now_ms < self._plans_ms + PLANS_MS:
+            return
+        # No plan is kept yet when the store has just been opened.
+        if self._plans_ms and self.database.dialect == "postgresql":
+            self.database.ask("forget_plans")
+        self._plans_ms = now_ms
 
 
 class _Claim:
     """One of the claims that are served together."""
 
-    def __init__(self, core: Core, queue: Queue, want: Want, now_ms: int) -> None:
+    def __init__(self, core: Session, queue: SqlQueue, want: Want, now_ms: int) -> None:
         self._queue = queue.name
         self._limit = want.limit
         self.lease = want.lease[:FAMILY_BYTES] + b"\0\0"
@@ -253,7 +353,7 @@ class _Claim:
     def deliver(
         self, message_id: int, attempts: int, record: bytes | None, payload: bytes | None
     ) -> bool:
-        """Take a message; false if it can't be delivered."""
+        """Add a message; false if it can't be delivered."""
         try:
             if record is None or payload is None:
                 return False

@@ -1,20 +1,21 @@
-"""A connection to the database: transactions that are repeated, and errors in our own words.
+"""A connection to the database: repeats transactions, and translates errors.
 
-One thread at a time uses it, as the broker sees to. A statement by itself is a transaction by
-itself: it is committed by the server, whatever becomes of the process that has sent it.
+One thread at a time uses it; the broker sees to that. A statement by itself is a transaction by
+itself: the server commits it, even if the process that sent it dies.
 
-What may be done again:
+:meth:`Database.do` repeats
 
 * a transaction that the server has aborted (a serialization failure, a deadlock), always;
-* one whose connection was lost before it was told to commit, always;
-* one whose connection was lost later, if it says that it can be repeated (``again``): it finds
-  out by itself whether it had been committed. Others fail with StorageFailed: nobody knows.
+* a transaction whose connection was lost before COMMIT was sent, always;
+* a transaction whose connection was lost later, if the caller says ``again``: the transaction
+  finds out by itself whether it had been committed. Others fail with StorageFailed: the outcome is
+  not known.
 
-How long is waited: the server may be silent for ``statement_timeout_ms`` and a little, and for
-``verb_timeout_ms`` in all that is done between two calls of :meth:`Database.limit`, pauses between
-attempts included. A server that is silent for longer (a process that is stopped still acknowledges
-what is sent to it, and keeps no timeout of its own) is hung up on, and the connection is lost. The
-time is counted in silence, so that who sends or reads much over a slow line is not cut off.
+Time limits: the server may be silent for ``statement_timeout_ms`` and a little, and for
+``verb_timeout_ms`` in all between two calls of :meth:`Database.limit`, pauses between attempts
+included. The connection to a server that is silent for longer is closed: a stopped process still
+acknowledges packets, and keeps no timeout of its own. Only silence counts, so that a long answer
+over a slow line is not cut off.
 """
 
 from __future__ import annotations
@@ -39,14 +40,11 @@ from penstock.errors import (
     StoreMismatch,
 )
 from penstock.limits import MAX_DATABASE_CONNECT_MS, MAX_DATABASE_REPEATS
-from penstock.store.sql.tunables import Tunables
+from penstock.store.sql.location import Tunables
+from penstock.store.sql.schema import statements_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping
-
-    from penstock.store.sql.statements import Statement
-
-__all__ = ["Aborted", "Database", "Lost", "Refused", "translated"]
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +61,16 @@ _ABORTED: Final = frozenset({"40001", "40P01", _LOCKED})
 _COMES_TWICE: Final = frozenset({"items_pkey", "attempts_pkey"})
 # Classes and codes that say that there is no such place: invalid_authorization, no such database.
 _WRONG_PLACE: Final = ("28", "3D")
+# The same in the words of libpq, which gives no code when it connects.
+_WRONG_SIGNS: Final = ("password", "authentication", "does not exist", "no pg_hba.conf", "role ")
 # Shutting down, crashed, starting up, too many connections.
 _AWAY: Final = ("08", "57P", "53300")
 _RETRY_WAIT_S: Final = 0.05
 # How often a silent server is looked at.
 _TICK_S: Final = 0.1
-# A server is taken to be away when it has been silent for so long; what it is asked takes moments.
+# A server that has been silent for so long counts as away; an answer takes moments.
 _SILENT_S: Final = 2.0
-# Seconds that the server's own timeouts may take to reach us before it is hung up on.
+# Seconds that an error of the server's own timeouts may take to arrive.
 _GRACE_S: Final = 2.0
 # The least that psycopg takes for an attempt to connect.
 _LEAST_CONNECT_S: Final = 2
@@ -94,7 +94,7 @@ class _Silent(psycopg.OperationalError):
 
 
 class _Silence:
-    """How long the server has been silent, and how long it may be: at a time, and in all."""
+    """Counts how long the server has been silent, and how long it may be: at a time, in all."""
 
     def __init__(self, most_s: float) -> None:
         self.most_s = most_s
@@ -109,11 +109,11 @@ class _Silence:
             raise _Silent(f"it was silent for {self.now_s:.1f} s")
 
     def during(self, steps: Generator[Any, Any, T]) -> Generator[Any, Any, T]:
-        """Take the steps of a statement, which yield whenever they wait for the server."""
+        """Run the steps of a statement, which yield whenever they wait for the server."""
         try:
             wanted = next(steps)
             while True:
-                # Nothing, if neither side could send or read for the time of a tick.
+                # Empty if neither side could send or read for the time of a tick.
                 ready = yield wanted
                 if ready:
                     self.now_s = 0.0
@@ -153,7 +153,7 @@ class Database:
         clock: Callable[[], int] = lambda: 0,
         bulk: bool = False,
     ) -> None:
-        """``bulk``: it is read for long, so that every statement may take as long as any may."""
+        """Connect when first asked. ``bulk``: every statement may take ``bulk_timeout_ms``."""
         self._conninfo = _conninfo(conninfo)
         self.schema = schema
         self.dialect = dialect
@@ -162,19 +162,19 @@ class Database:
         self._clock = clock
         self._bulk = bulk
         self._silence = _Silence(self._most_s(bulk=bulk))
-        self._statements: Mapping[str, Statement] = {}
+        self._statements = statements_of(dialect)
         self._connection: psycopg.Connection[Row] | None = None
         self._depth = 0
-        # How often it is tried to connect again before a verb fails.
+        # Attempts to connect again before a verb fails.
         self.patience = MAX_DATABASE_REPEATS
-        # What the store has cost so far, and had to do again.
+        # Counters of statements, of aborted transactions and of attempts to connect again.
         self.statements = 0
         self.repeated = 0
         self.reconnected = 0
-        # Why it could not be reached when last tried.
+        # Why the last attempt to reach the server failed.
         self._failed: str | None = None
-        # A statement that waited for a lock in vain, why, and until when that counts: others may
-        # well be answered meanwhile.
+        # The statement that last failed to get a lock, the error, and until when that counts:
+        # other statements may be answered meanwhile.
         self._locked_out: tuple[Any, str, int] | None = None
 
     @property
@@ -187,10 +187,6 @@ class Database:
             return locked_out[1]
         return "it is silent" if not self._bulk and self._silence.now_s >= _SILENT_S else None
 
-    def use(self, statements: Mapping[str, Statement]) -> None:
-        """Take the statements that :meth:`run` knows by name."""
-        self._statements = statements
-
     # --- connecting ------------------------------------------------------------------------
 
     def connect(self) -> psycopg.Connection[Row]:
@@ -200,24 +196,20 @@ class Database:
             return connection
         told_s = conninfo_to_dict(self._conninfo)["connect_timeout"]
         wait_s = max(_LEAST_CONNECT_S, ceil(min(float(told_s or 0), self._silence.left_s)))
+        made = None
         try:
-            connection = _Connection.connect(
-                self._conninfo, autocommit=True, connect_timeout=wait_s
-            )
+            made = _Connection.connect(self._conninfo, autocommit=True, connect_timeout=wait_s)
+            made.silence = self._silence
+            self._configure(made)
         except psycopg.Error as error:
+            if made is not None:
+                made.close()
             if isinstance(error, psycopg.errors.ConnectionTimeout):
                 self._silence.left_s -= wait_s
             self._failed = _said(error)
             raise translated(error) from error
-        connection.silence = self._silence
-        try:
-            self._configure(connection)
-        except psycopg.Error as error:
-            connection.close()
-            self._failed = _said(error)
-            raise translated(error) from error
-        self._connection = connection
-        return connection
+        self._connection = made
+        return made
 
     def _configure(self, connection: psycopg.Connection[Row]) -> None:
         # One type for all numbers: a statement is prepared once, not for each width of them.
@@ -233,7 +225,7 @@ class Database:
             settings["default_transaction_isolation"] = "serializable"
             settings["enable_multiple_modifications_of_table"] = "on"
         else:
-            # Statements of many parts look dear to the planner, and are not.
+            # Statements of many parts look expensive to the planner, and are not.
             settings["jit"] = "off"
             # Tables grow faster than the planner's idea of them: every statement has its index.
             settings |= {"enable_seqscan": "off", "enable_bitmapscan": "off"}
@@ -241,24 +233,24 @@ class Database:
                 settings["synchronous_commit"] = "off"
         connection.execute(_settings(settings))
 
-    # --- how long it may take --------------------------------------------------------------
+    # --- time limits -----------------------------------------------------------------------
 
     def limit(self, seconds: float) -> None:
-        """Let all that is done from here on wait for the server for so long."""
+        """Bound the silence of the server in all statements from here on."""
         self._silence.left_s = seconds
 
     @contextmanager
     def at_leisure(self) -> Iterator[None]:
-        """Let what is done inside take as long as any maintenance may."""
+        """Give the statements inside ``bulk_timeout_ms`` each."""
         if self._bulk or self._depth:
             yield
             return
-        # Asked within the time of any other, so that a server that hangs is found out first.
+        # Sent within the usual limits, so that a server that hangs is noticed first.
         settings = _settings(self._timeouts(bulk=True))
         try:
             self.execute(settings)
         except Lost:
-            # It was cut before anything was begun: another one does.
+            # The connection was cut before anything was begun: a new one will do.
             self.execute(settings)
         left_s = self._silence.left_s
         self._bulk, self._silence.most_s, self._silence.left_s = True, self._most_s(bulk=True), inf
@@ -267,18 +259,10 @@ class Database:
         finally:
             self._bulk, self._silence.most_s = False, self._most_s(bulk=False)
             self._silence.left_s = left_s
-            self._restore_timeouts()
-
-    def _restore_timeouts(self) -> None:
-        try:
-            if self._connection is not None and not self._connection.closed:
-                self._connection.execute(_settings(self._timeouts(bulk=False)))
-        except psycopg.Error:
-            # The work is done; the next connection gets its timeouts when it is made.
-            self.close()
+            self._execute_or_close(_settings(self._timeouts(bulk=False)))
 
     def _timeouts(self, *, bulk: bool) -> dict[str, str]:
-        """Return what the server keeps to: for a statement that waits for a lock, and for any."""
+        """Return the server's own timeouts: for locks, and for whole statements."""
         tunables = self._tunables
         lock_ms = tunables.bulk_timeout_ms if bulk else tunables.lock_timeout_ms
         statement_ms = tunables.bulk_timeout_ms if bulk else tunables.statement_timeout_ms
@@ -290,14 +274,14 @@ class Database:
         return most_ms / 1000 + _GRACE_S
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def another(self, *, bulk: bool = False) -> Database:
-        """Return what makes another connection to the same place; ``bulk``: to read for long."""
-        twin = Database(
+        """Return a Database for another connection to the same place."""
+        return Database(
             self._conninfo,
             self.schema,
             self.dialect,
@@ -305,8 +289,6 @@ class Database:
             clock=self._clock,
             bulk=bulk,
         )
-        twin.use(self._statements)
-        return twin
 
     # --- statements ------------------------------------------------------------------------
 
@@ -318,6 +300,10 @@ class Database:
         )
         return self.execute(statement.text, parameters, prepare=statement.planned_once)
 
+    def ask(self, name: str, /, **parameters: Any) -> list[Row]:
+        """Run a statement that may be run twice; again if it was aborted or its answer was lost."""
+        return self.do(lambda: self.run(name, **parameters), again=True)
+
     def parameters(self, name: str) -> frozenset[str]:
         """Return the parameters of a statement."""
         return self._statements[name].parameters
@@ -325,7 +311,7 @@ class Database:
     def execute(
         self, text: Any, parameters: Mapping[str, Any] | None = None, *, prepare: bool = False
     ) -> list[Row]:
-        """Run any text."""
+        """Run any text and return its rows."""
         self.statements += 1
         if self._silence.left_s <= 0:
             raise ServerUnreachable(f"the database does not answer: {self.away}")
@@ -343,13 +329,13 @@ class Database:
         return rows
 
     def _judged(self, error: psycopg.Error, text: Any) -> PenstockError:
-        """Translate an error; tell apart those after which the connection is gone."""
+        """Translate an error; Lost if the connection is gone."""
         if isinstance(error, _Silent):
-            # Whatever it has been sent may yet be done, and its answer must not be read as another.
+            # The statement may yet be done, and its answer must not be read as another one's.
             self.close()
         self._failed = _said(error) if isinstance(error, _Silent) else None
         if error.sqlstate == _LOCKED:
-            # Until it would have been tried again, and have waited as long.
+            # Until one more attempt would have waited as long.
             until_ms = self._clock() + 2 * self._tunables.lock_timeout_ms
             self._locked_out = text, _said(error), until_ms
         if self._connection is None or self._connection.closed or self._connection.broken:
@@ -359,7 +345,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Make everything inside one transaction; one inside another is part of it."""
+        """Run the statements inside as one transaction; one inside another is part of it."""
         if self._depth:
             yield
             return
@@ -369,28 +355,29 @@ class Database:
             yield
         except BaseException as error:
             self._depth = 0
-            self._roll_back()
+            self._execute_or_close(sql.SQL("ROLLBACK"))
             if isinstance(error, Lost):
-                # It was not told to commit, so that it did not.
+                # COMMIT was not sent.
                 error.unknown = False
             raise
         self._depth = 0
         self.execute("COMMIT")
 
-    def _roll_back(self) -> None:
+    def _execute_or_close(self, text: sql.Composable) -> None:
+        """Execute a text that a new connection does not need: one is made if it fails."""
         try:
             if self._connection is not None and not self._connection.closed:
-                self._connection.execute("ROLLBACK")
+                self._connection.execute(text)
         except psycopg.Error:
-            # The server undoes it when it finds that nobody is there.
+            # The server undoes a transaction when it finds the connection closed.
             self.close()
 
     # --- repeating -------------------------------------------------------------------------
 
     def do(self, work: Callable[[], T], *, again: bool = False) -> T:
-        """Do something that is one transaction, again if the server has aborted it.
+        """Call ``work``, which is one transaction, again if the server has aborted it.
 
-        ``again``: also if the connection was lost, because it does no harm if it had been done.
+        ``again``: also if the connection was lost, because doing it twice does no harm.
         """
         if self._depth:
             return work()
@@ -400,14 +387,14 @@ class Database:
             try:
                 return work()
             except Aborted:
-                # One that waits for a lock once more is to hear from the server that it was undone.
+                # One that waits for a lock once more needs the time to hear of it.
                 lock_s = self._tunables.lock_timeout_ms / 1000 if self._locked_out else 0
                 if not left or self._silence.left_s <= lock_s:
                     raise
                 self.repeated += 1
                 wait_s = 0.0
             except (Lost, ServerUnreachable) as error:
-                # A database that restarts is given time; one that stays away fails the verb.
+                # A database that restarts gets time; one that stays away fails the verb.
                 lost += 1
                 in_doubt = in_doubt or (isinstance(error, Lost) and error.unknown)
                 gives_up = not left or lost > self.patience or self._silence.left_s <= 0
@@ -424,19 +411,25 @@ class Database:
 
 
 class Aborted(StorageFailed):
-    """The server has undone the transaction, for the sake of another; it may be tried again."""
+    """The server has undone the transaction for the sake of another; it may be repeated."""
 
 
 class Refused(StorageFailed):
-    """A row that must not be there is, or the other way round; ``constraint`` names the rule."""
+    """A statement broke a constraint, which ``constraint`` names."""
 
     def __init__(self, message: str, constraint: str) -> None:
         super().__init__(message)
         self.constraint = constraint
 
 
+def columns(rows: Iterable[Sequence[Any]], *names: str) -> dict[str, list[Any]]:
+    """Return rows as named columns, as statements take them."""
+    held = list(rows)
+    return {name: [row[at] for row in held] for at, name in enumerate(names)}
+
+
 def _conninfo(conninfo: str) -> str:
-    """Add what a connection needs to notice that the other end is gone, unless it is said."""
+    """Add the settings by which a connection notices that the other end is gone."""
     try:
         told = conninfo_to_dict(conninfo)
     except psycopg.Error as error:
@@ -455,7 +448,7 @@ def _settings(settings: Mapping[str, str]) -> sql.Composed:
 
 
 def translated(error: psycopg.Error) -> PenstockError:
-    """Put an error of the database in our own words."""
+    """Translate an error of the driver into Penstock's."""
     code = error.sqlstate or ""
     said = _said(error)
     if code in _ABORTED:
@@ -463,7 +456,7 @@ def translated(error: psycopg.Error) -> PenstockError:
     if code.startswith("23"):
         rule = error.diag.constraint_name or error.diag.column_name or ""
         if rule in _COMES_TWICE:
-            # Another process has brought the same message into the queue: it is seen next time.
+            # Another process has put the same message into the queue: the next attempt sees it.
             return Aborted(f"a message has come into a queue meanwhile: {said}")
         return Refused(said, rule)
     if code.startswith(_WRONG_PLACE):
@@ -483,19 +476,10 @@ def translated(error: psycopg.Error) -> PenstockError:
     if code in {"53100", "53200"}:
         return DiskFull(f"the database has no room left: {said}")
     if code.startswith(_AWAY) or (not code and isinstance(error, psycopg.OperationalError)):
-        wrong = _wrong_place(said)
-        if wrong:
+        if any(sign in said for sign in _WRONG_SIGNS):
             return InvalidUrl(f"the database can't be opened: {said}")
         return ServerUnreachable(f"the database does not answer: {said}")
     return StorageFailed(f"the database has failed: {said}")
-
-
-def _wrong_place(said: str) -> bool:
-    """Whether a connection was refused for what it asked for; libpq gives no code then."""
-    return any(
-        sign in said
-        for sign in ("password", "authentication", "does not exist", "no pg_hba.conf", "role ")
-    )
 
 
 def _said(error: psycopg.Error) -> str:

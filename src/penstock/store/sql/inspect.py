@@ -1,46 +1,85 @@
-"""Reading without leasing: browse, attempts, stats."""
+"""Reading without leasing: browse, attempts, stats; and how zones are spread over tokens."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+
+import msgspec
 
 from penstock import limits
 from penstock.errors import CorruptRecord, InvalidInput
 from penstock.model import Attempt, AttemptEnd, Entry, Page, QueueStats, State, StoreStats
 from penstock.store.codec.metadata import decode_metadata
-from penstock.store.sql.maintain import ALL
+from penstock.store.sql.database import Database
+from penstock.store.sql.move import ALL, STATES, SqlMove
+from penstock.store.sql.schema import find
 from penstock.store.sql.settle import ENDINGS
+from penstock.store.sql.zones import token_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from penstock.store.codec.metadata import Metadata
-    from penstock.store.sql.maintain import Upkeep
-    from penstock.store.sql.session import Core, Queue
+    from penstock.store.sql.session import LogHead, Session, SqlQueue
 
-__all__ = ["Views"]
+# Zones that :class:`ClusterLook` reads at a time.
+PAGE: Final = 10_000
 
 
-class _Row(NamedTuple):
-    """A message of a page; ``place`` is where it stands."""
+def queue_stats_of(
+    run: Callable[..., list[tuple[Any, ...]]], queue: SqlQueue, now_ms: int
+) -> QueueStats:
+    """Return a queue's depths and totals; ``run`` runs a statement, now or in a snapshot."""
+    sums = [int(each or 0) for each in run("sum_counts", queue=queue.number)[0]]
+    live, in_flight, done, failed, *totals = sums
+    at = {"queue": queue.number, "now_ms": now_ms}
+    delayed = run("count_delayed", **at)[0][0]
+    available = max(0, live - in_flight - delayed)
+    age_ms, ready = None, 0
+    # A queue without available messages is not searched: the search would pass all delayed ones.
+    if available:
+        if oldest := run("oldest", **at):
+            age_ms = max(0, now_ms - decode_metadata(oldest[0][0]).published_at_ms)
+        ready = run("groups_ready_fifo" if queue.fifo else "groups_ready", **at)[0][0]
+    names = (
+        *("enqueued_total", "claimed_total", "acked_total", "released_total"),
+        *("lease_expired_total", "failed_total", "redriven_total", "removed_total"),
+        *("moved_in_total", "moved_out_total"),
+    )
+    return QueueStats(
+        queue=queue.name,
+        available=available,
+        delayed=delayed,
+        in_flight=in_flight,
+        done=done,
+        failed=failed,
+        oldest_age_ms=age_ms,
+        groups_ready=ready,
+        **dict(zip(names, totals, strict=True)),
+    )
+
+
+def store_stats_of(core: Session, head: LogHead) -> StoreStats:
+    """Return the totals of the store."""
+    return StoreStats(
+        published_total=head.published,
+        duplicates_total=head.duplicates,
+        unrouted_total=head.unrouted,
+        quarantined_total=0,
+        healed_total=core.zones.orphans,
+        stale_receipts_total=core.stale_receipts,
+    )
+
+
+class _Found(NamedTuple):
+    """An entry of a page, without its payload; ``place`` orders it among the others."""
 
     place: int
-    message_id: int
-    attempts: int
-    metadata: Metadata
-    visible_at_ms: int | None = None
-    lease_deadline_ms: int | None = None
-    consumer: str | None = None
-    ended_at_ms: int | None = None
-    reason: str = ""
+    size: int
+    entry: Entry
 
 
-class Views:
-    """The verbs that only look."""
-
-    def __init__(self, core: Core, upkeep: Upkeep) -> None:
-        self._core = core
-        self._upkeep = upkeep
+class SqlInspect(SqlMove):
+    """The verbs that only read."""
 
     def browse(
         self,
@@ -53,43 +92,37 @@ class Views:
         now_ms: int,
     ) -> Page:
         """Read a page of messages in a state."""
-        core = self._core
-        core.refresh(now_ms)
-        queue = core.queue(queue_name)
+        queue = self._caught_up(queue_name, now_ms)
         after = _parse_cursor(cursor, queue, state)
-        self._upkeep.catch_up(now_ms, ALL, queue)
-        found = core.database.do(
-            lambda: core.database.run(
-                f"page_{state.value}",
-                queue=queue.number,
-                after=after,
-                count=limit + 1,
-                **({} if state in {State.DONE, State.FAILED} else {"now_ms": now_ms}),
-            ),
-            again=True,
-        )
-        rows = [row for each in found[:limit] if (row := _row(state, each)) is not None]
+        told = {"queue": queue.number, "after": after, "count": limit + 1}
+        if state in STATES:
+            found = self.database.ask("page_live", **told, state=STATES[state], now_ms=now_ms)
+        else:
+            found = self.database.ask(f"page_{state.value}", **told)
+        rows = [row for each in found[:limit] if (row := _read(queue, state, each)) is not None]
         following = found[limit - 1][0] if len(found) > limit else None
-        bodies: dict[int, bytes] = {}
         if payloads and rows:
             fitting = _fitting(rows)
             if fitting < len(rows):
                 rows, following = rows[:fitting], rows[fitting - 1].place
-            bodies = dict(
-                core.database.run("payloads", message_ids=[row.message_id for row in rows])
-            )
-        entries = [_entry(queue, state, row, bodies.get(row.message_id)) for row in rows]
+        entries = [row.entry for row in rows]
+        if payloads and rows:
+            ids = [entry.message_id for entry in entries]
+            bodies: dict[int, bytes] = dict(self.database.run("payloads", message_ids=ids))
+            entries = [
+                msgspec.structs.replace(entry, payload=bodies.get(entry.message_id))
+                for entry in entries
+            ]
         head = _cursor_head(queue, state)
         return Page(entries, None if following is None else f"{head}{following:016x}")
 
     def attempts(self, queue_name: str, message_id: int, now_ms: int) -> list[Attempt]:
         """Return every attempt at a message, the running one last."""
-        core = self._core
-        core.refresh(now_ms)
-        queue = core.queue(queue_name)
         if message_id >= 1 << 63:
+            self.core.queue(queue_name)
             return []
-        self._upkeep.catch_up(now_ms, ALL, queue)
+        queue = self._caught_up(queue_name, now_ms)
+        own = {"queue": queue.number, "message_id": message_id}
         found = [
             Attempt(
                 number,
@@ -99,131 +132,78 @@ class Views:
                 AttemptEnd(ENDINGS[ending]),
                 reason.decode(errors="replace"),
             )
-            for number, consumer, claimed_at_ms, ended_at_ms, ending, reason in core.database.run(
-                "attempts", queue=queue.number, message_id=message_id
+            for number, consumer, claimed_at_ms, ended_at_ms, ending, reason in self.database.run(
+                "attempts", **own
             )
         ]
-        for number, consumer, claimed_at_ms in core.database.run(
-            "running", queue=queue.number, message_id=message_id, now_ms=now_ms
-        ):
-            found.append(
-                Attempt(number, consumer.decode(), claimed_at_ms, None, AttemptEnd.RUNNING)
+        found += [
+            Attempt(number, consumer.decode(), claimed_at_ms, None, AttemptEnd.RUNNING)
+            for number, consumer, claimed_at_ms in self.database.run(
+                "running", **own, now_ms=now_ms
             )
+        ]
         return found
 
     def queue_stats(self, queue_name: str, now_ms: int) -> QueueStats:
         """Return a queue's depths and totals."""
-        core, database = self._core, self._core.database
-        core.refresh(now_ms)
-        queue = core.queue(queue_name)
-        self._upkeep.catch_up(now_ms, ALL, queue)
-        sums = [int(each or 0) for each in database.run("sum_counts", queue=queue.number)[0]]
-        live, in_flight, done, failed, *totals = sums
-        delayed = database.run("count_delayed", queue=queue.number, now_ms=now_ms)[0][0]
-        available = max(0, live - in_flight - delayed)
-        age_ms, ready = None, 0
-        # Who has nothing to show would be looked for among all that are delayed.
-        if available:
-            oldest = database.run("oldest", queue=queue.number, now_ms=now_ms)
-            if oldest:
-                age_ms = max(0, now_ms - decode_metadata(oldest[0][0]).published_at_ms)
-            ready = database.run(
-                "groups_ready_fifo" if queue.fifo else "groups_ready",
-                queue=queue.number,
-                now_ms=now_ms,
-            )[0][0]
-        return QueueStats(
-            queue=queue.name,
-            available=available,
-            delayed=delayed,
-            in_flight=in_flight,
-            done=done,
-            failed=failed,
-            oldest_age_ms=age_ms,
-            groups_ready=ready,
-            enqueued_total=totals[0],
-            claimed_total=totals[1],
-            acked_total=totals[2],
-            released_total=totals[3],
-            lease_expired_total=totals[4],
-            failed_total=totals[5],
-            redriven_total=totals[6],
-            removed_total=totals[7],
-            moved_in_total=totals[8],
-            moved_out_total=totals[9],
-        )
+        return queue_stats_of(self.database.run, self._caught_up(queue_name, now_ms), now_ms)
 
     def store_stats(self) -> StoreStats:
-        """Return what concerns the whole store."""
-        core = self._core
-        head = core.read_head()
-        return StoreStats(
-            published_total=head.published,
-            duplicates_total=head.duplicates,
-            unrouted_total=head.unrouted,
-            quarantined_total=0,
-            healed_total=core.zones.orphans,
-            stale_receipts_total=core.stale_receipts,
-        )
+        """Return the totals of the store."""
+        return store_stats_of(self.core, self.core.read_head())
+
+    def _caught_up(self, queue_name: str, now_ms: int) -> SqlQueue:
+        """Look a queue up, and end its leases that are over."""
+        self.core.refresh(now_ms)
+        queue = self.core.queue(queue_name)
+        self.catch_up(now_ms, ALL, queue)
+        return queue
 
 
-def _row(state: State, row: tuple[Any, ...]) -> _Row | None:
+def _read(queue: SqlQueue, state: State, row: tuple[Any, ...]) -> _Found | None:
     try:
         metadata = decode_metadata(row[-1] or b"")
     except CorruptRecord:
         return None
-    if state in {State.DONE, State.FAILED}:
-        place, message_id, attempts, ended_at_ms, reason, _ = row
-        said = reason.decode(errors="replace")
-        return _Row(place, message_id, attempts, metadata, ended_at_ms=ended_at_ms, reason=said)
-    message_id, attempts, visible_at_ms, vesting_ms, consumer, *_ = row
-    if state is State.IN_FLIGHT:
-        return _Row(
-            message_id,
-            message_id,
-            attempts,
-            metadata,
-            visible_at_ms=visible_at_ms,
-            lease_deadline_ms=vesting_ms,
-            consumer=consumer.decode(),
-        )
-    return _Row(message_id, message_id, attempts, metadata, visible_at_ms=visible_at_ms)
-
-
-def _entry(queue: Queue, state: State, row: _Row, body: bytes | None) -> Entry:
-    return Entry(
-        message_id=row.message_id,
+    more: dict[str, Any] = {}
+    if state not in STATES:
+        place, message_id, attempts, more["ended_at_ms"], reason, _ = row
+        more["reason"] = reason.decode(errors="replace")
+    else:
+        message_id, attempts, more["visible_at_ms"], vesting_ms, consumer, _ = row
+        place = message_id
+        if state is State.IN_FLIGHT:
+            more |= {"lease_deadline_ms": vesting_ms, "consumer": consumer.decode()}
+    entry = Entry(
+        message_id=message_id,
         queue=queue.name,
         state=state,
-        payload=body,
-        attributes=row.metadata.attributes,
-        group=row.metadata.group,
-        priority=row.metadata.priority,
-        attempts=row.attempts,
-        published_at_ms=row.metadata.published_at_ms,
-        visible_at_ms=row.visible_at_ms,
-        lease_deadline_ms=row.lease_deadline_ms,
-        consumer=row.consumer,
-        ended_at_ms=row.ended_at_ms,
-        reason=row.reason,
+        payload=None,
+        attributes=metadata.attributes,
+        group=metadata.group,
+        priority=metadata.priority,
+        attempts=attempts,
+        published_at_ms=metadata.published_at_ms,
+        **more,
     )
+    return _Found(place, metadata.size, entry)
 
 
-def _fitting(rows: Sequence[_Row]) -> int:
+def _fitting(rows: Sequence[_Found]) -> int:
     """Return how many messages, and at least one, have payloads that fit into a page."""
     size = 0
     for count, row in enumerate(rows):
-        size += row.metadata.size
+        size += row.size
         if size > limits.MAX_PAGE_BYTES:
             return max(1, count)
     return len(rows)
 
 
-def _cursor_head(queue: Queue, state: State) -> str:
+def _cursor_head(queue: SqlQueue, state: State) -> str:
     return f"{state.value}:{queue.number:x}:"
 
 
-def _parse_cursor(cursor: str | None, queue: Queue, state: State) -> int:
+def _parse_cursor(cursor: str | None, queue: SqlQueue, state: State) -> int:
     if cursor is None:
         return -1
     head = _cursor_head(queue, state)
@@ -240,3 +220,120 @@ def _parse_cursor(cursor: str | None, queue: Queue, state: State) -> int:
             "pass a page's next_cursor"
         )
     return after
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+
+class TokenStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One token: its pointers, the vested ones, and for how long the oldest has been vested."""
+
+    token: int
+    pointers: int
+    vested: int
+    oldest_lag_ms: int
+
+
+class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A store on a SQL database.
+
+    ``ring_size``: new zones get a token below it; ``ring_high``: claims look at tokens below it.
+    ``zones``: those with a pointer; ``empty_zones``: those without items, which are collected when
+    they stay empty; ``old_tokens``: those whose token is not the one that the present ring gives.
+    ``waiting`` has the delayed messages too.
+    """
+
+    store_id: str
+    routing: str
+    ring_size: int
+    ring_high: int
+    zones: int
+    empty_zones: int
+    old_tokens: int
+    vested: int
+    oldest_lag_ms: int
+    waiting: int
+    in_flight: int
+    tokens: list[TokenStatus]
+
+    @property
+    def rehashed(self) -> float:
+        """The part of the zones that have the token of the present ring, from 0 to 1."""
+        return 1 - self.old_tokens / self.zones if self.zones else 1.0
+
+
+class ClusterLook:
+    """Reads how the zones of a store are spread over tokens, on a connection of its own.
+
+    It only reads, beside the brokers that work on the store. It refuses a database without a store.
+    """
+
+    def __init__(self, conninfo: str, *, schema: str, dialect: str) -> None:
+        self._database = Database(conninfo, schema, dialect)
+        try:
+            self._database.connect()
+            find(self._database, f"in the schema {schema!r} of the database")
+        except BaseException:
+            self._database.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._database.close()
+
+    def now_ms(self) -> int:
+        """Return the time of the database."""
+        return int(self._database.run("server_time")[0][0])
+
+    def status(self) -> ClusterStatus:
+        """Count tokens, zones and messages, as of about now."""
+        database = self._database
+        store_id, routing, ring_size, ring_high, *_ = database.run("load_instance")[0]
+        now_ms = self.now_ms()
+        tokens = [
+            TokenStatus(
+                token=token,
+                pointers=pointers,
+                vested=vested,
+                oldest_lag_ms=now_ms - oldest_ms if vested else 0,
+            )
+            for token, pointers, vested, oldest_ms in database.run("token_status", now_ms=now_ms)
+        ]
+        empty_zones = int(database.run("count_empty_zones")[0][0])
+        waiting, in_flight = database.run("depth_of_all")[0]
+        zones, old_tokens = self._old_tokens(int(ring_size))
+        return ClusterStatus(
+            store_id=f"{store_id:08x}",
+            routing=routing,
+            ring_size=ring_size,
+            ring_high=ring_high,
+            zones=zones,
+            empty_zones=empty_zones,
+            old_tokens=old_tokens,
+            vested=sum(each.vested for each in tokens),
+            oldest_lag_ms=max((each.oldest_lag_ms for each in tokens), default=0),
+            waiting=waiting,
+            in_flight=in_flight,
+            tokens=tokens,
+        )
+
+    def old_tokens(self) -> int:
+        """Count the zones whose token is of another ring than the present one."""
+        return self._old_tokens(int(self._database.run("load_instance")[0][2]))[1]
+
+    def _old_tokens(self, ring_size: int) -> tuple[int, int]:
+        """Count all zones, and those of another ring, whose tokens this process computes.
+
+        Zones that come and go meanwhile may be missed, or counted though they are gone.
+        """
+        queue, zone = -1, b""
+        zones = old = 0
+        while True:
+            rows = self._database.run("page_tokens", queue=queue, zone=zone, count=PAGE)
+            zones += len(rows)
+            old += sum(token != token_of(q, z, ring_size) for q, z, token in rows)
+            if len(rows) < PAGE:
+                return zones, old
+            queue, zone, _ = rows[-1]

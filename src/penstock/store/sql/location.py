@@ -1,28 +1,21 @@
-"""What the URL of a SQL database says: where it is, and how claims go about there.
+"""The URL of a SQL database: where it is, and the tunables that it sets.
 
-Here and not beside the store: a URL is read and refused without the database's driver.
+Apart from the store: a URL is read and refused without the database's driver.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 from urllib.parse import parse_qsl, quote, urlencode
+
+import msgspec
 
 from penstock.errors import InvalidUrl
 from penstock.limits import MAX_RING_SIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = [
-    "SEVERAL",
-    "SQL_SCHEMES",
-    "TUNED",
-    "SqlPlace",
-    "parse_sql",
-    "without_password",
-]
+    from collections.abc import Iterator, Mapping
 
 SQL_SCHEMES: Final = ("postgresql:", "cockroachdb:")
 # The error of a list of databases.
@@ -30,21 +23,60 @@ SEVERAL: Final = (
     "a store is in one database. Name one, with ?schema=NAME if applications share it, or open a "
     "store for each application"
 )
-# Options that are tunables of the store, with the least and the most that they may be.
-TUNED: Final[Mapping[str, tuple[int, int]]] = {
-    "peek_max": (1, 10_000),
-    "selection_max": (1, 100),
-    "sequential": (0, 1),
-    "dequeue_max": (1, 10_000),
-    "threshold_ms": (0, 60_000),
-    "min_inactive_ms": (1_000, 86_400_000),
-    "poll_ms": (10, 60_000),
-    "idle_poll_ms": (10, 60_000),
-    "verb_timeout_ms": (100, 3_600_000),
-    "statement_timeout_ms": (100, 3_600_000),
-    "lock_timeout_ms": (100, 3_600_000),
-    "bulk_timeout_ms": (1_000, 86_400_000),
-}
+_Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+_Poll = Annotated[int, msgspec.Meta(ge=10, le=60_000)]
+_Timeout = Annotated[int, msgspec.Meta(ge=100, le=3_600_000)]
+
+
+class Tunables(msgspec.Struct, frozen=True, kw_only=True):
+    """How claims look for zones, when zones are collected, and how long the database may take.
+
+    ``ring_size``: tokens of a new store. ``peek_max``: pointers that a claim looks at. Of these it
+    visits up to ``selection_max`` at a time, fewer if it wants fewer messages or other processes
+    are at them; if there are more, random ones, unless ``sequential`` turns the randomness off.
+    ``dequeue_max``: messages that one zone gives at a visit while other zones wait.
+    ``threshold_ms``: a pointer that is this little late for a delayed message is left alone.
+    ``trust_ms``: for how long a publish does not look at a pointer that it saw vested; ``cool_ms``,
+    longer than that: how long after a zone was found empty it is looked at once more.
+    ``min_inactive_ms``: how long a zone is empty before its pointer is collected. ``poll_ms``: how
+    often a process looks for messages of other processes while a claim waits, ``idle_poll_ms``
+    else.
+
+    ``verb_timeout_ms``: how long a verb waits for the database in all before it fails, and for
+    other calls of its process before that. The server ends a statement that takes
+    ``statement_timeout_ms``, or waits for a lock for ``lock_timeout_ms``; maintenance (a check, a
+    new schema, reading in bulk) has ``bulk_timeout_ms`` for each.
+
+    Those with bounds can be set by a URL.
+    """
+
+    ring_size: int = 1
+    peek_max: _Count = 100
+    selection_max: Annotated[int, msgspec.Meta(ge=1, le=100)] = 10
+    sequential: bool = False
+    dequeue_max: _Count = 10
+    threshold_ms: Annotated[int, msgspec.Meta(ge=0, le=60_000)] = 250
+    trust_ms: int = 100
+    cool_ms: int = 300
+    min_inactive_ms: Annotated[int, msgspec.Meta(ge=1_000, le=86_400_000)] = 30_000
+    poll_ms: _Poll = 100
+    idle_poll_ms: _Poll = 1_000
+    verb_timeout_ms: _Timeout = 30_000
+    statement_timeout_ms: _Timeout = 20_000
+    lock_timeout_ms: _Timeout = 10_000
+    bulk_timeout_ms: Annotated[int, msgspec.Meta(ge=1_000, le=86_400_000)] = 600_000
+
+
+def _bounds() -> Iterator[tuple[str, tuple[int, int]]]:
+    for field in msgspec.structs.fields(Tunables):
+        if field.type is bool:
+            yield field.name, (0, 1)
+        elif meta := getattr(field.type, "__metadata__", ()):
+            yield field.name, (meta[0].ge, meta[0].le)
+
+
+# Options of a URL that are tunables, with the least and the most that they may be.
+TUNED: Final[Mapping[str, tuple[int, int]]] = dict(_bounds())
 
 
 class SqlPlace(NamedTuple):
@@ -71,7 +103,7 @@ def parse_sql(url: str) -> SqlPlace:
     place, _, query = rest.partition("?")
     if not place.startswith("//"):
         raise InvalidUrl(f"{shown!r:.200}: {dialect}://USER:PASSWORD@HOST:PORT/DATABASE")
-    # What libpq can't read it quotes, and that may be a part of the password.
+    # libpq quotes a text that it can't read, and that may be a part of the password.
     who, _, _ = place[2:].rpartition("@")
     if not re.fullmatch(r"(?:[^\s@/%]|%(?!00)[0-9A-Fa-f]{2})*", who):
         raise InvalidUrl(
@@ -86,7 +118,7 @@ def parse_sql(url: str) -> SqlPlace:
         raise InvalidUrl(f"schema {schema!r:.100}: lower case letters, digits and _")
     ring_size = _number(options, "ring_size", 1, MAX_RING_SIZE)
     tuned = {
-        name: value
+        name: bool(value) if name == "sequential" else value
         for name, bounds in TUNED.items()
         if (value := _number(options, name, *bounds)) is not None
     }

@@ -1,7 +1,7 @@
-"""Messages go from one queue to another: by the verb ``move``, or because they have failed.
+"""Messages go from one queue to another: ``move``, and dead letters; ``redrive`` of failed ones.
 
-What has failed may also go back to where it was (``redrive``). A message is taken out of one queue
-and put into the other in one transaction. It brings its attempts along, all of them forgiven.
+One transaction takes a message out of a queue and puts it into the other. It brings its attempts
+along, all of them forgiven.
 """
 
 from __future__ import annotations
@@ -9,24 +9,28 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue
+from penstock.errors import CorruptRecord
 from penstock.limits import MAX_ATTEMPTS
 from penstock.model import State
+from penstock.store import policy
 from penstock.store.codec.metadata import decode_metadata
 from penstock.store.sql.publish import Arrival, add_items
+from penstock.store.sql.settle import SqlSettle
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.store.codec.metadata import Metadata
-    from penstock.store.sql.session import Core, Queue
-
-__all__ = ["Moving"]
+    from penstock.store.sql.session import Session, SqlQueue
 
 log = logging.getLogger(__name__)
 
+# Messages that one transaction moves.
 STEP_MESSAGES: Final = 1_000
-_STATES: Final = {State.AVAILABLE: 0, State.DELAYED: 1}
+# A budget for everything that there is.
+ALL: Final = 1_000_000
+# As the statements number the states of live items.
+STATES: Final = {State.AVAILABLE: 0, State.DELAYED: 1, State.IN_FLIGHT: 2}
 
 
 class _Leaving(NamedTuple):
@@ -37,33 +41,105 @@ class _Leaving(NamedTuple):
     vesting_ms: int
 
 
-class Moving:
-    """Moves messages between queues, in steps of bounded size."""
+class SqlMove(SqlSettle):
+    """The verbs that move messages between queues."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        # (queue, dead letter queue) that is not there, of which was told.
+    def __init__(self, core: Session) -> None:
+        super().__init__(core)
+        # (queue, dead letter queue that is not there) that the log has been told of.
         self._parked: set[tuple[int, str]] = set()
 
-    def check(self, queue_name: str, to_name: str) -> None:
-        """Refuse a move that can't be made."""
-        core = self._core
-        if core.queue(queue_name) is core.queue(to_name):
-            raise InvalidInput(f"queue {queue_name!r} can't be moved to itself: name another")
-        if core.queue(to_name).coverage.draining:
-            raise InvalidQueue(f"queue {to_name!r} is draining: it takes no more messages")
+    def catch_up(
+        self, now_ms: int, budget: int, queue: SqlQueue | None = None, into: str | None = None
+    ) -> int:
+        """End leases that are over and move dead letters; return how many of both.
+
+        ``into``: only the dead letters of that queue, however many others there are.
+        """
+        leases, _ = self.expire(now_ms, budget, queue)
+        return leases + self.move_dead_letters(now_ms, budget, into)
+
+    # --- verbs -----------------------------------------------------------------------------
 
     def move(
         self,
-        queue: Queue,
-        to: Queue,
+        queue_name: str,
+        to_name: str,
+        *,
         state: State,
         message_ids: Sequence[int] | None,
         limit: int | None,
         now_ms: int,
     ) -> int:
-        """Move the messages of a queue that are in a state, or those of some ids; say how many."""
-        core = self._core
+        """Move messages in a state into another queue: all, by ids, so many; return how many."""
+        core = self.core
+        core.refresh()
+        core.queue(queue_name)
+        policy.check_move(queue_name, to_name, draining=core.queue(to_name).coverage.draining)
+        self.catch_up(now_ms, ALL, core.queue(queue_name))
+        queue, to = core.queue(queue_name), core.queue(to_name)
+        return self._move(queue, to, state, message_ids, limit, now_ms)
+
+    def redrive(
+        self,
+        queue_name: str,
+        *,
+        message_ids: Sequence[int] | None,
+        where: Callable[[Metadata], bool] | None,
+        after: bytes,
+        now_ms: int,
+    ) -> tuple[int, bytes | None]:
+        """Make failed messages available again, by ids or a page of them, if they are selected.
+
+        Return how many, and where the next page begins.
+        """
+        core = self.core
+        core.refresh()
+        queue = core.queue(queue_name)
+        self.catch_up(now_ms, ALL, queue)
+        further = None
+        if message_ids is not None:
+            rows = self.database.run(
+                "find_failed", queue=queue.number, message_ids=list(message_ids)
+            )
+        else:
+            begin = int.from_bytes(after, "big") if after else -1
+            rows = self.database.run(
+                "pick_failed", queue=queue.number, after=begin, count=STEP_MESSAGES
+            )
+            if len(rows) == STEP_MESSAGES:
+                further = rows[-1][0].to_bytes(8, "big")
+        chosen = {
+            message_id: metadata
+            for _, message_id, record in rows
+            if (metadata := _decoded(record)) is not None and (where is None or where(metadata))
+        }
+        return core.change(lambda: self._redrive(queue, chosen, now_ms)) if chosen else 0, further
+
+    def _redrive(self, queue: SqlQueue, chosen: dict[int, Metadata], now_ms: int) -> int:
+        if not self.database.run("share_queues", numbers=[queue.number]):
+            return 0
+        taken = self.database.run("take_failed", queue=queue.number, message_ids=list(chosen))
+        arrivals = [
+            Arrival(queue, message_id, chosen[message_id], now_ms, attempts)
+            for message_id, attempts in taken
+        ]
+        add_items(self.core, arrivals, now_ms)
+        count = len(arrivals)
+        self.core.add_counts(queue.number, now_ms, live=count, failed=-count, redriven=count)
+        return count
+
+    def _move(
+        self,
+        queue: SqlQueue,
+        to: SqlQueue,
+        state: State,
+        message_ids: Sequence[int] | None,
+        limit: int | None,
+        now_ms: int,
+    ) -> int:
+        """Move the messages of a queue that are in a state, or those of some ids, in steps."""
+        core = self.core
         moved = 0
         ids = None if message_ids is None else sorted(set(message_ids))
         at = 0
@@ -76,87 +152,46 @@ class Moving:
                 chunk = self._pick(queue, state, room, now_ms)
             if not chunk:
                 break
-            count = core.change(lambda: self._step(queue, to, state, chunk, now_ms))  # noqa: B023
+            count = core.change(
+                lambda: self._move_step(queue, to, state, chunk, now_ms)  # noqa: B023
+            )
             moved += count
             if not count and ids is None:
                 # None of them can be read: they stay where they are.
                 break
         return moved
 
-    def redrive(self, queue: Queue, chosen: dict[int, Metadata], now_ms: int) -> int:
-        """Make failed messages of a queue available again, if they still are; say how many."""
-        core = self._core
-
-        def work() -> int:
-            if not core.database.run("share_queues", numbers=[queue.number]):
-                return 0
-            taken = core.database.run("take_failed", queue=queue.number, message_ids=list(chosen))
-            arrivals = [
-                Arrival(
-                    queue,
-                    message_id,
-                    chosen[message_id].group.encode(),
-                    chosen[message_id].priority,
-                    now_ms,
-                    attempts,
-                    chosen[message_id].size,
-                )
-                for message_id, attempts in taken
-            ]
-            add_items(core, arrivals, now_ms)
-            count = len(arrivals)
-            core.add_counts(queue.number, now_ms, live=count, failed=-count, redriven=count)
-            return count
-
-        return core.change(work) if chosen else 0
-
     # --- dead letters ------------------------------------------------------------------------
 
-    def _with_failures(self, to: str | None = None) -> list[Queue]:
+    def _with_failures(self, to: str | None = None) -> list[SqlQueue]:
         """Return queues with failed messages for a dead letter queue: for any, or for this one."""
-        core = self._core
         wanted = {
             queue.number: queue
-            for queue in core.queues.values()
+            for queue in self.core.queues.values()
             if (queue.spec.dead_letter if to is None else queue.spec.dead_letter == to)
         }
         if not wanted:
             return []
-        rows = core.database.do(
-            lambda: core.database.run("pending_dead_letters", queues=list(wanted)), again=True
-        )
+        rows = self.database.ask("pending_dead_letters", queues=list(wanted))
         return [wanted[row[0]] for row in rows]
 
-    def pending(self) -> list[Queue]:
-        """Return the queues that have failed messages which another one is to get."""
+    def with_dead_letters(self) -> list[SqlQueue]:
+        """Return the queues with failed messages that a dead letter queue can take."""
         return [queue for queue in self._with_failures() if self._target(queue) is not None]
 
-    def is_pending(self, queue: Queue) -> bool:
-        """Whether a queue has failed messages which another one is to get."""
-        return any(each.number == queue.number for each in self.pending())
-
-    def unpark(self) -> None:
-        """Tell again of dead letter queues that are not there."""
-        self._parked = {
-            (number, name)
-            for number, name in self._parked
-            if number in self._core.by_number
-            and self._core.by_number[number].spec.dead_letter == name
-        }
-
-    def _target(self, queue: Queue) -> Queue | None:
-        to = self._core.queues.get(queue.spec.dead_letter)
+    def _target(self, queue: SqlQueue) -> SqlQueue | None:
+        to = self.core.queues.get(queue.spec.dead_letter)
         return None if to is None or to.coverage.draining else to
 
-    def dead_letters(self, now_ms: int, budget: int, into: str | None = None) -> int:
-        """Move what has failed into dead letter queues, up to a budget; say how many."""
+    def move_dead_letters(self, now_ms: int, budget: int, into: str | None = None) -> int:
+        """Move failed messages into dead letter queues, up to a budget; return how many."""
         moved = 0
         for queue in self._with_failures(into):
             to, mark = self._target(queue), (queue.number, queue.spec.dead_letter)
             if to is not None:
                 self._parked.discard(mark)
                 if moved < budget:
-                    moved += self.move(queue, to, State.FAILED, None, budget - moved, now_ms)
+                    moved += self._move(queue, to, State.FAILED, None, budget - moved, now_ms)
             elif mark not in self._parked:
                 self._parked.add(mark)
                 log.warning(
@@ -168,20 +203,20 @@ class Moving:
 
     # --- one step --------------------------------------------------------------------------
 
-    def _pick(self, queue: Queue, state: State, count: int, now_ms: int) -> list[int]:
-        database = self._core.database
+    def _pick(self, queue: SqlQueue, state: State, count: int, now_ms: int) -> list[int]:
+        database = self.database
         if state is State.FAILED:
             rows = database.run("pick_failed", queue=queue.number, after=-1, count=count)
             return [row[1] for row in rows if _decoded(row[2]) is not None]
         rows = database.run(
-            "pick_items", queue=queue.number, state=_STATES[state], now_ms=now_ms, count=count
+            "pick_items", queue=queue.number, state=STATES[state], now_ms=now_ms, count=count
         )
         return [row[0] for row in rows]
 
-    def _step(
-        self, queue: Queue, to: Queue, state: State, message_ids: list[int], now_ms: int
+    def _move_step(
+        self, queue: SqlQueue, to: SqlQueue, state: State, message_ids: list[int], now_ms: int
     ) -> int:
-        core, database = self._core, self._core.database
+        core, database = self.core, self.database
         if len(database.run("share_queues", numbers=[queue.number, to.number])) < 2:
             # One of them has been deleted.
             return 0
@@ -201,7 +236,7 @@ class Moving:
             database.run("take_failed", queue=to.number, message_ids=rest)
         )
         before = done | failed
-        # These queues hold the message both, and one of them from here on.
+        # Both queues hold these messages, and one of them from here on.
         let_go = [*(each for each in ids if each in live), *before]
         if let_go:
             database.run("let_go", message_ids=let_go)
@@ -229,7 +264,7 @@ class Moving:
             core.add_counts(number, now_ms, **added)
         core.wake(to, gone)
         if queue.fifo:
-            # The head of a group may be gone, which others of it have waited for.
+            # The head of a group may be gone, which other messages of it have waited for.
             core.wake(queue)
             core.zones.lower(
                 {(queue.number, known[each].group.encode()): now_ms for each in ids}, now_ms
@@ -237,25 +272,19 @@ class Moving:
         return gone
 
     def _take_out(
-        self, queue: Queue, state: State, message_ids: list[int], now_ms: int
+        self, queue: SqlQueue, state: State, message_ids: list[int], now_ms: int
     ) -> list[_Leaving]:
-        database = self._core.database
+        own = {"queue": queue.number, "message_ids": message_ids}
         if state is State.FAILED:
-            rows = database.run("take_failed", queue=queue.number, message_ids=message_ids)
+            rows = self.database.run("take_failed", **own)
             return [_Leaving(message_id, attempts, now_ms) for message_id, attempts in sorted(rows)]
-        rows = database.run(
-            "remove_items",
-            queue=queue.number,
-            message_ids=message_ids,
-            state=_STATES[state],
-            now_ms=now_ms,
-        )
+        rows = self.database.run("remove_items", **own, state=STATES[state], now_ms=now_ms)
         return [_Leaving(row[0], row[4], row[5]) for row in sorted(rows, key=lambda row: row[0])]
 
     def _put_in(
         self,
-        queue: Queue,
-        to: Queue,
+        queue: SqlQueue,
+        to: SqlQueue,
         arriving: Sequence[_Leaving],
         before: dict[int, int],
         known: dict[int, Metadata],
@@ -263,30 +292,26 @@ class Moving:
     ) -> None:
         if not arriving:
             return
-        self._core.database.run(
+        # Attempts in the other queue come first, and attempts only grow.
+        befores = [before.get(each.message_id, 0) for each in arriving]
+        self.database.run(
             "move_attempts",
             queue=queue.number,
             to_queue=to.number,
             message_ids=[each.message_id for each in arriving],
-            # What is told of it in the other queue comes first, and attempts only grow.
-            befores=[before.get(each.message_id, 0) for each in arriving],
+            befores=befores,
         )
-        arrivals = []
-        for each in arriving:
-            metadata = known[each.message_id]
-            attempts = min(before.get(each.message_id, 0) + each.attempts, MAX_ATTEMPTS)
-            arrivals.append(
-                Arrival(
-                    to,
-                    each.message_id,
-                    metadata.group.encode(),
-                    metadata.priority,
-                    max(now_ms, each.vesting_ms),
-                    attempts,
-                    metadata.size,
-                )
+        arrivals = [
+            Arrival(
+                to,
+                each.message_id,
+                known[each.message_id],
+                max(now_ms, each.vesting_ms),
+                min(first + each.attempts, MAX_ATTEMPTS),
             )
-        add_items(self._core, arrivals, now_ms)
+            for each, first in zip(arriving, befores, strict=True)
+        ]
+        add_items(self.core, arrivals, now_ms)
 
 
 def _decoded(record: bytes | None) -> Metadata | None:

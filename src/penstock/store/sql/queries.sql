@@ -1,12 +1,12 @@
 -- Every statement of the SQL store. A statement is named; what it is for stands below its name.
 -- ":word" is a parameter. "-- dialect: NAME" makes a variant of the statement above it.
+-- "-- part: NAME" is a text that statements have as {NAME}. "-- each: WORDS" makes a statement of each
+-- word, which its name and its text have as {each}.
 -- "-- plan: once": one plan is right whatever the parameters; it is kept for a few seconds. Others
 -- are planned each time: a plan that was made for a queue of ten must not serve one of a million.
 -- Locks are taken in the order log_head, pointers, pointer_index, items, queue_counts, messages.
 
--- ============================================================================================
--- The store itself
--- ============================================================================================
+-- === The store itself
 
 -- name: find_remains
 -- Whether there is anything that only a store can have left.
@@ -34,7 +34,7 @@ ON CONFLICT DO NOTHING;
 SELECT decode(replace(gen_random_uuid()::text, '-', ''), 'hex');
 
 -- name: server_time
--- What time the server has, for a clock that follows it.
+-- The time of the server, for a clock that follows it.
 SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint;
 
 -- name: read_head
@@ -71,7 +71,7 @@ UPDATE instance SET log_settings = :log_settings;
 UPDATE instance SET filter_changes = :filter_changes;
 
 -- name: put_ring
--- Give zones that come from here on a token of another ring. Waits for who makes some of this one.
+-- Give new zones a token of another ring. Waits for transactions that make zones of this one.
 UPDATE instance SET ring_size = :ring_size;
 
 -- name: put_ring_high
@@ -89,7 +89,7 @@ SELECT ring_size, ring_high,
 FROM instance;
 
 -- name: forget_plans
--- Have the plans that are kept made anew: one of a table that was empty reads all of a full one.
+-- Forget kept plans: the plan of a table that was empty reads all of a full one.
 -- dialect: postgresql
 DISCARD PLANS;
 
@@ -113,9 +113,7 @@ UPDATE instance SET epoch = epoch + 1 RETURNING epoch;
 -- The epoch of the pipeline that may assign; locked, so that none is taken before the commit.
 SELECT epoch FROM instance FOR SHARE;
 
--- ============================================================================================
--- Queues
--- ============================================================================================
+-- === Queues
 
 -- name: load_queues
 -- Read every queue's settings and what it has been filled from.
@@ -185,9 +183,7 @@ SET live = live + :live, in_flight = in_flight + :in_flight, done = done + :done
 WHERE queue = :queue AND slot = :slot
 RETURNING next_sequence - :sequences;
 
--- ============================================================================================
--- Publish
--- ============================================================================================
+-- === Publish
 
 -- name: find_dedup
 -- plan: once
@@ -255,7 +251,7 @@ WITH head AS (
     FROM head h, unnest(:zone_queues::bigint[], :zone_names::bytea[], :zone_tokens::bigint[],
                         :zone_vestings::bigint[]) AS z (queue, zone, token, vesting_ms)
     WHERE NOT EXISTS (SELECT 1 FROM pointer_index p WHERE p.queue = z.queue AND p.zone = z.zone)
-    -- One that somebody has made since this statement began is not seen, but run into here.
+    -- A zone that another process has made since this statement began is not seen, but met here.
     ON CONFLICT (queue, zone) DO UPDATE
     SET vesting_ms = least(pointer_index.vesting_ms, excluded.vesting_ms), empty_since_ms = NULL
     RETURNING queue, zone, token, vesting_ms
@@ -287,9 +283,7 @@ WITH head AS (
 INSERT INTO log_segments
 SELECT coalesce((SELECT max(number) FROM log_segments), 0) + 1, next_offset, :now_ms FROM head;
 
--- ============================================================================================
--- Zones: Q_C and the pointer index
--- ============================================================================================
+-- === Zones: Q_C and the pointer index
 
 -- name: add_items
 -- Put messages into queues other than by publish. Their zones were made sure of before.
@@ -324,7 +318,7 @@ SELECT count(*) FROM (
 ) AS held;
 
 -- name: lower_zones
--- Have pointers vest earlier, if they would be late for what has come into their zones.
+-- Let pointers vest earlier, if they would be late for items that have come into their zones.
 WITH lowered AS (
     UPDATE pointers q
     SET vesting_ms = least(q.vesting_ms, z.vesting_ms), turn = :turn, lease_id = :stamp
@@ -360,21 +354,15 @@ WHERE EXISTS (
     WHERE q.queue = w.queue AND q.token = ANY (:tokens::integer[]) AND q.vesting_ms <= :now_ms
 );
 
--- name: visit
--- plan: once
--- Visit zones of a standard queue: the first of those named that are free, up to a number. Compare
--- and set on each pointer, share the room between them, lease what is visible, and put the pointer
--- back at the zone's earliest vesting time. What is leased goes to the wants in order. Expired
--- items are not taken: their attempt has to be written down first.
--- Free is a pointer that nobody holds, and that nobody has changed since this statement began:
+-- part: won_zones
+-- The first of the named zones that are free, up to a number, with their share of the room.
+-- Free is a pointer that no process holds, or has changed since this statement began:
 -- items are read as of its beginning, so the pointer must be of that moment too. "seen" reads
 -- pointers as of then; a lock brings their latest version, for which alone the condition of "free"
 -- is judged again. Whatever was changed before the statement began is no loss.
 -- The plan is kept while tables grow: pointers are found by an array beside the join, which leaves
 -- the planner no other index than that of the zone.
--- A zone with nothing more to see is raised in p at once, in Q_C only after a while (cool_ms): who
--- has read p before has its items committed by then.
-WITH RECURSIVE seen AS MATERIALIZED (
+seen AS MATERIALIZED (
     SELECT q.zone, q.token, q.lease_id, c.nth
     FROM unnest(:zones::bytea[], :tokens::bigint[]) WITH ORDINALITY AS c (zone, token, nth)
     JOIN pointers q ON q.queue = :queue AND q.token = c.token AND q.zone = c.zone
@@ -394,7 +382,79 @@ WITH RECURSIVE seen AS MATERIALIZED (
            least(:quota_max, floor((:room - place + number) / number)::bigint) AS quota
     FROM (SELECT zone, token, nth, row_number() OVER (ORDER BY nth) AS place,
                  count(*) OVER () AS number FROM free) AS shared
-), lanes (zone, rank) AS (
+)
+
+-- part: leased_items
+-- The chosen items go to the wants in order, and are leased and counted.
+given AS (
+    SELECT c.zone, c.message_id, c.at, w.lease, w.deadline_ms, w.consumer, w.room_bytes,
+           sum(c.size) OVER (PARTITION BY w.lease ORDER BY c.at) - c.size AS before_bytes
+    FROM chosen c
+    JOIN unnest(:leases::bytea[], :deadlines::bigint[], :consumers::bytea[], :lows::bigint[],
+                :highs::bigint[], :room_bytes::bigint[])
+        AS w (lease, deadline_ms, consumer, low, high, room_bytes)
+        ON c.at > w.low AND c.at <= w.high
+), leased AS (
+    UPDATE items i
+    SET vesting_ms = g.deadline_ms, lease_id = g.lease, attempts = i.attempts + 1,
+        claimed_at_ms = :now_ms, consumer = g.consumer, delayed = false, expires_at_ms = NULL
+    FROM given g
+    WHERE i.queue = :queue AND i.message_id = g.message_id AND i.lease_id IS NULL
+      AND g.before_bytes < g.room_bytes
+    RETURNING i.zone, i.message_id, i.attempts, i.lease_id, i.vesting_ms, g.at
+), counted AS (
+    UPDATE queue_counts c
+    SET in_flight = c.in_flight + n.number, claimed_total = c.claimed_total + n.number,
+        time_ms = greatest(time_ms, :now_ms)
+    FROM (SELECT count(*) AS number FROM leased) AS n
+    WHERE c.queue = :queue AND c.slot = :slot AND n.number > 0
+)
+
+-- part: put_back
+-- The pointers go back at the earliest vesting time of their zones.
+-- A zone with no more visible items is raised in p at once, in Q_C only after a while (cool_ms): a
+-- process that has read p before has committed its items by then.
+put_back AS (
+    UPDATE pointers q
+    SET vesting_ms = CASE WHEN p.vesting_ms > :now_ms THEN a.vesting_ms
+                          ELSE least(a.vesting_ms, :now_ms + :cool_ms) END,
+        turn = :turn + a.nth, lease_id = :stamp
+    FROM after a
+    CROSS JOIN LATERAL (
+        SELECT vesting_ms FROM pointer_index p WHERE p.queue = :queue AND p.zone = a.zone LIMIT 1
+    ) AS p
+    WHERE q.queue = :queue AND q.token = a.token AND q.zone = a.zone
+      AND q.token = ANY (ARRAY(SELECT token FROM won))
+      AND q.zone = ANY (ARRAY(SELECT zone FROM won))
+    RETURNING q.zone
+), known AS (
+    UPDATE pointer_index p
+    SET vesting_ms = a.vesting_ms,
+        empty_since_ms = CASE WHEN a.vesting_ms = :never_ms
+                              THEN coalesce(p.empty_since_ms, :now_ms) END
+    FROM after a JOIN put_back b ON b.zone = a.zone
+    WHERE p.queue = :queue AND p.zone = a.zone
+      AND p.zone = ANY (ARRAY(SELECT zone FROM won))
+      AND (p.vesting_ms > :now_ms OR a.vesting_ms > :now_ms) AND p.vesting_ms <> a.vesting_ms
+)
+
+-- part: delivered
+-- The columns of the items that were leased.
+t.message_id, t.attempts, t.lease_id, m.metadata, m.payload
+FROM after a
+LEFT JOIN leased t ON t.zone = a.zone
+LEFT JOIN LATERAL (
+    SELECT metadata, payload FROM messages m WHERE m.message_id = t.message_id LIMIT 1
+) AS m ON true
+ORDER BY t.at
+
+-- name: visit
+-- plan: once
+-- Visit zones of a standard queue: the first of those named that are free, up to a number. Compare
+-- and set on each pointer, share the room between them, lease what is visible, and put the pointer
+-- back at the zone's earliest vesting time. Expired items are not taken: their attempt has to be
+-- written down first.
+WITH RECURSIVE {won_zones}, lanes (zone, rank) AS (
     SELECT w.zone, (SELECT i.rank FROM items i WHERE i.queue = :queue AND i.zone = w.zone
                     AND i.rank >= 0 ORDER BY i.rank LIMIT 1)
     FROM won w
@@ -417,29 +477,7 @@ WITH RECURSIVE seen AS MATERIALIZED (
 ), chosen AS (
     SELECT *, row_number() OVER (ORDER BY nth, place) AS at
     FROM visible WHERE NOT expired AND place <= quota
-), given AS (
-    SELECT c.zone, c.message_id, c.at, c.size, w.lease, w.deadline_ms, w.consumer, w.room_bytes,
-           sum(c.size) OVER (PARTITION BY w.lease ORDER BY c.at) - c.size AS before_bytes
-    FROM chosen c
-    JOIN unnest(:leases::bytea[], :deadlines::bigint[], :consumers::bytea[], :lows::bigint[],
-                :highs::bigint[], :room_bytes::bigint[])
-        AS w (lease, deadline_ms, consumer, low, high, room_bytes)
-        ON c.at > w.low AND c.at <= w.high
-), leased AS (
-    UPDATE items i
-    SET vesting_ms = g.deadline_ms, lease_id = g.lease, attempts = i.attempts + 1,
-        claimed_at_ms = :now_ms, consumer = g.consumer, delayed = false, expires_at_ms = NULL
-    FROM given g
-    WHERE i.queue = :queue AND i.message_id = g.message_id AND i.lease_id IS NULL
-      AND g.before_bytes < g.room_bytes
-    RETURNING i.zone, i.message_id, i.attempts, i.lease_id, i.vesting_ms, g.at
-), counted AS (
-    UPDATE queue_counts c
-    SET in_flight = c.in_flight + n.number, claimed_total = c.claimed_total + n.number,
-        time_ms = greatest(time_ms, :now_ms)
-    FROM (SELECT count(*) AS number FROM leased) AS n
-    WHERE c.queue = :queue AND c.slot = :slot AND n.number > 0
-), later AS (
+), {leased_items}, later AS (
     SELECT zone, min(vesting_ms) AS vesting_ms FROM (
         SELECT w.zone, i.vesting_ms
         FROM won w
@@ -459,63 +497,15 @@ WITH RECURSIVE seen AS MATERIALIZED (
                    > (SELECT count(*) FROM leased t WHERE t.zone = w.zone)
                 THEN :now_ms ELSE coalesce(l.vesting_ms, :never_ms) END AS vesting_ms
     FROM won w LEFT JOIN later l ON l.zone = w.zone
-), put_back AS (
-    UPDATE pointers q
-    SET vesting_ms = CASE WHEN p.vesting_ms > :now_ms THEN a.vesting_ms
-                          ELSE least(a.vesting_ms, :now_ms + :cool_ms) END,
-        turn = :turn + a.nth, lease_id = :stamp
-    FROM after a
-    CROSS JOIN LATERAL (
-        SELECT vesting_ms FROM pointer_index p WHERE p.queue = :queue AND p.zone = a.zone LIMIT 1
-    ) AS p
-    WHERE q.queue = :queue AND q.token = a.token AND q.zone = a.zone
-      AND q.token = ANY (ARRAY(SELECT token FROM won))
-      AND q.zone = ANY (ARRAY(SELECT zone FROM won))
-    RETURNING q.zone
-), known AS (
-    UPDATE pointer_index p
-    SET vesting_ms = a.vesting_ms,
-        empty_since_ms = CASE WHEN a.vesting_ms = :never_ms
-                              THEN coalesce(p.empty_since_ms, :now_ms) END
-    FROM after a JOIN put_back b ON b.zone = a.zone
-    WHERE p.queue = :queue AND p.zone = a.zone
-      AND p.zone = ANY (ARRAY(SELECT zone FROM won))
-      AND (p.vesting_ms > :now_ms OR a.vesting_ms > :now_ms) AND p.vesting_ms <> a.vesting_ms
-)
+), {put_back}
 SELECT a.nth, a.vesting_ms, EXISTS (SELECT 1 FROM visible v WHERE v.zone = a.zone AND v.expired),
-       t.message_id, t.attempts, t.lease_id, m.metadata, m.payload
-FROM after a
-LEFT JOIN leased t ON t.zone = a.zone
-LEFT JOIN LATERAL (
-    SELECT metadata, payload FROM messages m WHERE m.message_id = t.message_id LIMIT 1
-) AS m ON true
-ORDER BY t.at;
+       {delivered};
 
 -- name: visit_fifo
 -- plan: once
 -- Visit zones of a FIFO queue, as above: what is taken is the run of visible items that the zone
 -- begins with, and nothing while anything of the zone is held.
-WITH seen AS MATERIALIZED (
-    SELECT q.zone, q.token, q.lease_id, c.nth
-    FROM unnest(:zones::bytea[], :tokens::bigint[]) WITH ORDINALITY AS c (zone, token, nth)
-    JOIN pointers q ON q.queue = :queue AND q.token = c.token AND q.zone = c.zone
-    WHERE q.vesting_ms <= :now_ms
-      AND q.token = ANY (:tokens::bigint[]) AND q.zone = ANY (:zones::bytea[])
-), free AS MATERIALIZED (
-    SELECT q.zone, q.token, s.nth
-    FROM seen s
-    JOIN pointers q ON q.queue = :queue AND q.token = s.token AND q.zone = s.zone
-    WHERE q.lease_id IS NOT DISTINCT FROM s.lease_id
-      AND q.token = ANY (ARRAY(SELECT token FROM seen))
-      AND q.zone = ANY (ARRAY(SELECT zone FROM seen))
-    ORDER BY s.nth LIMIT :width
-    FOR UPDATE OF q SKIP LOCKED
-), won AS MATERIALIZED (
-    SELECT zone, token, nth,
-           least(:quota_max, floor((:room - place + number) / number)::bigint) AS quota
-    FROM (SELECT zone, token, nth, row_number() OVER (ORDER BY nth) AS place,
-                 count(*) OVER () AS number FROM free) AS shared
-), held AS (
+WITH {won_zones}, held AS (
     SELECT w.zone, i.vesting_ms FROM won w
     CROSS JOIN LATERAL (
         SELECT vesting_ms FROM items i
@@ -535,29 +525,7 @@ WITH seen AS MATERIALIZED (
     WHERE NOT EXISTS (SELECT 1 FROM held h WHERE h.zone = w.zone)
 ), chosen AS (
     SELECT *, row_number() OVER (ORDER BY nth, message_id) AS at FROM run WHERE up AND place <= quota
-), given AS (
-    SELECT c.zone, c.message_id, c.at, w.lease, w.deadline_ms, w.consumer, w.room_bytes,
-           sum(c.size) OVER (PARTITION BY w.lease ORDER BY c.at) - c.size AS before_bytes
-    FROM chosen c
-    JOIN unnest(:leases::bytea[], :deadlines::bigint[], :consumers::bytea[], :lows::bigint[],
-                :highs::bigint[], :room_bytes::bigint[])
-        AS w (lease, deadline_ms, consumer, low, high, room_bytes)
-        ON c.at > w.low AND c.at <= w.high
-), leased AS (
-    UPDATE items i
-    SET vesting_ms = g.deadline_ms, lease_id = g.lease, attempts = i.attempts + 1,
-        claimed_at_ms = :now_ms, consumer = g.consumer, delayed = false, expires_at_ms = NULL
-    FROM given g
-    WHERE i.queue = :queue AND i.message_id = g.message_id AND i.lease_id IS NULL
-      AND g.before_bytes < g.room_bytes
-    RETURNING i.zone, i.message_id, i.attempts, i.lease_id, i.vesting_ms, g.at
-), counted AS (
-    UPDATE queue_counts c
-    SET in_flight = c.in_flight + n.number, claimed_total = c.claimed_total + n.number,
-        time_ms = greatest(time_ms, :now_ms)
-    FROM (SELECT count(*) AS number FROM leased) AS n
-    WHERE c.queue = :queue AND c.slot = :slot AND n.number > 0
-), after AS (
+), {leased_items}, after AS (
     SELECT w.zone, w.token, w.nth, coalesce(
         (SELECT min(t.vesting_ms) FROM leased t WHERE t.zone = w.zone),
         (SELECT h.vesting_ms FROM held h WHERE h.zone = w.zone),
@@ -565,38 +533,10 @@ WITH seen AS MATERIALIZED (
          WHERE r.zone = w.zone ORDER BY r.message_id LIMIT 1),
         :never_ms) AS vesting_ms
     FROM won w
-), put_back AS (
-    UPDATE pointers q
-    SET vesting_ms = CASE WHEN p.vesting_ms > :now_ms THEN a.vesting_ms
-                          ELSE least(a.vesting_ms, :now_ms + :cool_ms) END,
-        turn = :turn + a.nth, lease_id = :stamp
-    FROM after a
-    CROSS JOIN LATERAL (
-        SELECT vesting_ms FROM pointer_index p WHERE p.queue = :queue AND p.zone = a.zone LIMIT 1
-    ) AS p
-    WHERE q.queue = :queue AND q.token = a.token AND q.zone = a.zone
-      AND q.token = ANY (ARRAY(SELECT token FROM won))
-      AND q.zone = ANY (ARRAY(SELECT zone FROM won))
-    RETURNING q.zone
-), known AS (
-    UPDATE pointer_index p
-    SET vesting_ms = a.vesting_ms,
-        empty_since_ms = CASE WHEN a.vesting_ms = :never_ms
-                              THEN coalesce(p.empty_since_ms, :now_ms) END
-    FROM after a JOIN put_back b ON b.zone = a.zone
-    WHERE p.queue = :queue AND p.zone = a.zone
-      AND p.zone = ANY (ARRAY(SELECT zone FROM won))
-      AND (p.vesting_ms > :now_ms OR a.vesting_ms > :now_ms) AND p.vesting_ms <> a.vesting_ms
-)
+), {put_back}
 SELECT a.nth, a.vesting_ms, EXISTS (SELECT 1 FROM held h WHERE h.zone = a.zone
                                      AND h.vesting_ms <= :now_ms),
-       t.message_id, t.attempts, t.lease_id, m.metadata, m.payload
-FROM after a
-LEFT JOIN leased t ON t.zone = a.zone
-LEFT JOIN LATERAL (
-    SELECT metadata, payload FROM messages m WHERE m.message_id = t.message_id LIMIT 1
-) AS m ON true
-ORDER BY t.at;
+       {delivered};
 
 -- name: idle_zones
 -- plan: once
@@ -605,14 +545,14 @@ SELECT queue, zone, token FROM pointer_index
 WHERE empty_since_ms <= :before_ms ORDER BY empty_since_ms LIMIT :count;
 
 -- name: lock_pointers
--- The first step of a collection, after log_head: whoever is at a zone keeps it from being taken.
+-- The first step of a collection, after log_head: zones that another process is at are left out.
 SELECT q.queue, q.zone FROM pointers q
 JOIN unnest(:queues::bigint[], :zones::bytea[], :tokens::bigint[]) AS z (queue, zone, token)
     ON q.queue = z.queue AND q.zone = z.zone AND q.token = z.token
 FOR UPDATE OF q SKIP LOCKED;
 
 -- name: lock_zones
--- The second step: nobody who holds a zone to put something in is passed by.
+-- The second step: zones that another process holds, to put items in, are left out.
 SELECT p.queue, p.zone FROM pointer_index p
 JOIN unnest(:queues::bigint[], :zones::bytea[]) AS z (queue, zone)
     ON p.queue = z.queue AND p.zone = z.zone
@@ -649,11 +589,11 @@ FROM unnest(:queues::bigint[], :zones::bytea[]) AS z (queue, zone)
 WHERE p.queue = z.queue AND p.zone = z.zone;
 
 -- name: bump_zones
--- Have every process forget what it knows of zones.
+-- Make every process forget its knowledge of zones.
 UPDATE log_head SET zones_version = zones_version + 1 RETURNING zones_version;
 
 -- name: find_idle
--- Go through the zones, a page at a time, for such as have nothing in them and nobody has noticed.
+-- A page of the zones, and which of them are empty without a mark.
 -- Not EXISTS, which the planner may answer by reading all items.
 SELECT p.queue, p.zone,
        p.empty_since_ms IS NULL
@@ -680,9 +620,7 @@ FROM (SELECT queue, message_id, zone, vesting_ms FROM items
 LEFT JOIN pointer_index p ON p.queue = i.queue AND p.zone = i.zone
 ORDER BY i.queue, i.message_id;
 
--- ============================================================================================
--- Receipts
--- ============================================================================================
+-- === Receipts
 
 -- name: ack
 -- plan: once
@@ -715,7 +653,7 @@ WITH wanted AS (
     SET live = live - n.number, in_flight = in_flight - n.number, done = done + n.number,
         acked_total = acked_total + n.number, next_sequence = next_sequence + n.number,
         time_ms = greatest(time_ms, :now_ms)
-    -- After the pointers, as everybody locks them.
+    -- After the pointers, as every statement locks them.
     FROM (SELECT count(*) FROM lowered) AS before,
          (SELECT queue, count(*) AS number FROM good GROUP BY queue ORDER BY queue) AS n
     WHERE c.queue = n.queue AND c.slot = :slot
@@ -774,7 +712,7 @@ WITH wanted AS (
     UPDATE pointer_index p SET vesting_ms = :deadline_ms
     FROM lowered l WHERE p.queue = l.queue AND p.zone = l.zone
 ), counted AS (
-    -- After the pointers, as everybody locks them.
+    -- After the pointers, as every statement locks them.
     UPDATE queue_counts c SET time_ms = greatest(time_ms, :now_ms)
     FROM (SELECT count(*) FROM lowered) AS first,
          (SELECT DISTINCT queue FROM moved ORDER BY queue) AS n
@@ -786,11 +724,11 @@ FROM held;
 
 -- name: held
 -- plan: once
--- What is held under a lease.
+-- The messages held under a lease.
 SELECT message_id FROM items WHERE queue = :queue AND lease_id = :lease ORDER BY message_id;
 
 -- name: lock_held
--- What is held under the leases that receipts name, for a release.
+-- Lock the items held under the leases of receipts, for a release.
 SELECT i.queue, i.message_id, i.lease_id, i.vesting_ms, i.attempts, i.forgiven, i.zone,
        i.visible_at_ms
 FROM items i
@@ -800,7 +738,7 @@ WHERE i.lease_id = w.lease
 ORDER BY i.queue, i.message_id FOR UPDATE OF i;
 
 -- name: end_attempts
--- Write attempts down that have ended, while the items still say who held them.
+-- Write down attempts that have ended, while the items still name their consumers.
 INSERT INTO attempts
 SELECT i.queue, i.message_id, i.attempts, i.consumer, i.claimed_at_ms, :now_ms, :ending, :reason,
        i.lease_id
@@ -842,10 +780,8 @@ WHERE i.lease_id IS NOT NULL AND i.vesting_ms <= :now_ms
 ORDER BY i.vesting_ms LIMIT :count
 FOR UPDATE OF i SKIP LOCKED;
 
--- ============================================================================================
--- What is due. What is bounded by a count is picked first (MATERIALIZED): joined as a subquery it
+-- === What is due. What is bounded by a count is picked first (MATERIALIZED): joined as a subquery it
 -- may be picked again for every row, each time others than those that are locked already.
--- ============================================================================================
 
 -- name: any_expired
 -- plan: once
@@ -853,7 +789,7 @@ FOR UPDATE OF i SKIP LOCKED;
 SELECT 1 FROM items WHERE lease_id IS NOT NULL AND vesting_ms <= :now_ms LIMIT 1;
 
 -- name: come_due
--- Note that delays are over: nothing depends on it but the count, and who is woken.
+-- Mark delays that are over: only the count and the waking of claims depend on it.
 WITH d AS MATERIALIZED (
     SELECT queue, message_id FROM items WHERE delayed AND vesting_ms <= :now_ms
     ORDER BY vesting_ms LIMIT :count FOR UPDATE SKIP LOCKED
@@ -911,51 +847,31 @@ WHERE i.queue = old.queue AND i.message_id = old.message_id
 RETURNING i.queue, i.message_id, i.zone, i.rank;
 
 -- name: reindex_unclaimed
--- Work out anew when waiting messages of a queue are removed.
+-- Compute again when waiting messages of a queue are removed.
 UPDATE items
 SET expires_at_ms = CASE WHEN :retention_ms > 0 THEN visible_at_ms + :retention_ms END
 WHERE queue = :queue AND lease_id IS NULL;
 
--- name: trim_done_by_time
--- Remove done messages that ended up to a time.
+-- name: trim_{each}_by_time
+-- each: done failed
+-- Remove {each} messages that ended up to a time.
 WITH old AS MATERIALIZED (
-    SELECT sequence FROM done WHERE queue = :queue AND ended_at_ms <= :before
+    SELECT sequence FROM {each} WHERE queue = :queue AND ended_at_ms <= :before
     ORDER BY ended_at_ms LIMIT :count FOR UPDATE SKIP LOCKED
 )
-DELETE FROM done d
+DELETE FROM {each} d
 USING old
 WHERE d.queue = :queue AND d.sequence = old.sequence
 RETURNING d.message_id;
 
--- name: trim_failed_by_time
--- Remove failed messages that ended up to a time.
+-- name: trim_{each}_to
+-- each: done failed
+-- Remove {each} messages of lower sequence numbers.
 WITH old AS MATERIALIZED (
-    SELECT sequence FROM failed WHERE queue = :queue AND ended_at_ms <= :before
-    ORDER BY ended_at_ms LIMIT :count FOR UPDATE SKIP LOCKED
-)
-DELETE FROM failed d
-USING old
-WHERE d.queue = :queue AND d.sequence = old.sequence
-RETURNING d.message_id;
-
--- name: trim_done_to
--- Remove done messages of lower sequence numbers.
-WITH old AS MATERIALIZED (
-    SELECT sequence FROM done WHERE queue = :queue AND sequence < :before
+    SELECT sequence FROM {each} WHERE queue = :queue AND sequence < :before
     ORDER BY sequence LIMIT :count FOR UPDATE SKIP LOCKED
 )
-DELETE FROM done d
-USING old
-WHERE d.queue = :queue AND d.sequence = old.sequence
-RETURNING d.message_id;
-
--- name: trim_failed_to
--- Remove failed messages of lower sequence numbers.
-WITH old AS MATERIALIZED (
-    SELECT sequence FROM failed WHERE queue = :queue AND sequence < :before
-    ORDER BY sequence LIMIT :count FOR UPDATE SKIP LOCKED
-)
-DELETE FROM failed d
+DELETE FROM {each} d
 USING old
 WHERE d.queue = :queue AND d.sequence = old.sequence
 RETURNING d.message_id;
@@ -965,7 +881,7 @@ RETURNING d.message_id;
 DELETE FROM attempts WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[]);
 
 -- name: let_go
--- Let go of messages, once for each time that they are named; nobody's are gone.
+-- Take back one reference for each time that a message is named; delete those without any.
 WITH l AS MATERIALIZED (
     SELECT m.message_id, m.refs, w.number
     FROM messages m
@@ -996,33 +912,21 @@ SELECT message_id, 1, metadata, payload
 FROM unnest(:message_ids::bigint[], :metadata::bytea[], :payloads::bytea[])
     AS m (message_id, metadata, payload);
 
--- ============================================================================================
--- Looking, purging, moving
--- ============================================================================================
+-- === Looking, purging, moving
 
--- name: page_available
--- Messages that are available, in the order of their ids.
-SELECT i.message_id, i.attempts, i.visible_at_ms, i.vesting_ms, i.consumer, i.zone, i.rank, i.size,
-       m.metadata
-FROM items i LEFT JOIN messages m ON m.message_id = i.message_id
-WHERE i.queue = :queue AND i.message_id > :after AND i.lease_id IS NULL AND i.vesting_ms <= :now_ms
-ORDER BY i.message_id LIMIT :count;
+-- part: in_state
+-- Whether an item is in a state, as the clock says: 0 available, 1 delayed, 2 in flight, 3 any.
+CASE :state::integer
+    WHEN 0 THEN lease_id IS NULL AND vesting_ms <= :now_ms
+    WHEN 1 THEN lease_id IS NULL AND vesting_ms > :now_ms
+    WHEN 2 THEN lease_id IS NOT NULL AND vesting_ms > :now_ms
+    ELSE true END
 
--- name: page_delayed
--- Messages that are delayed, in the order of their ids.
-SELECT i.message_id, i.attempts, i.visible_at_ms, i.vesting_ms, i.consumer, i.zone, i.rank, i.size,
-       m.metadata
+-- name: page_live
+-- Live messages in a state, in the order of their ids.
+SELECT i.message_id, i.attempts, i.visible_at_ms, i.vesting_ms, i.consumer, m.metadata
 FROM items i LEFT JOIN messages m ON m.message_id = i.message_id
-WHERE i.queue = :queue AND i.message_id > :after AND i.lease_id IS NULL AND i.vesting_ms > :now_ms
-ORDER BY i.message_id LIMIT :count;
-
--- name: page_in_flight
--- Messages that are in flight, in the order of their ids.
-SELECT i.message_id, i.attempts, i.visible_at_ms, i.vesting_ms, i.consumer, i.zone, i.rank, i.size,
-       m.metadata
-FROM items i LEFT JOIN messages m ON m.message_id = i.message_id
-WHERE i.queue = :queue AND i.message_id > :after AND i.lease_id IS NOT NULL
-  AND i.vesting_ms > :now_ms
+WHERE i.queue = :queue AND i.message_id > :after AND {in_state}
 ORDER BY i.message_id LIMIT :count;
 
 -- name: page_done
@@ -1045,7 +949,7 @@ ORDER BY d.sequence LIMIT :count;
 SELECT message_id, payload FROM messages WHERE message_id = ANY (:message_ids::bigint[]);
 
 -- name: attempts
--- What was tried with a message.
+-- The ended attempts at a message.
 SELECT number, consumer, claimed_at_ms, ended_at_ms, ending, reason FROM attempts
 WHERE queue = :queue AND message_id = :message_id ORDER BY number;
 
@@ -1084,16 +988,10 @@ WHERE q.queue = :queue AND q.vesting_ms <= :now_ms
        AND i.rank < 0 ORDER BY message_id LIMIT 1) <= :now_ms;
 
 -- name: remove_items
--- Take items out of a queue: of some ids, in a state as the clock says. Leased: 0 waiting and
--- available, 1 waiting and delayed, 2 in flight, 3 whatever.
+-- Take items out of a queue: of some ids, in a state.
 WITH picked AS (
     SELECT message_id FROM items
-    WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[])
-      AND CASE :state::integer
-          WHEN 0 THEN lease_id IS NULL AND vesting_ms <= :now_ms
-          WHEN 1 THEN lease_id IS NULL AND vesting_ms > :now_ms
-          WHEN 2 THEN lease_id IS NOT NULL AND vesting_ms > :now_ms
-          ELSE true END
+    WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[]) AND {in_state}
     ORDER BY message_id FOR UPDATE
 )
 DELETE FROM items i USING picked p
@@ -1101,35 +999,20 @@ WHERE i.queue = :queue AND i.message_id = p.message_id
 RETURNING i.message_id, i.zone, i.rank, i.lease_id IS NOT NULL, i.attempts, i.vesting_ms, i.size;
 
 -- name: pick_items
--- The ids of items in a state, as above, lowest first.
+-- The ids of items in a state, lowest first.
 SELECT message_id FROM items
-WHERE queue = :queue
-  AND CASE :state::integer
-      WHEN 0 THEN lease_id IS NULL AND vesting_ms <= :now_ms
-      WHEN 1 THEN lease_id IS NULL AND vesting_ms > :now_ms
-      WHEN 2 THEN lease_id IS NOT NULL AND vesting_ms > :now_ms
-      ELSE true END
+WHERE queue = :queue AND {in_state}
 ORDER BY message_id LIMIT :count;
 
--- name: take_failed
--- Take failed messages out of a queue: those of some ids.
+-- name: take_{each}
+-- each: done failed
+-- Take {each} messages out of a queue: those of some ids.
 WITH picked AS (
-    SELECT sequence FROM failed
+    SELECT sequence FROM {each}
     WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[])
     ORDER BY sequence FOR UPDATE
 )
-DELETE FROM failed f USING picked p
-WHERE f.queue = :queue AND f.sequence = p.sequence
-RETURNING f.message_id, f.attempts;
-
--- name: take_done
--- Take done messages out of a queue: those of some ids.
-WITH picked AS (
-    SELECT sequence FROM done
-    WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[])
-    ORDER BY sequence FOR UPDATE
-)
-DELETE FROM done d USING picked p
+DELETE FROM {each} d USING picked p
 WHERE d.queue = :queue AND d.sequence = p.sequence
 RETURNING d.message_id, d.attempts;
 
@@ -1163,7 +1046,7 @@ WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[]);
 SELECT message_id, metadata FROM messages WHERE message_id = ANY (:message_ids::bigint[]);
 
 -- name: move_attempts
--- What was tried in one queue counts in another, after what was tried there.
+-- Move attempts to another queue, after the attempts there.
 UPDATE attempts a
 SET queue = :to_queue, number = a.number + w.before
 FROM unnest(:message_ids::bigint[], :befores::bigint[]) AS w (message_id, before)
@@ -1174,9 +1057,7 @@ WHERE a.queue = :queue AND a.message_id = w.message_id;
 SELECT w.queue FROM unnest(:queues::bigint[]) AS w (queue)
 WHERE EXISTS (SELECT 1 FROM failed f WHERE f.queue = w.queue);
 
--- ============================================================================================
--- The metadata log
--- ============================================================================================
+-- === The metadata log
 
 -- name: read_log
 -- A page of a log.
@@ -1203,7 +1084,7 @@ DELETE FROM log_segments WHERE number = :number RETURNING number;
 SELECT log, cursor FROM log_cursors ORDER BY log;
 
 -- name: lock_cursor
--- A log's cursor, which nobody moves before the commit.
+-- Lock a log's cursor until the commit.
 SELECT cursor FROM log_cursors WHERE log = :log FOR UPDATE;
 
 -- name: make_cursor
@@ -1254,9 +1135,7 @@ WHERE message_id = ANY (:message_ids::bigint[]) AND refs = 0;
 -- Remove messages that no queue holds.
 DELETE FROM messages WHERE message_id = ANY (:message_ids::bigint[]) AND refs = 0;
 
--- ============================================================================================
--- The audit. What finds gives a key and a text for each thing that is wrong.
--- ============================================================================================
+-- === The audit. What finds gives a key and a text for each thing that is wrong.
 
 -- name: count_rows
 -- How much there is.
@@ -1264,48 +1143,53 @@ SELECT (SELECT count(*) FROM queues), (SELECT count(*) FROM items), (SELECT coun
        (SELECT count(*) FROM failed), (SELECT count(*) FROM messages),
        (SELECT count(*) FROM pointer_index);
 
+-- part: held_messages
+-- The messages of all queues, in whatever state.
+(SELECT queue, message_id FROM items UNION ALL SELECT queue, message_id FROM done
+ UNION ALL SELECT queue, message_id FROM failed)
+
+-- part: holders
+-- How many queues hold each message.
+(SELECT message_id, count(*) AS number FROM {held_messages} AS every GROUP BY message_id)
+
+-- part: orphaned_attempts
+-- Attempts at messages that the queue does not have.
+FROM attempts a
+WHERE NOT EXISTS (SELECT 1 FROM items e WHERE e.queue = a.queue AND e.message_id = a.message_id)
+  AND NOT EXISTS (SELECT 1 FROM done e WHERE e.queue = a.queue AND e.message_id = a.message_id)
+  AND NOT EXISTS (SELECT 1 FROM failed e WHERE e.queue = a.queue AND e.message_id = a.message_id)
+
+-- part: counted_queues
+-- Each queue with its counters, and with the numbers of its rows.
+(SELECT q.name, q.number, c.*,
+        (SELECT count(*) FROM items i WHERE i.queue = q.number) AS rows_live,
+        (SELECT count(*) FROM items i WHERE i.queue = q.number
+         AND i.lease_id IS NOT NULL) AS rows_in_flight,
+        (SELECT count(*) FROM done d WHERE d.queue = q.number) AS rows_done,
+        (SELECT count(*) FROM failed f WHERE f.queue = q.number) AS rows_failed
+ FROM queues q
+ CROSS JOIN LATERAL (
+     SELECT sum(live) AS live, sum(in_flight) AS in_flight, sum(done) AS done,
+            sum(failed) AS failed
+     FROM queue_counts n WHERE n.queue = q.number
+ ) AS c)
+
 -- name: wrong_counts
 -- Queues whose counters do not match their rows.
 SELECT convert_to(name, 'UTF8'),
        concat(name, ': live ', live, ', ', in_flight, ' in flight, ', done, ' done, ', failed,
               ' failed; rows say ', rows_live, ', ', rows_in_flight, ', ', rows_done, ', ',
               rows_failed)
-FROM (
-    SELECT q.name, c.*,
-           (SELECT count(*) FROM items i WHERE i.queue = q.number) AS rows_live,
-           (SELECT count(*) FROM items i WHERE i.queue = q.number
-            AND i.lease_id IS NOT NULL) AS rows_in_flight,
-           (SELECT count(*) FROM done d WHERE d.queue = q.number) AS rows_done,
-           (SELECT count(*) FROM failed f WHERE f.queue = q.number) AS rows_failed
-    FROM queues q
-    CROSS JOIN LATERAL (
-        SELECT sum(live) AS live, sum(in_flight) AS in_flight, sum(done) AS done,
-               sum(failed) AS failed
-        FROM queue_counts n WHERE n.queue = q.number
-    ) AS c
-) AS each
+FROM {counted_queues} AS each
 WHERE (live, in_flight, done, failed) IS DISTINCT FROM
       (rows_live, rows_in_flight, rows_done, rows_failed);
 
 -- name: mend_counts
--- Have one row of each queue make up for the difference.
+-- One row of each queue makes up for the difference.
 UPDATE queue_counts n
-SET live = n.live + d.live, in_flight = n.in_flight + d.in_flight, done = n.done + d.done,
-    failed = n.failed + d.failed
-FROM (
-    SELECT q.number,
-           (SELECT count(*) FROM items i WHERE i.queue = q.number) - c.live AS live,
-           (SELECT count(*) FROM items i WHERE i.queue = q.number
-            AND i.lease_id IS NOT NULL) - c.in_flight AS in_flight,
-           (SELECT count(*) FROM done d WHERE d.queue = q.number) - c.done AS done,
-           (SELECT count(*) FROM failed f WHERE f.queue = q.number) - c.failed AS failed
-    FROM queues q
-    CROSS JOIN LATERAL (
-        SELECT sum(live) AS live, sum(in_flight) AS in_flight, sum(done) AS done,
-               sum(failed) AS failed
-        FROM queue_counts n WHERE n.queue = q.number
-    ) AS c
-) AS d
+SET live = n.live + d.rows_live - d.live, in_flight = n.in_flight + d.rows_in_flight - d.in_flight,
+    done = n.done + d.rows_done - d.done, failed = n.failed + d.rows_failed - d.failed
+FROM {counted_queues} AS d
 WHERE n.queue = d.number AND n.slot = :slot;
 
 -- name: zones_unpointed
@@ -1330,7 +1214,7 @@ FULL JOIN pointer_index p ON p.queue = q.queue AND p.zone = q.zone AND p.token =
 WHERE q.queue IS NULL OR p.queue IS NULL;
 
 -- name: mend_pointers_apart
--- Have Q_C what the pointer index has, and no more.
+-- Make Q_C the same as the pointer index.
 WITH gone AS (
     DELETE FROM pointers q
     WHERE NOT EXISTS (SELECT 1 FROM pointer_index p
@@ -1347,7 +1231,7 @@ WHERE NOT EXISTS (SELECT 1 FROM pointers q
 SELECT p.zone, concat('queue ', p.queue, ': the item vests at ', i.vesting_ms, ', Q_C at ',
                       q.vesting_ms, ', p at ', p.vesting_ms)
 FROM (
-    -- Of a FIFO zone that is held, who holds it; else its head.
+    -- Of a FIFO zone that is held, the held item; else its head.
     SELECT queue, zone, CASE WHEN rank >= 0 THEN min(vesting_ms)
                              WHEN bool_or(lease_id IS NOT NULL)
                              THEN min(vesting_ms) FILTER (WHERE lease_id IS NOT NULL)
@@ -1361,7 +1245,7 @@ JOIN pointers q ON q.queue = p.queue AND q.token = p.token AND q.zone = p.zone
 WHERE q.vesting_ms > greatest(i.vesting_ms + :threshold_ms, :now_ms + :cool_ms);
 
 -- name: mend_pointers_late
--- Have every pointer looked at now.
+-- Let every pointer vest now.
 WITH now AS (
     UPDATE pointers SET vesting_ms = least(vesting_ms, :now_ms), lease_id = NULL
 )
@@ -1372,34 +1256,26 @@ UPDATE pointer_index SET vesting_ms = least(vesting_ms, :now_ms), empty_since_ms
 SELECT int8send(m.message_id), concat('message ', m.message_id, ': ', m.refs, ', held by ',
                                       coalesce(h.number, 0))
 FROM messages m
-LEFT JOIN (
-    SELECT message_id, count(*) AS number FROM (
-        SELECT message_id FROM items UNION ALL SELECT message_id FROM done
-        UNION ALL SELECT message_id FROM failed
-    ) AS every GROUP BY message_id
-) AS h ON h.message_id = m.message_id
+LEFT JOIN {holders} AS h ON h.message_id = m.message_id
 WHERE m.refs <> coalesce(h.number, 0);
 
 -- name: mend_refs
--- Count them anew.
+-- Count them again.
 UPDATE messages m SET refs = h.number
 FROM (
-    SELECT m.message_id, (SELECT count(*) FROM items i WHERE i.message_id = m.message_id)
-         + (SELECT count(*) FROM done d WHERE d.message_id = m.message_id)
-         + (SELECT count(*) FROM failed f WHERE f.message_id = m.message_id) AS number
-    FROM messages m
+    SELECT m.message_id, coalesce(h.number, 0) AS number
+    FROM messages m LEFT JOIN {holders} AS h ON h.message_id = m.message_id
 ) AS h
 WHERE m.message_id = h.message_id AND m.refs <> h.number;
 
 -- name: messages_missing
 -- Messages that a queue holds and that are not there.
 SELECT int8send(e.message_id), concat('queue ', e.queue, ', message ', e.message_id)
-FROM (SELECT queue, message_id FROM items UNION ALL SELECT queue, message_id FROM done
-      UNION ALL SELECT queue, message_id FROM failed) AS e
+FROM {held_messages} AS e
 WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.message_id = e.message_id);
 
 -- name: mend_messages_missing
--- Nobody can deliver them.
+-- Remove them: they can't be delivered.
 WITH a AS (
     DELETE FROM items e
     WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.message_id = e.message_id)
@@ -1413,12 +1289,11 @@ WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.message_id = e.message_id);
 -- name: items_twice
 -- Messages that a queue has more than once.
 SELECT int8send(message_id), concat('queue ', queue, ', message ', message_id)
-FROM (SELECT queue, message_id FROM items UNION ALL SELECT queue, message_id FROM done
-      UNION ALL SELECT queue, message_id FROM failed) AS e
+FROM {held_messages} AS e
 GROUP BY queue, message_id HAVING count(*) > 1;
 
 -- name: mend_items_twice
--- What is done stays done, what has failed stays failed.
+-- A done message stays done, a failed one stays failed.
 WITH a AS (
     DELETE FROM items i
     WHERE EXISTS (SELECT 1 FROM done d WHERE d.queue = i.queue AND d.message_id = i.message_id)
@@ -1451,17 +1326,11 @@ DELETE FROM queue_counts WHERE queue NOT IN (SELECT number FROM queues);
 -- name: attempts_orphaned
 -- Attempts at messages that the queue does not have.
 SELECT DISTINCT int8send(a.message_id), concat('queue ', a.queue, ', message ', a.message_id)
-FROM attempts a
-WHERE NOT EXISTS (SELECT 1 FROM items e WHERE e.queue = a.queue AND e.message_id = a.message_id)
-  AND NOT EXISTS (SELECT 1 FROM done e WHERE e.queue = a.queue AND e.message_id = a.message_id)
-  AND NOT EXISTS (SELECT 1 FROM failed e WHERE e.queue = a.queue AND e.message_id = a.message_id);
+{orphaned_attempts};
 
 -- name: mend_attempts_orphaned
 -- Forget them.
-DELETE FROM attempts a
-WHERE NOT EXISTS (SELECT 1 FROM items e WHERE e.queue = a.queue AND e.message_id = a.message_id)
-  AND NOT EXISTS (SELECT 1 FROM done e WHERE e.queue = a.queue AND e.message_id = a.message_id)
-  AND NOT EXISTS (SELECT 1 FROM failed e WHERE e.queue = a.queue AND e.message_id = a.message_id);
+DELETE {orphaned_attempts};
 
 -- name: messages_garbage
 -- Messages that no queue holds, and that the log does not know.
@@ -1504,19 +1373,17 @@ SET delayed = i.delayed AND i.lease_id IS NULL,
     attempts = greatest(i.attempts, 0), forgiven = least(i.forgiven, greatest(i.attempts, 0))
 FROM queues q WHERE q.number = i.queue;
 
--- ============================================================================================
--- Reading in bulk, from a pinned state. Pages go on after the last row of the one before.
--- ============================================================================================
+-- === Reading in bulk, from a pinned state. Pages go on after the last row of the one before.
 
 -- name: lock_sequences
--- Wait for whoever has taken sequence numbers of done or failed messages, and let nobody take any
--- until the commit. The highest number of each queue is what all its rows are raised to.
+-- Wait for transactions that have taken sequence numbers of done or failed messages, and let none
+-- take any until the commit. The highest number of each queue is what all its rows are raised to.
 SELECT queue, max(next_sequence) FROM (
     SELECT queue, next_sequence FROM queue_counts ORDER BY queue, slot FOR UPDATE
 ) AS locked GROUP BY queue;
 
 -- name: raise_sequences
--- Have every row of a queue give out numbers from the same one on. They were locked before.
+-- Raise the rows of queues, which are locked, to give out numbers from the same one on.
 UPDATE queue_counts c SET next_sequence = m.mark
 FROM unnest(:queues::bigint[], :marks::bigint[]) AS m (queue, mark)
 WHERE c.queue = m.queue AND c.next_sequence < m.mark;
@@ -1544,13 +1411,10 @@ SELECT min(message_id), max(message_id) FROM items WHERE queue = :queue;
 -- The first and the last message of a queue that has been tried.
 SELECT min(message_id), max(message_id) FROM attempts WHERE queue = :queue;
 
--- name: pinned_done_ends
--- The lowest and the highest sequence of a queue's done messages.
-SELECT min(sequence), max(sequence) FROM done WHERE queue = :queue AND sequence >= :least;
-
--- name: pinned_failed_ends
--- The lowest and the highest sequence of a queue's failed messages.
-SELECT min(sequence), max(sequence) FROM failed WHERE queue = :queue AND sequence >= :least;
+-- name: pinned_{each}_ends
+-- each: done failed
+-- The lowest and the highest sequence of a queue's {each} messages.
+SELECT min(sequence), max(sequence) FROM {each} WHERE queue = :queue AND sequence >= :least;
 
 -- name: pinned_sizes
 -- How large payloads are, which need not be read for it.
@@ -1597,9 +1461,7 @@ SELECT message_id, number, claimed_at_ms, consumer, ended_at_ms, ending, reason 
 WHERE queue = :queue AND (message_id, number) > (:after, :after_number) AND message_id < :end
 ORDER BY message_id, number LIMIT :count;
 
--- ============================================================================================
--- Looking at tokens and zones: `penstock cluster`. Reads only.
--- ============================================================================================
+-- === Looking at tokens and zones: `penstock cluster`. Reads only.
 
 -- name: token_status
 -- Each token that has pointers: how many, how many of them have vested, and when the first did.

@@ -1,14 +1,18 @@
-"""The metadata log: reading, assigning what a tailer matched, its retention.
+"""The metadata log: reading it, assigning matched messages, and filling queues from it.
 
 Assignments and the log's cursor commit together, so that a page that comes again changes nothing.
-What is read is what was committed before: offsets appear in order, because a publish holds the
-lock of ``log_head`` from the moment that it takes them until it commits.
+Readers see offsets in order, because a publish holds the lock of ``log_head`` from the moment that
+it takes them until it commits.
+
+A queue is filled from the log, by matches made elsewhere, or from an archive. Each step is one
+transaction that locks the queue's row: coverage decides which messages the queue has had, so that
+no other process may change it meanwhile. Coverage does not know of messages that a move has brought
+in, so that the queue is searched for them as well.
 """
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -16,100 +20,102 @@ from penstock.errors import InvalidInput
 from penstock.model import (
     Assigned,
     AssignStatus,
+    BackfillPlan,
     Cursor,
+    Filled,
     LiveFilters,
     LogPage,
     LogStats,
     RoutePlan,
 )
 from penstock.store import policy
-from penstock.store.codec.metadata import decode_heads
+from penstock.store.codec.metadata import decode_heads, encode_metadata
 from penstock.store.coverage import Throughout
-from penstock.store.kv.log import SEGMENT_MS
 from penstock.store.sql.publish import Arrival, add_items
+from penstock.store.sql.session import SqlVerbs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import Any
 
+    from penstock.model import LogRecord
+    from penstock.store.codec.metadata import Head, Metadata
     from penstock.store.coverage import Coverage
-    from penstock.store.sql.session import Core, Queue
+    from penstock.store.kv.log import LogSettings
+    from penstock.store.sql.session import LogHead, Session, SqlQueue
 
-__all__ = ["Routing", "delayed_until"]
+Rows = list[tuple[Any, ...]]
 
-log_ = logging.getLogger(__name__)
-
-# Rows of the log that one sweep removes at most, of each log.
-TRIM_ROWS: Final = 10_000
-# How often it is looked what is past retention.
-LOOK_MS: Final = 10_000
+_ALL_ROWS: Final = 1 << 40
 
 
-class Routing:
-    """The log's readers and writers, other than publish."""
+def describe_log(
+    routing: str, head: LogHead, settings: LogSettings, segments: Rows, cursors: Rows
+) -> LogStats:
+    """Make the stats of the log from the rows that tell of it."""
+    earliest = segments[0][1] if segments else head.next_offset
+    stored: dict[int, int] = dict(cursors)
+    logs = range(max(count for _, count in settings.changes))
+    at = {log: max(stored.get(log, 0), earliest) for log in logs}
+    return LogStats(
+        routing=routing,
+        logs=settings.changes[-1][1],
+        earliest=earliest,
+        end=head.next_offset,
+        routed_up_to=head.next_offset if routing == "inline" else min(at.values()),
+        segments=len(segments),
+        retention_ms=settings.retention_ms,
+        cursors=at,
+    )
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        # When it was last looked what is past retention, and when that has something to do.
-        self._looked_ms: int | None = None
-        self.due_ms: int | None = None
 
-    # --- where things are ------------------------------------------------------------------
+class SqlRouting(SqlVerbs):
+    """The verbs of the log, other than publish."""
 
-    @property
-    def _all_logs(self) -> int:
-        return max(count for _, count in self._core.settings.changes)
+    def __init__(self, core: Session) -> None:
+        super().__init__(core)
+        # When a sweep last looked for segments past retention, and when there will be some.
+        self._log_looked_ms: int | None = None
+        self.log_due_ms: int | None = None
 
-    def _segments(self) -> list[tuple[int, int, int]]:
-        return [(row[0], row[1], row[2]) for row in self._core.database.run("load_segments")]
+    def log_stats(self) -> LogStats:
+        """Describe the log."""
+        self.core.refresh()
+        return self._log()
+
+    def _log(self) -> LogStats:
+        core, run = self.core, self.database.run
+        segments, cursors = self._segments(), run("load_cursors")
+        return describe_log(core.identity.routing, core.head, core.settings, segments, cursors)
+
+    def _segments(self) -> Rows:
+        """Return number, first offset and first time of each segment."""
+        return self.database.run("load_segments")
 
     def earliest(self) -> int:
         """Return the lowest offset that is kept."""
         segments = self._segments()
-        return segments[0][1] if segments else self._core.head.next_offset
-
-    def _cursors(self, earliest: int) -> dict[int, int]:
-        stored: dict[int, int] = dict(self._core.database.run("load_cursors"))
-        return {log: max(stored.get(log, 0), earliest) for log in range(self._all_logs)}
+        return int(segments[0][1]) if segments else self.core.head.next_offset
 
     def routed_up_to(self) -> int:
         """Return the offset below which every message has been routed."""
-        core = self._core
-        if core.identity.routing == "inline":
-            return core.head.next_offset
-        return min(self._cursors(self.earliest()).values())
+        if self.core.identity.routing == "inline":
+            return self.core.head.next_offset
+        return self._log().routed_up_to
 
-    def stats(self) -> LogStats:
-        """Describe the log."""
-        core = self._core
-        core.refresh()
-        segments = self._segments()
-        earliest = segments[0][1] if segments else core.head.next_offset
-        cursors = self._cursors(earliest)
-        inline = core.identity.routing == "inline"
-        return LogStats(
-            routing=core.identity.routing,
-            logs=core.settings.changes[-1][1],
-            earliest=earliest,
-            end=core.head.next_offset,
-            routed_up_to=core.head.next_offset if inline else min(cursors.values()),
-            segments=len(segments),
-            retention_ms=core.settings.retention_ms,
-            cursors=cursors,
-        )
+    def _logs(self) -> list[int]:
+        return list(range(max(count for _, count in self.core.settings.changes)))
 
     def offset_at(self, time_ms: int) -> int:
         """Return an offset at or before the first message of that time."""
-        core = self._core
+        core = self.core
         core.refresh()
-        segments = self._segments()
-        begin = segments[0][1] if segments else core.head.next_offset
-        for _, start_offset, start_ms in segments:
+        begin = self.earliest()
+        for _, start_offset, start_ms in self._segments():
             if start_ms <= time_ms:
                 begin = start_offset
-        found = core.database.run(
-            "offset_at", logs=list(range(self._all_logs)), earliest=begin, time_ms=time_ms
-        )[0][0]
+        found = self.database.run("offset_at", logs=self._logs(), earliest=begin, time_ms=time_ms)[
+            0
+        ][0]
         return core.head.next_offset if found is None else int(found)
 
     # --- tailing -------------------------------------------------------------------------
@@ -121,41 +127,33 @@ class Routing:
         every log has been assigned up to there, so that a group that moves to another log keeps
         its order.
         """
-        core = self._core
+        core = self.core
         core.refresh()
-        policy.check_log(log, self._all_logs)
-        log_end, segments = core.head.next_offset, self._segments()
-        earliest = segments[0][1] if segments else log_end
-        cursors = self._cursors(earliest)
-        begin = max(cursors[log] if begin is None else begin, earliest)
+        policy.check_log(log, len(self._logs()))
+        stats = self._log()
+        begin = max(stats.cursors[log] if begin is None else begin, stats.earliest)
         filters, until = self._filters_at(begin)
-        end = log_end if until is None else min(log_end, until)
-        others = [cursor for other, cursor in cursors.items() if other != log]
+        end = stats.end if until is None else min(stats.end, until)
+        others = [cursor for other, cursor in stats.cursors.items() if other != log]
         if core.identity.routing == "inline":
             others = []
         end = policy.page_end(begin, end, core.settings.changes, others)
-        rows = self.rows(log, begin, end, limit + 1)
-        if segments and begin < segments[-1][1] and begin < self.earliest():
-            # Retention was faster: what is gone must not be passed by as if it had not been.
+        rows = self._rows(log, begin, end, limit + 1)
+        if begin < self.earliest():
+            # Retention was faster: removed messages must not pass for messages that never were.
             return self.read_log(log, begin, limit)
         following = rows[limit][0] if len(rows) > limit else end
         return LogPage(
             log=log,
             records=policy.records_of(((row[0], row[1]) for row in rows[:limit]), log),
             cursor=Cursor(begin, max(begin, following), core.head.filters_version),
-            earliest=earliest,
-            end=log_end,
+            earliest=stats.earliest,
+            end=stats.end,
             filters=filters,
         )
 
-    def rows(self, log: int | None, begin: int, end: int, count: int) -> list[tuple[Any, ...]]:
-        """Read messages of one log, or of all."""
-        database = self._core.database
-        if log is None:
-            return database.run(
-                "read_logs", logs=list(range(self._all_logs)), begin=begin, end=end, count=count
-            )
-        return database.run("read_log", log=log, begin=begin, end=end, count=count)
+    def _rows(self, log: int, begin: int, end: int, count: int) -> Rows:
+        return self.database.run("read_log", log=log, begin=begin, end=end, count=count)
 
     def assign(
         self,
@@ -170,15 +168,10 @@ class Routing:
 
         A tailer that took an epoch names it, and is refused once another has taken a later one.
         """
-        core = self._core
-        core.refresh()
-        policy.check_log(log, self._all_logs)
-
-        def work() -> Assigned:
-            return self._assign(log, cursor, assignments, now_ms, epoch)
-
-        self._looked_ms = None
-        return core.change(work)
+        self.core.refresh()
+        policy.check_log(log, len(self._logs()))
+        self._log_looked_ms = None
+        return self.core.change(lambda: self._assign(log, cursor, assignments, now_ms, epoch))
 
     def _assign(
         self,
@@ -188,7 +181,7 @@ class Routing:
         now_ms: int,
         epoch: int | None,
     ) -> Assigned:
-        core, database = self._core, self._core.database
+        core, database = self.core, self.database
         earliest = self.earliest()
         found = database.run("lock_cursor", log=log)
         if not found:
@@ -200,7 +193,7 @@ class Routing:
         refusal = policy.refuse_page(cursor, at, earliest)
         if refusal is not None:
             return Assigned(refusal, at, 0)
-        # Queues may be changed until here, and no more from here on.
+        # Other processes may change queues until here, and no more from here on.
         names = {name for each in assignments.values() for name in each}
         numbers = sorted(core.queues[name].number for name in names if name in core.queues)
         if numbers:
@@ -211,8 +204,7 @@ class Routing:
         begin = max(at, cursor.begin)
         rows = self._page(log, begin, cursor, assignments)
         arrivals, refs = self._arrivals(rows, assignments, cursor.end, now_ms)
-        add_items(core, arrivals, now_ms)
-        self._count(arrivals, now_ms)
+        self._enqueue(arrivals, now_ms)
         held = {message_id: count for message_id, count in refs.items() if count}
         if held:
             database.run("refer", message_ids=list(held), refs=list(held.values()))
@@ -221,39 +213,31 @@ class Routing:
         return Assigned(status, cursor.end, len(arrivals))
 
     def _page(
-        self,
-        log: int,
-        begin: int,
-        cursor: Cursor,
-        assignments: Mapping[int, Sequence[str]],
-    ) -> list[tuple[Any, ...]]:
-        """Read what is assigned, and refuse what is not there."""
+        self, log: int, begin: int, cursor: Cursor, assignments: Mapping[int, Sequence[str]]
+    ) -> Rows:
+        """Read the messages to assign, and refuse those that are not there."""
         policy.check_assigned(cursor, assignments)
-        end = self._core.head.next_offset
+        end = self.core.head.next_offset
         if end < cursor.end:
             raise InvalidInput(
                 f"log {log} ends at offset {end}; the cursor to assign is {cursor.end}"
             )
-        rows = self.rows(log, begin, cursor.end, cursor.end - begin)
+        rows = self._rows(log, begin, cursor.end, cursor.end - begin)
         strangers = {i for i in assignments if i >= begin}.difference(row[0] for row in rows)
         if strangers:
             raise InvalidInput(f"message {min(strangers)} is not in this page of log {log}")
         return rows
 
-    def _coverage(self, queue_name: str) -> Coverage | None:
-        queue = self._core.queues.get(queue_name)
-        return None if queue is None else queue.coverage
-
     def _arrivals(
-        self,
-        rows: Sequence[tuple[Any, ...]],
-        assignments: Mapping[int, Sequence[str]],
-        end: int,
-        now_ms: int,
+        self, rows: Rows, assignments: Mapping[int, Sequence[str]], end: int, now_ms: int
     ) -> tuple[list[Arrival], dict[int, int]]:
         """Make items of a page's messages for the queues that still want them; count those."""
-        core = self._core
-        live = Throughout(self._coverage, rows[0][0] if rows else end, end)
+        queues = self.core.queues
+
+        def coverage(name: str) -> Coverage | None:
+            return queues[name].coverage if name in queues else None
+
+        live = Throughout(coverage, rows[0][0] if rows else end, end)
         arrivals: list[Arrival] = []
         refs: dict[int, int] = {}
         heads = decode_heads([row[1] for row in rows])
@@ -263,76 +247,189 @@ class Routing:
                 continue
             kept = [name for name in dict.fromkeys(names) if live.at(name, message_id)]
             refs[message_id] = len(kept)
-            for name in kept:
-                queue = core.queues[name]
-                vesting_ms = delayed_until(queue, head.published_at_ms, head.delay_ms)
-                arrivals.append(
-                    Arrival(
-                        queue,
-                        message_id,
-                        head.group.encode(),
-                        head.priority,
-                        # What was due before it was routed is due now.
-                        max(vesting_ms, now_ms),
-                        0,
-                        head.size,
-                    )
-                )
+            arrivals += [_arrival(queues[name], message_id, head, now_ms) for name in kept]
         return arrivals, refs
 
-    def _count(self, arrivals: Sequence[Arrival], now_ms: int) -> None:
+    def _enqueue(self, arrivals: Sequence[Arrival], now_ms: int) -> None:
+        """Put messages into queues, and count them."""
+        add_items(self.core, arrivals, now_ms)
         counts: dict[int, int] = {}
         for each in arrivals:
             counts[each.queue.number] = counts.get(each.queue.number, 0) + 1
         for number, count in sorted(counts.items()):
-            self._core.add_counts(number, now_ms, live=count, enqueued=count)
+            self.core.add_counts(number, now_ms, live=count, enqueued=count)
 
     def take_epoch(self, now_ms: int) -> int:  # noqa: ARG002 - the contract's
         """Fence every pipeline that took an epoch before; return the new one."""
-        core = self._core
-        rows = core.database.do(lambda: core.database.run("take_epoch"), again=True)
-        core.progress.commits += 1
+        rows = self.database.ask("take_epoch")
+        self.core.progress.commits += 1
         return int(rows[0][0])
 
     def route_plan(self, max_offsets: int | None) -> RoutePlan:
-        """Say what may be matched next, in all not further than ``max_offsets`` from the slowest.
-
-        The slowest log decides where the others stop, so that logs stay in step.
-        """
-        core = self._core
+        """Return the stretches that may be matched next, up to ``max_offsets`` from the slowest."""
+        core = self.core
         core.refresh()
-        log_end = core.head.next_offset
-        cursors = self._cursors(self.earliest())
-        changes = core.settings.changes
+        stats = self._log()
+        stretches = policy.route_stretches(
+            stats.cursors,
+            stats.end,
+            max_offsets,
+            core.settings.changes,
+            lambda at: self._filters_at(at)[1],
+        )
         return RoutePlan(
-            epoch=core.database.run("load_instance")[0][6],
+            epoch=self.database.run("read_epoch")[0][0],
             filters_version=core.head.filters_version,
-            stretches=policy.route_stretches(
-                cursors, log_end, max_offsets, changes, lambda at: self._filters_at(at)[1]
-            ),
-            lag={log: log_end - begin for log, begin in cursors.items()},
+            stretches=stretches,
+            lag={log: stats.end - begin for log, begin in stats.cursors.items()},
         )
 
     def filters_at(self, offset: int) -> LiveFilters:
         """Return the filters that are live at an offset, and until where."""
-        self._core.refresh()
+        self.core.refresh()
         filters, until = self._filters_at(offset)
-        return LiveFilters(filters, self._core.head.filters_version, until)
+        return LiveFilters(filters, self.core.head.filters_version, until)
 
     def _filters_at(self, offset: int) -> tuple[dict[str, str], int | None]:
         """Return the filters that are live at an offset, and the offset at which they change."""
-        coverages = [(name, queue.coverage) for name, queue in self._core.queues.items()]
+        coverages = [(name, queue.coverage) for name, queue in self.core.queues.items()]
         live, _, until = policy.filters_at(coverages, offset)
         return live, until
 
+    # --- filling -------------------------------------------------------------------------
+
+    def backfill_plan(
+        self, queue_name: str, begin: int, end: int, *, archived: bool = False
+    ) -> BackfillPlan:
+        """Return the stretches of [begin, end) that a queue was not filled from by its filter.
+
+        With ``archived`` they begin below the log.
+        """
+        core = self.core
+        # A fill by another process changes no version.
+        core.reload()
+        queue = core.queue(queue_name)
+        text, coverage = queue.spec.filter, queue.coverage
+        stats = self._log()
+        end = min(end, stats.routed_up_to)
+        # Offsets begin at 1.
+        at = max(begin, 1 if archived else stats.earliest)
+        if archived and at < stats.earliest:
+            policy.check_known(coverage, queue_name, at)
+        return BackfillPlan(coverage.missing(at, end, text), text, end, stats.earliest)
+
+    def fill(
+        self,
+        queue_name: str,
+        begin: int,
+        end: int,
+        now_ms: int,
+        *,
+        filter_text: str | None = None,
+        offsets: Sequence[int] | None = None,
+        records: Sequence[tuple[LogRecord, bytes | None]] | None = None,
+    ) -> Filled:
+        """Do one step of filling a queue from [begin, end); go on from ``next``.
+
+        ``offsets`` (in the log) or ``records`` (archived, each with its payload if that is known)
+        are all messages of it that ``filter_text`` has matched elsewhere, ascending. Without either
+        the store matches the log itself. Coverage decides which messages the queue has had.
+        """
+        core = self.core
+        archived = {record.message_id: (record, body) for record, body in records or ()}
+        matched = offsets if records is None else list(archived)
+        sizes = None if records is None else [record.size for record, _ in records]
+
+        def work() -> Filled:
+            queue = core.lock_queue(queue_name)
+            policy.check_fill(queue_name, queue.spec, queue.coverage, filter_text)
+            log = (self.earliest(), core.head.next_offset)
+            if records is not None:
+                policy.check_archived(queue_name, queue.coverage, begin, end, log[0])
+            start, stop, passed, chosen = policy.fill_step(
+                queue.coverage, queue.spec.filter, (begin, end), log, matched, sizes
+            )
+            if start >= stop:
+                return Filled(0, passed, 0, max(start, begin) if chosen is None else end)
+            rows: Rows
+            if records is not None:
+                told = [archived[each][0] for each in chosen or ()]
+                rows = [
+                    (each.message_id, encode_metadata(policy.metadata_of(each))) for each in told
+                ]
+            else:
+                rows = self._rows_of_all(start, stop, chosen)
+            wanted = self._wanted(queue, rows)
+            kept = self._hold(wanted, {each: body for each, (_, body) in archived.items()})
+            self._enqueue([_arrival(queue, each, wanted[each], now_ms) for each in kept], now_ms)
+            queue.coverage.note(start, stop, queue.spec.filter)
+            self.put_coverage(queue)
+            known = core.by_number.get(queue.number)
+            if known is not None:
+                known.coverage = queue.coverage
+            missing = 0 if chosen is None else len(chosen) - len(rows)
+            missing += len(wanted) - len(kept)
+            return Filled(len(kept), passed + len(rows) - len(wanted), missing, stop)
+
+        core.refresh()
+        core.queue(queue_name)
+        return core.change(work)
+
+    def _rows_of_all(self, begin: int, end: int, chosen: Sequence[int] | None) -> Rows:
+        """Read messages of all logs: all of [begin, end), or the chosen ones."""
+        if chosen is not None and not chosen:
+            return []
+        rows = self.database.run(
+            "read_logs", logs=self._logs(), begin=begin, end=end, count=_ALL_ROWS
+        )
+        some = None if chosen is None else set(chosen)
+        return [row for row in rows if some is None or row[0] in some]
+
+    def _wanted(self, queue: SqlQueue, rows: Rows) -> dict[int, Metadata]:
+        """Return the messages that a queue wants and has not had."""
+        wanted = policy.wanted(queue.spec.filter, queue.coverage, rows)
+        ids = list(wanted)
+        present = (
+            self.database.run("find_present", queue=queue.number, message_ids=ids) if ids else []
+        )
+        there = {row[0] for row in present}
+        return {each: metadata for each, (metadata, _) in wanted.items() if each not in there}
+
+    def _hold(self, wanted: dict[int, Metadata], bodies: Mapping[int, bytes | None]) -> list[int]:
+        """Hold messages for one more queue, stored again from ``bodies`` if they are gone.
+
+        Return the ids of those that are there.
+        """
+        if not wanted:
+            return []
+        there = {row[0] for row in self.database.run("hold", message_ids=list(wanted))}
+        again = [each for each in wanted if each not in there and bodies.get(each) is not None]
+        if again:
+            self.database.run(
+                "restore_messages",
+                message_ids=again,
+                metadata=[encode_metadata(wanted[each]) for each in again],
+                payloads=[bodies[each] for each in again],
+            )
+        return sorted(there.union(again))
+
+    def put_coverage(self, queue: SqlQueue) -> None:
+        """Write the coverage of a queue."""
+        queue.coverage.bound(self.earliest())
+        self.database.run(
+            "put_coverage", number=queue.number, coverage=msgspec.msgpack.encode(queue.coverage)
+        )
+
+    # --- settings ------------------------------------------------------------------------
+
     def configure_log(self, logs: int | None, retention_ms: int | None, now_ms: int) -> None:
         """Spread messages over another number of logs from here on; keep them for another time."""
-        core = self._core
+        core = self.core
 
         def work() -> None:
             end = core.lock_head().next_offset
             settings = msgspec.structs.replace(core.settings, changes=list(core.settings.changes))
-            known = self._all_logs
+            known = len(self._logs())
             if retention_ms is not None:
                 settings.retention_ms = retention_ms
             wanted = settings.changes[-1][1] if logs is None else logs
@@ -340,79 +437,17 @@ class Routing:
                 settings.changes.append((end, wanted))
             for log in range(known, wanted):
                 # A log that was not there before holds nothing to be tailed.
-                core.database.run("make_cursor", log=log, cursor=end)
-            core.database.run("put_settings", log_settings=msgspec.msgpack.encode(settings))
+                self.database.run("make_cursor", log=log, cursor=end)
+            self.database.run("put_settings", log_settings=msgspec.msgpack.encode(settings))
             core.changed(now_ms)
             core.settings = settings
 
-        self._looked_ms = None
+        self._log_looked_ms = None
         core.change(work)
 
-    def put_coverage(self, queue: Queue) -> None:
-        """Write what a queue has been filled from."""
-        queue.coverage.bound(self.earliest())
-        self._core.database.run(
-            "put_coverage", number=queue.number, coverage=msgspec.msgpack.encode(queue.coverage)
-        )
 
-    # --- retention -----------------------------------------------------------------------
-
-    def _due_ms(self) -> int | None:
-        """Return when retention has something to do: a segment to drop, or to close."""
-        core = self._core
-        segments, retention_ms = self._segments(), core.settings.retention_ms
-        if not segments or not retention_ms:
-            return None
-        if len(segments) > 1:
-            _, start_offset, start_ms = segments[1]
-            return start_ms + retention_ms if start_offset <= self.routed_up_to() else None
-        _, start_offset, start_ms = segments[0]
-        return start_ms + SEGMENT_MS if start_offset < core.head.next_offset else None
-
-    def trim(self, now_ms: int, budget: int) -> int:
-        """Close a segment that is old enough, drop those that are past retention; count messages.
-
-        What a dropped segment held is removed by and by: it is below the log.
-        """
-        core = self._core
-        if self._looked_ms is not None and self._looked_ms <= now_ms < self._looked_ms + LOOK_MS:
-            return 0
-        self._looked_ms = now_ms
-        core.refresh()
-        due_ms = self._due_ms()
-        if due_ms is not None and due_ms <= now_ms:
-            core.change(lambda: self._drop_segments(now_ms))
-            due_ms = self._due_ms()
-        self.due_ms = due_ms
-        earliest = min(self.earliest(), self.routed_up_to())
-        if earliest <= 1:
-            return 0
-        trimmed = 0
-        for log in range(self._all_logs):
-            rows = core.database.run("trim_log", log=log, earliest=earliest, count=TRIM_ROWS)
-            trimmed = max(trimmed, len(rows))
-        dropped = len(core.database.run("drop_unheld", earliest=earliest, count=budget))
-        if trimmed == TRIM_ROWS or dropped == budget:
-            self._looked_ms = None
-        return dropped
-
-    def _drop_segments(self, now_ms: int) -> None:
-        core = self._core
-        head = core.lock_head()
-        segments, retention_ms = self._segments(), core.settings.retention_ms
-        if len(segments) == 1 and segments[0][2] + SEGMENT_MS <= now_ms:
-            core.database.run("roll_segment", now_ms=now_ms)
-            core.head = head._replace(segment_ms=now_ms)
-            segments = self._segments()
-        routed_up_to = self.routed_up_to()
-        while len(segments) > 1:
-            _, start_offset, start_ms = segments[1]
-            if start_ms + retention_ms > now_ms or start_offset > routed_up_to:
-                break
-            core.database.run("drop_segment", number=segments[0][0])
-            segments = segments[1:]
-
-
-def delayed_until(queue: Queue, published_at_ms: int, delay_ms: int) -> int:
-    """Return when a message is visible: its own delay counts if it has one, or the queue's."""
-    return published_at_ms + (delay_ms or queue.spec.delay_ms)
+def _arrival(queue: SqlQueue, message_id: int, about: Metadata | Head, now_ms: int) -> Arrival:
+    """Make an item of a message of the log. A delay that is over leaves it visible now."""
+    # A message's own delay counts if it has one; the queue's is the default.
+    vesting_ms = about.published_at_ms + (about.delay_ms or queue.spec.delay_ms)
+    return Arrival(queue, message_id, about, max(vesting_ms, now_ms))

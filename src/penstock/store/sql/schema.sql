@@ -26,9 +26,9 @@ CREATE TABLE instance (
 );
 
 -- The end of the log. One row, hot: every publish locks it until it commits, so that messages
--- appear in the order of their ids and no reader's cursor passes one by that commits late. Whoever
--- changes queues (specs_version) or collects zones (zones_version) locks it too, so that a publish
--- finds out, before it writes, that what it knows is out of date.
+-- appear in the order of their ids and no reader's cursor passes one by that commits late. A change of
+-- queues (specs_version) and a collection of zones (zones_version) lock it too, so that a publish
+-- finds out, before it writes, that its knowledge is out of date.
 CREATE TABLE log_head (
     one             smallint PRIMARY KEY CHECK (one = 1),
     next_offset     bigint NOT NULL,
@@ -63,8 +63,8 @@ CREATE TABLE log_segments (
     start_offset    bigint NOT NULL,
     start_ms        bigint NOT NULL
 );
--- unrouted: messages that a tailer has assigned to no queue. log_head counts those of publishes; who
--- assigns holds no lock of it, and need not.
+-- unrouted: messages that a tailer has assigned to no queue. log_head counts those of publishes: a
+-- tailer need not lock it.
 CREATE TABLE log_cursors (
     log             integer PRIMARY KEY,
     cursor          bigint NOT NULL,
@@ -128,7 +128,7 @@ CREATE TABLE queue_counts (
 -- A message that waits in a queue or is in flight. Vesting time is the lease: an item is visible
 -- iff vesting_ms <= now, whatever lease_id says; claiming it writes the deadline and a lease.
 -- rank: 255 - priority, -1 in a FIFO queue. visible_at_ms: since when it waits, or will.
--- expires_at_ms: when an unclaimed one is removed. delayed: nobody has noted yet that it came due.
+-- expires_at_ms: when an unclaimed one is removed. delayed: no sweep has marked yet that it came due.
 CREATE TABLE items (
     queue           integer NOT NULL,
     message_id      bigint NOT NULL,
@@ -146,9 +146,9 @@ CREATE TABLE items (
     consumer        bytea NOT NULL,
     PRIMARY KEY (queue, message_id)
 );
--- What a claim of a standard queue reads: each lane by itself, the visible ones first.
+-- For claims of a standard queue: each lane by itself, the visible items first.
 CREATE INDEX items_lanes ON items (queue, zone, rank, vesting_ms, message_id) WHERE rank >= 0;
--- What a claim of a FIFO queue reads, and who holds a zone of it.
+-- For claims of a FIFO queue, and for the items that are held in a zone.
 CREATE INDEX items_order ON items (queue, zone, message_id) WHERE rank < 0;
 CREATE INDEX items_holders ON items (queue, zone, vesting_ms)
     WHERE rank < 0 AND lease_id IS NOT NULL;
@@ -159,8 +159,8 @@ CREATE INDEX items_delayed_of ON items (queue, vesting_ms) WHERE delayed;
 CREATE INDEX items_unclaimed ON items (expires_at_ms) WHERE expires_at_ms IS NOT NULL;
 
 -- Q_C, the queue of zones: one pointer for each zone that has items, or had some of late. It is
--- never later than the zone's earliest item (but see the threshold of an enqueue). Every write
--- brings a new lease_id, by which who has looked finds out that somebody was faster.
+-- never later than the zone's earliest item (but see the threshold of a publish). Every write brings
+-- a new lease_id, by which a claim that has looked finds out that another process was faster.
 CREATE TABLE pointers (
     queue           integer NOT NULL,
     token           integer NOT NULL,

@@ -1,13 +1,12 @@
-"""What a process knows of the store: its identity, its queues, the versions of what it knows.
+"""The state of one process on a store: its queues, settings and versions, as last read.
 
-Nothing here is the truth, which is in the database. Queues are read again when ``specs_version``
-has moved, when a name is not known, and at least every second; a publish finds out under the lock
-of ``log_head`` whether what it knows is out of date.
+The truth is in the database. The process reads queues again when ``specs_version`` has changed,
+when a name is not known, and at least every second. A publish finds out under the lock of
+``log_head`` whether the queues that it routed by have changed.
 """
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
@@ -25,31 +24,27 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from penstock.store.sql.database import Database
-    from penstock.store.sql.tunables import Tunables
-
-__all__ = ["SLOTS", "Core", "Head", "Identity", "Queue"]
-
-log = logging.getLogger(__name__)
+    from penstock.store.sql.location import Tunables
 
 T = TypeVar("T")
 
 # Rows that a queue's counters are spread over.
 SLOTS: Final = 16
-# How old what is known of queues may become.
+# The age at which queues are read again.
 REFRESH_MS: Final = 1_000
-# Changes of filters that are remembered, by which a page that was read before is judged.
+# Changes of filters on record, by which a page that was read before is judged.
 FILTER_CHANGES: Final = 1_000
 
 
 class Identity(NamedTuple):
-    """What the store says about itself."""
+    """The store's id, and how it routes."""
 
     store_id: int
     routing: str
 
 
-class Head(NamedTuple):
-    """The row ``log_head``."""
+class LogHead(NamedTuple):
+    """The row of ``log_head``."""
 
     next_offset: int
     specs_version: int
@@ -62,7 +57,7 @@ class Head(NamedTuple):
     unrouted: int
 
 
-class Queue:
+class SqlQueue:
     """A queue as this process knows it."""
 
     __slots__ = ("coverage", "fifo", "name", "number", "spec")
@@ -75,8 +70,17 @@ class Queue:
         self.fifo = spec.ordering is Ordering.FIFO
 
 
-class Core:
-    """The parts of an open store that its verbs share."""
+def decode_queue(number: int, spec: bytes, coverage: bytes) -> SqlQueue:
+    """Read a row of ``queues``."""
+    return SqlQueue(
+        number,
+        msgspec.msgpack.decode(spec, type=QueueSpec),
+        msgspec.msgpack.decode(coverage, type=Coverage),
+    )
+
+
+class Session:
+    """The state that the verbs of an open store share."""
 
     def __init__(
         self,
@@ -93,7 +97,7 @@ class Core:
         self.database = database
         self.tunables = tunables
         self.random = random
-        # What time it is when something has taken its time; without a clock nothing takes any.
+        # The time after a long statement; without a clock no statement takes any time.
         self.clock = clock or (lambda: now_ms)
         self.process_id: bytes = database.run("fresh_id")[0][0]
         self.slot = self.process_id[-1] % SLOTS
@@ -101,15 +105,16 @@ class Core:
         self.turns = 0
         self.stale_receipts = 0
         self.progress = Progress()
-        # Queues that may have got something to claim, and about how much.
+        # Queues that may have messages to claim, and about how many.
         self.woken: dict[str, int] = {}
-        self._due_ms: int | None = None
-        # When the retention of done and failed messages next has something to do.
+        # The soonest time that a sweep is known to have work at.
+        self.due_ms: int | None = None
+        # When the retention of done and failed messages next has work.
         self.retention_ms: int | None = None
         self.identity = self._identify(store_id, routing, ring_size, now_ms)
         self.zones = Zones(self)
-        self.queues: dict[str, Queue] = {}
-        self.by_number: dict[int, Queue] = {}
+        self.queues: dict[str, SqlQueue] = {}
+        self.by_number: dict[int, SqlQueue] = {}
         self.settings = LogSettings()
         self.filter_changes: list[tuple[int, int]] = []
         self.head = self.read_head()
@@ -121,8 +126,9 @@ class Core:
     def _identify(
         self, store_id: int, routing: str | None, ring_size: int | None, now_ms: int
     ) -> Identity:
+        """Read the row of ``instance``; write it if the tables are new."""
         database = self.database
-        # First: what another process is just making has both.
+        # Before the row: a store that another process is making has both.
         remains = database.run("find_remains")[0][0]
         rows = database.run("load_instance")
         if remains and not rows:
@@ -140,39 +146,39 @@ class Core:
                 )
                 database.run("make_head", segment_ms=-(1 << 62))
             rows = database.run("load_instance")
-        found_id, found_routing, *_ = rows[0]
-        if found_routing not in {"inline", "pipeline"}:
-            raise StoreMismatch(f"the store routes {found_routing!r:.100}, which is not known")
-        if routing is not None and found_routing != routing:
+        found = Identity(*rows[0][:2])
+        if found.routing not in {"inline", "pipeline"}:
+            raise StoreMismatch(f"the store routes {found.routing!r:.100}, which is not known")
+        if routing is not None and found.routing != routing:
             raise StoreMismatch(
-                f"the store routes {found_routing}, it was opened with routing={routing!r}"
+                f"the store routes {found.routing}, it was opened with routing={routing!r}"
             )
-        return Identity(found_id, found_routing)
+        return found
 
     # --- fresh names -----------------------------------------------------------------------
 
     def stamp(self) -> bytes:
-        """Return sixteen bytes that nothing else was named by."""
+        """Return sixteen bytes that no process has used before."""
         self._stamps += 1
         return self.process_id[:10] + self._stamps.to_bytes(6, "big")
 
     def take_turns(self, count: int) -> int:
-        """Return where pointers that are put back now stand among others of the same time."""
+        """Return the turn of pointers that are written now, among others of the same time."""
         self.turns += count
         return self.turns - count
 
     # --- queues ----------------------------------------------------------------------------
 
-    def read_head(self) -> Head:
+    def read_head(self) -> LogHead:
         """Read the end of the log and the versions."""
-        rows = self.database.do(lambda: self.database.run("read_head"), again=True)
+        rows = self.database.ask("read_head")
         if not rows:
             raise _row_lost("log_head")
-        return Head(*rows[0])
+        return LogHead(*rows[0])
 
-    def lock_head(self) -> Head:
-        """Lock it until the commit; what this process knows is brought up to date."""
-        head = Head(*self.database.run("lock_head")[0])
+    def lock_head(self) -> LogHead:
+        """Lock ``log_head`` until the commit, and read what has changed."""
+        head = LogHead(*self.database.run("lock_head")[0])
         if head.specs_version != self.head.specs_version:
             self._load(head)
         self.head = head
@@ -192,7 +198,7 @@ class Core:
             self.head = head
 
     def reload(self) -> None:
-        """Read everything again, as of one moment."""
+        """Read queues and settings again."""
         self.database.do(self._reload, again=True)
 
     def _reload(self) -> None:
@@ -204,7 +210,7 @@ class Core:
                 self._stale = False
                 return
 
-    def _load(self, head: Head) -> None:
+    def _load(self, head: LogHead) -> None:
         before = self.live_filters()
         instance = self.database.run("load_instance")[0]
         _, _, self.ring_size, self.ring_high, _, settings, changes = instance
@@ -213,17 +219,17 @@ class Core:
         gone = dict(self.queues)
         self.queues, self.by_number = {}, {}
         for number, name, spec, coverage in self.database.run("load_queues"):
-            self.adopt(_queue(number, spec, coverage))
+            self.adopt(decode_queue(number, spec, coverage))
             gone.pop(name, None)
         self.head = head
         for name in gone:
-            # Whoever waits for it is to find out.
+            # Claims that wait for the queue are to find out.
             self.woken.setdefault(name, 0)
         if before != self.live_filters():
             self.progress.filter_changes += 1
 
     def live_filters(self) -> dict[str, str]:
-        """Return the filters that new messages are routed by, as far as is known."""
+        """Return the filters that new messages are routed by, as last read."""
         return {
             name: text
             for name, queue in self.queues.items()
@@ -231,37 +237,35 @@ class Core:
             if (text := queue.coverage.filter_at((1 << 63) - 1)) is not None
         }
 
-    def queue(self, name: str) -> Queue:
+    def queue(self, name: str) -> SqlQueue:
         """Look a queue up by name."""
-        queue = self.queues.get(name)
-        if queue is None:
+        if name not in self.queues:
             self.refresh()
-            queue = self.queues.get(name)
+        queue = self.queues.get(name)
         if queue is None:
             raise QueueNotFound(f"no queue named {name!r}")
         return queue
 
-    def numbered(self, number: int) -> Queue | None:
+    def numbered(self, number: int) -> SqlQueue | None:
         """Look a queue up by its number."""
         if number not in self.by_number:
             self.refresh()
         return self.by_number.get(number)
 
-    def lock_queue(self, name: str) -> Queue:
-        """Hold a queue until the commit, as it is now."""
+    def lock_queue(self, name: str) -> SqlQueue:
+        """Lock the row of a queue until the commit, and return it as it is now."""
         number = self.queue(name).number
         rows = self.database.run("lock_queue", number=number)
         if not rows:
             raise QueueNotFound(f"no queue named {name!r}")
-        spec, coverage = rows[0]
-        return _queue(number, spec, coverage)
+        return decode_queue(number, *rows[0])
 
-    def adopt(self, queue: Queue) -> None:
-        """Take a queue that was made or changed here into memory."""
+    def adopt(self, queue: SqlQueue) -> None:
+        """Remember a queue that was made, changed or read."""
         self.queues[queue.name] = self.by_number[queue.number] = queue
 
     def changed(self, now_ms: int, *, filters_from: int | None = None) -> None:
-        """Note a change of queues or settings, under the lock of ``log_head``."""
+        """Record a change of queues or settings, under the lock of ``log_head``."""
         filters = filters_from is not None
         row = self.database.run("bump_head", filters=int(filters), now_ms=now_ms)[0]
         self.head = self.head._replace(specs_version=row[0], filters_version=row[1])
@@ -282,9 +286,9 @@ class Core:
         again: bool = False,
         noting: AbstractContextManager[None] | None = None,
     ) -> T:
-        """Do something in one transaction; if it fails, what is known is read again.
+        """Call ``work`` in one transaction; if it fails, queues are read again.
 
-        ``noting`` is around each attempt, with its commit.
+        ``noting`` is entered around each attempt and its commit.
         """
 
         def attempt() -> T:
@@ -292,32 +296,27 @@ class Core:
                 with noting or nullcontext(), self.database.transaction():
                     return work()
             except BaseException:
-                # Memory may have run ahead of what is committed, and so would the next attempt.
+                # Memory may be ahead of what is committed, and so would the next attempt be.
                 self._stale = True
                 self.head = self.head._replace(specs_version=-1)
                 raise
 
-        # Around all attempts: what comes after the commit must not have it done once more.
-        with self.zones.sure():
+        # Around all attempts: a failure after the commit must not repeat it.
+        with self.zones.recheck_if_slow():
             result = self.database.do(attempt, again=again)
         self.progress.commits += 1
         return result
 
-    def wake(self, queue: Queue, count: int = 1) -> None:
-        """Note that a queue may have something to claim."""
+    def wake(self, queue: SqlQueue, count: int = 1) -> None:
+        """Note that a queue may have messages to claim."""
         self.woken[queue.name] = self.woken.get(queue.name, 0) + count
 
     def add_counts(self, queue: int, now_ms: int, **added: int) -> int:
         """Add to a queue's counters; return the first sequence number, if any were taken."""
-        names = (
-            *("live", "in_flight", "done", "failed", "enqueued", "released", "lease_expired"),
-            *("failed_total", "redriven", "removed", "moved_in", "moved_out", "sequences"),
-        )
-        numbers = {name: added.pop(name, 0) for name in names}
-        assert not added, added
-        rows = self.database.run(
-            "add_to_counts", queue=queue, slot=self.slot, now_ms=now_ms, **numbers
-        )
+        given = {"queue": queue, "slot": self.slot, "now_ms": now_ms, **added}
+        names = self.database.parameters("add_to_counts")
+        assert given.keys() <= names, given.keys() - names
+        rows = self.database.run("add_to_counts", **{name: given.get(name, 0) for name in names})
         return int(rows[0][0]) if rows else 0
 
     def due_for_retention(self, at_ms: int) -> None:
@@ -326,30 +325,21 @@ class Core:
         self.due(at_ms)
 
     def due(self, at_ms: int) -> None:
-        """Note that something is due at a time."""
-        if self._due_ms is None or at_ms < self._due_ms:
-            self._due_ms = at_ms
+        """Note that a sweep has work at a time."""
+        if self.due_ms is None or at_ms < self.due_ms:
+            self.due_ms = at_ms
 
-    @property
-    def due_ms(self) -> int | None:
-        """The soonest time that something is known to be due at."""
-        return self._due_ms
 
-    def set_due(self, at_ms: int | None) -> None:
-        """Forget what was noted: a sweep has looked."""
-        self._due_ms = at_ms
+class SqlVerbs:
+    """The verbs of a SQL store: each module of this package adds those of one kind."""
+
+    def __init__(self, core: Session) -> None:
+        self.core = core
+        self.database = core.database
 
 
 def _row_lost(table: str) -> StoreDamaged:
     return StoreDamaged(
         f"the table {table} of the store has lost its row; nothing was changed: bring it back from "
         "a backup of the database"
-    )
-
-
-def _queue(number: int, spec: bytes, coverage: bytes) -> Queue:
-    return Queue(
-        number,
-        msgspec.msgpack.decode(spec, type=QueueSpec),
-        msgspec.msgpack.decode(coverage, type=Coverage),
     )

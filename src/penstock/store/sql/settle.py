@@ -1,46 +1,51 @@
-"""A claim ends: ack, release, extend, expiry. Every receipt is judged by the database.
+"""A claim ends: ack, release, extend, and leases that expire. The database judges every receipt.
 
-A receipt is good while the item that it names is held under its lease and the deadline is ahead.
-Each item has its own deadline, so that a lease need not be split when some of it is extended.
+A receipt is good while its item is held under its lease and the deadline is ahead. Each item has
+its own deadline, so that a lease need not be split when a part of it is extended.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock.errors import InvalidReceipt
 from penstock.limits import MAX_ATTEMPTS
 from penstock.model import Outcome, OutcomeStatus
-from penstock.store.policy import backoff_ms
+from penstock.store.policy import backoff_ms, fail_reason, is_exhausted
 from penstock.store.receipts import parse_lease_token, parse_receipts, queue_numbers
-from penstock.store.sql.database import Lost
-from penstock.store.sql.session import SLOTS
+from penstock.store.sql.database import Lost, columns
+from penstock.store.sql.session import SLOTS, SqlVerbs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
-    from types import TracebackType
 
-    from penstock.store.sql.session import Core
+    from penstock.store.sql.session import SqlQueue
 
-__all__ = ["ENDINGS", "Settling"]
-
-# As attempts have it: acked, released, expired.
+# As the table attempts has it: acked, released, expired.
 ACKED, RELEASED, EXPIRED = 0, 1, 2
 ENDINGS: Final = ("acked", "released", "expired")
+# Expired items that one transaction ends.
+EXPIRE_CHUNK: Final = 1_000
 
 # Queue, message, lease.
 _Key = tuple[int, int, bytes]
 
 
-class Settling:
-    """The verbs that take receipts."""
+class _Ended(NamedTuple):
+    """An item whose attempt ends; ``vesting_ms``: from when on it waits again, None: it fails."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    queue: int
+    message_id: int
+    zone: bytes
+    vesting_ms: int | None
+
+
+class SqlSettle(SqlVerbs):
+    """The verbs that take receipts."""
 
     def ack(self, receipts: Sequence[str], *, queue_name: str | None, now_ms: int) -> list[Outcome]:
         """Settle messages as done."""
-        core = self._core
+        core = self.core
         keys = self._keys(receipts, queue_name)
         wanted = list(dict.fromkeys(keys))
         repeated = _Repeated()
@@ -48,23 +53,17 @@ class Settling:
 
         def work() -> list[tuple[Any, ...]]:
             with repeated:
-                return core.database.run(
-                    "ack",
-                    **_columns(wanted),
-                    slot=core.slot,
-                    slots=SLOTS,
-                    turn=core.take_turns(1),
-                    stamp=core.stamp(),
-                    now_ms=now_ms,
+                return self.database.run(
+                    "ack", **_columns(wanted), **self._stamped(now_ms), slots=SLOTS
                 )
 
-        with core.zones.sure(freed):
-            rows = core.database.do(work, again=True) if wanted else []
-            # In a FIFO queue others of the zone may be next.
+        with core.zones.recheck_if_slow(freed):
+            rows = self.database.do(work, again=True) if wanted else []
+            # In a FIFO queue other items of the zone may be next.
             freed |= {(row[0], row[4]): now_ms for row in rows if row[4] is not None}
         judged = {(queue, message_id, lease): good for queue, message_id, lease, good, _ in rows}
         if repeated.lost:
-            judged |= {key: True for key, _ in self._ended(wanted, ACKED)}
+            judged |= {key: True for key, _ in self._settled_before(wanted, ACKED)}
         if rows:
             core.progress.commits += 1
         for number in {key[0] for key, good in judged.items() if good}:
@@ -83,7 +82,7 @@ class Settling:
 
         The rest of a lease keeps its own deadline.
         """
-        core = self._core
+        core = self.core
         if isinstance(receipts, str):
             receipts = list(self.held(receipts).values())
         keys = self._keys(receipts, queue_name)
@@ -91,20 +90,14 @@ class Settling:
         deadline_ms = now_ms + lease_ms
         rows = []
         sooner: dict[tuple[int, bytes], int] = {}
+
+        def work() -> list[tuple[Any, ...]]:
+            told = {**_columns(wanted), **self._stamped(now_ms), "deadline_ms": deadline_ms}
+            return self.database.run("extend", **told)
+
         if wanted:
-            with core.zones.sure(sooner):
-                rows = core.database.do(
-                    lambda: core.database.run(
-                        "extend",
-                        **_columns(wanted),
-                        deadline_ms=deadline_ms,
-                        slot=core.slot,
-                        turn=core.take_turns(1),
-                        stamp=core.stamp(),
-                        now_ms=now_ms,
-                    ),
-                    again=True,
-                )
+            with core.zones.recheck_if_slow(sooner):
+                rows = self.database.do(work, again=True)
                 sooner |= {(row[0], row[4]): deadline_ms for row in rows if row[4] is not None}
             core.progress.commits += 1
             core.due(deadline_ms)
@@ -114,19 +107,14 @@ class Settling:
         )
 
     def held(self, token: str) -> dict[int, str]:
-        """Return the receipts of what is held under a lease, by message id."""
-        core = self._core
-        parsed = parse_lease_token(core.identity.store_id, token)
-        rows = core.database.do(
-            lambda: core.database.run("held", queue=parsed.queue, lease=parsed.family + b"\0\0"),
-            again=True,
-        )
+        """Return the receipts of the messages held under a lease, by message id."""
+        parsed = parse_lease_token(self.core.identity.store_id, token)
+        rows = self.database.ask("held", queue=parsed.queue, lease=parsed.family + b"\0\0")
         return {message_id: f"{token}-{message_id:016x}" for (message_id,) in rows}
 
     def queues_of(self, receipts: Sequence[str] | str) -> set[str]:
-        """Name the queues of receipts, or of a lease token; those that are gone are left out."""
-        core = self._core
-        found = map(core.numbered, queue_numbers(core.identity.store_id, receipts))
+        """Name the queues of receipts, or of a lease token; deleted queues are left out."""
+        found = map(self.core.numbered, queue_numbers(self.core.identity.store_id, receipts))
         return {queue.name for queue in found if queue is not None}
 
     def release(
@@ -141,7 +129,7 @@ class Settling:
         unseen: bool = False,
     ) -> list[Outcome]:
         """Give messages back, to be tried again after a delay or (out of attempts) to fail."""
-        core = self._core
+        core = self.core
         keys = self._keys(receipts, queue_name)
         wanted = list(dict.fromkeys(keys))
         judged: dict[_Key, bool] = {}
@@ -151,150 +139,152 @@ class Settling:
         def work() -> None:
             judged.clear()
             failed.clear()
-            back: list[tuple[int, int, bytes, int]] = []
-            over: list[tuple[int, bytes]] = []
-            ended: dict[int, int] = {}
-            for row in core.database.run("lock_held", **_columns(wanted)):
+            ended = []
+            for row in self.database.run("lock_held", **_columns(wanted)):
                 number, message_id, lease, vesting_ms, attempts, forgiven, zone, since_ms = row
                 queue = core.numbered(number)
                 key = (number, message_id, lease)
                 judged[key] = vesting_ms > now_ms and queue is not None
                 if queue is None or not judged[key]:
                     continue
-                ended[number] = ended.get(number, 0) + 1
+                until_ms: int | None
                 if unseen:
-                    back.append((number, message_id, zone, since_ms))
-                    continue
-                wait_ms = delay_ms
-                if wait_ms is None:
-                    wait_ms = backoff_ms(queue.spec, attempts - forgiven, random)
-                if _is_over(queue.spec.max_attempts, attempts, forgiven):
+                    until_ms = since_ms
+                elif is_exhausted(queue.spec, attempts, forgiven):
+                    until_ms = None
                     failed.add(key)
-                    over.append((number, zone))
+                elif delay_ms is None:
+                    until_ms = now_ms + backoff_ms(queue.spec, attempts - forgiven, random)
                 else:
-                    back.append((number, message_id, zone, now_ms + wait_ms))
-            if not unseen:
-                good = [key[:2] for key, good in judged.items() if good]
-                self.end(good, RELEASED, reason, now_ms)
-            self.give_back(back, over, now_ms, unseen=unseen)
-            for number, count in sorted(ended.items()):
-                ids = sorted(key[1] for key in failed if key[0] == number)
-                self.fail(number, ids, reason, now_ms, released=count, ended=count)
+                    until_ms = now_ms + delay_ms
+                ended.append(_Ended(number, message_id, zone, until_ms))
+            self._end(ended, RELEASED, reason, now_ms, unseen=unseen)
 
         if wanted:
             core.change(work, again=True, noting=repeated)
         if repeated.lost:
-            for key, has_failed in self._ended(wanted, RELEASED):
+            for key, has_failed in self._settled_before(wanted, RELEASED):
                 judged[key] = True
                 if has_failed:
                     failed.add(key)
         return self._outcomes(receipts, keys, judged, OutcomeStatus.RETRYING, failed=failed)
 
-    # --- parts -----------------------------------------------------------------------------
-
-    def _ended(self, keys: Sequence[_Key], ending: int) -> list[tuple[_Key, bool]]:
-        """Find out which receipts a verb that has got no answer had settled; whether to fail."""
-        rows = self._core.database.run("find_ended", **_columns(keys), ending=ending)
-        return [((queue, message_id, lease), over) for queue, message_id, lease, over in rows]
-
-    def end(self, items: Sequence[tuple[int, int]], ending: int, reason: str, now_ms: int) -> None:
-        """Write attempts down that end, before their items are changed."""
-        if items:
-            self._core.database.run(
-                "end_attempts",
-                queues=[queue for queue, _ in items],
-                message_ids=[message_id for _, message_id in items],
-                ending=ending,
-                reason=reason.encode(),
-                now_ms=now_ms,
+    def expire(self, now_ms: int, budget: int, queue: SqlQueue | None = None) -> tuple[int, int]:
+        """End leases whose deadline has come; return how many, and how many messages failed."""
+        if not self.database.ask("any_expired", now_ms=now_ms):
+            return 0, 0
+        leases = failures = 0
+        while budget > 0:
+            count = min(EXPIRE_CHUNK, budget)
+            one, failed, items = self.core.change(
+                lambda: self._expire(now_ms, count, queue)  # noqa: B023
             )
+            leases, failures, budget = leases + one, failures + failed, budget - items
+            if items < EXPIRE_CHUNK:
+                break
+        return leases, failures
 
-    def give_back(
+    def _expire(self, now_ms: int, count: int, queue: SqlQueue | None) -> tuple[int, int, int]:
+        """End some expired items; return how many leases, failures and items they were."""
+        rows = self.database.run(
+            "lock_expired",
+            now_ms=now_ms,
+            count=count,
+            queue=None if queue is None else queue.number,
+            most_attempts=MAX_ATTEMPTS,
+        )
+        ended = [
+            _Ended(number, message_id, zone, None if is_over else now_ms)
+            for number, message_id, _, zone, is_over in rows
+        ]
+        self._end(ended, EXPIRED, "lease expired", now_ms)
+        failures = sum(each.vesting_ms is None for each in ended)
+        return len({row[2] for row in rows}), failures, len(rows)
+
+    # --- the end of attempts ---------------------------------------------------------------
+
+    def _end(
         self,
-        items: Sequence[tuple[int, int, bytes, int]],
-        over: Sequence[tuple[int, bytes]],
+        ended: Sequence[_Ended],
+        ending: int,
+        reason: str,
         now_ms: int,
         *,
         unseen: bool = False,
     ) -> None:
-        """Let items (queue, message, zone, from when on) wait again.
+        """End the attempts at items: write them down, then let the items wait again or fail.
 
-        ``unseen``: their last attempt was none. ``over``: the zones of those that are going to
-        fail. All pointers are written here: counters are locked after them.
+        ``unseen``: the attempt did not count, and is not written down. Pointers are written before
+        counters, as everywhere.
         """
-        core = self._core
-        if items:
-            core.database.run(
+        core = self.core
+        if ended and not unseen:
+            self.database.run(
+                "end_attempts",
+                **columns(ended, "queues", "message_ids"),
+                ending=ending,
+                reason=(reason if ending == RELEASED else "").encode(),
+                now_ms=now_ms,
+            )
+        back = [(each[0], each[1], each[3]) for each in ended if each.vesting_ms is not None]
+        if back:
+            self.database.run(
                 "give_back",
-                queues=[each[0] for each in items],
-                message_ids=[each[1] for each in items],
-                vestings=[each[3] for each in items],
+                **columns(back, "queues", "message_ids", "vestings"),
                 taken_back=int(unseen),
                 now_ms=now_ms,
             )
         zones: dict[tuple[int, bytes], int] = {}
-        for number, zone in over:
-            queue = core.numbered(number)
-            if queue is not None and queue.fifo:
-                zones[number, zone] = now_ms
-        for number, _, zone, vesting_ms in items:
-            key = (number, zone)
-            # Not in the past: a zone takes its turn behind those that wait.
-            zone_ms = max(vesting_ms, now_ms)
+        by_queue: dict[int, list[_Ended]] = {}
+        for each in ended:
+            by_queue.setdefault(each.queue, []).append(each)
+            queue = core.numbered(each.queue)
+            fifo = queue is not None and queue.fifo
+            if each.vesting_ms is not None:
+                core.due(each.vesting_ms)
+                if queue is not None and queue.spec.unclaimed_retention_ms:
+                    core.due(each.vesting_ms + queue.spec.unclaimed_retention_ms)
+            elif not fifo:
+                continue
+            # The zone of a FIFO queue is free of the item now, even if it is delayed itself. Not in
+            # the past: a zone takes its turn behind those that wait.
+            zone_ms = now_ms if fifo or each.vesting_ms is None else max(each.vesting_ms, now_ms)
+            key = (each.queue, each.zone)
             zones[key] = min(zone_ms, zones.get(key, zone_ms))
-            queue = core.numbered(number)
-            if queue is not None:
-                core.wake(queue)
-                if queue.fifo:
-                    # The zone is free of it now, even if it is delayed itself.
-                    zones[key] = now_ms
-                if queue.spec.unclaimed_retention_ms:
-                    core.due(vesting_ms + queue.spec.unclaimed_retention_ms)
-            core.due(vesting_ms)
         core.zones.lower(zones, now_ms)
+        for number, items in sorted(by_queue.items()):
+            self._count_ended(number, items, ending, reason, now_ms)
 
-    def fail(
-        self,
-        number: int,
-        message_ids: Sequence[int],
-        reason: str,
-        now_ms: int,
-        *,
-        ended: int,
-        released: int = 0,
-        lease_expired: int = 0,
+    def _count_ended(
+        self, number: int, items: Sequence[_Ended], ending: int, reason: str, now_ms: int
     ) -> None:
-        """Let items fail, and count what has become of all ``ended`` ones of a queue.
-
-        :meth:`give_back` was told of their zones.
-        """
-        core = self._core
+        """Count ended attempts of a queue, and let the items fail that are out of attempts."""
+        core = self.core
         queue = core.numbered(number)
-        count = len(message_ids)
+        failed = sorted(each.message_id for each in items if each.vesting_ms is None)
         first = core.add_counts(
             number,
             now_ms,
-            live=-count,
-            in_flight=-ended,
-            failed=count,
-            failed_total=count,
-            released=released,
-            lease_expired=lease_expired,
-            sequences=count,
+            live=-len(failed),
+            in_flight=-len(items),
+            failed=len(failed),
+            failed_total=len(failed),
+            released=len(items) if ending == RELEASED else 0,
+            lease_expired=len(items) if ending == EXPIRED else 0,
+            sequences=len(failed),
         )
         if queue is not None:
-            core.wake(queue)
-        if not count:
+            core.wake(queue, len(items))
+        if not failed:
             return
-        allowed = queue.spec.max_attempts if queue else 0
-        core.database.run(
+        self.database.run(
             "fail",
             queue=number,
-            message_ids=list(message_ids),
+            message_ids=failed,
             first=first,
             slot=core.slot,
             slots=SLOTS,
-            reason=(reason or f"released {allowed} times").encode(),
+            reason=(reason if queue is None else fail_reason(queue.spec, reason)).encode(),
             now_ms=now_ms,
         )
         if queue is not None and queue.spec.failed_retention_ms:
@@ -302,10 +292,21 @@ class Settling:
         if queue is not None and queue.spec.dead_letter:
             core.due(now_ms)
 
-    # --- judging ---------------------------------------------------------------------------
+    # --- receipts --------------------------------------------------------------------------
+
+    def _settled_before(self, keys: Sequence[_Key], ending: int) -> list[tuple[_Key, bool]]:
+        """Return the receipts that a lost attempt of this verb had settled; whether they failed."""
+        rows = self.database.run("find_ended", **_columns(keys), ending=ending)
+        return [((queue, message_id, lease), over) for queue, message_id, lease, over in rows]
+
+    def _stamped(self, now_ms: int) -> dict[str, Any]:
+        """Return the parameters of a statement that writes pointers; again for each attempt."""
+        core = self.core
+        turn, stamp = core.take_turns(1), core.stamp()
+        return {"slot": core.slot, "turn": turn, "stamp": stamp, "now_ms": now_ms}
 
     def _keys(self, receipts: Sequence[str], queue_name: str | None) -> list[_Key]:
-        core = self._core
+        core = self.core
         keys = [
             (token.queue, message_id, token.family + b"\0\0")
             for token, message_id in parse_receipts(core.identity.store_id, receipts)
@@ -314,7 +315,7 @@ class Settling:
             own = core.queue(queue_name).number
             if any(number != own for number, _, _ in keys):
                 raise InvalidReceipt(f"a receipt is of another queue than {queue_name!r}")
-        # What no table can hold is nobody's.
+        # Numbers that no table can hold are no message's.
         return [
             (number, message_id, lease)
             if number < 1 << 31 and message_id < 1 << 63
@@ -346,35 +347,21 @@ class Settling:
                 outcomes.append(Outcome(receipt, status, deadline_ms))
             if good:
                 seen.add(key)
-        self._core.stale_receipts += sum(not outcome.ok for outcome in outcomes)
+        self.core.stale_receipts += sum(not outcome.ok for outcome in outcomes)
         return outcomes
 
 
 class _Repeated:
-    """Notes whether a connection was lost, so that what was asked for may have been done twice."""
+    """Notes whether a connection was lost, so that the verb may have been done twice."""
 
-    def __init__(self) -> None:
-        self.lost = False
+    lost = False
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.lost = self.lost or (isinstance(error, Lost) and error.unknown)
 
 
-def _is_over(allowed: int, attempts: int, forgiven: int) -> bool:
-    return attempts - forgiven >= allowed or attempts >= MAX_ATTEMPTS
-
-
 def _columns(keys: Sequence[_Key]) -> dict[str, list[Any]]:
-    return {
-        "queues": [key[0] for key in keys],
-        "message_ids": [key[1] for key in keys],
-        "leases": [key[2] for key in keys],
-    }
+    return columns(keys, "queues", "message_ids", "leases")

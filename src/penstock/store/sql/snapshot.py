@@ -1,9 +1,28 @@
-"""The store at one moment, for reading in bulk: a transaction that sees what was committed then.
+"""The store at one moment, for reading in bulk, and for trimming up to what was read.
 
-A :class:`SqlPinned` has a connection of its own, on which it holds one REPEATABLE READ transaction
-open: writers go on meanwhile, and the database keeps what they delete until it is closed. Pages go
-on after the last row of the one before, so that neither side holds more than a page. What is due is
-told by the time that it was pinned at, whatever anybody has written down of it.
+A :class:`SqlPinned` holds one REPEATABLE READ transaction open on a connection of its own: writers
+go on meanwhile, and the database keeps the rows that they delete until it is closed. Pages go on
+after the last row of the one before, so that neither side holds more than a page. Whether a message
+is visible or its lease is over is judged by the time of the snapshot.
+
+Why what was read may be trimmed
+--------------------------------
+An archive reads done and failed messages and then trims all up to the highest sequence number that
+it has seen. That is sound if no row with a lower number appears later. Sixteen rows of
+``queue_counts`` give out numbers, each in order, but one may be far behind another, and a
+transaction that has its numbers need not have committed. So, with ``marks``, before the snapshot
+the store locks all rows and, still locked, raises them to the highest number of their queue,
+the mark:
+
+* a transaction that had taken a number had updated such a row, and the lock waited for it: it has
+  ended, and if it was committed, the snapshot sees its rows;
+* a transaction that takes one later waits until the locks are released, and gets one from the mark
+  on;
+* the snapshot is taken in between, so that every row in it is below the mark.
+
+The snapshot itself shows that nothing came in between: a queue that was made meanwhile had no rows
+to lock, and a database may order its transactions otherwise than it lets them wait. If a number
+from a mark on was given out, all of it is done again; the locks see to it that this ends.
 """
 
 from __future__ import annotations
@@ -15,31 +34,38 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 import msgspec
 
 from penstock.errors import InvalidInput, PenstockError, StorageFailed
-from penstock.limits import MAX_OFFSET
-from penstock.model import LogStats, QueueSpec, QueueStats, State, StoreStats
-from penstock.store.codec.metadata import decode_metadata
+from penstock.limits import MAX_OFFSET, MAX_VIEW_IDLE_MS
+from penstock.model import QueueSpec, QueueStats, State
 from penstock.store.codec.records import AttemptRecord
-from penstock.store.coverage import Coverage
 from penstock.store.kv.log import LogSettings
 from penstock.store.snapshot import Depths, Held, Keys, cut_range
-from penstock.store.sql.session import Queue
+from penstock.store.sql.database import Aborted
+from penstock.store.sql.inspect import queue_stats_of, store_stats_of
+from penstock.store.sql.move import ALL, SqlMove
+from penstock.store.sql.routing import describe_log
+from penstock.store.sql.session import LogHead, SqlQueue, decode_queue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from types import TracebackType
 
     from penstock.store.snapshot import LiveRow
     from penstock.store.sql.database import Database
-    from penstock.store.sql.session import Core, Head
+    from penstock.store.sql.session import Session
 
-__all__ = ["SqlPinned"]
-
-# What one read of a table aims at: pages are counted in rows, and rows differ in size.
+# Connections that are kept for the next snapshot.
+SPARE: Final = 4
+# A server closes a snapshot that no client reads; this is for servers that hang.
+IDLE_MS: Final = MAX_VIEW_IDLE_MS + 60_000
+_BEGIN: Final = (
+    "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY; "
+    f"SET LOCAL idle_in_transaction_session_timeout = {IDLE_MS}"
+)
+# The size of a page that a read aims at: pages are counted in rows, and rows differ in size.
 PAGE_BYTES: Final = 4 << 20
 PAGE_ROWS: Final = 1_024
 FIRST_ROWS: Final = 64
 SIZE_ROWS: Final = 8_192
-# Ids of one question which of them a queue has.
+# Ids of one search in a queue.
 ASKED: Final = 10_000
 _AVAILABLE: Final = State.AVAILABLE.value
 _DELAYED: Final = State.DELAYED.value
@@ -64,8 +90,8 @@ class SqlPinned:
     def __init__(
         self,
         database: Database,
-        core: Core,
-        head: Head,
+        core: Session,
+        head: LogHead,
         at_ms: int,
         let_go: Callable[..., None],
         *,
@@ -77,32 +103,23 @@ class SqlPinned:
         self._closed = ""
         self.at_ms = at_ms
         self.store_id = f"{core.identity.store_id:08x}"
-        self.log_stats = self._log_stats(head, core.identity.routing)
-        self.totals = StoreStats(
-            published_total=head.published,
-            duplicates_total=head.duplicates,
-            unrouted_total=head.unrouted,
-            quarantined_total=0,
-            healed_total=core.zones.orphans,
-            stale_receipts_total=core.stale_receipts,
-        )
-        self.stats: Sequence[QueueStats] = (
-            [self._queue_stats(queue) for queue in self._queues.values()] if stats else []
-        )
+        settings = msgspec.msgpack.decode(self._run("load_instance")[0][5], type=LogSettings)
+        segments, cursors = self._run("load_segments"), self._run("load_cursors")
+        self.log_stats = describe_log(core.identity.routing, head, settings, segments, cursors)
+        self.totals = store_stats_of(core, head)
+        self.stats: Sequence[QueueStats] = []
+        if stats:
+            own = self._queues.values()
+            self.stats = [queue_stats_of(self._run, queue, at_ms) for queue in own]
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """End the transaction; who still reads is told so."""
+        """End the transaction; a later read fails."""
         with self._lock:
             if not self._closed:
                 self._closed = "the snapshot was closed while it was being read"
@@ -123,7 +140,7 @@ class SqlPinned:
             try:
                 return self._database.run(name, **parameters)
             except StorageFailed as error:
-                # Another transaction would see another moment: this one can't be begun again.
+                # Another transaction would see another moment: this one can't begin again.
                 self._closed = f"the database has ended the snapshot: {error}; ask for a new one"
                 self._end()
                 raise
@@ -131,22 +148,9 @@ class SqlPinned:
     # --- what there is -------------------------------------------------------------------
 
     @cached_property
-    def _queues(self) -> dict[str, Queue]:
-        return {
-            name: Queue(
-                number,
-                msgspec.msgpack.decode(spec, type=QueueSpec),
-                msgspec.msgpack.decode(coverage, type=Coverage),
-            )
-            for number, name, spec, coverage in sorted(
-                self._run("load_queues"), key=lambda row: str(row[1])
-            )
-        }
-
-    @cached_property
-    def numbers(self) -> dict[str, int]:
-        """The number of every queue, by name."""
-        return {name: queue.number for name, queue in self._queues.items()}
+    def _queues(self) -> dict[str, SqlQueue]:
+        rows = sorted(self._run("load_queues"), key=lambda row: str(row[1]))
+        return {name: decode_queue(number, *records) for number, name, *records in rows}
 
     @cached_property
     def queues(self) -> dict[str, QueueSpec]:
@@ -170,49 +174,10 @@ class SqlPinned:
         available = max(0, counts.live - counts.in_flight - delayed)
         return Depths(available, delayed, counts.in_flight, counts.done, counts.failed)
 
-    def _log_stats(self, head: Head, routing: str) -> LogStats:
-        settings = msgspec.msgpack.decode(self._run("load_instance")[0][5], type=LogSettings)
-        segments = self._run("load_segments")
-        earliest = segments[0][1] if segments else head.next_offset
-        stored: dict[int, int] = dict(self._run("load_cursors"))
-        logs = range(max(count for _, count in settings.changes))
-        cursors = {log: max(stored.get(log, 0), earliest) for log in logs}
-        return LogStats(
-            routing=routing,
-            logs=settings.changes[-1][1],
-            earliest=earliest,
-            end=head.next_offset,
-            routed_up_to=head.next_offset if routing == "inline" else min(cursors.values()),
-            segments=len(segments),
-            retention_ms=settings.retention_ms,
-            cursors=cursors,
-        )
-
-    def _queue_stats(self, queue: Queue) -> QueueStats:
-        at = {"queue": queue.number, "now_ms": self.at_ms}
-        sums = self._run("sum_counts", queue=queue.number)[0]
-        depths = self.depths(queue.name)
-        age_ms = None
-        if oldest := self._run("oldest", **at):
-            age_ms = max(0, self.at_ms - decode_metadata(oldest[0][0]).published_at_ms)
-        ready = self._run("groups_ready_fifo" if queue.fifo else "groups_ready", **at)[0][0]
-        names = (
-            *("enqueued_total", "claimed_total", "acked_total", "released_total"),
-            *("lease_expired_total", "failed_total", "redriven_total", "removed_total"),
-            *("moved_in_total", "moved_out_total"),
-        )
-        return QueueStats(
-            queue=queue.name,
-            **depths._asdict(),
-            oldest_age_ms=age_ms,
-            groups_ready=ready,
-            **{name: int(each or 0) for name, each in zip(names, sums[4:], strict=True)},
-        )
-
     # --- ranges --------------------------------------------------------------------------
 
     def about(self, table: str, queue: str) -> int:
-        """Say about how many rows a queue has in active, attempts, done or failed."""
+        """Return about how many rows a queue has in active, attempts, done or failed."""
         counts = self._counts.get(self._queues[queue].number, _Rows())
         return int(getattr(counts, "live" if table == "active" else table))
 
@@ -253,7 +218,7 @@ class SqlPinned:
 
     def log_rows(self, log: int, begin: int, end: int) -> Iterator[list[tuple[int, bytes]]]:
         """Read messages (id, metadata) of [begin, end) of a log."""
-        # What lies below the log is removed by and by.
+        # Rows below the log are removed step by step.
         begin, end = max(begin, self.log_stats.earliest), min(end, self.log_stats.end)
         for rows in self._pages("read_log", begin, end, 1, log=log):
             yield [(row[0], row[1]) for row in rows]
@@ -308,18 +273,18 @@ class SqlPinned:
         claimed_at_ms: int,
         metadata: bytes | None,
     ) -> LiveRow:
-        # What is not there can't be decoded either.
+        # An empty record can't be decoded either.
         about = metadata or b""
         if leased and vesting_ms > self.at_ms:
             held = Held(consumer.decode(), claimed_at_ms, vesting_ms)
             return message_id, _IN_FLIGHT, attempts, visible_at_ms, held, about
         state = _DELAYED if vesting_ms > self.at_ms else _AVAILABLE
-        # A lease that is over, of which nobody has taken note: it waits since then.
+        # A lease that is over, but not ended yet: the message waits since then.
         visible_at_ms = vesting_ms if leased else visible_at_ms
         return message_id, state, attempts, visible_at_ms, None, about
 
     def leases(self, rows: Sequence[LiveRow]) -> list[Held | None]:
-        """Say who holds each of some live messages."""
+        """Return the holder of each of some live messages."""
         return [row[4] for row in rows]
 
     def ended_rows(
@@ -392,3 +357,73 @@ def _numbers(keys: Keys) -> tuple[int, int, int]:
     """Return the queue's number, and the range of message ids or sequence numbers."""
     number = int.from_bytes(keys.begin[:4], "big")
     return number, int.from_bytes(keys.begin[4:], "big"), int.from_bytes(keys.end[4:], "big")
+
+
+class SqlSnapshots(SqlMove):
+    """Makes snapshots, and keeps the connections that they are read on."""
+
+    def __init__(self, core: Session) -> None:
+        super().__init__(core)
+        self._pins_lock = threading.Lock()
+        self._spare: list[Database] = []
+        self._pinned: set[SqlPinned] = set()
+        self._closed = False
+
+    def pin(self, now_ms: int, *, stats: bool = False, marks: bool = True) -> SqlPinned:
+        """Make a snapshot; leases that are over are ended before, as before browse."""
+        core = self.core
+        core.refresh(now_ms)
+        self.catch_up(now_ms, ALL)
+        with self._pins_lock:
+            database = self._spare.pop() if self._spare else self.database.another(bulk=True)
+        try:
+            # Here, and not inside the repeated part: waiting for a connection holds up other calls.
+            database.connect()
+            head = self.database.do(lambda: self._begin_snapshot(database, marks=marks), again=True)
+            pinned = SqlPinned(database, core, head, now_ms, self._unpin, stats=stats)
+        except BaseException:
+            database.close()
+            raise
+        with self._pins_lock:
+            self._pinned.add(pinned)
+        return pinned
+
+    def close(self) -> None:
+        """Close every snapshot and every connection; a later read of a snapshot fails."""
+        with self._pins_lock:
+            self._closed = True
+            pinned = list(self._pinned)
+        for each in pinned:
+            each.close()
+        for database in self._spare:
+            database.close()
+        self.database.close()
+
+    def _unpin(self, pinned: SqlPinned, database: Database, *, whole: bool) -> None:
+        """Take a connection back, whose transaction has ended."""
+        with self._pins_lock:
+            self._pinned.discard(pinned)
+            if whole and not self._closed and len(self._spare) < SPARE:
+                self._spare.append(database)
+                return
+        database.close()
+
+    def _begin_snapshot(self, database: Database, *, marks: bool) -> LogHead:
+        # A transaction that an attempt before this one has begun.
+        database.execute("ROLLBACK")
+        if not marks:
+            return _snapshot(database)
+        own = self.database
+        with own.transaction():
+            known: dict[int, int] = dict(own.run("lock_sequences"))
+            own.run("raise_sequences", queues=list(known), marks=list(known.values()))
+            head = _snapshot(database)
+        if any(given > known.get(queue, 0) for queue, given in database.run("pinned_sequences")):
+            raise Aborted("messages have ended while the store was being pinned")
+        return head
+
+
+def _snapshot(database: Database) -> LogHead:
+    """Begin a transaction. It sees what is committed when its first statement begins."""
+    database.execute(_BEGIN)
+    return LogHead(*database.run("read_head")[0])

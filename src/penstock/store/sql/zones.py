@@ -1,26 +1,30 @@
-"""Zones: the pointers of Q_C, what this process knows of them, and their collection.
+"""Zones: the pointers of Q_C, what this process knows of them, their tokens and their collection.
 
-**Nothing is orphaned.** A zone with items has a pointer, because
+**No zone is orphaned.** A zone with items has a pointer, because
 
-* a publish holds the lock of ``log_head``, and says there which ``zones_version`` it knows zones
-  of. Who collects takes that lock first, so that no publish is under way; then looks, with a
-  statement of its own that sees all that was committed before, whether the zone has items; and
-  raises the version. A publish that trusted its memory writes nothing then, and asks anew;
-* whoever else puts messages into queues (assignments, backfills, moves, redrives) locks the rows
-  of p that it counts on (``FOR KEY SHARE``), which a collection skips, or waits for one to end and
-  makes the zone again;
+* a publish holds the lock of ``log_head``, and says there which ``zones_version`` its knowledge of
+  zones has. A collection takes that lock first, so that no publish is under way; then looks, with
+  a statement of its own that sees everything committed before, whether the zone has items; and
+  raises the version. A publish that relied on its memory writes nothing then, and looks again;
+* other verbs that put messages into queues (assign, fill, move, redrive) lock the rows of p that
+  they rely on (``FOR KEY SHARE``). A collection skips those rows; a verb that waited for a
+  collection makes the zone again;
 * items that come back into a zone (release, expiry) have been there all the time.
 
-**Nothing is forgotten.** A pointer is never later than its zone's earliest item. Who raises it has
-seen the zone as of a moment ago, and somebody who read p before may be about to commit an item. So
-a pointer that goes from vested to not vested is first put ``cool_ms`` ahead and then looked at
-again; one that is written by anybody meanwhile has another ``lease_id``, and is not raised at all.
-A process that trusts its memory of p does so for ``trust_ms`` only. One that finds, when it has
-committed, that this took longer (it waited for a lock, it was paused) looks at its pointers again,
-and lowers what was raised meanwhile: after a publish, and after whatever else lets something be
-seen (release, expiry, in FIFO queues ack and removal). Should it die before that, its item is late
-by no more than the lease or the delay of another; in a zone that nothing else is in, until the
-collection comes by, which finds that the zone is not empty and has it looked at.
+**No item is forgotten.** A pointer is never later than its zone's earliest item. A claim that
+raises a pointer has seen the zone as of a moment ago, and a process that read p before may be about
+to commit an item. So a pointer that goes from vested to not vested is first put ``cool_ms`` ahead
+and then looked at again; a pointer that another process has written meanwhile has another
+``lease_id``, and is not raised at all. A process relies on its memory of p for ``trust_ms`` only.
+If its commit took longer (it waited for a lock, it was paused), it looks at its pointers again and
+lowers those that were raised meanwhile: after a publish, and after every change that makes an item
+visible (release, expiry, in FIFO queues ack and removal). If it dies before that, its item is late
+by no more than the lease or the delay of another; in a zone with no other item, until the
+collection finds that the zone is not empty and has it looked at.
+
+**Tokens.** Pointers of one token lie together, and a claim walks the tokens from a random one on,
+so that claims on many machines begin at different places. A zone keeps its token until its pointer
+is collected: the ring may grow or shrink at any time.
 """
 
 from __future__ import annotations
@@ -29,16 +33,15 @@ import logging
 from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
+from zlib import crc32
 
 from penstock.errors import PenstockError
-from penstock.store.sql.tokens import token_of
+from penstock.store.sql.database import columns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from penstock.store.sql.session import Core
-
-__all__ = ["NEVER_MS", "Zones"]
+    from penstock.store.sql.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -51,19 +54,42 @@ NET_PAGE: Final = 1_000
 Zone = tuple[int, bytes]
 
 
-class Zones:
-    """Makes sure of pointers, and collects those that nobody needs."""
+def token_of(queue: int, zone: bytes, ring_size: int) -> int:
+    """Return the token of a zone that is made now."""
+    return crc32(zone, crc32(queue.to_bytes(4, "big"))) % ring_size
 
-    def __init__(self, core: Core) -> None:
+
+def walk(ring_high: int, random: Callable[[], float]) -> list[int]:
+    """Return every token that may be in use, in order, from a random one on."""
+    if ring_high == 1:
+        return [0]
+    start = int(random() * ring_high)
+    return [(start + step) % ring_high for step in range(ring_high)]
+
+
+def choose(count: int, wanted: int, random: Callable[[], float]) -> Sequence[int]:
+    """Choose which of ``count`` pointers to visit, at random."""
+    places = list(range(count))
+    # The first steps of a shuffle.
+    for at in range(wanted):
+        other = at + int(random() * (count - at))
+        places[at], places[other] = places[other], places[at]
+    return places[:wanted]
+
+
+class Zones:
+    """Creates, lowers and collects pointers."""
+
+    def __init__(self, core: Session) -> None:
         self._core = core
         # Zones whose pointer was seen vested, and when.
         self._vested: OrderedDict[Zone, int] = OrderedDict()
         self._version = -1
-        # Zones that the transaction which is under way lets something be seen in, and from when on.
+        # Zones that get visible items by the transaction under way, and from when on.
         self._lowered: dict[Zone, int] = {}
-        # Zones that were to be looked at again when the database was away.
+        # Zones that could not be looked at again because the database was away.
         self._owed: dict[Zone, int] = {}
-        # How far the slow nets have got.
+        # Where the slow searches for idle and orphaned zones go on.
         self._idle_at: Zone = (-1, b"")
         self._orphan_at: tuple[int, int] = (-1, 0)
         self.collisions = 0
@@ -74,14 +100,14 @@ class Zones:
 
     @property
     def version(self) -> int:
-        """The ``zones_version`` that what is known here belongs to."""
+        """The ``zones_version`` of this process's knowledge."""
         if self._version != self._core.head.zones_version:
             self._vested.clear()
             self._version = self._core.head.zones_version
         return self._version
 
-    def unsure(self, wanted: Mapping[Zone, int], now_ms: int) -> dict[Zone, int]:
-        """Return those zones of which it is not known that their pointer has vested."""
+    def not_known_vested(self, wanted: Mapping[Zone, int], now_ms: int) -> dict[Zone, int]:
+        """Return the zones whose pointer is not known to have vested."""
         trust_ms = self._core.tunables.trust_ms
         vested = self._vested if self.version >= 0 else {}
         return {
@@ -105,32 +131,31 @@ class Zones:
         """Return the token of a zone that is made now."""
         return token_of(*zone, self._core.ring_size)
 
-    # --- making sure -------------------------------------------------------------------------
+    # --- creating and lowering ---------------------------------------------------------------
 
     def ensure(self, wanted: Mapping[Zone, int], now_ms: int) -> None:
-        """Have zones a pointer that is early enough, in the transaction that puts items in them."""
+        """Create or lower the pointers of these zones, in the caller's transaction."""
         core, database, zones = self._core, self._core.database, sorted(wanted)
-        # A token of a ring that another process has made smaller would be looked at by nobody.
+        # No claim looks at a token of a ring that another process has made smaller.
         core.ring_size, core.ring_high = database.run("read_ring")[0]
-        queues, names = [queue for queue, _ in zones], [name for _, name in zones]
+        names = columns(zones, "queues", "zones")
         while True:
             database.run(
                 "make_zones",
-                queues=queues,
-                zones=names,
+                **names,
                 tokens=[self.token(zone) for zone in zones],
                 vestings=[wanted[zone] for zone in zones],
                 turn=core.take_turns(1),
             )
-            # One that was being collected is gone when its row has been waited for.
-            if database.run("hold_zones", queues=queues, zones=names)[0][0] == len(zones):
+            # A zone that was being collected is gone once its row could be locked.
+            if database.run("hold_zones", **names)[0][0] == len(zones):
                 break
         self.lower(wanted, now_ms)
 
     def lower(self, wanted: Mapping[Zone, int], now_ms: int) -> None:
-        """Have pointers vest when items do that come (back) into their zones, or are next there.
+        """Let pointers vest when the items that come into their zones do.
 
-        Within a transaction of :meth:`Core.change`, which looks again if it takes long.
+        Within a transaction of :meth:`Session.change`, which looks again if it takes long.
         """
         for zone, vesting_ms in wanted.items():
             self._lowered[zone] = min(vesting_ms, self._lowered.get(zone, vesting_ms))
@@ -141,8 +166,7 @@ class Zones:
         if zones:
             self._core.database.run(
                 "lower_zones",
-                queues=[queue for queue, _ in zones],
-                zones=[name for _, name in zones],
+                **columns(zones, "queues", "zones"),
                 vestings=[wanted[zone] for zone in zones],
                 now_ms=now_ms,
                 threshold_ms=self._core.tunables.threshold_ms,
@@ -151,13 +175,13 @@ class Zones:
             )
 
     @contextmanager
-    def sure(
+    def recheck_if_slow(
         self, wanted: Mapping[Zone, int] | None = None, *, since_ms: int | None = None
     ) -> Iterator[None]:
-        """Have pointers early enough, however long that takes which is done and committed inside.
+        """Look at pointers again after the block, if the block took long.
 
-        Without zones, of those that :meth:`lower` is told of. ``since_ms``: as of when pointers
-        were trusted, if that was before.
+        ``wanted``: the zones; else those that :meth:`lower` got. ``since_ms``: since when pointers
+        were relied on, if that was before the block.
         """
         core = self._core
         began_ms = core.clock() if since_ms is None else min(core.clock(), since_ms)
@@ -165,34 +189,31 @@ class Zones:
         yield
         zones = self._lowered if wanted is None else wanted
         now_ms = core.clock()
-        # Half of the time, for clocks of others that are not quite the same.
+        # Half of the time, because clocks of other processes differ a little.
         patient_ms = (core.tunables.cool_ms - core.tunables.trust_ms) // 2
         late = zones if now_ms - began_ms > patient_ms else {}
         if late or self._owed:
             self.look_again(late, now_ms)
 
     def look_again(self, zones: Mapping[Zone, int], now_ms: int) -> None:
-        """Lower pointers that somebody has raised who did not see what is committed now."""
+        """Lower pointers that another process has raised without seeing our commit."""
         owed = {**self._owed, **zones}
         try:
             self._core.database.do(lambda: self._lower(owed, now_ms), again=True)
         except PenstockError as error:
-            # What was asked for is committed, and must neither fail for this nor be done again.
+            # The verb is committed, and must neither fail for this nor be done again.
             log.warning("%d zones are looked at again with the next change: %s", len(owed), error)
             self._owed = owed
         else:
             self._owed = {}
 
-    # --- letting go --------------------------------------------------------------------------
+    # --- collecting --------------------------------------------------------------------------
 
     def collect(self, now_ms: int) -> int:
-        """Remove the pointers of zones that have been empty for long enough; say how many."""
+        """Remove the pointers of zones that have been empty for long enough; return how many."""
         core = self._core
         before_ms = now_ms - core.tunables.min_inactive_ms
-        found = core.database.do(
-            lambda: core.database.run("idle_zones", before_ms=before_ms, count=COLLECT_MAX),
-            again=True,
-        )
+        found = core.database.ask("idle_zones", before_ms=before_ms, count=COLLECT_MAX)
         gone: list[Zone] = core.change(lambda: self._collect(found, before_ms)) if found else []
         for zone in gone:
             self.forget(zone)
@@ -202,13 +223,13 @@ class Zones:
         return len(gone)
 
     def _narrow(self, now_ms: int) -> None:
-        """Have claims look at fewer tokens, when zones of a larger ring are gone.
+        """Let claims look at fewer tokens, when zones of a larger ring are gone.
 
-        No zone is missed: whoever makes one takes a token below ``ring_size``, and a change of
-        that has waited for all who knew another. So nothing comes to be at the tokens above.
+        No zone is missed: a new zone gets a token below ``ring_size``, and a change of that has
+        waited for every process that knew another. So no zone comes to the tokens above.
         """
-        core, database = self._core, self._core.database
-        size, high, used = database.do(lambda: database.run("ring_in_use"), again=True)[0]
+        core = self._core
+        size, high, used = core.database.ask("ring_in_use")[0]
         # By half or to the end: every process reads its queues again for it.
         if high > size and (used == size or used * 2 <= high):
             core.change(lambda: self._put_ring_high(now_ms), again=True)
@@ -222,35 +243,19 @@ class Zones:
     def _collect(self, found: list[tuple[int, bytes, int]], before_ms: int) -> list[Zone]:
         core, database = self._core, self._core.database
         core.lock_head()
-        held = database.run(
-            "lock_pointers",
-            queues=[queue for queue, _, _ in found],
-            zones=[zone for _, zone, _ in found],
-            tokens=[token for _, _, token in found],
-        )
+        held = database.run("lock_pointers", **columns(found, "queues", "zones", "tokens"))
         if held:
-            held = database.run(
-                "lock_zones",
-                queues=[queue for queue, _ in held],
-                zones=[zone for _, zone in held],
-                before_ms=before_ms,
-            )
+            names = columns(held, "queues", "zones")
+            held = database.run("lock_zones", **names, before_ms=before_ms)
         if not held:
             return []
-        gone: list[Zone] = [
-            (queue, zone)
-            for queue, zone in database.run(
-                "collect_zones",
-                queues=[queue for queue, _ in held],
-                zones=[zone for _, zone in held],
-            )
-        ]
+        rows = database.run("collect_zones", **columns(held, "queues", "zones"))
+        gone: list[Zone] = [(queue, zone) for queue, zone in rows]
         kept = set(held).difference(gone)
         if kept:
             database.run(
                 "revive_zones",
-                queues=[queue for queue, _ in kept],
-                zones=[zone for _, zone in kept],
+                **columns(kept, "queues", "zones"),
                 now_ms=before_ms + core.tunables.min_inactive_ms,
                 stamp=core.stamp(),
             )
@@ -260,37 +265,21 @@ class Zones:
         return gone
 
     def look_for_idle(self, now_ms: int) -> int:
-        """Go on with the look for empty zones that nobody visits; say how many there were."""
-        core = self._core
+        """Search one more page for empty zones that no claim visits; return how many there were."""
+        database = self._core.database
         queue, zone = self._idle_at
-        rows = core.database.do(
-            lambda: core.database.run("find_idle", queue=queue, zone=zone, count=NET_PAGE),
-            again=True,
-        )
+        rows = database.ask("find_idle", queue=queue, zone=zone, count=NET_PAGE)
         self._idle_at = (rows[-1][0], rows[-1][1]) if len(rows) == NET_PAGE else (-1, b"")
         idle = [(queue, zone) for queue, zone, empty in rows if empty]
         if idle:
-            core.database.do(
-                lambda: core.database.run(
-                    "mark_idle",
-                    queues=[queue for queue, _ in idle],
-                    zones=[zone for _, zone in idle],
-                    now_ms=now_ms,
-                ),
-                again=True,
-            )
+            database.ask("mark_idle", **columns(idle, "queues", "zones"), now_ms=now_ms)
         return len(idle)
 
     def look_for_orphans(self, now_ms: int) -> int:
-        """Go on with the look for items whose zone has no pointer; say how many there were."""
+        """Search one more page for zones with items and no pointer; return how many there were."""
         core = self._core
         queue, message_id = self._orphan_at
-        rows = core.database.do(
-            lambda: core.database.run(
-                "find_orphans", queue=queue, message_id=message_id, count=NET_PAGE
-            ),
-            again=True,
-        )
+        rows = core.database.ask("find_orphans", queue=queue, message_id=message_id, count=NET_PAGE)
         self._orphan_at = (rows[-1][0], rows[-1][1]) if len(rows) == NET_PAGE else (-1, 0)
         orphaned: dict[Zone, int] = {}
         for number, _, zone, vesting_ms, orphan in rows:

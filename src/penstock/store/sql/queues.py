@@ -1,0 +1,324 @@
+"""Queues are created, changed, drained and deleted; messages are purged and trimmed."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from penstock.errors import InvalidInput, InvalidQueue
+from penstock.model import State
+from penstock.store.contract import FiltersChanged, LiveQueue
+from penstock.store.coverage import Coverage, Stretch
+from penstock.store.sql.move import ALL, STATES, SqlMove
+from penstock.store.sql.routing import SqlRouting
+from penstock.store.sql.session import SLOTS, SqlQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from penstock.model import QueueSpec
+    from penstock.store.sql.session import Session
+
+log = logging.getLogger(__name__)
+
+# Messages that one transaction removes.
+CHUNK: Final = 1_000
+# As the statements number it: an item in any state.
+_ANY: Final = 3
+# Beyond every time, whatever another process's clock said, and beyond every sequence number.
+_FOREVER: Final = (1 << 63) - 1
+
+
+class SqlQueues(SqlMove, SqlRouting):
+    """The verbs that change queues, or remove messages from them."""
+
+    def __init__(self, core: Session) -> None:
+        super().__init__(core)
+        # When a sweep last looked for ended messages that are past retention.
+        self._retention_looked_ms: int | None = None
+
+    def spec(self, queue_name: str) -> QueueSpec:
+        """Return the settings of a queue."""
+        return self.core.queue(queue_name).spec
+
+    def queues(self) -> list[LiveQueue]:
+        """Return all queues, by name."""
+        self.core.refresh()
+        live = self.core.live_filters()
+        return [
+            LiveQueue(queue.spec, live.get(name), queue.coverage.draining)
+            for name, queue in sorted(self.core.queues.items())
+        ]
+
+    # --- create and change -----------------------------------------------------------------
+
+    def create_queue(self, spec: QueueSpec, now_ms: int) -> None:
+        """Add a queue, which takes messages from here on."""
+        core, database = self.core, self.database
+
+        def work() -> SqlQueue:
+            end = core.lock_head().next_offset
+            if spec.name in core.queues:
+                # Another process was faster: the caller is to look at the queue.
+                raise FiltersChanged
+            live = [Stretch(end, None, spec.filter)]
+            number = database.run("next_queue")[0][0]
+            queue = SqlQueue(number, spec, Coverage(live, known_from=0))
+            database.run(
+                "add_queue",
+                number=number,
+                name=spec.name,
+                coverage=msgspec.msgpack.encode(queue.coverage),
+                fifo=queue.fifo,
+                **_spec_columns(spec),
+            )
+            database.run("add_counts", number=number, slots=SLOTS, now_ms=now_ms)
+            core.changed(now_ms, filters_from=end)
+            return queue
+
+        core.adopt(core.change(work))
+
+    def update_queue(self, spec: QueueSpec, now_ms: int, *, from_offset: int | None = None) -> None:
+        """Change settings; another filter counts from an offset on (the log's end)."""
+        core, database = self.core, self.database
+        present = core.queue(spec.name).spec
+        # Rewrites the waiting messages, however many they are.
+        reindex = spec.unclaimed_retention_ms != present.unclaimed_retention_ms
+
+        def work() -> SqlQueue:
+            head = core.lock_head()
+            queue = core.lock_queue(spec.name)
+            if spec.version != queue.spec.version + 1:
+                raise FiltersChanged
+            begin = head.next_offset if from_offset is None else from_offset
+            lowest = self.routed_up_to()
+            if not lowest <= begin <= head.next_offset:
+                raise InvalidInput(
+                    f"a filter can change from an offset in {lowest} (routed up to there) to "
+                    f"{head.next_offset} (the end of the log), not from {begin}"
+                )
+            filter_changed = spec.filter != queue.spec.filter or from_offset is not None
+            if filter_changed and queue.coverage.draining:
+                raise InvalidQueue(f"queue {queue.name!r} is draining: its filter can't be changed")
+            changed = SqlQueue(queue.number, spec, queue.coverage)
+            database.run("put_spec", number=queue.number, **_spec_columns(spec))
+            if filter_changed:
+                changed.coverage.change(begin, spec.filter)
+                self.put_coverage(changed)
+            core.changed(now_ms, filters_from=begin if filter_changed else None)
+            if spec.unclaimed_retention_ms != queue.spec.unclaimed_retention_ms:
+                database.run(
+                    "reindex_unclaimed",
+                    queue=queue.number,
+                    retention_ms=spec.unclaimed_retention_ms,
+                )
+            return changed
+
+        with database.at_leisure() if reindex else nullcontext():
+            queue = core.change(work)
+        core.adopt(queue)
+        if spec.dead_letter != present.dead_letter:
+            self._parked.discard((queue.number, present.dead_letter))
+        self._retention_looked_ms = None
+
+    # --- drain and delete ------------------------------------------------------------------
+
+    def delete_queue(self, queue_name: str, now_ms: int, *, drain: bool = False) -> int:
+        """Remove a queue with everything in it; return how many messages were removed.
+
+        ``drain``: let no more messages in; a sweep removes the queue once no message waits in it.
+        """
+        if drain:
+            self._drain(queue_name, now_ms)
+            return 0
+        removed = self.purge(queue_name, State, now_ms)
+        return removed + self._delete(queue_name, now_ms)
+
+    def _delete(self, queue_name: str, now_ms: int, *, drained: bool = False) -> int:
+        """Remove a queue with the rest of its messages; a drained one only if none waits there."""
+        core, database = self.core, self.database
+
+        def work() -> tuple[SqlQueue | None, int]:
+            end = core.lock_head().next_offset
+            # As of now: another process may have deleted it, and made it again.
+            queue = core.queues.get(queue_name)
+            if queue is None or not database.run("lock_queue", number=queue.number):
+                return None, 0
+            # No message can come any more, but a claim may end: its message is done or failed then.
+            live = database.run(
+                "pick_items", queue=queue.number, state=_ANY, now_ms=now_ms, count=ALL
+            )
+            if live and drained:
+                return None, 0
+            more = self._remove_items(queue, [row[0] for row in live], _ANY, now_ms) if live else 0
+            for name in ("trim_done_by_time", "trim_failed_by_time"):
+                rows = database.run(name, queue=queue.number, before=_FOREVER, count=ALL)
+                self._forget_messages(queue, [row[0] for row in rows])
+                more += len(rows)
+            database.run("remove_queue", number=queue.number)
+            core.changed(now_ms, filters_from=end)
+            return queue, more
+
+        queue, removed = core.change(work)
+        if queue is not None:
+            core.queues.pop(queue.name, None)
+            core.by_number.pop(queue.number, None)
+            core.wake(queue)
+        self._retention_looked_ms = None
+        return removed
+
+    def _drain(self, queue_name: str, now_ms: int) -> None:
+        core = self.core
+        core.queue(queue_name)
+
+        def work() -> SqlQueue:
+            end = core.lock_head().next_offset
+            queue = core.lock_queue(queue_name)
+            queue.coverage.close(end)
+            queue.coverage.draining = True
+            self.put_coverage(queue)
+            core.changed(now_ms, filters_from=end)
+            return queue
+
+        core.adopt(core.change(work))
+        self.remove_drained(now_ms)
+
+    def remove_drained(self, now_ms: int) -> int:
+        """Remove drained queues that have no live messages; return how many messages went."""
+        draining = [queue for queue in self.core.queues.values() if queue.coverage.draining]
+        if not draining:
+            return 0
+        removed = 0
+        routed_up_to = self.routed_up_to()
+        for queue in draining:
+            live = queue.coverage.live
+            if live and (live[-1].end or 0) > routed_up_to:
+                continue
+            waits = self.database.run(
+                "pick_items", queue=queue.number, state=_ANY, now_ms=now_ms, count=1
+            )
+            pending = {each.number for each in self.with_dead_letters()}
+            if not waits and queue.number not in pending:
+                removed += self.purge(queue.name, (State.DONE, State.FAILED), now_ms)
+                removed += self._delete(queue.name, now_ms, drained=True)
+        return removed
+
+    # --- purge and trim --------------------------------------------------------------------
+
+    def purge(
+        self,
+        queue_name: str,
+        states: Iterable[State],
+        now_ms: int,
+        *,
+        limit: int | None = None,
+        before: int | None = None,
+        created_at_ms: int | None = None,
+    ) -> int:
+        """Remove messages in one of the states, up to a limit; return how many.
+
+        ``before``: only done or failed ones whose sequence number is below it, and none if the
+        queue was not made at ``created_at_ms``.
+        """
+        core = self.core
+        # Another process may have made the queue again, under another number.
+        core.refresh()
+        queue = core.queue(queue_name)
+        if created_at_ms is not None and queue.spec.created_at_ms != created_at_ms:
+            return 0
+        if before is None:
+            self.catch_up(now_ms, ALL, queue)
+        removed = 0
+        for state in states:
+            while limit is None or removed < limit:
+                room = CHUNK if limit is None else min(CHUNK, limit - removed)
+                if state in STATES:
+                    count = self._purge_live(queue, STATES[state], now_ms, room)
+                else:
+                    count = self._trim(queue, state, now_ms, room, before=before)
+                removed += count
+                if not count:
+                    break
+        self._retention_looked_ms = None
+        if before is None:
+            core.wake(queue)
+        return removed
+
+    def _purge_live(self, queue: SqlQueue, state: int, now_ms: int, count: int) -> int:
+        def work() -> int:
+            rows = self.database.run(
+                "pick_items", queue=queue.number, state=state, now_ms=now_ms, count=count
+            )
+            ids = [row[0] for row in rows]
+            return self._remove_items(queue, ids, state, now_ms) if ids else 0
+
+        return self.core.change(work)
+
+    def _trim(
+        self,
+        queue: SqlQueue,
+        state: State,
+        now_ms: int,
+        count: int,
+        *,
+        before: int | None = None,
+        ended_before_ms: int = _FOREVER,
+    ) -> int:
+        """Remove done or failed messages below a sequence number, or that ended up to a time."""
+        by, bound = ("by_time", ended_before_ms) if before is None else ("to", before)
+
+        def work() -> int:
+            rows = self.database.run(
+                f"trim_{state.value}_{by}", queue=queue.number, before=bound, count=count
+            )
+            if rows:
+                ids = [row[0] for row in rows]
+                gone = {state.value: -len(ids)}
+                self.core.add_counts(queue.number, now_ms, removed=len(ids), **gone)
+                self._forget_messages(queue, ids)
+            return len(rows)
+
+        return self.core.change(work)
+
+    def _remove_items(
+        self, queue: SqlQueue, message_ids: Sequence[int], state: int, now_ms: int
+    ) -> int:
+        """Remove live messages, in the caller's transaction; return how many."""
+        core = self.core
+        rows = self.database.run(
+            "remove_items",
+            queue=queue.number,
+            message_ids=list(message_ids),
+            state=state,
+            now_ms=now_ms,
+        )
+        ids = [row[0] for row in rows]
+        if queue.fifo:
+            core.zones.lower({(queue.number, row[1]): now_ms for row in rows}, now_ms)
+        leased = sum(row[3] for row in rows)
+        core.add_counts(queue.number, now_ms, live=-len(ids), in_flight=-leased, removed=len(ids))
+        self._forget_messages(queue, ids)
+        return len(ids)
+
+    def _forget_messages(self, queue: SqlQueue, message_ids: Sequence[int]) -> None:
+        """Remove the attempts at messages that leave a queue, and payloads that no queue holds."""
+        self.database.run("let_go", message_ids=list(message_ids))
+        self.database.run("forget_attempts", queue=queue.number, message_ids=list(message_ids))
+
+    def remove_broken(self, queue: SqlQueue, message_ids: Sequence[int], now_ms: int) -> None:
+        """Remove messages that were just leased and can't be delivered."""
+        log.error(
+            "queue %s: messages %s have no payload; they are removed", queue.name, message_ids
+        )
+        self.core.change(lambda: self._remove_items(queue, message_ids, _ANY, now_ms))
+
+
+def _spec_columns(spec: QueueSpec) -> dict[str, Any]:
+    return {
+        "spec": msgspec.msgpack.encode(spec),
+        "max_attempts": spec.max_attempts,
+        "unclaimed_retention_ms": spec.unclaimed_retention_ms,
+    }
