@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Final, NamedTuple, TypeAlias, overload
+from typing import Final, TypeAlias, overload
 
 import msgspec
 
@@ -436,7 +436,7 @@ class SweepCounts(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Want(NamedTuple):
+class Want(msgspec.Struct, frozen=True, gc=False):
     """One claim: how many messages, for how long, for whom; ``lease`` is sixteen fresh bytes."""
 
     limit: int

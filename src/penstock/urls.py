@@ -44,20 +44,6 @@ if TYPE_CHECKING:
     from penstock.engines.slatedb.location import SlateLocation
     from penstock.store.live import ActiveSet, Quarantine
 
-__all__ = [
-    "DESIGNS",
-    "Design",
-    "identity_in",
-    "locate",
-    "make_engine",
-    "make_store",
-    "open",
-    "open_copy",
-    "open_reader",
-    "place_to_read",
-    "watch_owner",
-]
-
 
 class Design(NamedTuple):
     """A way to keep live messages: its tables, and what makes its active set."""

@@ -16,21 +16,6 @@ if TYPE_CHECKING:
 
     from penstock.model import LogRecord
 
-__all__ = [
-    "check_archived",
-    "check_assignments",
-    "check_count",
-    "check_duration",
-    "check_ids",
-    "check_messages",
-    "check_queue_name",
-    "check_receipts",
-    "check_spec",
-    "check_state",
-    "check_text",
-    "cut_text",
-]
-
 _QUEUE_NAME: Final = re.compile(
     rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{limits.MAX_QUEUE_NAME_CHARS - 1}}}"
 )

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from penstock.wire.native import messages as wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from penstock.broker.broker import Broker
     from penstock.client import AsyncClient
@@ -33,16 +35,29 @@ MESSAGES = 400
 ONE_ATTEMPT: dict[str, Any] = {"max_attempts": 1, "lease_ms": 3_600_000}
 
 
-@pytest.fixture(params=["standard", "fifo"])
-def stormed(request: pytest.FixtureRequest) -> Iterator[Served]:
-    with penstock.open("memory:") as broker, Served(broker) as server:
-        broker.create_queue("q", ordering=request.param, **ONE_ATTEMPT)
+@contextmanager
+def serving(store: str, ordering: str) -> Iterator[Served]:
+    with penstock.open(store) as broker, Served(broker) as server:
+        broker.create_queue("q", ordering=ordering, **ONE_ATTEMPT)
         broker.publish(
             [
                 Message(b"%d" % n, {"queue": "q"}, group=f"g{n % 40}" if n % 2 else "")
                 for n in range(MESSAGES)
             ]
         )
+        yield server
+
+
+@pytest.fixture(params=["standard", "fifo"])
+def stormed(request: pytest.FixtureRequest) -> Iterator[Served]:
+    with serving("memory:", request.param) as server:
+        yield server
+
+
+@pytest.fixture(params=["standard", "fifo"])
+def synced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
+    """Serve a store whose answers wait for a sync."""
+    with serving(f"rocksdb:{tmp_path}/db", request.param) as server:
         yield server
 
 
@@ -135,31 +150,31 @@ def test_a_client_that_is_closed_leaves_nothing_behind(stormed: Served) -> None:
 
 @pytest.mark.parametrize("gently", [False, True])
 def test_connections_that_end_before_their_answer_use_up_nothing(
-    stormed: Served, monkeypatch: pytest.MonkeyPatch, gently: bool
+    synced: Served, monkeypatch: pytest.MonkeyPatch, gently: bool
 ) -> None:
     claim = encoder.frame(wire.Claim(1, "q", 3, None, 0, ""))
     go_on = threading.Event()
-    sync = stormed.broker._store.sync
+    sync = synced.broker._store.sync
 
     def slow_sync() -> None:
         assert go_on.wait(SLOW_SECONDS)
         sync()
 
-    monkeypatch.setattr(stormed.broker._store, "sync", slow_sync)
+    monkeypatch.setattr(synced.broker._store, "sync", slow_sync)
     for n in range(5):
-        with Raw(stormed) as raw:
+        with Raw(synced) as raw:
             assert isinstance(raw.read(), wire.Welcome)
             raw.send(claim)
-            eventually(partial(holds, stormed.broker, more_than=3 * n))
+            eventually(partial(holds, synced.broker, more_than=3 * n))
             if gently:
                 raw.socket.shutdown(socket.SHUT_WR)
             else:
                 # A reset, not a farewell.
                 now = struct.pack("ii", 1, 0)
                 raw.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, now)
-    eventually(lambda: not stormed.listener.connections)
+    eventually(lambda: not synced.listener.connections)
     go_on.set()
-    check_all_are_there(stormed.broker, 0)
+    check_all_are_there(synced.broker, 0)
 
 
 def test_a_claim_cancelled_before_its_caller_knows_is_given_back(

@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,18 +20,32 @@ from penstock.model import Message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from penstock.broker.broker import Broker
 
 MESSAGES = 200
 
 
+@contextmanager
+def serving_queue(store: str, ordering: str) -> Iterator[Served]:
+    with serving(store=store) as server:
+        server.broker.create_queue(
+            "q", ordering=ordering, max_attempts=1, lease_ms=3_600_000, backoff_base_ms=0
+        )
+        yield server
+
+
 @pytest.fixture(params=["standard", "fifo"])
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    with serving() as server:
-        server.broker.create_queue(
-            "q", ordering=request.param, max_attempts=1, lease_ms=3_600_000, backoff_base_ms=0
-        )
+    with serving_queue("memory:", request.param) as server:
+        yield server
+
+
+@pytest.fixture(params=["standard", "fifo"])
+def synced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
+    """Serve a store whose answers wait for a sync."""
+    with serving_queue(f"rocksdb:{tmp_path}/db", request.param) as server:
         yield server
 
 
@@ -98,26 +113,26 @@ def test_a_long_poll_ends_with_its_connection(
 
 @pytest.mark.parametrize("how", ["close", "half", "reset"])
 def test_what_was_claimed_for_who_has_gone_is_given_back(
-    served: Served, how: str, monkeypatch: pytest.MonkeyPatch
+    synced: Served, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "HTTP_HALF_CLOSED_MS", 600_000)
-    put(served.broker, MESSAGES)
+    put(synced.broker, MESSAGES)
     go_on = threading.Event()
-    sync = served.broker._store.sync
+    sync = synced.broker._store.sync
 
     def slow_sync() -> None:
         assert go_on.wait(60)
         sync()
 
-    monkeypatch.setattr(served.broker._store, "sync", slow_sync)
-    connection = ask(served, 0)
-    wait_until(lambda: served.broker.stats("q").in_flight)
+    monkeypatch.setattr(synced.broker._store, "sync", slow_sync)
+    connection = ask(synced, 0)
+    wait_until(lambda: synced.broker.stats("q").in_flight)
     leave(connection, how)
     wait_until(
-        lambda: all(each._asked is None or each._asked.left for each in served.http.connections)
+        lambda: all(each._asked is None or each._asked.left for each in synced.http.connections)
     )
     go_on.set()
-    check_all_are_there(served.broker, MESSAGES)
+    check_all_are_there(synced.broker, MESSAGES)
     connection.close()
 
 

@@ -2,11 +2,12 @@
 
 ==============  ==================================================================
 ``broker``      :class:`Broker`: every verb, in the order of a message's life
-``requests``    many requests done as one change of the store
+``requests``    its base for a server: many requests done as one change of the store
+``log``         its base for tailers and bulk readers: the verbs of the metadata log
 ``runner``      the lock, the time, waiting claims, the sweeper thread
 ``durability``  group commit: one ``fsync`` for many changes
 ``router``      ``route_once``: the log into the queues, without Spark
-``reader``      a store that is read beside its owner
+``reader``      the verbs that only look; a store that is read beside its owner
 ==============  ==================================================================
 """
 

@@ -3,7 +3,7 @@
 A broker checks its arguments, routes messages by the queues' filters and hands them to the store
 through the :mod:`~penstock.broker.runner`, which knows of threads, time and durability. The verbs
 of the metadata log are in :mod:`~penstock.broker.log`, those that only look in
-:mod:`~penstock.broker.reader`.
+:mod:`~penstock.broker.reader`, those for a server in :mod:`~penstock.broker.requests`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 import msgspec
 
 from penstock import limits
-from penstock.broker.log import LogBroker
-from penstock.broker.requests import check_queues, run_joint
+from penstock.broker.requests import RequestBroker
 from penstock.broker.runner import SWEEP_BUDGET, Runner
 from penstock.errors import (
     InvalidInput,
-    InvalidMessage,
     InvalidQueue,
     QueueExists,
     StorageFailed,
@@ -39,7 +37,6 @@ from penstock.validation import (
     check_spec,
     check_state,
     check_text,
-    cut_text,
 )
 
 if TYPE_CHECKING:
@@ -47,13 +44,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from penstock.broker.durability import Durability, Told
-    from penstock.broker.requests import Check, Joint
-    from penstock.broker.runner import Outage, Woken
     from penstock.clock import Clock
-    from penstock.errors import PenstockError
     from penstock.model import (
-        Contention,
         Delivery,
         Outcome,
         SweepCounts,
@@ -71,7 +63,7 @@ T = TypeVar("T")
 MASS_STEP: Final = 2_000
 
 
-class Broker(LogBroker):
+class Broker(RequestBroker):
     """An open store. Thread-safe; close it, or use it as a context manager."""
 
     def __init__(
@@ -93,10 +85,7 @@ class Broker(LogBroker):
         self._checkpoint = checkpoint
         self._inline = store.info().routing == "inline"
         self._restored = []
-        # The filters that the matcher was made from, and the store's count of their changes.
-        self._matcher: Matcher[str] = Matcher({})
-        self._live: dict[str, str] = {}
-        self._matched = -1
+        self._matcher, self._live = Matcher({}), {}
         self._follow_filters()
         self._runner = Runner(store, clock, relaxed=relaxed, background=background)
 
@@ -226,56 +215,8 @@ class Broker(LogBroker):
 
     def _publish(self, batch: list[Message], target: str | None) -> list[int]:
         return self._apply(
-            lambda now_ms: self.put(batch, self.routes(batch, target, now_ms), now_ms)
+            lambda now_ms: self._put(batch, self._routes(batch, target, now_ms), now_ms)
         )
-
-    def routes(
-        self, messages: Sequence[Message], target: str | None, now_ms: int
-    ) -> list[list[str]]:
-        """Return the queues of each message; all must go to ``target`` if there is one.
-
-        For a change that :meth:`begin` makes; a store that a pipeline routes gets no routes.
-        """
-        if not self._inline and target is None:
-            return []
-        spec = None if target is None else self._store.spec(target)
-        if self._matched != self._store.progress.filter_changes:
-            self._follow_filters()
-        routes = self._matcher.match(
-            [(m.attributes, m.group, m.priority, now_ms, len(m.payload)) for m in messages]
-        )
-        if spec is not None and any(target not in names for names in routes):
-            raise InvalidMessage(
-                f"queue {target!r} takes messages where {spec.filter}; this one does not match"
-            )
-        return routes if self._inline else []
-
-    def put(self, messages: Sequence[Message], routes: list[list[str]], now_ms: int) -> list[int]:
-        """Store messages by their routes, inside a change; return their ids."""
-        if not messages:
-            return []
-        return self._store.publish(
-            messages,
-            routes if self._inline else None,
-            dedup_window_ms=self._dedup_window_ms,
-            now_ms=now_ms,
-        )
-
-    def _follow_filters(self) -> None:
-        """Bring the matcher up to the live filters, whichever process has changed them."""
-        queues = self._store.queues()
-        live = {queue.spec.name: queue.filter for queue in queues if queue.filter is not None}
-        self._matched = self._store.progress.filter_changes
-        changed = dict(live.items() - self._live.items())
-        gone = self._live.keys() - live.keys()
-        if len(changed) + len(gone) > len(live) // 2:
-            self._matcher = Matcher({name: parse(text) for name, text in sorted(live.items())})
-        else:
-            for name in sorted(gone):
-                self._matcher = self._matcher.without(name)
-            for name, text in sorted(changed.items()):
-                self._matcher = self._matcher.with_filter(name, parse(text))
-        self._live = live
 
     # --- messages out --------------------------------------------------------------------
 
@@ -341,36 +282,6 @@ class Broker(LogBroker):
         """
         return self._runner.apply(self.releasing(receipts, delay_ms, reason, queue, unseen=unseen))
 
-    def releasing(
-        self,
-        receipts: Iterable[str],
-        delay_ms: int | None,
-        reason: str,
-        queue: str | None,
-        *,
-        unseen: bool = False,
-        check: Check | None = None,
-    ) -> Callable[[int], list[Outcome]]:
-        """Check a release, and return the change that does it."""
-        batch = check_receipts(receipts)
-        if delay_ms is not None:
-            check_duration(delay_ms, "delay_ms")
-        reason = cut_text(reason, limits.MAX_REASON_BYTES)
-
-        def work(now_ms: int) -> list[Outcome]:
-            check_queues(self._store, batch, check)
-            return self._store.release(
-                batch,
-                delay_ms=delay_ms,
-                reason=reason,
-                random=self._clock.random,
-                queue_name=queue,
-                now_ms=now_ms,
-                unseen=unseen,
-            )
-
-        return work
-
     def extend(
         self, receipts: Iterable[str] | str, *, lease_ms: int, queue: str | None = None
     ) -> list[Outcome]:
@@ -380,34 +291,6 @@ class Broker(LogBroker):
         that is still held under it.
         """
         return self._runner.apply(self.extending(receipts, lease_ms, queue))
-
-    def extending(
-        self,
-        receipts: Iterable[str] | str,
-        lease_ms: int,
-        queue: str | None,
-        check: Check | None = None,
-    ) -> Callable[[int], list[Outcome]]:
-        """Check an extension, and return the change that makes it."""
-        check_duration(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
-        batch = receipts if isinstance(receipts, str) else check_receipts(receipts)
-
-        def work(now_ms: int) -> list[Outcome]:
-            check_queues(self._store, batch, check)
-            return self._store.extend(batch, lease_ms=lease_ms, queue_name=queue, now_ms=now_ms)
-
-        return work
-
-    def acking_held(self, lease: str, message_id: int, queue: str) -> Callable[[int], bool]:
-        """Return the change that acks a message by its id, if it is held under the lease."""
-
-        def work(now_ms: int) -> bool:
-            receipt = self._store.held(lease).get(message_id)
-            if receipt is None:
-                return False
-            return self._store.ack([receipt], queue_name=queue, now_ms=now_ms)[0].ok
-
-        return work
 
     # --- looking and mass moves ------------------------------------------------------------
 
@@ -568,60 +451,6 @@ class Broker(LogBroker):
         check_count(budget, "budget", 1, 1_000_000)
         self._runner.recover()
         return self._runner.apply(lambda now_ms: self._store.sweep(now_ms, budget))
-
-    # --- for a server ------------------------------------------------------------------------
-
-    def begin(self, joint: Joint) -> int:
-        """Do many requests as one, fill in the answers, and return the number for :meth:`tell`."""
-        return self._runner.begin(
-            lambda now_ms: run_joint(joint, self, self._store, self._clock, now_ms)
-        )
-
-    def tell(self, number: int, told: Told) -> None:
-        """Call ``told`` when everything up to this number is durable, or never will be.
-
-        It is called at once, or from a thread that others wait for: it must only pass it on.
-        """
-        self._runner.tell(number, told)
-
-    def listen(self, woken: Woken | None) -> None:
-        """Call ``woken`` with a queue that may have got something to claim; None: no more.
-
-        It is called with the broker's lock held: it must only pass it on.
-        """
-        self._runner.listen(woken)
-
-    def durability(self) -> Durability:
-        """Return how often, for how many commits and how long the store was synced."""
-        return self._runner.durability
-
-    def contention(self) -> Contention | None:
-        """Return the cost of sharing the store with other processes; None if it has one owner."""
-        return self._store.health().contention
-
-    @property
-    def away(self) -> str | None:
-        """Why the store does not answer at present; known at once, whatever is under way."""
-        return self._store.health().away
-
-    def free_bytes(self) -> int | None:
-        """Return how many bytes the disk of the store has left; None: not known."""
-        return self._store.health().free_bytes
-
-    @property
-    def outage(self) -> Outage | None:
-        """Why the store can't be used at present, and since when; known at once, as the next is."""
-        return self._runner.outage
-
-    @property
-    def failure(self) -> PenstockError | None:
-        """The error that ended the store for this process, if one did."""
-        return self._runner.failure
-
-    @property
-    def dedup_window_ms(self) -> int:
-        """For how long a dedup id is remembered."""
-        return self._dedup_window_ms
 
 
 def _ordering(ordering: Ordering | str) -> Ordering:

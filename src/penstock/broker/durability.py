@@ -19,8 +19,6 @@ from typing import Final, NamedTuple, TypeAlias
 
 from penstock.errors import BrokerClosed, PenstockError, StorageFailed, StoreFenced
 
-__all__ = ["Committer", "Durability", "Told"]
-
 log = logging.getLogger(__name__)
 
 # With relaxed durability nobody waits, but the disk is never further behind than this.

@@ -12,16 +12,21 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from penstock.errors import PenstockError
+from penstock import limits
+from penstock.broker.log import LogBroker
+from penstock.errors import InvalidMessage, PenstockError
+from penstock.filters import Matcher, parse
 from penstock.model import Delivery, Message, Outcome, Want
 from penstock.store.contract import FiltersChanged
+from penstock.validation import check_duration, check_receipts, cut_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from penstock.broker.broker import Broker
+    from penstock.broker.durability import Durability, Told
+    from penstock.broker.runner import Outage, Woken
     from penstock.clock import Clock
-    from penstock.store.contract import Store
+    from penstock.model import Contention
 
 Check: TypeAlias = Callable[[str], None]
 
@@ -80,111 +85,271 @@ class Joint(msgspec.Struct):
         return [*self.acks, *self.changes, *self.publishes, *self.claims]
 
 
-def run_joint(joint: Joint, broker: Broker, store: Store, clock: Clock, now_ms: int) -> None:
-    """Do what is asked for and fill in the answers; one request's error is not its neighbours'."""
-    _ack_together(store, joint.acks, now_ms)
-    for change in joint.changes:
-        try:
-            change.answer = change.work(now_ms)
-        except Exception as error:
-            # One that fails in an unforeseen way must not fail its neighbours.
-            change.error = error
-    if joint.publishes:
-        _publish_together(broker, joint.publishes, now_ms)
-    by_queue: dict[str, list[Claim]] = {}
-    for claim in joint.claims:
-        by_queue.setdefault(claim.queue, []).append(claim)
-    for queue, claims in by_queue.items():
-        _claim_together(store, clock, queue, claims, now_ms)
+class RequestBroker(LogBroker):
+    """Requests of many callers: the base of :class:`~penstock.Broker` that a server uses."""
 
+    _clock: Clock
+    _dedup_window_ms: int
+    # The filters that the matcher was made from, and the store's count of their changes.
+    _matcher: Matcher[str]
+    _live: dict[str, str]
+    _matched: int
 
-def check_queues(store: Store, receipts: list[str] | str, check: Check | None) -> None:
-    """Ask the caller of a verb whether it may settle messages of these queues."""
-    if check is not None:
-        for queue in store.queues_of(receipts):
-            check(queue)
+    def begin(self, joint: Joint) -> int:
+        """Do many requests as one, fill in the answers, and return the number for :meth:`tell`."""
+        return self._runner.begin(lambda now_ms: self._run(joint, now_ms))
 
+    def tell(self, number: int, told: Told) -> None:
+        """Call ``told`` when everything up to this number is durable, or never will be.
 
-def _ack_together(store: Store, acks: Sequence[Ack], now_ms: int) -> None:
-    by_queue: dict[str | None, list[Ack]] = {}
-    for ack in acks:
-        try:
-            check_queues(store, ack.receipts, ack.check)
-        except PenstockError as error:
-            ack.error = error
-            continue
-        by_queue.setdefault(ack.queue, []).append(ack)
-    for queue, group in by_queue.items():
-        try:
-            _ack(store, queue, group, now_ms)
-        except PenstockError:
-            # A receipt that is none refuses its own request alone.
-            for ack in group:
-                try:
-                    _ack(store, queue, [ack], now_ms)
-                except PenstockError as error:
-                    ack.error = error
+        It is called at once, or from a thread that others wait for: it must only pass it on.
+        """
+        self._runner.tell(number, told)
 
+    def listen(self, woken: Woken | None) -> None:
+        """Call ``woken`` with a queue that may have got something to claim; None: no more.
 
-def _ack(store: Store, queue: str | None, acks: Sequence[Ack], now_ms: int) -> None:
-    receipts = [receipt for ack in acks for receipt in ack.receipts]
-    outcomes = store.ack(receipts, queue_name=queue, now_ms=now_ms)
-    begin = 0
-    for ack in acks:
-        end = begin + len(ack.receipts)
-        ack.answer = outcomes[begin:end]
-        begin = end
+        It is called with the broker's lock held: it must only pass it on.
+        """
+        self._runner.listen(woken)
 
+    def durability(self) -> Durability:
+        """Return how often, for how many commits and how long the store was synced."""
+        return self._runner.durability
 
-def _publish_together(broker: Broker, publishes: Sequence[Publish], now_ms: int) -> None:
-    while True:
-        good: list[Publish] = []
-        messages: list[Message] = []
-        routes: list[list[str]] = []
-        for publish in publishes:
-            try:
-                routes += broker.routes(publish.messages, publish.queue, now_ms)
-            except PenstockError as error:
-                publish.error = error
-                continue
-            good.append(publish)
-            messages += publish.messages
-        if not messages:
-            return
-        try:
-            ids = broker.put(messages, routes, now_ms)
-        except FiltersChanged:
-            continue
-        except PenstockError as error:
-            for publish in good:
-                publish.error = error
-            return
-        begin = 0
-        for publish in good:
-            end = begin + len(publish.messages)
-            publish.answer = ids[begin:end]
-            begin = end
-        return
+    def contention(self) -> Contention | None:
+        """Return the cost of sharing the store with other processes; None if it has one owner."""
+        return self._store.health().contention
 
+    @property
+    def away(self) -> str | None:
+        """Why the store does not answer at present; known at once, whatever is under way."""
+        return self._store.health().away
 
-def _claim_together(
-    store: Store, clock: Clock, queue: str, claims: Sequence[Claim], now_ms: int
-) -> None:
-    try:
-        lease_ms = store.spec(queue).lease_ms
-        wants = [
-            Want(
-                claim.limit,
-                lease_ms if claim.lease_ms is None else claim.lease_ms,
-                claim.consumer,
-                clock.lease_id(),
+    def free_bytes(self) -> int | None:
+        """Return how many bytes the disk of the store has left; None: not known."""
+        return self._store.health().free_bytes
+
+    @property
+    def outage(self) -> Outage | None:
+        """Why the store can't be used at present, and since when; known at once, as the next is."""
+        return self._runner.outage
+
+    @property
+    def failure(self) -> PenstockError | None:
+        """The error that ended the store for this process, if one did."""
+        return self._runner.failure
+
+    @property
+    def dedup_window_ms(self) -> int:
+        """For how long a dedup id is remembered."""
+        return self._dedup_window_ms
+
+    def releasing(
+        self,
+        receipts: Iterable[str],
+        delay_ms: int | None,
+        reason: str,
+        queue: str | None,
+        *,
+        unseen: bool = False,
+        check: Check | None = None,
+    ) -> Callable[[int], list[Outcome]]:
+        """Check a release, and return the change that does it."""
+        batch = check_receipts(receipts)
+        if delay_ms is not None:
+            check_duration(delay_ms, "delay_ms")
+        reason = cut_text(reason, limits.MAX_REASON_BYTES)
+
+        def work(now_ms: int) -> list[Outcome]:
+            self._check_queues(batch, check)
+            return self._store.release(
+                batch,
+                delay_ms=delay_ms,
+                reason=reason,
+                random=self._clock.random,
+                queue_name=queue,
+                now_ms=now_ms,
+                unseen=unseen,
             )
-            for claim in claims
-        ]
-        answers = store.claim(queue, wants, now_ms)
-    except Exception as error:
-        for claim in claims:
-            claim.error = error
-        return
-    for claim, answer in zip(claims, answers, strict=True):
-        claim.answer = answer
+
+        return work
+
+    def extending(
+        self,
+        receipts: Iterable[str] | str,
+        lease_ms: int,
+        queue: str | None,
+        check: Check | None = None,
+    ) -> Callable[[int], list[Outcome]]:
+        """Check an extension, and return the change that makes it."""
+        check_duration(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
+        batch = receipts if isinstance(receipts, str) else check_receipts(receipts)
+
+        def work(now_ms: int) -> list[Outcome]:
+            self._check_queues(batch, check)
+            return self._store.extend(batch, lease_ms=lease_ms, queue_name=queue, now_ms=now_ms)
+
+        return work
+
+    def acking_held(self, lease: str, message_id: int, queue: str) -> Callable[[int], bool]:
+        """Return the change that acks a message by its id, if it is held under the lease."""
+
+        def work(now_ms: int) -> bool:
+            receipt = self._store.held(lease).get(message_id)
+            if receipt is None:
+                return False
+            return self._store.ack([receipt], queue_name=queue, now_ms=now_ms)[0].ok
+
+        return work
+
+    # --- many requests as one ---------------------------------------------------------------
+
+    def _run(self, joint: Joint, now_ms: int) -> None:
+        """Do what is asked for; one request's error is not its neighbours'."""
+        self._ack_together(joint.acks, now_ms)
+        for change in joint.changes:
+            try:
+                change.answer = change.work(now_ms)
+            except Exception as error:
+                # One that fails in an unforeseen way must not fail its neighbours.
+                change.error = error
+        if joint.publishes:
+            self._publish_together(joint.publishes, now_ms)
+        by_queue: dict[str, list[Claim]] = {}
+        for claim in joint.claims:
+            by_queue.setdefault(claim.queue, []).append(claim)
+        for queue, claims in by_queue.items():
+            self._claim_together(queue, claims, now_ms)
+
+    def _check_queues(self, receipts: list[str] | str, check: Check | None) -> None:
+        """Ask the caller of a verb whether it may settle messages of these queues."""
+        if check is not None:
+            for queue in self._store.queues_of(receipts):
+                check(queue)
+
+    def _ack_together(self, acks: Sequence[Ack], now_ms: int) -> None:
+        by_queue: dict[str | None, list[Ack]] = {}
+        for ack in acks:
+            try:
+                self._check_queues(ack.receipts, ack.check)
+            except PenstockError as error:
+                ack.error = error
+                continue
+            by_queue.setdefault(ack.queue, []).append(ack)
+        for queue, group in by_queue.items():
+            try:
+                self._ack(queue, group, now_ms)
+            except PenstockError:
+                # A receipt that is none refuses its own request alone.
+                for ack in group:
+                    try:
+                        self._ack(queue, [ack], now_ms)
+                    except PenstockError as error:
+                        ack.error = error
+
+    def _ack(self, queue: str | None, acks: Sequence[Ack], now_ms: int) -> None:
+        receipts = [receipt for ack in acks for receipt in ack.receipts]
+        outcomes = self._store.ack(receipts, queue_name=queue, now_ms=now_ms)
+        begin = 0
+        for ack in acks:
+            end = begin + len(ack.receipts)
+            ack.answer = outcomes[begin:end]
+            begin = end
+
+    def _publish_together(self, publishes: Sequence[Publish], now_ms: int) -> None:
+        while True:
+            good: list[Publish] = []
+            messages: list[Message] = []
+            routes: list[list[str]] = []
+            for publish in publishes:
+                try:
+                    routes += self._routes(publish.messages, publish.queue, now_ms)
+                except PenstockError as error:
+                    publish.error = error
+                    continue
+                good.append(publish)
+                messages += publish.messages
+            if not messages:
+                return
+            try:
+                ids = self._put(messages, routes, now_ms)
+            except FiltersChanged:
+                continue
+            except PenstockError as error:
+                for publish in good:
+                    publish.error = error
+                return
+            begin = 0
+            for publish in good:
+                end = begin + len(publish.messages)
+                publish.answer = ids[begin:end]
+                begin = end
+            return
+
+    def _claim_together(self, queue: str, claims: Sequence[Claim], now_ms: int) -> None:
+        try:
+            lease_ms = self._store.spec(queue).lease_ms
+            wants = [
+                Want(
+                    claim.limit,
+                    lease_ms if claim.lease_ms is None else claim.lease_ms,
+                    claim.consumer,
+                    self._clock.lease_id(),
+                )
+                for claim in claims
+            ]
+            answers = self._store.claim(queue, wants, now_ms)
+        except Exception as error:
+            for claim in claims:
+                claim.error = error
+            return
+        for claim, answer in zip(claims, answers, strict=True):
+            claim.answer = answer
+
+    # --- routing by filters ------------------------------------------------------------------
+
+    def _routes(
+        self, messages: Sequence[Message], target: str | None, now_ms: int
+    ) -> list[list[str]]:
+        """Return the queues of each message; all must go to ``target`` if there is one."""
+        if not self._inline and target is None:
+            return []
+        spec = None if target is None else self._store.spec(target)
+        if self._matched != self._store.progress.filter_changes:
+            self._follow_filters()
+        routes = self._matcher.match(
+            [(m.attributes, m.group, m.priority, now_ms, len(m.payload)) for m in messages]
+        )
+        if spec is not None and any(target not in names for names in routes):
+            raise InvalidMessage(
+                f"queue {target!r} takes messages where {spec.filter}; this one does not match"
+            )
+        return routes if self._inline else []
+
+    def _put(self, messages: Sequence[Message], routes: list[list[str]], now_ms: int) -> list[int]:
+        """Store messages by their routes; return their ids."""
+        if not messages:
+            return []
+        return self._store.publish(
+            messages,
+            routes if self._inline else None,
+            dedup_window_ms=self._dedup_window_ms,
+            now_ms=now_ms,
+        )
+
+    def _follow_filters(self) -> None:
+        """Bring the matcher up to the live filters, whichever process has changed them."""
+        queues = self._store.queues()
+        live = {queue.spec.name: queue.filter for queue in queues if queue.filter is not None}
+        self._matched = self._store.progress.filter_changes
+        changed = dict(live.items() - self._live.items())
+        gone = self._live.keys() - live.keys()
+        if len(changed) + len(gone) > len(live) // 2:
+            self._matcher = Matcher({name: parse(text) for name, text in sorted(live.items())})
+        else:
+            for name in sorted(gone):
+                self._matcher = self._matcher.without(name)
+            for name, text in sorted(changed.items()):
+                self._matcher = self._matcher.with_filter(name, parse(text))
+        self._live = live

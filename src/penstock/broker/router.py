@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from penstock.broker.broker import Broker
     from penstock.model import LogPage
 
-__all__ = ["match_page", "route_once"]
-
 
 def route_once(broker: Broker, *, limit: int = 10_000) -> int:
     """Route what the logs hold, up to about ``limit`` messages of each; return how many were read.

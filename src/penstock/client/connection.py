@@ -246,17 +246,21 @@ class ClientConnection:
     def received(self, data: bytes, now_ms: int) -> None:
         """Take bytes from the server."""
         self._heard_ms, self._asked_ms = now_ms, None
-        self._reader.feed(data)
+        reader = self._reader
+        reader.feed(data)
         try:
-            while not self.hang_up and (frame := self._reader.take()) is not None:
-                answer = wire.read_server_frame(frame)
+            while not self.hang_up and reader.pending and (frame := reader.take()) is not None:
+                try:
+                    answer = wire.decode_answer(frame)
+                except wire.UNREADABLE:
+                    answer = wire.read_server_frame(frame)
                 if type(answer) is wire.Result:
                     self._settle(answer.id, answer.value, now_ms)
                 else:
                     self._read(answer, now_ms)
         except InvalidInput as error:
             self._give_up(f"the server sent what can't be read: {error}")
-        if self._reader.pending or self._parts:
+        if reader.pending or self._parts:
             # The other answers may be behind this one.
             self._moved_ms = now_ms
         if self._fenced:

@@ -179,7 +179,7 @@ class Client(Verbs, Waiting):
     def _drain(self) -> None:
         with self._guard:
             inbox, self._inbox = self._inbox, []
-        submit, now_ms = self._transport.connection.submit, self._transport.now_ms()
+        submit, now_ms = self._transport.connection.submit, int(self._loop.time() * 1000)
         for call, waiter in inbox:
             waiter.pending = submit(call, waiter.finish, now_ms)
         self._transport.flush()

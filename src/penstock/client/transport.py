@@ -292,7 +292,7 @@ class Transport(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Hand bytes to the core and results to their callers."""
-        self.connection.received(data, self.now_ms())
+        self.connection.received(data, int(self.loop.time() * 1000))
         if not self._ready.done():
             if self.connection.phase is Phase.READY:
                 self._ready.set_result(None)

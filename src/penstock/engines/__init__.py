@@ -146,19 +146,6 @@ class Engine(Protocol):
         """Sync and let go of the database."""
 
 
-class NeverAway:
-    """Half of an engine that no disk can keep from writing."""
-
-    away: None = None
-    durable_on_commit = True
-
-    def recover(self, alone: AbstractContextManager[None], load: Callable[[], None]) -> None:
-        """Do nothing."""
-
-    def free_bytes(self) -> None:
-        """Return None."""
-
-
 def rows_of(
     table: Table, begin: bytes, end: bytes, *, page: int = 1000
 ) -> Iterator[tuple[bytes, bytes]]:

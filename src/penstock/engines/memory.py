@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from sortedcontainers import SortedDict
 
-from penstock.engines import NeverAway
 from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from penstock.engines import Batch
@@ -86,8 +86,11 @@ class MemoryView:
         self._tables.clear()
 
 
-class MemoryEngine(NeverAway):
+class MemoryEngine:
     """Tables that live as long as the object: reopening a store on it finds everything."""
+
+    away: None = None
+    durable_on_commit = True
 
     def __init__(self, tables: Iterable[str]) -> None:
         self._tables: dict[str, MemoryTable] = {name: MemoryTable() for name in tables}
@@ -95,6 +98,12 @@ class MemoryEngine(NeverAway):
     def table(self, name: str) -> MemoryTable:
         """Return a table named at open."""
         return self._tables[name]
+
+    def recover(self, alone: AbstractContextManager[None], load: Callable[[], None]) -> None:
+        """Do nothing: memory always takes writes."""
+
+    def free_bytes(self) -> None:
+        """Return None: there is no disk."""
 
     def batch(self, *, growth: int = 0) -> MemoryBatch:  # noqa: ARG002
         """Begin a batch; there is no reserve."""

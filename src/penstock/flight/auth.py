@@ -1,4 +1,4 @@
-"""Keys of Flight calls: which key a call brings, and what is counted about the call.
+"""Keys and metrics of Flight calls.
 
 A call brings ``authorization: Bearer ID:SECRET`` (or Basic, as Flight clients log in). The
 middleware finds the key before anything is read; the service checks its permissions.

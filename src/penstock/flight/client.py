@@ -74,7 +74,7 @@ class FlightStore(Actions):
     Calls that change nothing, or may be made twice, are tried again for some seconds while the
     server can't be reached; then :class:`~penstock.errors.ServerUnreachable` says so. No call waits
     for ever for a server that is silent: the bounds are in :mod:`penstock.limits`. Penstock's
-    errors come back as what they were.
+    errors come back with their own types.
     """
 
     def __init__(self, location: str, **access: Any) -> None:

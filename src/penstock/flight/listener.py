@@ -48,7 +48,7 @@ class TlsFiles(NamedTuple):
 
 
 class FlightListener:
-    """A running Flight service; ``location`` is what clients connect to."""
+    """A running Flight service; clients connect to its ``location``."""
 
     def __init__(
         self,

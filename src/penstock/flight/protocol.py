@@ -5,8 +5,8 @@ wrong types, so that a misspelt option is an error and not a default. An error t
 text that begins with the name of its class, for people and foreign clients, and as JSON beside it,
 from which :func:`revive` makes the exception again.
 
-A :class:`Location` is an address with what a client needs to get in (a key's token, TLS roots and
-certificate), so that a process that is sent one needs no settings of its own.
+A :class:`Location` is an address with a key's token, TLS roots and certificate, so that a process
+that is sent one needs no settings of its own.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, overload
 
 import msgspec
-import pyarrow as pa
 import pyarrow.flight as fl
 
 from penstock import errors
 from penstock.errors import InvalidInput, InvalidUrl, PenstockError
-from penstock.flight.tables import TIME
+from penstock.flight.tables import make_schema
 from penstock.model import (
     BackfillPlan,
     Collected,
@@ -44,18 +43,10 @@ PROTOCOL: Final = 1
 MAX_ERROR_CHARS: Final = 1_000
 TOKEN_VARIABLE: Final = "PENSTOCK_TOKEN"  # noqa: S105 - a name
 CA_VARIABLE: Final = "PENSTOCK_CA"
-# The columns of a restore; the payload may be null.
-RESTORED: Final = pa.schema(
-    [
-        ("offset", pa.int64()),
-        ("published_at", TIME),
-        ("group", pa.string()),
-        ("priority", pa.int32()),
-        ("size", pa.int64()),
-        ("delay_ms", pa.int64()),
-        ("attributes_json", pa.string()),
-        ("payload", pa.binary()),
-    ]
+# The columns of a restore; of a row only the payload may be null.
+RESTORED: Final = make_schema(
+    "offset long?, published_at time?, group string?, priority int?, size long?, delay_ms long?, "
+    "attributes_json string?, payload binary?"
 )
 # Any sequence will do for a list.
 encode: Final = msgspec.json.Encoder(enc_hook=list).encode
@@ -158,7 +149,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
 
 class SnapshotFacts(msgspec.Struct, frozen=True):
-    """When a snapshot was taken, and what the log was like then."""
+    """The time of a snapshot, and the bounds of the log at that time."""
 
     at_ms: int
     log_end: int
@@ -414,7 +405,7 @@ def locate(
 ) -> str:
     """Check an address and add the access; ``ca``, ``certificate`` and ``key`` are files.
 
-    What is not given comes from PENSTOCK_TOKEN and PENSTOCK_CA, or with the address.
+    PENSTOCK_TOKEN and PENSTOCK_CA, or the access of the address, stand in for missing arguments.
     """
     if not str(location).startswith(("grpc://", "grpc+tcp://", "grpc+tls://")):
         raise InvalidUrl(
@@ -441,7 +432,7 @@ def _pem(file: str | Path | None) -> str:
 
 
 def identity(location: str) -> tuple[str, Any]:
-    """Return what tells two ways to a server apart."""
+    """Return an address with its access, to compare locations by."""
     return str(location), getattr(location, "access", None)
 
 

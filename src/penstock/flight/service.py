@@ -1,7 +1,7 @@
 """The Flight service over a broker; ``docs/flight.md`` describes the protocol.
 
-gRPC calls the handlers from many threads at once. What they share (snapshots, stages, the broker)
-is thread-safe; only making a snapshot holds the broker up, reading one never does.
+gRPC calls the handlers from many threads at once. Snapshots, stages and the broker are thread-safe;
+only making a snapshot holds the broker up, reading one never does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _READ: Final = ("consume", "admin")
-# Tables of one queue's messages; the others show what concerns all queues.
+# Tables of one queue's messages; the others show rows of all queues.
 _BY_QUEUE: Final = {"active", "done", "failed", "attempts", "groups"}
 # Here the caller says which messages a queue gets, whatever its filter: as good as any filter.
 _FILLS: Final = (protocol.FillStage, protocol.RestoreCommand, protocol.CommitFill)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.store.snapshot import LiveRow, PinnedStore
 
 BATCH_ROWS: Final = 32_768
-# Batches with payloads end sooner: what is in memory at once must not depend on their size.
+# Batches with payloads end sooner: their memory must not depend on the size of payloads.
 BATCH_BYTES: Final = 4 << 20
 # Metadata is bounded by its own limit; this many packed bytes are decoded at a time.
 BATCH_PACKED_BYTES: Final = 32 << 20
@@ -43,6 +43,7 @@ _TYPES: Final = {
     "int": pa.int32(),
     "long": pa.int64(),
     "string": pa.string(),
+    "binary": pa.binary(),
     "bool": pa.bool_(),
     "time": TIME,
     "map": TEXT_MAP,
@@ -53,7 +54,7 @@ _ENDED: Final = f"{_MESSAGE}, delay_ms long, {_ATTRIBUTES}"
 _DEPTHS: Final = "available long, delayed long, in_flight long"
 
 
-def _schema(text: str) -> pa.Schema:
+def make_schema(text: str) -> pa.Schema:
     """Make a schema of columns and their types; only a type with ``?`` may be null."""
     fields = []
     for column in text.split(", "):
@@ -63,37 +64,37 @@ def _schema(text: str) -> pa.Schema:
 
 
 TABLES: Final[dict[str, pa.Schema]] = {
-    "log": _schema(f"log int, offset long, {_ENDED}"),
+    "log": make_schema(f"log int, offset long, {_ENDED}"),
     # The log may drop a message before the last queue does: then only its size is known.
-    "messages": _schema(
+    "messages": make_schema(
         "message_id long, published_at time?, group string?, priority int?, size long, "
         "attributes map?, attributes_json string?"
     ),
-    "active": _schema(
+    "active": make_schema(
         "queue string, message_id long, state string, group string, priority int, attempts int, "
         "published_at time, visible_at time, lease_deadline time?, consumer string?, size long, "
         f"delay_ms long, {_ATTRIBUTES}"
     ),
-    "done": _schema(
+    "done": make_schema(
         f"queue string, message_id long, sequence long, done_at time, attempts int, {_ENDED}"
     ),
-    "failed": _schema(
+    "failed": make_schema(
         "queue string, message_id long, sequence long, failed_at time, attempts int, "
         f"reason string, {_ENDED}"
     ),
-    "attempts": _schema(
+    "attempts": make_schema(
         "queue string, message_id long, attempt int, consumer string, claimed_at time, "
         "ended_at time?, outcome string, reason string"
     ),
-    "queues": _schema(
+    "queues": make_schema(
         "name string, filter string, ordering string, lease_ms long, max_attempts int, "
         "backoff_base_ms long, backoff_cap_ms long, delay_ms long, done_retention_ms long, "
         "failed_retention_ms long, unclaimed_retention_ms long, bucket_exponent int, "
         "description string, dead_letter string, labels map, created_at_ms long, version long, "
         f"{_DEPTHS}, done long, failed long, draining bool"
     ),
-    "groups": _schema(f"queue string, group string, {_DEPTHS}, oldest_published_at time?"),
-    "stats": _schema("queue string?, metric string, value long?"),
+    "groups": make_schema(f"queue string, group string, {_DEPTHS}, oldest_published_at time?"),
+    "stats": make_schema("queue string?, metric string, value long?"),
 }
 WITH_PAYLOAD: Final = frozenset({"log", "messages", "active", "done", "failed"})
 # The tables that have attributes to filter by.

@@ -168,7 +168,7 @@ class Runs:
         ]
 
     def remove_leftovers(self) -> int:
-        """Remove what runs have written that did not come to their end; return how many folders."""
+        """Remove folders of runs that did not come to their end; return how many."""
         known = {f"run={run.number:06}" for run in self.runs}
         left = [
             folder
@@ -353,7 +353,7 @@ def _attempts(
     for each in files:
         queues.setdefault(each.queue, []).append(each)
     weights = {name: 1 + sum(each.rows for each in some) for name, some in queues.items()}
-    # What a task has no use for need not travel.
+    # A task gets the live rows of its own queues alone.
     return [
         AttemptsPartition(
             client.narrowed(live[0], some) if live else None, {name: queues[name] for name in some}

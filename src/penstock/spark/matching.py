@@ -137,7 +137,7 @@ def _attributes(column: pa.Array) -> list[dict[str, Value]]:
             found: list[dict[str, Value]] = _decode_all(f"[{','.join(texts)}]")
         except msgspec.DecodeError:
             found = []
-        # A transformation may have made anything of them: what is wrong is told of by itself.
+        # A transformation may have made anything of them: decoding one by one finds the wrong one.
         if len(found) == len(texts):
             return found
     return [{} if text is None else _decode(text) for text in texts]

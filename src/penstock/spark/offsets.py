@@ -84,7 +84,7 @@ def limited(start: Mapping[int, int], ends: Mapping[int, int], most: int | None)
 
 
 def between(start: Mapping[int, int], end: Mapping[int, int]) -> list[Stretch]:
-    """Return what lies between two offsets, log by log."""
+    """Return the stretches between two offsets, log by log."""
     found = [Stretch(log, _begin(start, log, until), until) for log, until in sorted(end.items())]
     return [stretch for stretch in found if stretch.begin < stretch.end]
 
@@ -108,7 +108,7 @@ def cut(stretches: Iterable[Stretch], pieces: int, least: int = LEAST_PIECE) -> 
 
 
 def check_kept(stretches: Sequence[Stretch], stats: LogStats, *, fail: bool) -> list[Stretch]:
-    """Refuse (or, if not ``fail``, leave out) what the log's retention has removed."""
+    """Refuse (or, if not ``fail``, leave out) offsets that the log's retention has removed."""
     kept = []
     for log, begin, end in stretches:
         earliest = stats.earliest

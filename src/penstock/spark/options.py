@@ -1,4 +1,4 @@
-"""The options of the ``penstock`` data source: what they are called and what they may say.
+"""The options of the ``penstock`` data source: their names and their values.
 
 Names are those that Spark users know from Kafka where there is one, and case does not matter. A
 name that is not known is an error: a misspelt ``startingOffset`` must not read everything.

@@ -1,7 +1,7 @@
 """A DataFrame transformation between the log and the queues, still exactly once.
 
 The stream carries only the stretches that are to be routed. For each micro-batch the log is read
-as an ordinary DataFrame, the transformation is applied to it, and what comes out is matched. The
+as an ordinary DataFrame, the transformation is applied to it, and its rows are matched. The
 cursor commits with the assignments, as in :mod:`penstock.spark.route`.
 """
 
@@ -52,7 +52,7 @@ def pipeline(spark: SparkSession, location: str) -> Pipeline:
 
 
 class Pipeline:
-    """Routes by what a transformation adds to the messages.
+    """Routes by columns that a transformation adds to the messages.
 
     The transformation gets the table ``log`` (of the micro-batch) and returns it with more
     columns; each column that it adds counts as an attribute of that name. Say the queue ``vip``
@@ -116,7 +116,7 @@ class Pipeline:
         for log, begin, end in todo:
             live = client.filters(begin)
             filters[log], versions[log] = live.filters, live.filters_version
-            # What other filters are live for is left to the next micro-batch.
+            # Offsets with other live filters are left to the next micro-batch.
             until = end if live.until is None else min(end, live.until)
             bounds.append(Stretch(log, begin, until))
         if not bounds:

@@ -99,8 +99,7 @@ class BatchPublisher(DataSourceArrowWriter):
 class StreamPublisher(DataSourceStreamArrowWriter):
     """Publishes a stream: ``writeStream.format("penstock").option("checkpointLocation", …)``.
 
-    Spark replays a micro-batch after a crash, so what its tasks published before the crash comes
-    again. What holds then:
+    Spark replays a micro-batch after a crash, so messages that its tasks had published come again:
 
     - **With a column ``dedup_id``** a message is published once if its replay comes within the
       broker's dedup window (``dedup_window_ms``, five minutes unless the broker was opened with
@@ -110,7 +109,7 @@ class StreamPublisher(DataSourceStreamArrowWriter):
       window, the replay puts the same rows into the same partitions: so it is for sources that
       replay (this one, Kafka, files) and for everything deterministic behind them. ``rand()``,
       ``uuid()`` and a changed ``spark.sql.shuffle.partitions`` break it.
-    - **A replay after the window** publishes what its tasks had published before again. Restart
+    - **A replay after the window** publishes messages of its tasks a second time. Restart
       a failed query within the window, or open the broker with a longer one.
 
     A message is never lost either way: Spark goes on only when all of a micro-batch is published.
@@ -133,7 +132,7 @@ class StreamPublisher(DataSourceStreamArrowWriter):
         _say(messages, f"micro-batch {batchId}")
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Do nothing: what is published stays, and the replay knows it by its dedup ids."""
+        """Do nothing: published messages stay, and the replay knows them by their dedup ids."""
 
 
 def _say(messages: list[WriterCommitMessage | None], what: str) -> None:
@@ -145,7 +144,7 @@ def _say(messages: list[WriterCommitMessage | None], what: str) -> None:
 def publisher(location: str) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """Return a function for ``mapInArrow`` that publishes the rows of a task and counts them.
 
-    What comes out has the columns ``published`` and ``duplicates``, a row for each task.
+    It yields a row for each task, with the columns ``published`` and ``duplicates``.
     """
     name = SystemClock().lease_id().hex()
 
@@ -186,13 +185,13 @@ def _publish(location: str, batches: Iterator[pa.RecordBatch], name: str) -> Pub
     first = next(made, None)
     if first is None:
         return Published(0, 0)
-    # Every row has a dedup id by now, so what was lost on the way may be sent again.
+    # Every row has a dedup id by now, so lost rows may be sent again.
     counted = client.publish(chain([first], made), first.schema, again=True)
     return Published(counted.published, counted.duplicates)
 
 
 class _Ids:
-    """Derives dedup ids: where a row was, what it holds, and the how-manieth such row it is."""
+    """Derives dedup ids from the place of a row, its content, and a count of equal rows."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix

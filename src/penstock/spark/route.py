@@ -13,7 +13,7 @@ it starts, and the older one is refused. Filters that change while a micro-batch
 it outdated, and it is matched again. The checkpoint may be deleted, kept or taken from a
 backup: it holds nothing that the store does not know better.
 
-The store's cursors alone say what has been routed; Spark's checkpoint only says when to look. A
+The store's cursors alone say how far is routed; Spark's checkpoint only says when to look. A
 micro-batch goes from the cursors, whatever its start offset, up to its end offset. So a replayed
 micro-batch finds nothing left to do, and one that did not take (its filters were outdated, its
 stages were lost with the server) is simply still there to be done. Matches do not travel through
@@ -66,7 +66,7 @@ MOST_AGAIN: Final = 50
 
 
 class RouteStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the log is routed; ``lag`` is what is left to do, in offsets, by log."""
+    """How far the log is routed; ``lag`` counts offsets that are left, by log."""
 
     routing: str
     epoch: int
@@ -150,7 +150,7 @@ def take_over(location: str) -> int:
 def route_stream(
     spark: SparkSession, location: str, table: str, epoch: int, max_offsets: int
 ) -> DataFrame:
-    """Return what is to be routed as a stream: of matches, or of bare stretches."""
+    """Return a stream of the messages to route: as matches, or as bare stretches."""
     if table == "stretches" and is_connect(spark):
         raise InvalidInput(
             "a pipeline with a transformation runs in Spark's driver, and Spark Connect has none "
@@ -175,7 +175,7 @@ def triggered(writer: DataStreamWriter, checkpoint: str | Path, trigger: str) ->
     return writer.trigger(processingTime=trigger)
 
 
-# --- the source: what is still to be routed ------------------------------------------------------
+# --- the source: stretches that are still to be routed -------------------------------------------
 
 
 def new_stage() -> str:
@@ -184,7 +184,7 @@ def new_stage() -> str:
 
 
 class RouteStreamReader(LogStreamReader):
-    """Plans what is to be routed, and yields it as stages or as bare stretches.
+    """Plans stretches to route, and yields them as stages or bare.
 
     The table ``matches`` has a row for every stage. A stretch without matches is staged too, or
     the cursor would stay before it for ever.
@@ -242,11 +242,11 @@ class RouteStreamReader(LogStreamReader):
         return {str(log): marks.end for log in sorted(marks.cursors)}
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """Note how far the log goes: what comes later is for the next run."""
+        """Note how far the log goes: later messages are for the next run."""
         self._end = Store(self._options.location).watermarks().end
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
-        """Cut what lies between the cursors and ``end`` into tasks."""
+        """Cut the stretches between the cursors and ``end`` into tasks."""
         if self._planned is not None and self._planned[0] == end:
             todo = self._planned[1]
         else:
@@ -256,7 +256,7 @@ class RouteStreamReader(LogStreamReader):
         return [LogPartition(stretch) for stretch in todo]
 
     def _left(self, start: Offset, end: Offset) -> list[Stretch]:
-        """Return what is left of a micro-batch that was planned before this job started."""
+        """Return the rest of a micro-batch that was planned before this job started."""
         client = Store(self._options.location)
         check_store(start, client.store_id)
         marks = client.watermarks()
@@ -350,7 +350,7 @@ def commit(location: str, stages: Sequence[str], epoch: int | None) -> int:
                 result.cursor,
                 result.status,
             )
-            # The broker keeps what is not committed for an hour; what is, only for a few more.
+            # The broker keeps stages that are not committed for an hour.
             with contextlib.suppress(PenstockError):
                 client.drop_stages(list(stages))
     return sum(result.placed for result in results)
@@ -365,7 +365,7 @@ class AssignmentWriter(DataSourceStreamArrowWriter):
         self._epoch = options.epoch
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Hand on what one task has staged."""
+        """Hand on the stages of one task."""
         freeze_imports()
         return Staged([stage for batch in iterator for stage in batch.column("stage").to_pylist()])
 
@@ -375,7 +375,7 @@ class AssignmentWriter(DataSourceStreamArrowWriter):
         commit(self._location, _stages(messages), self._epoch)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803
-        """Drop what is still staged. What a commit may have published stays."""
+        """Drop the stages. Assignments that a commit may have made stay."""
         with contextlib.suppress(PenstockError):
             Store(self._location).drop_stages(_stages(messages))
 

@@ -48,7 +48,7 @@ class PenstockSource(DataSource):
 
     ``queue`` picks queues (``"books,orders"``), ``filter`` is a filter in the language of queues,
     ``columns`` picks columns and ``payload`` adds the payload. All four are applied by the broker,
-    so that what is not asked for is never sent::
+    so that it sends no more than that::
 
         >>> (reader.option("table", "done").option("queue", "books")
         ...  .option("filter", "price > 10").option("payload", "true").load()
@@ -79,13 +79,12 @@ class PenstockSource(DataSource):
         >>> df.selectExpr("payload", "struct(kind, price) AS attributes").write.format(
         ...     "penstock").mode("append").save()
 
-    What a replay of a stream publishes, and what it does not, is said at
-    :class:`~penstock.spark.publishing.StreamPublisher`.
+    :class:`~penstock.spark.publishing.StreamPublisher` says what a replay of a stream publishes.
     """
 
     @classmethod
     def name(cls) -> str:
-        """Return what ``format()`` calls it."""
+        """Return the name for ``format()``."""
         return "penstock"
 
     def schema(self) -> StructType:
@@ -93,18 +92,18 @@ class PenstockSource(DataSource):
         return spark_schema(read_options(self.options))
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Return what reads a table in a batch."""
+        """Return the reader of a table in a batch."""
         return TableReader(read_options(self.options, streaming=False), schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's
-        """Return what tails the log."""
+        """Return the reader that tails the log."""
         options = read_options(self.options, streaming=True)
         if options.table in ROUTING_TABLES:
             return RouteStreamReader(options, schema)
         return LogStreamReader(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001
-        """Return what publishes a DataFrame."""
+        """Return the writer that publishes a DataFrame."""
         options = write_options(self.options)
         _append_only(overwrite=overwrite)
         if options.table != "messages":
@@ -116,7 +115,7 @@ class PenstockSource(DataSource):
         schema: StructType,
         overwrite: bool,  # noqa: FBT001
     ) -> DataSourceStreamWriter:
-        """Return what publishes a stream, or what hands a stream of matches to the broker."""
+        """Return the writer that publishes a stream, or hands matches to the broker."""
         options = write_options(self.options)
         _append_only(overwrite=overwrite)
         if options.table == "assignments":

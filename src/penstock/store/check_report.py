@@ -58,11 +58,10 @@ class Violation(msgspec.Struct, frozen=True):
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of an audit.
+    """Counts of the things that an audit ``checked``, and of the violations that it ``found``.
 
-    ``checked`` counts the things that the audit looked at, ``found`` the violations by kind;
-    ``violations`` has the first thousand of them. ``left`` counts those that are still there.
-    ``notes`` are oddities that do no harm. ``rounds`` counts the readings of the store.
+    ``violations`` has the first thousand; ``left`` counts those that are still there. ``notes`` are
+    oddities that do no harm. ``rounds`` counts the readings of the store.
     """
 
     checked: dict[str, int]
@@ -90,10 +89,8 @@ class Findings:
         self.core = core
         self.repair = repair
         self.now_ms = now_ms
-        self.checked: dict[str, int] = {}
-        self.found: dict[str, int] = {}
-        self.violations: list[Violation] = []
-        self.notes: list[Violation] = []
+        self.checked, self.found = dict[str, int](), dict[str, int]()
+        self.violations, self.notes = list[Violation](), list[Violation]()
         # A check without repair needs no store that can be written.
         self._batch: Batch | None = None
         self._bytes = 0
@@ -112,11 +109,6 @@ class Findings:
         if len(self.violations) < KEPT:
             self.violations.append(Violation(kind, table, key.hex(), text))
 
-    def note(self, kind: Kind, table: str, key: bytes, text: str) -> None:
-        """Report an oddity that does no harm."""
-        if len(self.notes) < KEPT:
-            self.notes.append(Violation(kind, table, key.hex(), text))
-
     def mend(self, kind: Kind, table: str, key: bytes, right: bytes | None, text: str) -> None:
         """Report a violation; repair it by the right row, None to delete it."""
         self.violate(kind, table, key, text)
@@ -128,9 +120,9 @@ class Findings:
     ) -> None:  # fmt: skip
         """Compare a row with the right one, None if there is none; report and repair it."""
         if present != right:
-            by_rows = Kind.ORPHAN_ENTRY if right is None else Kind.WRONG_FIELD
-            by_rows = Kind.MISSING_ENTRY if present is None else by_rows
-            self.mend(kind or by_rows, table, key, right, text)
+            told = Kind.ORPHAN_ENTRY if right is None else Kind.WRONG_FIELD
+            told = kind or (Kind.MISSING_ENTRY if present is None else told)
+            self.mend(told, table, key, right, text)
 
     def write(self, table: str, key: bytes, right: bytes | None) -> None:
         """Repair: write a row, or delete it."""
@@ -141,24 +133,16 @@ class Findings:
             else:
                 batch.put(key, right, family)
 
-    def quarantine(self, table: str, key: bytes, value: bytes, why: str) -> None:
-        """Repair: move a row to the quarantine with the next commit."""
-        if self.repair:
-            self._room(len(key) + len(value))
-            self.core.quarantine(table, key, value, why)
-
     def _room(self, size: int) -> Batch:
-        if self._batch is not None and (
-            len(self._batch) >= _BATCH_CHANGES or self._bytes >= _BATCH_BYTES
-        ):
+        is_full = self._batch and len(self._batch) >= _BATCH_CHANGES
+        if self._batch is None or is_full or self._bytes >= _BATCH_BYTES:
             self.flush()
-        self._bytes += size
-        if self._batch is None:
             self._batch = self.core.engine.batch()
+        self._bytes += size
         return self._batch
 
     def flush(self) -> None:
         """Commit the repairs so far."""
         if self._batch is not None:
             self.core.commit(self._batch, (), self.now_ms)
-            self._batch, self._bytes = None, 0
+        self._batch, self._bytes = None, 0

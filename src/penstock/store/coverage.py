@@ -1,10 +1,5 @@
 """Which offsets of the log a queue has been filled from, and by which filter.
 
-::
-
-    table queues
-    02 13 | name        Coverage, MessagePack
-
 A queue takes messages live from the offset of its creation on; a changed filter counts from the
 offset of the change on; a backfill adds a stretch of the past. Together these stretches say of
 any message whether the queue has had it, so that no backfill brings it in twice: neither from the
@@ -16,24 +11,17 @@ needs no longer, and the queue knows what it has had from ``known_from`` on alon
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.errors import CorruptRecord
 from penstock.filters import parse
 from penstock.limits import MAX_COVERAGE_STRETCHES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from penstock.engines import Batch, Table
     from penstock.filters import Filter, RowTuple
-    from penstock.store.kv.queues import Queue
-
-__all__ = ["Coverage", "CoverageTable", "Stretch", "Throughout"]
-
-_COVERAGE: Final = b"\x02\x13"
 
 
 class Stretch(msgspec.Struct):
@@ -176,33 +164,3 @@ class Throughout(dict[str, bool]):
             return True
         coverage = self._coverage_of(name)
         return coverage is not None and coverage.filter_at(offset) is not None
-
-
-class CoverageTable:
-    """Keeps every queue's coverage."""
-
-    def __init__(self, table: Table) -> None:
-        self._table = table
-
-    def get(self, queue: Queue) -> Coverage:
-        """Read a queue's coverage."""
-        record = self._table.get(_COVERAGE + queue.id)
-        if record is None:
-            return Coverage([])
-        try:
-            return msgspec.msgpack.decode(record, type=Coverage)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise CorruptRecord(f"coverage of queue {queue.name}: {error}") from error
-
-    def key(self, queue: Queue) -> bytes:
-        """Return the key of a queue's coverage."""
-        return _COVERAGE + queue.id
-
-    def put(self, batch: Batch, queue: Queue, coverage: Coverage) -> None:
-        """Write a queue's coverage."""
-        record = msgspec.msgpack.encode(coverage)
-        batch.put(_COVERAGE + queue.id, record, self._table.family)
-
-    def remove(self, batch: Batch, queue: Queue) -> None:
-        """Delete a queue's coverage."""
-        batch.delete(_COVERAGE + queue.id, self._table.family)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue
 from penstock.filters import parse
@@ -64,29 +64,10 @@ def dedup_scope(message: Message) -> bytes:
     return scope.encode() if isinstance(scope, str) else b""
 
 
-def record_of(message_id: int, metadata: Metadata) -> LogRecord:
-    """Return a message of the log as its readers are given it."""
-    return LogRecord(
-        message_id,
-        metadata.attributes,
-        metadata.group,
-        metadata.priority,
-        metadata.published_at_ms,
-        metadata.size,
-        metadata.delay_ms,
-    )
-
-
 def metadata_of(record: LogRecord) -> Metadata:
     """Return the metadata of a message that a reader of the log was given."""
-    return Metadata(
-        record.published_at_ms,
-        record.group,
-        record.priority,
-        record.size,
-        record.delay_ms,
-        record.attributes,
-    )
+    r = record
+    return Metadata(r.published_at_ms, r.group, r.priority, r.size, r.delay_ms, r.attributes)
 
 
 def decodes(encoded: bytes) -> bool:
@@ -157,9 +138,12 @@ def records_of(rows: Iterable[tuple[int, bytes]], log: int) -> list[LogRecord]:
     records = []
     for message_id, encoded in rows:
         try:
-            records.append(record_of(message_id, decode_metadata(encoded)))
+            m = decode_metadata(encoded)
         except CorruptRecord:
             log_.exception("message %d of log %d can't be routed", message_id, log)
+            continue
+        about = (m.attributes, m.group, m.priority, m.published_at_ms, m.size, m.delay_ms)
+        records.append(LogRecord(message_id, *about))
     return records
 
 
@@ -255,19 +239,6 @@ def check_known(coverage: Coverage, queue_name: str, begin: int) -> None:
         )
 
 
-class FillStep(NamedTuple):
-    """Offsets [start, stop) that one step fills a queue from.
-
-    ``offsets`` are the messages to add, if they were matched elsewhere; ``passed`` messages lie
-    before them: the queue has had those.
-    """
-
-    start: int
-    stop: int
-    passed: int
-    offsets: Sequence[int] | None
-
-
 def fill_step(
     coverage: Coverage,
     filter_text: str,
@@ -275,16 +246,18 @@ def fill_step(
     log: tuple[int, int],
     offsets: Sequence[int] | None,
     sizes: Sequence[int] | None = None,
-) -> FillStep:
+) -> tuple[int, int, int, Sequence[int] | None]:
     """Cut the next step from [begin, end). ``log`` is where the log begins and ends.
 
     ``offsets`` are all messages in it that were matched elsewhere, ascending; ``sizes``, of their
     payloads, if they come from an archive. Without offsets the store matches the log itself.
+    Return where the step starts and stops, how many messages lie before it (the queue has had
+    those), and the messages in it.
     """
     begin, end = bounds
     if offsets is None:
         start = coverage.skip(max(begin, log[0]), filter_text)
-        return FillStep(start, min(end, log[1], start + BACKFILL_WINDOW), 0, None)
+        return start, min(end, log[1], start + BACKFILL_WINDOW), 0, None
     start = min(end, coverage.skip(begin, filter_text))
     first = bisect_left(offsets, start)
     if sizes is not None:
@@ -296,7 +269,7 @@ def fill_step(
         if last - first > FILL_MESSAGES:
             last = first + FILL_MESSAGES
             stop = offsets[last]
-    return FillStep(start, stop, first, offsets[first:last])
+    return start, stop, first, offsets[first:last]
 
 
 def _archived_end(sizes: Sequence[int], first: int) -> int:

@@ -12,7 +12,9 @@ Everything but the last part is the same for all messages of a claim: the token 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from penstock.errors import InvalidReceipt
 
@@ -26,7 +28,7 @@ _TOKEN_CHARS: Final = 3 + 3 + 8 + 8 + 32
 _RECEIPT_CHARS: Final = _TOKEN_CHARS + 1 + 16
 
 
-class LeaseToken(NamedTuple):
+class LeaseToken(msgspec.Struct, frozen=True, gc=False):
     """A parsed token: the queue's number, the lease, and what all splits of it share."""
 
     queue: int

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from penstock.model import LogStats, QueueSpec, QueueStats, State, StoreStats
     from penstock.store.codec.records import AttemptRecord
 
-__all__ = ["Depths", "Held", "Keys", "LiveRow", "PinnedStore", "cut_range"]
-
 # A message that waits or is in flight: message id, the state's name, attempts, when it is visible,
 # what :meth:`PinnedStore.leases` tells its lease by, metadata. A plain tuple: the garbage collector
 # lets go of those, and they come by the ten thousand.

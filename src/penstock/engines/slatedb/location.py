@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, NoReturn
 from urllib.parse import unquote
 
 from slatedb.uniffi import CloseReason, Error, ObjectStore, ObjectStoreBuilder, ObjectStoreType
@@ -63,9 +63,6 @@ class SlateLocation(NamedTuple):
             return False
         names = {each.name for each in root.iterdir()} if root.is_dir() else {""}
         return bool(names) and not names & _FOLDERS
-
-
-Place: TypeAlias = SlateLocation
 
 
 def parse_location(scheme: str, rest: str, environment: Mapping[str, str]) -> SlateLocation:

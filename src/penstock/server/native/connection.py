@@ -187,7 +187,11 @@ class NativeConnection(asyncio.Protocol):
         if transport is None or transport.is_closing():
             return
         try:
-            while (wanted := self._may_go_on()) and (frame := self._reader.take()) is not None:
+            while (
+                (wanted := self._may_go_on())
+                and self._reader.pending
+                and (frame := self._reader.take()) is not None
+            ):
                 if self._principal is None:
                     self._greet(frame)
                 else:
@@ -221,7 +225,11 @@ class NativeConnection(asyncio.Protocol):
         self._write(self._encoder.frame(self._listener.welcome(hello.version)))
 
     def _begin(self, frame: memoryview) -> None:
-        request: Any = wire.read_request(frame)
+        request: Any
+        try:
+            request = wire.decode_request(frame)
+        except wire.UNREADABLE:
+            request = wire.read_request(frame)
         kind = type(request)
         verb = VERBS.get(kind)
         if verb is None or self._leaving:
@@ -400,16 +408,22 @@ class NativeConnection(asyncio.Protocol):
         if error is None:
             result = [] if future.cancelled() else future.result()
             try:
-                self._write_result(request, result)
+                frames = self._encoder.result(request.id, result)
+                for frame in frames:
+                    self._write(frame)
+                if type(request) in WITH_MESSAGES:
+                    self._note_messages(request, result, sum(map(len, frames)))
             except Exception as unwritable:
                 error = unwritable
                 self._take_back(request, future)
         # After it is written: others may begin only if that has left room.
         self._end(pending)
+        metrics = self._listener.metrics
         if error is not None:
             self._fail(pending, error)
-        else:
-            self._count(pending, "ok")
+        elif metrics is not None:
+            seconds = self._loop.time() - pending.began
+            metrics.request("native", type(request).__name__, seconds, "ok")
         if not self._reading:
             self.go_on()
 
@@ -433,15 +447,13 @@ class NativeConnection(asyncio.Protocol):
             if pending.future is not None:
                 pending.future.cancel()
 
-    def _write_result(self, request: Any, result: Any) -> None:
-        frames = self._encoder.result(request.id, result)
-        for frame in frames:
-            self._write(frame)
+    def _note_messages(self, request: Any, result: Any, size: int) -> None:
+        """Remember the messages of an answer until it is written, and their size."""
         kind = type(request)
         if kind is wire.Claim and self._out:
             self._unwritten += result
         if result and (kind is wire.Claim or (kind is wire.Browse and request.payloads)):
-            self._listener.sizes.saw(request.queue, sum(map(len, frames)) // len(result))
+            self._listener.sizes.saw(request.queue, size // len(result))
 
     def _take_back(self, request: wire.Request, future: Future[Any]) -> None:
         """Release messages whose answer can't be sent."""

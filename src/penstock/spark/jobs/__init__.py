@@ -1,7 +1,7 @@
 """Jobs over a broker's tables: archive, report, redrive, publish, backfill and collect.
 
-Each is a function that takes a Spark session and the broker's Flight location, and returns what it
-did. What removes or changes something says beforehand what it would do, with ``dry_run``.
+Each is a function that takes a Spark session and the broker's Flight location, and returns a
+report. Jobs that remove or change something have ``dry_run``.
 """
 
 from __future__ import annotations

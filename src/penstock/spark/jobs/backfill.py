@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _WINDOW: Final = 200_000
 _STAGED: Final = "stage string, matched bigint, scanned bigint"
 _TRIES: Final = 3
-# What one restore brings: neither broker nor executor holds more at a time.
+# The most of one restore: neither broker nor executor holds more at a time.
 _MESSAGES: Final = 1_000
 _BYTES: Final = 16 << 20
 _ABOUT: Final = tuple(name for name in RESTORED.names if name != "offset")
@@ -86,8 +86,8 @@ def backfill(
 ) -> Backfill:
     """Fill a queue from the log, from an offset or a time on; by default all that is kept.
 
-    With ``archive``, a directory that the archive job was given, what the log has let go of comes
-    from there, and from what other queues still hold.
+    With ``archive``, a directory that the archive job was given, messages that the log has dropped
+    come from there, and from other queues that still hold them.
 
     ``window`` is how many offsets are matched between two commits. ``progress`` is told offsets:
     done, and in all. With ``dry_run`` matches are counted, and the queue stays as it is; those

@@ -42,7 +42,7 @@ def revived(error: BaseException) -> PenstockError | None:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Raise errors of Penstock that went through Spark as what they were."""
+    """Raise errors of Penstock that went through Spark with their own types."""
     try:
         yield
     except FROM_SPARK as error:

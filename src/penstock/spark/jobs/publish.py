@@ -30,10 +30,10 @@ _CHECKED: Final = "place string, rows bigint, error string, row string"
 
 
 class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How many rows there were, and what became of them.
+    """How many rows were read, published, and published before.
 
     ``duplicates`` had been published before: their dedup ids were known to the broker. A task that
-    was tried again counts what its first try has published among them.
+    was tried again counts the messages of its first try among them.
     """
 
     rows: int
@@ -120,7 +120,7 @@ def _rows(
 
 
 def _mapped(rows: DataFrame, columns: Mapping[str, str]) -> DataFrame:
-    """Make the columns of messages, and beside them what shows a row to its owner."""
+    """Make the columns of messages, and beside them the file and the text of each row."""
     unknown = sorted(set(columns) - set(COLUMNS))
     if unknown:
         raise InvalidInput(f"no column {unknown[0]!r:.100} of messages; {', '.join(COLUMNS)} are")
@@ -180,7 +180,7 @@ def _checked(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _wrong(row: Mapping[str, Any]) -> str | None:
-    """Say what is wrong with a row as a message."""
+    """Return why a row is no message; None if it is one."""
     payload = row["payload"]
     if payload is None:
         return "payload is null"

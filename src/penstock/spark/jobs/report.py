@@ -27,7 +27,7 @@ _BARS: Final = 120
 def report(
     spark: SparkSession, location: str, *, queues: Sequence[str] | None = None
 ) -> dict[str, DataFrame]:
-    """Return what the store's history says, as DataFrames by name.
+    """Return statistics of the store's history, as DataFrames by name.
 
     ``queues``: a row for each queue. ``groups``: for each group of a queue. ``reasons``: why
     attempts did not succeed. ``attempts``: how many messages took how many. ``slowest``: groups
@@ -72,7 +72,7 @@ def report(
 def save_report(frames: Mapping[str, DataFrame], directory: str | Path) -> Path:
     """Write each DataFrame as Parquet, and one HTML page with plots; return the page's path.
 
-    What an earlier report has left there is replaced.
+    Files of an earlier report are replaced.
     """
     place = Path(directory).absolute()
     place.mkdir(parents=True, exist_ok=True)

@@ -77,45 +77,49 @@ class Fronts(dict[bytes, bytes]):
 
 
 class DueHeap(Generic[K]):
-    """One due time per key; finding the next costs nothing that grows with the number of keys."""
+    """A due time, or another rank, per key; finding the lowest costs little, however many."""
+
+    __slots__ = ("_heap", "ranks")
 
     def __init__(self) -> None:
-        self._due: dict[K, int] = {}
-        # Entries that `_due` no longer agrees with are dropped when they come up.
-        self._heap: list[tuple[int, int, K]] = []
-        self._tie = 0
+        self.ranks: dict[K, int] = {}
+        # Entries that `ranks` no longer agrees with are dropped when they come up.
+        self._heap: list[tuple[int, K]] = []
 
-    def set(self, key: K, due_ms: int | None) -> None:
-        """Set or (None) clear the due time of a key."""
-        if due_ms is None:
-            self._due.pop(key, None)
-        elif self._due.get(key) != due_ms:
-            self._due[key] = due_ms
-            self._tie += 1
-            heappush(self._heap, (due_ms, self._tie, key))
-            if len(self._heap) > 64 + 4 * len(self._due):
-                self._heap = [row for row in self._heap if self._due.get(row[2]) == row[0]]
+    def set(self, key: K, rank: int | None) -> None:
+        """Set or (None) clear the rank of a key."""
+        ranks = self.ranks
+        if rank is None:
+            ranks.pop(key, None)
+            if not ranks:
+                self._heap.clear()
+        elif ranks.get(key) != rank:
+            ranks[key] = rank
+            heappush(self._heap, (rank, key))
+            if len(self._heap) > 8 + 2 * len(ranks):
+                self._heap = [(rank, key) for key, rank in ranks.items()]
                 heapify(self._heap)
 
-    def lower(self, key: K, due_ms: int) -> None:
-        """Bring the due time of a key forward, never back."""
-        present = self._due.get(key)
-        if present is None or due_ms < present:
-            self.set(key, due_ms)
+    def lower(self, key: K, rank: int) -> None:
+        """Bring the rank of a key down, never up."""
+        present = self.ranks.get(key)
+        if present is None or rank < present:
+            self.set(key, rank)
 
     def get(self, key: K) -> int | None:
-        """Return the due time of a key."""
-        return self._due.get(key)
+        """Return the rank of a key."""
+        return self.ranks.get(key)
 
     def items(self) -> Iterable[tuple[K, int]]:
-        """Give every key with its due time."""
-        return self._due.items()
+        """Return every key with its rank."""
+        return self.ranks.items()
 
     def first(self) -> tuple[int, K] | None:
-        """Return the earliest due time and its key."""
-        while self._heap:
-            due_ms, _, key = self._heap[0]
-            if self._due.get(key) == due_ms:
-                return due_ms, key
-            heappop(self._heap)
+        """Return the lowest rank and its key."""
+        heap, ranks = self._heap, self.ranks
+        while heap:
+            rank, key = heap[0]
+            if ranks.get(key) == rank:
+                return rank, key
+            heappop(heap)
         return None

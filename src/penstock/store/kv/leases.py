@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.engines import get_each, scan_readable
 from penstock.errors import StoreDamaged
-from penstock.store.codec.stored import encode_lease
+from penstock.store.codec.stored import LeaseRecord, decode_lease, encode_lease
 from penstock.store.kv.fronts import Fronts
 from penstock.store.receipts import FAMILY_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from penstock.engines import Batch, Table
-    from penstock.store.codec.stored import LeaseRecord
 
+# Bound of the leases in memory.
+RECENT_LEASES: Final = 5_000
 # After every expiry entry.
 _LAST: Final = b"\xff" * 9
 
@@ -39,6 +40,8 @@ class Leases:
         self.fronts = Fronts(expiry)
         # No lease expires before this; a bound that is too low costs one look at the index.
         self.none_before_ms = 0
+        # Leases of recent claims, as the table has them: an ack that follows reads nothing.
+        self.recent: dict[bytes, LeaseRecord] = {}
 
     def get(self, leases: list[bytes]) -> list[bytes | None]:
         """Read the encoded records of leases."""
@@ -63,18 +66,25 @@ class Leases:
         record = encode_lease(keys, deadline_ms, index_key, claimed_at_ms, queue, consumer)
         batch.put(lease, record, self._leases.family)
         batch.put(index_key, lease, self._expiry.family)
+        if len(self.recent) >= RECENT_LEASES:
+            self.recent.clear()
+        self.recent[lease] = LeaseRecord(
+            list(keys), deadline_ms, index_key, claimed_at_ms, queue, consumer
+        )
         if index_key < self.fronts.get(b"", b""):
             self.fronts[b""] = index_key
         self.none_before_ms = min(self.none_before_ms, deadline_ms)
 
     def delete(self, batch: Batch, lease: bytes, record: LeaseRecord) -> None:
         """Delete a lease and its expiry entry, always both."""
+        self.recent.pop(lease, None)
         batch.delete(lease, self._leases.family)
         batch.delete(record.index_key, self._expiry.family)
         self.fronts.note_gone(b"", _LAST, 1)
 
     def drop_expiry_entry(self, batch: Batch, index_key: bytes, lease: bytes) -> None:
         """Delete an expiry entry whose lease is gone, or belongs to a queue that is gone."""
+        self.recent.pop(lease, None)
         batch.delete(index_key, self._expiry.family)
         batch.delete(lease, self._leases.family)
 
@@ -86,6 +96,7 @@ class Leases:
         if not rest:
             self.delete(batch, lease, record)
         elif len(rest) < len(record.ids):
+            self.recent.pop(lease, None)
             changed = encode_lease(
                 rest,
                 record.expiry_ms,
@@ -129,6 +140,13 @@ class Leases:
         except StoreDamaged:
             return scan_readable(self._expiry, b"", end, limit)
         return rows, None
+
+    def differing(self) -> Iterator[bytes]:
+        """Give the leases in memory that are not as the table has them: there must be none."""
+        names = list(self.recent)
+        for name, record in zip(names, self.get(names), strict=True):
+            if record is None or decode_lease(record) != self.recent[name]:
+                yield name
 
     def next_due_ms(self) -> int | None:
         """Return the earliest deadline."""

@@ -6,6 +6,7 @@
     02 06 | name                 queue spec (codec/records.py)
     02 0b | name                 counters, little-endian: 01 version, then u64 each in the order
                                  of Counts' fields
+    02 13 | name                 Coverage, MessagePack
     02 16 | name                 while waiting messages are being listed to expire, because their
                                  retention has changed: 00 delayed or 01 available ones, and the
                                  cursor of the first page that is not listed
@@ -26,6 +27,7 @@ import msgspec
 from penstock.errors import CorruptRecord
 from penstock.model import Ordering, QueueSpec, State
 from penstock.store.codec import opendata, records
+from penstock.store.coverage import Coverage
 
 if TYPE_CHECKING:
     from penstock.engines import Batch, Table
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _SPECS: Final = b"\x02\x06"
 _COUNTS: Final = b"\x02\x0b"
+_COVERAGE: Final = b"\x02\x13"
 _LISTING: Final = b"\x02\x16"
 # Delayed ones first: what comes due meanwhile is listed with the available ones then.
 _LISTED: Final = (State.DELAYED, State.AVAILABLE)
@@ -192,6 +195,20 @@ class QueueTable:
             packed = _pack_counts.pack(*(max(0, value) for value in values))
         batch.put(queue.counts_key, _COUNTS_VERSION + packed, self._table.family)
 
+    def coverage(self, queue: Queue) -> Coverage:
+        """Read which offsets a queue has been filled from."""
+        record = self._table.get(_COVERAGE + queue.id)
+        if record is None:
+            return Coverage([])
+        try:
+            return msgspec.msgpack.decode(record, type=Coverage)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise CorruptRecord(f"coverage of queue {queue.name}: {error}") from error
+
+    def put_coverage(self, batch: Batch, queue: Queue, coverage: Coverage) -> None:
+        """Write which offsets a queue has been filled from."""
+        batch.put(_COVERAGE + queue.id, msgspec.msgpack.encode(coverage), self._table.family)
+
     def listing(self, queue: Queue) -> tuple[State, bytes] | None:
         """Read how far the waiting messages of a queue are listed to expire; None: all are."""
         record = self._table.get(_LISTING + queue.id)
@@ -207,6 +224,7 @@ class QueueTable:
 
     def remove(self, batch: Batch, queue: Queue) -> None:
         """Delete a queue's records."""
+        batch.delete(_COVERAGE + queue.id, self._table.family)
         batch.delete(_LISTING + queue.id, self._table.family)
         batch.delete(_SPECS + queue.id, self._table.family)
         batch.delete(_COUNTS + queue.id, self._table.family)

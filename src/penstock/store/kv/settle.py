@@ -9,24 +9,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from penstock.errors import CorruptRecord, InvalidReceipt, StoreDamaged
 from penstock.model import AttemptEnd, Outcome, OutcomeStatus, State
 from penstock.store import policy
 from penstock.store.codec.stored import LeaseRecord, decode_lease
+from penstock.store.kv.queues import Queue
 from penstock.store.kv.state import verb
-from penstock.store.live import uncount_attempt
+from penstock.store.live import Item, uncount_attempt
 from penstock.store.receipts import parse_lease_token, parse_receipts, queue_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from penstock.engines import Batch
-    from penstock.store.kv.queues import Queue
     from penstock.store.kv.state import Core
-    from penstock.store.live import Item
 
 
-class Holding(NamedTuple):
+class Holding(msgspec.Struct, gc=False):
     """Messages that are in flight under one live lease, of one queue."""
 
     queue: Queue
@@ -43,7 +44,7 @@ class Overdue(NamedTuple):
     holdings: list[Holding]
 
 
-class Judged(NamedTuple):
+class Judged(msgspec.Struct):
     """Receipts looked up: what is held, whose receipt each is, and what was refused."""
 
     holdings: list[Holding]
@@ -251,7 +252,7 @@ class SettleVerbs:
         self, batch: Batch, holding: Holding, end: AttemptEnd, reason: str, now_ms: int
     ) -> None:
         """Record the attempts that end, and take their messages out of the lease."""
-        queue, _, lease, items = holding
+        queue, lease, items = holding.queue, holding.lease, holding.items
         self.core.history.add_attempts(
             batch, queue, items, lease.claimed_at_ms, lease.consumer, end, reason, now_ms
         )
@@ -358,11 +359,14 @@ class SettleVerbs:
             keys.append(key)
         found = core.active.find(queue, keys)
         holdings: dict[bytes, Holding | None] = {}
+        unknown: list[bytes] = []
         for item in found:
-            if item is not None:
-                holdings[item.lease] = None
-        names = list(holdings)
-        for name, record in zip(names, core.leases.get(names), strict=True):
+            if item is not None and (name := item.lease) not in holdings:
+                lease = core.leases.recent.get(name)
+                holdings[name] = None if lease is None else Holding(queue, name, lease, [])
+                if lease is None:
+                    unknown.append(name)
+        for name, record in zip(unknown, core.leases.get(unknown) if unknown else (), strict=True):
             lease = self._decode_lease(name, record)
             if lease is not None:
                 holdings[name] = Holding(queue, name, lease, [])

@@ -18,7 +18,6 @@ from penstock.model import State
 from penstock.store.codec import log as log_codec
 from penstock.store.codec import opendata, records
 from penstock.store.codec.stored import decode_lease, decode_stored_item
-from penstock.store.coverage import CoverageTable
 from penstock.store.kv.history import sequence_of
 from penstock.store.kv.log import MetadataLog
 from penstock.store.kv.queues import QueueTable
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from penstock.store.kv.queues import Queue
     from penstock.store.kv.state import Identity
     from penstock.store.snapshot import LiveRow
-
-__all__ = ["Pinned"]
 
 log_ = logging.getLogger(__name__)
 
@@ -91,8 +88,8 @@ class Pinned:
     @cached_property
     def draining(self) -> set[str]:
         """The names of queues that take no more messages."""
-        coverage = CoverageTable(self.table("queues"))
-        return {name for name, queue in self._queues.items() if coverage.get(queue).draining}
+        table = QueueTable(self.table("queues"))
+        return {name for name, queue in self._queues.items() if table.coverage(queue).draining}
 
     @property
     def store_id(self) -> str:

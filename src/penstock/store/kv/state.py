@@ -37,7 +37,7 @@ from penstock.errors import (
 )
 from penstock.model import State
 from penstock.store.contract import Progress
-from penstock.store.coverage import Coverage, CoverageTable, Stretch
+from penstock.store.coverage import Coverage, Stretch
 from penstock.store.kv.dedup import Dedup
 from penstock.store.kv.fronts import DueHeap, Fronts
 from penstock.store.kv.history import History
@@ -150,7 +150,6 @@ class Core:
         self.identity = self._identify(design, store_id, routing, now_ms)
         self.active = make_active(engine, self.quarantine)
         self.queue_table = QueueTable(engine.table("queues"))
-        self._coverage_table = CoverageTable(engine.table("queues"))
         self.progress = Progress()
         self.stale_receipts = 0
         # Messages that claims have passed over.
@@ -262,9 +261,9 @@ class Core:
     def adopt(self, queue: Queue) -> None:
         """Take a queue into memory."""
         try:
-            self.coverage[queue.name] = self._coverage_table.get(queue)
+            self.coverage[queue.name] = self.queue_table.coverage(queue)
         except CorruptRecord as error:
-            self.quarantine("queues", self._coverage_table.key(queue), b"", str(error))
+            self.quarantine("queues", b"\x02\x13" + queue.id, b"", str(error))
             # What it has had is forgotten; what it wants from here on is not.
             live = Stretch(self.log.end, None, queue.spec.filter)
             self.coverage[queue.name] = Coverage([live], known_from=self.log.end)
@@ -342,7 +341,7 @@ class Core:
         self.coverage[queue.name] = coverage
         if coverage.draining:
             self.draining.add(queue.name)
-        self._coverage_table.put(batch, queue, coverage)
+        self.queue_table.put_coverage(batch, queue, coverage)
 
     def filters_changed(self, batch: Batch, from_offset: int, now_ms: int) -> None:
         """Note that the live filters have changed from an offset on."""
@@ -354,7 +353,6 @@ class Core:
     def remove_queue(self, batch: Batch, queue: Queue) -> None:
         """Delete a queue's own records."""
         self.queue_table.remove(batch, queue)
-        self._coverage_table.remove(batch, queue)
 
     def wake(self, queue: Queue) -> None:
         """Note that a queue may have something to claim."""
@@ -509,6 +507,8 @@ class Core:
         )
         for key in [key for each in fronts for key in each.overrun()]:
             found.facts["a key before its front", key.hex()] = True
+        for lease in self.leases.differing():
+            found.facts["a lease in memory that is not stored", lease.hex()] = True
         for (number, what), due_ms in self.retention.items():
             found.bounds["retention of queue", number, what] = due_ms
         for name, queue in self.queues.items():

@@ -27,21 +27,6 @@ if TYPE_CHECKING:
     from penstock.store.kv.fronts import Fronts
     from penstock.store.kv.queues import Queue
 
-__all__ = [
-    "NO_LEASE",
-    "ActiveSet",
-    "Beliefs",
-    "Directories",
-    "Grant",
-    "Item",
-    "Quarantine",
-    "count_attempt",
-    "group_of",
-    "lane_of",
-    "split_lane",
-    "uncount_attempt",
-]
-
 D = TypeVar("D")
 
 NO_LEASE = bytes(16)

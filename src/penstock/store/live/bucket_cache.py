@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, Final
 
 from sortedcontainers import SortedDict
@@ -30,6 +29,7 @@ from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.model import State
 from penstock.store.codec import opendata
 from penstock.store.codec.summaries import decode_summary
+from penstock.store.kv.fronts import DueHeap
 from penstock.store.live import Directories, group_of, lane_of
 from penstock.store.live.bucket import RANK_BITS, OpenBucket, Tally, make_tally, rank_of
 
@@ -52,51 +52,6 @@ _AFTER: Final = b"\xff" * 9
 _TALLY_FIELDS: Final = {State.AVAILABLE: 0, State.DELAYED: 1, State.IN_FLIGHT: 2}
 
 
-class Ranking:
-    """One rank per bucket; finding the lowest costs little, however many there are."""
-
-    __slots__ = ("_heap", "ranks")
-
-    def __init__(self) -> None:
-        # bucket id -> rank
-        self.ranks: dict[int, int] = {}
-        # Entries that `ranks` no longer agrees with are dropped when they come up.
-        self._heap: list[tuple[int, int]] = []
-
-    def set(self, bucket_id: int, rank: int | None) -> None:
-        """Set or (None) clear the rank of a bucket."""
-        ranks = self.ranks
-        if rank is None:
-            ranks.pop(bucket_id, None)
-            if not ranks:
-                self._heap.clear()
-        elif ranks.get(bucket_id) != rank:
-            ranks[bucket_id] = rank
-            heappush(self._heap, (rank, bucket_id))
-            if len(self._heap) > 8 + 2 * len(ranks):
-                self._heap = [(rank, bucket_id) for bucket_id, rank in ranks.items()]
-                heapify(self._heap)
-
-    def first(self) -> tuple[int, int] | None:
-        """Return the lowest rank and its bucket."""
-        heap, ranks = self._heap, self.ranks
-        while heap:
-            rank, bucket_id = heap[0]
-            if ranks.get(bucket_id) == rank:
-                return rank, bucket_id
-            heappop(heap)
-        return None
-
-    def pop(self) -> tuple[int, int | None]:
-        """Remove the lowest; return its bucket, and the lowest rank of the others."""
-        first = self.first()
-        assert first is not None, "nothing is ranked"
-        del self.ranks[first[1]]
-        heappop(self._heap)
-        following = self.first()
-        return first[1], None if following is None else following[0]
-
-
 class BucketDirectory:
     """The buckets of one queue, and its groups in turn.
 
@@ -108,13 +63,15 @@ class BucketDirectory:
     def __init__(self) -> None:
         # bucket id -> Tally, in the order of ids
         self.buckets: Any = SortedDict()
-        self.lanes: dict[bytes, dict[bytes, Ranking]] = {}
+        # By group and lane: the rank of the lane's first message in each bucket.
+        self.lanes: dict[bytes, dict[bytes, DueHeap[int]]] = {}
         # The first group is next in turn.
         self.ring: OrderedDict[bytes, None] = OrderedDict()
         self.held: dict[bytes, dict[int, int]] = {}
         self.blocked: set[bytes] = set()
-        self.late = Ranking()
-        self.oldest = Ranking()
+        # By bucket: the rank by time of its first delayed message; its oldest waiting message.
+        self.late: DueHeap[int] = DueHeap()
+        self.oldest: DueHeap[int] = DueHeap()
 
     def adopt(self, bucket_id: int, summary: Summary) -> None:
         """Add a bucket by its summary. Turns begin with :meth:`start_turns`."""
@@ -209,11 +166,11 @@ class BucketDirectory:
         row: Tally = self.buckets.pop(bucket_id)
         return row
 
-    def _ranking(self, lane: bytes) -> Ranking:
+    def _ranking(self, lane: bytes) -> DueHeap[int]:
         lanes = self.lanes.setdefault(group_of(lane), {})
         ranking = lanes.get(lane)
         if ranking is None:
-            ranking = lanes[lane] = Ranking()
+            ranking = lanes[lane] = DueHeap()
         return ranking
 
 
@@ -232,7 +189,7 @@ class BucketCache:
         self._directories: Directories[BucketDirectory] = Directories()
         self._queues: dict[int, Queue] = {}
         # queue number -> when its first delayed message comes due
-        self._due = Ranking()
+        self._due: DueHeap[int] = DueHeap()
         # (queue number, bucket id) -> bucket, the longest unused first
         self._open: OrderedDict[tuple[int, int], OpenBucket] = OrderedDict()
         self._open_bytes = 0

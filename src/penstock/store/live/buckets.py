@@ -122,9 +122,7 @@ class BucketActive(BucketCache):
             directory.set_head(item.lane, bucket.id, bucket.head(item.lane))
         if late:
             directory.late.set(bucket.id, bucket.due_rank())
-            due_ms = self._due.ranks.get(queue.number)
-            if due_ms is None or item.visible_at_ms < due_ms:
-                self._due.set(queue.number, item.visible_at_ms)
+            self._due.lower(queue.number, item.visible_at_ms)
         elif directory.blocked:
             # On a FIFO queue it may stand before the head that its group waits for.
             directory.unblock(group_of(item.lane))
@@ -244,7 +242,10 @@ class BucketActive(BucketCache):
                 if first != ranking.first():
                     # Opening it has shown that the directory was wrong about it.
                     continue
-                bucket_id, below = ranking.pop()
+                bucket_id = first[1]
+                ranking.set(bucket_id, None)
+                following = ranking.first()
+                below = None if following is None else following[0]
                 count = bucket.takeable(lane, limit - len(taken), below)
                 if count:
                     changed[bucket_id] = bucket
@@ -293,7 +294,7 @@ class BucketActive(BucketCache):
         for bucket_id in list(directory.buckets):
             # Opening a bucket may remove it, or another.
             known = directory.buckets.get(bucket_id)
-            oldest = directory.oldest.ranks.get(bucket_id)
+            oldest = directory.oldest.get(bucket_id)
             is_late = oldest is None or oldest > highest
             if known is None or (is_late and not known.in_flight):
                 continue
@@ -441,7 +442,7 @@ class BucketActive(BucketCache):
                 delayed = {bucket_id + offset for offset in decode_summary(summary or b"").late}
                 if record != bucket.record() or delayed != bucket.late_claims:
                     facts["open bucket", bucket_id] = True
-        due_ms = self._due.ranks.get(queue.number)
+        due_ms = self._due.get(queue.number)
         return Beliefs(facts, {} if due_ms is None else {("delays",): due_ms})
 
 

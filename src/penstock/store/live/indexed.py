@@ -1,28 +1,13 @@
 """The indexed design: one record per message, and a sorted index of what can be claimed.
 
-This is Queueber's layout made for many queues. Its namespaces are tables here, so the keys drop
-the namespace prefix; a queue's number takes its place::
-
-    table available         queue u32 | id u64          StoredItem (codec/stored.py): waiting
-    table in_progress       queue u32 | id u64          the same record, with its lease filled in
-    table visibility_index  01 | queue u32 | lane | visible_at u64 | id u64   key of `available`
-                            00 | queue u32 | visible_at u64 | id u64          the same, then lane
-    table groups            queue u32 | group           u32: FIFO messages in flight: group is held
-
-All big-endian. A lane is ``terminated(group) | 255 - priority``. What can be claimed stands under
-01, in the order in which it is claimed; what is delayed stands under 00 in the order in which it
-comes due, and moves over when it does. On a FIFO queue ``visible_at`` is 0 in the 01 key, so that
-ids alone decide, and a delayed message stands under both: it holds its place, and its group.
-
 Claims delete at the head of the index, and an LSM tree steps over what was deleted until it is
 compacted. So memory keeps, for every lane in use, the lowest key that may be alive, and a scan
-starts there.
+starts there. The key map is at the top of :mod:`penstock.store.live.indexed_directory`.
 """
 
 from __future__ import annotations
 
 import logging
-from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
@@ -35,6 +20,7 @@ from penstock.store.kv.fronts import DueHeap, Fronts
 from penstock.store.live import NO_LEASE, Directories, Item, count_attempt, group_of
 from penstock.store.live.indexed_directory import (
     DELAYED,
+    KNOWN_KEYS,
     PAST,
     READY,
     RECENT_BYTES,
@@ -106,10 +92,9 @@ class IndexedActive:
         self._queues[queue.number] = queue
         self.damage.pop(queue.number, None)
         self._due.set(queue.number, None)
-        held, timer = partial(self._find_held, queue), partial(self._find_timer, queue)
-        for find in (held, timer, partial(Directory.find_lanes, index=self._index)):
+        for find in (self._find_held, self._find_timer, lambda _, it: it.find_lanes(self._index)):
             try:
-                find(directory)
+                find(queue, directory)
             except StoreDamaged as error:
                 log.error("queue %s: not all of it is known: %s", queue.name, str(error))  # noqa: TRY400
                 self.damage[queue.number] = error.anew()
@@ -146,7 +131,7 @@ class IndexedActive:
         put = batch.put
         available, index = self._available.family, self._index.family
         prefix, number, fifo = directory.prefix, queue.number, queue.fifo
-        ring, fresh = directory.ring, self._recent.fresh
+        ring, known, fresh = directory.ring, directory.known, self._recent.fresh
         if len(fresh) > RECENT_ITEMS:
             fresh.clear()
         delayed = 0
@@ -181,13 +166,18 @@ class IndexedActive:
             if len(record) <= RECENT_BYTES:
                 fresh[main] = (record, item)
             put(key, main, index)
-            # The usual case (the lane is known and its lowest key is lower) costs two look-ups.
+            # The usual case (the lane is in use and its lowest key is lower) costs a few look-ups.
             lanes = ring.get(lane[:-1])
             if lanes is None or lanes.get(lane, b"\xff") > key:
-                directory.offer(lane, key)
+                directory.add(lane, key, learn=not fifo and not self.damage)
                 if fifo and visible_at <= now_ms:
                     # It may stand before the head that the group waits for.
                     directory.unblock(lane[:-1])
+            elif (keys := known.get(lane)) is not None:
+                if key > keys[-1] and len(keys) < KNOWN_KEYS:
+                    keys.append(key)
+                else:
+                    del known[lane]
         if items:
             lowest, number4 = pack_main(number, lowest_id), queue.number4
             if lowest < self._available_fronts.get(number4, number4):
@@ -201,7 +191,7 @@ class IndexedActive:
         while budget > 0 and (first := self._due.first()) and first[0] <= now_ms:
             number = first[1]
             queue, directory = self._queues[number], self._directories[number]
-            prefix = DELAYED + number.to_bytes(4, "big")
+            prefix = DELAYED + queue.number4
             # One more than the budget tells when the next is due.
             try:
                 rows = self._timer_fronts.scan(prefix, past(prefix), budget + 1)
@@ -298,6 +288,9 @@ class IndexedActive:
             room = limit - len(picked)
             if not room:
                 break
+            if lane in directory.known:
+                picked += directory.take_known(lanes, lane, room)
+                continue
             end = directory.prefix + lane + PAST
             rows, damage = scan_readable(self._index, lanes[lane], end, room + 1)
             if damage is not None:
@@ -416,8 +409,7 @@ class IndexedActive:
 
     def _lose_entries(self, queue: Queue, main: bytes) -> None:
         """Put the index entries of a lost message aside: nothing else knows which they are."""
-        number = queue.number.to_bytes(4, "big")
-        for region in (DELAYED + number, READY + number):
+        for region in (DELAYED + queue.number4, READY + queue.number4):
             for key, value in rows_of(self._index, region, past(region)):
                 if key[-8:] == main[4:]:
                     self._lose(queue, key, value)
@@ -428,14 +420,12 @@ class IndexedActive:
             return
         self.healed += 1
         counts = queue.counts
+        region = DELAYED + queue.number4
+        timers = rows_of(self._index, region, past(region)) if queue.fifo else ()
         if key[:1] == DELAYED:
             counts.delayed = max(0, counts.delayed - 1)
-        elif not (queue.fifo and self._has_timer(queue, key[-8:])):
+        elif not any(timer[-8:] == key[-8:] for timer, _ in timers):
             counts.available = max(0, counts.available - 1)
-
-    def _has_timer(self, queue: Queue, id8: bytes) -> bool:
-        region = DELAYED + queue.number.to_bytes(4, "big")
-        return any(key[-8:] == id8 for key, _ in rows_of(self._index, region, past(region)))
 
     # --- in flight -----------------------------------------------------------------------
 
@@ -447,9 +437,8 @@ class IndexedActive:
             return found
         missing = [at for at, item in enumerate(found) if item is None]
         mains = [pack_main(number, keys[at]) for at in missing]
-        for at, main, record in zip(
-            missing, mains, self._in_progress.multi_get(mains), strict=True
-        ):
+        records = self._in_progress.multi_get(mains)
+        for at, main, record in zip(missing, mains, records, strict=True):
             if record is not None:
                 found[at] = self._item(queue, State.IN_FLIGHT, main, record)
         return found
@@ -468,9 +457,8 @@ class IndexedActive:
         delete, family, number = batch.delete, self._in_progress.family, queue.number
         forget = self._recent.claimed.pop
         for item in items:
-            key = item.key
-            forget((number, key), None)
-            delete(pack_main(number, key), family)
+            forget((number, item.key), None)
+            delete(pack_main(number, item.key), family)
         queue.counts.in_flight -= len(items)
         if queue.fifo:
             self._directories[number].unhold_all(batch, items)
@@ -498,9 +486,8 @@ class IndexedActive:
 
     def _recount_held(self, batch: Batch, queue: Queue, directory: Directory) -> None:
         """Count anew what each FIFO group has in flight."""
-        number = queue.number.to_bytes(4, "big")
         counts: dict[bytes, int] = {}
-        for main, record in rows_of(self._in_progress, number, past(number)):
+        for main, record in rows_of(self._in_progress, queue.number4, past(queue.number4)):
             item = self._item(queue, State.IN_FLIGHT, main, record)
             if item is not None:
                 counts[group_of(item.lane)] = counts.get(group_of(item.lane), 0) + 1
@@ -548,11 +535,10 @@ class IndexedActive:
         self, queue: Queue, state: State, after: bytes, limit: int
     ) -> tuple[list[Item], bytes | None]:
         """Read a page: available in claim order, delayed by due time, in flight by id."""
-        number = queue.number.to_bytes(4, "big")
+        number = queue.number4
         prefix = {State.IN_FLIGHT: b"", State.AVAILABLE: READY, State.DELAYED: DELAYED}[state]
         if after and not after.startswith(prefix + number):
             raise InvalidInput("not a cursor of this queue and state; pass a page's next_cursor")
-        found: list[Item | None]
         if state is State.IN_FLIGHT:
             rows = self._in_progress_fronts.page(number, past(number), after, limit + 1)
             found = [self._item(queue, state, main, record) for main, record in rows[:limit]]
@@ -576,8 +562,7 @@ class IndexedActive:
 
     def oldest(self, queue: Queue) -> Item | None:
         """Return the waiting message with the lowest id."""
-        number = queue.number.to_bytes(4, "big")
-        rows = self._available_fronts.scan(number, past(number), 1)
+        rows = self._available_fronts.scan(queue.number4, past(queue.number4), 1)
         return self._item(queue, State.AVAILABLE, *rows[0]) if rows else None
 
     def beliefs(self, queue: Queue) -> Beliefs:

@@ -1,8 +1,21 @@
 """Keys of the visibility index, and the memory of the indexed design.
 
 A :class:`Directory` knows the groups and lanes of one queue. :class:`Recent` keeps messages that
-were just published or claimed, so that the claim or the ack that follows reads nothing. The key
-map is at the top of :mod:`penstock.store.live.indexed`.
+were just published or claimed, so that the claim or the ack that follows reads nothing.
+
+This is Queueber's layout made for many queues. Its namespaces are tables here, so the keys drop
+the namespace prefix; a queue's number takes its place::
+
+    table available         queue u32 | id u64          StoredItem (codec/stored.py): waiting
+    table in_progress       queue u32 | id u64          the same record, with its lease filled in
+    table visibility_index  01 | queue u32 | lane | visible_at u64 | id u64   key of `available`
+                            00 | queue u32 | visible_at u64 | id u64          the same, then lane
+    table groups            queue u32 | group           u32: FIFO messages in flight: group is held
+
+All big-endian. A lane is ``terminated(group) | 255 - priority``. What can be claimed stands under
+01, in the order in which it is claimed; what is delayed stands under 00 in the order in which it
+comes due, and moves over when it does. On a FIFO queue ``visible_at`` is 0 in the 01 key, so that
+ids alone decide, and a delayed message stands under both: it holds its place, and its group.
 """
 
 from __future__ import annotations
@@ -30,6 +43,8 @@ _SLOT_BYTES: Final = 16
 PAST: Final = b"\xff" * (_SLOT_BYTES + 1)
 # Bounds of recent messages: some 20 MB of each kind at the very most.
 RECENT_ITEMS: Final = 20_000
+# A lane of which all keys are in memory has up to so many.
+KNOWN_KEYS: Final = 100
 RECENT_BYTES: Final = 1_024
 
 _main: Final = Struct(">IQ")
@@ -83,9 +98,13 @@ class Held:
 
 
 class Directory:
-    """A queue's groups in turn, and the lowest key that may be alive of every lane."""
+    """A queue's groups in turn, and the lowest key that may be alive of every lane.
 
-    __slots__ = ("_groups", "held", "prefix", "ring")
+    ``known`` has all keys of a short lane, ascending, since it was empty: a claim reads no index
+    for those. A lane that is not there has to be read.
+    """
+
+    __slots__ = ("_groups", "held", "known", "prefix", "ring")
 
     def __init__(self, number: int, groups: Table) -> None:
         self._groups = groups
@@ -93,6 +112,7 @@ class Directory:
         # group -> {lane: lowest key that may be alive}; the first group is next in turn
         self.ring: OrderedDict[bytes, dict[bytes, bytes]] = OrderedDict()
         self.held: dict[bytes, Held] = {}
+        self.known: dict[bytes, list[bytes]] = {}
 
     def all_lanes(self) -> Iterator[dict[bytes, bytes]]:
         """Give the lanes of every group, held or not."""
@@ -133,6 +153,7 @@ class Directory:
 
     def offer(self, lane: bytes, key: bytes) -> None:
         """Note that a key can be claimed."""
+        self.known.pop(lane, None)
         group = group_of(lane)
         held = self.held.get(group)
         lanes = self.ring.get(group) if held is None else held.lanes
@@ -143,11 +164,34 @@ class Directory:
             if lowest is None or key < lowest:
                 lanes[lane] = key
 
+    def add(self, lane: bytes, key: bytes, *, learn: bool) -> None:
+        """Note a new key that is the lowest of its lane.
+
+        ``learn``: keep all keys of the lane from here on if it was empty.
+        """
+        is_empty = lane not in self.ring.get(lane[:-1], ())
+        self.offer(lane, key)
+        if learn and is_empty:
+            self.known[lane] = [key]
+
+    def take_known(
+        self, lanes: dict[bytes, bytes], lane: bytes, room: int
+    ) -> list[tuple[bytes, bytes]]:
+        """Take up to so many keys of a lane of which all are known; values are not needed."""
+        keys = self.known.pop(lane)
+        if len(keys) > room:
+            self.known[lane] = keys[room:]
+            lanes[lane] = keys[room]
+        else:
+            del lanes[lane]
+        return [(key, b"") for key in keys[:room]]
+
     def move_on(self, lane: bytes, gone: set[bytes], index: Table) -> None:
         """Note what a lane begins with now that keys of it are gone.
 
         A group without any lane must not take a turn: others would go without their share.
         """
+        self.known.pop(lane, None)
         group = group_of(lane)
         held = self.held.get(group)
         lanes = self.ring.get(group, {}) if held is None else held.lanes

@@ -335,20 +335,22 @@ class _Head(msgspec.Struct, array_like=True):
 
 _LAST_KIND: Final = len(Request.__subclasses__())
 # Errors of a decoder for bytes that are no frame of this protocol.
-_UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 _hellos: Final = msgspec.msgpack.Decoder(Hello)
 _requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(
     reduce(or_, Request.__subclasses__())
 )
 _heads: Final = msgspec.msgpack.Decoder(_Head)
 _answers: Final[msgspec.msgpack.Decoder[ServerFrame]] = msgspec.msgpack.Decoder(ServerFrame)
+decode_answer: Final = _answers.decode
+decode_request: Final = _requests.decode
 
 
 def read_hello(frame: memoryview | bytes) -> Hello:
     """Read the first frame of a client."""
     try:
         hello = _hellos.decode(frame)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise InvalidInput(f"not a greeting: {error}") from None
     if hello.magic != MAGIC or hello.version < OLDEST_VERSION:
         raise InvalidInput(
@@ -365,16 +367,16 @@ def read_request(frame: memoryview | bytes) -> Request | Failure:
     :class:`~penstock.errors.InvalidInput`.
     """
     try:
-        return _requests.decode(frame)
+        return decode_request(frame)
     except msgspec.ValidationError as error:
         why = str(error)
     except UnicodeDecodeError as error:
         why = f"a text is not UTF-8: {error}"
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise InvalidInput(f"not a request: {error}") from None
     try:
         head = _heads.decode(frame)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise InvalidInput(f"not a request: {error}") from None
     if not 1 <= head.kind <= _LAST_KIND:
         why = f"there is no request of kind {head.kind} in version {VERSION} of the protocol"
@@ -384,8 +386,8 @@ def read_request(frame: memoryview | bytes) -> Request | Failure:
 def read_server_frame(frame: memoryview | bytes) -> ServerFrame:
     """Read what a server sent."""
     try:
-        return _answers.decode(frame)
-    except _UNREADABLE as error:
+        return decode_answer(frame)
+    except UNREADABLE as error:
         raise InvalidInput(f"not an answer: {error}") from None
 
 

@@ -38,7 +38,7 @@ import msgspec
 from penstock.engines import damaged, rows_of
 from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.model import State
-from penstock.store.check_report import AuditReport, Findings, Kind, Violation
+from penstock.store.check_report import KEPT, AuditReport, Findings, Kind, Violation
 from penstock.store.codec import opendata, records
 from penstock.store.codec.encodings import terminated
 from penstock.store.codec.log import SEQ_BLOCK_KEY
@@ -227,11 +227,12 @@ class _Reading(tables.Rows):
                 (partial(active.put_back, now_ms=floor_ms), landing),
                 (partial(active.add, now_ms=floor_ms), self._homeless.get(number, [])),
             )
-            for verb, items in verbs:
-                batch = core.engine.batch()
-                verb(batch, queue, [item for item in items if item is not None])
-                # Counters are left to the next reading.
-                core.commit(batch, (), self.now_ms)
+            for verb, found in verbs:
+                if items := [item for item in found if item is not None]:
+                    batch = core.engine.batch()
+                    verb(batch, queue, items)
+                    # Counters are left to the next reading.
+                    core.commit(batch, (), self.now_ms)
 
     # --- queues ------------------------------------------------------------------------------
 
@@ -441,10 +442,9 @@ class _Reading(tables.Rows):
         for (number, _), keys in self._flight.items():
             self._landing.setdefault(number, []).extend(keys)
             for key in keys:
+                table, row = self._live.place(queues[number], key, in_flight=True)
                 text = f"queue {queues[number].name}: no lease lists {key}, which is in flight"
-                self.violate(
-                    Kind.STRAY, *self._live.place(queues[number], key, in_flight=True), text
-                )
+                self.violate(Kind.STRAY, table, row, text)
 
     # --- payloads ----------------------------------------------------------------------------
 
@@ -459,7 +459,6 @@ class _Reading(tables.Rows):
             for _, how, value in names:
                 holders += how == _HELD
                 known[how] = value
-            self.count("payloads", _PAYLOAD in known)
             number = known.get(_PENDING)
             if number is not None:
                 cursor = self._cursors.get(number, 0)
@@ -487,11 +486,12 @@ class _Reading(tables.Rows):
 
     def _names(self, log: LogAudit) -> Iterator[tuple[int, int, int]]:
         """Name messages in the order of ids: (id, how, a number)."""
-        payloads = all_of(self.table("payloads"), opendata.payload_prefix(), page=LARGE_PAGE)
-        counts = all_of(self.table("payloads"), _REFERENCES)
+        prefix = opendata.payload_prefix()
+        payloads = self.parsed("payloads", prefix, "payloads", _parse_name, page=LARGE_PAGE)
+        counts = self.parsed("payloads", _REFERENCES, "reference counts", _parse_name)
         return merge(
-            ((int.from_bytes(key[2:], "big"), _PAYLOAD, 0) for key, _ in payloads),
-            ((int.from_bytes(k[2:], "big"), _COUNT, int.from_bytes(v, "big")) for k, v in counts),
+            (name for _, name in payloads),
+            (name for _, name in counts),
             ((id_, _HELD, 0) for id_ in sorted(self._held)),
             ((id_, _UNROUTED, 0) for id_ in sorted(log.unrouted)),
             sorted((id_, _PENDING, number) for number, ids in log.pending.items() for id_ in ids),
@@ -520,7 +520,8 @@ class _Reading(tables.Rows):
                 log.note_unrouted(id_)
         elif self.aside_unknown or id_ in self.aside_ids:
             text = f"no queue holds message {id_}, but a row in the quarantine may have"
-            self.note(Kind.GARBAGE, "payloads", key, text)
+            if len(self.notes) < KEPT:
+                self.notes.append(Violation(Kind.GARBAGE, "payloads", key.hex(), text))
         else:
             self.mend(Kind.GARBAGE, "payloads", key, None, f"no queue holds message {id_}")
             self.write("payloads", count_key, None)
@@ -576,6 +577,14 @@ def _parse_attempt(key: bytes, value: bytes) -> tuple[int, int]:
     if records.decode_attempt(value).outcome >= _OUTCOMES:
         raise CorruptRecord("an attempt with an unknown outcome")
     return message_id, number or 0
+
+
+def _parse_name(key: bytes, value: bytes) -> tuple[int, int, int]:
+    if len(key) != 10:
+        raise CorruptRecord(f"the key of a payload or a count has {len(key)} bytes, not 10")
+    is_count = key.startswith(_REFERENCES)
+    how, number = (_COUNT, int.from_bytes(value, "big")) if is_count else (_PAYLOAD, 0)
+    return int.from_bytes(key[2:], "big"), how, number
 
 
 def _parse_unclaimed(key: bytes, packed: bytes) -> list[int]:

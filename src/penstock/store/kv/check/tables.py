@@ -102,7 +102,10 @@ class Rows(Findings):
         """Report a row, or the message ``part`` in it, and move that to the quarantine."""
         self.violate(getattr(why, "kind", Kind.UNDECODABLE), table, key, str(why))
         self.note_aside(table, key + part)
-        self.quarantine(table, key + part, value, str(why))
+        if self.repair:
+            # The next commit moves it.
+            self._room(len(key) + len(value))
+            self.core.quarantine(table, key + part, value, str(why))
 
     def note_aside(self, table: str, key: bytes) -> None:
         """Remember the message of a quarantined row, or that the row holds many."""
@@ -295,7 +298,7 @@ def check_dedup(rows: Rows) -> None:
         message_id, expires_at_ms = _pair.unpack(value)
         return message_id, expires_at_ms
 
-    lists: dict[bytes, list[bytes]] = {}
+    missing: dict[bytes, list[bytes]] = {}
     listed: set[tuple[bytes, int]] = set()
     for _, (expires_at_ms, keys) in rows.parsed("dedup", b"\x01", "dedup rows", parse_list):
         listed.update((key, expires_at_ms) for key in keys)
@@ -304,10 +307,14 @@ def check_dedup(rows: Rows) -> None:
             text = f"the dedup id of message {message_id} would never be forgotten"
             rows.violate(Kind.MISSING_ENTRY, "dedup", key, text)
             row = b"\x01" + _pair.pack(expires_at_ms, message_id)
-            lists.setdefault(row, []).append(key)
-    for row, keys in lists.items():
-        # A row that lists others has them listed anew by the next reading.
-        rows.write("dedup", row, msgspec.msgpack.encode(keys))
+            missing.setdefault(row, []).append(key)
+    for row, keys in missing.items():
+        known: list[bytes] = []
+        with suppress(msgspec.MsgspecError):
+            known = msgspec.msgpack.decode(
+                rows.table("dedup").get(row) or b"\x90", type=list[bytes]
+            )
+        rows.write("dedup", row, msgspec.msgpack.encode([*known, *keys]))
 
 
 # --- the log ------------------------------------------------------------------------------------
