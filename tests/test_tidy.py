@@ -319,7 +319,7 @@ BUDGETS = {
     "broker": 2_050,
     "cli": 2_620,
     "client": 2_390,
-    "engines": 3_280,
+    "engines": 3_270,
     "filters": 1_810,
     "flight": 3_420,
     "importers": 900,
@@ -330,7 +330,7 @@ BUDGETS = {
     "store/codec": 2_090,
     "store/kv": 6_260,
     "store/live": 2_460,
-    "store/sql": 10_030,
+    "store/sql": 6_770,
     "wire": 2_410,
     "worker": 2_950,
 }

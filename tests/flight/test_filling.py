@@ -137,11 +137,11 @@ def test_a_fill_that_was_interrupted_goes_on(
     steps = []
     step = broker._store.fill
 
-    def failing(*args: object) -> object:
+    def failing(*args: Any, **options: Any) -> object:
         steps.append(args)
         if len(steps) == 2:
             raise penstock.StorageFailed("the disk is on fire")
-        return step(*args)  # type: ignore[arg-type]
+        return step(*args, **options)
 
     monkeypatch.setattr(broker._store, "fill", failing)
     with pytest.raises(penstock.StorageFailed, match="on fire"):

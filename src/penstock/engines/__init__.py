@@ -1,6 +1,6 @@
-"""Ordered bytes with atomic commit. Knows nothing of queues.
+"""Ordered bytes with atomic commit. Engines know nothing of queues.
 
-An engine holds named *tables* (column families) of sorted keys. Reads see what was committed;
+An engine holds named *tables* (column families) of sorted keys. Reads see every committed batch;
 a :class:`Batch` commits whole or not at all; ``sync`` makes everything committed before it
 durable. One process owns an engine, and the layer above lets one thread at a time commit.
 """
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from penstock.errors import PenstockError
 
-# What a batch needs to name a table. The RocksDB engine hands out the library's own handles and
-# batches, so that a put costs one call and no wrapper; hence an opaque type.
+# Names a table to a batch. The RocksDB engine hands out the library's own handles and batches, so
+# that a put costs one call and no wrapper; hence an opaque type.
 Family = Any
 # So many letters in a row are a name, fewer are chance.
 _READABLE = 4
@@ -74,7 +74,7 @@ class Table(Protocol):
 
 
 class View(Protocol):
-    """All tables as they were at one moment. Reading it blocks nobody; let go of it soon.
+    """All tables as they were at one moment. Reading it blocks nobody; close it soon.
 
     One thread at a time may use a view.
     """
@@ -83,7 +83,7 @@ class View(Protocol):
         """Return a table as it was."""
 
     def close(self) -> None:
-        """Let go of what the view pins."""
+        """Drop the view and the files that it pins."""
 
 
 class Engine(Protocol):
@@ -99,23 +99,23 @@ class Engine(Protocol):
 
     @property
     def away(self) -> PenstockError | None:
-        """Why it takes no writes at present, from memory alone and from any thread."""
+        """Why the engine takes no writes at present; any thread may ask, without I/O."""
 
     def recover(self, alone: AbstractContextManager[None], load: Callable[[], None]) -> None:
         """Make an engine that is away take writes again, or raise why it does not.
 
-        ``alone`` is entered for as long as nobody else may use it. What was not durable may be
-        gone then: ``load`` is called to read again what is kept in memory.
+        It enters ``alone`` for as long as no other thread may use it. Changes that were not durable
+        may be gone then: it calls ``load``, with which the caller rebuilds its memory.
         """
 
     def free_bytes(self) -> int | None:
-        """Return how many bytes its disk has left; None if nobody can tell."""
+        """Return how many bytes its disk has left; None if that is unknown."""
 
     def batch(self, *, growth: int = 0) -> Batch:
         """Begin a batch; raise if the engine is away, before anything has been changed.
 
-        One that brings so many bytes of new messages is refused with DiskFull if that would leave
-        less free than the reserve, from which all others live.
+        ``growth``: the bytes of new messages. The engine refuses a batch with DiskFull if those
+        would leave less than the reserve, which is for batches without new messages.
         """
 
     def commit(self, batch: Batch) -> None:
@@ -131,9 +131,9 @@ class Engine(Protocol):
         """Make everything committed before this call durable. May be called from any thread."""
 
     def checkpoint(self, path: Path) -> None:
-        """Copy the present state into a directory that is not there yet, to be opened as it is.
+        """Copy the present state into a new directory, ready to be opened.
 
-        Files that do not change are shared with it where the file system can.
+        Hard links share files that do not change, where the file system can.
         """
 
     def on_lost(self, told: Callable[[PenstockError], None]) -> None:
@@ -143,7 +143,7 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Sync and let go of the database."""
+        """Sync and close the database."""
 
 
 def rows_of(
@@ -158,7 +158,7 @@ def rows_of(
 
 
 def get_each(table: Table, keys: list[bytes]) -> Sequence[bytes | StoreDamaged | None]:
-    """Read many values; of one that can't be read, give the error."""
+    """Read many values; for an unreadable one, return the error."""
     try:
         return table.multi_get(keys)
     except StoreDamaged:
@@ -175,14 +175,14 @@ def _get(table: Table, key: bytes) -> bytes | StoreDamaged | None:
 def scan_readable(
     table: Table, begin: bytes, end: bytes, limit: int
 ) -> tuple[Sequence[tuple[bytes, bytes]], StoreDamaged | None]:
-    """Read up to ``limit`` pairs of [begin, end) as far as they can be read, and why no further."""
+    """Read up to ``limit`` readable pairs of [begin, end); return why no more could be read."""
     found: list[tuple[bytes, bytes]] = []
     try:
         return table.scan(begin, end, limit), None
     except StoreDamaged:
         pass
     try:
-        # One at a time: not a step is taken beyond what can be read.
+        # One at a time: no step goes beyond the readable pairs.
         while len(found) < limit and (rows := table.scan(begin, end, 1)):
             found += rows
             begin = rows[0][0] + b"\0"
@@ -192,7 +192,7 @@ def scan_readable(
 
 
 def damaged(table: str, begin: bytes, end: bytes, why: str) -> StoreDamaged:
-    """Make the error of a range of keys that can't be read: part of [begin, end), or all of it."""
+    """Make the error of an unreadable range of keys: part of [begin, end), or all of it."""
     return StoreDamaged(
         f"table {table!r} can't be read between {_shown(begin)} and {_shown(end)}: {why}",
         table=table,

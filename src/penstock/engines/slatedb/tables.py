@@ -82,11 +82,26 @@ class Rows:
         source = self._open
         if limit <= 0 or begin >= end:
             return []
+        keys = KeyRange(start=begin, start_inclusive=True, end=end, end_inclusive=False)
+
+        async def read_page(*, ahead: bool) -> list[KeyValue]:
+            options = ScanOptions(
+                durability_filter=DurabilityLevel.MEMORY,
+                dirty=False,
+                read_ahead_bytes=1 << 20 if ahead else 1,
+                cache_blocks=True,
+                max_fetch_tasks=2 if ahead else 1,
+                order=order,
+            )
+            rows = await source.scan_with_options(keys, options)
+            page: list[KeyValue] = await rows.next_batch(limit)
+            return page
+
         try:
-            rows = self._run([_page(source, begin, end, limit, order, ahead=limit > 1)])[0]
+            rows = self._run([read_page(ahead=limit > 1)])[0]
         except StoreDamaged:
             # It may be beyond the wanted rows.
-            rows = self._run([_page(source, begin, end, limit, order, ahead=False)])[0]
+            rows = self._run([read_page(ahead=False)])[0]
         return [(row.key, row.value) for row in rows]
 
     def _run(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -97,29 +112,6 @@ class Rows:
         # Rows count only if the source was still good after they were read.
         self.check()
         return results
-
-
-async def _page(
-    source: RowSource,
-    begin: bytes,
-    end: bytes,
-    limit: int,
-    order: IterationOrder | None,
-    *,
-    ahead: bool,
-) -> list[KeyValue]:
-    keys = KeyRange(start=begin, start_inclusive=True, end=end, end_inclusive=False)
-    options = ScanOptions(
-        durability_filter=DurabilityLevel.MEMORY,
-        dirty=False,
-        read_ahead_bytes=1 << 20 if ahead else 1,
-        cache_blocks=True,
-        max_fetch_tasks=2 if ahead else 1,
-        order=order,
-    )
-    rows = await source.scan_with_options(keys, options)
-    page: list[KeyValue] = await rows.next_batch(limit)
-    return page
 
 
 def _dense(keys: list[bytes]) -> tuple[bytes, bytes] | None:

@@ -115,7 +115,14 @@ class OpenBucket:
             bucket.flight[claim_id] = item
             bucket._flight_bytes[claim_id] = raw
             bucket._hold(lane, 1)
-        bucket._check(len(available) + len(in_flight))
+        exponent, number = opendata.split_id(bucket_id)
+        end = bucket_id + opendata.capacity(exponent)
+        claims = bucket.waiting.keys() | bucket.flight.keys()
+        for claim_id in claims:
+            if not bucket_id <= claim_id < end:
+                raise CorruptRecord(f"active v2: claim {claim_id:#x} is not of bucket {number}")
+        if len(claims) != len(available) + len(in_flight):
+            raise CorruptRecord("active v2: a claim stands twice in its bucket")
         bucket.late.sort()
         for lane, positions in bucket.lanes.items():
             positions.sort()
@@ -123,15 +130,6 @@ class OpenBucket:
         bucket._oldest_is_gone = True
         bucket.cost = len(value) * 2 + _MESSAGE_OVERHEAD_BYTES * len(bucket)
         return bucket
-
-    def _check(self, elements: int) -> None:
-        exponent, number = opendata.split_id(self.id)
-        end = self.id + opendata.capacity(exponent)
-        for claim_id in (*self.waiting, *self.flight):
-            if not self.id <= claim_id < end:
-                raise CorruptRecord(f"active v2: claim {claim_id:#x} is not of bucket {number}")
-        if len(self.waiting.keys() | self.flight.keys()) != elements:
-            raise CorruptRecord("active v2: a claim stands twice in its bucket")
 
     def record(self) -> bytes:
         """Join the bucket's record."""
@@ -180,8 +178,7 @@ class OpenBucket:
 
     def head(self, lane: bytes) -> int | None:
         """Return the rank of the first message of a lane."""
-        positions = self.lanes.get(lane)
-        return positions[0][0] if positions else None
+        return self.lanes[lane][0][0] if lane in self.lanes else None
 
     def due_rank(self) -> int | None:
         """Return the rank, by time, of the first delayed message."""

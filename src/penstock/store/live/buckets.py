@@ -306,14 +306,12 @@ class BucketActive(BucketCache):
 
     def in_flight_by_message(self, queue: Queue, message_id: int) -> Item | None:
         """Look a message up in flight, in every bucket that has something in flight."""
-        for bucket in self._holding(queue, State.IN_FLIGHT, 0):
-            for item in bucket.flight.values():
-                if item.message_id == message_id:
-                    return replace(item)
-        return None
+        buckets = self._holding(queue, State.IN_FLIGHT, 0)
+        flying = (item for bucket in buckets for item in bucket.flight.values())
+        return next((replace(item) for item in flying if item.message_id == message_id), None)
 
     def settle(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
-        """Take messages out of their buckets, and let go of FIFO groups."""
+        """Take messages out of their buckets, and free their FIFO groups."""
         self.put_back(batch, queue, items, None)
 
     def pass_over(self, queue: Queue, items: Sequence[Item]) -> None:

@@ -20,7 +20,6 @@ over a slow line is not cut off.
 
 from __future__ import annotations
 
-import logging
 import threading
 from contextlib import contextmanager
 from math import ceil, inf
@@ -45,8 +44,6 @@ from penstock.store.sql.schema import statements_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -363,7 +360,7 @@ class Database:
         self._depth = 0
         self.execute("COMMIT")
 
-    def _execute_or_close(self, text: sql.Composable) -> None:
+    def _execute_or_close(self, text: sql.SQL | sql.Composed) -> None:
         """Execute a text that a new connection does not need: one is made if it fails."""
         try:
             if self._connection is not None and not self._connection.closed:

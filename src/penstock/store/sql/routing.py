@@ -82,9 +82,9 @@ class SqlRouting(SqlVerbs):
         self.core.refresh()
         return self._log()
 
-    def _log(self) -> LogStats:
-        core, run = self.core, self.database.run
-        segments, cursors = self._segments(), run("load_cursors")
+    def _log(self, segments: Rows | None = None) -> LogStats:
+        core, cursors = self.core, self.database.run("load_cursors")
+        segments = self._segments() if segments is None else segments
         return describe_log(core.identity.routing, core.head, core.settings, segments, cursors)
 
     def _segments(self) -> Rows:
@@ -109,8 +109,9 @@ class SqlRouting(SqlVerbs):
         """Return an offset at or before the first message of that time."""
         core = self.core
         core.refresh()
-        begin = self.earliest()
-        for _, start_offset, start_ms in self._segments():
+        segments = self._segments()
+        begin = segments[0][1] if segments else core.head.next_offset
+        for _, start_offset, start_ms in segments:
             if start_ms <= time_ms:
                 begin = start_offset
         found = self.database.run("offset_at", logs=self._logs(), earliest=begin, time_ms=time_ms)[
@@ -130,7 +131,8 @@ class SqlRouting(SqlVerbs):
         core = self.core
         core.refresh()
         policy.check_log(log, len(self._logs()))
-        stats = self._log()
+        segments = self._segments()
+        stats = self._log(segments)
         begin = max(stats.cursors[log] if begin is None else begin, stats.earliest)
         filters, until = self._filters_at(begin)
         end = stats.end if until is None else min(stats.end, until)
@@ -139,7 +141,7 @@ class SqlRouting(SqlVerbs):
             others = []
         end = policy.page_end(begin, end, core.settings.changes, others)
         rows = self._rows(log, begin, end, limit + 1)
-        if begin < self.earliest():
+        if segments and begin < segments[-1][1] and begin < self.earliest():
             # Retention was faster: removed messages must not pass for messages that never were.
             return self.read_log(log, begin, limit)
         following = rows[limit][0] if len(rows) > limit else end

@@ -44,8 +44,8 @@ from penstock.store.codec.encodings import terminated
 from penstock.store.codec.log import SEQ_BLOCK_KEY
 from penstock.store.codec.stored import decode_lease, encode_lease
 from penstock.store.kv.check import tables
-from penstock.store.kv.check.live import BucketsAudit, Census, IndexedAudit, Place
-from penstock.store.kv.check.tables import LARGE_PAGE, LAST, Derived, LogAudit, Refused, all_of
+from penstock.store.kv.check.live import BucketsAudit, IndexedAudit, Place, QueueMessages
+from penstock.store.kv.check.tables import LARGE_PAGE, LAST, DerivedRows, LogAudit, RefusedRow, scan
 from penstock.store.kv.queues import Counts, decode_counts, encode_counts
 from penstock.store.kv.state import SHARED_TABLES
 from penstock.store.live.buckets import TABLES as BUCKET_TABLES
@@ -94,7 +94,7 @@ def audit(
 
     def read(lost: set[int]) -> _Reading:
         reading = _Reading(core, repair=repair, now_ms=now_ms)
-        reading.lost, reading.aside_unknown = lost, keep_payloads
+        reading.known_lost, reading.quarantined_many = lost, keep_payloads
         reading.run()
         return reading
 
@@ -102,7 +102,7 @@ def audit(
     rounds = 1
     while repair and last.found and rounds < MAX_ROUNDS:
         core.load()
-        before, last = last, read(last.losing)
+        before, last = last, read(last.lost)
         rounds += 1
         if last.violations == before.violations:
             break
@@ -160,7 +160,7 @@ def held_ids(store: KvStore, *, now_ms: int) -> dict[str, array[int]]:
 
 
 class _Reading(tables.Rows):
-    """One reading of the store. ``losing`` are the messages that it finds without a payload."""
+    """One reading of the store. ``lost`` are the messages that it finds without a payload."""
 
     def __init__(self, core: Core, *, repair: bool, now_ms: int) -> None:
         super().__init__(core, repair=repair, now_ms=now_ms)
@@ -172,10 +172,10 @@ class _Reading(tables.Rows):
         self._held = array("Q")
         self._flight: dict[tuple[int, bytes], list[int]] = {}
         # By queue number: live messages to remove, to make available, and to add.
-        self._doomed: dict[int, list[Place]] = {}
-        self._landing: dict[int, list[int]] = {}
-        self._homeless: dict[int, list[Item]] = {}
-        self.losing: set[int] = set()
+        self._to_remove: dict[int, list[Place]] = {}
+        self._to_put_back: dict[int, list[int]] = {}
+        self._to_add: dict[int, list[Item]] = {}
+        self.lost: set[int] = set()
 
     def run(self) -> None:
         """Check every table.
@@ -212,20 +212,22 @@ class _Reading(tables.Rows):
     def _settle(self) -> None:
         """Repair: remove, make available and add messages with the store's own verbs."""
         core = self.core
-        numbers = self._doomed.keys() | self._landing.keys() | self._homeless.keys()
+        numbers = self._to_remove.keys() | self._to_put_back.keys() | self._to_add.keys()
         if numbers:
             core.load()
         for number in numbers:
             queue, floor_ms, active = core.by_number[number], self._floors_ms[number], core.active
-            doomed = self._doomed.get(number, [])
-            landing = active.find(queue, self._landing.get(number, []))
-            for item in filter(None, landing):
+            keys: dict[bool, list[int]] = {False: [], True: []}
+            for key, in_flight in self._to_remove.get(number, []):
+                keys[in_flight].append(key)
+            to_put_back = active.find(queue, self._to_put_back.get(number, []))
+            for item in filter(None, to_put_back):
                 item.visible_at_ms = floor_ms
             verbs: tuple[tuple[Callable[..., None], Sequence[Item | None]], ...] = (
-                (active.remove, active.waiting(queue, [key for key, flies in doomed if not flies])),
-                (active.settle, active.find(queue, [key for key, flies in doomed if flies])),
-                (partial(active.put_back, now_ms=floor_ms), landing),
-                (partial(active.add, now_ms=floor_ms), self._homeless.get(number, [])),
+                (active.remove, active.waiting(queue, keys[False])),
+                (active.settle, active.find(queue, keys[True])),
+                (partial(active.put_back, now_ms=floor_ms), to_put_back),
+                (partial(active.add, now_ms=floor_ms), self._to_add.get(number, [])),
             )
             for verb, found in verbs:
                 if items := [item for item in found if item is not None]:
@@ -239,24 +241,24 @@ class _Reading(tables.Rows):
     def read_queue(self, queue: Queue) -> Collection[int]:
         """Check the messages of a queue; return their ids."""
         number, counts = queue.number, self._read_counts(queue)
-        census = Census(queue, counts.time_floor_ms)
-        self._live.read(census)
-        self._check_ended(census)
-        self._check_attempts(census)
-        self._check_unclaimed(census)
-        self._check_counters(census, counts)
-        for id_, (key, in_flight) in census.doomed:
+        messages = QueueMessages(queue, counts.time_floor_ms)
+        self._live.read(messages)
+        self._check_ended(messages)
+        self._check_attempts(messages)
+        self._check_unclaimed(messages)
+        self._check_counters(messages, counts)
+        for id_, (key, in_flight) in messages.to_remove:
             table, row = self._live.place(queue, key, in_flight=in_flight)
             text = f"queue {queue.name}: message {id_} is there twice, or done and live"
             self.violate(Kind.TWICE, table, row, text)
-            self._doomed.setdefault(number, []).append((key, in_flight))
-        for key, lease in census.leases.items():
+            self._to_remove.setdefault(number, []).append((key, in_flight))
+        for key, lease in messages.leases.items():
             self._flight.setdefault((number, lease), []).append(key)
-        if census.homeless:
-            self._homeless[number] = census.homeless
+        if messages.to_add:
+            self._to_add[number] = messages.to_add
         self._floors_ms[number] = counts.time_floor_ms
-        self._held.extend(census.attempts)
-        return census.attempts.keys()
+        self._held.extend(messages.attempts)
+        return messages.attempts.keys()
 
     def _check_strangers(self) -> None:
         """Check for rows of queues that are not there, and for keys that nothing uses."""
@@ -270,7 +272,7 @@ class _Reading(tables.Rows):
                 *self._live.prefixes(queue).items(),
             ):
                 known.setdefault(name, []).extend(prefixes)
-        why = Refused(Kind.STRANGER, "a key that nothing uses, or a row of a queue that is gone")
+        why = RefusedRow(Kind.STRANGER, "a key that nothing uses, or of a queue that is gone")
         for name, prefixes in known.items():
             begin = b""
             for first, end in [*sorted(map(tables.span, prefixes)), (LAST, LAST)]:
@@ -286,16 +288,16 @@ class _Reading(tables.Rows):
 
     # --- history -----------------------------------------------------------------------------
 
-    def _check_ended(self, census: Census) -> None:
+    def _check_ended(self, messages: QueueMessages) -> None:
         """Check done and failed messages, and the index of the failed ones."""
-        queue, prefix = census.queue, _FAILED_INDEX + terminated(census.queue.id)
-        index = Derived(self, "history", prefix)
+        queue, prefix = messages.queue, _FAILED_INDEX + terminated(messages.queue.id)
+        index = DerivedRows(self, "history", prefix)
         for state, of_state in (
             (State.DONE, opendata.done_prefix(queue.id)),
             (State.FAILED, opendata.failed_prefix(queue.id)),
         ):
             what = f"{state.value} parts"
-            parts = self.parsed("history", of_state, what, _parse_part, page=LARGE_PAGE)
+            parts = self.parse("history", of_state, what, _parse_part, page=LARGE_PAGE)
             for key, (right_key, part, entries) in parts:
                 what = f"queue {queue.name}: a part of {state.value} messages"
                 if key != right_key:
@@ -303,8 +305,8 @@ class _Reading(tables.Rows):
                 elif not entries:
                     self.violate(Kind.EMPTY, "history", key, f"{what} without any")
                 self.count(f"{state.value} messages", len(entries))
-                census.next_part[state] = max(census.next_part[state], part + len(entries))
-                kept = [each for each in entries if self._keep_ended(census, state, key, each)]
+                messages.next_part[state] = max(messages.next_part[state], part + len(entries))
+                kept = [each for each in entries if self._keep_ended(messages, state, key, each)]
                 if key != right_key or not kept:
                     self.write("history", key, None)
                 if kept and (key != right_key or len(kept) < len(entries)):
@@ -315,7 +317,7 @@ class _Reading(tables.Rows):
                         index.expect(at, right_key, value, f"{what}: the index entry of one")
         index.finish(f"queue {queue.name}: no failed message is where this entry says")
 
-    def _keep_ended(self, census: Census, state: State, key: bytes, entry: _Ended) -> bool:
+    def _keep_ended(self, messages: QueueMessages, state: State, key: bytes, entry: _Ended) -> bool:
         """Take a done or failed message in; False if it has to leave its part."""
         id_ = entry.message_id
         try:
@@ -323,30 +325,30 @@ class _Reading(tables.Rows):
         except CorruptRecord as error:
             self.reject("history", key, _encode_part([entry]), error, id_.to_bytes(8, "big"))
             return False
-        if state is State.DONE and id_ not in census.ended[state]:
+        if state is State.DONE and id_ not in messages.ended[state]:
             # An acknowledged message never comes back: of two states, done is kept.
-            census.forget(id_)
-        elif id_ in census.attempts:
-            text = f"queue {census.queue.name}: message {id_} is {state.value}, and there twice"
+            messages.remove(id_)
+        elif id_ in messages.attempts:
+            text = f"queue {messages.queue.name}: message {id_} is {state.value}, and there twice"
             self.violate(Kind.TWICE, "history", key, text)
             return False
-        census.ended[state].add(id_)
-        census.attempts[id_] = entry.attempts
+        messages.ended[state].add(id_)
+        messages.attempts[id_] = entry.attempts
         return True
 
-    def _check_attempts(self, census: Census) -> None:
+    def _check_attempts(self, messages: QueueMessages) -> None:
         """Check attempts, and the marks of messages that a move has brought in."""
-        name, prefix = f"queue {census.queue.name}", opendata.attempts_prefix(census.queue.id)
-        for key, (id_, number) in self.parsed("history", prefix, "attempts", _parse_attempt):
-            if not 1 <= number <= census.attempts.get(id_, 0):
+        name, prefix = f"queue {messages.queue.name}", opendata.attempts_prefix(messages.queue.id)
+        for key, (id_, number) in self.parse("history", prefix, "attempts", _parse_attempt):
+            if not 1 <= number <= messages.attempts.get(id_, 0):
                 text = f"{name}: attempt {number} at message {id_}, which was not made"
                 self.mend(Kind.ORPHAN_ATTEMPT, "history", key, None, text)
-        for key, value in all_of(self.table("history"), _MARKS + terminated(census.queue.id)):
+        for key, value in scan(self.table("history"), _MARKS + terminated(messages.queue.id)):
             self.count("marks of moved messages")
             id_ = int.from_bytes(key[-8:], "big")
             # The key in a mark is a hint alone.
             right = value if len(value) == 8 else key[-8:]
-            is_there = id_ in census.attempts
+            is_there = id_ in messages.attempts
             text = f"{name}: the mark of message {id_}"
             self.compare("history", key, value, right if is_there else None, text)
 
@@ -363,22 +365,22 @@ class _Reading(tables.Rows):
             self.mend(Kind.UNDECODABLE, "queues", key, encode_counts(queue.counts), text)
             return msgspec.structs.replace(queue.counts)
 
-    def _check_counters(self, census: Census, counts: Counts) -> None:
+    def _check_counters(self, messages: QueueMessages, counts: Counts) -> None:
         # Messages that are not there have been removed, one way or another.
-        gone = len(census.attempts) + counts.moved_out_total
+        gone = len(messages.attempts) + counts.moved_out_total
         came = counts.enqueued_total + counts.moved_in_total
         right = msgspec.structs.replace(
             counts,
-            available=len(census.waiting) - len(census.delayed),
-            delayed=len(census.delayed),
-            in_flight=len(census.flight),
-            done=len(census.ended[State.DONE]),
-            failed=len(census.ended[State.FAILED]),
+            available=len(messages.waiting) - len(messages.delayed),
+            delayed=len(messages.delayed),
+            in_flight=len(messages.flight),
+            done=len(messages.ended[State.DONE]),
+            failed=len(messages.ended[State.FAILED]),
             enqueued_total=counts.enqueued_total + max(0, gone - came),
             removed_total=max(0, came - gone),
-            next_done=max(counts.next_done, census.next_part[State.DONE]),
-            next_failed=max(counts.next_failed, census.next_part[State.FAILED]),
-            next_claim=max(counts.next_claim, census.next_claim),
+            next_done=max(counts.next_done, messages.next_part[State.DONE]),
+            next_failed=max(counts.next_failed, messages.next_part[State.FAILED]),
+            next_claim=max(counts.next_claim, messages.next_claim),
         )
         if right != counts:
             values = zip(*map(msgspec.structs.astuple, (counts, right)), strict=True)
@@ -387,15 +389,15 @@ class _Reading(tables.Rows):
                 for name, (says, is_) in zip(Counts.__struct_fields__, values, strict=True)
                 if says != is_
             ]
-            text = f"queue {census.queue.name}: {', '.join(wrong)}"
-            key = tables.COUNTS + census.queue.id
+            text = f"queue {messages.queue.name}: {', '.join(wrong)}"
+            key = tables.COUNTS + messages.queue.id
             self.mend(Kind.COUNTER, "queues", key, encode_counts(right), text)
 
-    def _check_unclaimed(self, census: Census) -> None:
+    def _check_unclaimed(self, messages: QueueMessages) -> None:
         """Check that every waiting message of a queue with such a retention is listed to expire."""
-        queue, due = census.queue, census.due
+        queue, due = messages.queue, messages.due
         prefix = queue.number.to_bytes(4, "big")
-        for key, listed in self.parsed("unclaimed", prefix, "unclaimed rows", _parse_unclaimed):
+        for key, listed in self.parse("unclaimed", prefix, "unclaimed rows", _parse_unclaimed):
             for each in listed:
                 if due.get(each) == int.from_bytes(key[4:12], "big"):
                     del due[each]
@@ -415,8 +417,8 @@ class _Reading(tables.Rows):
 
     def _check_leases(self) -> None:
         """Check that leases list the messages in flight under them, and have expiry entries."""
-        queues, expiry = self.core.by_number, Derived(self, "lease_expiry", b"")
-        for name, lease in self.parsed("leases", b"", "leases", lambda _, row: decode_lease(row)):
+        queues, expiry = self.core.by_number, DerivedRows(self, "lease_expiry", b"")
+        for name, lease in self.parse("leases", b"", "leases", lambda _, row: decode_lease(row)):
             keys = self._flight.pop((lease.queue, name), ())
             held = dict.fromkeys(key.to_bytes(8, "big") for key in keys)
             listed = dict.fromkeys(each for each in lease.ids if each in held)
@@ -440,7 +442,7 @@ class _Reading(tables.Rows):
             expiry.expect(index_key, name if held else None, entry, "the expiry entry of a lease")
         expiry.finish("an expiry entry without a lease that ends then")
         for (number, _), keys in self._flight.items():
-            self._landing.setdefault(number, []).extend(keys)
+            self._to_put_back.setdefault(number, []).extend(keys)
             for key in keys:
                 table, row = self._live.place(queues[number], key, in_flight=True)
                 text = f"queue {queues[number].name}: no lease lists {key}, which is in flight"
@@ -469,10 +471,10 @@ class _Reading(tables.Rows):
                     assigned[number] = id_
                 if not is_assigned:
                     if has_cursor and _PAYLOAD not in known:
-                        self._lose(id_, "is not assigned yet")
+                        self._report_lost(id_, "is not assigned yet")
                     continue
             if holders and _PAYLOAD not in known:
-                self._lose(id_, f"is held by {holders} queues")
+                self._report_lost(id_, f"is held by {holders} queues")
             else:
                 self._check_references(id_, holders, known, log)
         for number in self._cursors.keys() | assigned.keys():
@@ -487,8 +489,8 @@ class _Reading(tables.Rows):
     def _names(self, log: LogAudit) -> Iterator[tuple[int, int, int]]:
         """Name messages in the order of ids: (id, how, a number)."""
         prefix = opendata.payload_prefix()
-        payloads = self.parsed("payloads", prefix, "payloads", _parse_name, page=LARGE_PAGE)
-        counts = self.parsed("payloads", _REFERENCES, "reference counts", _parse_name)
+        payloads = self.parse("payloads", prefix, "payloads", _parse_name, page=LARGE_PAGE)
+        counts = self.parse("payloads", _REFERENCES, "reference counts", _parse_name)
         return merge(
             (name for _, name in payloads),
             (name for _, name in counts),
@@ -497,11 +499,11 @@ class _Reading(tables.Rows):
             sorted((id_, _PENDING, number) for number, ids in log.pending.items() for id_ in ids),
         )
 
-    def _lose(self, id_: int, what: str) -> None:
+    def _report_lost(self, id_: int, what: str) -> None:
         """Report a message without a payload; the next reading puts it into the quarantine."""
         text = f"message {id_} {what} and has no payload"
         self.violate(Kind.PAYLOAD_MISSING, "payloads", opendata.payload_key(id_), text)
-        self.losing.add(id_)
+        self.lost.add(id_)
 
     def _check_references(
         self, id_: int, holders: int, known: dict[int, int], log: LogAudit
@@ -518,7 +520,7 @@ class _Reading(tables.Rows):
                 text = f"message {id_} is in no queue, and the log does not know"
                 self.violate(Kind.REFERENCES, "payloads", count_key, text)
                 log.note_unrouted(id_)
-        elif self.aside_unknown or id_ in self.aside_ids:
+        elif self.quarantined_many or id_ in self.quarantined_ids:
             text = f"no queue holds message {id_}, but a row in the quarantine may have"
             if len(self.notes) < KEPT:
                 self.notes.append(Violation(Kind.GARBAGE, "payloads", key.hex(), text))

@@ -1,7 +1,7 @@
 """The audit of live messages: the tables of the indexed design, and those of the bucket design.
 
-Both put the messages of a queue right one by one, enter them into the census, and compare the rows
-that follow from them: the visibility index and the counts of FIFO groups, or bucket summaries.
+Both put the messages of a queue right one by one, collect them, and compare the rows that follow
+from them: the visibility index and the counts of FIFO groups, or the summaries of buckets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.store.check_report import Kind
 from penstock.store.codec import opendata, records
 from penstock.store.codec.stored import decode_stored_item, encode_stored_item
 from penstock.store.codec.summaries import Summary, decode_summary
-from penstock.store.kv.check.tables import LARGE_PAGE, Derived, Refused
+from penstock.store.kv.check.tables import LARGE_PAGE, DerivedRows, RefusedRow
 from penstock.store.live import NO_LEASE, Item, group_of, lane_of
 from penstock.store.live.bucket import OpenBucket
 from penstock.store.live.indexed_directory import pack_main, pack_slot, timer_key
@@ -33,12 +33,12 @@ _Entry = records.Available | records.InFlight
 Place = tuple[int, bool]
 
 
-class Census:
+class QueueMessages:
     """The messages of one queue, and the latest time that it has seen (``floor_ms``).
 
     ``waiting`` and ``flight`` map message ids to keys, ``leases`` keys in flight to their leases,
     ``attempts`` all message ids to their attempts, ``due`` waiting keys to when they expire.
-    ``doomed`` are live copies to remove, with their ids, ``homeless`` messages to add anew.
+    ``to_remove`` are live copies to remove, with their ids, ``to_add`` messages to add anew.
     """
 
     def __init__(self, queue: Queue, floor_ms: int) -> None:
@@ -53,19 +53,19 @@ class Census:
         self.ended: dict[State, set[int]] = {State.DONE: set(), State.FAILED: set()}
         self.attempts: dict[int, int] = {}
         self.due: dict[int, int] = {}
-        self.doomed: list[tuple[int, Place]] = []
-        self.homeless: list[Item] = []
+        self.to_remove: list[tuple[int, Place]] = []
+        self.to_add: list[Item] = []
         # The lowest numbers that the next parts of history and the next claim may have.
         self.next_part = {State.DONE: 0, State.FAILED: 0}
         self.next_claim = 0
 
-    def meet(self, item: Item, *, in_flight: bool, delayed: bool = False) -> None:
+    def add(self, item: Item, *, in_flight: bool, delayed: bool = False) -> None:
         """Take a live message in. Of two copies that in flight is kept, or else the first."""
         id_ = item.message_id
         if id_ in self.flight or (id_ in self.waiting and not in_flight):
-            self.doomed.append((id_, (item.key, in_flight)))
+            self.to_remove.append((id_, (item.key, in_flight)))
             return
-        self.forget(id_)
+        self.remove(id_)
         self.attempts[id_] = item.attempts
         if in_flight:
             self.flight[id_] = item.key
@@ -77,12 +77,12 @@ class Census:
         if self.queue.spec.unclaimed_retention_ms:
             self.due[item.key] = item.visible_at_ms + self.queue.spec.unclaimed_retention_ms
 
-    def forget(self, message_id: int) -> None:
+    def remove(self, message_id: int) -> None:
         """Remove the live copy of a message, if there is one."""
         in_flight = message_id in self.flight
         key = (self.flight if in_flight else self.waiting).pop(message_id, None)
         if key is not None:
-            self.doomed.append((message_id, (key, in_flight)))
+            self.to_remove.append((message_id, (key, in_flight)))
             del self.attempts[message_id]
             self.delayed.discard(message_id)
             self.due.pop(key, None)
@@ -105,60 +105,60 @@ class IndexedAudit:
         """Return table and key of the row that holds a message."""
         return "in_progress" if in_flight else "available", pack_main(queue.number, key)
 
-    def read(self, census: Census) -> None:
+    def read(self, messages: QueueMessages) -> None:
         """Check the messages of a queue, those in flight first."""
-        queue, prefixes = census.queue, self.prefixes(census.queue)
+        queue, prefixes = messages.queue, self.prefixes(messages.queue)
         held: dict[bytes, int] = {}
-        for item in self._items(census, in_flight=True):
+        for item in self._items(messages, in_flight=True):
             if queue.fifo:
                 key = prefixes["groups"][0] + group_of(item.lane)
                 held[key] = held.get(key, 0) + 1
             item.attempts = min(item.attempts + 1, MAX_ATTEMPTS)
-            census.meet(item, in_flight=True)
-        groups = Derived(self._rows, "groups", *prefixes["groups"])
+            messages.add(item, in_flight=True)
+        groups = DerivedRows(self._rows, "groups", *prefixes["groups"])
         for key, count in held.items():
             text = f"queue {queue.name}: a group has {count} messages in flight"
             groups.expect(key, count.to_bytes(4, "big"), groups.table.get(key), text)
         groups.finish(f"queue {queue.name}: the group has nothing in flight")
-        index = Derived(self._rows, "visibility_index", *prefixes["visibility_index"])
-        items = self._items(census, in_flight=False)
+        index = DerivedRows(self._rows, "visibility_index", *prefixes["visibility_index"])
+        items = self._items(messages, in_flight=False)
         while page := list(islice(items, _PAGE)):
-            self._check_entries(census, index, page)
+            self._check_entries(messages, index, page)
         index.finish(f"queue {queue.name}: no message waits under this index entry")
 
-    def _check_entries(self, census: Census, index: Derived, page: list[Item]) -> None:
-        queue = census.queue
+    def _check_entries(self, messages: QueueMessages, index: DerivedRows, page: list[Item]) -> None:
+        queue = messages.queue
         timers = [timer_key(queue.number, item.visible_at_ms, item.key) for item in page]
         ready = [_ready_key(queue, item) for item in page]
         present = index.table.multi_get(timers), index.table.multi_get(ready)
         for item, timer, key, at_timer, at_key in zip(page, timers, ready, *present, strict=True):
             # A message whose time has come is delayed until a sweep has moved its entry.
             is_timed = at_timer is not None and (queue.fifo or at_key is None)
-            delayed = item.visible_at_ms > census.floor_ms or is_timed
+            delayed = item.visible_at_ms > messages.floor_ms or is_timed
             main = pack_main(queue.number, item.key)
             text = f"queue {queue.name}: the index entry of message {item.key}"
             if delayed:
                 index.expect(timer, main + item.lane, at_timer, text)
             if queue.fifo or not delayed:
                 index.expect(key, main, at_key, text)
-            census.meet(item, in_flight=False, delayed=delayed)
+            messages.add(item, in_flight=False, delayed=delayed)
 
-    def _items(self, census: Census, *, in_flight: bool) -> Iterator[Item]:
-        queue = census.queue
+    def _items(self, messages: QueueMessages, *, in_flight: bool) -> Iterator[Item]:
+        queue = messages.queue
         table, first = self.place(queue, 0, in_flight=in_flight)
 
         def parse(main: bytes, value: bytes) -> tuple[Item, bytes]:
             metadata, _, _, attempts, forgiven, visible_at_ms, lease = decode_stored_item(value)
             if len(main) != len(first):
-                raise Refused(Kind.STRANGER, f"a key of {len(main)} bytes, not {len(first)}")
+                raise RefusedRow(Kind.STRANGER, f"a key of {len(main)} bytes, not {len(first)}")
             id_ = int.from_bytes(main[4:], "big")
             known = self._rows.metadata_of(id_, metadata)
             lane = lane_of(known.group, 0 if queue.fifo else known.priority)
-            visible_at_ms = min(visible_at_ms, census.latest_ms)
+            visible_at_ms = min(visible_at_ms, messages.latest_ms)
             lease = lease if in_flight else NO_LEASE
             return Item(id_, id_, lane, attempts, forgiven, visible_at_ms, metadata, lease), value
 
-        for main, (item, value) in self._rows.parsed(table, first[:4], f"{table} messages", parse):
+        for main, (item, value) in self._rows.parse(table, first[:4], f"{table} messages", parse):
             right = encode_stored_item(
                 item.metadata, _ready_key(queue, item), main[4:], item.attempts, item.forgiven,
                 item.visible_at_ms, item.lease,
@@ -188,40 +188,43 @@ class BucketsAudit:
         """Return table and key of the row that holds a message."""
         return "buckets", opendata.active_key(queue.id, opendata.bucket_of(key))
 
-    def read(self, census: Census) -> None:
+    def read(self, messages: QueueMessages) -> None:
         """Check the messages of a queue; last those that have lost their place in a bucket."""
-        name, (prefix, summary_prefix) = census.queue.name, self.prefixes(census.queue)["buckets"]
-        summaries = Derived(self._rows, "buckets", summary_prefix)
-        homeless: list[_Entry] = []
-        buckets = self._rows.parsed("buckets", prefix, "buckets", _parse_bucket, page=LARGE_PAGE)
+        name = messages.queue.name
+        prefix, summary_prefix = self.prefixes(messages.queue)["buckets"]
+        summaries = DerivedRows(self._rows, "buckets", summary_prefix)
+        misplaced: list[_Entry] = []
+        buckets = self._rows.parse("buckets", prefix, "buckets", _parse_bucket, page=LARGE_PAGE)
         for key, (entries, value) in buckets:
             if not entries:
                 text = f"queue {name}: a bucket without messages"
                 self._rows.violate(Kind.EMPTY, "buckets", key, text)
             kept: dict[int, _Entry] = {}
-            homeless += [each for each in entries if not self._keep(census, key, kept, each)]
+            misplaced += [each for each in entries if not self._keep(messages, key, kept, each)]
             right = _pack(kept.values()) if kept else None
             if right != value:
                 self._rows.write("buckets", key, right)
             if right is not None:
-                self._check_summary(census, summaries, key, right)
+                self._check_summary(messages, summaries, key, right)
         summaries.finish(f"queue {name}: a summary without its bucket")
-        for entry in homeless:
-            if entry.message_id not in census.attempts:
+        for entry in misplaced:
+            if entry.message_id not in messages.attempts:
                 lease = entry.lease if isinstance(entry, records.InFlight) else None
                 item = Item(
                     entry.claim_id, entry.message_id, lane_of(entry.group, entry.priority),
                     entry.attempts, entry.forgiven, entry.visible_at, entry.metadata,
                     lease or NO_LEASE,
                 )  # fmt: skip
-                delayed = lease is None and entry.visible_at > census.floor_ms
-                census.meet(item, in_flight=lease is not None, delayed=delayed)
-                census.homeless.append(item)
+                delayed = lease is None and entry.visible_at > messages.floor_ms
+                messages.add(item, in_flight=lease is not None, delayed=delayed)
+                messages.to_add.append(item)
 
-    def _keep(self, census: Census, key: bytes, kept: dict[int, _Entry], entry: _Entry) -> bool:
-        """Put an entry into its bucket, right, or into the quarantine; False if it is homeless."""
+    def _keep(
+        self, messages: QueueMessages, key: bytes, kept: dict[int, _Entry], entry: _Entry
+    ) -> bool:
+        """Put an entry into its bucket, right, or into the quarantine; False if it is misplaced."""
         claim, id_ = entry.claim_id, entry.message_id
-        what = f"queue {census.queue.name}: message {id_}"
+        what = f"queue {messages.queue.name}: message {id_}"
         try:
             known = self._rows.metadata_of(id_, entry.metadata)
         except CorruptRecord as error:
@@ -236,21 +239,23 @@ class BucketsAudit:
             return False
         if other is not entry:
             self._rows.violate(Kind.TWICE, "buckets", key, f"{what} is there twice")
-        census.next_claim = max(census.next_claim, opendata.split_id(claim)[1] + 1)
-        is_time = 0 <= entry.visible_at <= census.latest_ms
+        messages.next_claim = max(messages.next_claim, opendata.split_id(claim)[1] + 1)
+        is_time = 0 <= entry.visible_at <= messages.latest_ms
         # Messages in flight come last: of two copies, that is kept.
         kept[claim] = entry._replace(
             group=known.group,
-            priority=0 if census.queue.fifo else known.priority,
-            visible_at=entry.visible_at if is_time else census.floor_ms,
+            priority=0 if messages.queue.fifo else known.priority,
+            visible_at=entry.visible_at if is_time else messages.floor_ms,
         )
         if kept[claim] != entry:
             text = f"{what}: its group or priority is not that of its metadata, or no time is this"
             self._rows.violate(Kind.WRONG_FIELD, "buckets", key, text)
         return True
 
-    def _check_summary(self, census: Census, summaries: Derived, key: bytes, value: bytes) -> None:
-        queue, bucket_id = census.queue, _bucket_id(key)
+    def _check_summary(
+        self, messages: QueueMessages, summaries: DerivedRows, key: bytes, value: bytes
+    ) -> None:
+        queue, bucket_id = messages.queue, _bucket_id(key)
         summary_key = opendata.bucket_summary_key(queue.id, bucket_id)
         present = summaries.table.get(summary_key)
         try:
@@ -260,7 +265,7 @@ class BucketsAudit:
         # Only the summary says whether a message whose time has come is still delayed.
         late = {bucket_id + offset for offset in told.late} if told else set()
         bucket = OpenBucket.decode(
-            queue, bucket_id, value, lambda claim, time: time > census.floor_ms or claim in late
+            queue, bucket_id, value, lambda claim, time: time > messages.floor_ms or claim in late
         )
         right = bucket.summary()
         is_same = told is not None and _sorted(told) == _sorted(decode_summary(right))
@@ -269,15 +274,15 @@ class BucketsAudit:
         self._rows.count("available messages", len(bucket.waiting))
         self._rows.count("in_progress messages", len(bucket.flight))
         for item in bucket.waiting.values():
-            census.meet(item, in_flight=False, delayed=item.key in bucket.late_claims)
+            messages.add(item, in_flight=False, delayed=item.key in bucket.late_claims)
         for item in bucket.flight.values():
-            census.meet(item, in_flight=True)
+            messages.add(item, in_flight=True)
 
 
 def _parse_bucket(key: bytes, value: bytes) -> tuple[list[_Entry], bytes]:
     _, _, bucket_id = opendata.parse_active_key(key)
     if opendata.bucket_of(bucket_id) != bucket_id:
-        raise Refused(Kind.STRANGER, f"{bucket_id:#x} is a claim id, not that of a bucket")
+        raise RefusedRow(Kind.STRANGER, f"{bucket_id:#x} is a claim id, not that of a bucket")
     available, in_flight = records.decode_active(value)
     return [*(entry for entry, _ in available), *(entry for entry, _ in in_flight)], value
 

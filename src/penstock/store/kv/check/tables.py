@@ -1,6 +1,6 @@
 """How the audit reads rows, and the tables that it can check on their own.
 
-A *primary* row that does not parse goes to the quarantine. *Derived* rows follow from primary
+A *primary* row that does not parse goes to the quarantine. *DerivedRows* rows follow from primary
 ones: the audit recomputes and compares them, and a repair writes the difference.
 """
 
@@ -53,7 +53,7 @@ _USER_SEGMENTS: Final = b"\x03\x01\x00\x00\x00\x01"
 _pair: Final = struct.Struct(">QQ")
 
 
-class Refused(CorruptRecord):
+class RefusedRow(CorruptRecord):
     """A row or a message that decodes, and has to go to the quarantine all the same."""
 
     def __init__(self, kind: Kind, text: str) -> None:
@@ -66,22 +66,22 @@ def span(prefix: bytes) -> tuple[bytes, bytes]:
     return prefix, increment(prefix) or LAST
 
 
-def all_of(table: Table, prefix: bytes = b"", *, page: int = 1000) -> Iterator[tuple[bytes, bytes]]:
+def scan(table: Table, prefix: bytes = b"", *, page: int = 1000) -> Iterator[tuple[bytes, bytes]]:
     """Read every row with a prefix, a page at a time."""
     return rows_of(table, *span(prefix), page=page)
 
 
 class Rows(Findings):
-    """Reads rows. ``lost`` are messages without payload that the reading before this one found."""
+    """Reads rows. ``known_lost``: messages without payload, by the reading before this one."""
 
     def __init__(self, core: Core, *, repair: bool, now_ms: int) -> None:
         super().__init__(core, repair=repair, now_ms=now_ms)
-        self.lost: set[int] = set()
+        self.known_lost: set[int] = set()
         # Messages with a row in the quarantine; and whether it has rows of unknown messages.
-        self.aside_ids: set[int] = set()
-        self.aside_unknown = False
+        self.quarantined_ids: set[int] = set()
+        self.quarantined_many = False
 
-    def parsed(
+    def parse(
         self, table: str, where: bytes | tuple[bytes, bytes], what: str,
         parse_row: Callable[[bytes, bytes], T], *, page: int = 1000,
     ) -> Iterator[tuple[bytes, T]]:  # fmt: skip
@@ -101,29 +101,29 @@ class Rows(Findings):
     ) -> None:
         """Report a row, or the message ``part`` in it, and move that to the quarantine."""
         self.violate(getattr(why, "kind", Kind.UNDECODABLE), table, key, str(why))
-        self.note_aside(table, key + part)
+        self.note_quarantined(table, key + part)
         if self.repair:
             # The next commit moves it.
             self._room(len(key) + len(value))
             self.core.quarantine(table, key + part, value, str(why))
 
-    def note_aside(self, table: str, key: bytes) -> None:
+    def note_quarantined(self, table: str, key: bytes) -> None:
         """Remember the message of a quarantined row, or that the row holds many."""
         for parse_key in _OF_MANY.get(table, ()):
             with suppress(CorruptRecord):
                 parse_key(key)
-                self.aside_unknown = True
+                self.quarantined_many = True
                 return
-        self.aside_ids.add(int.from_bytes(key[-8:], "big"))
+        self.quarantined_ids.add(int.from_bytes(key[-8:], "big"))
 
     def metadata_of(self, message_id: int, encoded: bytes) -> Metadata:
         """Decode a message's metadata; refuse a message that has lost its payload."""
-        if message_id in self.lost:
-            raise Refused(Kind.PAYLOAD_MISSING, f"message {message_id}: the payload is missing")
+        if message_id in self.known_lost:
+            raise RefusedRow(Kind.PAYLOAD_MISSING, f"message {message_id}: the payload is missing")
         return decode_metadata(encoded)
 
 
-class Derived:
+class DerivedRows:
     """The derived rows under some prefixes; keeps a hash of each that was recomputed."""
 
     def __init__(self, rows: Rows, name: str, *prefixes: bytes) -> None:
@@ -143,13 +143,13 @@ class Derived:
 
     def finish(self, text: str) -> None:
         """Report and delete the rows that nothing accounts for."""
-        count = sum(1 for prefix in self._prefixes for _ in all_of(self.table, prefix))
+        count = sum(1 for prefix in self._prefixes for _ in scan(self.table, prefix))
         self._rows.count(f"{self._name} entries", count)
         if count == self._present:
             return
         expected = set(self._expected)
         for prefix in self._prefixes:
-            for key, value in all_of(self.table, prefix):
+            for key, value in scan(self.table, prefix):
                 if hash(key) not in expected:
                     self._rows.compare(self._name, key, value, None, text)
 
@@ -165,7 +165,7 @@ def check_system(rows: Rows) -> dict[int, int | None]:
         if key.startswith(_QUARANTINE):
             msgspec.msgpack.decode(value, type=tuple[str, bytes])
             table, _, aside = key[2:].partition(b"\0")
-            rows.note_aside(table.decode(), aside)
+            rows.note_quarantined(table.decode(), aside)
         elif key.startswith(CURSOR) and len(key) == 6:
             log = int.from_bytes(key[2:], "big")
             if log >= core.log.all_logs:
@@ -174,9 +174,9 @@ def check_system(rows: Rows) -> dict[int, int | None]:
         elif key == _EPOCH and len(value) != 8:
             raise CorruptRecord(f"an epoch of {len(value)} bytes, not 8")
         elif key not in {_META, _TOTALS, _NUMBERS, _EPOCH}:
-            raise Refused(Kind.STRANGER, "a key that nothing uses")
+            raise RefusedRow(Kind.STRANGER, "a key that nothing uses")
 
-    for _ in rows.parsed("default", b"", "system records", parse_row):
+    for _ in rows.parse("default", b"", "system records", parse_row):
         pass
     _check_own(rows, "default", _META, core.identity)
     if core.totals.published or core.totals.filters_version:
@@ -237,9 +237,9 @@ def check_queues(rows: Rows) -> None:
     check_sequence(rows, "default", _NUMBERS, max(numbers, default=0), "numbers of queues")
     prefixes = (_SPECS, COUNTS, _COVERAGE, _LISTING)
     known = {prefix + queue.id for queue in core.queues.values() for prefix in prefixes}
-    for key, value in all_of(table):
+    for key, value in scan(table):
         if key not in known:
-            why = Refused(Kind.STRANGER, "a row of a queue that is not there")
+            why = RefusedRow(Kind.STRANGER, "a row of a queue that is not there")
             rows.reject("queues", key, value, why)
 
 
@@ -300,9 +300,9 @@ def check_dedup(rows: Rows) -> None:
 
     missing: dict[bytes, list[bytes]] = {}
     listed: set[tuple[bytes, int]] = set()
-    for _, (expires_at_ms, keys) in rows.parsed("dedup", b"\x01", "dedup rows", parse_list):
+    for _, (expires_at_ms, keys) in rows.parse("dedup", b"\x01", "dedup rows", parse_list):
         listed.update((key, expires_at_ms) for key in keys)
-    for key, (message_id, expires_at_ms) in rows.parsed("dedup", b"\x00", "dedup ids", parse_id):
+    for key, (message_id, expires_at_ms) in rows.parse("dedup", b"\x00", "dedup ids", parse_id):
         if (key, expires_at_ms) not in listed:
             text = f"the dedup id of message {message_id} would never be forgotten"
             rows.violate(Kind.MISSING_ENTRY, "dedup", key, text)
@@ -360,14 +360,14 @@ class LogAudit:
         if settings != LogSettings() or self._table.get(_SETTINGS) is not None:
             _check_own(rows, "log", _SETTINGS, settings)
         system, user = (b"", _USER_SEGMENTS), (_USER_SEGMENTS, LAST)
-        for _ in rows.parsed("log", system, "log rows", self._parse_system):
+        for _ in rows.parse("log", system, "log rows", self._parse_system):
             pass
-        entries = rows.parsed("log", user, "log rows", self._parse_entry, page=LARGE_PAGE)
+        entries = rows.parse("log", user, "log rows", self._parse_entry, page=LARGE_PAGE)
         for key, messages in entries:
             if messages:
-                self._take_in(key, messages)
+                self._add_entry(key, messages)
         self._check_segments()
-        for _, ids in rows.parsed("log", _UNROUTED, "unrouted rows", self._parse_unrouted):
+        for _, ids in rows.parse("log", _UNROUTED, "unrouted rows", self._parse_unrouted):
             self.unrouted.update(ids)
 
     def _parse_system(self, key: bytes, value: bytes) -> None:
@@ -375,13 +375,13 @@ class LogAudit:
             number = codec.parse_segment_meta_key(key)
             self._metas[number] = codec.decode_segment_meta(value)
         elif key not in {_SETTINGS, codec.SEQ_BLOCK_KEY} and not key.startswith(_UNROUTED):
-            raise Refused(Kind.STRANGER, "a key that nothing uses")
+            raise RefusedRow(Kind.STRANGER, "a key that nothing uses")
 
     def _parse_unrouted(self, key: bytes, packed: bytes) -> Iterable[int]:
         if len(key) != 14 or packed[:8] != key[6:]:
             raise CorruptRecord("a row of unrouted messages that is not what its key says")
         if int.from_bytes(key[2:6], "big") not in self._metas:
-            raise Refused(Kind.STRANGER, "unrouted messages of a segment that is not there")
+            raise RefusedRow(Kind.STRANGER, "unrouted messages of a segment that is not there")
         return struct.unpack(f">{len(packed) // 8}Q", packed)
 
     def _parse_entry(self, key: bytes, value: bytes) -> list[tuple[int, bytes]]:
@@ -395,10 +395,10 @@ class LogAudit:
         ids = [id_ for id_, _ in messages]
         if ids != sorted(set(ids)) or ids[0] <= self._last_ids.get(log_key, 0):
             text = f"ids from {ids[0]} on are not above those before them in their log"
-            raise Refused(Kind.ORDER, text)
+            raise RefusedRow(Kind.ORDER, text)
         return messages
 
-    def _take_in(self, key: bytes, messages: list[tuple[int, bytes]]) -> None:
+    def _add_entry(self, key: bytes, messages: list[tuple[int, bytes]]) -> None:
         number, log_key, relative = codec.parse_entry_key(key)
         log, first, last = self._logs[log_key], messages[0][0], messages[-1][0]
         self._rows.count("log messages", len(messages))
@@ -460,11 +460,11 @@ class LogAudit:
     def _move_entries(self, number: int, start: int) -> None:
         """Move the entries of a segment whose keys do not go with its start."""
         prefix = codec.entry_prefix(number, b"")[:7]
-        for key, value in all_of(self._table, prefix, page=LARGE_PAGE):
+        for key, value in scan(self._table, prefix, page=LARGE_PAGE):
             with suppress(CorruptRecord):
                 _, log_key, relative = codec.parse_entry_key(key)
                 first = next((id_ for id_, _ in codec.decode_metadata_batch(value)), start)
-                why = Refused(Kind.WRONG_KEY, f"the key does not go with ids from {first} on")
+                why = RefusedRow(Kind.WRONG_KEY, f"the key does not go with ids from {first} on")
                 if first < start:
                     self._rows.reject("log", key, value, why)
                 elif first - relative != start:
