@@ -102,6 +102,17 @@ class Runs:
         self.runs: list[Run] = []
         self.load()
 
+    @classmethod
+    def existing(cls, place: str | Path) -> Runs:
+        """Return the runs of an archive that is there, even if its first run did not end."""
+        runs = cls(place)
+        if not runs._index.is_dir():
+            raise InvalidInput(
+                f"there is no archive at {place!s:.200}: name the directory that the archive job "
+                "was given"
+            )
+        return runs
+
     def load(self) -> None:
         """Read which runs there are."""
         self.runs = []
@@ -125,10 +136,6 @@ class Runs:
                 raise StorageFailed(f"another run is archiving to {self.place}") from None
             self.load()
             yield
-
-    def exists(self) -> bool:
-        """Whether anything was ever archived here, or began to be."""
-        return self._index.is_dir()
 
     def check_store(self, store_id: str) -> None:
         """Refuse an archive of another store."""
@@ -259,11 +266,11 @@ def plan(options: Options, columns: Sequence[str]) -> list[InputPartition]:
     """Pin the live rows and find the archived ones that belong to them."""
     client = Store(options.location)
     for _ in range(_TRIES):
-        runs = _runs(options)
+        runs = Runs.existing(options.include_archive or "")
         runs.check_store(client.store_id)
         born = _queues(client)
         live = _live(client, options, columns, runs, born)
-        again = _runs(options)
+        again = Runs.existing(options.include_archive or "")
         same = [run.number for run in runs.runs] == [run.number for run in again.runs]
         # A queue that was made anew meanwhile has a history of its own.
         now = _queues(client)
@@ -273,16 +280,6 @@ def plan(options: Options, columns: Sequence[str]) -> list[InputPartition]:
         f"the archive {options.include_archive} or its queues have changed {_TRIES} times while a "
         "read was planned: try again when no archive job is running"
     )
-
-
-def _runs(options: Options) -> Runs:
-    runs = Runs(options.include_archive or "")
-    if not runs.exists():
-        raise InvalidInput(
-            f"there is no archive at {options.include_archive!s:.200}: includeArchive names the "
-            "directory that the archive job was given"
-        )
-    return runs
 
 
 def _archived(runs: Runs) -> set[str]:

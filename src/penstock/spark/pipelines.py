@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from penstock.errors import InvalidInput, PenstockError
 from penstock.spark.broker_client import Store
-from penstock.spark.matching import MATCHES, match_batch, matcher_of
+from penstock.spark.matching import COLUMNS, MATCHES, match_batch, matcher_of
 from penstock.spark.offsets import Stretch
 from penstock.spark.route import (
     DEFAULT_MAX_OFFSETS,
@@ -34,15 +34,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
-_NEEDED: Final = (
-    "log",
-    "offset",
-    "attributes_json",
-    "group",
-    "priority",
-    "published_at",
-    "size",
-)
+_NEEDED: Final = ("log", *COLUMNS)
 _LOG_COLUMNS: Final = (*_NEEDED, "delay_ms", "attributes", "payload")
 
 

@@ -206,9 +206,7 @@ def _stage_part(
 
 def open_archive(location: str, path: str | Path) -> Runs:
     """Read the manifest of an archive, which must be one of this store."""
-    runs = Runs(path)
-    if not runs.exists():
-        raise InvalidInput(f"there is no archive at {path!s:.200}: archive it there first")
+    runs = Runs.existing(path)
     runs.check_store(Store(location).store_id)
     return runs
 
