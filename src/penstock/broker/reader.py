@@ -18,7 +18,6 @@ from penstock.validation import check_count, check_ids, check_state, check_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from penstock.clock import Clock
     from penstock.model import (
@@ -102,12 +101,7 @@ class Reader(StoreReader):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def log_stats(self) -> LogStats:

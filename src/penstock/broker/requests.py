@@ -213,7 +213,7 @@ class RequestBroker(LogBroker):
                 change.answer = change.work(now_ms)
             except Exception as error:
                 # One that fails in an unforeseen way must not fail its neighbours.
-                change.error = error
+                self._fail(change, error)
         if joint.publishes:
             self._publish_together(joint.publishes, now_ms)
         by_queue: dict[str, list[Claim]] = {}
@@ -221,6 +221,11 @@ class RequestBroker(LogBroker):
             by_queue.setdefault(claim.queue, []).append(claim)
         for queue, claims in by_queue.items():
             self._claim_together(queue, claims, now_ms)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """Give a request its error, and note at once if the store is away."""
+        request.error = error
+        self._runner.note_error()
 
     def _check_queues(self, receipts: list[str] | str, check: Check | None) -> None:
         """Ask the caller of a verb whether it may settle messages of these queues."""
@@ -234,7 +239,7 @@ class RequestBroker(LogBroker):
             try:
                 self._check_queues(ack.receipts, ack.check)
             except PenstockError as error:
-                ack.error = error
+                self._fail(ack, error)
                 continue
             by_queue.setdefault(ack.queue, []).append(ack)
         for queue, group in by_queue.items():
@@ -246,7 +251,7 @@ class RequestBroker(LogBroker):
                     try:
                         self._ack(queue, [ack], now_ms)
                     except PenstockError as error:
-                        ack.error = error
+                        self._fail(ack, error)
 
     def _ack(self, queue: str | None, acks: Sequence[Ack], now_ms: int) -> None:
         receipts = [receipt for ack in acks for receipt in ack.receipts]
@@ -266,7 +271,7 @@ class RequestBroker(LogBroker):
                 try:
                     routes += self._routes(publish.messages, publish.queue, now_ms)
                 except PenstockError as error:
-                    publish.error = error
+                    self._fail(publish, error)
                     continue
                 good.append(publish)
                 messages += publish.messages
@@ -278,7 +283,7 @@ class RequestBroker(LogBroker):
                 continue
             except PenstockError as error:
                 for publish in good:
-                    publish.error = error
+                    self._fail(publish, error)
                 return
             begin = 0
             for publish in good:
@@ -302,7 +307,7 @@ class RequestBroker(LogBroker):
             answers = self._store.claim(queue, wants, now_ms)
         except Exception as error:
             for claim in claims:
-                claim.error = error
+                self._fail(claim, error)
             return
         for claim, answer in zip(claims, answers, strict=True):
             claim.answer = answer

@@ -281,12 +281,16 @@ class Runner:
             raise BrokerClosed("the broker is closed")
         raise self.lost.with_traceback(None)
 
+    def note_error(self) -> None:
+        """Look whether the store is away, after an error inside a change; with the lock held."""
+        if not self._closed and self.lost is None and self._store.health().away is not None:
+            self._hurry()
+
     def _note_failure(self, error: BaseException) -> None:
         """Look why a verb has failed; called with the lock held."""
         if isinstance(error, StoreFenced):
             self._note_loss(error)
-        elif not self._closed and self.lost is None and self._store.health().away is not None:
-            self._hurry()
+        self.note_error()
 
     def _hurry(self) -> None:
         """Log that the store is away, and wake the sweeper for it; called with the lock held."""

@@ -197,11 +197,6 @@ class ClientConnection:
             for pending in chain(self._sent.values(), self._waiting)
         )
 
-    @property
-    def idle(self) -> bool:
-        """Whether no call is under way."""
-        return not self._sent and not self._waiting
-
     # --- the connection --------------------------------------------------------------------
 
     def connected(self, now_ms: int) -> None:

@@ -7,6 +7,7 @@ stored can still be claimed, settled and removed.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from typing import TYPE_CHECKING, Final
@@ -119,5 +120,7 @@ class FreeSpace:
         size = found.f_blocks * found.f_frsize
         self._free = found.f_bavail * found.f_frsize if size else None
         if self._free is not None:
-            self._left = self._free - self._unflushed_bytes()
+            # While no descriptor is left to list the log's files with, the last figure counts.
+            with contextlib.suppress(OSError):
+                self._left = self._free - self._unflushed_bytes()
         return size

@@ -29,7 +29,7 @@ from penstock.store.codec.encodings import terminated
 from penstock.store.kv.fronts import Fronts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from penstock.engines import Batch, Table
     from penstock.store.kv.queues import Queue
@@ -223,30 +223,18 @@ class History:
         queue.counts.failed -= len(entries)
 
     def trim(
-        self, batch: Batch, queue: Queue, state: State, ended_by_ms: int, limit: int
-    ) -> list[Ended]:
-        """Remove parts from the front that ended by then, up to about ``limit`` messages."""
-        return self._trim(
-            batch, queue, state, limit, lambda _, last: last.ended_at_ms <= ended_by_ms
-        )
-
-    def trim_to(
-        self, batch: Batch, queue: Queue, state: State, before: int, limit: int
-    ) -> list[Ended]:
-        """Remove parts from the front whose messages are all numbered below ``before``."""
-        return self._trim(batch, queue, state, limit, lambda after_last, _: after_last <= before)
-
-    def _trim(
         self,
         batch: Batch,
         queue: Queue,
         state: State,
         limit: int,
-        is_over: Callable[[int, Ended], bool],
+        *,
+        ended_by_ms: int | None = None,
+        before: int | None = None,
     ) -> list[Ended]:
-        """Remove parts from the front of each run, as long as they are over.
+        """Remove parts from the front of each run, up to about ``limit`` messages.
 
-        ``is_over`` is told the number after a part's last message, and that message.
+        Only parts whose messages have all ended by then, or are all numbered below ``before``.
         """
         removed: list[Ended] = []
         for begin, end in _runs(queue, state):
@@ -254,7 +242,9 @@ class History:
                 break
             for key, record in self.fronts.rows(begin, end, page=_PAGE):
                 entries = self._decode(queue, state, key, record)
-                if entries and not is_over(sequence_of(key) + len(entries), entries[-1]):
+                if entries and ended_by_ms is not None and entries[-1].ended_at_ms > ended_by_ms:
+                    break
+                if entries and before is not None and sequence_of(key) + len(entries) > before:
                     break
                 self._remove_part(batch, queue, state, key, entries)
                 removed += entries

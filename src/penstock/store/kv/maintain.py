@@ -160,7 +160,12 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
         if what == "unclaimed":
             looked, gone = self._expire_unclaimed(batch, queue, now_ms, limit)
         else:
-            looked = gone = self._trim(batch, queue, State(what), now_ms, limit)
+            state, spec = State(what), queue.spec
+            kept_ms = spec.done_retention_ms if state is State.DONE else spec.failed_retention_ms
+            ended_by_ms = now_ms - kept_ms
+            ended = core.history.trim(batch, queue, state, limit, ended_by_ms=ended_by_ms)
+            self.forget(batch, queue, ended)
+            looked = gone = len(ended)
         core.commit(batch, (queue,), now_ms)
         core.schedule_retention(queue)
         return looked, gone
@@ -185,13 +190,6 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
             core.commit(batch, (), now_ms)
             budget -= max(1, len(unrouted))
         return dropped
-
-    def _trim(self, batch: Batch, queue: Queue, state: State, now_ms: int, limit: int) -> int:
-        spec = queue.spec
-        kept_ms = spec.done_retention_ms if state is State.DONE else spec.failed_retention_ms
-        entries = self.core.history.trim(batch, queue, state, now_ms - kept_ms, limit)
-        self._forget_ended(batch, queue, entries)
-        return len(entries)
 
     def _expire_unclaimed(
         self, batch: Batch, queue: Queue, now_ms: int, limit: int
@@ -256,11 +254,9 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
         core = self.core
         batch = core.begin()
         if state in {State.DONE, State.FAILED}:
-            if before is None:
-                ended = core.history.trim(batch, queue, state, now_ms, room)
-            else:
-                ended = core.history.trim_to(batch, queue, state, before, room)
-            self._forget_ended(batch, queue, ended)
+            by_ms = now_ms if before is None else None
+            ended = core.history.trim(batch, queue, state, room, ended_by_ms=by_ms, before=before)
+            self.forget(batch, queue, ended)
             count = len(ended)
         else:
             items, more = core.active.page(queue, state, b"", room)
@@ -314,7 +310,7 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
         batch = core.begin()
         core.clear_unclaimed(batch, queue)
         core.history.clear(batch, queue)
-        core.remove_queue(batch, queue)
+        core.queue_table.remove(batch, queue)
         core.filters_changed(batch, core.log.end, now_ms)
         core.commit(batch, (), now_ms)
         core.drop(queue)
@@ -353,19 +349,13 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
         self.core.active.remove(batch, queue, items)
         self.forget(batch, queue, items)
 
-    def forget(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
-        """Let go of the payloads and attempts of live messages that were removed."""
+    def forget(self, batch: Batch, queue: Queue, messages: Sequence[Item | Ended]) -> None:
+        """Let go of the payloads and attempts of messages that were removed."""
         core = self.core
-        core.payloads.let_go(batch, [item.message_id for item in items])
-        core.history.forget_attempts(batch, queue, [(i.message_id, i.attempts) for i in items])
-        queue.counts.removed_total += len(items)
-
-    def _forget_ended(self, batch: Batch, queue: Queue, entries: Sequence[Ended]) -> None:
-        """Let go of the payloads and attempts of messages that leave the history."""
-        core = self.core
-        core.payloads.let_go(batch, [entry.message_id for entry in entries])
-        core.history.forget_attempts(batch, queue, [(e.message_id, e.attempts) for e in entries])
-        queue.counts.removed_total += len(entries)
+        core.payloads.let_go(batch, [each.message_id for each in messages])
+        attempts = [(each.message_id, each.attempts) for each in messages]
+        core.history.forget_attempts(batch, queue, attempts)
+        queue.counts.removed_total += len(messages)
 
     # --- changed settings ------------------------------------------------------------------
 

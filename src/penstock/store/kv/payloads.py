@@ -69,9 +69,8 @@ class Payloads:
         """Delete those payloads that no queue holds; say how many."""
         keys = [_references_key(message_id) for message_id in message_ids]
         dropped = 0
-        for message_id, key, record in zip(
-            message_ids, keys, self.table.multi_get(keys), strict=True
-        ):
+        records = self.table.multi_get(keys)
+        for message_id, key, record in zip(message_ids, keys, records, strict=True):
             if record is not None and not int.from_bytes(record, "big"):
                 batch.delete(key, self.table.family)
                 batch.delete(payload_key(message_id), self.table.family)
@@ -91,9 +90,8 @@ class Payloads:
     def let_go(self, batch: Batch, message_ids: Sequence[int]) -> None:
         """Let one queue go of messages; a payload that nobody holds any more is deleted."""
         keys = [_references_key(message_id) for message_id in message_ids]
-        for message_id, key, record in zip(
-            message_ids, keys, self.table.multi_get(keys), strict=True
-        ):
+        records = self.table.multi_get(keys)
+        for message_id, key, record in zip(message_ids, keys, records, strict=True):
             if record is None:
                 batch.delete(payload_key(message_id), self.table.family)
                 continue

@@ -350,10 +350,6 @@ class Core:
         self.filter_history.append((self.totals.filters_version, from_offset))
         self.put_totals(batch, now_ms)
 
-    def remove_queue(self, batch: Batch, queue: Queue) -> None:
-        """Delete a queue's own records."""
-        self.queue_table.remove(batch, queue)
-
     def wake(self, queue: Queue) -> None:
         """Note that a queue may have something to claim."""
         self.woken.add(queue.name)
