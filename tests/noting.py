@@ -105,7 +105,7 @@ class Noting:
 
     def _settle(self, receipts: Sequence[str], verb: str, **options: Any) -> list[Outcome]:
         for receipt in receipts:
-            self._write(Kind.SETTLING, receipt=receipt)
+            self._write(Kind.SETTLING, receipt=receipt, unseen=options.get("unseen", False))
         began = CLOCK.now_ms()
         outcomes: list[Outcome] = getattr(self._broker, verb)(receipts, **options)
         for outcome in outcomes:

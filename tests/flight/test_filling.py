@@ -263,7 +263,7 @@ def orphan(broker: penstock.Broker, message_ids: Iterable[int]) -> None:
         return
     batch = core.engine.batch()
     for message_id in message_ids:
-        batch.put(b"\x01\x01" + message_id.to_bytes(8, "big"), b"lost", core.payloads.family)
+        batch.put(b"\x01\x01" + message_id.to_bytes(8, "big"), b"lost", core.payloads.table.family)
     core.engine.commit(batch)
 
 

@@ -95,6 +95,13 @@ def test_two_leases() -> None:
     assert kinds(late, settled=[1]) == []
 
 
+def test_a_message_that_is_given_back_unseen_may_repeat_its_attempt() -> None:
+    give_back = Note(kind=Kind.SETTLING, at_ms=7, receipt=receipt("a", 1), unseen=True)
+    twice = [*publish(1, 0), deliver(1, 5, "a"), deliver(1, 9, "b")]
+    assert kinds(twice, settled=[1]) == ["attempts"]
+    assert kinds([*twice, give_back], settled=[1]) == []
+
+
 def test_two_leases_after_an_extend() -> None:
     extend = [
         Note(kind=Kind.EXTENDING, at_ms=100, receipt=receipt("a", 1)),

@@ -52,6 +52,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
     ``at_ms`` is when it was noted, ``began_at_ms`` when a call that has returned began, both on
     the store's clock. ``body`` names a message before it has an id: no two bodies are the same.
+    ``unseen``: the client gives back a message that it did not begin; that is no attempt.
     """
 
     kind: Kind
@@ -63,6 +64,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ms: int = 0
     attempts: int = 0
     group: str = ""
+    unseen: bool = False
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -176,7 +178,7 @@ def _judge(story: _Story, begun: set[str]) -> Iterator[Finding]:
         elif story.published is not None and story.published.body != note.body:
             yield Finding("wrong body", story.message_id, (story.published, note))
     acked = story.acked
-    by_attempt = sorted(story.deliveries, key=lambda note: note.attempts)
+    by_attempt = sorted(story.deliveries, key=lambda note: (note.attempts, note.at_ms))
     if acked is not None:
         last = next(note for note in by_attempt if note.receipt == acked.receipt)
         for note in by_attempt:
@@ -184,7 +186,10 @@ def _judge(story: _Story, begun: set[str]) -> Iterator[Finding]:
                 yield Finding("came back", story.message_id, (acked, note))
                 break
     for earlier, later in pairwise(by_attempt):
-        if earlier.attempts == later.attempts or later.at_ms < earlier.began_at_ms:
+        given_back = story.settling.get(earlier.receipt)
+        uncounted = given_back is not None and given_back.unseen
+        repeated = earlier.attempts == later.attempts and not uncounted
+        if repeated or later.at_ms < earlier.began_at_ms:
             yield Finding("attempts", story.message_id, (earlier, later))
         elif later.at_ms < story.live_until_ms(earlier):
             yield Finding("two leases", story.message_id, (earlier, later))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Final
 
@@ -136,7 +137,10 @@ class ClaimVerbs(MaintainVerbs):
             taken = active.take(batch, queue, room, chain.from_iterable(grants), now_ms)
             if not taken:
                 return
-            found = decode_many([item.metadata for item in taken])
+            found: Sequence[Metadata | None] = (None,)
+            with suppress(CorruptRecord):
+                records = [item.metadata for item in taken]
+                found = decode_many(records) if len(records) > 1 else [decode_metadata(records[0])]
             kept = self._within_bounds(batch, queue, taken, found, claims, now_ms)
             self._deliver(batch, queue, kept, claims, now_ms)
             # A message that was put back stands before what this batch has taken: the batch can't
@@ -271,10 +275,9 @@ class ClaimVerbs(MaintainVerbs):
     def _set_aside(self, queue: Queue, item: Item, payload: object) -> None:
         """Keep a copy of what this queue had; other queues may hold a good one."""
         why = "the payload is missing"
-        if payload is not None:
-            try:
-                decode_metadata(item.metadata)
-            except CorruptRecord as error:
-                why = str(error)
+        try:
+            decode_metadata(item.metadata)
+        except CorruptRecord as error:
+            why = why if payload is None else str(error)
         key = queue.id + b"\0" + item.message_id.to_bytes(8, "big")
         self.core.quarantine("messages", key, item.metadata, why, remove=False)

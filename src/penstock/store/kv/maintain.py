@@ -162,8 +162,7 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
         else:
             state, spec = State(what), queue.spec
             kept_ms = spec.done_retention_ms if state is State.DONE else spec.failed_retention_ms
-            ended_by_ms = now_ms - kept_ms
-            ended = core.history.trim(batch, queue, state, limit, ended_by_ms=ended_by_ms)
+            ended = core.history.trim(batch, queue, state, limit, ended_by_ms=now_ms - kept_ms)
             self.forget(batch, queue, ended)
             looked = gone = len(ended)
         core.commit(batch, (queue,), now_ms)

@@ -354,10 +354,7 @@ class SettleVerbs:
         self, judged: Judged, queue: Queue, rows: list[tuple[int, bytes, int]], now_ms: int
     ) -> None:
         core = self.core
-        keys: list[int] = []
-        for _, _, key in rows:
-            keys.append(key)
-        found = core.active.find(queue, keys)
+        found = core.active.find(queue, [key for _, _, key in rows])
         holdings: dict[bytes, Holding | None] = {}
         unknown: list[bytes] = []
         for item in found:

@@ -71,6 +71,7 @@ SHARED_TABLES: Final[Mapping[str, Shape]] = {
     "unclaimed": Shape.TIME_INDEX,
 }
 _META: Final = b"meta"
+_encode: Final = msgspec.msgpack.Encoder().encode
 # Bytes that a message needs beside its payload, roughly: rows of log, index and metadata.
 _ROWS_BYTES: Final = 256
 _TOTALS: Final = b"\x02\x0e"
@@ -314,8 +315,7 @@ class Core:
 
         A batch that brings messages into queues is refused if the disk has no room for them.
         """
-        growth = messages * _ROWS_BYTES + payload_bytes
-        batch = self.engine.batch(growth=growth) if growth else self.engine.batch()
+        batch = self.engine.batch(growth=messages * _ROWS_BYTES + payload_bytes)
         self.is_ahead = True
         return batch
 
@@ -333,7 +333,7 @@ class Core:
     def put_totals(self, batch: Batch, now_ms: int) -> None:
         """Write the store's totals."""
         self.totals.time_floor_ms = now_ms
-        batch.put(_TOTALS, msgspec.msgpack.encode(self.totals), self.system.family)
+        batch.put(_TOTALS, _encode(self.totals), self.system.family)
 
     def put_coverage(self, batch: Batch, queue: Queue, coverage: Coverage) -> None:
         """Write what a queue has been filled from."""
