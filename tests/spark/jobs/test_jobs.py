@@ -283,7 +283,7 @@ def orphan(broker: penstock.Broker, message_ids: list[int]) -> None:
     core = broker._store.core  # type: ignore[attr-defined]
     batch = core.engine.batch()
     for message_id in message_ids:
-        batch.put(b"\x01\x01" + message_id.to_bytes(8, "big"), b"lost", core.payloads.family)
+        batch.put(b"\x01\x01" + message_id.to_bytes(8, "big"), b"lost", core.payloads.table.family)
     core.engine.commit(batch)
 
 
