@@ -287,6 +287,14 @@ def test_modules_say_what_they_own(path: Path) -> None:
         assert ast.get_docstring(tree_of(path))
 
 
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_docstrings_name_a_noun_or_an_action(path: Path) -> None:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for node in ast.walk(tree_of(path)) if isinstance(node, kinds))
+    first_words = {(ast.get_docstring(node) or "-").split()[0] for node in nodes}
+    assert first_words.isdisjoint({"What", "Who", "Whoever", "Have"})
+
+
 # --- sizes ----------------------------------------------------------------------------------------
 
 FILE_LINES, FUNCTION_LINES = 600, 80

@@ -108,7 +108,7 @@ class BrokerClosed(PenstockError):
 
 
 class NotAllowed(PenstockError):
-    """Who asked may not do this: no key, a wrong one, or one without the permission."""
+    """The caller may not do this: it has no key, a wrong one, or one without the permission."""
 
 
 class StoreLocked(PenstockError):

@@ -39,7 +39,7 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
-    """What can happen to a message in one queue."""
+    """An event in the life of a message in one queue."""
 
     ENQUEUE = "enqueue"
     ENQUEUE_LATER = "enqueue_later"
@@ -95,7 +95,7 @@ def next_state(state: State | None, event: Event) -> State | None:
 
 
 class Message(msgspec.Struct, frozen=True, gc=False):
-    """What a producer publishes.
+    """A payload with its attributes, as a producer publishes it.
 
     ``attributes`` is a flat mapping that queue filters look at; ``group`` gives fairness on a
     standard queue and order on a FIFO queue; a higher ``priority`` (0 to 255) is claimed first
@@ -131,7 +131,7 @@ class Delivery(msgspec.Struct, frozen=True, gc=False):
 
 
 class OutcomeStatus(StrEnum):
-    """What became of one receipt."""
+    """The outcome of a verb for one receipt."""
 
     DONE = "done"
     RETRYING = "retrying"
@@ -301,7 +301,7 @@ class LogPage(msgspec.Struct, frozen=True):
 
 
 class AssignStatus(StrEnum):
-    """What became of a page that was assigned."""
+    """The outcome of assigning one page of a log."""
 
     APPLIED = "applied"
     TRIMMED = "trimmed"
@@ -331,7 +331,7 @@ class Assigned(msgspec.Struct, frozen=True):
 
 
 class Backfilled(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backfill has done so far, and the offset that it goes on from.
+    """Counts of a backfill so far, and the offset that it goes on from.
 
     ``missing`` counts messages that the filter wants but whose payload is gone: every queue that
     held them has let go of them.
@@ -397,7 +397,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Contention(msgspec.Struct, frozen=True, kw_only=True):
-    """What sharing a store with other processes has cost this one, since it was opened.
+    """The cost of sharing a store with other processes, since this one opened it.
 
     ``collisions``: zones that somebody else came to between the look and the visit of a claim;
     ``collected``: pointers of empty zones that were removed; ``repeated``: transactions that the
@@ -413,7 +413,7 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SweepCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """What one sweep did, and when the next one has something to do (None: nothing is due)."""
+    """Counts of one sweep, and when the next one has something to do (None: nothing is due)."""
 
     leases_expired: int = 0
     came_due: int = 0

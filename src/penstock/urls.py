@@ -389,7 +389,7 @@ def _check_identity(place: str, record: bytes, design: str | None, routing: str 
 
 
 class _Named(NamedTuple):
-    """What a URL names."""
+    """The store that a URL names."""
 
     scheme: str
     place: str

@@ -1,4 +1,4 @@
-"""What may come in. Every refusal says what was wrong and what is allowed."""
+"""Checks of arguments. Every refusal says what was wrong and what is allowed."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Told: TypeAlias = Callable[[PenstockError | None], object]
 
 
 class Durability(NamedTuple):
-    """What syncing has cost so far; commits over syncs is the size of a group."""
+    """The cost of syncing so far; commits over syncs is the size of a group."""
 
     syncs: int
     commits: int

@@ -112,7 +112,7 @@ def resize(
     ctx: click.Context, ring_size: int, timeout: str | None, store: str, *, wait: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Have new zones take one of N tokens; brokers may be running.
+    """Set how many tokens new zones choose from; brokers may be running.
 
     A zone keeps its token until it has been empty for half a minute. Ends with 1 if the time is
     over before the last zone has the token of this ring.

@@ -37,7 +37,7 @@ class Stretch(msgspec.Struct):
 
 
 class Coverage(msgspec.Struct):
-    """What a queue has been filled from: live, and by backfills. ``draining``: no longer live.
+    """The offsets that a queue was filled from, live and by backfills. ``draining``: not live.
 
     ``known_from`` is the offset that it is complete from. A record without it was written when
     stretches went with the log: whoever reads one can be sure of what the log keeps, and no more.
@@ -56,12 +56,12 @@ class Coverage(msgspec.Struct):
         return None
 
     def change(self, offset: int, filter_text: str) -> None:
-        """Have another filter be live from an offset on."""
+        """Make another filter live from an offset on."""
         self.close(offset)
         self.live.append(Stretch(offset, None, filter_text))
 
     def close(self, offset: int) -> None:
-        """Have no filter be live from an offset on."""
+        """End the live filter at an offset."""
         self.live = [stretch for stretch in self.live if stretch.begin < offset]
         if self.live and (self.live[-1].end is None or self.live[-1].end > offset):
             self.live[-1].end = offset

@@ -1,4 +1,4 @@
-"""What a store gives to be read in bulk: its tables as they were at one moment.
+"""The tables of a store as they were at one moment, for bulk reads.
 
 ``tables`` asks for no more than this, so that it need not know how a store keeps its rows. Several
 threads may read one :class:`PinnedStore` at a time, a page each in turn; whoever made it closes it.
@@ -35,7 +35,7 @@ class Keys(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Who holds a message, since when and until when."""
+    """The lease that holds a message: its consumer, since when and until when."""
 
     consumer: str
     claimed_at_ms: int

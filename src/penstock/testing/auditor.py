@@ -33,7 +33,7 @@ __all__ = ["Finding", "Kind", "Note", "audit"]
 
 
 class Kind(StrEnum):
-    """What a client notes: ``...ING`` before the call, the other after it."""
+    """The kinds of notes of a client: ``...ING`` before the call, the other after it."""
 
     PUBLISHING = "publishing"
     PUBLISHED = "published"

@@ -281,7 +281,7 @@ class History:
     def move_attempts(
         self, batch: Batch, queue: Queue, to: Queue, messages: Sequence[tuple[int, int, int]]
     ) -> None:
-        """Have attempts be of another queue: (message id, attempts, those there before them)."""
+        """Move attempts to another queue: (message id, attempts, those there before them)."""
         old, new = queue.attempts_prefix, to.attempts_prefix
         numbers = [
             (message_id, number, before + number)

@@ -81,7 +81,7 @@ _REFUSALS: Final = (InvalidInput, QueueNotFound, StorageFailed)
 
 
 class Identity(msgspec.Struct):
-    """What a store says about itself."""
+    """The identity of a store, as it is written in it."""
 
     format: int
     design: str
@@ -367,7 +367,7 @@ class Core:
     def quarantine(
         self, table: str, key: bytes, value: bytes, why: str, *, remove: bool = True
     ) -> bool:
-        """Have a record that does not decode put aside with the next commit.
+        """Put a record that does not decode aside with the next commit.
 
         False if it was met before since the last commit: then its counters are right already.
         Without ``remove`` a copy is kept under the name ``table``, and nothing is removed.

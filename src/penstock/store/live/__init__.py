@@ -86,7 +86,7 @@ Quarantine: TypeAlias = Callable[[str, bytes, bytes, str], bool]
 
 
 class Directories(dict[int, D]):
-    """What memory keeps of each queue, by number, and ``damage``: why it may not be all there is.
+    """The part of each queue that is in memory, by number; ``damage``: why it may be incomplete.
 
     Of a queue without a directory because of that, looking it up raises the reason.
     """

@@ -19,7 +19,7 @@ __all__ = ["BackfillSuite"]
 
 
 class Interrupted(Exception):
-    """What a test raises from a progress callback."""
+    """An error that a test raises from a progress callback."""
 
 
 class BackfillSuite(RoutedSuite):

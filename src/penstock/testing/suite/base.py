@@ -1,4 +1,4 @@
-"""What every part of the suite stands on: one broker, one clock, a few short words."""
+"""The base of every suite: one broker, one clock, a few short helpers."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ __all__ = ["KeepingSuite"]
 
 
 class KeepingSuite(Suite):
-    """What is kept, for how long, and how it shows."""
+    """Retention: the messages that are kept, for how long, and how they show."""
 
     def fill(self, count: int = 1) -> None:
-        """Have ``count`` messages in each state; the queue allows two attempts."""
+        """Put ``count`` messages into each state; the queue allows two attempts."""
         for state in ("failed", "done", "in_flight"):
             self.put(*[state.encode()] * count, attributes={"state": state}, group=state)
             deliveries = self.take(count, consumer="ann", lease_ms=YEAR_MS)
@@ -215,7 +215,7 @@ class KeepingSuite(Suite):
     # --- retention -----------------------------------------------------------------------
 
     def put_in(self, state: str) -> int:
-        """Have one message in a state; return when its retention began."""
+        """Put one message into a state; return when its retention began."""
         self.put(b"x")
         if state == "unclaimed":
             return self.clock.now_ms()

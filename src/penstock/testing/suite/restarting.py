@@ -1,4 +1,4 @@
-"""What a restart keeps, what waits, and what time does."""
+"""Restarts, waiting claims, and the passing of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts of the routing suite stand on."""
+"""The base of the routing suites."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RoutedSuite(Suite):
         return self.broker
 
     def route(self, limit: int = 10_000) -> None:
-        """Have everything routed, whichever way the store does it."""
+        """Route everything, whichever way the store does it."""
         if self.broker.log_stats().routing == "pipeline":
             for _ in range(1_000):
                 route_once(self.broker, limit=limit)

@@ -1,4 +1,4 @@
-"""What a receipt is good for: ack, release, extend; and what becomes of a message after."""
+"""Receipts: ack, release, extend, and the state of the message afterwards."""
 
 from __future__ import annotations
 
