@@ -42,7 +42,7 @@ MAX_REASON_BYTES: Final = 4096
 MAX_LOGS: Final = 256
 MAX_LOG_LIMIT: Final = 100_000
 MAX_OFFSET: Final = (1 << 63) - 1
-# What a queue was filled from, by which filter: kept with the queue, and written with every change.
+# The offsets that a queue was filled from: kept with the queue, and written with every change.
 MAX_COVERAGE_STRETCHES: Final = 256
 
 # --- time -----------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ HTTP_REQUEST_MS: Final = 60_000
 HTTP_IDLE_MS: Final = 120_000
 # How long a client may take to make room for the rest of its answer.
 HTTP_STALLED_WRITE_MS: Final = 60_000
-# What is in hand when a client has closed its side is answered if it takes no longer than this.
+# Requests of a client that has closed its side are answered if they take no longer than this.
 HTTP_HALF_CLOSED_MS: Final = 500
 
 # --- SQS ----------------------------------------------------------------------------------------

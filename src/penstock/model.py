@@ -25,7 +25,7 @@ from typing import Final, TypeAlias, overload
 import msgspec
 
 Value: TypeAlias = str | int | float | bool | None
-"""What an attribute may hold."""
+"""A value of an attribute."""
 
 
 class State(StrEnum):

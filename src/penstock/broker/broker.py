@@ -363,7 +363,7 @@ class Broker(RequestBroker):
                 queue, to, state=checked, message_ids=chosen, limit=count, now_ms=now_ms
             )
 
-        # What comes into the queue meanwhile must not keep this going for ever.
+        # Messages that come into the queue meanwhile must not keep this going for ever.
         depth = getattr(self.stats(queue), checked.value) if ids is None else len(ids)
         moved = at = 0
         while True:
@@ -384,7 +384,7 @@ class Broker(RequestBroker):
         """
         checked = [check_state(state) for state in states]
         stats = self.stats(queue)
-        # What comes into the queue meanwhile must not keep this going for ever.
+        # Messages that come into the queue meanwhile must not keep this going for ever.
         depth = sum(getattr(stats, state.value) for state in set(checked))
         removed = 0
         while True:
@@ -475,7 +475,7 @@ def _make_spec(
         known = ", ".join(sorted(_SETTINGS - {"name"}))
         raise InvalidQueue(f"unknown setting {unknown[0]!r}; there are {known}")
     spec = check_spec(QueueSpec(name=name, filter=filter_text, ordering=ordering, **settings))
-    # What the caller does to his labels from here on is his own affair.
+    # A copy: the caller may change his own labels from here on.
     return msgspec.structs.replace(spec, labels=dict(spec.labels))
 
 

@@ -128,7 +128,7 @@ class RequestBroker(LogBroker):
 
     def free_bytes(self) -> int | None:
         """Return how many bytes the disk of the store has left; None: not known."""
-        return self._store.health().free_bytes
+        return self._store.health(disk=True).free_bytes
 
     @property
     def outage(self) -> Outage | None:

@@ -22,7 +22,7 @@ def route_once(broker: Broker, *, limit: int = 10_000) -> int:
     read = 0
     matcher: Matcher[str] = Matcher()
     matched_by: Mapping[str, str] = {}
-    # What comes in meanwhile is for the next call, or this one might never end.
+    # Messages that come in meanwhile are for the next call, or this one might never end.
     stats = broker.log_stats()
     for log in stats.cursors:
         routed = 0

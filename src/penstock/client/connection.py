@@ -124,7 +124,7 @@ class ClientConnection:
         self._tries = 0
         self._away_since_ms = now_ms
         self.why = "no connection yet"
-        # What a server has said that has lost its store: it is to be left.
+        # The error of a server that has lost its store: the client leaves it.
         self._fenced = ""
         self._max_frame_bytes = limits.MAX_FRAME_BYTES
         self._repeat_ms: float = limits.MAX_REPEAT_MS

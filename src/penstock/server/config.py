@@ -41,7 +41,7 @@ OFF: Final = "off"
 _UNITS_MS: Final = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _UNITS_BYTES: Final = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 _AMOUNT: Final = re.compile(r"(\d{1,15}) ?([A-Za-z]*)")
-# What Kubernetes puts into the environment beside a service of our name.
+# Variables that Kubernetes puts into the environment beside a service of our name.
 _FOREIGN_VARIABLE: Final = re.compile(r"PENSTOCK_(SERVICE|PORT)(_.*)?(?<!PORT_FILE)")
 
 

@@ -219,7 +219,7 @@ class Listener:
         slots: Connections | None = None,
     ) -> None:
         self.slots = Connections() if slots is None else slots
-        # Those that are open, for the protocol to add and remove.
+        # The open connections: the protocol adds and removes them.
         self.connections: set[Any] = set()
         self.address = (host, port)
         self._tls = tls

@@ -55,5 +55,5 @@ def configure(level: str, form: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # What asyncio says at debug would name every read.
+    # At debug asyncio would log every read.
     logging.getLogger("asyncio").setLevel(max(logging.INFO, logging.getLogger().level))

@@ -86,11 +86,11 @@ class StoreDetails(StoreInfo, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """The state of a store, from memory and from any thread.
+    """The state of a store, from any thread; all but the disk from memory.
 
     ``away``: why the store does not answer at present; it may still answer what needs no write.
-    ``free_bytes``: room on its disk, if known. ``contention``: the cost of sharing the store with
-    other processes; None: it has one owner.
+    ``free_bytes``: room on its disk, if it was measured and is known. ``contention``: the cost of
+    sharing the store with other processes; None: it has one owner.
     """
 
     away: str | None
@@ -237,8 +237,8 @@ class Store(Protocol):
     def info(self) -> StoreDetails:
         """Return which store this is."""
 
-    def health(self) -> Health:
-        """Return whether the store answers, how much room it has, and the cost of sharing it."""
+    def health(self, *, disk: bool = False) -> Health:
+        """Return whether the store answers and the cost of sharing it; measure the disk if told."""
 
     def recover(self, alone: AbstractContextManager[None]) -> None:
         """Make a store that is away take writes again, or raise why it does not.

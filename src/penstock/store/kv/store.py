@@ -128,10 +128,11 @@ class KvStore(ClaimVerbs, InspectVerbs):
             self.core.time_floor_ms(),
         )
 
-    def health(self) -> Health:
+    def health(self, *, disk: bool = False) -> Health:
         """Return whether the engine takes writes, and how much room its disk has."""
-        why = self.core.engine.away
-        return Health(None if why is None else str(why), self.core.engine.free_bytes())
+        engine = self.core.engine
+        away = None if engine.away is None else str(engine.away)
+        return Health(away, engine.free_bytes() if disk else None)
 
     def recover(self, alone: AbstractContextManager[None]) -> None:
         """Make an engine that is away take writes again, or raise why it does not."""

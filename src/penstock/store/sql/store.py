@@ -104,11 +104,8 @@ class SqlStore(SqlPublish, SqlMaintain, SqlInspect, SqlSnapshots):
             f"{store_id:08x}", "sql", routing, MAX_DATABASE_VIEWS, self._time_floor_ms
         )
 
-    def health(self) -> Health:
-        """Return whether the database has answered, and the cost of sharing it.
-
-        The disk is the database's.
-        """
+    def health(self, *, disk: bool = False) -> Health:  # noqa: ARG002 - it is the database's
+        """Return whether the database has answered, and the cost of sharing it."""
         zones, database = self.core.zones, self.database
         contention = Contention(
             collisions=zones.collisions,
