@@ -30,7 +30,7 @@ from penstock.filters import parse
 from penstock.model import Ordering, QueueSpec, State
 from penstock.store.codec.encodings import read_terminated
 from penstock.store.codec.log import parse_entry_key
-from penstock.store.codec.metadata import Metadata, decode_metadata, encode_metadata
+from penstock.store.codec.metadata import Metadata, decode_metadata, encode_metadata, read_metadata
 from penstock.store.codec.opendata import payload_key, payload_prefix
 from penstock.store.codec.records import decode_queue_spec
 from penstock.store.codec.stored import decode_lease
@@ -526,9 +526,8 @@ def _had(
     store: KvStore, queue: Queue, message_id: int, encoded: bytes, compiled: dict[str, Filter]
 ) -> bool:
     """Whether a queue has had a message: by its coverage, or else by its filter."""
-    try:
-        found = decode_metadata(encoded)
-    except CorruptRecord:
+    found = read_metadata(encoded)
+    if found is None:
         return False
     row = (found.attributes, found.group, found.priority, found.published_at_ms, found.size)
     coverage = store.core.coverage[queue.name]

@@ -14,7 +14,7 @@ from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue
 from penstock.filters import parse
 from penstock.limits import MAX_ATTEMPTS
 from penstock.model import AssignStatus, LogRecord, LogStretch
-from penstock.store.codec.metadata import Metadata, decode_metadata
+from penstock.store.codec.metadata import Metadata, decode_metadata, read_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,15 +68,6 @@ def metadata_of(record: LogRecord) -> Metadata:
     """Return the metadata of a message that a reader of the log was given."""
     r = record
     return Metadata(r.published_at_ms, r.group, r.priority, r.size, r.delay_ms, r.attributes)
-
-
-def decodes(encoded: bytes) -> bool:
-    """Whether metadata can be read."""
-    try:
-        decode_metadata(encoded)
-    except CorruptRecord:
-        return False
-    return True
 
 
 # --- between queues ---------------------------------------------------------------------------
@@ -290,9 +281,8 @@ def wanted(
     compiled: dict[str, Filter] = {matcher.text: matcher}
     found = {}
     for message_id, encoded in rows:
-        try:
-            m = decode_metadata(encoded)
-        except CorruptRecord:
+        m = read_metadata(encoded)
+        if m is None:
             continue
         row = (m.attributes, m.group, m.priority, m.published_at_ms, m.size)
         if matcher.matches(row) and not coverage.had(row, message_id, compiled):

@@ -67,16 +67,24 @@ def decode_metadata(record: bytes) -> Metadata:
         raise CorruptRecord(f"metadata: {error}") from error
 
 
+def read_metadata(record: bytes) -> Metadata | None:
+    """Read a metadata record; None if it does not decode."""
+    try:
+        return decode_metadata(record)
+    except CorruptRecord:
+        return None
+
+
 def decode_many(records: Sequence[bytes]) -> Sequence[Metadata | None]:
     """Read metadata records in one call; None for those that do not decode."""
     found = _all_of(records, _decode_many)
-    return [_or_none(record) for record in records] if found is None else found
+    return [read_metadata(record) for record in records] if found is None else found
 
 
 def decode_heads(records: Sequence[bytes]) -> Sequence[Head | Metadata | None]:
     """Read the fields before the attributes, at a third of the cost; None if that fails too."""
     found = _all_of(records, _decode_heads)
-    return [_or_none(record) for record in records] if found is None else found
+    return [read_metadata(record) for record in records] if found is None else found
 
 
 def _all_of(records: Sequence[bytes], decode: Callable[[bytes], Any]) -> list[Any] | None:
@@ -91,10 +99,3 @@ def _all_of(records: Sequence[bytes], decode: Callable[[bytes], Any]) -> list[An
     if set(found[::2]) - {VERSION} or int in set(map(type, decoded)):
         return None
     return decoded
-
-
-def _or_none(record: bytes) -> Metadata | None:
-    try:
-        return decode_metadata(record)
-    except CorruptRecord:
-        return None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from penstock import limits
 from penstock.errors import CorruptRecord, InvalidInput
 from penstock.model import Attempt, AttemptEnd, Entry, Page, QueueStats, State, StoreStats
-from penstock.store.codec.metadata import decode_heads, decode_metadata
+from penstock.store.codec.metadata import decode_heads, decode_metadata, read_metadata
 from penstock.store.codec.stored import decode_lease
 from penstock.store.kv.move import ALL, MoveVerbs
 from penstock.store.kv.state import verb
@@ -154,9 +154,8 @@ def _entry(
     body: bytes | None,
     leases: dict[bytes, LeaseRecord],
 ) -> Entry | None:
-    try:
-        metadata = decode_metadata(row.metadata)
-    except CorruptRecord:
+    metadata = read_metadata(row.metadata)
+    if metadata is None:
         return None
     live = row if isinstance(row, Item) else None
     ended = row if not isinstance(row, Item) else None

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from penstock.errors import CorruptRecord
 from penstock.limits import MAX_ATTEMPTS
 from penstock.model import State
 from penstock.store import policy
-from penstock.store.codec.metadata import decode_metadata
+from penstock.store.codec.metadata import read_metadata
 from penstock.store.kv.settle import SettleVerbs
 from penstock.store.kv.state import verb
 from penstock.store.live import NO_LEASE, Item, lane_of
@@ -162,11 +161,8 @@ class MoveVerbs(SettleVerbs):
     ) -> list[tuple[Ended, bytes]]:
         chosen = []
         for entry in entries:
-            try:
-                metadata = decode_metadata(entry.metadata)
-            except CorruptRecord:
-                continue
-            if where is None or where(metadata):
+            metadata = read_metadata(entry.metadata)
+            if metadata is not None and (where is None or where(metadata)):
                 chosen.append((entry, lane_of(metadata.group, metadata.priority)))
         return chosen
 
@@ -382,9 +378,8 @@ def _leaving(origins: Sequence[Item | Ended]) -> list[_Leaving]:
     """Make out lanes; a message whose metadata can't be read stays where it is."""
     leaving = []
     for origin in origins:
-        try:
-            m = decode_metadata(origin.metadata)
-        except CorruptRecord:
+        m = read_metadata(origin.metadata)
+        if m is None:
             continue
         row = (m.attributes, m.group, m.priority, m.published_at_ms, m.size)
         leaving.append(_Leaving(origin, lane_of(m.group, m.priority), row))

@@ -28,7 +28,7 @@ from penstock.model import (
     RoutePlan,
 )
 from penstock.store import policy
-from penstock.store.codec.metadata import decode_heads, encode_metadata
+from penstock.store.codec.metadata import decode_heads, encode_metadata, read_metadata
 from penstock.store.coverage import Throughout
 from penstock.store.kv.publish import PublishVerbs
 from penstock.store.kv.state import verb
@@ -203,7 +203,7 @@ class RoutingVerbs(PublishVerbs):
         heads = decode_heads([encoded for _, encoded in rows])
         for (message_id, encoded), head in zip(rows, heads, strict=True):
             names = find(message_id, ())
-            if head is None or not (names or policy.decodes(encoded)):
+            if head is None or not (names or read_metadata(encoded)):
                 continue
             lane = lane_of(head.group, head.priority)
             # What was due before it was routed is due now.

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 import msgspec
 
 from penstock import limits
-from penstock.errors import CorruptRecord, InvalidInput
+from penstock.errors import InvalidInput
 from penstock.model import Attempt, AttemptEnd, Entry, Page, QueueStats, State, StoreStats
-from penstock.store.codec.metadata import decode_metadata
+from penstock.store.codec.metadata import decode_metadata, read_metadata
 from penstock.store.sql.database import Database
 from penstock.store.sql.move import ALL, STATES, SqlMove
 from penstock.store.sql.schema import find
@@ -161,9 +161,8 @@ class SqlInspect(SqlMove):
 
 
 def _read(queue: SqlQueue, state: State, row: tuple[Any, ...]) -> _Found | None:
-    try:
-        metadata = decode_metadata(row[-1] or b"")
-    except CorruptRecord:
+    metadata = read_metadata(row[-1] or b"")
+    if metadata is None:
         return None
     more: dict[str, Any] = {}
     if state not in STATES:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from penstock.errors import CorruptRecord
 from penstock.limits import MAX_ATTEMPTS
 from penstock.model import State
 from penstock.store import policy
-from penstock.store.codec.metadata import decode_metadata
+from penstock.store.codec.metadata import read_metadata
 from penstock.store.sql.publish import Arrival, add_items
 from penstock.store.sql.settle import SqlSettle
 
@@ -112,7 +111,8 @@ class SqlMove(SqlSettle):
         chosen = {
             message_id: metadata
             for _, message_id, record in rows
-            if (metadata := _decoded(record)) is not None and (where is None or where(metadata))
+            if (metadata := read_metadata(record or b"")) is not None
+            and (where is None or where(metadata))
         }
         return core.change(lambda: self._redrive(queue, chosen, now_ms)) if chosen else 0, further
 
@@ -207,7 +207,7 @@ class SqlMove(SqlSettle):
         database = self.database
         if state is State.FAILED:
             rows = database.run("pick_failed", queue=queue.number, after=-1, count=count)
-            return [row[1] for row in rows if _decoded(row[2]) is not None]
+            return [row[1] for row in rows if read_metadata(row[2] or b"") is not None]
         rows = database.run(
             "pick_items", queue=queue.number, state=STATES[state], now_ms=now_ms, count=count
         )
@@ -223,7 +223,7 @@ class SqlMove(SqlSettle):
         known = {
             message_id: metadata
             for message_id, record in database.run("metadata_of", message_ids=message_ids)
-            if (metadata := _decoded(record)) is not None
+            if (metadata := read_metadata(record or b"")) is not None
         }
         leaving = self._take_out(queue, state, list(known), now_ms)
         if not leaving:
@@ -312,10 +312,3 @@ class SqlMove(SqlSettle):
             for each, first in zip(arriving, befores, strict=True)
         ]
         add_items(self.core, arrivals, now_ms)
-
-
-def _decoded(record: bytes | None) -> Metadata | None:
-    try:
-        return None if record is None else decode_metadata(record)
-    except CorruptRecord:
-        return None

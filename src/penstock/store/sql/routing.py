@@ -29,7 +29,7 @@ from penstock.model import (
     RoutePlan,
 )
 from penstock.store import policy
-from penstock.store.codec.metadata import decode_heads, encode_metadata
+from penstock.store.codec.metadata import decode_heads, encode_metadata, read_metadata
 from penstock.store.coverage import Throughout
 from penstock.store.sql.publish import Arrival, add_items
 from penstock.store.sql.session import SqlVerbs
@@ -245,7 +245,7 @@ class SqlRouting(SqlVerbs):
         heads = decode_heads([row[1] for row in rows])
         for (message_id, encoded), head in zip(rows, heads, strict=True):
             names = assignments.get(message_id, ())
-            if head is None or not (names or policy.decodes(encoded)):
+            if head is None or not (names or read_metadata(encoded)):
                 continue
             kept = [name for name in dict.fromkeys(names) if live.at(name, message_id)]
             refs[message_id] = len(kept)
