@@ -1,0 +1,168 @@
+"""Linters accept the files of ``deploy/``; the metrics, settings and commands in them exist."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import kubernetes_validate
+import pytest
+import yaml
+from click.testing import CliRunner
+
+import penstock
+from penstock.cli.main import cli
+from penstock.server import running
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+# Kinds of other projects, whose schemas Kubernetes does not have.
+FOREIGN_KINDS = {"ScaledObject"}
+# Variables of the image's own commands, besides the settings of the server.
+CLIENT_VARIABLES = {"PENSTOCK_TOKEN"}
+
+
+def containers() -> Iterator[tuple[str, list[str], dict[str, str]]]:
+    """Yield the file, arguments and environment of each container that runs ``penstock``."""
+    for path in MANIFESTS:
+        for resource in yaml.safe_load_all(path.read_text()):
+            template = resource["spec"].get("template", {}).get("spec", {})
+            for container in template.get("containers", []):
+                settings = {each["name"]: each.get("value", "") for each in container["env"]}
+                yield path.name, container["args"], settings
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    for service in services.values():
+        if "build" in service:
+            yield "compose.yaml", service.get("command", ["serve"]), service.get("environment", {})
+
+
+def resources() -> Iterator[Any]:
+    for path in MANIFESTS:
+        for resource in yaml.safe_load_all(path.read_text()):
+            yield pytest.param(resource, id=f"{path.stem}-{resource['kind']}")
+
+
+@pytest.mark.parametrize("resource", [*resources()])
+def test_kubernetes_knows_every_field_of_a_manifest(resource: dict[str, Any]) -> None:
+    if resource["kind"] not in FOREIGN_KINDS:
+        kubernetes_validate.validate(resource, "1.37", strict=True)
+
+
+def test_hadolint_accepts_the_dockerfile() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    command = [hadolint, "--config", DEPLOY / ".hadolint.yaml", DEPLOY / "Dockerfile"]
+    subprocess.run(command, check=True)
+
+
+def test_the_image_installs_extras_that_exist() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    (extras,) = re.findall(r"\$\{wheel\}\[([a-z,]+)\]", text)
+    project = (DEPLOY.parent / "pyproject.toml").read_text()
+    assert all(f"\n{extra} = [" in project for extra in extras.split(","))
+
+
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    if (analyze := shutil.which("systemd-analyze")) is None:
+        reason = "systemd-analyze is not installed (Debian: apt-get install systemd)"
+        pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)
+    unit = (DEPLOY / "systemd" / "penstock.service").read_text()
+    copy = tmp_path / "penstock.service"
+    copy.write_text(unit.replace("/opt/penstock/bin/penstock", "/bin/true"))
+    found = subprocess.run([analyze, "verify", copy], check=True, capture_output=True, text=True)
+    assert found.stderr == ""
+
+
+@pytest.mark.parametrize(("file", "arguments", "_settings"), [*containers()])
+def test_the_command_line_takes_the_arguments(
+    file: str, arguments: list[str], _settings: dict[str, str]
+) -> None:
+    command: click.Command | None = cli
+    rest = list(arguments)
+    while isinstance(command, click.Group):
+        command = command.get_command(click.Context(command), rest.pop(0))
+    assert command is not None
+    command.make_context(file, rest)
+
+
+@pytest.mark.parametrize(("file", "_arguments", "settings"), [*containers()])
+def test_the_server_knows_the_variables(
+    file: str, _arguments: list[str], settings: dict[str, str]
+) -> None:
+    variables = {name: value for name, value in settings.items() if name not in CLIENT_VARIABLES}
+    sources = {each["source"] for each in show_config(variables).values()}
+    assert {name for name, value in variables.items() if value} <= sources, file
+
+
+def test_the_server_takes_the_file_of_the_unit() -> None:
+    shown = show_config({"PENSTOCK_CONFIG": str(DEPLOY / "systemd" / "penstock.toml")})
+    assert shown["store"]["value"] == "rocksdb:/var/lib/penstock/data"
+
+
+def show_config(variables: dict[str, str]) -> dict[str, Any]:
+    found = CliRunner().invoke(cli, ["config", "--json"], env=variables)
+    assert found.exit_code == 0, found.output
+    shown = json.loads(found.stdout)
+    assert isinstance(shown, dict)
+    return shown
+
+
+@pytest.fixture(scope="module")
+def metrics(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Return the names of all series that a server on RocksDB exports."""
+    store = f"rocksdb:{tmp_path_factory.mktemp('deploy') / 'data'}"
+    with penstock.open(store) as broker, running(broker, http="127.0.0.1:0") as server:
+        broker.create_queue("orders")
+        broker.send("orders", b"1")
+        with urllib.request.urlopen(server.location("http") + "/health"):
+            pass
+        with urllib.request.urlopen(server.location("http") + "/metrics") as page:
+            text = page.read().decode()
+    families = re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE)
+    names = {name for name, kind in families if kind != "histogram"}
+    for name, kind in families:
+        if kind == "histogram":
+            names |= {f"{name}_{part}" for part in ("bucket", "count", "sum")}
+    return names
+
+
+@pytest.mark.parametrize(
+    "file", ["prometheus/alerts.yaml", "grafana/penstock.json", "kubernetes/worker.yaml"]
+)
+def test_the_server_exports_every_metric_that_is_named(file: str, metrics: set[str]) -> None:
+    text = (DEPLOY / file).read_text()
+    named = set(re.findall(r"\bpenstock_[a-z_]+\b", text))
+    assert named
+    assert named <= metrics
+
+
+def test_the_panels_of_the_dashboard_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in json.loads((DEPLOY / "grafana" / "penstock.json").read_text())["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
+
+
+def test_every_alert_says_what_to_do() -> None:
+    (group,) = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())["groups"]
+    for rule in group["rules"]:
+        assert rule["labels"]["severity"] in {"page", "ticket"}
+        assert rule["annotations"]["summary"]
+        assert rule["annotations"]["description"]
