@@ -11,7 +11,7 @@ FUZZ_SECONDS ?= 60
 WORKERS ?= $(shell expr 2 \* $$(nproc))
 
 .PHONY: demo demo-embedded test check lint types format bench bench-embedded bench-depth bench-fairness \
-  bench-routing bench-pipeline bench-server bench-server_sqs bench-engines bench-worker bench-cluster soak fuzz clients java clean
+  bench-routing bench-pipeline bench-server bench-server_sqs bench-engines bench-worker bench-cluster soak fuzz clients java docs clean
 
 demo: $(STAMP) java     ## publish, Spark pipeline, workers, report
 	$(BIN)/python examples/pipeline_demo.py
@@ -31,6 +31,9 @@ check: $(STAMP)         ## lint, types and the quick tests: under two minutes
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+docs: $(STAMP)          ## the documentation site, into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 types: $(STAMP)
 	$(BIN)/mypy
