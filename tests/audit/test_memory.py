@@ -26,9 +26,9 @@ def late_leases(hand: Any) -> None:
 
 
 def high_front(hand: Any) -> None:
-    fronts = hand.core.leases.fronts
-    fronts.scan(b"", b"\xff", 1)
-    fronts[b""] = b"\xff"
+    first_keys = hand.core.leases.first_keys
+    first_keys.scan(b"", b"\xff", 1)
+    first_keys[b""] = b"\xff"
 
 
 def other_filter(hand: Any) -> None:

@@ -26,7 +26,7 @@ from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.model import Attempt, AttemptEnd, State
 from penstock.store.codec import opendata, records
 from penstock.store.codec.encodings import terminated
-from penstock.store.kv.fronts import Fronts
+from penstock.store.kv.tables import FirstKeys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -63,7 +63,7 @@ class History:
     def __init__(self, table: Table, quarantine: Quarantine) -> None:
         self._table = table
         self._quarantine = quarantine
-        self.fronts = Fronts(table)
+        self.first_keys = FirstKeys(table)
         # Numbers of the queues that have marks, or have had some.
         self._marked: set[int] = set()
 
@@ -88,8 +88,8 @@ class History:
                 (item.message_id, item.key, now_ms, item.attempts, item.metadata) for item in chunk
             ]
             key = queue.done_prefix + (bucket << 64 | part).to_bytes(16, "big")
-            if key < self.fronts.get(front, front):
-                self.fronts[front] = key
+            if key < self.first_keys.get(front, front):
+                self.first_keys[front] = key
             batch.put(key, records.encode_done(entries), self._table.family)
         counts.next_done += len(items)
         counts.done += len(items)
@@ -108,7 +108,7 @@ class History:
                 for item in chunk
             ]
             key = opendata.failed_key(queue.id, bucket, part)
-            self.fronts.note(_run(queue.id, State.FAILED, exponent)[0], key)
+            self.first_keys.note(_run(queue.id, State.FAILED, exponent)[0], key)
             batch.put(key, records.encode_failed(entries), self._table.family)
             for item in chunk:
                 batch.put(_failed_index(queue, item.message_id), key, self._table.family)
@@ -240,7 +240,7 @@ class History:
         for begin, end in _runs(queue, state):
             if len(removed) >= limit:
                 break
-            for key, record in self.fronts.rows(begin, end, page=_PAGE):
+            for key, record in self.first_keys.rows(begin, end, page=_PAGE):
                 entries = self._decode(queue, state, key, record)
                 if entries and ended_by_ms is not None and entries[-1].ended_at_ms > ended_by_ms:
                     break
@@ -337,7 +337,7 @@ class History:
         times = [
             entries[0].ended_at_ms
             for begin, end in _runs(queue, state)
-            for key, record in self.fronts.scan(begin, end, 4)
+            for key, record in self.first_keys.scan(begin, end, 4)
             if (entries := self._decode(queue, state, key, record))
         ]
         return min(times, default=None)
@@ -350,7 +350,7 @@ class History:
         """Read parts in the order of keys, from one on or (empty) from the first there is."""
         for begin, end in _runs(queue, state):
             if first <= begin:
-                yield from self.fronts.rows(begin, end, page=_PAGE)
+                yield from self.first_keys.rows(begin, end, page=_PAGE)
             elif first < end:
                 yield from rows_of(self._table, first, end, page=_PAGE)
 

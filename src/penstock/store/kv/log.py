@@ -30,7 +30,7 @@ from penstock.errors import CorruptRecord
 from penstock.store.codec import log as codec
 from penstock.store.codec.encodings import decode_seq_block, encode_seq_block, var_u64
 from penstock.store.codec.metadata import decode_metadata
-from penstock.store.kv.fronts import Fronts
+from penstock.store.kv.tables import FirstKeys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -99,7 +99,7 @@ class MetadataLog:
         self._table = table
         self._instance_id = instance_id
         self._quarantine = quarantine
-        self.fronts = Fronts(table)
+        self.first_keys = FirstKeys(table)
         self.ids = SeqBlocks(table, codec.SEQ_BLOCK_KEY, first=1)
         record = self._table.get(_SETTINGS)
         try:
@@ -187,7 +187,7 @@ class MetadataLog:
             packed = b"".join(message_id.to_bytes(8, "big") for message_id in ids)
             prefix = _unrouted_prefix(number)
             batch.put(prefix + packed[:8], packed, self._table.family)
-            self.fronts.note(prefix, prefix + packed[:8])
+            self.first_keys.note(prefix, prefix + packed[:8])
 
     # --- out -----------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ class MetadataLog:
         """
         family = self._table.family
         prefix = _unrouted_prefix(segment.number)
-        rows = self.fronts.scan(prefix, prefix + b"\xff" * 9, limit)
+        rows = self.first_keys.scan(prefix, prefix + b"\xff" * 9, limit)
         ids: list[int] = []
         for key, packed in rows:
             batch.delete(key, family)

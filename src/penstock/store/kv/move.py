@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from penstock.store.codec.metadata import Metadata
     from penstock.store.kv.history import Ended
     from penstock.store.kv.queues import Queue
-    from penstock.store.kv.settle import Overdue
 
 # A budget for verbs that must see everything that is due.
 ALL: Final = 1_000_000
@@ -89,18 +88,12 @@ class MoveVerbs(SettleVerbs):
         some rows can't be read, the rest is done before that is raised.
         """
         core = self.core
-        overdue: list[Overdue] = []
+        expired = failures = came_due = 0
         damage: StoreDamaged | None = None
-        failures = 0
         if core.engine.away is not None:
             return 0, 0, 0, 0
         if now_ms >= core.leases.none_before_ms:
-            overdue, damage = self.overdue(now_ms, budget)
-        if overdue:
-            batch = core.begin()
-            touched, failures = self.expire(batch, overdue, now_ms)
-            core.commit(batch, touched, now_ms)
-        came_due = 0
+            expired, failures, damage = self.expire(now_ms, budget)
         next_due_ms = core.active.next_due_ms()
         if next_due_ms is not None and next_due_ms <= now_ms:
             batch = core.begin()
@@ -112,7 +105,7 @@ class MoveVerbs(SettleVerbs):
         dead = self._move_dead_letters(now_ms, budget) if core.dead_letters.pending else 0
         if damage is not None:
             raise damage
-        return len(overdue), came_due, failures, dead
+        return expired, came_due, failures, dead
 
     def _move_dead_letters(self, now_ms: int, budget: int) -> int:
         """Move failed messages into dead letter queues, up to a budget; return how many."""

@@ -7,7 +7,7 @@ whether or not a sweep has been by. A receipt that is not good changes nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -34,14 +34,6 @@ class Holding(msgspec.Struct, gc=False):
     name: bytes
     lease: LeaseRecord
     items: list[Item]
-
-
-class Overdue(NamedTuple):
-    """A lease whose deadline has come: its expiry entry, its name, what is held under it."""
-
-    index_key: bytes
-    name: bytes
-    holdings: list[Holding]
 
 
 class Judged(msgspec.Struct):
@@ -166,11 +158,11 @@ class SettleVerbs:
         numbers = queue_numbers(core.identity.store_id, receipts)
         return {core.by_number[number].name for number in numbers if number in core.by_number}
 
-    def overdue(self, now_ms: int, limit: int) -> tuple[list[Overdue], StoreDamaged | None]:
-        """Find the leases whose deadline has come; and why some, if so, can't be read."""
+    def expire(self, now_ms: int, limit: int) -> tuple[int, int, StoreDamaged | None]:
+        """End leases whose deadline has come: how many, messages that fail, and why not all."""
         core = self.core
         due, damage = core.leases.due(now_ms, limit)
-        found: list[Overdue] = []
+        found: list[tuple[bytes, bytes, list[Holding]]] = []
         names = [name for _, name in due]
         for (index_key, name), record in zip(due, core.leases.get_each(names), strict=True):
             try:
@@ -180,30 +172,26 @@ class SettleVerbs:
                 for holding in holdings:
                     # Raises if its messages can't come back, because what waits there is not known.
                     core.active.ready_groups(holding.queue)
-                found.append(Overdue(index_key, name, holdings))
+                found.append((index_key, name, holdings))
             except StoreDamaged as error:
-                # It stays as it is; the others are seen to.
+                # This lease stays as it is; the others end.
                 damage = error
-        return found, damage
-
-    def expire(
-        self, batch: Batch, overdue: Sequence[Overdue], now_ms: int
-    ) -> tuple[list[Queue], int]:
-        """End leases; give the queues touched, and how many messages have failed."""
-        core = self.core
-        touched: dict[int, Queue] = {}
+        if not found:
+            return 0, 0, damage
+        batch = core.begin()
+        touched: dict[Queue, None] = {}
         failures = 0
-        for index_key, name, holdings in overdue:
-            core.leases.drop_expiry_entry(batch, index_key, name)
+        for index_key, name, holdings in found:
+            core.leases.delete(batch, name, index_key)
             for holding in holdings:
-                queue, items = holding.queue, holding.items
-                for item in items:
+                for item in holding.items:
                     item.visible_at_ms = now_ms
                 self._end(batch, holding, AttemptEnd.EXPIRED, "", now_ms)
                 failures += len(self._retry_or_fail(batch, holding, "lease expired", now_ms))
-                queue.counts.lease_expired_total += len(items)
-                touched[queue.number] = queue
-        return list(touched.values()), failures
+                holding.queue.counts.lease_expired_total += len(holding.items)
+                touched[holding.queue] = None
+        core.commit(batch, touched, now_ms)
+        return len(found), failures, damage
 
     def _held_by(self, name: bytes, lease: LeaseRecord | None) -> list[Holding]:
         """Find the messages that are in flight under a lease."""
@@ -264,7 +252,7 @@ class SettleVerbs:
         """Take messages out of their lease."""
         leases, lease = self.core.leases, holding.lease
         if len(holding.items) == len(lease.ids):
-            leases.delete(batch, holding.name, lease)
+            leases.delete(batch, holding.name, lease.index_key)
         else:
             gone = {item.key.to_bytes(8, "big") for item in holding.items}
             leases.let_go(batch, holding.name, lease, gone)

@@ -38,13 +38,10 @@ from penstock.errors import (
 from penstock.model import State
 from penstock.store.contract import Progress
 from penstock.store.coverage import Coverage, Stretch
-from penstock.store.kv.dedup import Dedup
-from penstock.store.kv.fronts import DueHeap, Fronts
 from penstock.store.kv.history import History
-from penstock.store.kv.leases import Leases
 from penstock.store.kv.log import MetadataLog, SeqBlocks
-from penstock.store.kv.payloads import Payloads
 from penstock.store.kv.queues import DeadLetters, Queue, QueueTable
+from penstock.store.kv.tables import Dedup, DueHeap, FirstKeys, Leases, Payloads
 from penstock.store.live import Beliefs
 
 if TYPE_CHECKING:
@@ -225,7 +222,7 @@ class Core:
         )
         self.queue_numbers = SeqBlocks(self.system, b"\x02\x0cqueue", first=1)
         self._unclaimed = engine.table("unclaimed")
-        self._unclaimed_fronts = Fronts(self._unclaimed)
+        self._first_unclaimed = FirstKeys(self._unclaimed)
         # The last changes as (version, offset from which on): a page that was read before is judged
         # by them.
         self.filter_history: deque[tuple[int, int]] = deque(maxlen=10_000)
@@ -415,14 +412,14 @@ class Core:
             packed = b"".join(key.to_bytes(8, "big") for key in keys)
             row = _unclaimed_key(queue, due_ms) + packed[:8] + crc32(packed).to_bytes(4, "big")
             batch.put(row, packed, self._unclaimed.family)
-            self._unclaimed_fronts.note(queue.number4, row)
+            self._first_unclaimed.note(queue.number4, row)
             self.retention.lower((queue.number, "unclaimed"), due_ms)
 
     def take_unclaimed(self, batch: Batch, queue: Queue, now_ms: int, limit: int) -> list[int]:
         """Remove rows that are due, with up to about ``limit`` keys, and return those."""
         begin, end = queue.number4, _unclaimed_key(queue, now_ms + 1)
         keys: list[int] = []
-        for row, packed in self._unclaimed_fronts.scan(begin, end, limit):
+        for row, packed in self._first_unclaimed.scan(begin, end, limit):
             if len(keys) >= limit:
                 break
             batch.delete(row, self._unclaimed.family)
@@ -461,7 +458,7 @@ class Core:
     def _first_due_ms(self, queue: Queue, what: str, retention_ms: int) -> int | None:
         if what == "unclaimed":
             prefix = queue.number4
-            rows = self._unclaimed_fronts.scan(prefix, prefix + b"\xff" * 17, 1)
+            rows = self._first_unclaimed.scan(prefix, prefix + b"\xff" * 17, 1)
             return int.from_bytes(rows[0][0][4:12], "big") if rows else None
         first = self.history.first_ended_at_ms(queue, State(what)) if retention_ms else None
         return None if first is None else first + retention_ms
@@ -497,12 +494,12 @@ class Core:
             }
         )
         found.bounds["leases",] = self.leases.none_before_ms
-        fronts = (
-            *(self._unclaimed_fronts, self.leases.fronts, self.dedup.fronts),
-            *(self.history.fronts, self.log.fronts, *self.active.fronts),
+        first_keys = (
+            *(self._first_unclaimed, self.leases.first_keys, self.dedup.first_keys),
+            *(self.history.first_keys, self.log.first_keys, *self.active.first_keys),
         )
-        for key in [key for each in fronts for key in each.overrun()]:
-            found.facts["a key before its front", key.hex()] = True
+        for key in [key for each in first_keys for key in each.overrun()]:
+            found.facts["a key before the first one of its range", key.hex()] = True
         for lease in self.leases.differing():
             found.facts["a lease in memory that is not stored", lease.hex()] = True
         for (number, what), due_ms in self.retention.items():

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from penstock.engines import Batch
     from penstock.errors import StoreDamaged
     from penstock.model import State
-    from penstock.store.kv.fronts import Fronts
     from penstock.store.kv.queues import Queue
+    from penstock.store.kv.tables import FirstKeys
 
 D = TypeVar("D")
 
@@ -113,8 +113,8 @@ class Beliefs(NamedTuple):
 class ActiveSet(Protocol):
     """Available, delayed and in-flight messages of all queues of a store.
 
-    ``healed`` counts index or directory entries that had no message and were removed. ``fronts``
-    are those that it keeps of its tables.
+    ``healed`` counts index or directory entries that had no message and were removed.
+    ``first_keys`` are those of its tables.
 
     ``passed`` are messages (queue number, key) that claims pass over, because they can't be read;
     ``unread`` says why, of those that were met since somebody took it. ``damage`` is why a queue,
@@ -125,7 +125,7 @@ class ActiveSet(Protocol):
     passed: set[tuple[int, int]]
     unread: list[StoreDamaged]
     damage: dict[int, StoreDamaged]
-    fronts: Sequence[Fronts]
+    first_keys: Sequence[FirstKeys]
 
     def load(self, queue: Queue) -> None:
         """Rebuild what memory keeps about a queue from what is on disk."""

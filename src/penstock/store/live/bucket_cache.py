@@ -29,7 +29,7 @@ from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.model import State
 from penstock.store.codec import opendata
 from penstock.store.codec.summaries import decode_summary
-from penstock.store.kv.fronts import DueHeap
+from penstock.store.kv.tables import DueHeap
 from penstock.store.live import Directories, group_of, lane_of
 from penstock.store.live.bucket import RANK_BITS, OpenBucket, Tally, make_tally, rank_of
 

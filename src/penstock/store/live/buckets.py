@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from penstock.engines import Batch, Engine
-    from penstock.store.kv.fronts import Fronts
     from penstock.store.kv.queues import Queue
+    from penstock.store.kv.tables import FirstKeys
     from penstock.store.live import Grant, Quarantine
 
 TABLES: Final[Mapping[str, Shape]] = {"buckets": Shape.SHORT_LIVED}
@@ -51,7 +51,7 @@ class BucketActive(BucketCache):
         super().__init__(engine.table("buckets"), quarantine)
         self.damage = self._directories.damage
         self.unread: list[StoreDamaged] = []
-        self.fronts: Sequence[Fronts] = ()
+        self.first_keys: Sequence[FirstKeys] = ()
 
     def ready_groups(self, queue: Queue) -> int:
         """Return how many groups have something to claim; FIFO: something waiting."""

@@ -16,7 +16,7 @@ from penstock.errors import CorruptRecord, InvalidInput, StoreDamaged
 from penstock.limits import MAX_ATTEMPTS
 from penstock.model import State
 from penstock.store.codec.stored import encode_stored_item, with_lease
-from penstock.store.kv.fronts import DueHeap, Fronts
+from penstock.store.kv.tables import DueHeap, FirstKeys
 from penstock.store.live import NO_LEASE, Directories, Item, count_attempt, group_of
 from penstock.store.live.indexed_directory import (
     DELAYED,
@@ -75,9 +75,9 @@ class IndexedActive:
         self._queues: dict[int, Queue] = {}
         # No message of a queue has a timer before this.
         self._due: DueHeap[int] = DueHeap()
-        fronts = [Fronts(each) for each in (self._available, self._in_progress, self._index)]
-        self._available_fronts, self._in_progress_fronts, self._timer_fronts = fronts
-        self.fronts: Sequence[Fronts] = fronts
+        first_keys = [FirstKeys(each) for each in (self._available, self._in_progress, self._index)]
+        self._first_available, self._first_in_progress, self._first_timer = first_keys
+        self.first_keys: Sequence[FirstKeys] = first_keys
         self._recent = Recent()
         # FIFO queues that lost a message in flight to corruption: which group is unknown.
         self._recount: set[int] = set()
@@ -109,7 +109,7 @@ class IndexedActive:
 
     def _find_timer(self, queue: Queue, directory: Directory) -> None:
         delayed = DELAYED + directory.prefix[1:]
-        first = self._timer_fronts.scan(delayed, past(delayed), 1)
+        first = self._first_timer.scan(delayed, past(delayed), 1)
         self._due.set(queue.number, visible_at_of_timer(first[0][0]) if first else None)
 
     def forget(self, queue: Queue) -> None:
@@ -159,7 +159,7 @@ class IndexedActive:
                 delayed += 1
                 timer = timer_key(number, visible_at, message_id)
                 put(timer, main + lane, index)
-                self._timer_fronts.note(timer[:_REGION_BYTES], timer)
+                self._first_timer.note(timer[:_REGION_BYTES], timer)
                 self._due.lower(number, visible_at)
                 if not fifo:
                     continue
@@ -180,8 +180,8 @@ class IndexedActive:
                     del known[lane]
         if items:
             lowest, number4 = pack_main(number, lowest_id), queue.number4
-            if lowest < self._available_fronts.get(number4, number4):
-                self._available_fronts[number4] = lowest
+            if lowest < self._first_available.get(number4, number4):
+                self._first_available[number4] = lowest
         queue.counts.delayed += delayed
         queue.counts.available += len(items) - delayed
 
@@ -194,7 +194,7 @@ class IndexedActive:
             prefix = DELAYED + queue.number4
             # One more than the budget tells when the next is due.
             try:
-                rows = self._timer_fronts.scan(prefix, past(prefix), budget + 1)
+                rows = self._first_timer.scan(prefix, past(prefix), budget + 1)
             except StoreDamaged as error:
                 self.damage[number] = error.anew()
                 rows, _ = scan_readable(self._index, prefix, past(prefix), budget + 1)
@@ -395,9 +395,9 @@ class IndexedActive:
             items.append(item)
         if items:
             lowest, number4 = pack_main(number, lowest_id), queue.number4
-            if lowest < self._in_progress_fronts.get(number4, number4):
-                self._in_progress_fronts[number4] = lowest
-            self._available_fronts.note_gone(number4, number4 + PAST, len(items))
+            if lowest < self._first_in_progress.get(number4, number4):
+                self._first_in_progress[number4] = lowest
+            self._first_available.note_gone(number4, number4 + PAST, len(items))
         return items
 
     def _heal(self, batch: Batch, queue: Queue, key: bytes) -> None:
@@ -540,13 +540,13 @@ class IndexedActive:
         if after and not after.startswith(prefix + number):
             raise InvalidInput("not a cursor of this queue and state; pass a page's next_cursor")
         if state is State.IN_FLIGHT:
-            rows = self._in_progress_fronts.page(number, past(number), after, limit + 1)
+            rows = self._first_in_progress.page(number, past(number), after, limit + 1)
             found = [self._item(queue, state, main, record) for main, record in rows[:limit]]
         else:
             if state is State.AVAILABLE and not (after or self.passed or self.damage):
                 after = self._directories[queue.number].lowest()
             region = prefix + number
-            rows = self._timer_fronts.page(region, past(region), after, limit + 1)
+            rows = self._first_timer.page(region, past(region), after, limit + 1)
             mains = [main_of(key) for key, _ in rows[:limit]]
             found = self._waiting(queue, mains)
             for (key, value), item in zip(rows, found, strict=False):
@@ -562,7 +562,7 @@ class IndexedActive:
 
     def oldest(self, queue: Queue) -> Item | None:
         """Return the waiting message with the lowest id."""
-        rows = self._available_fronts.scan(queue.number4, past(queue.number4), 1)
+        rows = self._first_available.scan(queue.number4, past(queue.number4), 1)
         return self._item(queue, State.AVAILABLE, *rows[0]) if rows else None
 
     def beliefs(self, queue: Queue) -> Beliefs:

@@ -16,7 +16,7 @@ from tests.stores.failing import FailingEngine, open_on
 from penstock import Message, State
 from penstock.clock import ManualClock
 from penstock.engines.memory import MemoryEngine, MemoryTable
-from penstock.store.kv import fronts
+from penstock.store.kv import tables
 from penstock.testing.checking import assert_clean
 from penstock.urls import DESIGNS
 
@@ -99,7 +99,7 @@ DESIGN = pytest.mark.parametrize("design", ["indexed", "buckets"])
 
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fronts, "LOOK_AFTER", BUDGET)
+    monkeypatch.setattr(tables, "LOOK_AFTER", BUDGET)
 
 
 @DESIGN
