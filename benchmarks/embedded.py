@@ -60,7 +60,7 @@ def broker_round(
 def floor_round(path: Path, batch: int, messages: int, durability: Durability) -> Times:
     """Time the engine alone, doing what the indexed design does to it."""
     times = {"publish": 0.0, "claim": 0.0, "ack": 0.0}
-    engine = RocksEngine(path, DESIGNS["indexed"].tables)
+    engine = RocksEngine(path, DESIGNS["indexed"])
     table = engine.table
     payloads, available, index = table("payloads"), table("available"), table("visibility_index")
     running, leases, expiry = table("in_progress"), table("leases"), table("lease_expiry")

@@ -65,7 +65,7 @@ def open_broker(
 
 def life(name: str, path: Path, design: str, batch: int, messages: int, *, relaxed: bool) -> Result:
     """Publish, claim and ack messages, a batch at a time."""
-    tables = DESIGNS[design].tables
+    tables = DESIGNS[design]
     engine: RocksEngine | SlateEngine
     if name == "RocksDB":
         engine = RocksEngine(path, tables)
@@ -99,7 +99,7 @@ def bytes_written(engine: SlateEngine) -> int:
 
 def even_load(place: SlateLocation, design: str, rate: int, seconds: int) -> list[object]:
     """Publish evenly from many threads and work in others; return a row of the table."""
-    engine = SlateEngine(place, DESIGNS[design].tables)
+    engine = SlateEngine(place, DESIGNS[design])
     broker = open_broker(engine, design, relaxed=False, background=True)
     broker.create_queue("orders")
     before, bytes_before = engine.requests(), bytes_written(engine)

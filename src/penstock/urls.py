@@ -27,34 +27,24 @@ import msgspec
 
 from penstock.broker.broker import Broker
 from penstock.clock import Clock, FollowingClock, SystemClock
-from penstock.engines.memory import MemoryEngine
 from penstock.errors import InvalidUrl, StoreMismatch
 from penstock.limits import MAX_FLUSH_MS, MAX_OFFSET
 from penstock.store.kv.state import FORMAT, SHARED_TABLES, Identity
 from penstock.store.kv.store import KvStore
-from penstock.store.live import buckets, indexed
-from penstock.store.sql.location import SEVERAL, SQL_SCHEMES, parse_sql, without_password
+from penstock.store.live import LIVE_TABLES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from penstock.broker.reader import Reader
     from penstock.engines import Engine, Shape, Table
     from penstock.engines.slatedb.files import OwnerHeartbeat
     from penstock.engines.slatedb.location import SlateLocation
-    from penstock.store.live import ActiveSet, Quarantine
 
 
-class Design(NamedTuple):
-    """A way to keep live messages: its tables, and what makes its active set."""
-
-    tables: Mapping[str, Shape]
-    make_active: Callable[[Engine, Quarantine], ActiveSet]
-
-
-DESIGNS: Final[Mapping[str, Design]] = {
-    "indexed": Design({**SHARED_TABLES, **indexed.TABLES}, indexed.IndexedActive),
-    "buckets": Design({**SHARED_TABLES, **buckets.TABLES}, buckets.BucketActive),
+# The tables of a store, by its design.
+DESIGNS: Final[Mapping[str, Mapping[str, Shape]]] = {
+    design: {**SHARED_TABLES, **live} for design, live in LIVE_TABLES.items()
 }
 DEFAULT_DESIGN: Final = "indexed"
 # Where every operation is dear.
@@ -96,7 +86,7 @@ def open(  # noqa: A001 - penstock.open is the way in
         # It has the verbs of a broker, so that who is given either need not know which.
         return cast(Broker, connect(str(url), clock=clock))
     clock = clock or SystemClock()
-    if str(url).startswith(SQL_SCHEMES):
+    if str(url).startswith(("postgresql:", "cockroachdb:")):
         return _open_sql(
             url,
             clock,
@@ -108,8 +98,11 @@ def open(  # noqa: A001 - penstock.open is the way in
         )
     named = _parse(url)
     if named.scheme == "memory":
+        # Imported here, like every engine: a process loads only those that it uses.
+        from penstock.engines.memory import MemoryEngine  # noqa: PLC0415
+
         design = named.design or DEFAULT_DESIGN
-        engine: Engine = MemoryEngine(DESIGNS[design].tables)
+        engine: Engine = MemoryEngine(DESIGNS[design])
     elif named.scheme == "rocksdb":
         engine, design = _open_rocksdb(named, named.design, create=create)
     else:
@@ -139,6 +132,8 @@ def _open_sql(
     routing: str | None,
     create: bool,
 ) -> Broker:
+    from penstock.store.sql.location import parse_sql  # noqa: PLC0415 - as an engine
+
     named = parse_sql(url)
     try:
         from penstock.store.sql.store import open_store  # noqa: PLC0415
@@ -187,7 +182,7 @@ def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
     """
     place = place_to_read(url)
     from penstock.broker.reader import Reader  # noqa: PLC0415
-    from penstock.engines.overlay import Overlay  # noqa: PLC0415 - an extra
+    from penstock.engines.memory import Overlay  # noqa: PLC0415 - an extra
     from penstock.engines.slatedb.reader import ReaderMoved, SlateReader, peek  # noqa: PLC0415
 
     clock = clock or SystemClock()
@@ -198,7 +193,7 @@ def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
         while True:
             try:
                 design = identity_in(url, below.table("default")).design
-                engine = Overlay(below, DESIGNS[design].tables)
+                engine = Overlay(below, DESIGNS[design])
                 return Reader(make_store(engine, design, clock), clock)
             except ReaderMoved:
                 # Once at most before its first interval is over.
@@ -211,13 +206,13 @@ def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
 def open_copy(path: Path) -> Reader:
     """Open a backup, or a store on RocksDB that no process has open; nothing of it is changed."""
     from penstock.broker.reader import Reader  # noqa: PLC0415
-    from penstock.engines.overlay import Overlay  # noqa: PLC0415 - a process may need neither
+    from penstock.engines.memory import Overlay  # noqa: PLC0415 - a process may need neither
     from penstock.engines.rocksdb.engine import RocksReader  # noqa: PLC0415
 
     design = _design_at(path)
     if design is None:
         raise _no_store(path)
-    tables = DESIGNS[design].tables
+    tables = DESIGNS[design]
     clock = SystemClock()
     below = RocksReader(path, tables)
     try:
@@ -270,7 +265,6 @@ def make_store(engine: Engine, design: str, clock: Clock, routing: str | None = 
     return KvStore(
         engine,
         design,
-        DESIGNS[design].make_active,
         store_id=int.from_bytes(clock.lease_id()[-4:], "big"),
         routing=routing,
         now_ms=clock.now_ms(),
@@ -290,7 +284,7 @@ def make_engine(url: str, design: str) -> Engine:
 
     if peek(place, "default", _IDENTITY_KEY) is not None:
         raise StoreMismatch(f"{place} is not empty")
-    return SlateEngine(place, DESIGNS[design].tables, flush_ms=named.flush_ms)
+    return SlateEngine(place, DESIGNS[design], flush_ms=named.flush_ms)
 
 
 def locate(url: str) -> Path | SlateLocation:
@@ -302,8 +296,7 @@ def locate(url: str) -> Path | SlateLocation:
 
 
 def _open_rocksdb(named: _Named, design: str | None, *, create: bool) -> tuple[Engine, str]:
-    # Imported here: a process that only uses other engines need not load this one.
-    from penstock.engines.rocksdb.engine import RocksEngine  # noqa: PLC0415
+    from penstock.engines.rocksdb.engine import RocksEngine  # noqa: PLC0415 - as above
 
     path = Path(named.place)
     found = _design_at(path)
@@ -312,7 +305,7 @@ def _open_rocksdb(named: _Named, design: str | None, *, create: bool) -> tuple[E
     if found is not None and design not in {None, found}:
         raise StoreMismatch(f"{path} holds a store of the {found} design, not {design}")
     design = found or design or DEFAULT_DESIGN
-    tables, min_free_bytes = DESIGNS[design].tables, named.min_free_bytes
+    tables, min_free_bytes = DESIGNS[design], named.min_free_bytes
     return RocksEngine(path, tables, mark=design, min_free_bytes=min_free_bytes), design
 
 
@@ -320,7 +313,7 @@ def _design_at(path: Path) -> str | None:
     """Return the design of the store at ``path``; None if one may be made there."""
     from penstock.engines.rocksdb.files import read_mark  # noqa: PLC0415 - as above
 
-    found = read_mark(path, {name: each.tables for name, each in DESIGNS.items()})
+    found = read_mark(path, DESIGNS)
     if found is not None and found not in DESIGNS:
         raise StoreMismatch(
             f"{path} holds a store of the design {found!r:.100}, which this version of Penstock "
@@ -349,7 +342,7 @@ def _open_slatedb(named: _Named, routing: str | None, *, create: bool) -> tuple[
 
     # Opening takes the store from whoever has it, so what speaks against it is looked for before.
     design = _look_at(place, named, routing, create=create)
-    return SlateEngine(place, DESIGNS[design].tables, flush_ms=named.flush_ms), design
+    return SlateEngine(place, DESIGNS[design], flush_ms=named.flush_ms), design
 
 
 def _look_at(
@@ -413,11 +406,13 @@ def _check_directory(place: str) -> None:
 
 
 def _parse(url: object) -> _Named:
-    if isinstance(url, list | tuple):
-        raise InvalidUrl(f"a list of URLs: {SEVERAL}")
     scheme, colon, rest = url.partition(":") if isinstance(url, str) else ("", "", "")
     place, _, query = rest.partition("?")
     if not colon or scheme not in {"memory", "rocksdb", "slatedb+file", "slatedb+s3"}:
+        from penstock.store.sql.location import SEVERAL, without_password  # noqa: PLC0415
+
+        if isinstance(url, list | tuple):
+            raise InvalidUrl(f"a list of URLs: {SEVERAL}")
         raise InvalidUrl(
             f"no store is named by {without_password(str(url))!r:.200}; known are memory:, "
             "rocksdb:PATH, slatedb+file:///DIR, slatedb+s3://BUCKET/PREFIX, postgresql://HOST/DB, "

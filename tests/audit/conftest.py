@@ -69,7 +69,7 @@ class Hand:
         return [key for key, value in self.rows("leases") if decode_lease(value).queue == number]
 
     def contents(self) -> dict[str, list[tuple[bytes, bytes]]]:
-        return {name: self.rows(name) for name in DESIGNS[self.design].tables}
+        return {name: self.rows(name) for name in DESIGNS[self.design]}
 
 
 def check(hand: Hand, *, repair: bool = False) -> AuditReport:

@@ -27,7 +27,7 @@ def url(tmp_path: Path) -> str:
         broker.create_queue("good")
         broker.publish([penstock.Message(b"1", {"queue": "bad"}) for _ in range(2000)])
         broker.send("good", b"2")
-    compact(path, DESIGNS["indexed"].tables)
+    compact(path, DESIGNS["indexed"])
     (index,) = files_of(path)["visibility_index"]
     flip(index, index.stat().st_size // 4, 100)
     url = f"rocksdb:{path}"

@@ -40,7 +40,7 @@ def store(tmp_path: Path) -> Path:
         broker.publish([Message(b"s", {"queue": "steps"}, group="g") for _ in range(10)])
         taken = broker.claim("jobs", limit=20, lease_ms=600_000)
         broker.ack([each.receipt for each in taken[:10]])
-    compact(path, DESIGNS["indexed"].tables)
+    compact(path, DESIGNS["indexed"])
     return path
 
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engines import Shape, rows_of
-from penstock.engines.memory import MemoryEngine
-from penstock.engines.overlay import Overlay
+from penstock.engines.memory import MemoryEngine, Overlay
 from penstock.engines.rocksdb.engine import RocksEngine
 from penstock.engines.slatedb.engine import SlateEngine
 from penstock.engines.slatedb.location import SlateLocation

@@ -273,7 +273,7 @@ def test_an_identity_of_tomorrow_or_of_nobody_is_refused(
     tmp_path: Path, identity: bytes, says: str
 ) -> None:
     penstock.open(f"rocksdb:{tmp_path}", background=False).close()
-    engine = RocksEngine(tmp_path, DESIGNS["indexed"].tables)
+    engine = RocksEngine(tmp_path, DESIGNS["indexed"])
     batch = engine.batch()
     batch.put(b"meta", identity, engine.table("default").family)
     engine.commit(batch)
@@ -281,4 +281,4 @@ def test_an_identity_of_tomorrow_or_of_nobody_is_refused(
     with pytest.raises(StoreMismatch, match=says):
         penstock.open(f"rocksdb:{tmp_path}", background=False)
     # A store that was refused is let go of.
-    RocksEngine(tmp_path, DESIGNS["indexed"].tables).close()
+    RocksEngine(tmp_path, DESIGNS["indexed"]).close()

@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 import penstock
 from penstock import Message
 from penstock.engines import Shape
-from penstock.engines.overlay import Overlay
+from penstock.engines.memory import Overlay
 from penstock.engines.slatedb import engine as slatedb
 from penstock.engines.slatedb.binding import FILLER, CallTimeout, call, call_all, filled
 from penstock.engines.slatedb.engine import SlateEngine
@@ -166,7 +166,7 @@ def test_a_store_of_tomorrow_is_refused_and_not_taken_over(
     place: SlateLocation, changes: dict[str, object]
 ) -> None:
     penstock.open(str(place), background=False).close()
-    owner = SlateEngine(place, DESIGNS["buckets"].tables)
+    owner = SlateEngine(place, DESIGNS["buckets"])
     record = owner.table("default").get(b"meta")
     assert record is not None
     identity = {**msgspec.msgpack.decode(record), **changes}

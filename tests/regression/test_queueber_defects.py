@@ -68,7 +68,7 @@ def at_once(work: Callable[[int], None], threads: int) -> None:
 @pytest.mark.parametrize("design", DESIGNS)
 @pytest.mark.parametrize("verb", ["ack", "release", "extend and ack", "purge", "delete"])
 def test_1_the_last_message_takes_the_expiry_entry_with_it(design: str, verb: str) -> None:
-    engine = MemoryEngine(DESIGNS[design].tables)
+    engine = MemoryEngine(DESIGNS[design])
     clock = ManualClock()
     broker = Broker(make_store(engine, design, clock), clock=clock, background=False)
     broker.create_queue("q", lease_ms=1000)
@@ -272,11 +272,11 @@ class CountingEngine(MemoryEngine):
 @pytest.mark.parametrize("design", DESIGNS)
 @pytest.mark.parametrize("ordering", ["standard", "fifo"])
 def test_7_claims_do_not_step_over_what_has_passed(design: str, ordering: str) -> None:
-    engine = CountingEngine(DESIGNS[design].tables)
+    engine = CountingEngine(DESIGNS[design])
     clock = ManualClock()
     broker = Broker(make_store(engine, design, clock), clock=clock, background=False)
     broker.create_queue("q", ordering=ordering, bucket_exponent=1, done_retention_ms=0)
-    live = [name for name in DESIGNS[design].tables if name not in {"leases", "lease_expiry"}]
+    live = [name for name in DESIGNS[design] if name not in {"leases", "lease_expiry"}]
 
     def pass_through(rounds: int) -> int:
         before = engine.steps(*live)

@@ -23,7 +23,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture(params=sorted(DESIGNS))
 def broker(request: Any, clock: ManualClock) -> Iterator[Broker]:
-    engine = MemoryEngine(DESIGNS[request.param].tables)
+    engine = MemoryEngine(DESIGNS[request.param])
     store = make_store(engine, request.param, clock, "pipeline")
     with Broker(store, clock=clock, background=False) as made:
         yield made

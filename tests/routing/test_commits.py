@@ -24,7 +24,7 @@ class RecordingEngine(MemoryEngine):
     """Keeps a copy of every table after every commit, with the time."""
 
     def __init__(self, design: str, clock: ManualClock) -> None:
-        super().__init__(DESIGNS[design].tables)
+        super().__init__(DESIGNS[design])
         self._clock = clock
         self.copies: list[tuple[int, dict[str, Any]]] = []
 
@@ -35,7 +35,7 @@ class RecordingEngine(MemoryEngine):
 
 
 def check_copy(design: str, now_ms: int, rows: dict[str, Any]) -> int:
-    engine = MemoryEngine(DESIGNS[design].tables)
+    engine = MemoryEngine(DESIGNS[design])
     for name, copied in rows.items():
         engine.table(name).rows = copied.copy()
     clock = ManualClock(now_ms)

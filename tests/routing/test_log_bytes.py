@@ -23,7 +23,7 @@ class Opened:
 
     def __init__(self, design: str, routing: str) -> None:
         self.clock = ManualClock(NOW_MS)
-        self._engine = MemoryEngine(DESIGNS[design].tables)
+        self._engine = MemoryEngine(DESIGNS[design])
         self._store = make_store(self._engine, design, self.clock, routing)
         self.broker = Broker(self._store, clock=self.clock, background=False)
 

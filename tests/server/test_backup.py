@@ -189,7 +189,7 @@ def test_a_backup_that_breaks_an_invariant(store: Path, tmp_path: Path) -> None:
     with penstock.open(f"rocksdb:{store}") as broker:
         backups.backup(broker, tmp_path / "copy")
     design = (tmp_path / "copy" / "PENSTOCK").read_text()
-    engine = RocksEngine(tmp_path / "copy", DESIGNS[design].tables)
+    engine = RocksEngine(tmp_path / "copy", DESIGNS[design])
     batch = engine.batch()
     batch.delete(
         engine.table("payloads").scan(b"", b"\xff", 1)[0][0], engine.table("payloads").family

@@ -76,7 +76,7 @@ class FailingTable:
 
 def make_engine(kind: str, design: str, path: Path) -> FailingEngine:
     """Make a real engine, and have its calls counted."""
-    tables = DESIGNS[design].tables
+    tables = DESIGNS[design]
     return FailingEngine(MemoryEngine(tables) if kind == "memory" else RocksEngine(path, tables))
 
 

@@ -26,8 +26,8 @@ from penstock.store.codec.summaries import (
     pack_summary,
 )
 from penstock.store.kv.queues import Counts, Queue
-from penstock.store.live import Item, bucket_cache, lane_of, split_lane
-from penstock.store.live.buckets import TABLES, BucketActive
+from penstock.store.live import LIVE_TABLES, Item, bucket_cache, lane_of, split_lane
+from penstock.store.live.buckets import BucketActive
 
 NOW = 1_700_000_000_000
 LEASE = bytes(range(16))
@@ -37,7 +37,7 @@ class Bench:
     """A queue on a memory engine, driven call by call, each call in a commit of its own."""
 
     def __init__(self, *, fifo: bool = False, exponent: int = 1) -> None:
-        self.engine = MemoryEngine(TABLES)
+        self.engine = MemoryEngine(LIVE_TABLES["buckets"])
         self.table = self.engine.table("buckets")
         self.aside: list[tuple[str, bytes, bytes, str]] = []
         ordering = Ordering.FIFO if fifo else Ordering.STANDARD

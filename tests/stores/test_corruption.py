@@ -28,13 +28,13 @@ class Store:
         self.clock = ManualClock()
         self._design = design
         self._path = path
-        self._memory = MemoryEngine(DESIGNS[design].tables)
+        self._memory = MemoryEngine(DESIGNS[design])
         self.broker = self._open()
 
     def _engine(self) -> Engine:
         if self._path is None:
             return self._memory
-        return RocksEngine(self._path, DESIGNS[self._design].tables)
+        return RocksEngine(self._path, DESIGNS[self._design])
 
     def _open(self) -> Broker:
         store = make_store(self._engine(), self._design, self.clock)
@@ -315,7 +315,7 @@ def test_any_record(design: str, kind: str) -> None:
     """Whatever one record becomes, a store works on, or says on opening that it can't."""
     tried, wrong = 0, []
     # A queue whose settings are gone is gone; the others of its records are read with them.
-    tables = set(DESIGNS[design].tables) - ({"queues"} if kind == "gone" else set())
+    tables = set(DESIGNS[design]) - ({"queues"} if kind == "gone" else set())
     for table in sorted(tables):
         store = Store(design, None)
         fill(store)

@@ -73,7 +73,7 @@ class Work:
 
     def __init__(self, design: str, **settings: Any) -> None:
         self.clock = ManualClock()
-        self.tombs = TombEngine(DESIGNS[design].tables)
+        self.tombs = TombEngine(DESIGNS[design])
         self.engine = FailingEngine(self.tombs)
         self.broker: Broker = open_on(self.engine, design, self.clock)
         self.broker.configure_log(retention_ms=0)

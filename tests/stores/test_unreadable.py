@@ -87,7 +87,7 @@ def make(path: Path, design: str, count: int) -> Was:
     url = f"rocksdb:{path}?design={design}"
     with penstock.open(url, background=False, clock=ManualClock(NOW_MS)) as broker:
         receipts = fill(broker, count)
-    compact(path, DESIGNS[design].tables)
+    compact(path, DESIGNS[design])
     with open_at(path) as broker:
         names = [spec.name for spec in broker.queues()]
         messages = {
@@ -105,7 +105,7 @@ def contents(broker: Broker) -> dict[tuple[str, bytes], bytes]:
     """Return all rows that can be read: those of damaged blocks are left out."""
     engine = cast("KvStore", broker._store).core.engine
     found: dict[tuple[str, bytes], bytes] = {}
-    for name in DESIGNS[broker.info().design].tables:
+    for name in DESIGNS[broker.info().design]:
         table, begin = engine.table(name), b""
         try:
             while rows := table.scan(begin, LAST, 500):
@@ -290,7 +290,7 @@ def examine(was: Was, place: Path, table: str, at: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 0.5])
 @pytest.mark.parametrize(
-    ("design", "table"), [(name, table) for name in DESIGNS for table in DESIGNS[name].tables]
+    ("design", "table"), [(name, table) for name in DESIGNS for table in DESIGNS[name]]
 )
 def test_every_verb_is_right_or_raises_and_changes_nothing(
     stores: dict[str, Was], tmp_path: Path, design: str, table: str, at: float
@@ -354,7 +354,7 @@ def test_leases_and_delays_of_other_queues_end(
             broker.send("jobs", b"job", delay_ms=delay_ms)
         held += len(broker.claim("jobs", lease_ms=LEASE_MS))
     assert held == 4
-    compact(place, DESIGNS[design].tables)
+    compact(place, DESIGNS[design])
     (file,) = files_of(place)[table]
     flip(file, int(file.stat().st_size * at), 100)
     with open_at(place, at_ms=NOW_MS + 7_200_000) as broker:

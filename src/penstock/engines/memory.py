@@ -1,9 +1,16 @@
-"""The in-memory engine: sorted dictionaries. Real code, for tests of ours and of users."""
+"""Engines in memory: one of sorted dictionaries, and one over a database that takes no changes.
+
+The first is real code, for tests of ours and of users. A store moves records as time goes by, also
+while it is only read: delayed messages become available. On an :class:`Overlay` it does so without
+writing to the database below.
+"""
 
 from __future__ import annotations
 
+from heapq import merge
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final
 
 from sortedcontainers import SortedDict
 
@@ -14,8 +21,11 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from penstock.engines import Batch
+    from penstock.engines import Batch, Table, View
     from penstock.errors import PenstockError
+
+_UNCHANGED: Final[Any] = object()
+_PAGE: Final = 1_000
 
 
 class MemoryTable:
@@ -40,12 +50,14 @@ class MemoryTable:
 
     def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), ascending."""
-        keys = self.rows.irange(begin, end, inclusive=(True, False))
-        return [(key, self.rows[key]) for key in islice(keys, limit)]
+        return self._scan(begin, end, limit, back=False)
 
     def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), descending."""
-        keys = self.rows.irange(begin, end, inclusive=(True, False), reverse=True)
+        return self._scan(begin, end, limit, back=True)
+
+    def _scan(self, begin: bytes, end: bytes, limit: int, *, back: bool) -> Any:
+        keys = self.rows.irange(begin, end, inclusive=(True, False), reverse=back)
         return [(key, self.rows[key]) for key in islice(keys, limit)]
 
 
@@ -137,3 +149,79 @@ class MemoryEngine:
 
     def close(self) -> None:
         """Do nothing: the tables stay for a reopening."""
+
+
+# --- over a database that takes no changes --------------------------------------------------------
+
+
+class OverlayTable(MemoryTable):
+    """A table below, and over it ``rows``: the changed ones, None for a deleted one."""
+
+    def __init__(self, below: Table, rows: Any = None) -> None:
+        super().__init__(rows)
+        self._below = below
+
+    def get(self, key: bytes) -> bytes | None:
+        """Read one value."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[bytes]) -> list[bytes | None]:
+        """Read many values."""
+        found = {key: self.rows.get(key, _UNCHANGED) for key in keys}
+        left = [key for key, value in found.items() if value is _UNCHANGED]
+        if left:
+            found.update(zip(left, self._below.multi_get(left), strict=True))
+        return [found[key] for key in keys]
+
+    def copy(self) -> OverlayTable:
+        """Return the table as it is now."""
+        return OverlayTable(self._below, self.rows.copy())
+
+    def _scan(self, begin: bytes, end: bytes, limit: int, *, back: bool) -> Any:
+        found: list[tuple[bytes, bytes]] = []
+        while len(found) < limit and begin < end:
+            wanted = limit - len(found)
+            scan = self._below.scan_back if back else self._below.scan
+            below = scan(begin, end, wanted)
+            # This round merges as far as the rows below go; the next one begins there.
+            first, last = begin, end
+            if len(below) == wanted:
+                first, last = (below[-1][0], end) if back else (begin, below[-1][0] + b"\0")
+            keys = self.rows.irange(first, last, inclusive=(True, False), reverse=back)
+            changed = ((key, self.rows[key]) for key in keys)
+            latest = None
+            # The change of a row comes before the row.
+            for key, value in merge(changed, below, key=itemgetter(0), reverse=back):
+                if len(found) == limit:
+                    break
+                if key != latest and value is not None:
+                    found.append((key, value))
+                latest = key
+            begin, end = (begin, first) if back else (last, end)
+        return found
+
+
+class Overlay(MemoryEngine):
+    """An engine over a database that does not change. Closing it closes the database."""
+
+    def __init__(self, below: View, tables: Iterable[str]) -> None:
+        self._below = below
+        self._tables = {name: OverlayTable(below.table(name)) for name in tables}
+
+    def commit(self, batch: Batch) -> None:
+        """Apply a batch, in memory."""
+        assert isinstance(batch, MemoryBatch)
+        for table, key, value, end in batch.changes:
+            if end is None:
+                table.rows[key] = value
+                continue
+            while found := table.scan(key, end, _PAGE):
+                table.rows.update((doomed, None) for doomed, _ in found)
+
+    def checkpoint(self, path: Path) -> None:
+        """Refuse: an overlay is for reading."""
+        raise InvalidInput(f"a store that is open for reading only can't be copied to {path}")
+
+    def close(self) -> None:
+        """Close the database below."""
+        self._below.close()

@@ -269,7 +269,7 @@ class _Salvage:
     # --- rows ------------------------------------------------------------------------------
 
     def _copy(self, progress: Callable[[int, int], None]) -> None:
-        tables = DESIGNS[self._design].tables
+        tables = DESIGNS[self._design]
         for at, table in enumerate(tables):
             progress(at, len(tables))
             if table not in self._source.tables:

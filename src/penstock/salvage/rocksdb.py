@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import rocksdict as rocks
 
-from penstock.engines.rocksdb import records
+from penstock.engines.rocksdb import check
+from penstock.engines.rocksdb.check import Manifest, TableFile, check_log
 from penstock.engines.rocksdb.files import read_synced, release, reserved, unowned
-from penstock.engines.rocksdb.records import Manifest, TableFile, check_log
 from penstock.errors import StorageFailed, StoreDamaged
 from penstock.salvage.source import SalvageSource, next_readable
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from penstock.engines.rocksdb.records import LogCheck
+    from penstock.engines.rocksdb.check import LogCheck
 
 _BYTEWISE: Final = b"leveldb.BytewiseComparator"
 # Above every sequence number and file number that a store comes to.
@@ -53,24 +53,24 @@ _DIRECTORY: Final = re.compile(r"\S*/(?=\d+\.sst)")
 
 
 def _write_records(contents: Iterable[bytes]) -> bytes:
-    """Write a log or a manifest (:mod:`penstock.engines.rocksdb.records` has the format)."""
+    """Write a log or a manifest (:mod:`penstock.engines.rocksdb.check` has the format)."""
     out = bytearray()
-    header = records.FRAGMENT.size
+    header = check.FRAGMENT.size
     for record in contents:
         at, begun = 0, False
         while at < len(record) or not begun:
-            room = records.BLOCK_BYTES - len(out) % records.BLOCK_BYTES
+            room = check.BLOCK_BYTES - len(out) % check.BLOCK_BYTES
             if room < header:
                 out += bytes(room)
-                room = records.BLOCK_BYTES
+                room = check.BLOCK_BYTES
             part = record[at : at + room - header]
             at += len(part)
             if at == len(record):
-                kind = records.LAST if begun else records.FULL
+                kind = check.LAST if begun else check.FULL
             else:
-                kind = records.MIDDLE if begun else records.FIRST
-            checksum = records.fragment_checksum(bytes([kind]) + part)
-            out += records.FRAGMENT.pack(checksum, len(part), kind) + part
+                kind = check.MIDDLE if begun else check.FIRST
+            checksum = check.fragment_checksum(bytes([kind]) + part)
+            out += check.FRAGMENT.pack(checksum, len(part), kind) + part
             begun = True
     return bytes(out)
 
@@ -90,22 +90,22 @@ def _edit(*fields: int | bytes) -> bytes:
 
 def _write_manifest(families: dict[int, str], files: Iterable[TableFile], log: int) -> bytes:
     """Write a manifest that has files side by side on level 0, with rows of any key in each."""
-    begin = (records.COMPARATOR, _BYTEWISE, records.LOG_NUMBER, log)
-    tops = (records.NEXT_FILE, _TOP_FILE, records.LAST_SEQUENCE, _TOP_SEQUENCE)
+    begin = (check.COMPARATOR, _BYTEWISE, check.LOG_NUMBER, log)
+    tops = (check.NEXT_FILE, _TOP_FILE, check.LAST_SEQUENCE, _TOP_SEQUENCE)
     edits = [_edit(*begin, *tops)]
     edits += [
-        _edit(records.FAMILY, number, records.ADD_FAMILY, name.encode(), *begin)
+        _edit(check.FAMILY, number, check.ADD_FAMILY, name.encode(), *begin)
         for number, name in families.items()
         if number
     ]
     # Internal keys end with 8 bytes of sequence and kind.
     span = b"\1" + bytes(7), b"\xff" * 256 + b"\1" + bytes(7)
     for at, each in enumerate(files):
-        family = (records.FAMILY, each.family)
+        family = (check.FAMILY, each.family)
         # Files of level 0 have to differ in their sequence numbers; no read goes by them.
         sequences = (2 * at + 1, 2 * at + 2)
-        file = (records.NEW_FILE, 0, each.number, each.size, *span, *sequences)
-        edits.append(_edit(*family, *file, records.NO_MORE_EXTRAS))
+        file = (check.NEW_FILE, 0, each.number, each.size, *span, *sequences)
+        edits.append(_edit(*family, *file, check.NO_MORE_EXTRAS))
     return _write_records(edits)
 
 
@@ -261,10 +261,10 @@ class RocksSource(SalvageSource):
             least = max(least, 0 if number == max(logs) else found.size)
             is_damaged = self._note_log(path.name, found, least)
             kept = []
-            whole = (record for _, record in records.read_records(data))
-            behind = () if is_damaged and drop_after else records.read_behind(data, found.resumes)
+            whole = (record for _, record in check.read_records(data))
+            behind = () if is_damaged and drop_after else check.read_behind(data, found.resumes)
             for record in chain(whole, behind):
-                sequence, count = records.BATCH.unpack_from(record.ljust(records.BATCH.size, b"\0"))
+                sequence, count = check.BATCH.unpack_from(record.ljust(check.BATCH.size, b"\0"))
                 if expected is not None and sequence > expected:
                     text = f"{sequence - expected} changes are missing before change {sequence}"
                     self.add_damage(path.name, text)

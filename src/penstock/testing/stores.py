@@ -28,7 +28,7 @@ class Reopenable:
         self._engine: MemoryEngine | None = None
         self._design = url.partition("design=")[2] or urls.DEFAULT_DESIGN
         if url.startswith("memory:"):
-            self._engine = MemoryEngine(urls.DESIGNS[self._design].tables)
+            self._engine = MemoryEngine(urls.DESIGNS[self._design])
         self._clock: Clock | None = None
         self._options: dict[str, Any] = {}
         self.broker: Broker | None = None

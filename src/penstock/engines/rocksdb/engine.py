@@ -141,12 +141,19 @@ def _open(
         raise StorageFailed(f"RocksDB can't open {path}: {text}") from error
 
 
+def _check_files(path: Path, tables: Mapping[str, Shape], *, is_copy: bool = False) -> None:
+    # Imported here: a store that is just made has nothing to check.
+    from penstock.engines.rocksdb.check import check_files  # noqa: PLC0415
+
+    check_files(path, tables, is_copy=is_copy)
+
+
 class RocksReader:
     """A store that no process has open, for reading; not one byte of the directory changes."""
 
     def __init__(self, path: Path, tables: Mapping[str, Shape]) -> None:
         with files.reserved(path) as self._inode:
-            files.check_files(path, tables, is_copy=True)
+            _check_files(path, tables, is_copy=True)
             access = rocks.AccessType.read_only()
             self._db = _open(path, _family_options(tables), access=access)
         self._tables = {name: RocksTable(self._db, name, lambda _name: None) for name in tables}
@@ -212,7 +219,7 @@ class RocksEngine:
         for name in self._uncompacted & columns.keys():
             columns[name].set_disable_auto_compactions(True)
         if not create:
-            files.check_files(self.path, self._shapes)
+            _check_files(self.path, self._shapes)
         database = _open(self.path, columns, create=create)
         files.write_owner(self.path)
         return database

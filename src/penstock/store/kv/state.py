@@ -42,13 +42,13 @@ from penstock.store.kv.history import History
 from penstock.store.kv.log import MetadataLog, SeqBlocks
 from penstock.store.kv.queues import DeadLetters, Queue, QueueTable
 from penstock.store.kv.tables import Dedup, DueHeap, FirstKeys, Leases, Payloads
-from penstock.store.live import Beliefs
+from penstock.store.live import Beliefs, make_active_set
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from penstock.engines import Batch, Engine
-    from penstock.store.live import ActiveSet, Item, Quarantine
+    from penstock.store.live import Item
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,6 @@ class Core:
         self,
         engine: Engine,
         design: str,
-        make_active: Callable[[Engine, Quarantine], ActiveSet],
         *,
         store_id: int,
         routing: str | None,
@@ -144,9 +143,8 @@ class Core:
     ) -> None:
         self.engine = engine
         self.system = engine.table("default")
-        self._make_active = make_active
         self.identity = self._identify(design, store_id, routing, now_ms)
-        self.active = make_active(engine, self.quarantine)
+        self.active = make_active_set(self.identity.design, engine, self.quarantine)
         self.queue_table = QueueTable(engine.table("queues"))
         self.progress = Progress()
         self.stale_receipts = 0
@@ -211,7 +209,7 @@ class Core:
             self.quarantine("default", _TOTALS, record or b"", str(error))
         # All of these know something by heart: they are made anew, so that nothing is left of it.
         before = self.active
-        self.active = self._make_active(engine, self.quarantine)
+        self.active = make_active_set(self.identity.design, engine, self.quarantine)
         self.active.healed, self.active.passed = before.healed, before.passed
         self.payloads = Payloads(engine.table("payloads"))
         self.dedup = Dedup(engine.table("dedup"))
@@ -471,7 +469,6 @@ class Core:
         fresh = Core(
             self.engine,
             identity.design,
-            self._make_active,
             store_id=identity.store_id,
             routing=identity.routing,
             now_ms=0,

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from penstock.errors import PenstockError
     from penstock.model import QueueSpec
     from penstock.store.check_report import AuditReport
-    from penstock.store.live import ActiveSet, Quarantine
 
 
 class KvStore(ClaimVerbs, InspectVerbs):
@@ -46,16 +45,13 @@ class KvStore(ClaimVerbs, InspectVerbs):
         self,
         engine: Engine,
         design: str,
-        make_active: Callable[[Engine, Quarantine], ActiveSet],
         *,
         store_id: int,
         routing: str | None,
         now_ms: int,
     ) -> None:
         try:
-            self.core = Core(
-                engine, design, make_active, store_id=store_id, routing=routing, now_ms=now_ms
-            )
+            self.core = Core(engine, design, store_id=store_id, routing=routing, now_ms=now_ms)
         except StoreDamaged as error:
             raise StoreDamaged(
                 f"{error}. The store can't do without that: restore a backup, or bring what can be "

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
+from penstock.engines import Shape
 from penstock.limits import MAX_ATTEMPTS
 from penstock.store.codec.encodings import read_terminated, terminated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from penstock.engines import Batch
+    from penstock.engines import Batch, Engine
     from penstock.errors import StoreDamaged
     from penstock.model import State
     from penstock.store.kv.queues import Queue
@@ -30,6 +31,16 @@ if TYPE_CHECKING:
 D = TypeVar("D")
 
 NO_LEASE = bytes(16)
+# The tables of each design.
+LIVE_TABLES: Final[Mapping[str, Mapping[str, Shape]]] = {
+    "indexed": {
+        "available": Shape.VALUES,
+        "in_progress": Shape.SHORT_LIVED,
+        "visibility_index": Shape.TIME_INDEX,
+        "groups": Shape.SHORT_LIVED,
+    },
+    "buckets": {"buckets": Shape.SHORT_LIVED},
+}
 
 
 class Item(msgspec.Struct, gc=False):
@@ -201,3 +212,14 @@ class ActiveSet(Protocol):
 
     def beliefs(self, queue: Queue) -> Beliefs:
         """Tell what memory believes of a queue's messages."""
+
+
+def make_active_set(design: str, engine: Engine, quarantine: Quarantine) -> ActiveSet:
+    """Make the active set of a design; a process loads only the designs that it uses."""
+    if design == "indexed":
+        from penstock.store.live.indexed import IndexedActive  # noqa: PLC0415
+
+        return IndexedActive(engine, quarantine)
+    from penstock.store.live.buckets import BucketActive  # noqa: PLC0415
+
+    return BucketActive(engine, quarantine)

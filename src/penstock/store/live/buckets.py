@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from msgspec.structs import replace
 
-from penstock.engines import Shape
 from penstock.errors import CorruptRecord, InvalidInput, StoreDamaged
 from penstock.model import State
 from penstock.store.codec import opendata
@@ -31,14 +30,12 @@ from penstock.store.live.bucket import RANK_BITS, OpenBucket
 from penstock.store.live.bucket_cache import BucketCache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from penstock.engines import Batch, Engine
     from penstock.store.kv.queues import Queue
     from penstock.store.kv.tables import FirstKeys
     from penstock.store.live import Grant, Quarantine
-
-TABLES: Final[Mapping[str, Shape]] = {"buckets": Shape.SHORT_LIVED}
 
 _NO_PRIORITY: Final = b"\xff"
 _CURSOR_BYTES: Final = 8

@@ -11,7 +11,7 @@ import logging
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
-from penstock.engines import Shape, get_each, rows_of, scan_readable
+from penstock.engines import get_each, rows_of, scan_readable
 from penstock.errors import CorruptRecord, InvalidInput, StoreDamaged
 from penstock.limits import MAX_ATTEMPTS
 from penstock.model import State
@@ -40,20 +40,13 @@ from penstock.store.live.indexed_directory import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from penstock.engines import Batch, Engine
     from penstock.store.kv.queues import Queue
     from penstock.store.live import Beliefs, Grant, Quarantine
 
 log = logging.getLogger(__name__)
-
-TABLES: Final[Mapping[str, Shape]] = {
-    "available": Shape.VALUES,
-    "in_progress": Shape.SHORT_LIVED,
-    "visibility_index": Shape.TIME_INDEX,
-    "groups": Shape.SHORT_LIVED,
-}
 
 _NO_PRIORITY: Final = b"\xff"
 _REGION_BYTES: Final = 5

@@ -48,8 +48,7 @@ from penstock.store.kv.check.live import BucketsAudit, IndexedAudit, Place, Queu
 from penstock.store.kv.check.tables import LARGE_PAGE, LAST, DerivedRows, LogAudit, RefusedRow, scan
 from penstock.store.kv.queues import Counts, decode_counts, encode_counts
 from penstock.store.kv.state import SHARED_TABLES
-from penstock.store.live.buckets import TABLES as BUCKET_TABLES
-from penstock.store.live.indexed import TABLES as INDEXED_TABLES
+from penstock.store.live import LIVE_TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -115,9 +114,8 @@ def audit(
 
 def _unreadable(core: Core) -> list[StoreDamaged]:
     """Read every table; return, of each that can't be read whole, the keys around the damage."""
-    own = INDEXED_TABLES if core.identity.design == "indexed" else BUCKET_TABLES
     found = []
-    for name in (*SHARED_TABLES, *own):
+    for name in (*SHARED_TABLES, *LIVE_TABLES[core.identity.design]):
         table = core.engine.table(name)
         try:
             for _ in rows_of(table, b"", LAST, page=LARGE_PAGE):

@@ -1,6 +1,6 @@
-"""RocksDB's files of records: the write-ahead log and the MANIFEST. Nothing here writes.
+"""The check of a closed store before RocksDB opens it, by its MANIFEST and its logs.
 
-::
+Nothing here writes. RocksDB's files of records, the write-ahead log and the MANIFEST, are::
 
     block of 32 KiB     fragments, and at its end fewer than 7 bytes that hold nothing
     fragment            checksum (u32) | length (u16) | kind (u8) | that many bytes
@@ -15,16 +15,36 @@ plus its number of changes is the sequence of the next.
 
 from __future__ import annotations
 
+import os
 import re
+from mmap import ACCESS_READ, mmap
 from struct import Struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import google_crc32c
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from mmap import mmap
+from penstock.engines.rocksdb.files import (
+    CURRENT,
+    IDENTITY,
+    damaged_store,
+    file_names,
+    log_name,
+    log_numbers,
+    os_errors_as,
+    read_synced,
+    unowned,
+)
+from penstock.errors import StoreMismatch
 
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+    from pathlib import Path
+
+# A database has these, besides its OPTIONS, a MANIFEST, and the files which that names.
+_ALWAYS: Final = (CURRENT, IDENTITY, "rocksdict-config.json")
+_MANIFEST_NAME: Final = re.compile(rb"MANIFEST-\d+\n")
+# An error names no more files than this.
+_NAMED: Final = 10
 BLOCK_BYTES: Final = 32_768
 FRAGMENT: Final = Struct("<IHB")
 BATCH: Final = Struct("<QI")
@@ -275,3 +295,115 @@ def _fields(record: bytes) -> list[_Field]:
         numbers = [value for value in values if isinstance(value, int)]
         fields.append((tag, numbers, [value for value in values if isinstance(value, bytes)]))
     return fields
+
+
+# --- the check before opening ---------------------------------------------------------------------
+
+
+def check_files(path: Path, tables: Collection[str], *, is_copy: bool = False) -> None:
+    """Raise StoreDamaged if a file of a closed store is missing, or its log is damaged.
+
+    Raise StoreLocked if the store is open. A copy made by RocksDB may have no identity of its own.
+    """
+    with os_errors_as(f"can't read the store at {path}"), unowned(path):
+        names = file_names(path)
+        missing = [name for name in _ALWAYS if name not in names]
+        if is_copy and IDENTITY in missing:
+            missing.remove(IDENTITY)
+        if not any(name.startswith("OPTIONS-") for name in names):
+            missing.append("OPTIONS-*")
+        if CURRENT in missing:
+            raise damaged_store(path, f"{_listed(missing)} missing")
+        manifest = read_manifest(path)
+        lost = sorted(set(tables) - set(manifest.families.values()))
+        if lost:
+            raise damaged_store(path, f"its MANIFEST has nothing of the tables {', '.join(lost)}")
+        for file in manifest.files.values():
+            if file.name not in names:
+                missing.append(file.name)
+            elif (size := (path / file.name).stat().st_size) != file.size:
+                raise damaged_store(path, f"{file.name} has {size} bytes instead of {file.size}")
+        # The logs with changes that may not be in files of rows.
+        logs = [number for number in log_numbers(path) if number >= manifest.oldest_log]
+        synced, synced_size = read_synced(path)
+        # RocksDB was writing one of them when it wrote the MANIFEST.
+        if not any(number < manifest.next_file for number in logs):
+            numbers = f"{manifest.oldest_log} to {manifest.next_file - 1}"
+            missing.append(f"a write-ahead log (*.log, one of the numbers {numbers})")
+        elif synced and synced >= manifest.oldest_log and synced not in logs:
+            missing.append(log_name(synced))
+        if missing:
+            raise damaged_store(path, f"{_listed(missing)} missing")
+        checks = {number: _check_log(path / log_name(number)) for number in logs}
+        wrong = _log_damage(checks, manifest.last_sequence, synced, synced_size)
+        if wrong is not None:
+            raise damaged_store(path, f"{wrong} (with --drop-after, salvage leaves that out)")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more} {'is' if len(names) == 1 else 'are'}"
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the MANIFEST of a closed store; raise StoreDamaged if it is damaged."""
+    current = (path / CURRENT).read_bytes()
+    if not _MANIFEST_NAME.fullmatch(current):
+        raise damaged_store(path, f"{CURRENT} names no MANIFEST but {current[:100]!r}")
+    name = current.decode().strip()
+    try:
+        data = (path / name).read_bytes()
+        manifest = Manifest(data)
+    except FileNotFoundError:
+        raise damaged_store(path, f"{name} is missing") from None
+    except ValueError as error:
+        raise StoreMismatch(f"{path / name} can't be read: {error}") from None
+    # A tail torn by a crash names no file that a confirmed change is in.
+    resumes, behind = find_behind(data, manifest.end)
+    if resumes is not None:
+        wrong = f"{name} is damaged at byte {manifest.end}, with {behind} records behind that"
+        raise damaged_store(path, wrong)
+    return manifest
+
+
+def _check_log(log: Path) -> LogCheck:
+    with log.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return check_log(b"")
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+            return check_log(data)
+
+
+def _log_damage(
+    logs: Mapping[int, LogCheck], last_sequence: int, synced: int, synced_size: int
+) -> str | None:
+    """Describe the first damage of the logs that is more than a tail torn by a crash.
+
+    A log may have such a tail though another follows, if that one counts on from the last whole
+    batch. The first begins no later than where the files of rows end, at ``last_sequence``. Of the
+    log number ``synced``, ``synced_size`` bytes were on disk once: none of them is a torn tail.
+    """
+    lowest, highest = 0, last_sequence + 1
+    before, whole, lost = 0, (min(logs, default=0), 0), 0
+    checks = list(logs.items())
+    for at, (number, log) in enumerate(checks):
+        later = [each for _, each in checks[at + 1 :]]
+        batches = log.batches_behind + sum(each.batches + each.batches_behind for each in later)
+        size = log.bytes_behind + sum(each.size for each in later)
+        if log.sequence is not None and not lowest <= log.sequence <= highest:
+            batches, size, lost = batches + log.batches, size + log.size - log.bytes_behind, 0
+            break
+        before += log.batches
+        if log.next_sequence is not None:
+            lowest = highest = log.next_sequence
+        whole = number, log.end
+        lost = max(synced_size - log.end, 0) if number == synced else 0
+        if log.resumes is not None or lost:
+            break
+    else:
+        return None
+    confirmed = f"; {lost} bytes from there on were confirmed" if lost else ""
+    return (
+        f"the write-ahead log is damaged at byte {whole[1]} of {log_name(whole[0])}: {before} "
+        f"batches before that are whole, and {batches} behind it, in {size} bytes{confirmed}"
+    )
