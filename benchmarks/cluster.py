@@ -39,13 +39,13 @@ from tests.sql.postgres import MISSING, PostgresServer
 import penstock
 from penstock.broker.broker import Broker
 from penstock.clock import SystemClock
-from penstock.store.sql.location import Tunables
+from penstock.store.sql.location import Tunables, parse_sql
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.connection import Connection
 
-    from penstock.store.sql.session import Session
+    from penstock.store.sql.store import SqlStore
 
 PAYLOAD = b"x" * 1_000
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -60,22 +60,20 @@ CLAIM = 5
 
 def open_broker(
     url: str, *, tunables: Tunables | None = None, relaxed: bool = False, background: bool = True
-) -> tuple[Broker, Session]:
+) -> tuple[Broker, SqlStore]:
     """Open a store with tunables of one's own; return its parts as well, which count."""
     clock = SystemClock()
+    place = parse_sql(url)._replace(tunables=tunables or Tunables())
     store = open_store(
-        url,
-        schema="penstock",
-        dialect="postgresql",
+        place,
         store_id=1,
         routing=None,
         random=clock.random,
-        now_ms=clock.now_ms(),
-        tunables=tunables,
+        clock=clock.now_ms,
         relaxed=relaxed,
         background=background,
     )
-    return Broker(store, clock=clock, relaxed=relaxed, background=background), store.core
+    return Broker(store, clock=clock, relaxed=relaxed, background=background), store
 
 
 def fill(broker: Broker, messages: int, zones: int, queue: str = "q") -> None:
@@ -415,7 +413,7 @@ INSERT INTO penstock.pointers SELECT %(queue)s, 0, zone, %(never_ms)s, 0, NULL F
 """
 
 
-def plan_of(core: Session, statement: str, **parameters: Any) -> tuple[int, int]:
+def plan_of(core: SqlStore, statement: str, **parameters: Any) -> tuple[int, int]:
     """Have a statement explained while it runs: rows that its scans gave, blocks it touched."""
     text = core.database._statements[statement].text  # noqa: SLF001
     explained = core.database.execute(

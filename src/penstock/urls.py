@@ -143,15 +143,10 @@ def _open_sql(
     following = FollowingClock() if type(clock) is SystemClock else None
     clock = following or clock
     store = open_store(
-        named.conninfo,
-        schema=named.schema,
-        dialect=named.dialect,
-        ring_size=named.ring_size,
-        tuned=named.tuned,
+        named,
         store_id=int.from_bytes(clock.lease_id()[-4:], "big"),
         routing=routing,
         random=clock.random,
-        now_ms=clock.now_ms(),
         clock=clock.now_ms,
         relaxed=relaxed,
         background=background,

@@ -8,7 +8,7 @@ import pytest
 
 import penstock
 from penstock import ManualClock, Message
-from penstock.store.sql.check import CHECKS
+from penstock.store.sql.maintain import CHECKS
 from penstock.store.sql.store import SqlStore
 from penstock.testing.checking import assert_clean
 
@@ -87,7 +87,7 @@ def broker(url: str) -> Iterator[Broker]:
 def damage(broker: Broker, text: str) -> None:
     store = broker._store
     assert isinstance(store, SqlStore)
-    store.core.database.execute(text)
+    store.database.execute(text)
 
 
 def test_a_sound_store_is_clean_and_not_written_to(broker: Broker) -> None:

@@ -19,8 +19,8 @@ import penstock
 from penstock import ManualClock, Message
 from penstock.cli.main import cli
 from penstock.store.sql import inspect
+from penstock.store.sql.database import statements_of
 from penstock.store.sql.location import Tunables
-from penstock.store.sql.schema import statements_of
 from penstock.store.sql.store import SqlStore
 from penstock.store.sql.zones import token_of
 from penstock.testing.checking import assert_clean
@@ -59,7 +59,7 @@ def send(broker: Broker, groups: int, first: int = 0) -> None:
 def core_of(broker: Broker) -> Any:
     store = broker._store
     assert isinstance(store, SqlStore)
-    return store.core
+    return store
 
 
 def impatient(broker: Broker) -> None:
@@ -81,7 +81,7 @@ def test_status_of_a_store_with_tokens(url: str) -> None:
         broker.claim("q", limit=3)
         found = seen(url)
         number = core_of(broker).queue("q").number
-        assert found["store_id"] == core_of(broker).identity.store_id.to_bytes(4, "big").hex()
+        assert found["store_id"] == core_of(broker).store_id.to_bytes(4, "big").hex()
     tokens = [token_of(number, f"g{n}".encode(), 8) for n in range(50)]
     tokens.append(token_of(number, b"later", 8))
     assert {each["token"]: each["pointers"] for each in found["tokens"]} == {
@@ -136,7 +136,7 @@ def test_other_stores_are_refused(store: str, words: tuple[str, ...]) -> None:
 def test_where_there_is_no_store_none_is_made(url: str, words: tuple[str, ...]) -> None:
     for _ in range(2):
         said = refused(*words, "--store", url)
-        assert "there is no store in the schema 'penstock'" in said
+        assert "schema 'penstock'; 'penstock create' makes one" in said
     assert "does not exist" in refused(*words, "--store", url + "_not")
 
 

@@ -238,7 +238,7 @@ class Cut:
     def __init__(self, broker: Broker, server: PostgresServer, statement: str) -> None:
         store = broker._store
         assert isinstance(store, SqlStore)
-        self._database = store.core.database
+        self._database = store.database
         self._server, self._statement = server, statement
         self._run = self._database.run
         self.times = 0
@@ -313,7 +313,7 @@ def test_a_publish_that_is_repeated_does_not_trust_what_it_knew(
 ) -> None:
     store = broker._store
     assert isinstance(store, SqlStore)
-    database, run = store.core.database, store.core.database.run
+    database, run = store.database, store.database.run
     tries: list[str] = []
 
     def late(name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
@@ -340,7 +340,7 @@ def test_a_drain_that_fails_half_way_takes_nothing_more(
 ) -> None:
     store = broker._store
     assert isinstance(store, SqlStore)
-    run = store.core.database.run
+    run = store.database.run
 
     def full(name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
         if name == "pick_items":
@@ -348,7 +348,7 @@ def test_a_drain_that_fails_half_way_takes_nothing_more(
         return run(name, **parameters)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.core.database, "run", full)
+        patch.setattr(store.database, "run", full)
         with pytest.raises(DiskFull):
             broker.delete_queue("q", drain=True)
     broker.publish([Message(b"late", {"queue": "q"})])
@@ -385,7 +385,7 @@ def test_a_release_whose_answer_is_lost(
         (delivery,) = broker.claim("q")
         store = broker._store
         assert isinstance(store, SqlStore)
-        database = store.core.database
+        database = store.database
         execute = database.execute
         lost: list[str] = []
 
@@ -426,7 +426,7 @@ def test_a_database_that_is_away_fails_the_verb_and_comes_back(
     with penstock.open(url, background=False) as broker:
         broker.create_queue("q")
         assert isinstance(broker._store, SqlStore)
-        broker._store.core.database.patience = 3
+        broker._store.database.patience = 3
         own_postgres.stop()
         with pytest.raises(StorageFailed):
             broker.send("q", b"x")

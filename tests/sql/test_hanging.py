@@ -142,7 +142,7 @@ def test_maintenance_has_longer(url: str, postgres: PostgresServer) -> None:
         broker.create_queue("q")
         store = broker._store
         assert isinstance(store, SqlStore)
-        database = store.core.database
+        database = store.database
         with pytest.raises(StorageFailed, match=r"nothing was changed.*statement_timeout_ms"):
             database.execute("SELECT pg_sleep(0.3)")
         with database.at_leisure():
@@ -162,7 +162,7 @@ def test_a_url_says_how_long_connecting_takes(url: str) -> None:
     with penstock.open(url + told, background=False) as broker:
         store = broker._store
         assert isinstance(store, SqlStore)
-        info = store.core.database.connect().info.get_parameters()
+        info = store.database.connect().info.get_parameters()
         assert info["connect_timeout"] == "3"
         assert (info["tcp_user_timeout"], info["keepalives_idle"]) == ("7000", "4")
 

@@ -102,17 +102,17 @@ def test_an_empty_claim_does_not_ask_after_others_dead_letters(
         broker.create_queue("b", dead_letter="dead", max_attempts=1)
         store = store_of(broker)
         asked: list[list[int]] = []
-        run = store.core.database.run
+        run = store.database.run
 
         def noting(name: str, /, **parameters: object) -> object:
             if name == "pending_dead_letters":
                 asked.append(parameters["queues"])  # type: ignore[arg-type]
             return run(name, **parameters)
 
-        monkeypatch.setattr(store.core.database, "run", noting)
+        monkeypatch.setattr(store.database, "run", noting)
         assert broker.claim("q") == []
         assert asked == []
         broker.send("b", b"x")
         broker.release([broker.claim("b")[0].receipt])
         assert [each.payload for each in broker.claim("dead")] == [b"x"]
-        assert asked[-1] == [store.core.queue("b").number]
+        assert asked[-1] == [store.queue("b").number]

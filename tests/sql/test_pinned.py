@@ -34,7 +34,7 @@ class Pair:
         self.clocks = [ManualClock(seed=1), ManualClock(seed=2)]
         self.brokers = [penstock.open(url, clock=clock, background=False) for clock in self.clocks]
         for slot, broker in zip((3, 11), self.brokers, strict=True):
-            store_of(broker).core.slot = slot
+            store_of(broker).slot = slot
 
     def advance(self, ms: int) -> None:
         for clock in self.clocks:
@@ -83,7 +83,7 @@ def done(broker: Broker, *, marks: bool = True) -> dict[int, int]:
 def settling(broker: Broker, receipts: list[str]) -> Iterator[None]:
     """Settle messages in a transaction that is not committed yet."""
     store = store_of(broker)
-    with store.core.database.transaction():
+    with store.database.transaction():
         outcomes = store.ack(receipts, queue_name=None, now_ms=ManualClock().now_ms())
         assert all(outcomes)
         yield
@@ -131,7 +131,7 @@ def test_nothing_is_trimmed_unseen_while_many_settle(url: str) -> None:
     count = 1_200
     brokers = [penstock.open(url) for _ in range(4)]
     for slot, broker in enumerate(brokers):
-        store_of(broker).core.slot = 15 - slot
+        store_of(broker).slot = 15 - slot
     first = brokers[0]
     first.create_queue("q")
     first.publish(Message(b"", {"queue": "q"}, group=f"{n % 9}") for n in range(count))

@@ -41,8 +41,8 @@ class Process:
         self.broker = penstock.open(url, clock=clock, background=False, **options)
         store = self.broker._store
         assert isinstance(store, SqlStore)
-        self.core = store.core
-        self.database = store.core.database
+        self.core = store
+        self.database = store.database
 
     def put(self, *groups: str, queue: str = "q", **fields: Any) -> list[int]:
         return self.broker.publish(

@@ -140,7 +140,7 @@ class Rival:
     def __init__(self, broker: Broker, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         store = broker._store
         assert isinstance(store, SqlStore)
-        self.database = store.core.database
+        self.database = store.database
         self._run = self.database.run
         self._url = url
         self.taken: list[bytes] = []

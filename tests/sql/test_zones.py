@@ -22,15 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock import Broker
-    from penstock.store.sql.session import Session
 
 MIN_INACTIVE_MS = Tunables().min_inactive_ms
 
 
-def core_of(broker: Broker) -> Session:
+def core_of(broker: Broker) -> SqlStore:
     store = broker._store
     assert isinstance(store, SqlStore)
-    return store.core
+    return store
 
 
 class Store:

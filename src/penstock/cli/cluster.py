@@ -21,7 +21,7 @@ from penstock.limits import MAX_RING_SIZE
 from penstock.store.sql.location import parse_sql
 
 if TYPE_CHECKING:
-    from penstock.store.sql.inspect import ClusterLook, ClusterStatus
+    from penstock.store.sql.inspect import ClusterStatus
     from penstock.store.sql.store import SqlStore
 
 # Tokens that are shown of a large ring; JSON has them all.
@@ -36,30 +36,22 @@ def cluster() -> None:
     """Look at a store on a SQL database, and change its ring."""
 
 
-def _look(url: str) -> ClusterLook:
-    """Connect to the database of a store."""
+def _open(url: str) -> closing[SqlStore]:
+    """Open a store that is there."""
     place = parse_sql(url)
     try:
-        from penstock.store.sql.inspect import ClusterLook  # noqa: PLC0415 - an extra
+        from penstock.store.sql.store import open_store  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error.name} is missing: pip install penstock[sql]") from None
-    return ClusterLook(place.conninfo, schema=place.schema, dialect=place.dialect)
-
-
-def _open(url: str, now_ms: int) -> closing[SqlStore]:
-    """Open a store, which its caller has found to be there."""
-    from penstock.store.sql.store import open_store  # noqa: PLC0415 - an extra
-
-    place = parse_sql(url)
+    clock = SystemClock()
     return closing(
         open_store(
-            place.conninfo,
-            schema=place.schema,
-            dialect=place.dialect,
+            place,
             store_id=0,
             routing=None,
-            random=SystemClock().random,
-            now_ms=now_ms,
+            random=clock.random,
+            clock=clock.now_ms,
+            create=False,
         )
     )
 
@@ -68,8 +60,8 @@ def _open(url: str, now_ms: int) -> closing[SqlStore]:
 @store_option
 def status(store: str, *, as_json: bool) -> None:
     """Show tokens, zones, and how far a change of the ring has got."""
-    with _look(store) as look:
-        _show(look.status(), {}, as_json=as_json)
+    with _open(store) as opened:
+        _show(opened.cluster_status(opened.server_ms()), {}, as_json=as_json)
 
 
 def _show(now: ClusterStatus, more: dict[str, Any], *, as_json: bool) -> None:
@@ -120,15 +112,13 @@ def resize(
     timeout_ms = None if timeout is None else duration(timeout)
     if not 1 <= ring_size <= MAX_RING_SIZE:
         raise click.BadParameter(f"{ring_size} is not from 1 to {MAX_RING_SIZE:,}", param_hint="N")
-    with _look(store) as look:
-        now_ms = look.now_ms()
-        with _open(store, now_ms) as opened:
-            opened.set_ring_size(ring_size, now_ms)
-            if wait and _wait(look, opened, timeout_ms):
-                # Claims need not look at the tokens of the old ring any more.
-                opened.set_ring_size(ring_size, now_ms)
-            collected = opened.core.zones.collected
-        now = look.status()
+    with _open(store) as opened:
+        opened.set_ring_size(ring_size, opened.server_ms())
+        if wait and _wait(opened, timeout_ms):
+            # Claims need not look at the tokens of the old ring any more.
+            opened.set_ring_size(ring_size, opened.server_ms())
+        collected = opened.zones.collected
+        now = opened.cluster_status(opened.server_ms())
     _show(now, {"this_process": {"collected": collected}}, as_json=as_json)
     if wait and not as_json:
         click.echo(f"{collected:,} zones were collected by this process")
@@ -140,30 +130,28 @@ def resize(
 @store_option
 def split(queue: str, store: str, *, as_json: bool) -> None:
     """Give each token of QUEUE a range of its own, which another node may serve (CockroachDB)."""
-    with _look(store) as look:
-        now_ms = look.now_ms()
-    with _open(store, now_ms) as opened:
-        made = opened.split_tokens(queue, now_ms)
+    with _open(store) as opened:
+        made = opened.split_tokens(queue, opened.server_ms())
     if as_json:
         emit_json({"queue": queue, "ranges": made})
     else:
         click.echo(f"{queue} has a range for each of {made:,} tokens")
 
 
-def _wait(look: ClusterLook, store: SqlStore, timeout_ms: int | None) -> bool:
+def _wait(store: SqlStore, timeout_ms: int | None) -> bool:
     """Wait for the last zone of another ring to be collected; false if the time is over."""
-    end_ms = None if timeout_ms is None else look.now_ms() + timeout_ms
+    end_ms = None if timeout_ms is None else store.server_ms() + timeout_ms
     most = 0
     with progress_bar("re-hashing") as progress:
-        while (old := look.old_tokens()) > 0:
+        while (old := store.count_old_tokens()[1]) > 0:
             most = max(most, old)
             if progress is not None:
                 progress(most - old, most)
-            if end_ms is not None and look.now_ms() >= end_ms:
+            if end_ms is not None and store.server_ms() >= end_ms:
                 return False
             # No broker may be running that would collect them.
-            collected = store.core.zones.collected
-            store.sweep(look.now_ms(), SWEEP_BUDGET)
-            if store.core.zones.collected == collected:
+            collected = store.zones.collected
+            store.sweep(store.server_ms(), SWEEP_BUDGET)
+            if store.zones.collected == collected:
                 threading.Event().wait(LOOK_S)
     return True

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.model import Want
-    from penstock.store.sql.session import Session, SqlQueue
+    from penstock.store.sql.database import Database
+    from penstock.store.sql.session import SqlQueue
 
 # Expired leases and dead letters that a claim which finds nothing sees to.
 CATCH_UP_BUDGET: Final = 1_000
@@ -129,8 +130,8 @@ class _Visit(NamedTuple):
 class SqlClaim(SqlQueues):
     """Claim, and the watch for messages of other processes."""
 
-    def __init__(self, core: Session) -> None:
-        super().__init__(core)
+    def __init__(self, database: Database, random: Callable[[], float]) -> None:
+        super().__init__(database, random)
         self._pacing = ClaimPacing()
         self._pause: Callable[[float], object] = threading.Event().wait
         # Number of a queue -> until when it is watched.
@@ -143,12 +144,11 @@ class SqlClaim(SqlQueues):
 
         They are served in order: those at the end may get nothing.
         """
-        core = self.core
         self._now_ms = now_ms
         self._forget_plans(now_ms)
-        core.refresh(now_ms)
-        queue = core.queue(queue_name)
-        claims = [_Claim(core, queue, want, now_ms) for want in wants]
+        self.refresh(now_ms)
+        queue = self.queue(queue_name)
+        claims = [_Claim(self.store_id, queue, want, now_ms) for want in wants]
         if self._serve(queue, claims, now_ms) and self.catch_up(
             now_ms, CATCH_UP_BUDGET, into=queue_name
         ):
@@ -156,7 +156,7 @@ class SqlClaim(SqlQueues):
             self._serve(queue, claims, now_ms)
         for claim in claims:
             if claim.deliveries:
-                core.due(claim.deadline_ms)
+                self.due(claim.deadline_ms)
         if not all(claim.deliveries for claim in claims):
             # A claim that finds something does not end the watch: another may still wait.
             self._watched[queue.number] = now_ms + WATCH_MS
@@ -173,20 +173,19 @@ class SqlClaim(SqlQueues):
 
     def _peek(self, queue: SqlQueue, now_ms: int) -> list[_Pointer]:
         """Look at vested pointers, in turn, whichever token they are under."""
-        core = self.core
         rows = self.database.ask(
             "peek",
             queue=queue.number,
-            tokens=walk(core.ring_high, core.random),
+            tokens=walk(self.ring_high, self.random),
             now_ms=now_ms,
-            count=core.tunables.peek_max,
+            count=self.tunables.peek_max,
         )
         found = [_Pointer(*row) for row in rows]
         return sorted(found, key=lambda pointer: (pointer.vesting_ms, pointer.turn))
 
     def _take(self, queue: SqlQueue, claims: Sequence[_Claim], now_ms: int) -> bool:
         """Visit zones until claims are full or no zone is left; false if others were in the way."""
-        core, tunables = self.core, self.core.tunables
+        tunables = self.tunables
         found: list[_Pointer] = []
         # Whether there may be vested pointers beside those that were found.
         more = True
@@ -211,17 +210,17 @@ class SqlClaim(SqlQueues):
                 if lost > LOST_MAX or any(claim.deliveries for claim in claims):
                     return lost <= LOST_MAX
                 found, more = [], True
-                pause_ms = self._pacing.pause_ms(queue.number) * (0.5 + core.random())
+                pause_ms = self._pacing.pause_ms(queue.number) * (0.5 + self.random())
                 self._pause(pause_ms / 1000)
         return True
 
     def _choose(self, count: int, width: int) -> Sequence[int]:
         """Choose zones to visit among those that were found, and some to spare."""
-        tunables = self.core.tunables
+        tunables = self.tunables
         wanted = min(count, width + SPARE)
         if count <= tunables.selection_max or tunables.sequential:
             return range(wanted)
-        return choose(count, wanted, self.core.random)
+        return choose(count, wanted, self.random)
 
     def _visit(
         self,
@@ -232,7 +231,6 @@ class SqlClaim(SqlQueues):
         now_ms: int,
     ) -> _Visit:
         """Visit the first zones that are free, and deliver the messages that they give."""
-        core = self.core
         asked = []
         room = 0
         for claim in claims:
@@ -248,17 +246,17 @@ class SqlClaim(SqlQueues):
                 **columns(offered, "zones", "tokens"),
                 width=width,
                 room=room,
-                quota_max=core.tunables.dequeue_max if len(offered) > width else room,
+                quota_max=self.tunables.dequeue_max if len(offered) > width else room,
                 **columns(asked, *names),
-                slot=core.slot,
-                turn=core.take_turns(len(offered) + 1),
-                stamp=core.stamp(),
-                cool_ms=core.tunables.cool_ms,
+                slot=self.slot,
+                turn=self.take_turns(len(offered) + 1),
+                stamp=self.stamp(),
+                cool_ms=self.tunables.cool_ms,
                 never_ms=NEVER_MS,
                 now_ms=now_ms,
             )
         )
-        core.progress.commits += 1
+        self.progress.commits += 1
         by_lease = {claim.lease: claim for claim in claims}
         # Place of a zone -> whether it has more to give.
         visited: dict[int, bool] = {}
@@ -269,7 +267,7 @@ class SqlClaim(SqlQueues):
             expired = expired or has_expired
             moved = moved or vesting_ms > now_ms or message_id is not None
             if vesting_ms > now_ms:
-                core.zones.forget((queue.number, offered[nth - 1].zone))
+                self.zones.forget((queue.number, offered[nth - 1].zone))
             if message_id is not None and not by_lease[lease].deliver(
                 message_id, attempts, metadata, payload
             ):
@@ -277,14 +275,14 @@ class SqlClaim(SqlQueues):
         # The visit did not look at zones behind the last that it wanted.
         reached = max(visited) + 1 if len(visited) == width else len(offered)
         passed = reached - len(visited)
-        core.zones.collisions += passed
+        self.zones.collisions += passed
         if expired and self.expire(now_ms, CATCH_UP_BUDGET, queue)[0]:
             moved = True
         if broken:
             self.remove_broken(queue, broken, now_ms)
         if any(claim.full for claim in claims):
             # Other claims that wait are to look again.
-            core.wake(queue)
+            self.wake(queue)
         left_over = [offered[at] for at, gives in sorted(visited.items()) if gives]
         return _Visit(moved, len(visited), passed, left_over)
 
@@ -295,28 +293,26 @@ class SqlClaim(SqlQueues):
 
         With each, about how many messages it has got; None: the queue is gone.
         """
-        core = self.core
-        if not core.woken:
+        if not self.woken:
             return {}
-        woken, core.woken = core.woken, {}
-        return {name: count if name in core.queues else None for name, count in woken.items()}
+        woken, self.woken = self.woken, {}
+        return {name: count if name in self.by_name else None for name, count in woken.items()}
 
     def wake_watched(self, now_ms: int) -> None:
         """Wake claims that wait for queues which have a vested pointer."""
-        core = self.core
         awake = []
         for number, until_ms in list(self._watched.items()):
-            if now_ms >= until_ms or number not in core.by_number:
+            if now_ms >= until_ms or number not in self.by_number:
                 del self._watched[number]
                 awake.append(number)
         if self._watched:
-            tokens = list(range(core.ring_high))
+            tokens = list(range(self.ring_high))
             told = {"queues": list(self._watched), "tokens": tokens, "now_ms": now_ms}
             awake += [row[0] for row in self.database.ask("vested_queues", **told)]
         for number in awake:
-            queue = core.by_number.get(number)
+            queue = self.by_number.get(number)
             if queue is not None:
-                core.wake(queue, WOKEN)
+                self.wake(queue, WOKEN)
 
     def _forget_plans(self, now_ms: int) -> None:
         if self._plans_ms <= now_ms < self._plans_ms + PLANS_MS:
@@ -330,13 +326,13 @@ class SqlClaim(SqlQueues):
 class _Claim:
     """One of the claims that are served together."""
 
-    def __init__(self, core: Session, queue: SqlQueue, want: Want, now_ms: int) -> None:
+    def __init__(self, store_id: int, queue: SqlQueue, want: Want, now_ms: int) -> None:
         self._queue = queue.name
         self._limit = want.limit
         self.lease = want.lease[:FAMILY_BYTES] + b"\0\0"
         self.deadline_ms = now_ms + want.lease_ms
         self.consumer = want.consumer.encode()
-        self._token = lease_token(core.identity.store_id, queue.number, self.lease)
+        self._token = lease_token(store_id, queue.number, self.lease)
         self.bytes = 0
         self.deliveries: list[Delivery] = []
 

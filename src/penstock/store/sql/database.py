@@ -1,4 +1,4 @@
-"""A connection to the database: repeats transactions, and translates errors.
+"""A connection to the database: repeats transactions, translates errors, reads queries.sql.
 
 One thread at a time uses it; the broker sees to that. A statement by itself is a transaction by
 itself: the server commits it, even if the process that sent it dies.
@@ -20,10 +20,14 @@ over a slow line is not cut off.
 
 from __future__ import annotations
 
+import re
 import threading
 from contextlib import contextmanager
+from functools import cache
+from importlib.resources import files
+from itertools import takewhile
 from math import ceil, inf
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import psycopg
 from psycopg import sql
@@ -39,16 +43,21 @@ from penstock.errors import (
     StoreMismatch,
 )
 from penstock.limits import MAX_DATABASE_CONNECT_MS, MAX_DATABASE_REPEATS
-from penstock.store.sql.location import Tunables
-from penstock.store.sql.schema import statements_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+
+    from penstock.store.sql.location import SqlPlace
 
 T = TypeVar("T")
 
 Row = tuple[Any, ...]
 
+# How queries.sql is written.
+_BLOCK: Final = re.compile(r"^-- (name|part): ", re.MULTILINE)
+_MARKS: Final = ("each", "dialect", "plan")
+# Not a cast, which has two colons.
+_PARAMETER: Final = re.compile(r"(?<![:\w]):([a-z]\w*)")
 # A process that is stopped in the middle of a transaction must not stop the others for longer.
 IDLE_IN_TRANSACTION_MS: Final = 5_000
 # 40001 serialization_failure, 40P01 deadlock_detected, 55P03 lock_not_available.
@@ -141,33 +150,34 @@ class Database:
 
     def __init__(
         self,
-        conninfo: str,
-        schema: str,
-        dialect: str,
+        place: SqlPlace,
         *,
+        clock: Callable[[], int],
         relaxed: bool = False,
-        tunables: Tunables | None = None,
-        clock: Callable[[], int] = lambda: 0,
         bulk: bool = False,
     ) -> None:
         """Connect when first asked. ``bulk``: every statement may take ``bulk_timeout_ms``."""
-        self._conninfo = _conninfo(conninfo)
-        self.schema = schema
-        self.dialect = dialect
+        self._place = place
+        self._conninfo = _conninfo(place.conninfo)
+        self.schema = place.schema
+        self.dialect = place.dialect
+        self.tunables = place.tunables
+        # The time after a long statement; without a clock no statement takes any time.
+        self.clock = clock
         self._relaxed = relaxed
-        self._tunables = tunables or Tunables()
-        self._clock = clock
         self._bulk = bulk
         self._silence = _Silence(self._most_s(bulk=bulk))
-        self._statements = statements_of(dialect)
+        self._statements = statements_of(place.dialect)
         self._connection: psycopg.Connection[Row] | None = None
         self._depth = 0
         # Attempts to connect again before a verb fails.
         self.patience = MAX_DATABASE_REPEATS
-        # Counters of statements, of aborted transactions and of attempts to connect again.
+        # Counters of statements, of aborted transactions, of attempts to connect again, and of
+        # attempts whose outcome is not known.
         self.statements = 0
         self.repeated = 0
         self.reconnected = 0
+        self.doubts = 0
         # Why the last attempt to reach the server failed.
         self._failed: str | None = None
         # The statement that last failed to get a lock, the error, and until when that counts:
@@ -180,7 +190,7 @@ class Database:
         locked_out = self._locked_out
         if self._failed is not None:
             return self._failed
-        if locked_out is not None and self._clock() < locked_out[2]:
+        if locked_out is not None and self.clock() < locked_out[2]:
             return locked_out[1]
         return "it is silent" if not self._bulk and self._silence.now_s >= _SILENT_S else None
 
@@ -260,15 +270,15 @@ class Database:
 
     def _timeouts(self, *, bulk: bool) -> dict[str, str]:
         """Return the server's own timeouts: for locks, and for whole statements."""
-        tunables = self._tunables
-        lock_ms = tunables.bulk_timeout_ms if bulk else tunables.lock_timeout_ms
-        statement_ms = tunables.bulk_timeout_ms if bulk else tunables.statement_timeout_ms
+        tunables = self.tunables
+        lock_ms, statement_ms = tunables.lock_timeout_ms, tunables.statement_timeout_ms
+        if bulk:
+            lock_ms = statement_ms = tunables.bulk_timeout_ms
         return {"lock_timeout": str(lock_ms), "statement_timeout": str(statement_ms)}
 
     def _most_s(self, *, bulk: bool) -> float:
-        tunables = self._tunables
-        most_ms = tunables.bulk_timeout_ms if bulk else tunables.statement_timeout_ms
-        return most_ms / 1000 + _GRACE_S
+        """Return how long the server may be silent at a time."""
+        return int(self._timeouts(bulk=bulk)["statement_timeout"]) / 1000 + _GRACE_S
 
     def close(self) -> None:
         """Close the connection."""
@@ -276,16 +286,9 @@ class Database:
             self._connection.close()
             self._connection = None
 
-    def another(self, *, bulk: bool = False) -> Database:
-        """Return a Database for another connection to the same place."""
-        return Database(
-            self._conninfo,
-            self.schema,
-            self.dialect,
-            tunables=self._tunables,
-            clock=self._clock,
-            bulk=bulk,
-        )
+    def another(self) -> Database:
+        """Return a Database for another connection to the same place, to read in bulk."""
+        return Database(self._place, clock=self.clock, bulk=True)
 
     # --- statements ------------------------------------------------------------------------
 
@@ -333,7 +336,7 @@ class Database:
         self._failed = _said(error) if isinstance(error, _Silent) else None
         if error.sqlstate == _LOCKED:
             # Until one more attempt would have waited as long.
-            until_ms = self._clock() + 2 * self._tunables.lock_timeout_ms
+            until_ms = self.clock() + 2 * self.tunables.lock_timeout_ms
             self._locked_out = text, _said(error), until_ms
         if self._connection is None or self._connection.closed or self._connection.broken:
             self.close()
@@ -379,13 +382,13 @@ class Database:
         if self._depth:
             return work()
         lost = 0
-        in_doubt = False
+        doubts = self.doubts
         for left in range(MAX_DATABASE_REPEATS, -1, -1):
             try:
                 return work()
             except Aborted:
                 # One that waits for a lock once more needs the time to hear of it.
-                lock_s = self._tunables.lock_timeout_ms / 1000 if self._locked_out else 0
+                lock_s = self.tunables.lock_timeout_ms / 1000 if self._locked_out else 0
                 if not left or self._silence.left_s <= lock_s:
                     raise
                 self.repeated += 1
@@ -393,7 +396,8 @@ class Database:
             except (Lost, ServerUnreachable) as error:
                 # A database that restarts gets time; one that stays away fails the verb.
                 lost += 1
-                in_doubt = in_doubt or (isinstance(error, Lost) and error.unknown)
+                self.doubts += isinstance(error, Lost) and error.unknown
+                in_doubt = self.doubts > doubts
                 gives_up = not left or lost > self.patience or self._silence.left_s <= 0
                 if gives_up or (in_doubt and not again):
                     if in_doubt:
@@ -482,3 +486,68 @@ def translated(error: psycopg.Error) -> PenstockError:
 def _said(error: psycopg.Error) -> str:
     primary = error.diag.message_primary or str(error) or type(error).__name__
     return " ".join(primary.split())
+
+
+# --- statements ----------------------------------------------------------------------------------
+
+
+class Statement(NamedTuple):
+    """A statement: what it is for, its text for psycopg and its parameters.
+
+    ``planned_once``: the server may keep a plan that does not depend on the parameters.
+    """
+
+    purpose: str
+    text: str
+    parameters: frozenset[str]
+    planned_once: bool
+
+
+def parse_statements(text: str, dialect: str) -> dict[str, Statement]:
+    """Read named statements, but for those of another dialect."""
+    found: dict[str, Statement] = {}
+    parts: dict[str, str] = {}
+    _, *pieces = _BLOCK.split(text)
+    for kind, block in zip(pieces[::2], pieces[1::2], strict=True):
+        title, *lines = block.splitlines()
+        about = [line[2:].strip() for line in takewhile(_is_comment, lines)]
+        marks = {name: rest for name, colon, rest in (a.partition(": ") for a in about) if colon}
+        body = _code(lines).format_map({**parts, "each": "{each}"})
+        if kind == "part":
+            parts[title] = body
+        elif marks.get("dialect", dialect) == dialect:
+            purpose = " ".join(line for line in about if line.partition(": ")[0] not in _MARKS)
+            for word in marks.get("each", "-").split():
+                name, code = title.replace("{each}", word), body.replace("{each}", word)
+                if name in found:
+                    raise ValueError(f"two statements are named {name}")
+                found[name] = Statement(
+                    purpose.replace("{each}", word),
+                    # Parameters go in binary: payloads are not to be spelt out.
+                    _PARAMETER.sub(r"%(\1)b", code.replace("%", "%%")),
+                    frozenset(_PARAMETER.findall(code)),
+                    marks.get("plan") == "once",
+                )
+    return found
+
+
+def _code(lines: list[str]) -> str:
+    """Return the text of a statement on one line, without comments."""
+    code = [line.partition("-- ")[0].strip() for line in lines if not _is_comment(line)]
+    return " ".join(code).strip().rstrip(";")
+
+
+def _is_comment(line: str) -> bool:
+    return line.startswith("--")
+
+
+@cache
+def statements_of(dialect: str) -> Mapping[str, Statement]:
+    """Return every statement of the store for a dialect."""
+    return parse_statements(read_sql("queries.sql"), dialect)
+
+
+@cache
+def read_sql(name: str) -> str:
+    """Return the text of a file of this package."""
+    return (files("penstock.store.sql") / name).read_text("utf-8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
@@ -10,18 +10,16 @@ from penstock import limits
 from penstock.errors import InvalidInput
 from penstock.model import Attempt, AttemptEnd, Entry, Page, QueueStats, State, StoreStats
 from penstock.store.codec.metadata import decode_metadata, read_metadata
-from penstock.store.sql.database import Database
 from penstock.store.sql.move import ALL, STATES, SqlMove
-from penstock.store.sql.schema import find
 from penstock.store.sql.settle import ENDINGS
 from penstock.store.sql.zones import token_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.store.sql.session import LogHead, Session, SqlQueue
+    from penstock.store.sql.session import LogHead, SqlQueue, SqlSession
 
-# Zones that :class:`ClusterLook` reads at a time.
+# Zones that the count of old tokens reads at a time.
 PAGE: Final = 10_000
 
 
@@ -58,16 +56,53 @@ def queue_stats_of(
     )
 
 
-def store_stats_of(core: Session, head: LogHead) -> StoreStats:
+def store_stats_of(session: SqlSession, head: LogHead) -> StoreStats:
     """Return the totals of the store."""
     return StoreStats(
         published_total=head.published,
         duplicates_total=head.duplicates,
         unrouted_total=head.unrouted,
         quarantined_total=0,
-        healed_total=core.zones.orphans,
-        stale_receipts_total=core.stale_receipts,
+        healed_total=session.zones.orphans,
+        stale_receipts_total=session.stale_receipts,
     )
+
+
+class TokenStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One token: its pointers, the vested ones, and for how long the oldest has been vested."""
+
+    token: int
+    pointers: int
+    vested: int
+    oldest_lag_ms: int
+
+
+class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A store on a SQL database.
+
+    ``ring_size``: new zones get a token below it; ``ring_high``: claims look at tokens below it.
+    ``zones``: those with a pointer; ``empty_zones``: those without items, which are collected when
+    they stay empty; ``old_tokens``: those whose token is not the one that the present ring gives.
+    ``waiting`` has the delayed messages too.
+    """
+
+    store_id: str
+    routing: str
+    ring_size: int
+    ring_high: int
+    zones: int
+    empty_zones: int
+    old_tokens: int
+    vested: int
+    oldest_lag_ms: int
+    waiting: int
+    in_flight: int
+    tokens: list[TokenStatus]
+
+    @property
+    def rehashed(self) -> float:
+        """The part of the zones that have the token of the present ring, from 0 to 1."""
+        return 1 - self.old_tokens / self.zones if self.zones else 1.0
 
 
 class _Found(NamedTuple):
@@ -119,7 +154,7 @@ class SqlInspect(SqlMove):
     def attempts(self, queue_name: str, message_id: int, now_ms: int) -> list[Attempt]:
         """Return every attempt at a message, the running one last."""
         if message_id >= 1 << 63:
-            self.core.queue(queue_name)
+            self.queue(queue_name)
             return []
         queue = self._caught_up(queue_name, now_ms)
         own = {"queue": queue.number, "message_id": message_id}
@@ -150,14 +185,62 @@ class SqlInspect(SqlMove):
 
     def store_stats(self) -> StoreStats:
         """Return the totals of the store."""
-        return store_stats_of(self.core, self.core.read_head())
+        return store_stats_of(self, self.read_head())
 
     def _caught_up(self, queue_name: str, now_ms: int) -> SqlQueue:
         """Look a queue up, and end its leases that are over."""
-        self.core.refresh(now_ms)
-        queue = self.core.queue(queue_name)
+        self.refresh(now_ms)
+        queue = self.queue(queue_name)
         self.catch_up(now_ms, ALL, queue)
         return queue
+
+    # --- tokens ----------------------------------------------------------------------------
+
+    def cluster_status(self, now_ms: int) -> ClusterStatus:
+        """Count tokens, zones and messages, as of about now; only reads."""
+        database = self.database
+        _, _, ring_size, ring_high, *_ = database.run("load_instance")[0]
+        tokens = [
+            TokenStatus(
+                token=token,
+                pointers=pointers,
+                vested=vested,
+                oldest_lag_ms=now_ms - oldest_ms if vested else 0,
+            )
+            for token, pointers, vested, oldest_ms in database.run("token_status", now_ms=now_ms)
+        ]
+        waiting, in_flight = database.run("depth_of_all")[0]
+        zones, old_tokens = self.count_old_tokens()
+        return ClusterStatus(
+            store_id=f"{self.store_id:08x}",
+            routing=self.routing,
+            ring_size=ring_size,
+            ring_high=ring_high,
+            zones=zones,
+            empty_zones=int(database.run("count_empty_zones")[0][0]),
+            old_tokens=old_tokens,
+            vested=sum(each.vested for each in tokens),
+            oldest_lag_ms=max((each.oldest_lag_ms for each in tokens), default=0),
+            waiting=waiting,
+            in_flight=in_flight,
+            tokens=tokens,
+        )
+
+    def count_old_tokens(self) -> tuple[int, int]:
+        """Count all zones, and those of another ring, whose tokens this process computes.
+
+        Zones that come and go meanwhile may be missed, or counted though they are gone.
+        """
+        ring_size = self.database.run("load_instance")[0][2]
+        queue, zone = -1, b""
+        zones = old = 0
+        while True:
+            rows = self.database.run("page_tokens", queue=queue, zone=zone, count=PAGE)
+            zones += len(rows)
+            old += sum(token != token_of(q, z, ring_size) for q, z, token in rows)
+            if len(rows) < PAGE:
+                return zones, old
+            queue, zone, _ = rows[-1]
 
 
 def _read(queue: SqlQueue, state: State, row: tuple[Any, ...]) -> _Found | None:
@@ -219,120 +302,3 @@ def _parse_cursor(cursor: str | None, queue: SqlQueue, state: State) -> int:
             "pass a page's next_cursor"
         )
     return after
-
-
-# --- tokens --------------------------------------------------------------------------------------
-
-
-class TokenStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One token: its pointers, the vested ones, and for how long the oldest has been vested."""
-
-    token: int
-    pointers: int
-    vested: int
-    oldest_lag_ms: int
-
-
-class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A store on a SQL database.
-
-    ``ring_size``: new zones get a token below it; ``ring_high``: claims look at tokens below it.
-    ``zones``: those with a pointer; ``empty_zones``: those without items, which are collected when
-    they stay empty; ``old_tokens``: those whose token is not the one that the present ring gives.
-    ``waiting`` has the delayed messages too.
-    """
-
-    store_id: str
-    routing: str
-    ring_size: int
-    ring_high: int
-    zones: int
-    empty_zones: int
-    old_tokens: int
-    vested: int
-    oldest_lag_ms: int
-    waiting: int
-    in_flight: int
-    tokens: list[TokenStatus]
-
-    @property
-    def rehashed(self) -> float:
-        """The part of the zones that have the token of the present ring, from 0 to 1."""
-        return 1 - self.old_tokens / self.zones if self.zones else 1.0
-
-
-class ClusterLook:
-    """Reads how the zones of a store are spread over tokens, on a connection of its own.
-
-    It only reads, beside the brokers that work on the store. It refuses a database without a store.
-    """
-
-    def __init__(self, conninfo: str, *, schema: str, dialect: str) -> None:
-        self._database = Database(conninfo, schema, dialect)
-        try:
-            self._database.connect()
-            find(self._database, f"in the schema {schema!r} of the database")
-        except BaseException:
-            self._database.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._database.close()
-
-    def now_ms(self) -> int:
-        """Return the time of the database."""
-        return int(self._database.run("server_time")[0][0])
-
-    def status(self) -> ClusterStatus:
-        """Count tokens, zones and messages, as of about now."""
-        database = self._database
-        store_id, routing, ring_size, ring_high, *_ = database.run("load_instance")[0]
-        now_ms = self.now_ms()
-        tokens = [
-            TokenStatus(
-                token=token,
-                pointers=pointers,
-                vested=vested,
-                oldest_lag_ms=now_ms - oldest_ms if vested else 0,
-            )
-            for token, pointers, vested, oldest_ms in database.run("token_status", now_ms=now_ms)
-        ]
-        empty_zones = int(database.run("count_empty_zones")[0][0])
-        waiting, in_flight = database.run("depth_of_all")[0]
-        zones, old_tokens = self._old_tokens(int(ring_size))
-        return ClusterStatus(
-            store_id=f"{store_id:08x}",
-            routing=routing,
-            ring_size=ring_size,
-            ring_high=ring_high,
-            zones=zones,
-            empty_zones=empty_zones,
-            old_tokens=old_tokens,
-            vested=sum(each.vested for each in tokens),
-            oldest_lag_ms=max((each.oldest_lag_ms for each in tokens), default=0),
-            waiting=waiting,
-            in_flight=in_flight,
-            tokens=tokens,
-        )
-
-    def old_tokens(self) -> int:
-        """Count the zones whose token is of another ring than the present one."""
-        return self._old_tokens(int(self._database.run("load_instance")[0][2]))[1]
-
-    def _old_tokens(self, ring_size: int) -> tuple[int, int]:
-        """Count all zones, and those of another ring, whose tokens this process computes.
-
-        Zones that come and go meanwhile may be missed, or counted though they are gone.
-        """
-        queue, zone = -1, b""
-        zones = old = 0
-        while True:
-            rows = self._database.run("page_tokens", queue=queue, zone=zone, count=PAGE)
-            zones += len(rows)
-            old += sum(token != token_of(q, z, ring_size) for q, z, token in rows)
-            if len(rows) < PAGE:
-                return zones, old
-            queue, zone, _ = rows[-1]

@@ -6,7 +6,7 @@ Apart from the store: a URL is read and refused without the database's driver.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 from urllib.parse import parse_qsl, quote, urlencode
 
 import msgspec
@@ -85,8 +85,7 @@ class SqlPlace(NamedTuple):
     dialect: str
     conninfo: str
     schema: str
-    ring_size: int | None
-    tuned: Mapping[str, int]
+    tunables: Tunables
     shown: str
 
 
@@ -116,8 +115,10 @@ def parse_sql(url: str) -> SqlPlace:
     schema = options.pop("schema", "penstock")
     if not re.fullmatch(r"[a-z_][a-z0-9_]{0,62}", schema) or schema.startswith("pg_"):
         raise InvalidUrl(f"schema {schema!r:.100}: lower case letters, digits and _")
-    ring_size = _number(options, "ring_size", 1, MAX_RING_SIZE)
-    tuned = {
+    # Where contention is expensive, pointers are spread from the beginning.
+    spread = 16 if dialect == "cockroachdb" else 1
+    ring_size = _number(options, "ring_size", 1, MAX_RING_SIZE) or spread
+    tuned: dict[str, Any] = {
         name: bool(value) if name == "sequential" else value
         for name, bounds in TUNED.items()
         if (value := _number(options, name, *bounds)) is not None
@@ -125,7 +126,7 @@ def parse_sql(url: str) -> SqlPlace:
     # The rest is for the driver.
     told = urlencode(options, quote_via=quote)
     conninfo = f"postgresql:{place}" + (f"?{told}" if told else "")
-    return SqlPlace(dialect, conninfo, schema, ring_size, tuned, shown)
+    return SqlPlace(dialect, conninfo, schema, Tunables(ring_size=ring_size, **tuned), shown)
 
 
 def without_password(url: str) -> str:

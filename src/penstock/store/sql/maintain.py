@@ -1,16 +1,22 @@
-"""The sweep: everything that is due, and retention.
+"""The sweep: everything that is due, and retention; the audit.
 
 Any number of processes sweep at once. Each step takes rows that no other process is at (SKIP
 LOCKED) and counts them in the same transaction, so that nothing is done or counted twice.
+
+The audit checks the invariants that no constraint can state, and repairs the tables. Its statements
+run in one transaction that keeps publishes out (it holds ``log_head``). Other verbs of other
+processes go on: rows that they commit between two statements may look like damage. An audit that
+finds anything therefore looks twice, and reports what both have found.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
 from penstock.model import State, SweepCounts
+from penstock.store.check_report import KEPT, AuditReport, Kind, Violation
 from penstock.store.kv.log import SEGMENT_MS
 from penstock.store.sql.claim import SqlClaim
 from penstock.store.sql.queues import CHUNK
@@ -19,7 +25,7 @@ from penstock.store.sql.zones import NEVER_MS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.store.sql.session import Session, SqlQueue
+    from penstock.store.sql.session import SqlQueue, SqlSession
 
 # How often a sweep looks for segments and for ended messages of other processes past retention.
 LOOK_MS: Final = 10_000
@@ -39,21 +45,19 @@ FOLLOW_MS: Final = 60_000
 class SqlMaintain(SqlClaim):
     """The sweep."""
 
-    def __init__(self, core: Session, *, background: bool) -> None:
-        super().__init__(core)
-        # Whether a thread sweeps all the time: then it looks for other processes' messages too.
-        self._background = background
-        self._swept_ms = -SWEEP_MS
-        self._searched_ms = self._followed_ms = 0
-        # Called every minute, so that a clock can follow the database's.
-        self.on_minute: Callable[[], None] | None = None
+    # Whether a thread sweeps all the time: then it looks for other processes' messages too.
+    _background: bool
+    _swept_ms = -SWEEP_MS
+    _searched_ms = _followed_ms = 0
+    # Called every minute, so that a clock can follow the database's.
+    on_minute: Callable[[], None] | None = None
 
     def soonest_ms(self) -> int | None:
         """Return a time before which nothing is due, from memory alone."""
-        due_ms = self.core.due_ms
+        due_ms = self.due_ms
         if not self._watched:
             return due_ms
-        poll_ms = self._now_ms + self._jittered(self.core.tunables.poll_ms)
+        poll_ms = self._now_ms + self._jittered(self.tunables.poll_ms)
         return poll_ms if due_ms is None else min(due_ms, poll_ms)
 
     def sweep(self, now_ms: int, budget: int) -> SweepCounts:
@@ -61,7 +65,7 @@ class SqlMaintain(SqlClaim):
         self._now_ms = now_ms
         self._forget_plans(now_ms)
         self.wake_watched(now_ms)
-        due_ms = self.core.due_ms
+        due_ms = self.due_ms
         next_ms = self._swept_ms + SWEEP_MS
         if self._background and now_ms < next_ms and (due_ms is None or now_ms < due_ms):
             # Woken for the sake of a claim that waits: the rest can wait as well.
@@ -72,7 +76,7 @@ class SqlMaintain(SqlClaim):
             self._search_zones(now_ms)
         if not self._background:
             return counts
-        tunables = self.core.tunables
+        tunables = self.tunables
         ahead_ms = tunables.poll_ms if self._watched else tunables.idle_poll_ms
         next_ms = now_ms + self._jittered(ahead_ms)
         if counts.next_due_ms is not None:
@@ -83,8 +87,8 @@ class SqlMaintain(SqlClaim):
         return msgspec.structs.replace(counts, next_due_ms=next_ms)
 
     def _sweep_all(self, now_ms: int, budget: int) -> SweepCounts:
-        core, ask = self.core, self.database.ask
-        core.refresh(now_ms)
+        ask = self.database.ask
+        self.refresh(now_ms)
         lease_ms, delay_ms, unclaimed_ms, dedup_ms = self._dues()
         leases = failures = came_due = removed = forgotten = 0
         if lease_ms <= now_ms:
@@ -94,12 +98,12 @@ class SqlMaintain(SqlClaim):
         moved = self.move_dead_letters(now_ms, budget)
         removed += self._trim_ended(now_ms, budget)
         if unclaimed_ms <= now_ms:
-            removed += core.change(lambda: self._expire_unclaimed(now_ms, budget))
+            removed += self.change(lambda: self._expire_unclaimed(now_ms, budget))
         removed += self.trim_log(now_ms, budget) + self.remove_drained(now_ms)
         if dedup_ms <= now_ms:
             forgotten = len(ask("forget_dedup", now_ms=now_ms, count=budget))
         ask("forget_requests", before_ms=now_ms - REQUESTS_MS, count=budget)
-        core.zones.collect(now_ms)
+        self.zones.collect(now_ms)
         return SweepCounts(
             leases_expired=leases,
             came_due=came_due,
@@ -115,21 +119,20 @@ class SqlMaintain(SqlClaim):
         return [NEVER_MS if time is None else time for time in self.database.ask("next_due")[0]]
 
     def _next_due_ms(self, now_ms: int) -> int | None:
-        core = self.core
         times = [*self._dues()]
-        times += [time for time in (core.retention_ms, self.log_due_ms) if time is not None]
+        times += [time for time in (self.retention_ms, self.log_due_ms) if time is not None]
         if self.with_dead_letters():
             times.append(now_ms)
         found = min(times)
-        core.due_ms = None if found == NEVER_MS else found
-        return core.due_ms
+        self.due_ms = None if found == NEVER_MS else found
+        return self.due_ms
 
     def _come_due(self, now_ms: int, budget: int) -> int:
         rows = self.database.ask("come_due", now_ms=now_ms, count=budget)
         for number in {row[0] for row in rows}:
-            queue = self.core.by_number.get(number)
+            queue = self.by_number.get(number)
             if queue is not None:
-                self.core.wake(queue, sum(row[0] == number for row in rows))
+                self.wake(queue, sum(row[0] == number for row in rows))
         return len(rows)
 
     def _search_zones(self, now_ms: int) -> None:
@@ -140,11 +143,11 @@ class SqlMaintain(SqlClaim):
         if self._searched_ms <= now_ms < self._searched_ms + SEARCH_MS:
             return
         self._searched_ms = now_ms
-        self.core.zones.look_for_idle(now_ms)
-        self.core.zones.look_for_orphans(now_ms)
+        self.zones.look_for_idle(now_ms)
+        self.zones.look_for_orphans(now_ms)
 
     def _jittered(self, wait_ms: int) -> int:
-        return int(wait_ms * (0.8 + 0.4 * self.core.random()))
+        return int(wait_ms * (0.8 + 0.4 * self.random()))
 
     # --- retention of messages ---------------------------------------------------------------
 
@@ -153,8 +156,7 @@ class SqlMaintain(SqlClaim):
 
         This process knows of the messages that it ends, and looks now and then for those of others.
         """
-        core = self.core
-        looked_ms, due_ms = self._retention_looked_ms, core.retention_ms
+        looked_ms, due_ms = self._retention_looked_ms, self.retention_ms
         if (
             looked_ms is not None
             and looked_ms <= now_ms < looked_ms + LOOK_MS
@@ -177,7 +179,7 @@ class SqlMaintain(SqlClaim):
                     )
             removed += count
             if not count:
-                core.retention_ms = min((at_ms for _, _, at_ms in due), default=None)
+                self.retention_ms = min((at_ms for _, _, at_ms in due), default=None)
                 break
         return removed
 
@@ -185,7 +187,7 @@ class SqlMaintain(SqlClaim):
         """Return when retention next has a message to remove, by queue and state."""
         kept = [
             queue
-            for queue in self.core.queues.values()
+            for queue in self.by_name.values()
             if queue.spec.done_retention_ms or queue.spec.failed_retention_ms
         ]
         due = []
@@ -199,50 +201,47 @@ class SqlMaintain(SqlClaim):
 
     def _expire_unclaimed(self, now_ms: int, budget: int) -> int:
         """Remove messages that waited for longer than their queue keeps them; return how many."""
-        core = self.core
         rows = self.database.run("expire_unclaimed", now_ms=now_ms, count=budget)
         fifo = {(number, zone): now_ms for number, _, zone, rank in rows if rank < 0}
-        core.zones.lower(fifo, now_ms)
+        self.zones.lower(fifo, now_ms)
         gone: dict[int, list[int]] = {}
         for number, message_id, _, _ in sorted(rows):
             gone.setdefault(number, []).append(message_id)
         for number, ids in gone.items():
-            core.add_counts(number, now_ms, live=-len(ids), removed=len(ids))
+            self.add_counts(number, now_ms, live=-len(ids), removed=len(ids))
         for number, ids in gone.items():
-            queue = core.numbered(number)
+            queue = self.numbered(number)
             if queue is not None:
                 self._forget_messages(queue, ids)
-                core.wake(queue)
+                self.wake(queue)
         return len(rows)
 
     # --- retention of the log ----------------------------------------------------------------
 
     def _segment_due_ms(self) -> int | None:
         """Return when retention has a segment to drop, or to close."""
-        core = self.core
-        segments, retention_ms = self._segments(), core.settings.retention_ms
+        segments, retention_ms = self._segments(), self.settings.retention_ms
         if not segments or not retention_ms:
             return None
         if len(segments) > 1:
             _, start_offset, start_ms = segments[1]
             return int(start_ms) + retention_ms if start_offset <= self.routed_up_to() else None
         _, start_offset, start_ms = segments[0]
-        return int(start_ms) + SEGMENT_MS if start_offset < core.head.next_offset else None
+        return int(start_ms) + SEGMENT_MS if start_offset < self.head.next_offset else None
 
     def trim_log(self, now_ms: int, budget: int) -> int:
         """Close a segment that is old enough, drop those past retention; return how many messages.
 
         Messages of a dropped segment are below the log, and are removed step by step.
         """
-        core = self.core
         looked_ms = self._log_looked_ms
         if looked_ms is not None and looked_ms <= now_ms < looked_ms + LOOK_MS:
             return 0
         self._log_looked_ms = now_ms
-        core.refresh()
+        self.refresh()
         due_ms = self._segment_due_ms()
         if due_ms is not None and due_ms <= now_ms:
-            core.change(lambda: self._drop_segments(now_ms))
+            self.change(lambda: self._drop_segments(now_ms))
             due_ms = self._segment_due_ms()
         self.log_due_ms = due_ms
         earliest = min(self.earliest(), self.routed_up_to())
@@ -258,12 +257,11 @@ class SqlMaintain(SqlClaim):
         return dropped
 
     def _drop_segments(self, now_ms: int) -> None:
-        core = self.core
-        head = core.lock_head()
-        segments, retention_ms = self._segments(), core.settings.retention_ms
+        head = self.lock_head()
+        segments, retention_ms = self._segments(), self.settings.retention_ms
         if len(segments) == 1 and segments[0][2] + SEGMENT_MS <= now_ms:
             self.database.run("roll_segment", now_ms=now_ms)
-            core.head = head._replace(segment_ms=now_ms)
+            self.head = head._replace(segment_ms=now_ms)
             segments = self._segments()
         routed_up_to = self.routed_up_to()
         while len(segments) > 1:
@@ -272,3 +270,134 @@ class SqlMaintain(SqlClaim):
                 break
             self.database.run("drop_segment", number=segments[0][0])
             segments = segments[1:]
+
+    def audit(self, *, repair: bool, now_ms: int) -> AuditReport:
+        """Check the store's invariants; with ``repair``, mend the tables."""
+        with self.database.at_leisure():
+            return audit(self, repair=repair, now_ms=now_ms)
+
+
+# --- the audit ------------------------------------------------------------------------------------
+
+
+class Check(NamedTuple):
+    """One invariant: the statement that finds rows that break it, and the one that mends them."""
+
+    kind: Kind
+    table: str
+    text: str
+    find: str
+    mend: str | None
+
+
+CHECKS: Final = (
+    Check(Kind.COUNTER, "queue_counts", "a counter does not match its rows", "wrong_counts",
+          "mend_counts"),
+    Check(Kind.ORPHAN_ENTRY, "pointers", "Q_C and the pointer index differ", "pointers_apart",
+          "mend_pointers_apart"),
+    Check(Kind.MISSING_ENTRY, "pointers", "a zone has items and no pointer", "zones_unpointed",
+          None),
+    Check(Kind.EARLY, "pointers", "a pointer vests later than its zone's earliest item",
+          "pointers_late", "mend_pointers_late"),
+    Check(Kind.REFERENCES, "messages", "a message's references do not match its queues",
+          "wrong_refs", "mend_refs"),
+    Check(Kind.PAYLOAD_MISSING, "messages", "a queue holds a message that is not there",
+          "messages_missing", "mend_messages_missing"),
+    Check(Kind.TWICE, "items", "a message is live, and done or failed as well", "items_twice",
+          "mend_items_twice"),
+    Check(Kind.STRANGER, "items", "a row belongs to no queue", "rows_of_no_queue",
+          "mend_rows_of_no_queue"),
+    Check(Kind.ORPHAN_ATTEMPT, "attempts", "attempts at a message that the queue does not have",
+          "attempts_orphaned", "mend_attempts_orphaned"),
+    Check(Kind.GARBAGE, "messages", "a message below the log that no queue holds",
+          "messages_garbage", "mend_messages_garbage"),
+    Check(Kind.SEQUENCE, "log_head", "the log has messages beyond its end", "log_beyond_end",
+          "mend_log_beyond_end"),
+    Check(Kind.WRONG_FIELD, "items", "an item's marks contradict each other", "items_marked_wrong",
+          "mend_items_marked_wrong"),
+)  # fmt: skip
+
+
+def audit(session: SqlSession, *, repair: bool, now_ms: int) -> AuditReport:
+    """Check every invariant; with ``repair``, mend the rows that can be mended and look again."""
+    first = _read(session, now_ms)
+    if first:
+        # Rows that another process was just committing are sound the second time.
+        again = set(_read(session, now_ms))
+        first = [each for each in first if each in again]
+    left, rounds = first, 1
+    while repair and left and rounds < 4:
+        session.change(lambda: _mend(session, {each.kind for each in left}, now_ms))  # noqa: B023
+        left = _read(session, now_ms)
+        rounds += 1
+    if repair and first:
+        session.reload()
+        for queue in session.by_name.values():
+            session.wake(queue)
+    still = {(each.kind, each.key) for each in left}
+    found: dict[str, int] = {}
+    for each in first:
+        found[each.kind] = found.get(each.kind, 0) + 1
+    counted = session.database.run("count_rows")[0]
+    return AuditReport(
+        checked=dict(zip(("queues", "items", "done", "failed", "messages", "zones"), counted,
+                         strict=True)),
+        found=found,
+        violations=[
+            Violation(v.kind, v.table, v.key, v.text,
+                      repaired=repair and (v.kind, v.key) not in still)
+            for v in first[:KEPT]
+        ],
+        notes=[],
+        left=len(left),
+        rounds=rounds,
+    )  # fmt: skip
+
+
+def _read(session: SqlSession, now_ms: int) -> list[Violation]:
+    def work() -> list[Violation]:
+        session.lock_head()
+        if session.database.dialect == "postgresql":
+            # These read whole tables, unlike all others.
+            session.database.execute("SET LOCAL enable_seqscan = on")
+        found = []
+        for check in CHECKS:
+            for key, told in session.database.run(
+                check.find, **_parameters(session, check.find, now_ms)
+            ):
+                text = f"{check.text}: {told}"
+                found.append(Violation(check.kind, check.table, bytes(key).hex(), text))
+        return found
+
+    found: list[Violation] = session.change(work)
+    return found
+
+
+def _mend(session: SqlSession, kinds: set[Kind], now_ms: int) -> None:
+    session.lock_head()
+    for check in CHECKS:
+        if check.kind not in kinds:
+            continue
+        if check.mend is not None:
+            session.database.run(check.mend, **_parameters(session, check.mend, now_ms))
+        else:
+            session.zones.ensure(
+                {
+                    (row[0], row[1]): row[2]
+                    for row in session.database.run("unpointed_zones")
+                    if row[0] in session.by_number
+                },
+                now_ms,
+            )
+    version = session.database.run("bump_zones")[0][0]
+    session.head = session.head._replace(zones_version=version)
+
+
+def _parameters(session: SqlSession, name: str, now_ms: int) -> dict[str, int]:
+    known = {
+        "now_ms": now_ms,
+        "threshold_ms": session.tunables.threshold_ms,
+        "cool_ms": session.tunables.cool_ms,
+        "slot": session.slot,
+    }
+    return {each: known[each] for each in session.database.parameters(name)}

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.store.codec.metadata import Metadata
-    from penstock.store.sql.session import Session, SqlQueue
+    from penstock.store.sql.database import Database
+    from penstock.store.sql.session import SqlQueue
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,8 @@ class _Leaving(NamedTuple):
 class SqlMove(SqlSettle):
     """The verbs that move messages between queues."""
 
-    def __init__(self, core: Session) -> None:
-        super().__init__(core)
+    def __init__(self, database: Database, random: Callable[[], float]) -> None:
+        super().__init__(database, random)
         # (queue, dead letter queue that is not there) that the log has been told of.
         self._parked: set[tuple[int, str]] = set()
 
@@ -71,12 +72,11 @@ class SqlMove(SqlSettle):
         now_ms: int,
     ) -> int:
         """Move messages in a state into another queue: all, by ids, so many; return how many."""
-        core = self.core
-        core.refresh()
-        core.queue(queue_name)
-        policy.check_move(queue_name, to_name, draining=core.queue(to_name).coverage.draining)
-        self.catch_up(now_ms, ALL, core.queue(queue_name))
-        queue, to = core.queue(queue_name), core.queue(to_name)
+        self.refresh()
+        self.queue(queue_name)
+        policy.check_move(queue_name, to_name, draining=self.queue(to_name).coverage.draining)
+        self.catch_up(now_ms, ALL, self.queue(queue_name))
+        queue, to = self.queue(queue_name), self.queue(to_name)
         return self._move(queue, to, state, message_ids, limit, now_ms)
 
     def redrive(
@@ -92,9 +92,8 @@ class SqlMove(SqlSettle):
 
         Return how many, and where the next page begins.
         """
-        core = self.core
-        core.refresh()
-        queue = core.queue(queue_name)
+        self.refresh()
+        queue = self.queue(queue_name)
         self.catch_up(now_ms, ALL, queue)
         further = None
         if message_ids is not None:
@@ -114,7 +113,7 @@ class SqlMove(SqlSettle):
             if (metadata := read_metadata(record or b"")) is not None
             and (where is None or where(metadata))
         }
-        return core.change(lambda: self._redrive(queue, chosen, now_ms)) if chosen else 0, further
+        return self.change(lambda: self._redrive(queue, chosen, now_ms)) if chosen else 0, further
 
     def _redrive(self, queue: SqlQueue, chosen: dict[int, Metadata], now_ms: int) -> int:
         if not self.database.run("share_queues", numbers=[queue.number]):
@@ -124,9 +123,9 @@ class SqlMove(SqlSettle):
             Arrival(queue, message_id, chosen[message_id], now_ms, attempts)
             for message_id, attempts in taken
         ]
-        add_items(self.core, arrivals, now_ms)
+        add_items(self, arrivals, now_ms)
         count = len(arrivals)
-        self.core.add_counts(queue.number, now_ms, live=count, failed=-count, redriven=count)
+        self.add_counts(queue.number, now_ms, live=count, failed=-count, redriven=count)
         return count
 
     def _move(
@@ -139,7 +138,6 @@ class SqlMove(SqlSettle):
         now_ms: int,
     ) -> int:
         """Move the messages of a queue that are in a state, or those of some ids, in steps."""
-        core = self.core
         moved = 0
         ids = None if message_ids is None else sorted(set(message_ids))
         at = 0
@@ -152,7 +150,7 @@ class SqlMove(SqlSettle):
                 chunk = self._pick(queue, state, room, now_ms)
             if not chunk:
                 break
-            count = core.change(
+            count = self.change(
                 lambda: self._move_step(queue, to, state, chunk, now_ms)  # noqa: B023
             )
             moved += count
@@ -167,7 +165,7 @@ class SqlMove(SqlSettle):
         """Return queues with failed messages for a dead letter queue: for any, or for this one."""
         wanted = {
             queue.number: queue
-            for queue in self.core.queues.values()
+            for queue in self.by_name.values()
             if (queue.spec.dead_letter if to is None else queue.spec.dead_letter == to)
         }
         if not wanted:
@@ -180,7 +178,7 @@ class SqlMove(SqlSettle):
         return [queue for queue in self._with_failures() if self._target(queue) is not None]
 
     def _target(self, queue: SqlQueue) -> SqlQueue | None:
-        to = self.core.queues.get(queue.spec.dead_letter)
+        to = self.by_name.get(queue.spec.dead_letter)
         return None if to is None or to.coverage.draining else to
 
     def move_dead_letters(self, now_ms: int, budget: int, into: str | None = None) -> int:
@@ -216,7 +214,7 @@ class SqlMove(SqlSettle):
     def _move_step(
         self, queue: SqlQueue, to: SqlQueue, state: State, message_ids: list[int], now_ms: int
     ) -> int:
-        core, database = self.core, self.database
+        database = self.database
         if len(database.run("share_queues", numbers=[queue.number, to.number])) < 2:
             # One of them has been deleted.
             return 0
@@ -261,12 +259,12 @@ class SqlMove(SqlSettle):
             },
         }
         for number, added in sorted(counts.items()):
-            core.add_counts(number, now_ms, **added)
-        core.wake(to, gone)
+            self.add_counts(number, now_ms, **added)
+        self.wake(to, gone)
         if queue.fifo:
             # The head of a group may be gone, which other messages of it have waited for.
-            core.wake(queue)
-            core.zones.lower(
+            self.wake(queue)
+            self.zones.lower(
                 {(queue.number, known[each].group.encode()): now_ms for each in ids}, now_ms
             )
         return gone
@@ -311,4 +309,4 @@ class SqlMove(SqlSettle):
             )
             for each, first in zip(arriving, befores, strict=True)
         ]
-        add_items(self.core, arrivals, now_ms)
+        add_items(self, arrivals, now_ms)

@@ -12,14 +12,14 @@ from penstock.store.codec.metadata import Metadata, encode_metadata
 from penstock.store.contract import FiltersChanged
 from penstock.store.kv.log import SEGMENT_MS
 from penstock.store.sql.database import Refused, columns
-from penstock.store.sql.session import SqlVerbs
+from penstock.store.sql.session import SqlSession
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from penstock.model import Message
     from penstock.store.codec.metadata import Head
-    from penstock.store.sql.session import Session, SqlQueue
+    from penstock.store.sql.session import SqlQueue
 
 # Attempts of a publish that find queues or dedup ids changed, before it fails.
 _TRIES: Final = 100
@@ -46,7 +46,7 @@ def expiry_of(queue: SqlQueue, vesting_ms: int) -> int | None:
     return vesting_ms + retention_ms if retention_ms else None
 
 
-def add_items(core: Session, arrivals: Sequence[Arrival], now_ms: int) -> None:
+def add_items(session: SqlSession, arrivals: Sequence[Arrival], now_ms: int) -> None:
     """Put messages into queues, in the caller's transaction; the caller counts them."""
     if not arrivals:
         return
@@ -60,20 +60,20 @@ def add_items(core: Session, arrivals: Sequence[Arrival], now_ms: int) -> None:
         rows.append(
             (queue.number, message_id, zone, rank, vesting_ms, attempts, expiry, metadata.size)
         )
-    core.zones.ensure(zones, now_ms)
+    session.zones.ensure(zones, now_ms)
     names = ("queues", "message_ids", "zones", "ranks", "vestings", "attempts", "expiries", "sizes")
-    core.database.run("add_items", **columns(rows, *names), now_ms=now_ms)
+    session.database.run("add_items", **columns(rows, *names), now_ms=now_ms)
     for each in arrivals:
-        core.wake(each.queue)
+        session.wake(each.queue)
         if each.vesting_ms > now_ms:
-            core.due(each.vesting_ms)
+            session.due(each.vesting_ms)
 
 
 class _Batch:
     """The rows of one publish."""
 
-    def __init__(self, core: Session, now_ms: int) -> None:
-        self._core = core
+    def __init__(self, session: SqlSession, now_ms: int) -> None:
+        self._session = session
         self._now_ms = now_ms
         # How many queues hold it, log, metadata, payload.
         self.messages: list[tuple[int, int, bytes, bytes]] = []
@@ -88,9 +88,9 @@ class _Batch:
 
     def add(self, message: Message, names: Sequence[str]) -> None:
         """Add a message with the names of its queues."""
-        core, now_ms = self._core, self._now_ms
+        session, now_ms = self._session, self._now_ms
         nth, zone, size = len(self.messages), message.group.encode(), len(message.payload)
-        log = crc32(zone) % core.settings.changes[-1][1]
+        log = crc32(zone) % session.settings.changes[-1][1]
         metadata = Metadata(
             now_ms,
             message.group,
@@ -101,7 +101,7 @@ class _Batch:
         )
         self.messages.append((len(names), log, encode_metadata(metadata), message.payload))
         for name in names:
-            queue = core.queues.get(name)
+            queue = session.by_name.get(name)
             if queue is None:
                 raise FiltersChanged
             # A message's own delay counts if it has one; the queue's is the default.
@@ -114,7 +114,9 @@ class _Batch:
 
     def columns(self) -> dict[str, list[Any]]:
         """Return the rows as the statement takes them."""
-        counts = sorted((self._core.queues[name].number, n) for name, n in self.by_queue.items())
+        counts = sorted(
+            (self._session.by_name[name].number, n) for name, n in self.by_queue.items()
+        )
         items = ("queues", "nths", "zones", "ranks", "vestings", "expiries", "sizes")
         return {
             **columns(self.messages, "refs", "logs", "metadata", "payloads"),
@@ -123,7 +125,7 @@ class _Batch:
         }
 
 
-class SqlPublish(SqlVerbs):
+class SqlPublish(SqlSession):
     """Publish."""
 
     def publish(
@@ -138,11 +140,10 @@ class SqlPublish(SqlVerbs):
 
         FiltersChanged if the routes may have been made by filters that no longer count.
         """
-        core = self.core
-        if core.head.specs_version < 0:
-            core.reload()
+        if self.head.specs_version < 0:
+            self.reload()
             raise FiltersChanged
-        token = core.stamp()
+        token = self.stamp()
         for _ in range(_TRIES):
             try:
                 ids = self._try_publish(token, messages, routes, dedup_window_ms, now_ms)
@@ -155,7 +156,7 @@ class SqlPublish(SqlVerbs):
                 # Another process has published the same dedup id since they were looked up.
                 continue
             if ids is not None:
-                core.progress.commits += 1
+                self.progress.commits += 1
                 return ids
             if self.database.run("find_request", token=token):
                 # It had been committed before queues were changed, and its answer was lost.
@@ -165,19 +166,17 @@ class SqlPublish(SqlVerbs):
 
     def _refresh_for_publish(self, now_ms: int, *, routed: bool) -> None:
         """Read queues again after a refused publish; begin a log segment if that is due."""
-        core = self.core
-        version = core.head.specs_version
-        core.refresh()
-        if core.head.segment_ms <= now_ms - SEGMENT_MS:
-            core.change(lambda: self._begin_segment(now_ms))
-        if core.head.specs_version != version and routed:
+        version = self.head.specs_version
+        self.refresh()
+        if self.head.segment_ms <= now_ms - SEGMENT_MS:
+            self.change(lambda: self._begin_segment(now_ms))
+        if self.head.specs_version != version and routed:
             raise FiltersChanged
 
     def _begin_segment(self, now_ms: int) -> None:
-        core = self.core
-        if core.lock_head().segment_ms <= now_ms - SEGMENT_MS:
+        if self.lock_head().segment_ms <= now_ms - SEGMENT_MS:
             self.database.run("roll_segment", now_ms=now_ms)
-            core.head = core.head._replace(segment_ms=now_ms)
+            self.head = self.head._replace(segment_ms=now_ms)
 
     def _try_publish(
         self,
@@ -188,11 +187,10 @@ class SqlPublish(SqlVerbs):
         now_ms: int,
     ) -> list[int] | None:
         """Publish once; None if this process's knowledge of the store is out of date."""
-        core = self.core
         keys = [_dedup_key(message) for message in messages]
         known = self._known_dedup_ids(keys, now_ms)
         fresh: dict[tuple[bytes, bytes], int] = {}
-        batch = _Batch(core, now_ms)
+        batch = _Batch(self, now_ms)
         # Ids of messages that are stored already; places in the batch of those that are not.
         places: list[tuple[int | None, int]] = []
         routed = repeat((), len(messages)) if routes is None else routes
@@ -208,7 +206,7 @@ class SqlPublish(SqlVerbs):
                 batch.add(message, names)
         unrouted = 0 if routes is None else sum(not refs for refs, _, _, _ in batch.messages)
         dedup_expires_ms = now_ms + dedup_window_ms
-        with core.zones.recheck_if_slow(batch.wanted, since_ms=now_ms):
+        with self.zones.recheck_if_slow(batch.wanted, since_ms=now_ms):
             first_id = self._send_batch(
                 batch,
                 now_ms,
@@ -224,7 +222,7 @@ class SqlPublish(SqlVerbs):
             return None
         self._note_published(batch, now_ms)
         if fresh:
-            core.due(dedup_expires_ms)
+            self.due(dedup_expires_ms)
         return [first_id + nth if found is None else found for found, nth in places]
 
     def _known_dedup_ids(
@@ -240,9 +238,8 @@ class SqlPublish(SqlVerbs):
 
     def _send_batch(self, batch: _Batch, now_ms: int, **parameters: Any) -> int | None:
         """Run the statement; return the first id, or None if the knowledge was out of date."""
-        core = self.core
         # A second attempt may come much later: it relies on no pointer.
-        first = [core.zones.not_known_vested(batch.wanted, now_ms)]
+        first = [self.zones.not_known_vested(batch.wanted, now_ms)]
 
         def work() -> list[tuple[Any, ...]]:
             wanted = first.pop() if first else batch.wanted
@@ -254,16 +251,16 @@ class SqlPublish(SqlVerbs):
                 **parameters,
                 **batch.columns(),
                 count=len(batch.messages),
-                specs_version=core.head.specs_version,
-                zones_version=core.zones.version,
+                specs_version=self.head.specs_version,
+                zones_version=self.zones.version,
                 segment_length_ms=SEGMENT_MS,
-                slot=core.slot,
+                slot=self.slot,
                 **columns(zones, "zone_queues", "zone_names"),
-                zone_tokens=[core.zones.token(zone) for zone in zones],
+                zone_tokens=[self.zones.token(zone) for zone in zones],
                 zone_vestings=list(zones.values()),
-                turn=core.take_turns(1),
-                stamp=core.stamp(),
-                threshold_ms=core.tunables.threshold_ms,
+                turn=self.take_turns(1),
+                stamp=self.stamp(),
+                threshold_ms=self.tunables.threshold_ms,
                 now_ms=now_ms,
             )
 
@@ -273,22 +270,20 @@ class SqlPublish(SqlVerbs):
 
     def _note_published(self, batch: _Batch, now_ms: int) -> None:
         """Note vested pointers, queues to wake and times to sweep at."""
-        core = self.core
         for zone, vesting_ms in batch.wanted.items():
             # Not those that were relied on: a steady publisher would rely on them for ever.
             if vesting_ms <= now_ms and zone in batch.looked:
-                core.zones.saw_vested(zone, now_ms)
+                self.zones.saw_vested(zone, now_ms)
         for name, count in batch.by_queue.items():
-            core.wake(core.queues[name], count)
+            self.wake(self.by_name[name], count)
         for _, _, _, _, vesting_ms, expiry_ms, _ in batch.items:
             if vesting_ms > now_ms:
-                core.due(vesting_ms)
+                self.due(vesting_ms)
             if expiry_ms is not None:
-                core.due(expiry_ms)
+                self.due(expiry_ms)
 
     def _ids_of_request(self, token: bytes, messages: Sequence[Message], now_ms: int) -> list[int]:
         """Work out the ids of a publish that had been committed."""
-        core = self.core
         first_id = int(self.database.run("find_request", token=token)[0][0])
         keys = [_dedup_key(message) for message in messages]
         known = self._known_dedup_ids(keys, now_ms)
@@ -301,9 +296,9 @@ class SqlPublish(SqlVerbs):
             else:
                 ids.append(first_id)
                 first_id += 1
-        core.progress.commits += 1
-        for queue in core.queues.values():
-            core.wake(queue)
+        self.progress.commits += 1
+        for queue in self.by_name.values():
+            self.wake(queue)
         return ids
 
 

@@ -1,5 +1,5 @@
 -- Every statement of the SQL store. A statement is named; what it is for stands below its name.
--- ":word" is a parameter. "-- dialect: NAME" makes a variant of the statement above it.
+-- ":word" is a parameter. "-- dialect: NAME": no other dialect has the statement.
 -- "-- part: NAME" is a text that statements have as {NAME}. "-- each: WORDS" makes a statement of each
 -- word, which its name and its text have as {each}.
 -- "-- plan: once": one plan is right whatever the parameters; it is kept for a few seconds. Others
@@ -18,15 +18,14 @@ SELECT EXISTS (SELECT 1 FROM log_head) OR EXISTS (SELECT 1 FROM queues)
 SELECT store_id, routing, ring_size, ring_high, epoch, log_settings, filter_changes FROM instance;
 
 -- name: make_instance
--- Write what a new store says of itself; nothing happens if another process was faster.
+-- Write what a new store says of itself, and begin its log, whose messages are numbered from 1 on;
+-- nothing happens if another process was faster.
+WITH head AS (
+    INSERT INTO log_head VALUES (1, 1, 1, 1, 0, :segment_ms, 0, 0, 0, 0) ON CONFLICT DO NOTHING
+)
 INSERT INTO instance
 VALUES (1, :store_id, :now_ms, :routing, :ring_size, :ring_size, 1, 0, :log_settings,
         :filter_changes)
-ON CONFLICT DO NOTHING;
-
--- name: make_head
--- Begin the log of a new store, whose messages are numbered from 1 on.
-INSERT INTO log_head VALUES (1, 1, 1, 1, 0, :segment_ms, 0, 0, 0, 0)
 ON CONFLICT DO NOTHING;
 
 -- name: fresh_id
@@ -40,13 +39,13 @@ SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint;
 -- name: read_head
 -- plan: once
 -- Read the end of the log and the versions of what processes keep in memory.
-SELECT next_offset, specs_version, zones_version, filters_version, segment_ms, time_ms, published,
+SELECT next_offset, specs_version, zones_version, filters_version, segment_ms, published,
        duplicates, unrouted + (SELECT coalesce(sum(c.unrouted), 0) FROM log_cursors c)::bigint
 FROM log_head;
 
 -- name: lock_head
 -- The same, and keep others from publishing and from changing queues until the commit.
-SELECT next_offset, specs_version, zones_version, filters_version, segment_ms, time_ms, published,
+SELECT next_offset, specs_version, zones_version, filters_version, segment_ms, published,
        duplicates, unrouted
 FROM log_head FOR UPDATE;
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from penstock.model import QueueSpec
-    from penstock.store.sql.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -35,33 +34,31 @@ _FOREVER: Final = (1 << 63) - 1
 class SqlQueues(SqlMove, SqlRouting):
     """The verbs that change queues, or remove messages from them."""
 
-    def __init__(self, core: Session) -> None:
-        super().__init__(core)
-        # When a sweep last looked for ended messages that are past retention.
-        self._retention_looked_ms: int | None = None
+    # When a sweep last looked for ended messages that are past retention.
+    _retention_looked_ms: int | None = None
 
     def spec(self, queue_name: str) -> QueueSpec:
         """Return the settings of a queue."""
-        return self.core.queue(queue_name).spec
+        return self.queue(queue_name).spec
 
     def queues(self) -> list[LiveQueue]:
         """Return all queues, by name."""
-        self.core.refresh()
-        live = self.core.live_filters()
+        self.refresh()
+        live = self.live_filters()
         return [
             LiveQueue(queue.spec, live.get(name), queue.coverage.draining)
-            for name, queue in sorted(self.core.queues.items())
+            for name, queue in sorted(self.by_name.items())
         ]
 
     # --- create and change -----------------------------------------------------------------
 
     def create_queue(self, spec: QueueSpec, now_ms: int) -> None:
         """Add a queue, which takes messages from here on."""
-        core, database = self.core, self.database
+        database = self.database
 
         def work() -> SqlQueue:
-            end = core.lock_head().next_offset
-            if spec.name in core.queues:
+            end = self.lock_head().next_offset
+            if spec.name in self.by_name:
                 # Another process was faster: the caller is to look at the queue.
                 raise FiltersChanged
             live = [Stretch(end, None, spec.filter)]
@@ -76,21 +73,21 @@ class SqlQueues(SqlMove, SqlRouting):
                 **_spec_columns(spec),
             )
             database.run("add_counts", number=number, slots=SLOTS, now_ms=now_ms)
-            core.changed(now_ms, filters_from=end)
+            self.changed(now_ms, filters_from=end)
             return queue
 
-        core.adopt(core.change(work))
+        self.adopt(self.change(work))
 
     def update_queue(self, spec: QueueSpec, now_ms: int, *, from_offset: int | None = None) -> None:
         """Change settings; another filter counts from an offset on (the log's end)."""
-        core, database = self.core, self.database
-        present = core.queue(spec.name).spec
+        database = self.database
+        present = self.queue(spec.name).spec
         # Rewrites the waiting messages, however many they are.
         reindex = spec.unclaimed_retention_ms != present.unclaimed_retention_ms
 
         def work() -> SqlQueue:
-            head = core.lock_head()
-            queue = core.lock_queue(spec.name)
+            head = self.lock_head()
+            queue = self.lock_queue(spec.name)
             if spec.version != queue.spec.version + 1:
                 raise FiltersChanged
             begin = head.next_offset if from_offset is None else from_offset
@@ -108,7 +105,7 @@ class SqlQueues(SqlMove, SqlRouting):
             if filter_changed:
                 changed.coverage.change(begin, spec.filter)
                 self.put_coverage(changed)
-            core.changed(now_ms, filters_from=begin if filter_changed else None)
+            self.changed(now_ms, filters_from=begin if filter_changed else None)
             if spec.unclaimed_retention_ms != queue.spec.unclaimed_retention_ms:
                 database.run(
                     "reindex_unclaimed",
@@ -118,8 +115,8 @@ class SqlQueues(SqlMove, SqlRouting):
             return changed
 
         with database.at_leisure() if reindex else nullcontext():
-            queue = core.change(work)
-        core.adopt(queue)
+            queue = self.change(work)
+        self.adopt(queue)
         if spec.dead_letter != present.dead_letter:
             self._parked.discard((queue.number, present.dead_letter))
         self._retention_looked_ms = None
@@ -139,12 +136,12 @@ class SqlQueues(SqlMove, SqlRouting):
 
     def _delete(self, queue_name: str, now_ms: int, *, drained: bool = False) -> int:
         """Remove a queue with the rest of its messages; a drained one only if none waits there."""
-        core, database = self.core, self.database
+        database = self.database
 
         def work() -> tuple[SqlQueue | None, int]:
-            end = core.lock_head().next_offset
+            end = self.lock_head().next_offset
             # As of now: another process may have deleted it, and made it again.
-            queue = core.queues.get(queue_name)
+            queue = self.by_name.get(queue_name)
             if queue is None or not database.run("lock_queue", number=queue.number):
                 return None, 0
             # No message can come any more, but a claim may end: its message is done or failed then.
@@ -159,36 +156,35 @@ class SqlQueues(SqlMove, SqlRouting):
                 self._forget_messages(queue, [row[0] for row in rows])
                 more += len(rows)
             database.run("remove_queue", number=queue.number)
-            core.changed(now_ms, filters_from=end)
+            self.changed(now_ms, filters_from=end)
             return queue, more
 
-        queue, removed = core.change(work)
+        queue, removed = self.change(work)
         if queue is not None:
-            core.queues.pop(queue.name, None)
-            core.by_number.pop(queue.number, None)
-            core.wake(queue)
+            self.by_name.pop(queue.name, None)
+            self.by_number.pop(queue.number, None)
+            self.wake(queue)
         self._retention_looked_ms = None
         return removed
 
     def _drain(self, queue_name: str, now_ms: int) -> None:
-        core = self.core
-        core.queue(queue_name)
+        self.queue(queue_name)
 
         def work() -> SqlQueue:
-            end = core.lock_head().next_offset
-            queue = core.lock_queue(queue_name)
+            end = self.lock_head().next_offset
+            queue = self.lock_queue(queue_name)
             queue.coverage.close(end)
             queue.coverage.draining = True
             self.put_coverage(queue)
-            core.changed(now_ms, filters_from=end)
+            self.changed(now_ms, filters_from=end)
             return queue
 
-        core.adopt(core.change(work))
+        self.adopt(self.change(work))
         self.remove_drained(now_ms)
 
     def remove_drained(self, now_ms: int) -> int:
         """Remove drained queues that have no live messages; return how many messages went."""
-        draining = [queue for queue in self.core.queues.values() if queue.coverage.draining]
+        draining = [queue for queue in self.by_name.values() if queue.coverage.draining]
         if not draining:
             return 0
         removed = 0
@@ -223,10 +219,9 @@ class SqlQueues(SqlMove, SqlRouting):
         ``before``: only done or failed ones whose sequence number is below it, and none if the
         queue was not made at ``created_at_ms``.
         """
-        core = self.core
         # Another process may have made the queue again, under another number.
-        core.refresh()
-        queue = core.queue(queue_name)
+        self.refresh()
+        queue = self.queue(queue_name)
         if created_at_ms is not None and queue.spec.created_at_ms != created_at_ms:
             return 0
         if before is None:
@@ -244,7 +239,7 @@ class SqlQueues(SqlMove, SqlRouting):
                     break
         self._retention_looked_ms = None
         if before is None:
-            core.wake(queue)
+            self.wake(queue)
         return removed
 
     def _purge_live(self, queue: SqlQueue, state: int, now_ms: int, count: int) -> int:
@@ -255,7 +250,7 @@ class SqlQueues(SqlMove, SqlRouting):
             ids = [row[0] for row in rows]
             return self._remove_items(queue, ids, state, now_ms) if ids else 0
 
-        return self.core.change(work)
+        return self.change(work)
 
     def _trim(
         self,
@@ -277,17 +272,16 @@ class SqlQueues(SqlMove, SqlRouting):
             if rows:
                 ids = [row[0] for row in rows]
                 gone = {state.value: -len(ids)}
-                self.core.add_counts(queue.number, now_ms, removed=len(ids), **gone)
+                self.add_counts(queue.number, now_ms, removed=len(ids), **gone)
                 self._forget_messages(queue, ids)
             return len(rows)
 
-        return self.core.change(work)
+        return self.change(work)
 
     def _remove_items(
         self, queue: SqlQueue, message_ids: Sequence[int], state: int, now_ms: int
     ) -> int:
         """Remove live messages, in the caller's transaction; return how many."""
-        core = self.core
         rows = self.database.run(
             "remove_items",
             queue=queue.number,
@@ -297,9 +291,9 @@ class SqlQueues(SqlMove, SqlRouting):
         )
         ids = [row[0] for row in rows]
         if queue.fifo:
-            core.zones.lower({(queue.number, row[1]): now_ms for row in rows}, now_ms)
+            self.zones.lower({(queue.number, row[1]): now_ms for row in rows}, now_ms)
         leased = sum(row[3] for row in rows)
-        core.add_counts(queue.number, now_ms, live=-len(ids), in_flight=-leased, removed=len(ids))
+        self.add_counts(queue.number, now_ms, live=-len(ids), in_flight=-leased, removed=len(ids))
         self._forget_messages(queue, ids)
         return len(ids)
 
@@ -313,7 +307,7 @@ class SqlQueues(SqlMove, SqlRouting):
         log.error(
             "queue %s: messages %s have no payload; they are removed", queue.name, message_ids
         )
-        self.core.change(lambda: self._remove_items(queue, message_ids, _ANY, now_ms))
+        self.change(lambda: self._remove_items(queue, message_ids, _ANY, now_ms))
 
 
 def _spec_columns(spec: QueueSpec) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from penstock.store import policy
 from penstock.store.codec.metadata import decode_heads, encode_metadata, read_metadata
 from penstock.store.coverage import Throughout
 from penstock.store.sql.publish import Arrival, add_items
-from penstock.store.sql.session import SqlVerbs
+from penstock.store.sql.session import SqlSession
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.store.codec.metadata import Head, Metadata
     from penstock.store.coverage import Coverage
     from penstock.store.kv.log import LogSettings
-    from penstock.store.sql.session import LogHead, Session, SqlQueue
+    from penstock.store.sql.session import LogHead, SqlQueue
 
 Rows = list[tuple[Any, ...]]
 
@@ -68,24 +68,22 @@ def describe_log(
     )
 
 
-class SqlRouting(SqlVerbs):
+class SqlRouting(SqlSession):
     """The verbs of the log, other than publish."""
 
-    def __init__(self, core: Session) -> None:
-        super().__init__(core)
-        # When a sweep last looked for segments past retention, and when there will be some.
-        self._log_looked_ms: int | None = None
-        self.log_due_ms: int | None = None
+    # When a sweep last looked for segments past retention, and when there will be some.
+    _log_looked_ms: int | None = None
+    log_due_ms: int | None = None
 
     def log_stats(self) -> LogStats:
         """Describe the log."""
-        self.core.refresh()
+        self.refresh()
         return self._log()
 
     def _log(self, segments: Rows | None = None) -> LogStats:
-        core, cursors = self.core, self.database.run("load_cursors")
+        cursors = self.database.run("load_cursors")
         segments = self._segments() if segments is None else segments
-        return describe_log(core.identity.routing, core.head, core.settings, segments, cursors)
+        return describe_log(self.routing, self.head, self.settings, segments, cursors)
 
     def _segments(self) -> Rows:
         """Return number, first offset and first time of each segment."""
@@ -94,30 +92,29 @@ class SqlRouting(SqlVerbs):
     def earliest(self) -> int:
         """Return the lowest offset that is kept."""
         segments = self._segments()
-        return int(segments[0][1]) if segments else self.core.head.next_offset
+        return int(segments[0][1]) if segments else self.head.next_offset
 
     def routed_up_to(self) -> int:
         """Return the offset below which every message has been routed."""
-        if self.core.identity.routing == "inline":
-            return self.core.head.next_offset
+        if self.routing == "inline":
+            return self.head.next_offset
         return self._log().routed_up_to
 
     def _logs(self) -> list[int]:
-        return list(range(max(count for _, count in self.core.settings.changes)))
+        return list(range(max(count for _, count in self.settings.changes)))
 
     def offset_at(self, time_ms: int) -> int:
         """Return an offset at or before the first message of that time."""
-        core = self.core
-        core.refresh()
+        self.refresh()
         segments = self._segments()
-        begin = segments[0][1] if segments else core.head.next_offset
+        begin = segments[0][1] if segments else self.head.next_offset
         for _, start_offset, start_ms in segments:
             if start_ms <= time_ms:
                 begin = start_offset
         found = self.database.run("offset_at", logs=self._logs(), earliest=begin, time_ms=time_ms)[
             0
         ][0]
-        return core.head.next_offset if found is None else int(found)
+        return self.head.next_offset if found is None else int(found)
 
     # --- tailing -------------------------------------------------------------------------
 
@@ -128,8 +125,7 @@ class SqlRouting(SqlVerbs):
         every log has been assigned up to there, so that a group that moves to another log keeps
         its order.
         """
-        core = self.core
-        core.refresh()
+        self.refresh()
         policy.check_log(log, len(self._logs()))
         segments = self._segments()
         stats = self._log(segments)
@@ -137,9 +133,9 @@ class SqlRouting(SqlVerbs):
         filters, until = self._filters_at(begin)
         end = stats.end if until is None else min(stats.end, until)
         others = [cursor for other, cursor in stats.cursors.items() if other != log]
-        if core.identity.routing == "inline":
+        if self.routing == "inline":
             others = []
-        end = policy.page_end(begin, end, core.settings.changes, others)
+        end = policy.page_end(begin, end, self.settings.changes, others)
         rows = self._rows(log, begin, end, limit + 1)
         if segments and begin < segments[-1][1] and begin < self.earliest():
             # Retention was faster: removed messages must not pass for messages that never were.
@@ -148,7 +144,7 @@ class SqlRouting(SqlVerbs):
         return LogPage(
             log=log,
             records=policy.records_of(((row[0], row[1]) for row in rows[:limit]), log),
-            cursor=Cursor(begin, max(begin, following), core.head.filters_version),
+            cursor=Cursor(begin, max(begin, following), self.head.filters_version),
             earliest=stats.earliest,
             end=stats.end,
             filters=filters,
@@ -170,10 +166,10 @@ class SqlRouting(SqlVerbs):
 
         A tailer that took an epoch names it, and is refused once another has taken a later one.
         """
-        self.core.refresh()
+        self.refresh()
         policy.check_log(log, len(self._logs()))
         self._log_looked_ms = None
-        return self.core.change(lambda: self._assign(log, cursor, assignments, now_ms, epoch))
+        return self.change(lambda: self._assign(log, cursor, assignments, now_ms, epoch))
 
     def _assign(
         self,
@@ -183,7 +179,7 @@ class SqlRouting(SqlVerbs):
         now_ms: int,
         epoch: int | None,
     ) -> Assigned:
-        core, database = self.core, self.database
+        database = self.database
         earliest = self.earliest()
         found = database.run("lock_cursor", log=log)
         if not found:
@@ -197,11 +193,11 @@ class SqlRouting(SqlVerbs):
             return Assigned(refusal, at, 0)
         # Other processes may change queues until here, and no more from here on.
         names = {name for each in assignments.values() for name in each}
-        numbers = sorted(core.queues[name].number for name in names if name in core.queues)
+        numbers = sorted(self.by_name[name].number for name in names if name in self.by_name)
         if numbers:
             database.run("share_queues", numbers=numbers)
-        core.refresh()
-        if policy.is_outdated(cursor, core.head.filters_version, core.filter_changes):
+        self.refresh()
+        if policy.is_outdated(cursor, self.head.filters_version, self.filter_changes):
             return Assigned(AssignStatus.OUTDATED, at, 0)
         begin = max(at, cursor.begin)
         rows = self._page(log, begin, cursor, assignments)
@@ -219,7 +215,7 @@ class SqlRouting(SqlVerbs):
     ) -> Rows:
         """Read the messages to assign, and refuse those that are not there."""
         policy.check_assigned(cursor, assignments)
-        end = self.core.head.next_offset
+        end = self.head.next_offset
         if end < cursor.end:
             raise InvalidInput(
                 f"log {log} ends at offset {end}; the cursor to assign is {cursor.end}"
@@ -234,7 +230,7 @@ class SqlRouting(SqlVerbs):
         self, rows: Rows, assignments: Mapping[int, Sequence[str]], end: int, now_ms: int
     ) -> tuple[list[Arrival], dict[int, int]]:
         """Make items of a page's messages for the queues that still want them; count those."""
-        queues = self.core.queues
+        queues = self.by_name
 
         def coverage(name: str) -> Coverage | None:
             return queues[name].coverage if name in queues else None
@@ -254,47 +250,46 @@ class SqlRouting(SqlVerbs):
 
     def _enqueue(self, arrivals: Sequence[Arrival], now_ms: int) -> None:
         """Put messages into queues, and count them."""
-        add_items(self.core, arrivals, now_ms)
+        add_items(self, arrivals, now_ms)
         counts: dict[int, int] = {}
         for each in arrivals:
             counts[each.queue.number] = counts.get(each.queue.number, 0) + 1
         for number, count in sorted(counts.items()):
-            self.core.add_counts(number, now_ms, live=count, enqueued=count)
+            self.add_counts(number, now_ms, live=count, enqueued=count)
 
     def take_epoch(self, now_ms: int) -> int:  # noqa: ARG002 - the contract's
         """Fence every pipeline that took an epoch before; return the new one."""
         rows = self.database.ask("take_epoch")
-        self.core.progress.commits += 1
+        self.progress.commits += 1
         return int(rows[0][0])
 
     def route_plan(self, max_offsets: int | None) -> RoutePlan:
         """Return the stretches that may be matched next, up to ``max_offsets`` from the slowest."""
-        core = self.core
-        core.refresh()
+        self.refresh()
         stats = self._log()
         stretches = policy.route_stretches(
             stats.cursors,
             stats.end,
             max_offsets,
-            core.settings.changes,
+            self.settings.changes,
             lambda at: self._filters_at(at)[1],
         )
         return RoutePlan(
             epoch=self.database.run("read_epoch")[0][0],
-            filters_version=core.head.filters_version,
+            filters_version=self.head.filters_version,
             stretches=stretches,
             lag={log: stats.end - begin for log, begin in stats.cursors.items()},
         )
 
     def filters_at(self, offset: int) -> LiveFilters:
         """Return the filters that are live at an offset, and until where."""
-        self.core.refresh()
+        self.refresh()
         filters, until = self._filters_at(offset)
-        return LiveFilters(filters, self.core.head.filters_version, until)
+        return LiveFilters(filters, self.head.filters_version, until)
 
     def _filters_at(self, offset: int) -> tuple[dict[str, str], int | None]:
         """Return the filters that are live at an offset, and the offset at which they change."""
-        coverages = [(name, queue.coverage) for name, queue in self.core.queues.items()]
+        coverages = [(name, queue.coverage) for name, queue in self.by_name.items()]
         live, _, until = policy.filters_at(coverages, offset)
         return live, until
 
@@ -307,10 +302,9 @@ class SqlRouting(SqlVerbs):
 
         With ``archived`` they begin below the log.
         """
-        core = self.core
         # A fill by another process changes no version.
-        core.reload()
-        queue = core.queue(queue_name)
+        self.reload()
+        queue = self.queue(queue_name)
         text, coverage = queue.spec.filter, queue.coverage
         stats = self._log()
         end = min(end, stats.routed_up_to)
@@ -337,15 +331,14 @@ class SqlRouting(SqlVerbs):
         are all messages of it that ``filter_text`` has matched elsewhere, ascending. Without either
         the store matches the log itself. Coverage decides which messages the queue has had.
         """
-        core = self.core
         archived = {record.message_id: (record, body) for record, body in records or ()}
         matched = offsets if records is None else list(archived)
         sizes = None if records is None else [record.size for record, _ in records]
 
         def work() -> Filled:
-            queue = core.lock_queue(queue_name)
+            queue = self.lock_queue(queue_name)
             policy.check_fill(queue_name, queue.spec, queue.coverage, filter_text)
-            log = (self.earliest(), core.head.next_offset)
+            log = (self.earliest(), self.head.next_offset)
             if records is not None:
                 policy.check_archived(queue_name, queue.coverage, begin, end, log[0])
             start, stop, passed, chosen = policy.fill_step(
@@ -366,16 +359,16 @@ class SqlRouting(SqlVerbs):
             self._enqueue([_arrival(queue, each, wanted[each], now_ms) for each in kept], now_ms)
             queue.coverage.note(start, stop, queue.spec.filter)
             self.put_coverage(queue)
-            known = core.by_number.get(queue.number)
+            known = self.by_number.get(queue.number)
             if known is not None:
                 known.coverage = queue.coverage
             missing = 0 if chosen is None else len(chosen) - len(rows)
             missing += len(wanted) - len(kept)
             return Filled(len(kept), passed + len(rows) - len(wanted), missing, stop)
 
-        core.refresh()
-        core.queue(queue_name)
-        return core.change(work)
+        self.refresh()
+        self.queue(queue_name)
+        return self.change(work)
 
     def _rows_of_all(self, begin: int, end: int, chosen: Sequence[int] | None) -> Rows:
         """Read messages of all logs: all of [begin, end), or the chosen ones."""
@@ -426,11 +419,10 @@ class SqlRouting(SqlVerbs):
 
     def configure_log(self, logs: int | None, retention_ms: int | None, now_ms: int) -> None:
         """Spread messages over another number of logs from here on; keep them for another time."""
-        core = self.core
 
         def work() -> None:
-            end = core.lock_head().next_offset
-            settings = msgspec.structs.replace(core.settings, changes=list(core.settings.changes))
+            end = self.lock_head().next_offset
+            settings = msgspec.structs.replace(self.settings, changes=list(self.settings.changes))
             known = len(self._logs())
             if retention_ms is not None:
                 settings.retention_ms = retention_ms
@@ -441,11 +433,11 @@ class SqlRouting(SqlVerbs):
                 # A log that was not there before holds nothing to be tailed.
                 self.database.run("make_cursor", log=log, cursor=end)
             self.database.run("put_settings", log_settings=msgspec.msgpack.encode(settings))
-            core.changed(now_ms)
-            core.settings = settings
+            self.changed(now_ms)
+            self.settings = settings
 
         self._log_looked_ms = None
-        core.change(work)
+        self.change(work)
 
 
 def _arrival(queue: SqlQueue, message_id: int, about: Metadata | Head, now_ms: int) -> Arrival:

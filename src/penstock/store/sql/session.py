@@ -7,12 +7,11 @@ when a name is not known, and at least every second. A publish finds out under t
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from penstock.errors import QueueNotFound, StoreDamaged, StoreMismatch
+from penstock.errors import QueueNotFound, StoreDamaged
 from penstock.model import Ordering, QueueSpec
 from penstock.store.contract import Progress
 from penstock.store.coverage import Coverage
@@ -21,10 +20,8 @@ from penstock.store.sql.zones import Zones
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     from penstock.store.sql.database import Database
-    from penstock.store.sql.location import Tunables
 
 T = TypeVar("T")
 
@@ -36,13 +33,6 @@ REFRESH_MS: Final = 1_000
 FILTER_CHANGES: Final = 1_000
 
 
-class Identity(NamedTuple):
-    """The store's id, and how it routes."""
-
-    store_id: int
-    routing: str
-
-
 class LogHead(NamedTuple):
     """The row of ``log_head``."""
 
@@ -51,7 +41,6 @@ class LogHead(NamedTuple):
     zones_version: int
     filters_version: int
     segment_ms: int
-    time_ms: int
     published: int
     duplicates: int
     unrouted: int
@@ -79,26 +68,13 @@ def decode_queue(number: int, spec: bytes, coverage: bytes) -> SqlQueue:
     )
 
 
-class Session:
-    """The state that the verbs of an open store share."""
+class SqlSession:
+    """The state that the verbs share. Each module of this package adds the verbs of one kind."""
 
-    def __init__(
-        self,
-        database: Database,
-        tunables: Tunables,
-        *,
-        store_id: int,
-        routing: str | None,
-        ring_size: int | None,
-        random: Callable[[], float],
-        now_ms: int,
-        clock: Callable[[], int] | None = None,
-    ) -> None:
+    def __init__(self, database: Database, random: Callable[[], float]) -> None:
         self.database = database
-        self.tunables = tunables
+        self.tunables = database.tunables
         self.random = random
-        # The time after a long statement; without a clock no statement takes any time.
-        self.clock = clock or (lambda: now_ms)
         self.process_id: bytes = database.run("fresh_id")[0][0]
         self.slot = self.process_id[-1] % SLOTS
         self._stamps = 0
@@ -111,49 +87,17 @@ class Session:
         self.due_ms: int | None = None
         # When the retention of done and failed messages next has work.
         self.retention_ms: int | None = None
-        self.identity = self._identify(store_id, routing, ring_size, now_ms)
         self.zones = Zones(self)
-        self.queues: dict[str, SqlQueue] = {}
+        self.by_name: dict[str, SqlQueue] = {}
         self.by_number: dict[int, SqlQueue] = {}
+        self.store_id, self.routing = database.run("load_instance")[0][:2]
         self.settings = LogSettings()
         self.filter_changes: list[tuple[int, int]] = []
         self.head = self.read_head()
         self.ring_size = self.ring_high = 1
-        self._loaded_ms = now_ms
+        self._loaded_ms = database.clock()
         self._stale = False
         self._reload()
-
-    def _identify(
-        self, store_id: int, routing: str | None, ring_size: int | None, now_ms: int
-    ) -> Identity:
-        """Read the row of ``instance``; write it if the tables are new."""
-        database = self.database
-        # Before the row: a store that another process is making has both.
-        remains = database.run("find_remains")[0][0]
-        rows = database.run("load_instance")
-        if remains and not rows:
-            raise _row_lost("instance")
-        if not rows:
-            with database.transaction():
-                database.run(
-                    "make_instance",
-                    store_id=store_id,
-                    now_ms=now_ms,
-                    routing=routing or "inline",
-                    ring_size=ring_size or self.tunables.ring_size,
-                    log_settings=msgspec.msgpack.encode(LogSettings()),
-                    filter_changes=msgspec.msgpack.encode([]),
-                )
-                database.run("make_head", segment_ms=-(1 << 62))
-            rows = database.run("load_instance")
-        found = Identity(*rows[0][:2])
-        if found.routing not in {"inline", "pipeline"}:
-            raise StoreMismatch(f"the store routes {found.routing!r:.100}, which is not known")
-        if routing is not None and found.routing != routing:
-            raise StoreMismatch(
-                f"the store routes {found.routing}, it was opened with routing={routing!r}"
-            )
-        return found
 
     # --- fresh names -----------------------------------------------------------------------
 
@@ -173,7 +117,7 @@ class Session:
         """Read the end of the log and the versions."""
         rows = self.database.ask("read_head")
         if not rows:
-            raise _row_lost("log_head")
+            raise row_lost("log_head")
         return LogHead(*rows[0])
 
     def lock_head(self) -> LogHead:
@@ -216,8 +160,8 @@ class Session:
         _, _, self.ring_size, self.ring_high, _, settings, changes = instance
         self.settings = msgspec.msgpack.decode(settings, type=LogSettings)
         self.filter_changes = msgspec.msgpack.decode(changes, type=list[tuple[int, int]])
-        gone = dict(self.queues)
-        self.queues, self.by_number = {}, {}
+        gone = dict(self.by_name)
+        self.by_name, self.by_number = {}, {}
         for number, name, spec, coverage in self.database.run("load_queues"):
             self.adopt(decode_queue(number, spec, coverage))
             gone.pop(name, None)
@@ -232,16 +176,16 @@ class Session:
         """Return the filters that new messages are routed by, as last read."""
         return {
             name: text
-            for name, queue in self.queues.items()
+            for name, queue in self.by_name.items()
             # At the end of the log, which is beyond every offset that a filter was changed at.
             if (text := queue.coverage.filter_at((1 << 63) - 1)) is not None
         }
 
     def queue(self, name: str) -> SqlQueue:
         """Look a queue up by name."""
-        if name not in self.queues:
+        if name not in self.by_name:
             self.refresh()
-        queue = self.queues.get(name)
+        queue = self.by_name.get(name)
         if queue is None:
             raise QueueNotFound(f"no queue named {name!r}")
         return queue
@@ -262,7 +206,7 @@ class Session:
 
     def adopt(self, queue: SqlQueue) -> None:
         """Remember a queue that was made, changed or read."""
-        self.queues[queue.name] = self.by_number[queue.number] = queue
+        self.by_name[queue.name] = self.by_number[queue.number] = queue
 
     def changed(self, now_ms: int, *, filters_from: int | None = None) -> None:
         """Record a change of queues or settings, under the lock of ``log_head``."""
@@ -279,21 +223,12 @@ class Session:
 
     # --- transactions, waking, alarms --------------------------------------------------------
 
-    def change(
-        self,
-        work: Callable[[], T],
-        *,
-        again: bool = False,
-        noting: AbstractContextManager[None] | None = None,
-    ) -> T:
-        """Call ``work`` in one transaction; if it fails, queues are read again.
-
-        ``noting`` is entered around each attempt and its commit.
-        """
+    def change(self, work: Callable[[], T], *, again: bool = False) -> T:
+        """Call ``work`` in one transaction; if it fails, queues are read again."""
 
         def attempt() -> T:
             try:
-                with noting or nullcontext(), self.database.transaction():
+                with self.database.transaction():
                     return work()
             except BaseException:
                 # Memory may be ahead of what is committed, and so would the next attempt be.
@@ -330,15 +265,8 @@ class Session:
             self.due_ms = at_ms
 
 
-class SqlVerbs:
-    """The verbs of a SQL store: each module of this package adds those of one kind."""
-
-    def __init__(self, core: Session) -> None:
-        self.core = core
-        self.database = core.database
-
-
-def _row_lost(table: str) -> StoreDamaged:
+def row_lost(table: str) -> StoreDamaged:
+    """Return the error of a table that has lost its one row."""
     return StoreDamaged(
         f"the table {table} of the store has lost its row; nothing was changed: bring it back from "
         "a backup of the database"

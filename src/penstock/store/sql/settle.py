@@ -13,8 +13,8 @@ from penstock.limits import MAX_ATTEMPTS
 from penstock.model import Outcome, OutcomeStatus
 from penstock.store.policy import backoff_ms, fail_reason, is_exhausted
 from penstock.store.receipts import parse_lease_token, parse_receipts, queue_numbers
-from penstock.store.sql.database import Lost, columns
-from penstock.store.sql.session import SLOTS, SqlVerbs
+from penstock.store.sql.database import columns
+from penstock.store.sql.session import SLOTS, SqlSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -40,39 +40,37 @@ class _Ended(NamedTuple):
     vesting_ms: int | None
 
 
-class SqlSettle(SqlVerbs):
+class SqlSettle(SqlSession):
     """The verbs that take receipts."""
 
     def ack(self, receipts: Sequence[str], *, queue_name: str | None, now_ms: int) -> list[Outcome]:
         """Settle messages as done."""
-        core = self.core
         keys = self._keys(receipts, queue_name)
         wanted = list(dict.fromkeys(keys))
-        repeated = _Repeated()
+        doubts = self.database.doubts
         freed: dict[tuple[int, bytes], int] = {}
 
         def work() -> list[tuple[Any, ...]]:
-            with repeated:
-                return self.database.run(
-                    "ack", **_columns(wanted), **self._stamped(now_ms), slots=SLOTS
-                )
+            return self.database.run(
+                "ack", **_columns(wanted), **self._stamped(now_ms), slots=SLOTS
+            )
 
-        with core.zones.recheck_if_slow(freed):
+        with self.zones.recheck_if_slow(freed):
             rows = self.database.do(work, again=True) if wanted else []
             # In a FIFO queue other items of the zone may be next.
             freed |= {(row[0], row[4]): now_ms for row in rows if row[4] is not None}
         judged = {(queue, message_id, lease): good for queue, message_id, lease, good, _ in rows}
-        if repeated.lost:
+        if self.database.doubts > doubts:
             judged |= {key: True for key, _ in self._settled_before(wanted, ACKED)}
         if rows:
-            core.progress.commits += 1
+            self.progress.commits += 1
         for number in {key[0] for key, good in judged.items() if good}:
-            queue = core.numbered(number)
+            queue = self.numbered(number)
             if queue is not None:
                 if queue.fifo:
-                    core.wake(queue)
+                    self.wake(queue)
                 if queue.spec.done_retention_ms:
-                    core.due_for_retention(now_ms + queue.spec.done_retention_ms)
+                    self.due_for_retention(now_ms + queue.spec.done_retention_ms)
         return self._outcomes(receipts, keys, judged, OutcomeStatus.DONE)
 
     def extend(
@@ -82,7 +80,6 @@ class SqlSettle(SqlVerbs):
 
         The rest of a lease keeps its own deadline.
         """
-        core = self.core
         if isinstance(receipts, str):
             receipts = list(self.held(receipts).values())
         keys = self._keys(receipts, queue_name)
@@ -96,11 +93,11 @@ class SqlSettle(SqlVerbs):
             return self.database.run("extend", **told)
 
         if wanted:
-            with core.zones.recheck_if_slow(sooner):
+            with self.zones.recheck_if_slow(sooner):
                 rows = self.database.do(work, again=True)
                 sooner |= {(row[0], row[4]): deadline_ms for row in rows if row[4] is not None}
-            core.progress.commits += 1
-            core.due(deadline_ms)
+            self.progress.commits += 1
+            self.due(deadline_ms)
         judged = {(queue, message_id, lease): good for queue, message_id, lease, good, _ in rows}
         return self._outcomes(
             receipts, keys, judged, OutcomeStatus.EXTENDED, deadline_ms=deadline_ms
@@ -108,13 +105,13 @@ class SqlSettle(SqlVerbs):
 
     def held(self, token: str) -> dict[int, str]:
         """Return the receipts of the messages held under a lease, by message id."""
-        parsed = parse_lease_token(self.core.identity.store_id, token)
+        parsed = parse_lease_token(self.store_id, token)
         rows = self.database.ask("held", queue=parsed.queue, lease=parsed.family + b"\0\0")
         return {message_id: f"{token}-{message_id:016x}" for (message_id,) in rows}
 
     def queues_of(self, receipts: Sequence[str] | str) -> set[str]:
         """Name the queues of receipts, or of a lease token; deleted queues are left out."""
-        found = map(self.core.numbered, queue_numbers(self.core.identity.store_id, receipts))
+        found = map(self.numbered, queue_numbers(self.store_id, receipts))
         return {queue.name for queue in found if queue is not None}
 
     def release(
@@ -129,12 +126,11 @@ class SqlSettle(SqlVerbs):
         unseen: bool = False,
     ) -> list[Outcome]:
         """Give messages back, to be tried again after a delay or (out of attempts) to fail."""
-        core = self.core
         keys = self._keys(receipts, queue_name)
         wanted = list(dict.fromkeys(keys))
         judged: dict[_Key, bool] = {}
         failed: set[_Key] = set()
-        repeated = _Repeated()
+        doubts = self.database.doubts
 
         def work() -> None:
             judged.clear()
@@ -142,7 +138,7 @@ class SqlSettle(SqlVerbs):
             ended = []
             for row in self.database.run("lock_held", **_columns(wanted)):
                 number, message_id, lease, vesting_ms, attempts, forgiven, zone, since_ms = row
-                queue = core.numbered(number)
+                queue = self.numbered(number)
                 key = (number, message_id, lease)
                 judged[key] = vesting_ms > now_ms and queue is not None
                 if queue is None or not judged[key]:
@@ -161,8 +157,8 @@ class SqlSettle(SqlVerbs):
             self._end(ended, RELEASED, reason, now_ms, unseen=unseen)
 
         if wanted:
-            core.change(work, again=True, noting=repeated)
-        if repeated.lost:
+            self.change(work, again=True)
+        if self.database.doubts > doubts:
             for key, has_failed in self._settled_before(wanted, RELEASED):
                 judged[key] = True
                 if has_failed:
@@ -176,7 +172,7 @@ class SqlSettle(SqlVerbs):
         leases = failures = 0
         while budget > 0:
             count = min(EXPIRE_CHUNK, budget)
-            one, failed, items = self.core.change(
+            one, failed, items = self.change(
                 lambda: self._expire(now_ms, count, queue)  # noqa: B023
             )
             leases, failures, budget = leases + one, failures + failed, budget - items
@@ -217,7 +213,6 @@ class SqlSettle(SqlVerbs):
         ``unseen``: the attempt did not count, and is not written down. Pointers are written before
         counters, as everywhere.
         """
-        core = self.core
         if ended and not unseen:
             self.database.run(
                 "end_attempts",
@@ -238,12 +233,12 @@ class SqlSettle(SqlVerbs):
         by_queue: dict[int, list[_Ended]] = {}
         for each in ended:
             by_queue.setdefault(each.queue, []).append(each)
-            queue = core.numbered(each.queue)
+            queue = self.numbered(each.queue)
             fifo = queue is not None and queue.fifo
             if each.vesting_ms is not None:
-                core.due(each.vesting_ms)
+                self.due(each.vesting_ms)
                 if queue is not None and queue.spec.unclaimed_retention_ms:
-                    core.due(each.vesting_ms + queue.spec.unclaimed_retention_ms)
+                    self.due(each.vesting_ms + queue.spec.unclaimed_retention_ms)
             elif not fifo:
                 continue
             # The zone of a FIFO queue is free of the item now, even if it is delayed itself. Not in
@@ -251,7 +246,7 @@ class SqlSettle(SqlVerbs):
             zone_ms = now_ms if fifo or each.vesting_ms is None else max(each.vesting_ms, now_ms)
             key = (each.queue, each.zone)
             zones[key] = min(zone_ms, zones.get(key, zone_ms))
-        core.zones.lower(zones, now_ms)
+        self.zones.lower(zones, now_ms)
         for number, items in sorted(by_queue.items()):
             self._count_ended(number, items, ending, reason, now_ms)
 
@@ -259,10 +254,9 @@ class SqlSettle(SqlVerbs):
         self, number: int, items: Sequence[_Ended], ending: int, reason: str, now_ms: int
     ) -> None:
         """Count ended attempts of a queue, and let the items fail that are out of attempts."""
-        core = self.core
-        queue = core.numbered(number)
+        queue = self.numbered(number)
         failed = sorted(each.message_id for each in items if each.vesting_ms is None)
-        first = core.add_counts(
+        first = self.add_counts(
             number,
             now_ms,
             live=-len(failed),
@@ -274,7 +268,7 @@ class SqlSettle(SqlVerbs):
             sequences=len(failed),
         )
         if queue is not None:
-            core.wake(queue, len(items))
+            self.wake(queue, len(items))
         if not failed:
             return
         self.database.run(
@@ -282,15 +276,15 @@ class SqlSettle(SqlVerbs):
             queue=number,
             message_ids=failed,
             first=first,
-            slot=core.slot,
+            slot=self.slot,
             slots=SLOTS,
             reason=(reason if queue is None else fail_reason(queue.spec, reason)).encode(),
             now_ms=now_ms,
         )
         if queue is not None and queue.spec.failed_retention_ms:
-            core.due_for_retention(now_ms + queue.spec.failed_retention_ms)
+            self.due_for_retention(now_ms + queue.spec.failed_retention_ms)
         if queue is not None and queue.spec.dead_letter:
-            core.due(now_ms)
+            self.due(now_ms)
 
     # --- receipts --------------------------------------------------------------------------
 
@@ -301,18 +295,16 @@ class SqlSettle(SqlVerbs):
 
     def _stamped(self, now_ms: int) -> dict[str, Any]:
         """Return the parameters of a statement that writes pointers; again for each attempt."""
-        core = self.core
-        turn, stamp = core.take_turns(1), core.stamp()
-        return {"slot": core.slot, "turn": turn, "stamp": stamp, "now_ms": now_ms}
+        turn, stamp = self.take_turns(1), self.stamp()
+        return {"slot": self.slot, "turn": turn, "stamp": stamp, "now_ms": now_ms}
 
     def _keys(self, receipts: Sequence[str], queue_name: str | None) -> list[_Key]:
-        core = self.core
         keys = [
             (token.queue, message_id, token.family + b"\0\0")
-            for token, message_id in parse_receipts(core.identity.store_id, receipts)
+            for token, message_id in parse_receipts(self.store_id, receipts)
         ]
         if queue_name is not None:
-            own = core.queue(queue_name).number
+            own = self.queue(queue_name).number
             if any(number != own for number, _, _ in keys):
                 raise InvalidReceipt(f"a receipt is of another queue than {queue_name!r}")
         # Numbers that no table can hold are no message's.
@@ -347,20 +339,8 @@ class SqlSettle(SqlVerbs):
                 outcomes.append(Outcome(receipt, status, deadline_ms))
             if good:
                 seen.add(key)
-        self.core.stale_receipts += sum(not outcome.ok for outcome in outcomes)
+        self.stale_receipts += sum(not outcome.ok for outcome in outcomes)
         return outcomes
-
-
-class _Repeated:
-    """Notes whether a connection was lost, so that the verb may have been done twice."""
-
-    lost = False
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.lost = self.lost or (isinstance(error, Lost) and error.unknown)
 
 
 def _columns(keys: Sequence[_Key]) -> dict[str, list[Any]]:

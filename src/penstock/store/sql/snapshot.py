@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from penstock.store.snapshot import LiveRow
     from penstock.store.sql.database import Database
-    from penstock.store.sql.session import Session
+    from penstock.store.sql.session import SqlSession
 
 # Connections that are kept for the next snapshot.
 SPARE: Final = 4
@@ -90,7 +90,7 @@ class SqlPinned:
     def __init__(
         self,
         database: Database,
-        core: Session,
+        session: SqlSession,
         head: LogHead,
         at_ms: int,
         let_go: Callable[..., None],
@@ -102,11 +102,11 @@ class SqlPinned:
         self._let_go = let_go
         self._closed = ""
         self.at_ms = at_ms
-        self.store_id = f"{core.identity.store_id:08x}"
+        self.store_id = f"{session.store_id:08x}"
         settings = msgspec.msgpack.decode(self._run("load_instance")[0][5], type=LogSettings)
         segments, cursors = self._run("load_segments"), self._run("load_cursors")
-        self.log_stats = describe_log(core.identity.routing, head, settings, segments, cursors)
-        self.totals = store_stats_of(core, head)
+        self.log_stats = describe_log(session.routing, head, settings, segments, cursors)
+        self.totals = store_stats_of(session, head)
         self.stats: Sequence[QueueStats] = []
         if stats:
             own = self._queues.values()
@@ -362,8 +362,8 @@ def _numbers(keys: Keys) -> tuple[int, int, int]:
 class SqlSnapshots(SqlMove):
     """Makes snapshots, and keeps the connections that they are read on."""
 
-    def __init__(self, core: Session) -> None:
-        super().__init__(core)
+    def __init__(self, database: Database, random: Callable[[], float]) -> None:
+        super().__init__(database, random)
         self._pins_lock = threading.Lock()
         self._spare: list[Database] = []
         self._pinned: set[SqlPinned] = set()
@@ -371,16 +371,15 @@ class SqlSnapshots(SqlMove):
 
     def pin(self, now_ms: int, *, stats: bool = False, marks: bool = True) -> SqlPinned:
         """Make a snapshot; leases that are over are ended before, as before browse."""
-        core = self.core
-        core.refresh(now_ms)
+        self.refresh(now_ms)
         self.catch_up(now_ms, ALL)
         with self._pins_lock:
-            database = self._spare.pop() if self._spare else self.database.another(bulk=True)
+            database = self._spare.pop() if self._spare else self.database.another()
         try:
             # Here, and not inside the repeated part: waiting for a connection holds up other calls.
             database.connect()
             head = self.database.do(lambda: self._begin_snapshot(database, marks=marks), again=True)
-            pinned = SqlPinned(database, core, head, now_ms, self._unpin, stats=stats)
+            pinned = SqlPinned(database, self, head, now_ms, self._unpin, stats=stats)
         except BaseException:
             database.close()
             raise

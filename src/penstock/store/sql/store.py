@@ -1,82 +1,202 @@
-"""A store on a SQL database, as one object with the verbs of all modules."""
+"""A store on a SQL database, as one object with the verbs of all modules; its tables.
+
+Everything is looked at before anything is written. The tables are made once, in one transaction,
+in a schema that has none. A store that lacks a table, a column or an index was damaged: to make
+that part again, empty, would hide the loss.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from functools import cache
+from typing import TYPE_CHECKING, Final
 
 import msgspec
+from psycopg import sql
 
-from penstock.errors import InvalidInput, PenstockError
+from penstock.errors import InvalidInput, PenstockError, StoreDamaged, StoreMismatch
 from penstock.limits import MAX_DATABASE_VIEWS, MAX_RING_SIZE
 from penstock.model import Collected, Contention
 from penstock.store.contract import Health, StoreDetails
-from penstock.store.sql.database import Database
+from penstock.store.kv.log import LogSettings
+from penstock.store.sql.database import Database, read_sql
 from penstock.store.sql.inspect import SqlInspect
-from penstock.store.sql.location import Tunables, without_password
+from penstock.store.sql.location import without_password
 from penstock.store.sql.maintain import SqlMaintain
 from penstock.store.sql.publish import SqlPublish
-from penstock.store.sql.schema import find, prepare
-from penstock.store.sql.session import Session
+from penstock.store.sql.session import row_lost
 from penstock.store.sql.snapshot import SqlSnapshots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from penstock.store.check_report import AuditReport
+    from penstock.store.sql.location import SqlPlace
+
+# The version that schema.sql writes into the table schema_version. A database with any other is
+# refused. A change of schema.sql after a release raises it, and this comment says how an older
+# schema becomes the new one.
+VERSION: Final = 1
+# Any number that no other user of advisory locks is likely to take.
+_LOCK: Final = 0x70656E73
+# How schema.sql is written.
+_TABLE: Final = re.compile(r"^CREATE TABLE (\w+) \((.*?)^\);", re.MULTILINE | re.DOTALL)
+_COLUMN: Final = re.compile(r"^    ([a-z]\w*) ", re.MULTILINE)
+_INDEX: Final = re.compile(r"^CREATE INDEX (\w+)", re.MULTILINE)
 
 
 def open_store(
-    conninfo: str,
+    place: SqlPlace,
     *,
-    schema: str,
-    dialect: str,
     store_id: int,
     routing: str | None,
     random: Callable[[], float],
-    now_ms: int,
-    clock: Callable[[], int] | None = None,
-    ring_size: int | None = None,
-    tunables: Tunables | None = None,
-    tuned: Mapping[str, int] | None = None,
+    clock: Callable[[], int],
     relaxed: bool = False,
     background: bool = False,
     create: bool = True,
 ) -> SqlStore:
     """Open a store, making it if the database has none and ``create`` is set.
 
-    Nothing is written to a database that holds anything else. ``tuned`` are tunables as a URL
-    names them.
+    Nothing is written to a database that holds anything else.
     """
-    if tunables is None:
-        # Where contention is expensive, pointers are spread from the beginning.
-        tunables = Tunables(ring_size=16 if dialect == "cockroachdb" else 1)
-    tunables = msgspec.structs.replace(tunables, **(tuned or {}))
-    clock_ms = clock or (lambda: now_ms)
-    database = Database(
-        conninfo, schema, dialect, relaxed=relaxed, tunables=tunables, clock=clock_ms
-    )
+    database = Database(place, relaxed=relaxed, clock=clock)
     try:
         database.connect()
-        if create:
-            prepare(database)
-        else:
-            find(database, f"at {without_password(conninfo)}, schema {schema!r}")
-        core = Session(
-            database,
-            tunables,
-            store_id=store_id,
-            routing=routing,
-            ring_size=ring_size,
-            random=random,
-            now_ms=now_ms,
-            clock=clock_ms,
-        )
+        _prepare(database, place, create=create)
+        _make_instance(database, store_id, routing)
+        return SqlStore(database, random, background=background)
     except BaseException:
         database.close()
         raise
-    return SqlStore(core, background=background)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def _prepare(database: Database, place: SqlPlace, *, create: bool) -> None:
+    """Make the tables if the schema has none; refuse tables that are not those of this version.
+
+    Several processes may call it at once: one makes the tables, the others wait.
+    """
+    if _is_there(database):
+        return
+    if not create:
+        where = f"{without_password(place.conninfo)}, schema {place.schema!r}"
+        raise StoreMismatch(f"there is no store at {where}; 'penstock create' makes one")
+    with database.at_leisure():
+        database.do(lambda: _make_tables(database))
+
+
+def _is_there(database: Database) -> bool:
+    """Whether the schema holds a store; raise if it holds a damaged one, or anything else."""
+    present = _present(database)
+    tables = {each.partition(".")[0] for each in present if not each.startswith("index ")}
+    if not tables:
+        return False
+    ours = {part for part in _parts() if "." not in part and not part.startswith("index ")}
+    if "schema_version.version" not in present:
+        if len(tables & ours) > len(tables - ours):
+            raise _damaged(database, ["schema_version"])
+        raise StoreMismatch(
+            f"the schema {database.schema!r} of the database holds tables that are not Penstock's "
+            f"({', '.join(sorted(tables)[:5])}); name another with ?schema=NAME"
+        )
+    # By its whole name: without the right to use the schema it would not be found at all.
+    name = sql.Identifier(database.schema, "schema_version")
+    rows = database.execute(sql.SQL("SELECT version::text FROM {}").format(name))
+    if not rows:
+        raise _damaged(database, ["the row of schema_version"])
+    if rows != [(str(VERSION),)]:
+        raise StoreMismatch(
+            f"the schema {database.schema!r} of the database has version {rows[0][0]!s:.100}; this "
+            f"Penstock reads version {VERSION}: use the Penstock that made it, or name another "
+            "schema with ?schema=NAME"
+        )
+    missing = [part for part in _parts() if part not in present]
+    if missing:
+        raise _damaged(database, missing)
+    return True
+
+
+def _present(database: Database) -> set[str]:
+    """Return the parts of the schema, as :func:`_parts` names them, and tables without columns."""
+    rows = database.execute(
+        # Those that the user may not even see as well: they are not to be made again.
+        "SELECT c.relname::text, c.relkind IN ('i', 'I'), a.attname::text "
+        "FROM pg_catalog.pg_class c "
+        "JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace "
+        "LEFT JOIN pg_catalog.pg_attribute a ON a.attrelid = c.oid "
+        "AND a.attnum > 0 AND NOT a.attisdropped AND c.relkind NOT IN ('i', 'I') "
+        "WHERE n.nspname = %(schema)b::text "
+        "AND c.relkind IN ('r', 'p', 'v', 'm', 'f', 'i', 'I')",
+        {"schema": database.schema},
+    )
+    found = set()
+    for name, is_index, column in rows:
+        found |= {f"index {name}"} if is_index else {name, f"{name}.{column}"}
+    return found
+
+
+@cache
+def _parts() -> list[str]:
+    """Return every ``table``, ``table.column`` and ``index name`` of schema.sql."""
+    parts = []
+    for table, body in _TABLE.findall(read_sql("schema.sql")):
+        parts += [table, *(f"{table}.{column}" for column in _COLUMN.findall(body))]
+    return parts + [f"index {name}" for name in _INDEX.findall(read_sql("schema.sql"))]
+
+
+def _damaged(database: Database, missing: list[str]) -> StoreDamaged:
+    # A missing table is told without its columns.
+    whole = set(missing)
+    told = [part for part in missing if "." not in part or part.partition(".")[0] not in whole]
+    return StoreDamaged(
+        f"the schema {database.schema!r} of the database was a store and lacks "
+        f"{', '.join(told[:10])}; nothing was changed: bring it back from a backup of the database "
+        "(an index: make it as Penstock's schema.sql does)"
+    )
+
+
+def _make_tables(database: Database) -> None:
+    with database.transaction():
+        if database.dialect == "postgresql":
+            database.execute(f"SELECT pg_advisory_xact_lock({_LOCK})")
+        if not _is_there(database):
+            name = sql.Identifier(database.schema)
+            database.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(name))
+            # Without parameters, so that one text may hold many statements.
+            database.execute(read_sql("schema.sql"))
+
+
+def _make_instance(database: Database, store_id: int, routing: str | None) -> None:
+    """Write the rows of ``instance`` and ``log_head`` if the tables are new; check the routing."""
+    # Before the row: a store that another process is making has both.
+    remains = database.run("find_remains")[0][0]
+    rows = database.run("load_instance")
+    if remains and not rows:
+        raise row_lost("instance")
+    if not rows:
+        database.run(
+            "make_instance",
+            store_id=store_id,
+            now_ms=database.clock(),
+            routing=routing or "inline",
+            ring_size=database.tunables.ring_size,
+            log_settings=msgspec.msgpack.encode(LogSettings()),
+            filter_changes=msgspec.msgpack.encode([]),
+            segment_ms=-(1 << 62),
+        )
+        rows = database.run("load_instance")
+    found = rows[0][1]
+    if found not in {"inline", "pipeline"}:
+        raise StoreMismatch(f"the store routes {found!r:.100}, which is not known")
+    if routing is not None and found != routing:
+        raise StoreMismatch(f"the store routes {found}, it was opened with routing={routing!r}")
+
+
+# --- the store ------------------------------------------------------------------------------------
 
 
 class SqlStore(SqlPublish, SqlMaintain, SqlInspect, SqlSnapshots):
@@ -88,25 +208,26 @@ class SqlStore(SqlPublish, SqlMaintain, SqlInspect, SqlSnapshots):
     # A commit is durable when the database has answered it.
     durable_on_commit = True
 
-    def __init__(self, core: Session, *, background: bool) -> None:
-        super().__init__(core, background=background)
-        self.progress = core.progress
+    def __init__(
+        self, database: Database, random: Callable[[], float], *, background: bool
+    ) -> None:
+        super().__init__(database, random)
+        self._background = background
         self._time_floor_ms = int(self.database.run("time_floor")[0][0] or 0)
         # How long a verb waits for the database, and for other verbs of this process.
-        self.patience_s: float | None = core.tunables.verb_timeout_ms / 1000
+        self.patience_s: float | None = self.tunables.verb_timeout_ms / 1000
 
     # --- the store -------------------------------------------------------------------------
 
     def info(self) -> StoreDetails:
         """Return which store this is. Each snapshot has a connection of its own."""
-        store_id, routing = self.core.identity
         return StoreDetails(
-            f"{store_id:08x}", "sql", routing, MAX_DATABASE_VIEWS, self._time_floor_ms
+            f"{self.store_id:08x}", "sql", self.routing, MAX_DATABASE_VIEWS, self._time_floor_ms
         )
 
     def health(self, *, disk: bool = False) -> Health:  # noqa: ARG002 - it is the database's
         """Return whether the database has answered, and the cost of sharing it."""
-        zones, database = self.core.zones, self.database
+        zones, database = self.zones, self.database
         contention = Contention(
             collisions=zones.collisions,
             collected=zones.collected,
@@ -137,27 +258,25 @@ class SqlStore(SqlPublish, SqlMaintain, SqlInspect, SqlSnapshots):
         """Give new zones a token of another ring; zones that are there keep theirs."""
         if not 1 <= ring_size <= MAX_RING_SIZE:
             raise InvalidInput(f"ring_size {ring_size}: from 1 to {MAX_RING_SIZE}")
-        core = self.core
 
         def work() -> None:
-            core.lock_head()
+            self.lock_head()
             self.database.run("put_ring", ring_size=ring_size)
-            core.ring_high = self.database.run("put_ring_high")[0][0]
-            core.ring_size = ring_size
-            core.changed(now_ms)
+            self.ring_high = self.database.run("put_ring_high")[0][0]
+            self.ring_size = ring_size
+            self.changed(now_ms)
 
-        core.change(work)
+        self.change(work)
 
     def split_tokens(self, queue_name: str, now_ms: int) -> int:
         """Give each token of a queue a range of its own; return how many. CockroachDB only."""
-        core = self.core
         if self.database.dialect != "cockroachdb":
             raise InvalidInput("a table of PostgreSQL is in one place: no ranges to split")
-        core.refresh(now_ms)
-        queue = core.queue(queue_name)
+        self.refresh(now_ms)
+        queue = self.queue(queue_name)
         for statement in ("split_pointers", "split_vesting"):
-            self.database.run(statement, queue=queue.number, tokens=core.ring_high)
-        return core.ring_high
+            self.database.run(statement, queue=queue.number, tokens=self.ring_high)
+        return self.ring_high
 
     # --- payloads --------------------------------------------------------------------------
 
@@ -177,20 +296,13 @@ class SqlStore(SqlPublish, SqlMaintain, SqlInspect, SqlSnapshots):
                 self.database.run("drop_messages", message_ids=[row[0] for row in rows])
             return Collected(len(rows), sum(row[1] for row in rows))
 
-        return self.core.change(work)
+        return self.change(work)
 
     # --- time and durability ---------------------------------------------------------------
 
     def follow(self, look: Callable[[], None]) -> None:
         """Call ``look`` about every minute, by which a clock follows the database's."""
         self.on_minute = look
-
-    def audit(self, *, repair: bool, now_ms: int) -> AuditReport:
-        """Check the store's invariants; with ``repair``, mend the tables."""
-        from penstock.store.sql.check import audit  # noqa: PLC0415 - seldom wanted
-
-        with self.database.at_leisure():
-            return audit(self.core, repair=repair, now_ms=now_ms)
 
     def server_ms(self) -> int:
         """Return the time of the server."""

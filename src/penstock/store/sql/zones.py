@@ -41,7 +41,7 @@ from penstock.store.sql.database import columns
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from penstock.store.sql.session import Session
+    from penstock.store.sql.session import SqlSession
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +80,8 @@ def choose(count: int, wanted: int, random: Callable[[], float]) -> Sequence[int
 class Zones:
     """Creates, lowers and collects pointers."""
 
-    def __init__(self, core: Session) -> None:
-        self._core = core
+    def __init__(self, session: SqlSession) -> None:
+        self._session = session
         # Zones whose pointer was seen vested, and when.
         self._vested: OrderedDict[Zone, int] = OrderedDict()
         self._version = -1
@@ -101,14 +101,14 @@ class Zones:
     @property
     def version(self) -> int:
         """The ``zones_version`` of this process's knowledge."""
-        if self._version != self._core.head.zones_version:
+        if self._version != self._session.head.zones_version:
             self._vested.clear()
-            self._version = self._core.head.zones_version
+            self._version = self._session.head.zones_version
         return self._version
 
     def not_known_vested(self, wanted: Mapping[Zone, int], now_ms: int) -> dict[Zone, int]:
         """Return the zones whose pointer is not known to have vested."""
-        trust_ms = self._core.tunables.trust_ms
+        trust_ms = self._session.tunables.trust_ms
         vested = self._vested if self.version >= 0 else {}
         return {
             zone: at_ms
@@ -129,15 +129,15 @@ class Zones:
 
     def token(self, zone: Zone) -> int:
         """Return the token of a zone that is made now."""
-        return token_of(*zone, self._core.ring_size)
+        return token_of(*zone, self._session.ring_size)
 
     # --- creating and lowering ---------------------------------------------------------------
 
     def ensure(self, wanted: Mapping[Zone, int], now_ms: int) -> None:
         """Create or lower the pointers of these zones, in the caller's transaction."""
-        core, database, zones = self._core, self._core.database, sorted(wanted)
+        session, database, zones = self._session, self._session.database, sorted(wanted)
         # No claim looks at a token of a ring that another process has made smaller.
-        core.ring_size, core.ring_high = database.run("read_ring")[0]
+        session.ring_size, session.ring_high = database.run("read_ring")[0]
         names = columns(zones, "queues", "zones")
         while True:
             database.run(
@@ -145,7 +145,7 @@ class Zones:
                 **names,
                 tokens=[self.token(zone) for zone in zones],
                 vestings=[wanted[zone] for zone in zones],
-                turn=core.take_turns(1),
+                turn=session.take_turns(1),
             )
             # A zone that was being collected is gone once its row could be locked.
             if database.run("hold_zones", **names)[0][0] == len(zones):
@@ -155,7 +155,7 @@ class Zones:
     def lower(self, wanted: Mapping[Zone, int], now_ms: int) -> None:
         """Let pointers vest when the items that come into their zones do.
 
-        Within a transaction of :meth:`Session.change`, which looks again if it takes long.
+        Within a transaction of :meth:`SqlSession.change`, which looks again if it takes long.
         """
         for zone, vesting_ms in wanted.items():
             self._lowered[zone] = min(vesting_ms, self._lowered.get(zone, vesting_ms))
@@ -164,14 +164,14 @@ class Zones:
     def _lower(self, wanted: Mapping[Zone, int], now_ms: int) -> None:
         zones = sorted(wanted)
         if zones:
-            self._core.database.run(
+            self._session.database.run(
                 "lower_zones",
                 **columns(zones, "queues", "zones"),
                 vestings=[wanted[zone] for zone in zones],
                 now_ms=now_ms,
-                threshold_ms=self._core.tunables.threshold_ms,
-                turn=self._core.take_turns(1),
-                stamp=self._core.stamp(),
+                threshold_ms=self._session.tunables.threshold_ms,
+                turn=self._session.take_turns(1),
+                stamp=self._session.stamp(),
             )
 
     @contextmanager
@@ -183,14 +183,14 @@ class Zones:
         ``wanted``: the zones; else those that :meth:`lower` got. ``since_ms``: since when pointers
         were relied on, if that was before the block.
         """
-        core = self._core
-        began_ms = core.clock() if since_ms is None else min(core.clock(), since_ms)
+        session, clock = self._session, self._session.database.clock
+        began_ms = clock() if since_ms is None else min(clock(), since_ms)
         self._lowered = {}
         yield
         zones = self._lowered if wanted is None else wanted
-        now_ms = core.clock()
+        now_ms = clock()
         # Half of the time, because clocks of other processes differ a little.
-        patient_ms = (core.tunables.cool_ms - core.tunables.trust_ms) // 2
+        patient_ms = (session.tunables.cool_ms - session.tunables.trust_ms) // 2
         late = zones if now_ms - began_ms > patient_ms else {}
         if late or self._owed:
             self.look_again(late, now_ms)
@@ -199,7 +199,7 @@ class Zones:
         """Lower pointers that another process has raised without seeing our commit."""
         owed = {**self._owed, **zones}
         try:
-            self._core.database.do(lambda: self._lower(owed, now_ms), again=True)
+            self._session.database.do(lambda: self._lower(owed, now_ms), again=True)
         except PenstockError as error:
             # The verb is committed, and must neither fail for this nor be done again.
             log.warning("%d zones are looked at again with the next change: %s", len(owed), error)
@@ -211,14 +211,14 @@ class Zones:
 
     def collect(self, now_ms: int) -> int:
         """Remove the pointers of zones that have been empty for long enough; return how many."""
-        core = self._core
-        before_ms = now_ms - core.tunables.min_inactive_ms
-        found = core.database.ask("idle_zones", before_ms=before_ms, count=COLLECT_MAX)
-        gone: list[Zone] = core.change(lambda: self._collect(found, before_ms)) if found else []
+        session = self._session
+        before_ms = now_ms - session.tunables.min_inactive_ms
+        found = session.database.ask("idle_zones", before_ms=before_ms, count=COLLECT_MAX)
+        gone: list[Zone] = session.change(lambda: self._collect(found, before_ms)) if found else []
         for zone in gone:
             self.forget(zone)
         self.collected += len(gone)
-        if core.ring_high > core.ring_size:
+        if session.ring_high > session.ring_size:
             self._narrow(now_ms)
         return len(gone)
 
@@ -228,21 +228,21 @@ class Zones:
         No zone is missed: a new zone gets a token below ``ring_size``, and a change of that has
         waited for every process that knew another. So no zone comes to the tokens above.
         """
-        core = self._core
-        size, high, used = core.database.ask("ring_in_use")[0]
+        session = self._session
+        size, high, used = session.database.ask("ring_in_use")[0]
         # By half or to the end: every process reads its queues again for it.
         if high > size and (used == size or used * 2 <= high):
-            core.change(lambda: self._put_ring_high(now_ms), again=True)
+            session.change(lambda: self._put_ring_high(now_ms), again=True)
 
     def _put_ring_high(self, now_ms: int) -> None:
-        core = self._core
-        core.lock_head()
-        core.ring_high = core.database.run("put_ring_high")[0][0]
-        core.changed(now_ms)
+        session = self._session
+        session.lock_head()
+        session.ring_high = session.database.run("put_ring_high")[0][0]
+        session.changed(now_ms)
 
     def _collect(self, found: list[tuple[int, bytes, int]], before_ms: int) -> list[Zone]:
-        core, database = self._core, self._core.database
-        core.lock_head()
+        session, database = self._session, self._session.database
+        session.lock_head()
         held = database.run("lock_pointers", **columns(found, "queues", "zones", "tokens"))
         if held:
             names = columns(held, "queues", "zones")
@@ -256,17 +256,17 @@ class Zones:
             database.run(
                 "revive_zones",
                 **columns(kept, "queues", "zones"),
-                now_ms=before_ms + core.tunables.min_inactive_ms,
-                stamp=core.stamp(),
+                now_ms=before_ms + session.tunables.min_inactive_ms,
+                stamp=session.stamp(),
             )
         if gone:
             version = database.run("bump_zones")[0][0]
-            core.head = core.head._replace(zones_version=version)
+            session.head = session.head._replace(zones_version=version)
         return gone
 
     def look_for_idle(self, now_ms: int) -> int:
         """Search one more page for empty zones that no claim visits; return how many there were."""
-        database = self._core.database
+        database = self._session.database
         queue, zone = self._idle_at
         rows = database.ask("find_idle", queue=queue, zone=zone, count=NET_PAGE)
         self._idle_at = (rows[-1][0], rows[-1][1]) if len(rows) == NET_PAGE else (-1, b"")
@@ -277,17 +277,19 @@ class Zones:
 
     def look_for_orphans(self, now_ms: int) -> int:
         """Search one more page for zones with items and no pointer; return how many there were."""
-        core = self._core
+        session = self._session
         queue, message_id = self._orphan_at
-        rows = core.database.ask("find_orphans", queue=queue, message_id=message_id, count=NET_PAGE)
+        rows = session.database.ask(
+            "find_orphans", queue=queue, message_id=message_id, count=NET_PAGE
+        )
         self._orphan_at = (rows[-1][0], rows[-1][1]) if len(rows) == NET_PAGE else (-1, 0)
         orphaned: dict[Zone, int] = {}
         for number, _, zone, vesting_ms, orphan in rows:
-            if orphan and number in core.by_number:
+            if orphan and number in session.by_number:
                 key = (number, zone)
                 orphaned[key] = min(vesting_ms, orphaned.get(key, vesting_ms))
         if orphaned:
             log.error("%d zones had items and no pointer; they have one now", len(orphaned))
-            core.change(lambda: self.ensure(orphaned, now_ms))
+            session.change(lambda: self.ensure(orphaned, now_ms))
             self.orphans += len(orphaned)
         return len(orphaned)
