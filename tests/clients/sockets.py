@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.wire.native import messages as wire
-from penstock.wire.native.messages import FrameReader
+from penstock.wire import native as wire
+from penstock.wire.native import FrameReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,7 +82,7 @@ def frames(connection: socket.socket, count: int) -> list[wire.ServerFrame]:
         assert data, found
         reader.feed(data)
         while (body := reader.take()) is not None:
-            found.append(wire.read_server_frame(bytes(body)))
+            found.append(wire.decode_answer(bytes(body)))
     return found
 
 
@@ -92,7 +92,7 @@ def last_frame(data: bytes) -> wire.ServerFrame:
     reader.feed(data)
     found = None
     while (body := reader.take()) is not None:
-        found = wire.read_server_frame(body)
+        found = wire.decode_answer(body)
     assert found is not None
     return found
 

@@ -26,7 +26,7 @@ from tests.clients.sockets import (
 )
 
 import penstock
-from penstock.wire.native import messages as wire
+from penstock.wire import native as wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

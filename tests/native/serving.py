@@ -18,8 +18,8 @@ from penstock.clock import SystemClock
 from penstock.model import Message
 from penstock.server.batcher import Batcher
 from penstock.server.native import NativeListener
-from penstock.wire.native import messages as wire
-from penstock.wire.native.messages import FrameReader
+from penstock.wire import native as wire
+from penstock.wire.native import FrameReader
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -182,7 +182,7 @@ class Raw:
             if not data:
                 raise EOFError
             self._reader.feed(data)
-        return wire.read_server_frame(frame)
+        return wire.decode_answer(frame)
 
     def result(self, kind: Any = None) -> Any:
         frame = self.read()

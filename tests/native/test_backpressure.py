@@ -17,7 +17,7 @@ from penstock.server.batcher import Batcher
 from penstock.server.native import backpressure
 from penstock.server.native.backpressure import Backpressure, MessageSizes, PendingRequest
 from penstock.server.native.verbs import VERBS
-from penstock.wire.native import messages as wire
+from penstock.wire import native as wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable

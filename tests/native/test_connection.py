@@ -19,8 +19,8 @@ from penstock.errors import (
     StoreFenced,
 )
 from penstock.model import Message, Outcome, OutcomeStatus
-from penstock.wire.native import messages as wire
-from penstock.wire.native.messages import FrameReader, Progress
+from penstock.wire import native as wire
+from penstock.wire.native import FrameReader, Progress
 
 encoder = wire.Encoder()
 WELCOME = wire.Welcome(1, "test", "s", {})

@@ -20,7 +20,7 @@ import penstock
 from penstock.clock import ManualClock
 from penstock.errors import PenstockError
 from penstock.model import Message
-from penstock.wire.native import messages as wire
+from penstock.wire import native as wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

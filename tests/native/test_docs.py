@@ -12,7 +12,7 @@ from tests.native.serving import SLOW_SECONDS, Served
 import penstock
 from penstock.client.calls import Verbs
 from penstock.clock import ManualClock
-from penstock.wire.native import messages as wire
+from penstock.wire import native as wire
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "native-protocol.md").read_text()
 

@@ -15,7 +15,7 @@ from tests.native.serving import SLOW_SECONDS
 from tests.waiting import wait_until as eventually
 
 import penstock
-from penstock.client import sync as threads
+from penstock.client import clients as threads
 from penstock.errors import BrokerClosed
 
 if TYPE_CHECKING:

@@ -380,7 +380,7 @@ class Resolver:
         self._resolve = socket.getaddrinfo
         monkeypatch.setattr(socket, "getaddrinfo", self)
         # Libuv has a resolver of its own.
-        monkeypatch.setattr("penstock.client.sync._new_loop", asyncio.new_event_loop)
+        monkeypatch.setattr("penstock.client.clients._new_loop", asyncio.new_event_loop)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         self.asked += 1

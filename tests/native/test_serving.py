@@ -18,7 +18,7 @@ from penstock.errors import InvalidInput, NotAllowed, ServerUnreachable
 from penstock.model import Message
 from penstock.server.native.verbs import VERBS
 from penstock.server.security import Keys, add_key
-from penstock.wire.native import messages as wire
+from penstock.wire import native as wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,7 +120,7 @@ def test_a_bug_of_the_server_is_told_without_its_text(
     def explode(_: object) -> None:
         raise RuntimeError("a secret")
 
-    monkeypatch.setattr(served.broker, "store_stats", lambda: explode(None))
+    monkeypatch.setattr(served.broker._store, "store_stats", lambda *_: explode(None))
     with penstock.connect(served.url) as client:
         with pytest.raises(penstock.PenstockError, match="RuntimeError") as caught:
             client.store_stats()

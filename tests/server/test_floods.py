@@ -22,7 +22,7 @@ from penstock import limits
 from penstock.flight.client import FlightStore
 from penstock.server.connections import Connections, Listener
 from penstock.server.security import add_key
-from penstock.wire.native import messages as wire
+from penstock.wire import native as wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -35,7 +35,7 @@ from penstock.server import admin as operations
 from penstock.server import running
 from penstock.server.native.verbs import VERBS
 from penstock.server.security import add_key
-from penstock.wire.native import messages as wire
+from penstock.wire import native as wire
 from penstock.wire.sqs.messages import handle_of
 from penstock.wire.sqs.requests import OPERATIONS
 

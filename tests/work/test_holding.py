@@ -21,7 +21,7 @@ from penstock import (
     Worker,
 )
 from penstock.server import running
-from penstock.wire.native.messages import Bye
+from penstock.wire.native import Bye, Encoder
 from penstock.worker.claimer import READ_SETTINGS_MS, Claimer
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.outcome import ACK, Action
@@ -176,8 +176,8 @@ def test_a_client_that_was_refused_for_good_ends_the_worker() -> None:
             client.create_queue("q")
             worker = Worker(client, "q", lambda _: None, wait_ms=20).start()
             assert not client.closed
-            bye = Bye("NotAllowed", "the key was removed", final=True)
-            client._loop.call_soon_threadsafe(client._transport.connection._bid_farewell, bye)
+            bye = Encoder().frame(Bye("NotAllowed", "the key was removed", final=True))
+            client._loop.call_soon_threadsafe(client._transport.data_received, bye)
             with pytest.raises(NotAllowed, match="the key was removed"):
                 wait_until(lambda: worker.join(100))
             assert is_final(NotAllowed("x"), client)

@@ -7,8 +7,7 @@ on an event loop. ``Client`` has a loop of its own on a thread, ``AsyncClient`` 
 
 from __future__ import annotations
 
-from penstock.client.async_ import AsyncClient, connect_async
 from penstock.client.calls import Uncertain
-from penstock.client.sync import Client, connect
+from penstock.client.clients import AsyncClient, Client, connect, connect_async
 
 __all__ = ["AsyncClient", "Client", "Uncertain", "connect", "connect_async"]

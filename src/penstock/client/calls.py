@@ -12,12 +12,12 @@ from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, S
 from datetime import datetime
 from enum import Enum
 from functools import partial
-from typing import Any, Final, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overload
+from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
 import msgspec
 
 from penstock import limits
-from penstock.errors import InvalidInput, InvalidMessage, InvalidQueue, InvalidReceipt
+from penstock.errors import InvalidInput, InvalidReceipt
 from penstock.model import (
     Assigned,
     Attempt,
@@ -48,7 +48,7 @@ from penstock.validation import (
     check_state,
     cut_text,
 )
-from penstock.wire.native import messages as wire
+from penstock.wire import native as wire
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,19 +75,16 @@ class Uncertain(Outcome, frozen=True):
     """
 
 
-class Answer(msgspec.Struct, Generic[R], frozen=True):
-    """The decoder of an answer; ``finish`` makes the verb's result of the decoded value."""
-
-    decode: Callable[[Any], Any]
-    finish: Callable[[Any], R] | None = None
-
-
 class Call(msgspec.Struct, Generic[R], frozen=True):
-    """A request to be sent, and how to read its answer."""
+    """A request to be sent, and how to read its answer.
+
+    ``answer`` is the type of the answer; ``finish`` makes the verb's result of it.
+    """
 
     request: wire.Request
-    answer: Answer[R]
+    answer: Any
     repeat: Repeat = Repeat.ALWAYS
+    finish: Callable[[Any], R] | None = None
 
 
 Plan: TypeAlias = Generator[Call[Any], Any, R]
@@ -112,43 +109,19 @@ def doubtful(outcomes: list[Outcome]) -> list[Outcome]:
     ]
 
 
-def _answer(kind: Any, finish: Callable[[Any], Any] | None = None) -> Answer[Any]:
-    return Answer(msgspec.msgpack.Decoder(kind).decode, finish)
-
-
-_COUNT: Final[Answer[int]] = _answer(int)
-_IDS: Final[Answer[list[int]]] = _answer(list[int])
-_ONE_ID: Final[Answer[int]] = _answer(list[int], lambda ids: ids[0])
-_DELIVERIES: Final[Answer[list[Delivery]]] = _answer(list[Delivery])
-_OUTCOMES: Final[Answer[list[Outcome]]] = _answer(list[Outcome])
-_PAGE: Final[Answer[Page]] = _answer(
-    wire.Entries, lambda page: Page(page.entries, page.next_cursor)
-)
-_ATTEMPTS: Final[Answer[list[Attempt]]] = _answer(list[Attempt])
-_QUEUE_STATS: Final[Answer[QueueStats]] = _answer(QueueStats)
-_STORE_STATS: Final[Answer[StoreStats]] = _answer(StoreStats)
-_SPEC: Final[Answer[QueueSpec]] = _answer(QueueSpec)
-_SPECS: Final[Answer[list[QueueSpec]]] = _answer(list[QueueSpec])
-_LOG_PAGE: Final[Answer[LogPage]] = _answer(LogPage)
-_LOG_STATS: Final[Answer[LogStats]] = _answer(LogStats)
-_ASSIGNED: Final[Answer[Assigned]] = _answer(Assigned)
-_STEP: Final[Answer[wire.Step]] = _answer(wire.Step)
-_INFO: Final[Answer[StoreInfo]] = _answer(StoreInfo)
-_YES: Final[Answer[bool]] = _answer(bool)
-
-
 # --- messages -------------------------------------------------------------------------------------
 
 
 def publish(messages: Iterable[Message]) -> Call[list[int]]:
     """Store messages, each into every queue whose filter it satisfies; return their ids."""
-    return Call(wire.Publish(0, check_messages(messages)), _IDS, Repeat.DEDUPED)
+    return Call(wire.Publish(0, check_messages(messages)), list[int], Repeat.DEDUPED)
 
 
 def send(queue: str, payload: bytes, /, **attributes: Value) -> Call[int]:
     """Publish one message straight to a queue; keyword arguments are its attributes."""
     batch = check_messages([Message(payload, {**attributes, "queue": queue})])
-    return Call(wire.Publish(0, batch, queue), _ONE_ID, Repeat.DEDUPED)
+    request = wire.Publish(0, batch, queue)
+    return Call(request, list[int], Repeat.DEDUPED, lambda ids: ids[0])
 
 
 def claim(
@@ -156,12 +129,12 @@ def claim(
 ) -> Call[list[Delivery]]:
     """Take up to ``limit`` messages under one lease, waiting up to ``wait_ms`` for the first."""
     request = wire.Claim(0, queue, limit, lease_ms, wait_ms, consumer)
-    return Call(request, _DELIVERIES, Repeat.NEVER)
+    return Call(request, list[Delivery], Repeat.NEVER)
 
 
 def ack(receipts: Iterable[str], *, queue: str | None = None) -> Call[list[Outcome]]:
     """Settle messages as done. ``queue`` makes receipts of another queue an error."""
-    return Call(wire.Ack(0, _receipts(receipts), queue), _OUTCOMES, Repeat.SETTLES)
+    return Call(wire.Ack(0, _receipts(receipts), queue), list[Outcome], Repeat.SETTLES)
 
 
 def release(
@@ -176,7 +149,7 @@ def release(
     batch = _receipts(receipts)
     reason = cut_text(reason, limits.MAX_REASON_BYTES)
     request = wire.Release(0, batch, delay_ms, reason, queue, bool(unseen))
-    return Call(request, _OUTCOMES, Repeat.SETTLES)
+    return Call(request, list[Outcome], Repeat.SETTLES)
 
 
 def extend(
@@ -184,7 +157,7 @@ def extend(
 ) -> Call[list[Outcome]]:
     """Move the deadline of receipts, or of a whole lease, to now + ``lease_ms``."""
     batch = receipts if isinstance(receipts, str) else _receipts(receipts)
-    return Call(wire.Extend(0, batch, lease_ms, queue), _OUTCOMES)
+    return Call(wire.Extend(0, batch, lease_ms, queue), list[Outcome])
 
 
 # --- looking and mass moves -----------------------------------------------------------------------
@@ -200,23 +173,23 @@ def browse(
 ) -> Call[Page]:
     """Look at messages without leasing them; go on with ``cursor=page.next_cursor``."""
     request = wire.Browse(0, queue, check_state(state).value, limit, cursor, bool(payloads))
-    return Call(request, _PAGE)
+    return Call(request, wire.Entries, finish=lambda page: Page(page.entries, page.next_cursor))
 
 
 def attempts(queue: str, message_id: int) -> Call[list[Attempt]]:
     """Return every attempt at a message of a queue, the running one last."""
     check_ids([message_id])
-    return Call(wire.Attempts(0, queue, message_id), _ATTEMPTS)
+    return Call(wire.Attempts(0, queue, message_id), list[Attempt])
 
 
 def stats(queue: str) -> Call[QueueStats]:
     """Return a queue's depth by state, oldest age and totals."""
-    return Call(wire.Stats(0, queue), _QUEUE_STATS)
+    return Call(wire.Stats(0, queue), QueueStats)
 
 
 def store_stats() -> Call[StoreStats]:
     """Return the totals of the whole store."""
-    return Call(wire.StoreStats(0), _STORE_STATS)
+    return Call(wire.StoreStats(0), StoreStats)
 
 
 def redrive(
@@ -229,7 +202,7 @@ def redrive(
     if where is not None and not isinstance(where, str):
         raise InvalidInput("a server can't be sent a function: give where as the text of a filter")
     ids = None if message_ids is None else check_ids(list(message_ids))
-    return Call(wire.Redrive(0, queue, ids, where), _COUNT, Repeat.NEVER)
+    return Call(wire.Redrive(0, queue, ids, where), int, Repeat.NEVER)
 
 
 def purge(
@@ -237,7 +210,7 @@ def purge(
 ) -> Call[int]:
     """Remove the messages of a queue that are in one of the states; return how many."""
     checked = [check_state(state).value for state in states]
-    return Call(wire.Purge(0, queue, checked), _COUNT, Repeat.NEVER)
+    return Call(wire.Purge(0, queue, checked), int, Repeat.NEVER)
 
 
 def move(
@@ -251,7 +224,7 @@ def move(
     """Move messages from one queue to another, with their ids and attempts; return how many."""
     ids = None if message_ids is None else check_ids(list(message_ids))
     request = wire.Move(0, queue, to, check_state(state).value, ids, limit)
-    return Call(request, _COUNT, Repeat.NEVER)
+    return Call(request, int, Repeat.NEVER)
 
 
 # --- queues ---------------------------------------------------------------------------------------
@@ -267,27 +240,27 @@ def create_queue(
     """Make a queue and return its spec; the settings are the fields of :class:`QueueSpec`."""
     check_queue_name(name)
     everything = {"filter": filter, "ordering": ordering, **settings}
-    return Call(wire.CreateQueue(0, name, everything), _SPEC)
+    return Call(wire.CreateQueue(0, name, everything), QueueSpec)
 
 
 def update_queue(name: str, *, from_offset: int | None = None, **changes: Any) -> Call[QueueSpec]:
     """Change settings of a queue; messages that are in it stay. Ordering can't change."""
-    return Call(wire.UpdateQueue(0, name, changes, from_offset), _SPEC, Repeat.NEVER)
+    return Call(wire.UpdateQueue(0, name, changes, from_offset), QueueSpec, Repeat.NEVER)
 
 
 def delete_queue(name: str, *, drain: bool = False) -> Call[int]:
     """Remove a queue with every message in it, at once or when it has drained."""
-    return Call(wire.DeleteQueue(0, name, bool(drain)), _COUNT, Repeat.NEVER)
+    return Call(wire.DeleteQueue(0, name, bool(drain)), int, Repeat.NEVER)
 
 
 def queues() -> Call[list[QueueSpec]]:
     """Return the specs of all queues, by name."""
-    return Call(wire.Queues(0), _SPECS)
+    return Call(wire.Queues(0), list[QueueSpec])
 
 
 def queue(name: str) -> Call[QueueSpec]:
     """Return the spec of a queue."""
-    return Call(wire.Queue(0, name), _SPEC)
+    return Call(wire.Queue(0, name), QueueSpec)
 
 
 # --- the metadata log -----------------------------------------------------------------------------
@@ -295,7 +268,7 @@ def queue(name: str) -> Call[QueueSpec]:
 
 def read_log(log: int = 0, *, begin: int | None = None, limit: int = 1_000) -> Call[LogPage]:
     """Read a page of a metadata log, from an offset or (None) from the log's cursor on."""
-    return Call(wire.ReadLog(0, log, begin, limit), _LOG_PAGE)
+    return Call(wire.ReadLog(0, log, begin, limit), LogPage)
 
 
 def assign(
@@ -304,12 +277,12 @@ def assign(
     """Put the messages of a page into queues: message id to queue names."""
     check_assignments(cursor, assignments)
     plain = {message_id: list(names) for message_id, names in assignments.items()}
-    return Call(wire.Assign(0, log, cursor, plain, epoch), _ASSIGNED, Repeat.NEVER)
+    return Call(wire.Assign(0, log, cursor, plain, epoch), Assigned, Repeat.NEVER)
 
 
 def take_epoch() -> Call[int]:
     """Fence every pipeline that took an epoch before; name the new one in ``assign``."""
-    return Call(wire.TakeEpoch(0), _COUNT)
+    return Call(wire.TakeEpoch(0), int)
 
 
 def backfill(
@@ -327,7 +300,7 @@ def backfill(
     until = None if to is None else _place(to, "to")
     total: Backfilled | None = None
     while True:
-        step = yield Call(wire.Backfill(0, queue, begin, until), _STEP, Repeat.NEVER)
+        step = yield Call(wire.Backfill(0, queue, begin, until), wire.Step, Repeat.NEVER)
         done = step.done
         nothing = not done.scanned and done.next >= step.end
         if total is not None:
@@ -347,27 +320,27 @@ def backfill(
 
 def configure_log(*, logs: int | None = None, retention_ms: int | None = None) -> Call[LogStats]:
     """Change the number of metadata logs, or how long they are kept (0: for ever)."""
-    return Call(wire.ConfigureLog(0, logs, retention_ms), _LOG_STATS)
+    return Call(wire.ConfigureLog(0, logs, retention_ms), LogStats)
 
 
 def log_stats() -> Call[LogStats]:
     """Describe the metadata log: offsets, logs, cursors, retention."""
-    return Call(wire.LogStats(0), _LOG_STATS)
+    return Call(wire.LogStats(0), LogStats)
 
 
 def info() -> Call[StoreInfo]:
     """Say which store this is: id, design, routing."""
-    return Call(wire.Info(0), _INFO)
+    return Call(wire.Info(0), StoreInfo)
 
 
 def ping() -> Call[int]:
     """Return the server's time in milliseconds."""
-    return Call(wire.Ping(0), _COUNT)
+    return Call(wire.Ping(0), int)
 
 
 def cancel(claim_id: int) -> Call[bool]:
     """End the wait of a claim whose caller has gone."""
-    return Call(wire.Cancel(0, claim_id), _YES, Repeat.NEVER)
+    return Call(wire.Cancel(0, claim_id), bool, Repeat.NEVER)
 
 
 def _receipts(receipts: Iterable[str]) -> list[str]:
@@ -385,19 +358,6 @@ def _place(place: int | datetime | str, name: str) -> int | datetime:
     if isinstance(place, str):
         raise InvalidInput(f"{name} is an offset, a datetime or 'earliest', not {place!r:.100}")
     return check_count(place, name, 0, limits.MAX_OFFSET)
-
-
-_REFUSALS: Final[dict[type[wire.Request], type[InvalidInput]]] = {
-    wire.Publish: InvalidMessage,
-    wire.CreateQueue: InvalidQueue,
-    wire.UpdateQueue: InvalidQueue,
-}
-
-
-def not_sendable(request: wire.Request, error: Exception) -> InvalidInput:
-    """Say that what a call was given can't be put into bytes."""
-    kind = _REFUSALS.get(type(request), InvalidInput)
-    return kind(f"{type(request).__name__} can't be sent: {error}")
 
 
 # --- verbs as methods -----------------------------------------------------------------------------

@@ -19,34 +19,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
+from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from penstock import limits
-from penstock.client.calls import (
-    Call,
-    Repeat,
-    cancel,
-    doubtful,
-    may_repeat,
-    not_sendable,
-    ping,
-    release,
-)
-from penstock.errors import (
-    BrokerClosed,
-    InvalidInput,
-    PenstockError,
-    ServerUnreachable,
-    StoreFenced,
-)
-from penstock.wire.native import messages as wire
-from penstock.wire.native.messages import FrameReader, error_of
+from penstock import errors, limits
+from penstock.client.calls import Call, Repeat, cancel, doubtful, may_repeat, ping, release
+from penstock.errors import BrokerClosed, InvalidInput, ServerUnreachable, StoreFenced
+from penstock.wire import native as wire
+from penstock.wire.native import FrameReader, error_of
 
 if TYPE_CHECKING:
-    from penstock.wire.native.messages import Progress
+    from penstock.errors import PenstockError
+    from penstock.wire.native import Progress
 
 # How long the other side may be silent before it is asked, and then until it is given up. It has
 # to answer only once it has the question, which waits behind the bytes that were written before.
@@ -61,6 +48,13 @@ FENCED_TRIES: Final = 3
 REPEAT_SHARE: Final = 0.8
 # The share of a call's patience that the server may use up: the rest is for the way there and back.
 ANSWER_SHARE: Final = 0.9
+
+# Errors for what can't be put into bytes.
+_UNSENDABLE: Final[dict[type[wire.Request], type[InvalidInput]]] = {
+    wire.Publish: errors.InvalidMessage,
+    wire.CreateQueue: errors.InvalidQueue,
+    wire.UpdateQueue: errors.InvalidQueue,
+}
 
 Callback = Callable[[Any, BaseException | None], None]
 """Called once with the result of a call, or its error."""
@@ -91,17 +85,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 class _PendingCall(msgspec.Struct, eq=False):
     """A call that is not over.
 
-    ``sent_ms`` is when it was sent for the first time, ``fenced_ms`` when a server first said that
-    another process owns the store.
+    ``callback`` None: nobody waits for it, or nobody does any more. ``sent_ms`` is when it was sent
+    for the first time, ``fenced_ms`` when a server first said that another process owns the store.
     """
 
     call: Call[Any]
-    callback: Callback
+    callback: Callback | None
     since_ms: int
     sent_ms: int | None = None
     fenced_ms: int | None = None
     repeated: bool = False
-    withdrawn: bool = False
+
+    @property
+    def useless(self) -> bool:
+        """Whether it need not be sent again: only messages are given back for nobody."""
+        return self.callback is None and not isinstance(self.call.request, wire.Release)
 
 
 class ClientConnection:
@@ -147,15 +145,16 @@ class ClientConnection:
 
     # --- calls -----------------------------------------------------------------------------
 
-    def submit(self, call: Call[Any], callback: Callback, now_ms: int) -> _PendingCall | None:
+    def submit(
+        self, call: Call[Any], callback: Callback | None, now_ms: int
+    ) -> _PendingCall | None:
         """Take a call; ``callback`` is called when it is over. None: it is over already."""
+        pending = _PendingCall(call, callback, now_ms)
         if self.phase is Phase.CLOSED:
-            error = self.failure or BrokerClosed("the client is closed")
-            self.done.append((callback, None, error))
+            self._fail(pending, self.failure or BrokerClosed("the client is closed"))
             return None
         if self.options.dedup and isinstance(call.request, wire.Publish):
             self._add_dedup_ids(call.request)
-        pending = _PendingCall(call, callback, now_ms)
         if self.phase is Phase.READY and not self.paused and not self._waiting:
             self._send(pending, now_ms)
         else:
@@ -164,36 +163,34 @@ class ClientConnection:
 
     def withdraw(self, pending: _PendingCall, now_ms: int) -> None:
         """Forget a call whose caller has gone; a claim that waits at the server is ended."""
-        pending.withdrawn = True
+        pending.callback = None
         request = pending.call.request
         if (
             self._sent.get(request.id) is pending
             and isinstance(request, wire.Claim)
             and self.phase in {Phase.READY, Phase.LEAVING}
         ):
-            self._send(_PendingCall(cancel(request.id), _nobody, now_ms), now_ms)
+            self._send(_PendingCall(cancel(request.id), None, now_ms), now_ms)
 
     def give_back(self, call: Call[Any], result: Any, now_ms: int) -> None:
         """Release the messages of a claim whose caller had gone by then."""
         if not result or not isinstance(call.request, wire.Claim):
             return
         back = release([each.receipt for each in result], reason="withdrawn", unseen=True)
-        self.submit(back, _nobody, now_ms)
+        self.submit(back, None, now_ms)
 
     def abandon(self, error: PenstockError, now_ms: int) -> None:
         """Fail the claims that were sent, and end them at the server before the connection ends."""
         for pending in list(self._sent.values()):
-            if isinstance(pending.call.request, wire.Claim) and not pending.withdrawn:
+            if isinstance(pending.call.request, wire.Claim) and pending.callback is not None:
                 self._fail(pending, error)
                 self.withdraw(pending, now_ms)
-                pending.callback = _nobody
 
     @property
     def giving_back(self) -> bool:
         """Whether the server has yet to hear, or to say, what becomes of withdrawn claims."""
         return any(
-            (pending.withdrawn and isinstance(pending.call.request, wire.Claim))
-            or (pending.callback is _nobody and isinstance(pending.call.request, wire.Release))
+            pending.callback is None and isinstance(pending.call.request, wire.Claim | wire.Release)
             for pending in chain(self._sent.values(), self._waiting)
         )
 
@@ -225,7 +222,7 @@ class ClientConnection:
         sent, self._sent = self._sent, {}
         again = []
         for pending in sent.values():
-            if pending.withdrawn:
+            if pending.useless:
                 continue
             if may_repeat(pending.call) and not self._is_late(pending, now_ms):
                 pending.repeated = True
@@ -245,15 +242,12 @@ class ClientConnection:
         reader.feed(data)
         try:
             while not self.hang_up and reader.pending and (frame := reader.take()) is not None:
-                try:
-                    answer = wire.decode_answer(frame)
-                except wire.UNREADABLE:
-                    answer = wire.read_server_frame(frame)
+                answer = wire.decode_answer(frame)
                 if type(answer) is wire.Result:
                     self._settle(answer.id, answer.value, now_ms)
                 else:
                     self._read(answer, now_ms)
-        except InvalidInput as error:
+        except (InvalidInput, *wire.UNREADABLE) as error:
             self._give_up(f"the server sent what can't be read: {error}")
         if reader.pending or self._parts:
             # The other answers may be behind this one.
@@ -268,7 +262,7 @@ class ClientConnection:
         self.paused = False
         while self._waiting and self.phase is Phase.READY and not self.paused:
             pending = self._waiting.popleft()
-            if pending.withdrawn:
+            if pending.useless:
                 continue
             if self._is_late(pending, now_ms):
                 self._fail_unanswered(pending, now_ms)
@@ -298,7 +292,7 @@ class ClientConnection:
                     self._give_up("the server has been silent for too long")
             elif silent_ms >= PING_MS:
                 self._asked_ms, self._question_came = now_ms, False
-                self._send(_PendingCall(ping(), _nobody, now_ms), now_ms)
+                self._send(_PendingCall(ping(), None, now_ms), now_ms)
         self._fail_late(now_ms)
         if self.phase is Phase.READY:
             return
@@ -320,18 +314,17 @@ class ClientConnection:
         """
         for pending in list(self._sent.values()):
             request, patience_ms = pending.call.request, self.options.patience_ms
-            if pending.withdrawn or pending.callback is _nobody or type(request) in wire.LONG:
+            if pending.callback is None or type(request) in wire.LONG:
                 continue
             late_ms = max(pending.since_ms, self._moved_ms) + patience_ms
             if isinstance(request, wire.Claim):
                 late_ms += request.wait_ms
             if now_ms >= late_ms:
                 # A late answer is dropped; the messages of a late claim are released.
-                self.withdraw(pending, now_ms)
                 name, rest = type(request).__name__, _rest(pending.call)
                 text = f"the server did not answer {name} within {patience_ms} ms: {rest}"
                 self._fail(pending, ServerUnreachable(text))
-                pending.callback = _nobody
+                self.withdraw(pending, now_ms)
 
     def close(self, error: PenstockError | None = None) -> None:
         """End for good; every call that is not over fails."""
@@ -363,13 +356,17 @@ class ClientConnection:
                 self._settle(frame.id, b"".join(parts), now_ms)
         elif isinstance(frame, wire.Undone):
             pending = self._sent.pop(frame.id, None)
-            if pending is not None and not pending.withdrawn:
+            if pending is not None and not pending.useless:
                 pending.since_ms = now_ms
                 if not pending.repeated:
                     pending.sent_ms = None
                 self._waiting.append(pending)
         elif isinstance(frame, wire.Bye):
-            self._bid_farewell(frame)
+            if frame.final:
+                self.close(error_of(frame.name, frame.message))
+            elif self.phase is Phase.READY:
+                self.phase = Phase.LEAVING
+            self.why = f"the server said: {frame.message}"
         elif isinstance(frame, wire.Welcome) and self.phase is Phase.GREETING:
             self.welcome = frame
             self._max_frame_bytes = frame.limits.get("frame_bytes", limits.MAX_FRAME_BYTES)
@@ -378,14 +375,6 @@ class ClientConnection:
             self.phase = Phase.READY
             self._tries = 0
             self.resume(now_ms)
-
-    def _bid_farewell(self, bye: wire.Bye) -> None:
-        error = error_of(bye.name, bye.message)
-        if bye.final:
-            self.close(error)
-        elif self.phase is Phase.READY:
-            self.phase = Phase.LEAVING
-        self.why = f"the server said: {bye.message}"
 
     def _leave(self, pending: _PendingCall, error: StoreFenced, now_ms: int) -> None:
         """Turn away from a server whose store has another owner: that one may answer by now."""
@@ -407,19 +396,19 @@ class ClientConnection:
             return
         call = pending.call
         try:
-            result = call.answer.decode(value)
-            if call.answer.finish is not None:
-                result = call.answer.finish(result)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            result = _decoder(call.answer).decode(value)
+            if call.finish is not None:
+                result = call.finish(result)
+        except wire.UNREADABLE as error:
             self._fail(pending, ServerUnreachable(f"an answer that can't be read: {error}"))
             return
         if pending.repeated and call.repeat is Repeat.SETTLES:
             result = doubtful(result)
-        if pending.withdrawn and result and isinstance(call.request, wire.Claim):
-            # Claimed just before the claim was withdrawn: its caller has gone.
+        if pending.callback is None:
+            # If it is a claim, it was made just before its caller went.
             self.give_back(call, result, now_ms)
-            return
-        self.done.append((pending.callback, result, None))
+        else:
+            self.done.append((pending.callback, result, None))
 
     def _is_late(self, pending: _PendingCall, now_ms: int) -> bool:
         """Whether the server may have forgotten the dedup ids of a publish that was sent before."""
@@ -438,7 +427,8 @@ class ClientConnection:
                 wire.spoken(request, self.welcome.version) if old else request
             )
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            self._fail(pending, not_sendable(request, error))
+            kind = _UNSENDABLE.get(type(request), InvalidInput)
+            self._fail(pending, kind(f"{type(request).__name__} can't be sent: {error}"))
             return
         if len(frame) > self._max_frame_bytes:
             text = f"{len(frame)} bytes; the server takes {self._max_frame_bytes} at once"
@@ -451,7 +441,8 @@ class ClientConnection:
         self.output.append(frame)
 
     def _fail(self, pending: _PendingCall, error: BaseException) -> None:
-        self.done.append((pending.callback, None, error))
+        if pending.callback is not None:
+            self.done.append((pending.callback, None, error))
 
     def _fail_unanswered(self, pending: _PendingCall, now_ms: int) -> None:
         text = _unanswered(pending.call, self.why)
@@ -472,8 +463,9 @@ class ClientConnection:
                 messages[at] = msgspec.structs.replace(each, dedup_id=dedup_id)
 
 
-def _nobody(_result: Any, _error: BaseException | None) -> None:
-    """Ignore the result of a call without a caller."""
+@cache
+def _decoder(answer: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(answer)
 
 
 def _rest(call: Call[Any]) -> str:

@@ -14,11 +14,10 @@ from urllib.parse import urlsplit
 
 from penstock.client.connection import ClientConnection, Options, Phase
 from penstock.errors import BrokerClosed, InvalidUrl, ServerUnreachable
-from penstock.wire.native.messages import DEFAULT_PORT, progress_of
+from penstock.wire.native import DEFAULT_PORT, progress_of
 
 if TYPE_CHECKING:
     from penstock.client.calls import Call
-    from penstock.client.connection import Callback
     from penstock.clock import Clock
     from penstock.errors import PenstockError
 
@@ -68,6 +67,13 @@ def target_of(url: str, tls: bool | ssl.SSLContext) -> Target:  # noqa: FBT001 -
     return Target(host, port or DEFAULT_PORT, context)
 
 
+async def open_transport(target: Target, options: Options, clock: Clock) -> Transport:
+    """Connect to a server; return when it has said welcome."""
+    transport = Transport(target, options, clock, asyncio.get_running_loop())
+    await transport.open()
+    return transport
+
+
 class Transport(asyncio.Protocol):
     """The state of a client and its socket. Everything here happens on the loop's thread."""
 
@@ -93,12 +99,6 @@ class Transport(asyncio.Protocol):
 
     # --- calls -----------------------------------------------------------------------------
 
-    def start(self, call: Call[Any], callback: Callback) -> Any:
-        """Begin a call, and return what :meth:`forget` takes."""
-        pending = self.connection.submit(call, callback, self.now_ms())
-        self._soon()
-        return pending
-
     def forget(self, pending: Any) -> None:
         """Withdraw a call whose caller has gone."""
         if pending is not None:
@@ -110,7 +110,8 @@ class Transport(asyncio.Protocol):
         if os.getpid() != self._pid:
             raise BrokerClosed("the client was made before fork(): connect anew in the child")
         future: asyncio.Future[R] = self.loop.create_future()
-        pending = self.start(call, partial(self._resolve, future, call))
+        pending = self.connection.submit(call, partial(self._resolve, future, call), self.now_ms())
+        self._soon()
         try:
             return await future
         except asyncio.CancelledError:

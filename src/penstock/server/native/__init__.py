@@ -14,7 +14,7 @@ from penstock.server.connections import Listener
 from penstock.server.native.backpressure import MessageSizes
 from penstock.server.native.connection import NativeConnection
 from penstock.server.security import ANYONE
-from penstock.wire.native import messages as wire
+from penstock.wire import native as wire
 
 if TYPE_CHECKING:
     import ssl

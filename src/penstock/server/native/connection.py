@@ -19,8 +19,8 @@ from penstock.server.native.backpressure import Backpressure, PendingRequest
 from penstock.server.native.verbs import VERBS
 from penstock.server.security import ANYONE
 from penstock.validation import check_duration
-from penstock.wire.native import messages as wire
-from penstock.wire.native.messages import FrameReader, failure_of, progress_of
+from penstock.wire import native as wire
+from penstock.wire.native import FrameReader, failure_of, progress_of
 
 if TYPE_CHECKING:
     from asyncio import Future

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock.broker.broker import Broker
 from penstock.errors import NotAllowed
+from penstock.server.batcher import Batcher
 from penstock.server.security import check_publish, check_receipts_of, check_settings, check_target
-from penstock.wire.native import messages as wire
+from penstock.wire import native as wire
 
 if TYPE_CHECKING:
     from asyncio import Future
     from collections.abc import Callable
 
     from penstock.model import Backfilled
-    from penstock.server.batcher import Batcher
     from penstock.server.native.backpressure import PendingRequest
     from penstock.server.security import Principal
 
@@ -73,12 +73,9 @@ def _administers(principal: Principal, request: Any) -> None:
     principal.check("admin", getattr(request, "queue", None) or getattr(request, "name", None))
 
 
-def _creates(principal: Principal, request: wire.CreateQueue) -> None:
-    check_settings(principal, request.name, request.settings)
-
-
-def _updates(principal: Principal, request: wire.UpdateQueue) -> None:
-    check_settings(principal, request.name, request.changes)
+def _configures(principal: Principal, request: wire.CreateQueue | wire.UpdateQueue) -> None:
+    changes = request.settings if isinstance(request, wire.CreateQueue) else request.changes
+    check_settings(principal, request.name, changes)
 
 
 def _moves(principal: Principal, request: wire.Move) -> None:
@@ -97,56 +94,46 @@ def _looks_at(principal: Principal, request: wire.Queue) -> None:
 # --- actions -----------------------------------------------------------------------------------
 
 
-def _call(verb: Callable[..., Any], *, long: bool = False) -> Any:
-    """Call the broker's verb on a thread: the request's fields are named as its parameters.
-
-    ``long``: it takes as long as there are messages.
-    """
-    return lambda batcher, pending, _: batcher.call(
-        partial(_call_broker, verb.__name__, pending.request), long=long
-    )
+def _fields(request: wire.Request) -> dict[str, Any]:
+    """Return a request's fields, which are named as the parameters of its verb."""
+    return {name: getattr(request, name) for name in request.__struct_fields__[1:]}
 
 
-def _call_broker(name: str, request: wire.Request, broker: Broker) -> Any:
-    arguments = {field: getattr(request, field) for field in request.__struct_fields__[1:]}
-    # Settings and changes are keyword arguments of their own.
-    more = arguments.pop("settings", None) or arguments.pop("changes", {})
-    return getattr(broker, name)(**arguments, **more)
+def _call(verb: Callable[..., Any]) -> Any:
+    """Call a verb on a thread, with the broker and the request's fields."""
+
+    def run(batcher: Batcher, pending: PendingRequest, _: Principal) -> Future[Any]:
+        fields = _fields(pending.request)
+        # Settings and changes are keyword arguments of their own.
+        more = fields.pop("settings", None) or fields.pop("changes", {})
+        return batcher.call(
+            partial(verb, **fields, **more), long=type(pending.request) in wire.LONG
+        )
+
+    return run
 
 
-def _on_thread(work: Callable[[Broker, Any], Any], *, long: bool = False) -> Any:
-    return lambda batcher, pending, _: batcher.call(
-        lambda broker: work(broker, pending.request), long=long
-    )
-
-
-def _browse(broker: Broker, request: wire.Browse) -> wire.Entries:
-    page = broker.browse(
-        request.queue,
-        state=request.state,
-        limit=request.limit,
-        cursor=request.cursor,
-        payloads=request.payloads,
-    )
+def _browse(broker: Broker, **fields: Any) -> wire.Entries:
+    page = broker.browse(**fields)
     return wire.Entries(list(page), page.next_cursor)
 
 
 class _StepDoneError(Exception):
-    def __init__(self, step: wire.Step) -> None:
-        self.step = step
+    pass
 
 
-def _backfill(broker: Broker, request: wire.Backfill) -> wire.Step:
+def _backfill(broker: Broker, queue: str, begin: Any, to: Any) -> wire.Step:
     """Do one step: a server that stops need not wait for a whole log."""
 
     def stop(done: Backfilled, end: int) -> None:
         raise _StepDoneError(wire.Step(done, end))
 
-    begin = "earliest" if request.begin is None else request.begin
+    begin = "earliest" if begin is None else begin
     try:
-        done = broker.backfill(request.queue, from_=begin, to=request.to, progress=stop)  # type: ignore[arg-type]
+        done = broker.backfill(queue, from_=begin, to=to, progress=stop)
     except _StepDoneError as over:
-        return over.step
+        step: wire.Step = over.args[0]
+        return step
     return wire.Step(done, done.next)
 
 
@@ -154,63 +141,40 @@ def _publish(batcher: Batcher, pending: PendingRequest, _: Principal) -> Future[
     return batcher.publish(pending.request.messages, queue=pending.request.queue)
 
 
-def _ack(batcher: Batcher, pending: PendingRequest, principal: Principal) -> Future[Any]:
-    r = pending.request
-    return batcher.ack(r.receipts, queue=r.queue, check=check_receipts_of(principal, r.queue))
-
-
 def _claim(batcher: Batcher, pending: PendingRequest, _: Principal) -> Future[Any]:
-    r = pending.request
-    return batcher.claim(
-        r.queue,
-        limit=r.limit,
-        lease_ms=r.lease_ms,
-        wait_ms=r.wait_ms,
-        consumer=r.consumer,
-        admission=None if pending.until is None else pending,
+    admission = None if pending.until is None else pending
+    return batcher.claim(**_fields(pending.request), admission=admission)
+
+
+def _settle(verb: Callable[..., Any]) -> Any:
+    """Call a verb of the batcher, which checks the queues that the receipts name."""
+    return lambda batcher, pending, principal: getattr(batcher, verb.__name__)(
+        **_fields(pending.request), check=check_receipts_of(principal, pending.request.queue)
     )
-
-
-def _release(batcher: Batcher, pending: PendingRequest, principal: Principal) -> Future[Any]:
-    r = pending.request
-    return batcher.release(
-        r.receipts,
-        delay_ms=r.delay_ms,
-        reason=r.reason,
-        queue=r.queue,
-        unseen=r.unseen,
-        check=check_receipts_of(principal, r.queue),
-    )
-
-
-def _extend(batcher: Batcher, pending: PendingRequest, principal: Principal) -> Future[Any]:
-    r = pending.request
-    check = check_receipts_of(principal, r.queue)
-    return batcher.extend(r.receipts, lease_ms=r.lease_ms, queue=r.queue, check=check)
 
 
 VERBS: Final[dict[type[Any], Verb]] = {
     wire.Publish: Verb(_publishes, _publish, batched=True),
     wire.Claim: Verb(_consumes, _claim, _by_limit, batched=True),
-    wire.Ack: Verb(_settles, _ack, batched=True),
-    wire.Release: Verb(_settles, _release, batched=True),
-    wire.Extend: Verb(_settles, _extend, batched=True),
-    wire.Browse: Verb(_consumes, _on_thread(_browse), _by_page),
+    wire.Ack: Verb(_settles, _settle(Batcher.ack), batched=True),
+    wire.Release: Verb(_settles, _settle(Batcher.release), batched=True),
+    wire.Extend: Verb(_settles, _settle(Batcher.extend), batched=True),
+    wire.Browse: Verb(_consumes, _call(_browse), _by_page),
     wire.Attempts: Verb(_consumes, _call(Broker.attempts)),
     wire.Stats: Verb(_consumes, _call(Broker.stats)),
     wire.StoreStats: Verb(_looks, _call(Broker.store_stats)),
     wire.Queues: Verb(_looks, _call(Broker.queues)),
     wire.Queue: Verb(_looks_at, _call(Broker.queue)),
-    wire.CreateQueue: Verb(_creates, _call(Broker.create_queue)),
-    wire.UpdateQueue: Verb(_updates, _call(Broker.update_queue)),
-    wire.DeleteQueue: Verb(_administers, _call(Broker.delete_queue, long=True)),
-    wire.Redrive: Verb(_administers, _call(Broker.redrive, long=True)),
-    wire.Purge: Verb(_administers, _call(Broker.purge, long=True)),
-    wire.Move: Verb(_moves, _call(Broker.move, long=True)),
+    wire.CreateQueue: Verb(_configures, _call(Broker.create_queue)),
+    wire.UpdateQueue: Verb(_configures, _call(Broker.update_queue)),
+    wire.DeleteQueue: Verb(_administers, _call(Broker.delete_queue)),
+    wire.Redrive: Verb(_administers, _call(Broker.redrive)),
+    wire.Purge: Verb(_administers, _call(Broker.purge)),
+    wire.Move: Verb(_moves, _call(Broker.move)),
     wire.ReadLog: Verb(_looks, _call(Broker.read_log), _by_records),
     wire.Assign: Verb(_administers, _call(Broker.assign)),
     wire.TakeEpoch: Verb(_administers, _call(Broker.take_epoch)),
-    wire.Backfill: Verb(_administers, _on_thread(_backfill, long=True)),
+    wire.Backfill: Verb(_administers, _call(_backfill)),
     wire.ConfigureLog: Verb(_administers, _call(Broker.configure_log)),
     wire.LogStats: Verb(_looks, _call(Broker.log_stats)),
     wire.Info: Verb(_looks, _call(Broker.info)),

@@ -1,4 +1,7 @@
-"""The client for threads: any number of them share one connection, on a loop of its own."""
+"""The two clients: one for threads, which share a connection on a loop of its own, one for asyncio.
+
+Both have the verbs of :mod:`penstock.client.calls`; here is how each runs one.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
-from penstock.client.calls import Call, Verbs, Waiting
+from penstock.client.calls import Awaiting, Call, Verbs, Waiting
 from penstock.client.connection import Options, Phase
-from penstock.client.transport import Transport, target_of
+from penstock.client.transport import open_transport, target_of
 from penstock.clock import Clock, SystemClock
 from penstock.errors import BrokerClosed
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable, Coroutine
 
-    from penstock.client.transport import Target
+    from penstock.client.transport import Target, Transport
 
 R = TypeVar("R")
 
@@ -49,28 +52,68 @@ def connect(
     return Client(target_of(url, tls), options, clock or SystemClock())
 
 
-class _Waiter(msgspec.Struct, eq=False):
-    """The result of one call, which a thread waits for; ``pending`` is for the transport."""
+async def connect_async(
+    url: str,
+    *,
+    token: str = "",
+    tls: bool | ssl.SSLContext = False,
+    dedup: bool = True,
+    patience_ms: int = 10_000,
+    name: str = "",
+    clock: Clock | None = None,
+) -> AsyncClient:
+    """Connect to a server from asyncio; the parameters are those of :func:`penstock.connect`."""
+    options = Options(token=token, name=name, patience_ms=patience_ms, dedup=dedup)
+    return AsyncClient(await open_transport(target_of(url, tls), options, clock or SystemClock()))
 
-    answer: queues.SimpleQueue[tuple[Any, BaseException | None]] = msgspec.field(
-        default_factory=queues.SimpleQueue
-    )
+
+class AsyncClient(Verbs, Awaiting):
+    """A broker at the other end of a connection; await its verbs. Use it on one event loop."""
+
+    def __init__(self, transport: Transport) -> None:
+        """Take a transport that is connected: use :func:`penstock.connect_async`."""
+        self._transport = transport
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection. Calls that are under way raise."""
+        await self._transport.close()
+
+    async def _run(self, verb: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+        made = verb(*args, **options)
+        if type(made) is Call:
+            return await self._transport.call(made)
+        try:
+            step = next(made)
+            while True:
+                step = made.send(await self._transport.call(step))
+        except StopIteration as end:
+            return end.value
+
+
+class _Waiter(msgspec.Struct, eq=False):
+    """A thread that waits for its call; ``pending`` is for the transport."""
+
+    answered: queues.SimpleQueue[None] = msgspec.field(default_factory=queues.SimpleQueue)
     pending: Any = None
-    result: Any = None
-    error: BaseException | None = None
-    over: bool = False
+    # The result and the error; None: the call is not over.
+    outcome: tuple[Any, BaseException | None] | None = None
 
     def finish(self, result: Any, error: BaseException | None) -> None:
         """Wake the thread; called on the loop's thread."""
-        self.result, self.error, self.over = result, error, True
-        self.answer.put((result, error))
+        self.outcome = (result, error)
+        self.answered.put(None)
 
-    def wait(self) -> Any:
-        """Return the result, or raise the error."""
-        result, error = self.answer.get()
-        if error is not None:
-            raise error
-        return result
+    def wait(self) -> tuple[Any, BaseException | None]:
+        """Return the result and the error, once the call is over."""
+        self.answered.get()
+        assert self.outcome is not None
+        return self.outcome
 
 
 class Client(Verbs, Waiting):
@@ -91,8 +134,7 @@ class Client(Verbs, Waiting):
         )
         self._thread.start()
         try:
-            self._transport = self._do(_make(target, options, clock))
-            self._do(self._transport.open())
+            self._transport = self._do(open_transport(target, options, clock))
         except BaseException:
             self._stop()
             raise
@@ -118,7 +160,7 @@ class Client(Verbs, Waiting):
             if self._closed:
                 return
             self._closed = True
-        self._do(self._transport.close(), closing=True)
+        self._do(self._transport.close())
         self._stop()
 
     def _stop(self) -> None:
@@ -126,6 +168,16 @@ class Client(Verbs, Waiting):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def _do(self, work: Coroutine[Any, Any, R]) -> R:
+        """Run a coroutine on the loop's thread."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            # After an interrupt its result is not wanted.
+            future.cancel()
+            raise
 
     # --- between the threads -----------------------------------------------------------------
 
@@ -136,12 +188,7 @@ class Client(Verbs, Waiting):
         try:
             step = next(made)
             while True:
-                try:
-                    result = self._wait(step)
-                except Exception as error:
-                    step = made.throw(error)
-                else:
-                    step = made.send(result)
+                step = made.send(self._wait(step))
         except StopIteration as end:
             return end.value
 
@@ -152,7 +199,7 @@ class Client(Verbs, Waiting):
         if threading.get_ident() == self._thread.ident:
             raise BrokerClosed("the client can't be called on the thread of its own loop")
 
-    def _wait(self, call: Call[R]) -> R:
+    def _wait(self, call: Call[Any]) -> Any:
         """Hand a call over to the loop's thread, and wait for its result."""
         if os.getpid() != self._pid or threading.get_ident() == self._thread.ident:
             self._check_here()
@@ -166,14 +213,15 @@ class Client(Verbs, Waiting):
                 # One wake-up for all calls that are handed over before the loop gets to them.
                 self._loop.call_soon_threadsafe(self._drain)
         try:
-            result: R = waiter.wait()
-        except BaseException as error:
-            if error is not waiter.error:
-                # An interrupt, or an error that a handler of signals raised. A loop that is closed
-                # has no use for it.
-                with contextlib.suppress(RuntimeError):
-                    self._loop.call_soon_threadsafe(self._abandon, call, waiter)
+            result, error = waiter.wait()
+        except BaseException:
+            # An interrupt, or an error that a handler of signals raised. A loop that is closed has
+            # no use for it.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._abandon, call, waiter)
             raise
+        if error is not None:
+            raise error
         return result
 
     def _drain(self) -> None:
@@ -185,33 +233,10 @@ class Client(Verbs, Waiting):
         self._transport.flush()
 
     def _abandon(self, call: Call[Any], waiter: _Waiter) -> None:
-        if waiter.over:
-            self._transport.give_back(call, waiter.result)
-        else:
+        if waiter.outcome is None:
             self._transport.forget(waiter.pending)
-
-    def _do(self, work: Coroutine[Any, Any, R], *, closing: bool = False) -> R:
-        """Run a coroutine on the loop's thread."""
-        try:
-            self._check_here()
-        except BrokerClosed:
-            work.close()
-            raise
-        if self._closed and not closing:
-            work.close()
-            raise BrokerClosed("the client is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            # After an interrupt its result is not wanted.
-            future.cancel()
-            raise
-
-
-# Its events belong to the loop's thread, and so it is made there.
-async def _make(target: Target, options: Options, clock: Clock) -> Transport:
-    return Transport(target, options, clock, asyncio.get_running_loop())
+        else:
+            self._transport.give_back(call, waiter.outcome[0])
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

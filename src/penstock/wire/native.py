@@ -337,13 +337,14 @@ _LAST_KIND: Final = len(Request.__subclasses__())
 # Errors of a decoder for bytes that are no frame of this protocol.
 UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 _hellos: Final = msgspec.msgpack.Decoder(Hello)
+_heads: Final = msgspec.msgpack.Decoder(_Head)
+# These two raise the errors of UNREADABLE.
 _requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(
     reduce(or_, Request.__subclasses__())
 )
-_heads: Final = msgspec.msgpack.Decoder(_Head)
+decode_request: Final = _requests.decode
 _answers: Final[msgspec.msgpack.Decoder[ServerFrame]] = msgspec.msgpack.Decoder(ServerFrame)
 decode_answer: Final = _answers.decode
-decode_request: Final = _requests.decode
 
 
 def read_hello(frame: memoryview | bytes) -> Hello:
@@ -381,14 +382,6 @@ def read_request(frame: memoryview | bytes) -> Request | Failure:
     if not 1 <= head.kind <= _LAST_KIND:
         why = f"there is no request of kind {head.kind} in version {VERSION} of the protocol"
     return Failure(head.id, "InvalidInput", why)
-
-
-def read_server_frame(frame: memoryview | bytes) -> ServerFrame:
-    """Read what a server sent."""
-    try:
-        return decode_answer(frame)
-    except UNREADABLE as error:
-        raise InvalidInput(f"not an answer: {error}") from None
 
 
 def spoken(request: Request, version: int) -> object:

@@ -1,1 +1,0 @@
-"""The native protocol: msgpack frames between Penstock's own client and server."""
