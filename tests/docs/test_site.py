@@ -18,7 +18,15 @@ FETCHES = re.compile(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"(?:https?:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("docs") / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", target]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--quiet",
+        "--strict",
+        f"--site-dir={target}",
+    ]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False

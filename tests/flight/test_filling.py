@@ -15,7 +15,8 @@ from penstock.store.policy import FILL_MESSAGES, FILL_WINDOW
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from penstock.flight.client import FilledCounts, FlightStore
+    from penstock.flight.client import FlightStore
+    from penstock.flight.protocol import FilledCounts
 
 HOUR_MS = 3_600_000
 

@@ -10,7 +10,8 @@ from penstock import InvalidInput, InvalidMessage, limits
 
 if TYPE_CHECKING:
     import penstock
-    from penstock.flight.client import FlightStore, Published
+    from penstock.flight.client import FlightStore
+    from penstock.flight.protocol import Published
 
 MAP = pa.map_(pa.string(), pa.string())
 

@@ -26,8 +26,8 @@ from penstock.clock import SystemClock
 from penstock.errors import ServerUnreachable
 from penstock.flight import client as flight_client
 from penstock.flight import tables as reading
-from penstock.flight.client import FlightStore, Published
-from penstock.spark.broker_client import Store
+from penstock.flight.client import FlightStore
+from penstock.flight.protocol import Published
 from penstock.spark.route import route, status
 from penstock.testing.checking import assert_clean
 
@@ -285,7 +285,7 @@ def test_a_call_that_a_closing_server_cancels_is_made_again(
         return ask()
 
     monkeypatch.setattr(world.broker, "log_stats", closing)
-    assert Store(world.location).log_stats() == ask()
+    assert FlightStore(world.location).log_stats() == ask()
     assert cancelled
 
 
@@ -302,7 +302,7 @@ def test_no_call_waits_for_a_silent_server_for_ever(
     monkeypatch.setattr(flight_client, "BACKOFF_MS", (100,) * 100)
     world.publish(20)
     proxy = proxied(world.port)
-    store = Store(proxy.location)
+    store = FlightStore(proxy.location)
     row = pa.record_batch([pa.array([b"x"]), pa.array(["once"])], names=["payload", "dedup_id"])
     calls: dict[str, Callable[[], object]] = {
         "ask": store.info,
@@ -346,14 +346,14 @@ def test_a_read_that_falls_silent_half_way(
     # A reader that takes its time is not silent.
     monkeypatch.setattr(limits, "MAX_READ_IDLE_MS", 1_500)
     monkeypatch.setattr(limits, "MAX_CALL_MS", 1_500)
-    slow = Store(proxy.location).read_log(0, 1, 10_001, columns=columns)
+    slow = FlightStore(proxy.location).read_log(0, 1, 10_001, columns=columns)
     count = next(slow).num_rows
     pause(1_800)
     assert count + sum(batch.num_rows for batch in slow) == 10_000
     before = len(proxy.links)
     (link,) = proxy.links[-1:]
     link.most = link.carried + link.carried // (2 * before)
-    found = Store(proxy.location).read_log(0, 1, 10_001, columns=columns)
+    found = FlightStore(proxy.location).read_log(0, 1, 10_001, columns=columns)
     offsets = [offset for batch in found for offset in batch.column("offset").to_pylist()]
     assert offsets == list(range(1, 10_001))
     assert link.silent

@@ -11,7 +11,7 @@ pytest.importorskip("pyspark", reason="pyspark is not installed")
 from pyspark.errors import AnalysisException, StreamingQueryException
 
 from penstock import ManualClock
-from penstock.spark.offsets import LEAST_PIECE
+from penstock.spark.reader import LEAST_PIECE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidInput, StoreMismatch
 from penstock.model import LogStats
-from penstock.spark.offsets import (
+from penstock.spark.reader import (
     Stretch,
     between,
     check_kept,

@@ -1,15 +1,17 @@
 """A client of the Flight protocol: every command and action as a typed method.
 
-:class:`FlightStore` holds only the location, so that it can be pickled and sent to executors; the
-connection is made when it is first used, one per process. Needs pyarrow.
+:class:`FlightStore` holds only a :class:`Location`, so that it can be pickled and sent to
+executors; the connection is made when it is first used, one per process. Needs pyarrow.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -17,55 +19,97 @@ import pyarrow.flight as fl
 
 from penstock import limits
 from penstock.clock import SystemClock
-from penstock.errors import InvalidMessage, ServerUnreachable
+from penstock.errors import InvalidInput, InvalidMessage, InvalidUrl, ServerUnreachable
 from penstock.flight import protocol
-from penstock.flight.protocol import (
-    Action,
-    Actions,
-    Committed,
-    FilledCounts,
-    Published,
-    ServerInfo,
-    SnapshotFacts,
-    Stats,
-    Watermarks,
-    connect,
-    encode,
-    identity,
-    locate,
-)
+from penstock.flight.protocol import Actions, FilledCounts, Published, SnapshotFacts, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = [
-    "Committed",
-    "FilledCounts",
-    "FlightStore",
-    "Published",
-    "ReadPlan",
-    "ServerInfo",
-    "SnapshotFacts",
-    "Stats",
-    "Watermarks",
-]
-
+TOKEN_VARIABLE: Final = "PENSTOCK_TOKEN"  # noqa: S105 - a name
+CA_VARIABLE: Final = "PENSTOCK_CA"
 _T = TypeVar("_T")
 # Waits between the tries of a call that may be repeated, while no server answers.
 BACKOFF_MS: Final = (100, 200, 400, 800, 1_600, 3_200, 3_200)
 _ROW: Final = re.compile(r"^row (\d+)")
 _BEFORE: Final = re.compile(r"\((\d+) rows before were published\)$")
 _SILENT: Final = ("Detail: TimedOut", "Detail: Unavailable", "Detail: Cancelled")
+# How often a read of the log goes on after the server went away, without a row in between.
+_TRIES: Final = 4
 _clock: Final = SystemClock()
 _waiting: Final = threading.Condition()
+_clients: Final[dict[tuple[Any, ...], fl.FlightClient]] = {}
+_clients_lock: Final = threading.Lock()
 
 
-class ReadPlan(msgspec.Struct, frozen=True):
+class Location(str):
+    """An address with its access: a token, and PEM of TLS roots, certificate and key.
+
+    Its text is the address alone. A process that is sent one needs no settings of its own.
+    """
+
+    __slots__ = ("access",)
+    access: tuple[str, str, str, str]
+
+    def __new__(cls, address: str, access: tuple[str, str, str, str]) -> Self:
+        """Put them together."""
+        made = super().__new__(cls, address)
+        made.access = access
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Location, (str(self), self.access)
+
+
+def locate(
+    location: str,
+    *,
+    token: str | None = None,
+    ca: str | Path | None = None,
+    certificate: str | Path | None = None,
+    key: str | Path | None = None,
+) -> Location:
+    """Check an address and add the access; ``ca``, ``certificate`` and ``key`` are files.
+
+    PENSTOCK_TOKEN and PENSTOCK_CA, or the access of the address, stand in for missing arguments.
+    """
+    if not str(location).startswith(("grpc://", "grpc+tcp://", "grpc+tls://")):
+        raise InvalidUrl(
+            f"no Flight server is named by {location!r:.200}: grpc://HOST:PORT, or grpc+tls://"
+        )
+    has = location.access if isinstance(location, Location) else ("", "", "", "")
+    secure = location.startswith("grpc+tls://")
+    access = (
+        token or has[0] or os.environ.get(TOKEN_VARIABLE, ""),
+        _pem(ca) or has[1] or (_pem(os.environ.get(CA_VARIABLE)) if secure else ""),
+        _pem(certificate) or has[2],
+        _pem(key) or has[3],
+    )
+    return Location(location, access)
+
+
+def _pem(file: str | Path | None) -> str:
+    if not file:
+        return ""
+    try:
+        return Path(file).read_text()
+    except OSError as error:
+        raise InvalidInput(f"TLS: {file} can't be read: {error.strerror}") from None
+
+
+class ReadPlan(NamedTuple):
     """How to read a table: its schema, and a ticket for each part."""
 
-    schema: Any
+    schema: pa.Schema
     tickets: list[bytes]
     facts: SnapshotFacts
+
+
+class QueueTimes(NamedTuple):
+    """The time of the broker, and its queues with the time that each was made at."""
+
+    at_ms: int
+    created_at_ms: dict[str, int]
 
 
 class FlightStore(Actions):
@@ -85,12 +129,13 @@ class FlightStore(Actions):
         return f"FlightStore({str(self.location)!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, FlightStore) and identity(self.location) == identity(
-            other.location
-        )
+        return isinstance(other, FlightStore) and self._identity() == other._identity()
 
     def __hash__(self) -> int:
         return hash(self.location)
+
+    def _identity(self) -> tuple[Any, ...]:
+        return str(self.location), self.location.access
 
     # --- reading -------------------------------------------------------------------------
 
@@ -102,7 +147,7 @@ class FlightStore(Actions):
         command = protocol.ReadCommand(table, **selection)
         info = self._again(
             lambda client: client.get_flight_info(
-                _descriptor(command), _within(limits.MAX_WORK_CALL_MS)
+                _descriptor(command), self._call(limits.MAX_WORK_CALL_MS)
             )
         )
         facts = msgspec.json.decode(bytes(info.app_metadata), type=SnapshotFacts)
@@ -112,7 +157,7 @@ class FlightStore(Actions):
         """Return the schema of a table; ``payload`` and ``columns`` may be chosen."""
         command = protocol.ReadCommand(table, **selection)
         return self._again(
-            lambda client: client.get_schema(_descriptor(command), _within(limits.MAX_CALL_MS))
+            lambda client: client.get_schema(_descriptor(command), self._call(limits.MAX_CALL_MS))
         ).schema
 
     @staticmethod
@@ -129,7 +174,7 @@ class FlightStore(Actions):
     def read(self, ticket: bytes, *, idle_ms: int | None = None) -> Iterator[pa.RecordBatch]:
         """Read the rows of a ticket, a batch at a time, each within ``idle_ms``."""
         idle_ms = idle_ms or limits.MAX_WORK_CALL_MS
-        reader = self._again(lambda client: _opened(client, ticket, idle_ms))
+        reader = self._again(lambda client: _opened(client, ticket, self._call(None), idle_ms))
         while True:
             with _translated(self.location):
                 chunk = _next_chunk(reader, idle_ms)
@@ -142,6 +187,40 @@ class FlightStore(Actions):
         plan = self.plan_read(table, **selection)
         batches = [batch for ticket in plan.tickets for batch in self.read(ticket)]
         return pa.Table.from_batches(batches, plan.schema)
+
+    def read_log(
+        self, log: int, begin: int, end: int, *, columns: Sequence[str], **selection: Any
+    ) -> Iterator[pa.RecordBatch]:
+        """Read [begin, end) of a log, over restarts of the server if ``offset`` is read too.
+
+        It goes on after the last offset that came. ``selection``: payload and filter.
+        """
+        tries = 0
+        # A filter may pass over much of the log before it finds a row.
+        filtered = selection.get("filter") is not None
+        idle_ms = limits.MAX_WORK_CALL_MS if filtered else limits.MAX_READ_IDLE_MS
+        while True:
+            ticket = self.log_ticket(log, begin, end, columns=columns, **selection)
+            try:
+                for batch in self.read(ticket, idle_ms=idle_ms):
+                    if batch.num_rows:
+                        yield batch
+                        if "offset" in columns:
+                            begin, tries = batch.column("offset")[-1].as_py() + 1, 0
+            except ServerUnreachable:
+                tries += 1
+                if "offset" not in columns or tries > _TRIES:
+                    raise
+                self.info()
+            else:
+                return
+
+    def queues(self, names: Sequence[str] | None = None) -> QueueTimes:
+        """Ask which queues there are; one of ``names`` that is not there is an error."""
+        plan = self.plan_read("queues", queue=names, columns=["name", "created_at_ms"])
+        # Read to its end, so that the server need not keep the snapshot.
+        rows = [row for part in plan.tickets for b in self.read(part) for row in b.to_pylist()]
+        return QueueTimes(plan.facts.at_ms, {row["name"]: row["created_at_ms"] for row in rows})
 
     # --- writing -------------------------------------------------------------------------
 
@@ -195,11 +274,11 @@ class FlightStore(Actions):
 
     # --- calls ---------------------------------------------------------------------------
 
-    def call_action(self, action: Action[Any, Any], body: bytes) -> bytes:
+    def call_action(self, action: protocol.Action[Any, Any], body: bytes) -> bytes:
         """Call an action; the methods of :class:`~penstock.flight.protocol.Actions` do."""
 
         def call(client: fl.FlightClient) -> bytes:
-            within = _within(getattr(limits, action.limit))
+            within = self._call(getattr(limits, action.limit))
             (result,) = client.do_action(fl.Action(action.name, body), within)
             answer: bytes = result.body.to_pybytes()
             return answer
@@ -221,7 +300,7 @@ class FlightStore(Actions):
         staged = isinstance(command, protocol.StageCommand | protocol.FillStage)
 
         def call(client: fl.FlightClient) -> list[bytes]:
-            within = _within(limits.MAX_WORK_CALL_MS)
+            within = self._call(limits.MAX_WORK_CALL_MS)
             writer, reader = client.do_put(_descriptor(command), schema, within)
             answers = []
             try:
@@ -245,23 +324,43 @@ class FlightStore(Actions):
         for number, wait_ms in enumerate(BACKOFF_MS if again else ()):
             try:
                 with _translated(self.location):
-                    return call(connect(self.location))
+                    return call(self._connected())
             except ServerUnreachable:
-                protocol.forget(self.location)
+                # The next try connects anew.
+                with _clients_lock:
+                    _clients.pop((os.getpid(), *self._identity()), None)
                 # A connection that has gone silent deserves one new one, whatever it has cost.
                 if number and _clock.now_ms() - started_ms > limits.MAX_UNREACHABLE_MS:
                     raise
                 with _waiting:
                     _clock.wait(_waiting, int(wait_ms * (0.75 + _clock.random() / 2)))
         with _translated(self.location):
-            return call(connect(self.location))
+            return call(self._connected())
+
+    def _connected(self) -> fl.FlightClient:
+        """Return this process's connection to the server."""
+        # A forked worker must not use its parent's connection, nor one key another's.
+        key = (os.getpid(), *self._identity())
+        with _clients_lock:
+            if key not in _clients:
+                _, ca, certificate, private_key = self.location.access
+                options = {"tls_root_certs": ca} if ca else {}
+                if certificate:
+                    options |= {"cert_chain": certificate, "private_key": private_key}
+                _clients[key] = fl.FlightClient(str(self.location), **options)
+            return _clients[key]
+
+    def _call(self, timeout_ms: int | None) -> fl.FlightCallOptions:
+        """Return the options of a call: its deadline, if it has one, and the key's token."""
+        token = self.location.access[0]
+        headers = [(b"authorization", f"Bearer {token}".encode())] if token else None
+        timeout = None if timeout_ms is None else timeout_ms / 1000
+        return fl.FlightCallOptions(timeout=timeout, headers=headers)
 
 
-def _within(timeout_ms: int) -> fl.FlightCallOptions:
-    return fl.FlightCallOptions(timeout=timeout_ms / 1000)
-
-
-def _opened(client: fl.FlightClient, ticket: bytes, idle_ms: int) -> fl.FlightStreamReader:
+def _opened(
+    client: fl.FlightClient, ticket: bytes, options: fl.FlightCallOptions, idle_ms: int
+) -> fl.FlightStreamReader:
     """Open a stream, or give up if its schema does not come.
 
     A deadline would end the whole stream, however well it flows, and opening can't be cancelled:
@@ -273,7 +372,7 @@ def _opened(client: fl.FlightClient, ticket: bytes, idle_ms: int) -> fl.FlightSt
 
     def open_it() -> None:
         try:
-            made.append(client.do_get(fl.Ticket(ticket)))
+            made.append(client.do_get(fl.Ticket(ticket), options))
         except BaseException as error:
             failed.append(error)
         if made and given_up.is_set():

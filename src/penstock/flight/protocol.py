@@ -4,25 +4,18 @@ Commands, tickets, options of actions and answers are JSON. The server refuses u
 wrong types, so that a misspelt option is an error and not a default. An error travels twice: as
 text that begins with the name of its class, for people and foreign clients, and as JSON beside it,
 from which :func:`revive` makes the exception again.
-
-A :class:`Location` is an address with a key's token, TLS roots and certificate, so that a process
-that is sent one needs no settings of its own.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, overload
 
 import msgspec
-import pyarrow.flight as fl
 
 from penstock import errors
-from penstock.errors import InvalidInput, InvalidUrl, PenstockError
+from penstock.errors import InvalidInput, PenstockError
 from penstock.flight.tables import make_schema
 from penstock.model import (
     BackfillPlan,
@@ -41,8 +34,6 @@ T = TypeVar("T")
 PROTOCOL: Final = 1
 # gRPC bounds headers to 8 KiB, and the text travels twice.
 MAX_ERROR_CHARS: Final = 1_000
-TOKEN_VARIABLE: Final = "PENSTOCK_TOKEN"  # noqa: S105 - a name
-CA_VARIABLE: Final = "PENSTOCK_CA"
 # The columns of a restore; of a row only the payload may be null.
 RESTORED: Final = make_schema(
     "offset long?, published_at time?, group string?, priority int?, size long?, delay_ms long?, "
@@ -55,7 +46,7 @@ encode: Final = msgspec.json.Encoder(enc_hook=list).encode
 
 
 class _Command(msgspec.Struct, forbid_unknown_fields=True):
-    pass
+    """A command, or the options of an action; as it is, those of an action that has none."""
 
 
 class ReadCommand(_Command):
@@ -201,10 +192,6 @@ class Stats(msgspec.Struct, frozen=True):
 # --- actions --------------------------------------------------------------------------------------
 
 
-class _NoOptions(_Command):
-    pass
-
-
 class _RoutePlan(_Command):
     max_offsets: int | None = None
 
@@ -213,15 +200,15 @@ class _Filters(_Command):
     offset: int
 
 
-class _Stages(_Command):
+class _DropStages(_Command):
     stages: Sequence[str]
 
 
-class _CommitStages(_Stages):
+class _CommitStages(_DropStages):
     epoch: int | None = None
 
 
-class CommitFill(_Stages):
+class CommitFill(_DropStages):
     """Options of commit_fill; ``filter`` is the one that was matched by, from backfill_plan."""
 
     queue: str
@@ -311,11 +298,11 @@ _QUICK: Final = "MAX_CALL_MS"
 class Actions:
     """Every action of the protocol. A client inherits them as methods."""
 
-    info = Action(_NoOptions, ServerInfo, "Which store this is.", _QUICK, reads=True)
-    log_stats = Action(_NoOptions, LogStats, "The metadata log.", _QUICK, reads=True)
+    info = Action(_Command, ServerInfo, "Which store this is.", _QUICK, reads=True)
+    log_stats = Action(_Command, LogStats, "The metadata log.", _QUICK, reads=True)
     route_plan = Action(_RoutePlan, RoutePlan, "What to match next.", _QUICK, reads=True)
     filters = Action(_Filters, LiveFilters, "The live filters at an offset.", _QUICK, reads=True)
-    take_epoch = Action(_NoOptions, int, "Fence earlier pipelines.", _QUICK, field="epoch")
+    take_epoch = Action(_Command, int, "Fence earlier pipelines.", _QUICK, field="epoch")
     commit_stages = Action(
         _CommitStages,
         list[Committed],
@@ -323,7 +310,7 @@ class Actions:
         "MAX_WORK_CALL_MS",
         field="results",
     )
-    drop_stages = Action(_Stages, int, "Forget stages.", _QUICK, field="dropped")
+    drop_stages = Action(_DropStages, int, "Forget stages.", _QUICK, field="dropped")
     commit_fill = Action(CommitFill, FilledCounts, "Fill a queue from stages.")
     backfill_plan = Action(_BackfillPlan, BackfillPlan, "What is to be filled.", reads=True)
     redrive = Action(
@@ -331,9 +318,9 @@ class Actions:
     )
     trim = Action(_Trim, int, "Remove old done or failed messages.", field="removed")
     collect = Action(_Collect, Collected, "Free payloads that nobody holds.")
-    watermarks = Action(_NoOptions, Watermarks, "How far the logs are routed.", _QUICK, reads=True)
-    sweep = Action(_NoOptions, SweepCounts, "Do what is due.")
-    stats = Action(_NoOptions, Stats, "Stats of every queue and the store.", reads=True)
+    watermarks = Action(_Command, Watermarks, "How far the logs are routed.", _QUICK, reads=True)
+    sweep = Action(_Command, SweepCounts, "Do what is due.")
+    stats = Action(_Command, Stats, "Stats of every queue and the store.", reads=True)
 
 
 ACTIONS: Final[dict[str, Action[Any, Any]]] = {
@@ -362,113 +349,11 @@ def revive(extra: bytes | None) -> PenstockError | None:
         found = msgspec.json.decode(extra or b"", type=_Error)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    kind: Any = getattr(errors, found.error, None)
-    if not isinstance(kind, type) or not issubclass(kind, PenstockError):
-        kind = PenstockError
-    error: PenstockError = kind(found.message)
-    return error
+    return error_named(found.error, found.message) or PenstockError(found.message)
 
 
-# --- addresses and connections --------------------------------------------------------------------
-
-_NO_ACCESS: Final = ("", "", "", "")
-_clients: Final[dict[tuple[Any, ...], fl.FlightClient]] = {}
-_clients_lock: Final = threading.Lock()
-
-
-class Location(str):
-    """An address with its access: a token, and PEM of roots, certificate and key.
-
-    Its text is the address alone.
-    """
-
-    __slots__ = ("access",)
-    access: tuple[str, str, str, str]
-
-    def __new__(cls, address: str, access: tuple[str, str, str, str]) -> Self:
-        """Put them together."""
-        made = super().__new__(cls, address)
-        made.access = access
-        return made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Location, (str(self), self.access)
-
-
-def locate(
-    location: str,
-    *,
-    token: str | None = None,
-    ca: str | Path | None = None,
-    certificate: str | Path | None = None,
-    key: str | Path | None = None,
-) -> str:
-    """Check an address and add the access; ``ca``, ``certificate`` and ``key`` are files.
-
-    PENSTOCK_TOKEN and PENSTOCK_CA, or the access of the address, stand in for missing arguments.
-    """
-    if not str(location).startswith(("grpc://", "grpc+tcp://", "grpc+tls://")):
-        raise InvalidUrl(
-            f"no Flight server is named by {location!r:.200}: grpc://HOST:PORT, or grpc+tls://"
-        )
-    has = getattr(location, "access", _NO_ACCESS)
-    secure = location.startswith("grpc+tls://")
-    access = (
-        token or has[0] or os.environ.get(TOKEN_VARIABLE, ""),
-        _pem(ca) or has[1] or (_pem(os.environ.get(CA_VARIABLE)) if secure else ""),
-        _pem(certificate) or has[2],
-        _pem(key) or has[3],
-    )
-    return Location(location, access) if any(access) else str(location)
-
-
-def _pem(file: str | Path | None) -> str:
-    if not file:
-        return ""
-    try:
-        return Path(file).read_text()
-    except OSError as error:
-        raise InvalidInput(f"TLS: {file} can't be read: {error.strerror}") from None
-
-
-def identity(location: str) -> tuple[str, Any]:
-    """Return an address with its access, to compare locations by."""
-    return str(location), getattr(location, "access", None)
-
-
-def connect(location: str) -> fl.FlightClient:
-    """Return this process's connection to a server."""
-    # A forked worker must not use its parent's connection, nor one key another's.
-    key = (os.getpid(), *identity(location))
-    with _clients_lock:
-        if key not in _clients:
-            token, ca, certificate, private_key = getattr(location, "access", _NO_ACCESS)
-            options: dict[str, Any] = {"middleware": [_BearerFactory(token)]} if token else {}
-            if ca:
-                options["tls_root_certs"] = ca
-            if certificate:
-                options |= {"cert_chain": certificate, "private_key": private_key}
-            _clients[key] = fl.FlightClient(str(location), **options)
-        return _clients[key]
-
-
-def forget(location: str) -> None:
-    """Let the next call connect anew."""
-    with _clients_lock:
-        _clients.pop((os.getpid(), *identity(location)), None)
-
-
-class _Bearer(fl.ClientMiddleware):  # type: ignore[misc]
-    def __init__(self, token: str) -> None:
-        self._token = token
-
-    def sending_headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self._token}"}
-
-
-class _BearerFactory(fl.ClientMiddlewareFactory):  # type: ignore[misc]
-    def __init__(self, token: str) -> None:
-        self._token = token
-
-    def start_call(self, info: fl.CallInfo) -> _Bearer:  # noqa: ARG002 - Flight's signature
-        return _Bearer(self._token)
+def error_named(name: str, message: str) -> PenstockError | None:
+    """Make an exception of the class with this name; None if Penstock has no such class."""
+    kind = getattr(errors, name, None)
+    known = isinstance(kind, type) and issubclass(kind, PenstockError)
+    return kind(message) if kind and known else None

@@ -43,8 +43,8 @@ from pyspark.sql.datasource import InputPartition
 from penstock.engines.disk import sync_path
 from penstock.errors import InvalidInput, QueueNotFound, StorageFailed, StoreMismatch
 from penstock.filters import parse
+from penstock.flight.client import FlightStore
 from penstock.flight.tables import schema_of
-from penstock.spark.broker_client import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -264,10 +264,10 @@ class AttemptsPartition(InputPartition):
 
 def plan(options: Options, columns: Sequence[str]) -> list[InputPartition]:
     """Pin the live rows and find the archived ones that belong to them."""
-    client = Store(options.location)
+    client = FlightStore(options.location)
     for _ in range(_TRIES):
         runs = Runs.existing(options.include_archive or "")
-        runs.check_store(client.store_id)
+        runs.check_store(client.info().store_id)
         born = _queues(client)
         live = _live(client, options, columns, runs, born)
         again = Runs.existing(options.include_archive or "")
@@ -286,12 +286,12 @@ def _archived(runs: Runs) -> set[str]:
     return {reach.queue for run in runs.runs for reach in run.reaches}
 
 
-def _queues(client: Store) -> dict[str, int]:
+def _queues(client: FlightStore) -> dict[str, int]:
     return client.queues().created_at_ms
 
 
 def _live(
-    client: Store,
+    client: FlightStore,
     options: Options,
     columns: Sequence[str],
     runs: Runs,
@@ -319,7 +319,11 @@ def _live(
 
 
 def _partitions(
-    client: Store, options: Options, runs: Runs, born: Mapping[str, int], live: Sequence[bytes]
+    client: FlightStore,
+    options: Options,
+    runs: Runs,
+    born: Mapping[str, int],
+    live: Sequence[bytes],
 ) -> list[InputPartition]:
     wanted = None if options.queues is None else set(options.queues)
     files = [
@@ -339,7 +343,7 @@ def _partitions(
 
 
 def _attempts(
-    client: Store,
+    client: FlightStore,
     options: Options,
     files: Sequence[_Files],
     born: Mapping[str, int],
@@ -387,7 +391,7 @@ def read_part(
     options: Options, columns: Sequence[str], partition: InputPartition
 ) -> Iterator[pa.RecordBatch]:
     """Read one part; batches have at least the columns."""
-    client = Store(options.location)
+    client = FlightStore(options.location)
     if isinstance(partition, FreshPartition):
         for batch in client.read(partition.ticket):
             yield batch.filter(_fresh(batch, partition.ends))
@@ -405,7 +409,7 @@ def _fresh(batch: pa.RecordBatch, ends: Mapping[str, int]) -> pa.Array:
 
 
 def _read_attempts(
-    client: Store, options: Options, columns: Sequence[str], partition: AttemptsPartition
+    client: FlightStore, options: Options, columns: Sequence[str], partition: AttemptsPartition
 ) -> Iterator[pa.RecordBatch]:
     ticket = partition.ticket
     alone = [name for name, files in partition.queues.items() if not files]

@@ -14,7 +14,7 @@ import msgspec
 
 from penstock import limits
 from penstock.errors import InvalidInput
-from penstock.flight.protocol import locate
+from penstock.flight.client import locate
 from penstock.flight.tables import TABLES as SCHEMAS
 
 if TYPE_CHECKING:

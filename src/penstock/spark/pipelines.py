@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.errors import InvalidInput, PenstockError
-from penstock.spark.broker_client import Store
+from penstock.flight.client import FlightStore
 from penstock.spark.matching import COLUMNS, MATCHES, match_batch, matcher_of
-from penstock.spark.offsets import Stretch
+from penstock.spark.reader import Stretch
 from penstock.spark.route import (
     DEFAULT_MAX_OFFSETS,
     commit,
@@ -101,7 +101,7 @@ class Pipeline:
         return triggered(writer, checkpoint, trigger).start()
 
     def _route(self, todo: list[Stretch], epoch: int) -> None:
-        client = Store(self._location)
+        client = FlightStore(self._location)
         filters: dict[int, Mapping[str, str]] = {}
         versions: dict[int, int] = {}
         bounds: list[Stretch] = []
@@ -121,7 +121,7 @@ class Pipeline:
                 rows = mine.select(MATCHES.names).cast(MATCHES).to_batches()
                 stage = new_stage()
                 version = versions[stretch.log]
-                client.put_stage(stage, rows, stretch, filters_version=version, epoch=epoch)
+                client.stage(stage, rows, **stretch._asdict(), filters_version=version, epoch=epoch)
                 stages.append(stage)
             commit(self._location, stages, epoch)
         except BaseException:

@@ -42,8 +42,8 @@ from pyspark.sql.types import (
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput
+from penstock.flight.client import FlightStore
 from penstock.flight.publish import COLUMNS
-from penstock.spark.broker_client import Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -180,7 +180,7 @@ def _publish(location: str, batches: Iterator[pa.RecordBatch], name: str) -> Pub
     context = TaskContext.get()
     partition = 0 if context is None else context.partitionId()
     ids = _Ids(f"{name}-{partition}")
-    client = Store(location)
+    client = FlightStore(location)
     made = (_message_columns(batch, ids) for batch in batches if batch.num_rows)
     first = next(made, None)
     if first is None:

@@ -1,4 +1,11 @@
-"""Reading: a snapshot of a table, stretches of the log, and the log as a stream.
+"""Reading: offsets of the log, snapshots of tables, stretches of the log, and the log as a stream.
+
+Message ids are offsets, given out over all logs together: log 0 may hold 1, 4, 5 and log 1 the
+rest. A stretch is [begin, end) of one log. A stream's offset is one JSON object: where each log is
+read next, and the store that it was read from::
+
+    {"0": 905, "1": 900, "store": "0c2f9a11"}                the table log
+    {"0": 905, "1": 900, "store": "0c2f9a11", "filters": 3}  the tables of the route job
 
 A stream is rate-limited and goes on from its checkpoint. Batches have exactly the columns and types
 that Spark expects.
@@ -6,7 +13,9 @@ that Spark expects.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
@@ -17,40 +26,170 @@ from pyspark.sql.streaming.datasource import (
     ReadMaxRows,
     SupportsTriggerAvailableNow,
 )
-from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType
 
-from penstock.errors import InvalidInput
-from penstock.flight.tables import schema_of
+from penstock.errors import InvalidInput, StoreMismatch
+from penstock.flight.client import FlightStore
+from penstock.flight.tables import make_schema, schema_of
 from penstock.spark import archived
-from penstock.spark.broker_client import Store, offset_at
-from penstock.spark.offsets import (
-    Offset,
-    Stretch,
-    between,
-    check_kept,
-    check_store,
-    cut,
-    limited,
-    logs_of,
-    resolve,
-)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from penstock.spark.options import Options
+    from pyspark.sql.types import StructType
+
+    from penstock.model import LogStats
+    from penstock.spark.options import Options, Place
+
+LEAST_PIECE: Final = 20_000
+"""Offsets below which a stretch is not worth a second task."""
+
+FIRST: Final = 1
+"""The offset that the first message of a store gets."""
 
 ROUTING: Final = {
     # A row is the name of a stage: the matches of a stretch, which the broker holds already.
-    "matches": StructType([StructField("stage", StringType())]),
-    "stretches": StructType(
-        [
-            StructField("log", IntegerType()),
-            StructField("begin", LongType()),
-            StructField("end", LongType()),
-        ]
-    ),
+    "matches": from_arrow_schema(make_schema("stage string?")),
+    "stretches": from_arrow_schema(make_schema("log int?, begin long?, end long?")),
 }
+_EARLIEST: Final = -2
+_LATEST: Final = -1
+_PROBE: Final = 256
+
+Offset: TypeAlias = dict[str, int | str]
+"""A stream's offset, as Spark writes it into the checkpoint."""
+
+
+class Stretch(NamedTuple):
+    """[begin, end) of one log."""
+
+    log: int
+    begin: int
+    end: int
+
+
+def resolve(place: Place, stats: LogStats, name: str) -> dict[int, int]:
+    """Turn ``earliest``, ``latest`` or offsets by log into an offset for every log."""
+    if place == "earliest":
+        return dict.fromkeys(stats.cursors, stats.earliest)
+    if place == "latest":
+        return dict.fromkeys(stats.cursors, stats.end)
+    assert isinstance(place, dict)
+    strangers = sorted(set(place) - set(stats.cursors))
+    if strangers:
+        known = ", ".join(map(str, sorted(stats.cursors)))
+        raise InvalidInput(f"{name} names log {strangers[0]}; the store has {known}")
+    missing = sorted(set(stats.cursors) - set(place))
+    if missing:
+        raise InvalidInput(f"{name} must name every log; {missing[0]} is missing")
+    found = {}
+    for log, offset in place.items():
+        if offset < _EARLIEST or offset > stats.end:
+            raise InvalidInput(
+                f"{name} of log {log} is {offset}; there are offsets up to {stats.end}"
+            )
+        found[log] = {_EARLIEST: stats.earliest, _LATEST: stats.end}.get(offset, offset)
+    return found
+
+
+def logs_of(offset: Mapping[str, int | str]) -> dict[int, int]:
+    """Return the offsets by log of a stream's offset."""
+    return {int(name): int(value) for name, value in offset.items() if name.isdigit()}
+
+
+def limited(start: Mapping[int, int], ends: Mapping[int, int], most: int | None) -> dict[int, int]:
+    """Return where a micro-batch ends that takes at most ``most`` messages."""
+    begins = {log: _begin(start, log, ends[log]) for log in ends}
+    if most is None:
+        return {log: max(begins[log], end) for log, end in ends.items()}
+    # Ids are shared by the logs: one bound for all of them holds for their sum.
+    behind = min((begins[log] for log, end in ends.items() if begins[log] < end), default=0)
+    return {log: max(begins[log], min(end, behind + most)) for log, end in ends.items()}
+
+
+def between(start: Mapping[int, int], end: Mapping[int, int]) -> list[Stretch]:
+    """Return the stretches between two offsets, log by log."""
+    found = [Stretch(log, _begin(start, log, until), until) for log, until in sorted(end.items())]
+    return [stretch for stretch in found if stretch.begin < stretch.end]
+
+
+def _begin(start: Mapping[int, int], log: int, end: int) -> int:
+    # A log that was added since holds nothing older than where the others stood.
+    return start[log] if log in start else min(start.values(), default=end)
+
+
+def cut(stretches: Iterable[Stretch], pieces: int, least: int = LEAST_PIECE) -> list[Stretch]:
+    """Cut stretches into about ``pieces`` of like width, but none for the sake of a few offsets."""
+    whole = list(stretches)
+    width = sum(stretch.end - stretch.begin for stretch in whole)
+    step = max(least, -(-width // max(1, pieces)))
+    parts: list[Stretch] = []
+    for log, begin, end in whole:
+        count = -(-(end - begin) // step)
+        borders = [begin + (end - begin) * number // count for number in range(count + 1)]
+        parts += [Stretch(log, *pair) for pair in pairwise(borders)]
+    return parts
+
+
+def check_kept(stretches: Sequence[Stretch], stats: LogStats, *, fail: bool) -> list[Stretch]:
+    """Refuse (or, if not ``fail``, leave out) offsets that the log's retention has removed."""
+    kept = []
+    for log, begin, end in stretches:
+        earliest = stats.earliest
+        if max(begin, FIRST) < earliest and fail:
+            raise InvalidInput(
+                f"data loss: offsets {begin} to {min(end, earliest)} of log {log} are asked for, "
+                f"but the log begins at {earliest}: its retention has removed them. Set "
+                "failOnDataLoss to false to go on without them"
+            )
+        if max(begin, earliest) < end:
+            kept.append(Stretch(log, max(begin, earliest), end))
+    return kept
+
+
+def check_store(offset: Mapping[str, int | str], store_id: str) -> None:
+    """Refuse a checkpoint that was made over another store."""
+    if offset.get("store", store_id) != store_id:
+        raise StoreMismatch(
+            f"the checkpoint belongs to store {offset['store']}, the broker serves store "
+            f"{store_id}: use another checkpoint directory, or the broker that it was made with"
+        )
+
+
+def offset_at(client: FlightStore, at_ms: int) -> int:
+    """Return the first offset that was published at a time or later."""
+    stats = client.log_stats()
+    logs, low, high = list(stats.cursors), stats.earliest, stats.end
+    # Time in a store never goes back, so neither does it along the offsets.
+    while low < high:
+        middle = (low + high) // 2
+        found = _first(client, logs, middle, high)
+        if found is None:
+            high = middle
+        elif found[1] < at_ms:
+            low = found[0] + 1
+        else:
+            high = middle
+    return low
+
+
+def _first(client: FlightStore, logs: list[int], begin: int, end: int) -> tuple[int, int] | None:
+    """Return offset and time of the first message at an offset or after it."""
+    width = _PROBE
+    while begin < end:
+        until = min(end, begin + width)
+        found = []
+        for log in logs:
+            for batch in client.read_log(log, begin, until, columns=("offset", "published_at")):
+                row = batch.slice(0, 1).to_pylist()[0]
+                found.append((row["offset"], int(row["published_at"].timestamp() * 1000)))
+                break
+        if found:
+            return min(found)
+        begin, width = until, width * 2
+    return None
+
+
+# --- reading --------------------------------------------------------------------------------------
 
 
 def spark_schema(options: Options) -> StructType:
@@ -91,18 +230,18 @@ class Shape:
         return pa.RecordBatch.from_arrays(columns, schema=self._arrow)
 
 
+@dataclass
 class TicketPartition(InputPartition):
     """A part of a snapshot that the broker holds for a while."""
 
-    def __init__(self, ticket: bytes) -> None:
-        self.ticket = ticket
+    ticket: bytes
 
 
+@dataclass
 class LogPartition(InputPartition):
     """A stretch of a log. It needs no snapshot, as a log only grows."""
 
-    def __init__(self, stretch: Stretch) -> None:
-        self.stretch = stretch
+    stretch: Stretch
 
 
 class TableReader(DataSourceReader):
@@ -115,9 +254,15 @@ class TableReader(DataSourceReader):
     def partitions(self) -> list[InputPartition]:
         """Plan the read: take a snapshot, or cut up the log."""
         options = self._options
-        client = Store(options.location)
+        client = FlightStore(options.location)
         if options.table == "log":
-            return [LogPartition(each) for each in self._stretches(client)]
+            stats = client.log_stats()
+            if options.stretches is None:
+                start = starting(options, client, stats, "earliest")
+                wanted = between(start, resolve(options.ending, stats, "endingOffsets"))
+            else:
+                wanted = [Stretch(*bounds) for bounds in options.stretches]
+            return tasks(options, wanted, stats)
         if options.include_archive is not None:
             return archived.plan(options, self._shape.names)
         plan = client.plan_read(
@@ -133,25 +278,27 @@ class TableReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one part."""
         if isinstance(partition, TicketPartition):
-            batches = Store(self._options.location).read(partition.ticket)
+            batches = FlightStore(self._options.location).read(partition.ticket)
         elif isinstance(partition, LogPartition):
             batches = read_stretch(self._options, self._shape, partition)
         else:
             batches = archived.read_part(self._options, self._shape.names, partition)
         yield from map(self._shape.fit, batches)
 
-    def _stretches(self, client: Store) -> list[Stretch]:
-        options = self._options
-        stats = client.log_stats()
-        if options.stretches is not None:
-            wanted = [Stretch(*bounds) for bounds in options.stretches]
-        else:
-            start = resolve(options.starting or "earliest", stats, "startingOffsets")
-            if options.starting_ms is not None:
-                start = dict.fromkeys(stats.cursors, offset_at(client, options.starting_ms))
-            wanted = between(start, resolve(options.ending, stats, "endingOffsets"))
-        kept = check_kept(wanted, stats, fail=options.fail_on_data_loss)
-        return cut(kept, options.partitions)
+
+def starting(
+    options: Options, client: FlightStore, stats: LogStats, default: str
+) -> dict[int, int]:
+    """Return where a read of the log begins: at a time, at offsets, or where it does by default."""
+    if options.starting_ms is not None:
+        return dict.fromkeys(stats.cursors, offset_at(client, options.starting_ms))
+    return resolve(options.starting or default, stats, "startingOffsets")
+
+
+def tasks(options: Options, wanted: list[Stretch], stats: LogStats) -> list[InputPartition]:
+    """Cut stretches that the log still has into tasks."""
+    kept = check_kept(wanted, stats, fail=options.fail_on_data_loss)
+    return [LogPartition(each) for each in cut(kept, options.partitions)]
 
 
 def read_stretch(
@@ -159,32 +306,30 @@ def read_stretch(
 ) -> Iterator[pa.RecordBatch]:
     """Read a stretch of a log; the broker refuses one that is no longer there whole."""
     assert isinstance(partition, LogPartition)
-    return Store(options.location).read_log(
+    return FlightStore(options.location).read_log(
         *partition.stretch, payload=options.payload, columns=shape.names, filter=options.filter
     )
 
 
 class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Tails the log.
-
-    The offset of a stream is where each log is read next, and the store that it was read from::
-
-        {"0": 905, "store": "0c2f9a11"}
-    """
+    """Tails the log."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         self._options = options
         self._shape = Shape(options, schema)
         self._until: dict[int, int] | None = None
 
+    def _known(self, start: Offset | None = None) -> tuple[FlightStore, str, LogStats]:
+        """Ask the broker for its store and its log; ``start`` must be of the same store."""
+        client = FlightStore(self._options.location)
+        store_id = client.info().store_id
+        check_store(start or {}, store_id)
+        return client, store_id, client.log_stats()
+
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name, as all below
         """Return where a stream without a checkpoint begins."""
-        client = Store(self._options.location)
-        stats = client.log_stats()
-        start = resolve(self._options.starting or "latest", stats, "startingOffsets")
-        if self._options.starting_ms is not None:
-            start = dict.fromkeys(stats.cursors, offset_at(client, self._options.starting_ms))
-        return _offset(start, client.store_id)
+        client, store_id, stats = self._known()
+        return offset_of(starting(self._options, client, stats, "latest"), store_id)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """Return the limit that maxOffsetsPerTrigger sets."""
@@ -193,30 +338,23 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """Return where the next micro-batch ends; ``start`` if there is nothing."""
-        client = Store(self._options.location)
-        check_store(start, client.store_id)
-        stats = client.log_stats()
+        _, store_id, stats = self._known(start)
         ends = self._until or resolve("latest", stats, "")
-        until = limited(logs_of(start), ends, most_rows(limit))
-        return _offset(until, client.store_id)
+        return offset_of(limited(logs_of(start), ends, most_rows(limit)), store_id)
 
     def reportLatestOffset(self) -> Offset:  # noqa: N802
         """Return how far the log goes, for the query's progress."""
-        client = Store(self._options.location)
-        return _offset(resolve("latest", client.log_stats(), ""), client.store_id)
+        _, store_id, stats = self._known()
+        return offset_of(resolve("latest", stats, ""), store_id)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Note how far the log goes: later messages are for the next run."""
-        self._until = resolve("latest", Store(self._options.location).log_stats(), "")
+        self._until = resolve("latest", FlightStore(self._options.location).log_stats(), "")
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """Cut a micro-batch into tasks."""
-        client = Store(self._options.location)
-        check_store(start, client.store_id)
-        stats = client.log_stats()
-        wanted = between(logs_of(start), logs_of(end))
-        kept = check_kept(wanted, stats, fail=self._options.fail_on_data_loss)
-        return [LogPartition(each) for each in cut(kept, self._options.partitions)]
+        _, _, stats = self._known(start)
+        return tasks(self._options, between(logs_of(start), logs_of(end)), stats)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one part of a micro-batch."""
@@ -228,5 +366,6 @@ def most_rows(limit: ReadLimit) -> int | None:
     return limit.max_rows if isinstance(limit, ReadMaxRows) else None
 
 
-def _offset(by_log: dict[int, int], store_id: str) -> Offset:
+def offset_of(by_log: dict[int, int], store_id: str) -> Offset:
+    """Return the offset of a stream."""
     return {**{str(log): offset for log, offset in sorted(by_log.items())}, "store": store_id}

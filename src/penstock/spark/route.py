@@ -38,11 +38,22 @@ from pyspark.sql.datasource import (
 from penstock import limits
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, PenstockError
+from penstock.flight.client import FlightStore
 from penstock.model import AssignStatus
-from penstock.spark.broker_client import Store, fenced
 from penstock.spark.matching import PACKED_COLUMNS, freeze_imports, match_packed, matcher_of
-from penstock.spark.offsets import Offset, Stretch, check_store, cut, logs_of
-from penstock.spark.reader import ROUTING, LogPartition, LogStreamReader, check_columns, most_rows
+from penstock.spark.reader import (
+    ROUTING,
+    LogPartition,
+    LogStreamReader,
+    Offset,
+    Stretch,
+    check_columns,
+    check_store,
+    cut,
+    logs_of,
+    most_rows,
+    offset_of,
+)
 from penstock.spark.sessions import is_connect, parallelism, session
 
 if TYPE_CHECKING:
@@ -89,7 +100,7 @@ def status(location: str) -> RouteStatus:
     >>> status("grpc://127.0.0.1:8815").behind    # doctest: +SKIP
     0
     """
-    client = Store(location)
+    client = FlightStore(location)
     routing = client.info().routing
     marks = client.watermarks()
     cursors, routed_up_to, epoch = dict(marks.cursors), marks.routed_up_to, 0
@@ -136,7 +147,7 @@ def route(
 
 def take_over(location: str) -> int:
     """Fence every pipeline that was started before; return the epoch of this one."""
-    client = Store(location)
+    client = FlightStore(location)
     routing = client.info().routing
     if routing != "pipeline":
         raise InvalidInput(
@@ -165,6 +176,14 @@ def route_stream(
         "minPartitions": str(min(limits.MAX_PARTITIONS, parallelism(spark))),
     }
     return spark.readStream.format("penstock").options(**options).load()
+
+
+def fenced(mine: int | None, now: int) -> InvalidInput:
+    """Return the error of a pipeline that another one has taken the place of."""
+    return InvalidInput(
+        f"another pipeline has taken over: it took epoch {now}, this one has {mine}. Only the one "
+        "that was started last routes; everything that this one had routed stays as it is"
+    )
 
 
 def triggered(writer: DataStreamWriter, checkpoint: str | Path, trigger: str) -> DataStreamWriter:
@@ -199,14 +218,13 @@ class RouteStreamReader(LogStreamReader):
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
         """Return the store's cursors."""
-        client = Store(self._options.location)
-        cursors = client.watermarks().cursors
-        return {**{str(log): cursors[log] for log in sorted(cursors)}, "store": client.store_id}
+        client = FlightStore(self._options.location)
+        return offset_of(client.watermarks().cursors, client.info().store_id)
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """Return how far the next micro-batch routes; ``start`` if there is nothing to do."""
-        client = Store(self._options.location)
-        store_id = client.store_id
+        client = FlightStore(self._options.location)
+        store_id = client.info().store_id
         check_store(start, store_id)
         plan = client.route_plan(max_offsets=most_rows(limit))
         if self._options.epoch is not None and plan.epoch != self._options.epoch:
@@ -238,12 +256,12 @@ class RouteStreamReader(LogStreamReader):
         """Return how far the log went when it was last looked at, for the query's progress."""
         if self._planned is not None:
             return self._planned[2]
-        marks = Store(self._options.location).watermarks()
+        marks = FlightStore(self._options.location).watermarks()
         return {str(log): marks.end for log in sorted(marks.cursors)}
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Note how far the log goes: later messages are for the next run."""
-        self._end = Store(self._options.location).watermarks().end
+        self._end = FlightStore(self._options.location).watermarks().end
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """Cut the stretches between the cursors and ``end`` into tasks."""
@@ -257,8 +275,8 @@ class RouteStreamReader(LogStreamReader):
 
     def _left(self, start: Offset, end: Offset) -> list[Stretch]:
         """Return the rest of a micro-batch that was planned before this job started."""
-        client = Store(self._options.location)
-        check_store(start, client.store_id)
+        client = FlightStore(self._options.location)
+        check_store(start, client.info().store_id)
         marks = client.watermarks()
         todo = [
             Stretch(log, max(marks.cursors[log], marks.earliest), min(until, marks.end))
@@ -281,7 +299,7 @@ class RouteStreamReader(LogStreamReader):
 
     def _staged(self, stretch: Stretch) -> list[str]:
         """Stage the matches of a stretch, in parts if filters change within it."""
-        client = Store(self._options.location)
+        client = FlightStore(self._options.location)
         log, begin, end = stretch
         stages: list[str] = []
         try:
@@ -292,10 +310,12 @@ class RouteStreamReader(LogStreamReader):
                 batches = client.read_log(log, begin, until, columns=PACKED_COLUMNS)
                 found = [match_packed(matcher, batch) for batch in batches]
                 stages.append(new_stage())
-                client.put_stage(
+                client.stage(
                     stages[-1],
                     [batch for batch in found if batch.num_rows],
-                    Stretch(log, begin, until),
+                    log=log,
+                    begin=begin,
+                    end=until,
                     filters_version=live.filters_version,
                     epoch=self._options.epoch,
                 )
@@ -332,7 +352,7 @@ def commit(location: str, stages: Sequence[str], epoch: int | None) -> int:
     """
     if not stages:
         return 0
-    client = Store(location)
+    client = FlightStore(location)
     try:
         results = client.commit_stages(list(stages), epoch=epoch)
     except InvalidInput as error:
@@ -377,7 +397,7 @@ class AssignmentWriter(DataSourceStreamArrowWriter):
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803
         """Drop the stages. Assignments that a commit may have made stay."""
         with contextlib.suppress(PenstockError):
-            Store(self._location).drop_stages(_stages(messages))
+            FlightStore(self._location).drop_stages(_stages(messages))
 
 
 def _stages(messages: list[WriterCommitMessage | None]) -> list[str]:

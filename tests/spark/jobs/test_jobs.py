@@ -18,7 +18,7 @@ from pyspark.sql.types import StringType, StructField, StructType
 import penstock
 from penstock.cli.main import cli
 from penstock.errors import InvalidInput, InvalidMessage, QueueNotFound
-from penstock.spark.broker_client import Store
+from penstock.flight.client import FlightStore
 from penstock.spark.jobs import backfill, collect, publish, redrive, report, save_report
 from penstock.spark.jobs.common import pinned, read, revived, translated
 from penstock.spark.options import Options
@@ -257,15 +257,15 @@ def test_a_backfill_goes_on_where_it_was_stopped(
     assert 0 < len(some) < len(wanted)
 
     lost: list[str] = []
-    commit = Store.commit_fill
+    commit = FlightStore.commit_fill
 
-    def forget(self: Store, stages: list[str], **rest: Any) -> Any:
+    def forget(self: FlightStore, stages: list[str], **rest: Any) -> Any:
         if not lost:
             lost.append("once")
             self.drop_stages(stages)
         return commit(self, stages, **rest)
 
-    monkeypatch.setattr(Store, "commit_fill", forget)
+    monkeypatch.setattr(FlightStore, "commit_fill", forget)
     rest = backfill(spark, world.location, "late", window=400)
     assert rest.offsets == dry.offsets - 400
     assert rest.added == len(wanted) - len(some)
@@ -310,4 +310,4 @@ def test_collect_takes_only_what_nobody_refers_to(
     kept = {row["message_id"] for row in world.reader(spark, "messages").collect()}
     assert kept == set(ids[5:]) == set(world.content()["late"])
     # The broker looks again: what a queue refers to stays, whoever asks.
-    assert Store(world.location).collect(ids, dry_run=False).freed_messages == 0
+    assert FlightStore(world.location).collect(ids, dry_run=False).freed_messages == 0

@@ -24,8 +24,8 @@ from pyspark.sql.types import DateType, StringType, StructField, StructType
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, QueueNotFound, StorageFailed
+from penstock.flight.client import FlightStore
 from penstock.spark.archived import Part, Reach, Run, Runs
-from penstock.spark.broker_client import Store
 from penstock.spark.jobs.common import pinned, read
 from penstock.spark.options import read_options
 from penstock.spark.reader import spark_schema
@@ -79,8 +79,8 @@ def archive(
         raise InvalidInput(f"states to archive are done and failed, not {list(states)!r:.100}")
     tell = progress or (lambda _: None)
     runs = Runs(path)
-    client = Store(location)
-    runs.check_store(client.store_id)
+    client = FlightStore(location)
+    runs.check_store(client.info().store_id)
     if dry_run:
         tables, _ = _choose(spark, location, runs, queues, states, keep_ms, payload=False)
         rows = {table: frame.count() for table, frame in tables.items()}
@@ -89,7 +89,7 @@ def archive(
         runs.remove_leftovers()
         tell("chosen")
         tables, born = _choose(spark, location, runs, queues, states, keep_ms, payload=payload)
-        run = _write(spark, runs, tables, born, client.store_id, payload=payload, tell=tell)
+        run = _write(spark, runs, tables, born, client.info().store_id, payload=payload, tell=tell)
         trimmed = _trim(location, runs, queues, states, tell) if trim else 0
         tell("trimmed")
     counts = dict.fromkeys(tables, 0)
@@ -162,7 +162,7 @@ def _choose(
     payload: bool,
 ) -> tuple[dict[str, DataFrame], dict[str, int]]:
     """Pin what is to be archived: ended messages first, then the attempts at them."""
-    at_ms, born = Store(location).queues(queues)
+    at_ms, born = FlightStore(location).queues(queues)
     until_ms = at_ms - keep_ms
     options = {"payload": "true"} if payload else {}
     tables = {}
@@ -171,7 +171,7 @@ def _choose(
         if keep_ms:
             rows = _older(rows, _reach(spark, location, state, queues, until_ms), state, until_ms)
         tables[state] = pinned(_fresh(spark, rows, runs.ends(state, born)))
-    now = Store(location).queues().created_at_ms
+    now = FlightStore(location).queues().created_at_ms
     # A queue that was made anew meanwhile has rows here that nobody can tell apart.
     unsure = [queue for queue, made in born.items() if now.get(queue) != made]
     for state, rows in tables.items():
@@ -322,7 +322,7 @@ def _trim(
     tell: Callable[[str], None],
 ) -> int:
     """Remove from the store what recorded runs hold, of this run and of any before it."""
-    client = Store(location)
+    client = FlightStore(location)
     removed = 0
     for (queue, created_at_ms, state), end in sorted(runs.reached().items()):
         if state not in states or (queues is not None and queue not in queues):

@@ -28,11 +28,12 @@ from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, PenstockError, StorageFailed
+from penstock.flight.client import FlightStore
 from penstock.flight.protocol import RESTORED
 from penstock.spark.archived import Runs
-from penstock.spark.broker_client import Store, offset_at
 from penstock.spark.jobs.common import pinned, read, translated
 from penstock.spark.matching import COLUMNS, match_batch, matcher_of
+from penstock.spark.reader import offset_at
 from penstock.spark.sessions import parallelism
 
 if TYPE_CHECKING:
@@ -100,10 +101,10 @@ def backfill(
     if archive is not None:
         open_archive(location, archive)
         if from_time_ms is not None and from_ is None:
-            logged = offset_at(Store(location), from_time_ms)
+            logged = offset_at(FlightStore(location), from_time_ms)
             low = lowest_since(spark, location, archive, from_time_ms)
             from_, from_time_ms = (logged if low is None else min(low, logged)), None
-    plan = Store(location).backfill_plan(
+    plan = FlightStore(location).backfill_plan(
         queue, from_=from_, from_time_ms=from_time_ms, to=to, archived=archive is not None
     )
     below, kept = _split(plan.stretches, plan.earliest)
@@ -163,7 +164,7 @@ def _fill(
             one = _stage_part(location, queue, filter_, row["begin"], row["end"], dry_run=dry_run)
             yield pa.RecordBatch.from_pylist([one])
 
-    client = Store(location)
+    client = FlightStore(location)
     for left in reversed(range(_TRIES)):
         staged = parts.repartition(tasks).mapInArrow(match, _STAGED).collect()
         counts = {name: sum(row[name] for row in staged) for name in ("scanned", "matched")}
@@ -187,7 +188,7 @@ def _stage_part(
     location: str, queue: str, filter_: str, begin: int, end: int, *, dry_run: bool
 ) -> dict[str, str | int]:
     """Match offsets [begin, end) of all logs and stage them, on an executor."""
-    client = Store(location)
+    client = FlightStore(location)
     matcher = matcher_of({queue: filter_})
     rows: list[pa.RecordBatch] = []
     scanned = 0
@@ -207,7 +208,7 @@ def _stage_part(
 def open_archive(location: str, path: str | Path) -> Runs:
     """Read the manifest of an archive, which must be one of this store."""
     runs = Runs.existing(path)
-    runs.check_store(Store(location).store_id)
+    runs.check_store(FlightStore(location).info().store_id)
     return runs
 
 
@@ -233,7 +234,7 @@ def fill_archived(
     progress: Callable[[int], None],
 ) -> dict[str, int]:
     """Fill a queue from stretches below the log; ``progress`` is told how many offsets are done."""
-    client = Store(location)
+    client = FlightStore(location)
     runs = open_archive(location, path)
     scanned = sum(part.rows for run in runs.runs for part in run.parts if part.table in _ENDED)
     for each in client.stats().queues:
@@ -279,7 +280,7 @@ def _wanted(
     stretches: Sequence[tuple[int, int]],
 ) -> DataFrame:
     """Find every message that the filter wants, once, with its payload if anybody has it."""
-    client = Store(location)
+    client = FlightStore(location)
     inside = _inside(stretches)
     columns = ("message_id", *_ABOUT)
     for _ in range(_TRIES):
@@ -305,7 +306,7 @@ def _inside(stretches: Sequence[tuple[int, int]]) -> Column:
     return inside
 
 
-def _gone_back(client: Store) -> dict[str, tuple[int, int]]:
+def _gone_back(client: FlightStore) -> dict[str, tuple[int, int]]:
     return {
         each.queue: (each.redriven_total, each.moved_in_total) for each in client.stats().queues
     }
@@ -319,7 +320,7 @@ def _restored(
         return
 
     def restore(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        client = Store(location)
+        client = FlightStore(location)
         at: int | None = None
         for begin, end, rows in _windows(batches):
             first = begin if at is None else at

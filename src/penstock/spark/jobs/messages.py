@@ -16,7 +16,7 @@ from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock.errors import InvalidInput
-from penstock.spark.broker_client import Store
+from penstock.flight.client import FlightStore
 from penstock.spark.jobs.common import pinned, read
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def collect(
     >>> collect(spark, "grpc://127.0.0.1:8815").freed_bytes               # doctest: +SKIP
     >>> collect(spark, "grpc://127.0.0.1:8815", dry_run=False)            # doctest: +SKIP
     """
-    client = Store(location)
+    client = FlightStore(location)
     log = client.log_stats()
     below = F.col("message_id") < min(log.earliest, log.routed_up_to)
     kept = read(spark, location, "messages", columns=("message_id", "size"))
@@ -121,7 +121,7 @@ def redrive(
     ...         dry_run=True).selected                              # doctest: +SKIP
     17
     """
-    client = Store(location)
+    client = FlightStore(location)
     client.queues([queue])
     columns = ("message_id", "failed_at", "attempts", "reason", "group", "attributes_json")
     rows = pinned(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import pyarrow.parquet as pq
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
-from penstock.spark.broker_client import Store
+from penstock.flight.client import FlightStore
 from penstock.spark.jobs.common import pinned, read
 from penstock.spark.jobs.report_page import page
 
@@ -37,7 +37,7 @@ def report(
 
     >>> report(spark, "grpc://127.0.0.1:8815")["slowest"].show()          # doctest: +SKIP
     """
-    at_ms = Store(location).queues(queues).at_ms
+    at_ms = FlightStore(location).queues(queues).at_ms
     ended = pinned(_ended(spark, location, queues))
     tried = pinned(
         read(spark, location, "attempts", queues=queues)
@@ -207,10 +207,10 @@ def _timeline(ended: DataFrame) -> DataFrame:
 
 
 def _routing(spark: SparkSession, location: str) -> DataFrame:
-    client = Store(location)
+    client = FlightStore(location)
     marks = client.watermarks()
     # A store that routes inline has no use for cursors.
-    piped = client.routing == "pipeline"
+    piped = client.info().routing == "pipeline"
     rows = [
         (log, at, marks.end, max(0, marks.end - at) if piped else 0)
         for log, at in marks.cursors.items()
