@@ -69,8 +69,7 @@ LAYERS = {
     "validation": GROUND,
     "filters": GROUND,
     "engines": {"errors", "limits", "clock"},
-    "store.policy": {*GROUND, "filters", "store.codec", "store.coverage"},
-    "store.coverage": {*GROUND, "filters"},
+    "store.policy": {*GROUND, "filters", "store.codec"},
     "store.codec": GROUND,
     "store": {*GROUND, "engines", "filters"},
     "broker.durability": {"errors"},
@@ -83,7 +82,7 @@ LAYERS = {
     "worker": {*GROUND, "broker", "client", "clock", "store.policy", "urls", "validation"},
     "__init__": {*GROUND, "broker", "client", "clock", "urls", "worker"},
     "importers": {*GROUND, "__init__", "broker", "clock", "filters", "store.codec", "validation"},
-    "server": {*BROKER, "__init__", "broker", "engines.disk", "flight.listener", "urls", "wire"},
+    "server": {*BROKER, "__init__", "broker", "engines.disk", "flight.service", "urls", "wire"},
     "flight": {*BROKER, "__init__", "broker", "server.metrics", "server.security"},
     "spark": {
         *GROUND,

@@ -80,10 +80,12 @@ def test_a_message_without_its_lease_comes_back_at_once(make_hand: Any, design: 
 def test_what_is_done_stays_done(make_hand: Any, design: str) -> None:
     hand = make_hand("memory", design, "inline")
     message_id = hand.ids["retried"][0]
-    ((key, value),) = hand.rows("history", opendata.done_prefix(b"plain"))
-    (entry, _) = records.decode_done(value)
-    part = opendata.done_key(b"plain", opendata.make_id(1, 0), 1)
-    hand.put("history", part, records.encode_done([entry._replace(message_id=message_id)]))
+    ((key, value),) = hand.rows("history", opendata.DONE.prefix(b"plain"))
+    (entry, _) = records.decode_ended(value, failed=False)
+    part = opendata.DONE.key(b"plain", opendata.make_id(1, 0), 1)
+    hand.put(
+        "history", part, records.encode_ended([entry._replace(message_id=message_id)], failed=False)
+    )
     assert check(hand, repair=True).ok
     done = {each.message_id for each in hand.broker.browse("plain", state=State.DONE)}
     assert done == {*hand.ids["done"], message_id}
@@ -98,7 +100,7 @@ def test_payloads_of_quarantined_records_are_kept(make_hand: Any, design: str) -
     if design == "indexed":
         table, key = "available", hand.rows("available", hand.number("fifo"))[0][0]
     else:
-        table, key = "buckets", hand.rows("buckets", opendata.active_prefix(b"fifo"))[0][0]
+        table, key = "buckets", hand.rows("buckets", opendata.ACTIVE.prefix(b"fifo"))[0][0]
     payloads = [row for row, _ in hand.rows("payloads", b"\x01\x01")]
     hand.put(table, key, b"?")
     report = check(hand, repair=True)

@@ -9,10 +9,8 @@ import msgspec
 import pytest
 
 from penstock.store.check_report import AuditReport
-from penstock.store.codec import log as log_codec
 from penstock.store.codec import opendata, records
-from penstock.store.codec.encodings import encode_seq_block, terminated
-from penstock.store.codec.opendata import payload_key
+from penstock.store.codec.opendata import encode_seq_block, payload_key, terminated
 from penstock.store.codec.stored import decode_lease, encode_lease
 from penstock.store.kv.check import Kind
 from penstock.store.kv.queues import Counts, QueueTable
@@ -43,7 +41,7 @@ def attempts_of(hand: Any, name: str, message_ids: list[int]) -> set[Any]:
     rows = [
         key
         for message_id in message_ids
-        for key, _ in hand.rows("history", opendata.attempts_prefix(name.encode(), message_id))
+        for key, _ in hand.rows("history", opendata.ATTEMPTS.prefix(name.encode(), message_id))
     ]
     assert rows
     return {(Kind.ORPHAN_ATTEMPT, "history", key) for key in rows}
@@ -138,7 +136,7 @@ def in_flight_keys(hand: Any, name: str, lease: bytes) -> list[bytes]:
     if hand.design == "indexed":
         return [hand.number(name) + id8 for id8 in ids]
     buckets = {opendata.bucket_of(int.from_bytes(id8, "big")) for id8 in ids}
-    return [opendata.active_key(queue.id, bucket) for bucket in buckets]
+    return [opendata.ACTIVE.key(queue.id, bucket) for bucket in buckets]
 
 
 def strays(hand: Any, name: str, lease: bytes) -> set[Any]:
@@ -217,14 +215,14 @@ def lease_of_no_queue(hand: Any) -> set[Any]:
 
 
 def done_part(hand: Any) -> tuple[bytes, bytes]:
-    ((key, value),) = hand.rows("history", opendata.done_prefix(b"plain"))
+    ((key, value),) = hand.rows("history", opendata.DONE.prefix(b"plain"))
     return key, value
 
 
 def second_part(hand: Any, entries: list[Any]) -> bytes:
     """Add a part of done messages where the first, of two messages, leaves a number free."""
-    key: bytes = opendata.done_key(b"plain", opendata.make_id(1, 0), 1)
-    hand.put("history", key, records.encode_done(entries))
+    key: bytes = opendata.DONE.key(b"plain", opendata.make_id(1, 0), 1)
+    hand.put("history", key, records.encode_ended(entries, failed=False))
     return key
 
 
@@ -242,9 +240,9 @@ def done_part_is_junk(hand: Any) -> set[Any]:
 
 def done_metadata_is_junk(hand: Any) -> set[Any]:
     key, value = done_part(hand)
-    first, second = records.decode_done(value)
+    first, second = records.decode_ended(value, failed=False)
     entries = [first, second._replace(metadata=JUNK)]
-    hand.put("history", key, records.encode_done(entries))
+    hand.put("history", key, records.encode_ended(entries, failed=False))
     gone = attempts_of(hand, "plain", [second.message_id])
     expected = {(Kind.UNDECODABLE, "history", key), counters("plain")} | gone
     if second.message_id in hand.ids["both"]:
@@ -255,7 +253,9 @@ def done_metadata_is_junk(hand: Any) -> set[Any]:
 
 def done_twice(hand: Any) -> set[Any]:
     _, value = done_part(hand)
-    return {(Kind.TWICE, "history", second_part(hand, [records.decode_done(value)[1]]))}
+    return {
+        (Kind.TWICE, "history", second_part(hand, [records.decode_ended(value, failed=False)[1]]))
+    }
 
 
 def empty_part(hand: Any) -> set[Any]:
@@ -265,7 +265,7 @@ def empty_part(hand: Any) -> set[Any]:
 def part_in_the_wrong_bucket(hand: Any) -> set[Any]:
     key, value = done_part(hand)
     hand.delete("history", key)
-    wrong = opendata.done_key(b"plain", opendata.make_id(1, 10), 0)
+    wrong = opendata.DONE.key(b"plain", opendata.make_id(1, 10), 0)
     hand.put("history", wrong, value)
     return {(Kind.WRONG_KEY, "history", wrong)}
 
@@ -273,7 +273,7 @@ def part_in_the_wrong_bucket(hand: Any) -> set[Any]:
 def waiting_and_done(hand: Any) -> set[Any]:
     message_id = hand.ids["retried"][0]
     _, value = done_part(hand)
-    entry = records.decode_done(value)[0]._replace(message_id=message_id)
+    entry = records.decode_ended(value, failed=False)[0]._replace(message_id=message_id)
     second_part(hand, [entry])
     return {(Kind.TWICE, *place_of(hand, "plain", message_id, in_flight=False)), counters("plain")}
 
@@ -281,7 +281,9 @@ def waiting_and_done(hand: Any) -> set[Any]:
 def in_flight_and_done(hand: Any) -> set[Any]:
     message_id = hand.ids["plain in flight"][-1]
     _, value = done_part(hand)
-    second_part(hand, [records.decode_done(value)[0]._replace(message_id=message_id)])
+    second_part(
+        hand, [records.decode_ended(value, failed=False)[0]._replace(message_id=message_id)]
+    )
     holding = [
         lease
         for lease in hand.leases_of("plain")
@@ -298,7 +300,7 @@ def key_of(hand: Any, name: str, message_id: int) -> bytes:
     """Give the key of a live message within its queue."""
     if hand.design == "indexed":
         return message_id.to_bytes(8, "big")
-    for _, value in hand.rows("buckets", opendata.active_prefix(name.encode())):
+    for _, value in hand.rows("buckets", opendata.ACTIVE.prefix(name.encode())):
         available, in_flight = records.decode_active(value)
         for entry, _ in (*available, *in_flight):
             if entry[0] == message_id:
@@ -311,14 +313,16 @@ def place_of(hand: Any, name: str, message_id: int, *, in_flight: bool) -> tuple
     if hand.design == "indexed":
         return "in_progress" if in_flight else "available", hand.number(name) + key
     bucket = opendata.bucket_of(int.from_bytes(key, "big"))
-    return "buckets", opendata.active_key(name.encode(), bucket)
+    return "buckets", opendata.ACTIVE.key(name.encode(), bucket)
 
 
 def failed_and_live(hand: Any) -> set[Any]:
-    ((key, value),) = hand.rows("history", opendata.failed_prefix(b"shared"))
-    (entry,) = records.decode_failed(value)
+    ((key, value),) = hand.rows("history", opendata.FAILED.prefix(b"shared"))
+    (entry,) = records.decode_ended(value, failed=True)
     live = hand.ids["shared"][-1]
-    hand.put("history", key, records.encode_failed([entry, entry._replace(message_id=live)]))
+    hand.put(
+        "history", key, records.encode_ended([entry, entry._replace(message_id=live)], failed=True)
+    )
     index = FAILED_INDEX + live.to_bytes(8, "big")
     hand.put("history", index, key)
     return {
@@ -348,29 +352,29 @@ def failed_index_of_nobody(hand: Any) -> set[Any]:
 
 
 def attempt_of_nobody(hand: Any) -> set[Any]:
-    _, value = hand.rows("history", opendata.attempts_prefix(b"plain"))[0]
-    key = opendata.attempts_key(b"plain", 99, 1)
+    _, value = hand.rows("history", opendata.ATTEMPTS.prefix(b"plain"))[0]
+    key = opendata.ATTEMPTS.key(b"plain", 99, 1)
     hand.put("history", key, value)
     return {(Kind.ORPHAN_ATTEMPT, "history", key)}
 
 
 def attempt_that_was_not_made(hand: Any) -> set[Any]:
-    key, value = hand.rows("history", opendata.attempts_prefix(b"plain"))[0]
+    key, value = hand.rows("history", opendata.ATTEMPTS.prefix(b"plain"))[0]
     later = key[:-2] + b"\x00\x09"
     hand.put("history", later, value)
     return {(Kind.ORPHAN_ATTEMPT, "history", later)}
 
 
 def attempt_is_junk(hand: Any) -> set[Any]:
-    key, _ = hand.rows("history", opendata.attempts_prefix(b"plain"))[0]
+    key, _ = hand.rows("history", opendata.ATTEMPTS.prefix(b"plain"))[0]
     hand.put("history", key, JUNK)
     return {(Kind.UNDECODABLE, "history", key)}
 
 
 def history_of_no_queue(hand: Any) -> set[Any]:
     _, value = done_part(hand)
-    done = opendata.done_key(b"ghost", 0, 0)
-    attempt = opendata.attempts_key(b"ghost", 1, 1)
+    done = opendata.DONE.key(b"ghost", 0, 0)
+    attempt = opendata.ATTEMPTS.key(b"ghost", 1, 1)
     hand.put("history", done, value)
     hand.put("history", attempt, b"")
     return {(Kind.STRANGER, "history", done), (Kind.STRANGER, "history", attempt)}
@@ -464,7 +468,7 @@ def unknown_payload_key(hand: Any) -> set[Any]:
 
 def entry_of(hand: Any, message_id: int) -> tuple[bytes, bytes]:
     for key, value in hand.rows("log", b"\x03\x01\x00\x00\x00\x01\x10"):
-        if message_id in [row[0] for row in log_codec.decode_metadata_batch(value)]:
+        if message_id in [row[0] for row in opendata.decode_metadata_batch(value)]:
             return key, value
     raise AssertionError(message_id)
 
@@ -480,41 +484,41 @@ def unknown_log_key(hand: Any) -> set[Any]:
 
 
 def message_ids_fall_back(hand: Any) -> set[Any]:
-    hand.put("log", log_codec.SEQ_BLOCK_KEY, encode_seq_block(1, 10))
-    return {(Kind.SEQUENCE, "log", log_codec.SEQ_BLOCK_KEY)}
+    hand.put("log", opendata.SEQ_BLOCK_KEY, encode_seq_block(1, 10))
+    return {(Kind.SEQUENCE, "log", opendata.SEQ_BLOCK_KEY)}
 
 
 def message_ids_are_junk(hand: Any) -> set[Any]:
-    hand.put("log", log_codec.SEQ_BLOCK_KEY, JUNK)
-    return {(Kind.UNDECODABLE, "log", log_codec.SEQ_BLOCK_KEY)}
+    hand.put("log", opendata.SEQ_BLOCK_KEY, JUNK)
+    return {(Kind.UNDECODABLE, "log", opendata.SEQ_BLOCK_KEY)}
 
 
 def segment_is_not_described(hand: Any) -> set[Any]:
-    hand.delete("log", log_codec.segment_meta_key(1))
-    return {(Kind.MISSING_ENTRY, "log", log_codec.segment_meta_key(1))}
+    hand.delete("log", opendata.segment_meta_key(1))
+    return {(Kind.MISSING_ENTRY, "log", opendata.segment_meta_key(1))}
 
 
 def segment_starts_elsewhere(hand: Any) -> set[Any]:
-    key = log_codec.segment_meta_key(1)
-    start, start_ms = log_codec.decode_segment_meta(hand.get("log", key))
-    hand.put("log", key, log_codec.encode_segment_meta(start + 2, start_ms))
+    key = opendata.segment_meta_key(1)
+    start, start_ms = opendata.decode_segment_meta(hand.get("log", key))
+    hand.put("log", key, opendata.encode_segment_meta(start + 2, start_ms))
     return {(Kind.WRONG_FIELD, "log", key)}
 
 
 def segment_goes_back_in_time(hand: Any) -> set[Any]:
-    key = log_codec.segment_meta_key(2)
-    hand.put("log", key, log_codec.encode_segment_meta(4_000, 5))
+    key = opendata.segment_meta_key(2)
+    hand.put("log", key, opendata.encode_segment_meta(4_000, 5))
     return {(Kind.WRONG_FIELD, "log", key)}
 
 
 def segment_description_is_junk(hand: Any) -> set[Any]:
-    key = log_codec.segment_meta_key(1)
+    key = opendata.segment_meta_key(1)
     hand.put("log", key, JUNK)
     return {(Kind.UNDECODABLE, "log", key), (Kind.MISSING_ENTRY, "log", key)}
 
 
 def listing_is_gone(hand: Any) -> set[Any]:
-    key, _ = hand.rows("log", log_codec.listing_prefix(1))[0]
+    key, _ = hand.rows("log", opendata.listing_prefix(1))[0]
     hand.delete("log", key)
     return {(Kind.MISSING_ENTRY, "log", key)}
 
@@ -528,21 +532,21 @@ def entry_is_junk(hand: Any) -> set[Any]:
 def entry_without_messages(hand: Any) -> set[Any]:
     key, _ = entry_of(hand, hand.ids["plain"][0])
     empty = key[:-1] + bytes([key[-1] + 1])
-    hand.put("log", empty, log_codec.encode_metadata_batch([]))
+    hand.put("log", empty, opendata.encode_metadata_batch([]))
     return {(Kind.UNDECODABLE, "log", empty)}
 
 
 def entry_metadata_is_junk(hand: Any) -> set[Any]:
     key, value = entry_of(hand, hand.ids["plain"][0])
-    rows = log_codec.decode_metadata_batch(value)
-    hand.put("log", key, log_codec.encode_metadata_batch([(rows[0][0], JUNK), *rows[1:]]))
+    rows = opendata.decode_metadata_batch(value)
+    hand.put("log", key, opendata.encode_metadata_batch([(rows[0][0], JUNK), *rows[1:]]))
     return {(Kind.UNDECODABLE, "log", key)}
 
 
 def entry_under_another_offset(hand: Any) -> set[Any]:
     key, value = entry_of(hand, hand.ids["plain"][0])
-    segment, log_key, relative = log_codec.parse_entry_key(key)
-    wrong = log_codec.entry_key(segment, log_key, relative + 1)
+    segment, log_key, relative = opendata.parse_entry_key(key)
+    wrong = opendata.entry_key(segment, log_key, relative + 1)
     hand.delete("log", key)
     hand.put("log", wrong, value)
     return {(Kind.WRONG_KEY, "log", wrong)}
@@ -550,8 +554,8 @@ def entry_under_another_offset(hand: Any) -> set[Any]:
 
 def entry_comes_again(hand: Any) -> set[Any]:
     key, value = entry_of(hand, hand.ids["plain"][0])
-    segment, log_key, relative = log_codec.parse_entry_key(key)
-    again = log_codec.entry_key(segment, log_key, relative + 1)
+    segment, log_key, relative = opendata.parse_entry_key(key)
+    again = opendata.entry_key(segment, log_key, relative + 1)
     hand.put("log", again, value)
     return {(Kind.ORDER, "log", again)}
 

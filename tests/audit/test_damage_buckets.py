@@ -8,8 +8,8 @@ import pytest
 
 from penstock.store.codec import opendata, records
 from penstock.store.codec.opendata import payload_key
+from penstock.store.codec.records import decode_summary, encode_head, pack_summary
 from penstock.store.codec.stored import decode_lease
-from penstock.store.codec.summaries import decode_summary, encode_head, pack_summary
 from penstock.store.kv.check import Kind
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def counters(name: str) -> tuple[Kind, str, bytes]:
 
 
 def buckets(hand: Any, name: str) -> list[tuple[bytes, bytes]]:
-    rows: list[tuple[bytes, bytes]] = hand.rows("buckets", opendata.active_prefix(name.encode()))
+    rows: list[tuple[bytes, bytes]] = hand.rows("buckets", opendata.ACTIVE.prefix(name.encode()))
     return rows
 
 
@@ -41,8 +41,8 @@ def write(
 
 
 def summary_of(key: bytes) -> bytes:
-    _, queue, bucket_id = opendata.parse_active_key(key)
-    return opendata.bucket_summary_key(queue, bucket_id)
+    queue, bucket_id = opendata.ACTIVE.parse(key)
+    return opendata.SUMMARY.key(queue, bucket_id)
 
 
 def bucket_of(hand: Any, name: str, message_id: int) -> bytes:
@@ -81,19 +81,19 @@ def bucket_is_gone(hand: Any) -> set[Any]:
 
 
 def empty_bucket(hand: Any) -> set[Any]:
-    key = opendata.active_key(b"plain", opendata.make_id(1, 90))
+    key = opendata.ACTIVE.key(b"plain", opendata.make_id(1, 90))
     write(hand, key, [], [])
     return {(Kind.EMPTY, "buckets", key)}
 
 
 def bucket_of_a_claim(hand: Any) -> set[Any]:
-    key = opendata.active_key(b"plain", opendata.make_id(1, 91))
+    key = opendata.ACTIVE.key(b"plain", opendata.make_id(1, 91))
     write(hand, key, [], [])
     return {(Kind.STRANGER, "buckets", key)}
 
 
 def records_of_no_queue(hand: Any) -> set[Any]:
-    keys = [opendata.active_key(b"ghost", 0), opendata.bucket_summary_key(b"ghost", 0)]
+    keys = [opendata.ACTIVE.key(b"ghost", 0), opendata.SUMMARY.key(b"ghost", 0)]
     for key in keys:
         hand.put("buckets", key, b"?")
     return {(Kind.STRANGER, "buckets", key) for key in keys}
@@ -117,7 +117,7 @@ def in_flight_in_another_bucket(hand: Any) -> set[Any]:
     available, in_flight = read(value)
     moved = in_flight.pop()
     write(hand, key, available, in_flight)
-    elsewhere = opendata.active_key(b"fifo", opendata.make_id(1, 50))
+    elsewhere = opendata.ACTIVE.key(b"fifo", opendata.make_id(1, 50))
     write(hand, elsewhere, [], [moved])
     return {
         (Kind.WRONG_KEY, "buckets", elsewhere),
@@ -232,7 +232,7 @@ def summary_has_another_head(hand: Any) -> set[Any]:
 
 def summary_of_nobody(hand: Any) -> set[Any]:
     value = hand.get("buckets", summary_of(buckets(hand, "plain")[0][0]))
-    key = opendata.bucket_summary_key(b"plain", opendata.make_id(1, 90))
+    key = opendata.SUMMARY.key(b"plain", opendata.make_id(1, 90))
     hand.put("buckets", key, value)
     return {(Kind.ORPHAN_ENTRY, "buckets", key)}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.audit.conftest import check
 
-from penstock.store.codec.encodings import terminated
+from penstock.store.codec.opendata import terminated
 
 # Tables and prefixes of the rows that follow from others, in a store as the fixture fills it.
 DERIVED = {

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.errors import CorruptRecord
 from penstock.model import State
-from penstock.store.codec.encodings import terminated
+from penstock.store.codec.opendata import terminated
 from penstock.store.kv.check import Kind
 from penstock.store.kv.queues import decode_counts, encode_counts
 from penstock.store.live import Item

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import CorruptRecord, InvalidInput
-from penstock.store.codec import encodings as enc
+from penstock.store.codec import opendata as enc
 
 U64 = st.integers(0, 2**64 - 1)
 # Bytes that meet the escapes and the carry of `increment` far more often than chance would.

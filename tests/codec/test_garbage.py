@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -10,10 +11,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import CorruptRecord
 from penstock.model import QueueSpec
-from penstock.store.codec import encodings as enc
-from penstock.store.codec import log, stored
 from penstock.store.codec import opendata as od
 from penstock.store.codec import records as rec
+from penstock.store.codec import stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,12 +51,14 @@ VALUES = {
         ),
     ),
     "done": Case(
-        rec.decode_done, rec.encode_done, rec.encode_done([rec.Done(1, CLAIM, 2, 3, b"meta")] * 2)
+        partial(rec.decode_ended, failed=False),
+        partial(rec.encode_ended, failed=False),
+        rec.encode_ended([rec.EndedRecord(1, CLAIM, 2, 3, b"meta")] * 2, failed=False),
     ),
     "failed": Case(
-        rec.decode_failed,
-        rec.encode_failed,
-        rec.encode_failed([rec.Failed(1, CLAIM, 2, 3, b"meta", "wäs")] * 2),
+        partial(rec.decode_ended, failed=True),
+        partial(rec.encode_ended, failed=True),
+        rec.encode_ended([rec.EndedRecord(1, CLAIM, 2, 3, b"meta", "wäs")] * 2, failed=True),
     ),
     "attempt": Case(
         rec.decode_attempt,
@@ -69,19 +71,19 @@ VALUES = {
         rec.encode_queue_spec(SPEC, 11),
     ),
     "seq block": Case(
-        enc.decode_seq_block,
-        lambda block: enc.encode_seq_block(*block),
-        enc.encode_seq_block(4096, 4096),
+        od.decode_seq_block,
+        lambda block: od.encode_seq_block(*block),
+        od.encode_seq_block(4096, 4096),
     ),
     "segment meta": Case(
-        log.decode_segment_meta,
-        lambda meta: log.encode_segment_meta(*meta),
-        log.encode_segment_meta(1, 2),
+        od.decode_segment_meta,
+        lambda meta: od.encode_segment_meta(*meta),
+        od.encode_segment_meta(1, 2),
     ),
     "metadata batch": Case(
-        log.decode_metadata_batch,
-        log.encode_metadata_batch,
-        log.encode_metadata_batch([(1, b"meta"), (2, b"data")]),
+        od.decode_metadata_batch,
+        od.encode_metadata_batch,
+        od.encode_metadata_batch([(1, b"meta"), (2, b"data")]),
     ),
     "stored item": Case(
         stored.decode_stored_item,
@@ -97,35 +99,35 @@ VALUES = {
 
 KEYS = {
     "active": Case(
-        od.parse_active_key,
-        lambda fields: od.active_key(*fields[1:]),
-        od.active_key(b"a\0b", CLAIM),
+        od.ACTIVE.parse,
+        lambda fields: od.ACTIVE.key(*fields),
+        od.ACTIVE.key(b"a\0b", CLAIM),
     ),
     "done": Case(
-        od.parse_done_key,
-        lambda fields: od.done_key(*fields[1:]),
-        od.done_key(b"a\1b", CLAIM, 1),
+        od.DONE.parse,
+        lambda fields: od.DONE.key(*fields),
+        od.DONE.key(b"a\1b", CLAIM, 1),
     ),
     "failed": Case(
-        od.parse_failed_key,
-        lambda fields: od.failed_key(*fields[1:]),
-        od.failed_key(b"a\0", CLAIM, 2),
+        od.FAILED.parse,
+        lambda fields: od.FAILED.key(*fields),
+        od.FAILED.key(b"a\0", CLAIM, 2),
     ),
     "attempts": Case(
-        od.parse_attempts_key,
-        lambda fields: od.attempts_key(*fields[1:]),
-        od.attempts_key(b"\1\1", 7, 2),
+        od.ATTEMPTS.parse,
+        lambda fields: od.ATTEMPTS.key(*fields),
+        od.ATTEMPTS.key(b"\1\1", 7, 2),
     ),
     "log entry": Case(
-        log.parse_entry_key,
-        lambda fields: log.entry_key(*fields),
-        log.entry_key(1, b"k\0", 5_000),
+        od.parse_entry_key,
+        lambda fields: od.entry_key(*fields),
+        od.entry_key(1, b"k\0", 5_000),
     ),
-    "log segment": Case(log.parse_segment_meta_key, log.segment_meta_key, log.segment_meta_key(7)),
+    "log segment": Case(od.parse_segment_meta_key, od.segment_meta_key, od.segment_meta_key(7)),
     "log listing": Case(
-        log.parse_listing_key,
-        lambda fields: log.listing_key(*fields),
-        log.listing_key(1, b"k"),
+        od.parse_listing_key,
+        lambda fields: od.listing_key(*fields),
+        od.listing_key(1, b"k"),
         open_ended=True,
     ),
 }

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import CorruptRecord, InvalidInput
-from penstock.store.codec import log
+from penstock.store.codec import opendata as log
 
 if TYPE_CHECKING:
     from collections.abc import Callable

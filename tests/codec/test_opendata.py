@@ -24,38 +24,26 @@ TWENTY = "10 00 00 00 00 00 00 14"
 SEVEN = "00 00 00 00 00 00 00 07"
 
 
-def test_record_types() -> None:
-    assert {member.name: int(member) for member in od.RecordType} == {
-        "PAYLOAD": 1,
-        "ACTIVE": 2,
-        "DONE": 3,
-        "FAILED": 4,
-        "ATTEMPTS": 5,
-        "QUEUE_SPEC": 6,
-        "BUCKET_SUMMARY": 9,
-    }
-
-
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
         (od.payload_key(7), f"01 01 {SEVEN}"),
-        (od.active_key(b"orders", BUCKET), f"02 02 {ORDERS} 00 {TWENTY}"),
-        (od.active_key(b"a\x00\x01", BUCKET), f"02 02 61 01 01 01 02 00 {TWENTY}"),
-        (od.done_key(b"orders", BUCKET, 7), f"02 03 {ORDERS} 00 {TWENTY} {SEVEN}"),
-        (od.done_key(b"orders", BUCKET, 0), f"02 03 {ORDERS} 00 {TWENTY} {'00 ' * 8}"),
-        (od.failed_key(b"orders", BUCKET, 7), f"02 04 {ORDERS} 00 {TWENTY} {SEVEN}"),
-        (od.attempts_key(b"orders", 7, 258), f"02 05 {ORDERS} 00 {SEVEN} 01 02"),
-        (od.bucket_summary_key(b"orders", BUCKET), f"02 09 {ORDERS} 00 {TWENTY}"),
-        (od.payload_prefix(), "01 01"),
-        (od.active_prefix(b"orders"), f"02 02 {ORDERS} 00"),
-        (od.done_prefix(b"orders"), f"02 03 {ORDERS} 00"),
-        (od.done_prefix(b"orders", BUCKET), f"02 03 {ORDERS} 00 {TWENTY}"),
-        (od.failed_prefix(b"orders"), f"02 04 {ORDERS} 00"),
-        (od.failed_prefix(b"orders", BUCKET), f"02 04 {ORDERS} 00 {TWENTY}"),
-        (od.attempts_prefix(b"orders"), f"02 05 {ORDERS} 00"),
-        (od.attempts_prefix(b"orders", 7), f"02 05 {ORDERS} 00 {SEVEN}"),
-        (od.bucket_summary_prefix(b"orders"), f"02 09 {ORDERS} 00"),
+        (od.ACTIVE.key(b"orders", BUCKET), f"02 02 {ORDERS} 00 {TWENTY}"),
+        (od.ACTIVE.key(b"a\x00\x01", BUCKET), f"02 02 61 01 01 01 02 00 {TWENTY}"),
+        (od.DONE.key(b"orders", BUCKET, 7), f"02 03 {ORDERS} 00 {TWENTY} {SEVEN}"),
+        (od.DONE.key(b"orders", BUCKET, 0), f"02 03 {ORDERS} 00 {TWENTY} {'00 ' * 8}"),
+        (od.FAILED.key(b"orders", BUCKET, 7), f"02 04 {ORDERS} 00 {TWENTY} {SEVEN}"),
+        (od.ATTEMPTS.key(b"orders", 7, 258), f"02 05 {ORDERS} 00 {SEVEN} 01 02"),
+        (od.SUMMARY.key(b"orders", BUCKET), f"02 09 {ORDERS} 00 {TWENTY}"),
+        (od.PAYLOAD, "01 01"),
+        (od.ACTIVE.prefix(b"orders"), f"02 02 {ORDERS} 00"),
+        (od.DONE.prefix(b"orders"), f"02 03 {ORDERS} 00"),
+        (od.DONE.prefix(b"orders", BUCKET), f"02 03 {ORDERS} 00 {TWENTY}"),
+        (od.FAILED.prefix(b"orders"), f"02 04 {ORDERS} 00"),
+        (od.FAILED.prefix(b"orders", BUCKET), f"02 04 {ORDERS} 00 {TWENTY}"),
+        (od.ATTEMPTS.prefix(b"orders"), f"02 05 {ORDERS} 00"),
+        (od.ATTEMPTS.prefix(b"orders", 7), f"02 05 {ORDERS} 00 {SEVEN}"),
+        (od.SUMMARY.prefix(b"orders"), f"02 09 {ORDERS} 00"),
     ],
 )
 def test_keys(key: bytes, expected: str) -> None:
@@ -63,46 +51,46 @@ def test_keys(key: bytes, expected: str) -> None:
 
 
 def test_parsed_keys() -> None:
-    assert od.parse_active_key(od.active_key(b"orders", BUCKET)) == (2, b"orders", BUCKET)
-    assert od.parse_done_key(od.done_key(b"orders", BUCKET, 0)) == (2, b"orders", BUCKET, 0)
-    assert od.parse_failed_key(od.failed_key(b"q", BUCKET, 3)) == (2, b"q", BUCKET, 3)
-    assert od.parse_attempts_key(od.attempts_key(b"q", 7, 1)) == (2, b"q", 7, 1)
+    assert od.ACTIVE.parse(od.ACTIVE.key(b"orders", BUCKET)) == (b"orders", BUCKET)
+    assert od.DONE.parse(od.DONE.key(b"orders", BUCKET, 0)) == (b"orders", BUCKET, 0)
+    assert od.FAILED.parse(od.FAILED.key(b"q", BUCKET, 3)) == (b"q", BUCKET, 3)
+    assert od.ATTEMPTS.parse(od.ATTEMPTS.key(b"q", 7, 1)) == (b"q", 7, 1)
 
 
 @given(QUEUE, U64, U64, U16)
 def test_keys_round_trip(queue: bytes, id_: int, part: int, attempt: int) -> None:
-    assert od.parse_active_key(od.active_key(queue, id_)) == (2, queue, id_)
-    assert od.parse_done_key(od.done_key(queue, id_, part)) == (2, queue, id_, part)
-    assert od.parse_failed_key(od.failed_key(queue, id_, part)) == (2, queue, id_, part)
-    assert od.parse_attempts_key(od.attempts_key(queue, id_, attempt)) == (2, queue, id_, attempt)
+    assert od.ACTIVE.parse(od.ACTIVE.key(queue, id_)) == (queue, id_)
+    assert od.DONE.parse(od.DONE.key(queue, id_, part)) == (queue, id_, part)
+    assert od.FAILED.parse(od.FAILED.key(queue, id_, part)) == (queue, id_, part)
+    assert od.ATTEMPTS.parse(od.ATTEMPTS.key(queue, id_, attempt)) == (queue, id_, attempt)
 
 
 @given(QUEUE, U64, QUEUE, U64)
 def test_keys_sort_by_queue_then_bucket(a: bytes, i: int, b: bytes, j: int) -> None:
-    assert (od.active_key(a, i) < od.active_key(b, j)) == ((a, i) < (b, j))
+    assert (od.ACTIVE.key(a, i) < od.ACTIVE.key(b, j)) == ((a, i) < (b, j))
 
 
 @given(QUEUE, QUEUE, U64, U64)
 def test_a_prefix_holds_its_own_queue_only(a: bytes, b: bytes, i: int, j: int) -> None:
-    assert od.active_key(b, i).startswith(od.active_prefix(a)) == (a == b)
-    assert od.done_key(b, i, j).startswith(od.done_prefix(a)) == (a == b)
-    assert od.failed_key(b, i, j).startswith(od.failed_prefix(a, j)) == ((a, j) == (b, i))
-    assert od.attempts_key(b, i, 1).startswith(od.attempts_prefix(a, j)) == ((a, j) == (b, i))
+    assert od.ACTIVE.key(b, i).startswith(od.ACTIVE.prefix(a)) == (a == b)
+    assert od.DONE.key(b, i, j).startswith(od.DONE.prefix(a)) == (a == b)
+    assert od.FAILED.key(b, i, j).startswith(od.FAILED.prefix(a, j)) == ((a, j) == (b, i))
+    assert od.ATTEMPTS.key(b, i, 1).startswith(od.ATTEMPTS.prefix(a, j)) == ((a, j) == (b, i))
 
 
 WRONG_KEYS: list[tuple[Callable[[bytes], object], str]] = [
-    (od.parse_active_key, "02"),
-    (od.parse_active_key, f"02 03 61 00 {TWENTY}"),
-    (od.parse_active_key, f"01 02 61 00 {TWENTY}"),
-    (od.parse_active_key, f"03 02 61 00 {TWENTY}"),
-    (od.parse_active_key, f"02 02 61 {TWENTY[:2]}"),
-    (od.parse_active_key, f"02 02 61 00 {TWENTY} 00"),
-    (od.parse_active_key, f"02 02 61 01 03 00 {TWENTY}"),
-    (od.parse_done_key, f"01 03 61 00 {TWENTY} {SEVEN}"),
-    (od.parse_done_key, f"02 03 61 00 {TWENTY}"),
-    (od.parse_failed_key, f"02 04 61 00 {TWENTY} 00"),
-    (od.parse_attempts_key, f"02 05 61 00 {SEVEN}"),
-    (od.parse_attempts_key, f"01 05 61 00 {SEVEN} 00 01"),
+    (od.ACTIVE.parse, "02"),
+    (od.ACTIVE.parse, f"02 03 61 00 {TWENTY}"),
+    (od.ACTIVE.parse, f"01 02 61 00 {TWENTY}"),
+    (od.ACTIVE.parse, f"03 02 61 00 {TWENTY}"),
+    (od.ACTIVE.parse, f"02 02 61 {TWENTY[:2]}"),
+    (od.ACTIVE.parse, f"02 02 61 00 {TWENTY} 00"),
+    (od.ACTIVE.parse, f"02 02 61 01 03 00 {TWENTY}"),
+    (od.DONE.parse, f"01 03 61 00 {TWENTY} {SEVEN}"),
+    (od.DONE.parse, f"02 03 61 00 {TWENTY}"),
+    (od.FAILED.parse, f"02 04 61 00 {TWENTY} 00"),
+    (od.ATTEMPTS.parse, f"02 05 61 00 {SEVEN}"),
+    (od.ATTEMPTS.parse, f"01 05 61 00 {SEVEN} 00 01"),
 ]
 
 

@@ -38,8 +38,8 @@ IN_FLIGHT = st.builds(
     TEXT,
     st.binary(min_size=16, max_size=16),
 )
-DONE = st.builds(rec.Done, U64, U64, I64, U16, META)
-FAILED = st.builds(rec.Failed, U64, U64, I64, U16, META, TEXT)
+DONE = st.builds(rec.EndedRecord, U64, U64, I64, U16, META)
+FAILED = st.builds(rec.EndedRecord, U64, U64, I64, U16, META, TEXT)
 ATTEMPT = st.builds(rec.AttemptRecord, I64, TEXT, I64, U8, TEXT)
 I64_OR_MORE = st.integers(-(2**63), 2**64 - 1)
 SPEC = st.builds(
@@ -89,17 +89,17 @@ def test_active() -> None:
 
 def test_done() -> None:
     value = bytes.fromhex(f"01 00 {ID} {CLAIM_HEX} 09 00 00 00 00 00 00 00 02 00 {HI}")
-    assert rec.encode_done([rec.Done(7, CLAIM, 9, 2, b"hi")]) == value
-    assert rec.decode_done(value) == [rec.Done(7, CLAIM, 9, 2, b"hi")]
+    assert rec.encode_ended([rec.EndedRecord(7, CLAIM, 9, 2, b"hi")], failed=False) == value
+    assert rec.decode_ended(value, failed=False) == [rec.EndedRecord(7, CLAIM, 9, 2, b"hi")]
 
 
 def test_failed() -> None:
     value = bytes.fromhex(
         f"01 00 {ID} {CLAIM_HEX} 09 00 00 00 00 00 00 00 02 00 {HI} 03 00 77 68 79"
     )
-    assert rec.encode_failed([rec.Failed(7, CLAIM, 9, 2, b"hi", "why")]) == value
-    assert rec.decode_failed(value) == [rec.Failed(7, CLAIM, 9, 2, b"hi", "why")]
-    assert isinstance(rec.decode_failed(value)[0], rec.Failed)
+    assert rec.encode_ended([rec.EndedRecord(7, CLAIM, 9, 2, b"hi", "why")], failed=True) == value
+    assert rec.decode_ended(value, failed=True) == [rec.EndedRecord(7, CLAIM, 9, 2, b"hi", "why")]
+    assert isinstance(rec.decode_ended(value, failed=True)[0], rec.EndedRecord)
 
 
 def test_attempt() -> None:
@@ -207,12 +207,12 @@ def test_active_round_trip(available: list[rec.Available], in_flight: list[rec.I
     ATTEMPT,
 )
 def test_history_round_trip(
-    done: list[rec.Done],
-    failed: list[rec.Failed],
+    done: list[rec.EndedRecord],
+    failed: list[rec.EndedRecord],
     attempt: rec.AttemptRecord,
 ) -> None:
-    assert rec.decode_done(rec.encode_done(done)) == done
-    assert rec.decode_failed(rec.encode_failed(failed)) == failed
+    assert rec.decode_ended(rec.encode_ended(done, failed=False), failed=False) == done
+    assert rec.decode_ended(rec.encode_ended(failed, failed=True), failed=True) == failed
     assert rec.decode_attempt(rec.encode_attempt(attempt)) == attempt
 
 
@@ -222,11 +222,11 @@ def test_queue_spec_round_trip(spec: QueueSpec, number: int) -> None:
 
 
 def test_an_array_holds_65535() -> None:
-    done = rec.Done(0, 0, 0, 0, b"")
-    assert rec.encode_done([done] * 65_535)[:2] == b"\xff\xff"
+    done = rec.EndedRecord(0, 0, 0, 0, b"")
+    assert rec.encode_ended([done] * 65_535, failed=False)[:2] == b"\xff\xff"
     too_long: list[Callable[[], bytes]] = [
-        lambda: rec.encode_done([done] * 65_536),
-        lambda: rec.encode_failed([rec.Failed(0, 0, 0, 0, b"", "")] * 65_536),
+        lambda: rec.encode_ended([done] * 65_536, failed=False),
+        lambda: rec.encode_ended([done] * 65_536, failed=True),
         lambda: rec.pack_active([b""] * 65_536, []),
         lambda: rec.pack_active([], [b""] * 65_536),
     ]

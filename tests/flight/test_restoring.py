@@ -10,7 +10,7 @@ import pytest
 import penstock
 from penstock import InvalidInput, Message, QueueNotFound, limits
 from penstock.flight import protocol as wire
-from penstock.flight.publish import Restorer
+from penstock.flight.writes import Restorer
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:

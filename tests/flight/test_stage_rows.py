@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from penstock import Message
 from penstock.clock import ManualClock
-from penstock.flight import stages
 from penstock.flight.protocol import StageCommand
-from penstock.flight.stages import Stage, Stages
+from penstock.flight.writes import KEPT_COMMITTED, Stage, Stages
 from penstock.store.codec.metadata import decode_metadata
 
 if TYPE_CHECKING:
@@ -66,14 +65,14 @@ def test_a_slice_is_read_from_where_it_begins() -> None:
 def test_stages_that_were_committed_go_when_others_have_followed() -> None:
     held = Stages(ManualClock())
     held.add(staged("waiting", [(1, "a")]))
-    for number in range(stages.KEPT_COMMITTED + 50):
+    for number in range(KEPT_COMMITTED + 50):
         stage = staged(f"s{number}", [(1, "a")])
         held.add(stage)
         stage.clear()
-    assert len(held) == stages.KEPT_COMMITTED + 2
+    assert len(held) == KEPT_COMMITTED + 2
     assert [each.rows for each in held.get(["waiting"])] == [1]
-    last = stages.KEPT_COMMITTED + 49
-    assert held.get([f"s{last}", f"s{last - stages.KEPT_COMMITTED + 1}"])
+    last = KEPT_COMMITTED + 49
+    assert held.get([f"s{last}", f"s{last - KEPT_COMMITTED + 1}"])
 
 
 def test_the_log_as_it_is_stored(piped: penstock.Broker, piped_store: FlightStore) -> None:

@@ -19,7 +19,7 @@ PACKAGES = ("penstock", "pyspark_penstock")
 def run(*command: str | Path, **options: Any) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return str(done.stdout)
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 import penstock
 from penstock import InvalidInput, InvalidMessage, InvalidQueue, LogRecord, Message, State, limits
 from penstock.clock import ManualClock
-from penstock.store.coverage import Coverage, Stretch
-from penstock.store.policy import RESTORE_MESSAGES
+from penstock.store.policy import RESTORE_MESSAGES, Coverage, Stretch
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -220,7 +219,7 @@ def test_what_is_refused(broker: penstock.Broker, clock: ManualClock) -> None:
 def test_old_stretches_go_and_the_queue_says_what_it_knows(
     broker: penstock.Broker, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.store.coverage.MAX_COVERAGE_STRETCHES", 3)
+    monkeypatch.setattr("penstock.store.policy.MAX_COVERAGE_STRETCHES", 3)
     broker.create_queue("q", filter="n < 0")
     kept: list[Kept] = []
     for number in range(6):
@@ -343,7 +342,7 @@ def test_what_is_forgotten_is_said_to_be(
         coverage.note(begin, begin + width, text)
     before = list(coverage.backfilled)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.store.coverage.MAX_COVERAGE_STRETCHES", 3)
+        patch.setattr("penstock.store.policy.MAX_COVERAGE_STRETCHES", 3)
         coverage.bound(earliest)
     assert coverage.known_from is not None
     assert coverage.known_from <= earliest

@@ -19,7 +19,7 @@ import pyspark
 
 import penstock
 from penstock.clock import SystemClock
-from penstock.flight.stages import Stages
+from penstock.flight.writes import Stages
 from penstock.spark.route import status
 from penstock.testing.checking import assert_clean
 

@@ -23,7 +23,7 @@ import penstock
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput
 from penstock.flight.client import FlightStore
-from penstock.flight.stages import Stages
+from penstock.flight.writes import Stages
 from penstock.spark.reader import LEAST_PIECE
 from penstock.spark.route import AVAILABLE_NOW, route, status
 from penstock.testing.checking import assert_clean

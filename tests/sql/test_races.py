@@ -16,7 +16,7 @@ from tests.waiting import wait_until
 
 import penstock
 from penstock import ManualClock, Message, ServerUnreachable
-from penstock.store.kv.log import SEGMENT_MS
+from penstock.store.policy import SEGMENT_MS
 from penstock.store.sql.database import Aborted
 from penstock.store.sql.location import Tunables
 from penstock.store.sql.store import SqlStore

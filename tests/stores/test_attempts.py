@@ -25,10 +25,10 @@ def tried(broker: Broker, attempts: int) -> None:
     ((entry,), _) = core.history.page(queue, "failed", b"", 9)
     table = core.engine.table("history")
     batch = core.engine.batch()
-    failed = records.Failed(*entry[:-1])._replace(attempts=attempts)
-    batch.put(entry.part, records.encode_failed([failed]), table.family)
-    key = opendata.attempts_prefix(queue.id) + (entry.message_id << 16 | 1).to_bytes(10, "big")
-    last = opendata.attempts_prefix(queue.id) + (entry.message_id << 16 | attempts).to_bytes(
+    failed = records.EndedRecord(*entry[:-1])._replace(attempts=attempts)
+    batch.put(entry.part, records.encode_ended([failed], failed=True), table.family)
+    key = opendata.ATTEMPTS.prefix(queue.id) + (entry.message_id << 16 | 1).to_bytes(10, "big")
+    last = opendata.ATTEMPTS.prefix(queue.id) + (entry.message_id << 16 | attempts).to_bytes(
         10, "big"
     )
     batch.put(last, table.get(key), table.family)

@@ -15,10 +15,10 @@ from penstock.engines.memory import MemoryEngine
 from penstock.errors import CorruptRecord, InvalidInput
 from penstock.model import Ordering, QueueSpec, State
 from penstock.store.codec import opendata, records
-from penstock.store.codec.summaries import (
+from penstock.store.codec.records import (
     Due,
-    Head,
-    Held,
+    HeldGroup,
+    LaneHead,
     Summary,
     decode_summary,
     encode_head,
@@ -135,10 +135,10 @@ class Bench:
         return [key for key in self.table.rows if key.startswith(prefix)]
 
     def bucket_keys(self) -> list[bytes]:
-        return self.keys(opendata.active_prefix(b"q"))
+        return self.keys(opendata.ACTIVE.prefix(b"q"))
 
     def summary_keys(self) -> list[bytes]:
-        return self.keys(opendata.bucket_summary_prefix(b"q"))
+        return self.keys(opendata.SUMMARY.prefix(b"q"))
 
 
 PLAIN = ("", 0, 0)
@@ -173,8 +173,8 @@ def test_summary_bytes_are_fixed() -> None:
         7,
         (9,),
         Due(100, 8),
-        [Head("a", 5, 50, 7), Head("", 0, 51, 11)],
-        [Held("a", 3)],
+        [LaneHead("a", 5, 50, 7), LaneHead("", 0, 51, 11)],
+        [HeldGroup("a", 3)],
     )
 
 
@@ -196,8 +196,8 @@ def test_claim_ids_place_messages_in_buckets_of_the_rfc() -> None:
     items = bench.add(*[PLAIN] * 12)
     assert [item.key for item in items] == [1 << 60 | number for number in range(12)]
     assert bench.bucket_keys() == [
-        opendata.active_key(b"q", 1 << 60),
-        opendata.active_key(b"q", 1 << 60 | 10),
+        opendata.ACTIVE.key(b"q", 1 << 60),
+        opendata.ACTIVE.key(b"q", 1 << 60 | 10),
     ]
     available, in_flight = records.decode_active(bench.table.rows[bench.bucket_keys()[1]])
     assert [entry.message_id for entry, _ in available] == [11, 12]
@@ -379,7 +379,7 @@ def test_a_claim_reads_only_the_bucket_that_it_takes_from(
 
     monkeypatch.setattr(bench.table, "get", note)
     assert bench.take_ids(10) == list(range(1, 11))
-    assert read == [opendata.active_key(b"q", 1 << 60)]
+    assert read == [opendata.ACTIVE.key(b"q", 1 << 60)]
 
 
 def test_failed_commit_is_forgotten_on_load() -> None:
@@ -451,7 +451,7 @@ def test_nothing_is_written_where_a_bucket_was_put_aside() -> None:
     bench.table.rows[tail] = b"broken"
     bench.add(PLAIN, PLAIN)
     assert bench.aside[0][1] == tail
-    assert bench.bucket_keys() == [opendata.active_key(b"q", 1 << 60 | 10)]
+    assert bench.bucket_keys() == [opendata.ACTIVE.key(b"q", 1 << 60 | 10)]
     assert bench.take_ids(10) == [5, 6]
 
 

@@ -41,7 +41,7 @@ class _Pipeline(click.Group):
             # Only Spark's errors are asked, and only where Spark was loaded.
             if not type(error).__module__.startswith(("pyspark.", "py4j.")):
                 raise
-            from penstock.spark.jobs.common import revived  # noqa: PLC0415
+            from penstock.spark.sessions import revived  # noqa: PLC0415
 
             ours = revived(error)
             if ours is None:

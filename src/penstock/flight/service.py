@@ -2,35 +2,40 @@
 
 gRPC calls the handlers from many threads at once. Snapshots, stages and the broker are thread-safe;
 only making a snapshot holds the broker up, reading one never does.
+
+A call brings ``authorization: Bearer ID:SECRET`` (or Basic, as Flight clients log in). The
+middleware finds the key before anything is read; the handlers check its permissions.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import msgspec
 import pyarrow as pa
 import pyarrow.flight as fl
 
 from penstock import limits
+from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, NotAllowed, PenstockError
-from penstock.flight import protocol, stages
-from penstock.flight.auth import AcceptedHandshakes, FlightGuard
-from penstock.flight.protocol import ACTIONS, PUTS, decode, encode
-from penstock.flight.publish import Publisher, Restorer, receive_stage
-from penstock.flight.snapshots import Numbers, Snapshot, Snapshots, of_queues, partition
-from penstock.flight.tables import read, schema_of, select
+from penstock.flight import protocol
+from penstock.flight.protocol import ACTIONS, PUTS, decode, describe, encode, revive
+from penstock.flight.snapshots import Part, Piece, Snapshot, Snapshots, of_queues, partition
+from penstock.flight.tables import Selection, read, schema_of, select
+from penstock.flight.writes import Publisher, Restorer, Stages, commit, fill_offsets
+from penstock.server.security import ANYONE, token_of
 from penstock.validation import check_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from penstock.broker.broker import Broker
     from penstock.clock import Clock
-    from penstock.flight.auth import FlightCall
     from penstock.model import BackfillPlan
     from penstock.server.metrics import Metrics
     from penstock.server.security import Keys, Principal
@@ -38,11 +43,93 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+JANITOR_MS: Final = 15_000
+GRACE_MS: Final = 30_000
 _READ: Final = ("consume", "admin")
 # Tables of one queue's messages; the others show rows of all queues.
 _BY_QUEUE: Final = {"active", "done", "failed", "attempts", "groups"}
 # Here the caller says which messages a queue gets, whatever its filter: as good as any filter.
 _FILLS: Final = (protocol.FillStage, protocol.RestoreCommand, protocol.CommitFill)
+
+# --- keys and metrics of calls --------------------------------------------------------------------
+
+
+class FlightCall(fl.ServerMiddleware):  # type: ignore[misc]
+    """One call: its key, and its name for the metrics."""
+
+    def __init__(
+        self, guard: FlightGuard, principal: Principal, operation: str, answer: str
+    ) -> None:
+        self.principal = principal
+        self.operation = operation
+        self._guard = guard
+        self._answer = answer
+        self._begin = guard.clock.seconds()
+
+    def sending_headers(self) -> dict[str, str]:
+        """Answer a login with the token to use from then on."""
+        return {"authorization": self._answer} if self._answer else {}
+
+    def call_completed(self, exception: Exception | None) -> None:
+        """Count the call."""
+        if self._guard.metrics is None:
+            return
+        outcome = "ok"
+        if exception is not None:
+            ours = revive(getattr(exception, "extra_info", None))
+            outcome = type(exception if ours is None else ours).__name__
+        seconds = self._guard.clock.seconds() - self._begin
+        self._guard.metrics.request(
+            "flight", self.operation, seconds, outcome, self.principal.key_id
+        )
+
+
+class FlightGuard(fl.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Finds the key of each call, and refuses a call without a known key."""
+
+    def __init__(self, keys: Keys | None, metrics: Metrics | None, clock: Clock) -> None:
+        self.keys = keys
+        self.metrics = metrics
+        self.clock = clock
+
+    def start_call(self, info: fl.CallInfo, headers: dict[str, Any]) -> FlightCall:
+        """Look at the headers of a call."""
+        operation = info.method.name.lower()
+        if self.keys is None:
+            return FlightCall(self, ANYONE, operation, "")
+        header = _header(headers)
+        token = token_of(header)
+        principal = self.keys.by_token(token) if token else None
+        if principal is None:
+            if self.metrics is not None:
+                self.metrics.request("flight", operation, 0.0, NotAllowed.__name__)
+            why = "the key is not known" if token else "it needs a key"
+            error = NotAllowed(f"this server wants authorization: Bearer ID:SECRET; {why}")
+            raise fl.FlightUnauthenticatedError(*describe(error))
+        login = header.lower().startswith("basic")
+        return FlightCall(self, principal, operation, f"Bearer {token}" if login else "")
+
+
+def _header(headers: dict[str, Any]) -> str:
+    for name, values in headers.items():
+        if name.lower() == "authorization" and values:
+            value = values[0]
+            return value.decode("latin-1") if isinstance(value, bytes) else str(value)
+    return ""
+
+
+class AcceptedHandshakes(fl.ServerAuthHandler):  # type: ignore[misc]
+    """Accepts Flight's own login: the middleware has checked its header."""
+
+    def authenticate(self, outgoing: Any, incoming: Any) -> None:
+        """Ask for nothing more."""
+
+    def is_valid(self, token: bytes) -> bytes:  # noqa: ARG002 - Flight's signature
+        """Return no name: the middleware knows the key."""
+        return b""
+
+
+# --- the service ----------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -51,7 +138,7 @@ def translated() -> Iterator[None]:
     try:
         yield
     except PenstockError as error:
-        raise fl.FlightServerError(*protocol.describe(error)) from None
+        raise fl.FlightServerError(*describe(error)) from None
     except pa.ArrowException:
         raise
     except Exception as error:
@@ -74,7 +161,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
     ) -> None:
         self._broker = broker
         self.snapshots = Snapshots(clock, broker.max_views)
-        self.stages = stages.Stages(clock)
+        self.stages = Stages(clock)
         self._restorer = Restorer(broker)
         # The other actions are methods of the broker.
         self._handlers: Final[dict[str, Callable[[Any], Any]]] = {
@@ -111,30 +198,18 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
                 if value is not None:
                     check_count(value, name, 0, limits.MAX_OFFSET)
 
-            def make() -> Snapshot:
-                table = command.table
-                selection = select(
-                    table,
-                    payload=command.payload,
-                    columns=command.columns,
-                    filter_text=command.filter,
+            def cut(pinned: PinnedStore) -> list[Part]:
+                return partition(
+                    pinned,
+                    command.table,
+                    command.partitions,
+                    queues=queues,
+                    begin=command.begin,
+                    end=command.end,
+                    logs=command.logs,
                 )
-                pinned = self._broker.view(
-                    stats=table == "stats", marks=table in {"done", "failed"}
-                )
-                with _closed_on_error(pinned):
-                    parts = partition(
-                        pinned,
-                        table,
-                        command.partitions,
-                        queues=queues,
-                        begin=command.begin,
-                        end=command.end,
-                        logs=command.logs,
-                    )
-                return Snapshot(pinned, parts, selection, principal.key_id, shown)
 
-            made = self.snapshots.add(make, principal.key_id)
+            made = self._snapshot(_selection(command), cut, principal, shown)
             endpoints = [
                 fl.FlightEndpoint(
                     encode(protocol.SnapshotTicket(snapshot=made.name, part=part)), []
@@ -147,6 +222,26 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             )
             schema = made.selection.schema
             return fl.FlightInfo(schema, descriptor, endpoints, -1, -1, app_metadata=encode(facts))
+
+    def _snapshot(
+        self,
+        selection: Selection,
+        cut: Callable[[PinnedStore], list[Part]],
+        principal: Principal,
+        shown: Sequence[str],
+    ) -> Snapshot:
+        """Pin the store and cut it into parts, for the reads of one key."""
+
+        def make() -> Snapshot:
+            table = selection.table
+            pinned = self._broker.view(stats=table == "stats", marks=table in {"done", "failed"})
+            try:
+                return Snapshot(pinned, cut(pinned), selection, principal.key_id, shown)
+            except BaseException:
+                pinned.close()
+                raise
+
+        return self.snapshots.add(make, principal.key_id)
 
     def get_schema(
         self,
@@ -167,7 +262,14 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             wanted = decode(ticket.ticket, protocol.SnapshotTicket | protocol.LogTicket, "ticket")
             if isinstance(wanted, protocol.LogTicket):
                 principal.check_any(_READ)
-                snapshot = self._log_snapshot(wanted, principal.key_id)
+                selection = _selection(wanted)
+                check_count(wanted.begin, "begin", 0, limits.MAX_OFFSET)
+                check_count(wanted.end, "end", wanted.begin, limits.MAX_OFFSET)
+                snapshot = self._snapshot(
+                    selection, lambda pinned: _stretch(pinned, wanted), principal, ()
+                )
+                # Read once, and of no use to anybody if its reader never comes.
+                snapshot.unread.clear()
                 batches = self._batches(snapshot.name, 0, None, temporary=True)
             else:
                 snapshot = self.snapshots.find(wanted.snapshot, wanted.part)
@@ -190,25 +292,6 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
                 if temporary:
                     self.snapshots.drop(name)
 
-    def _log_snapshot(self, ticket: protocol.LogTicket, owner: str) -> Snapshot:
-        selection = select(
-            "log", payload=ticket.payload, columns=ticket.columns, filter_text=ticket.filter
-        )
-        check_count(ticket.begin, "begin", 0, limits.MAX_OFFSET)
-        check_count(ticket.end, "end", ticket.begin, limits.MAX_OFFSET)
-
-        def make() -> Snapshot:
-            pinned = self._broker.view(marks=False)
-            with _closed_on_error(pinned):
-                _check_stretch(pinned, ticket)
-            stretch = Numbers(ticket.log, ticket.begin, ticket.end)
-            snapshot = Snapshot(pinned, [[stretch]], selection, owner)
-            # Read once, and of no use to anybody if its reader never came.
-            snapshot.unread.clear()
-            return snapshot
-
-        return self.snapshots.add(make, owner)
-
     # --- writing -------------------------------------------------------------------------
 
     def do_put(
@@ -225,15 +308,13 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             if isinstance(command, protocol.PublishCommand):
                 publisher = Publisher(self._broker, reader.schema, principal)
                 for chunk in reader:
-                    publisher.publish(chunk.data)
-                    counts = protocol.Published(publisher.published, publisher.duplicates)
-                    writer.write(encode(counts))
+                    writer.write(encode(publisher.publish(chunk.data)))
                 return
             principal.check("admin", _touched(command))
             if isinstance(command, protocol.RestoreCommand):
                 writer.write(encode(self._restorer.restore(command, reader, writer.write)))
                 return
-            stage = receive_stage(command, reader, self.stages.room())
+            stage = self.stages.receive(command, reader)
             if isinstance(command, protocol.FillStage):
                 stage.filter = self._broker.queue(command.queue).filter
             self.stages.add(stage)
@@ -275,13 +356,13 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
 
     def _commit_stages(self, options: Any) -> list[protocol.Committed]:
         found = self.stages.get(list(dict.fromkeys(options.stages)))
-        return stages.commit(self._broker, found, options.epoch)
+        return commit(self._broker, found, options.epoch)
 
     def _commit_fill(self, options: protocol.CommitFill) -> protocol.FilledCounts:
         found = self.stages.get(list(dict.fromkeys(options.stages)))
         if found and all(stage.committed for stage in found):
             return protocol.FilledCounts(0, 0, 0)
-        offsets = stages.fill_offsets(found, options)
+        offsets = fill_offsets(found, options)
         # Without a filter in the options, the one of the time of staging is meant.
         text = options.filter or next((stage.filter for stage in found), None)
         filled = self._broker.fill(options.queue, options.begin, options.end, offsets, filter=text)
@@ -324,16 +405,14 @@ def _touched(command: Any) -> str | None:
     return None if isinstance(command, _FILLS) else getattr(command, "queue", None)
 
 
-@contextmanager
-def _closed_on_error(pinned: PinnedStore) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        pinned.close()
-        raise
+def _selection(command: protocol.ReadCommand | protocol.LogTicket) -> Selection:
+    table = command.table if isinstance(command, protocol.ReadCommand) else "log"
+    return select(
+        table, payload=command.payload, columns=command.columns, filter_text=command.filter
+    )
 
 
-def _check_stretch(pinned: PinnedStore, ticket: protocol.LogTicket) -> None:
+def _stretch(pinned: PinnedStore, ticket: protocol.LogTicket) -> list[Part]:
     """Refuse a stretch that can't be read whole: rows must not be missed without a word."""
     stats = pinned.log_stats
     if ticket.log not in stats.cursors:
@@ -347,3 +426,117 @@ def _check_stretch(pinned: PinnedStore, ticket: protocol.LogTicket) -> None:
         raise InvalidInput(
             f"offsets up to {ticket.end} were asked for; log {ticket.log} ends at {stats.end}"
         )
+    return [[Piece(None, None, ticket.begin, ticket.end, ticket.log)]]
+
+
+# --- starting and stopping ------------------------------------------------------------------------
+
+
+class TlsFiles(NamedTuple):
+    """Files of certificate, key, and the authority of clients' certificates, if they need any."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the files as options of a Flight server."""
+        try:
+            pair = self.certificate.read_bytes(), self.key.read_bytes()
+            roots = None if self.client_ca is None else self.client_ca.read_bytes()
+        except OSError as error:
+            raise InvalidInput(f"TLS: {error.filename} can't be read: {error.strerror}") from None
+        return {
+            "tls_certificates": [pair],
+            "verify_client": roots is not None,
+            "root_certificates": roots,
+        }
+
+
+class FlightListener:
+    """A running Flight service; clients connect to its ``location``."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        host: str,
+        port: int,
+        clock: Clock,
+        *,
+        keys: Keys | None = None,
+        metrics: Metrics | None = None,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        scheme = "grpc" if tls is None else "grpc+tls"
+        place = f"{scheme}://{_bracketed(host)}:{port}"
+        try:
+            options = {} if tls is None else tls.options()
+            self.service = FlightService(
+                broker, place, clock, keys=keys, metrics=metrics, **options
+            )
+        except pa.ArrowException as error:
+            raise InvalidInput(f"can't listen on {host}:{port}: {error}") from error
+        self._clock = clock
+        self.port: int = self.service.port
+        self.location = f"{scheme}://{_bracketed(_reachable(host))}:{self.port}"
+        self._closing = threading.Condition()
+        self._closed = False
+        self._janitor = threading.Thread(
+            target=self._tidy, name="penstock-flight-janitor", daemon=True
+        )
+        self._janitor.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self, *, grace_ms: int = GRACE_MS) -> None:
+        """Take no more calls, wait for those that run, and let go of every snapshot.
+
+        After ``grace_ms`` a read that still goes on gets an error. The broker stays open.
+        """
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            self._closing.notify_all()
+        self._janitor.join()
+        stopping = threading.Thread(target=self.service.shutdown, daemon=True)
+        stopping.start()
+        stopping.join(grace_ms / 1000)
+        if stopping.is_alive():
+            log.warning("reads go on after %d ms: they are ended", grace_ms)
+        self.service.snapshots.close()
+        stopping.join(grace_ms / 1000)
+
+    def _tidy(self) -> None:
+        """Expire idle snapshots and stages, also when nobody calls."""
+        with self._closing:
+            while not self._closed:
+                self.service.snapshots.expire()
+                self.service.stages.expire()
+                self._clock.wait(self._closing, JANITOR_MS)
+
+
+def in_process_server(
+    broker: Broker, *, host: str = "127.0.0.1", port: int = 0, clock: Clock | None = None
+) -> FlightListener:
+    """Serve an open broker from this process, by default on a free port of this machine.
+
+    ::
+
+        with penstock.open("memory:") as broker, in_process_server(broker) as server:
+            FlightStore(server.location).info()
+    """
+    return FlightListener(broker, host, port, clock or SystemClock())
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def _reachable(host: str) -> str:
+    """Return an address that clients can connect to, for one that listens everywhere."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104

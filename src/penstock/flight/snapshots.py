@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from penstock import limits
 from penstock.errors import InvalidInput, QueueNotFound
@@ -27,33 +27,23 @@ if TYPE_CHECKING:
 
     from penstock.clock import Clock
     from penstock.flight.tables import Selection
-    from penstock.store.snapshot import Keys, PinnedStore
+    from penstock.store.snapshot import PinnedStore
 
 
-class Numbers(NamedTuple):
-    """Offsets of a log, or message ids (``log`` is 0 then): [begin, end)."""
+class Piece(NamedTuple):
+    """A range of a table: rows of a queue (the empty name: of the store), or of no queue.
 
-    log: int
-    begin: int
-    end: int
+    Of a queue, those of ``keys``, or all; else offsets of a ``log``, or message ids. ``low`` and
+    ``high`` bound offsets, ids or sequence numbers.
+    """
 
-
-class QueueKeys(NamedTuple):
-    """A range of one queue's rows, numbered [low, high) if at all."""
-
-    queue: str
-    keys: Keys
+    queue: str | None
+    keys: Any = None
     low: int = 0
     high: int = MAX_OFFSET
+    log: int = 0
 
 
-class WholeQueue(NamedTuple):
-    """Everything of one queue (the empty name: of the store)."""
-
-    queue: str
-
-
-Piece: TypeAlias = Numbers | QueueKeys | WholeQueue
 Part: TypeAlias = list[Piece]
 _RANGED: Final = {"log", "messages", "done", "failed"}
 
@@ -84,16 +74,19 @@ def partition(
     if table == "log":
         pieces = _log_pieces(pinned, count, low, high, logs)
     elif table == "messages":
-        pieces = _message_pieces(pinned, count, low, high)
+        # The ids whose payload is kept.
+        ends = pinned.message_ends(low, high)
+        cuts = [] if ends is None else cut_range(ends[0], ends[1] + 1, count)
+        pieces = [Piece(None, None, *cut) for cut in cuts]
     else:
         chosen = list(pinned.queues) if queues is None else list(dict.fromkeys(queues))
         for name in chosen:
             if name not in pinned.queues:
                 raise QueueNotFound(f"no queue named {name!r:.100}")
         if table in {"queues", "groups", "stats"}:
-            pieces = [WholeQueue(queue) for queue in chosen]
+            pieces = [Piece(queue) for queue in chosen]
             if table == "stats":
-                pieces += [WholeQueue("")] if queues is None else []
+                pieces += [Piece("")] if queues is None else []
                 count = 1
         else:
             pieces = list(_queue_pieces(pinned, table, chosen, count, low, high))
@@ -116,37 +109,28 @@ def _log_pieces(
     if not chosen or low >= high:
         return []
     each = -(-count // len(chosen))
-    return [Numbers(log, *cut) for log in chosen for cut in cut_range(low, high, each)]
-
-
-def _message_pieces(pinned: PinnedStore, count: int, low: int, high: int) -> list[Piece]:
-    """Cut the ids whose payload is kept into pieces."""
-    ends = pinned.message_ends(low, high)
-    if ends is None:
-        return []
-    return [Numbers(0, *cut) for cut in cut_range(ends[0], ends[1] + 1, count)]
+    return [Piece(None, None, *cut, log) for log in chosen for cut in cut_range(low, high, each)]
 
 
 def _queue_pieces(
     pinned: PinnedStore, table: str, queues: Sequence[str], count: int, low: int, high: int
-) -> Iterator[QueueKeys]:
+) -> Iterator[Piece]:
     """Cut each queue into as many pieces as its share of the rows asks for."""
     depths = [max(1, pinned.about(table, queue)) for queue in queues]
     total = sum(depths)
     for queue, depth in zip(queues, depths, strict=True):
         share = max(1, -(-depth * count // total))
         for keys in pinned.cut(table, queue, share, low):
-            yield QueueKeys(queue, keys, low, high)
+            yield Piece(queue, keys, low, high)
 
 
 def of_queues(part: Part, queues: Sequence[str] | None) -> Part:
     """Return the pieces of a part that belong to these queues; None: all of them."""
     if queues is None:
         return part
-    wanted = set(queues)
-    if any(isinstance(piece, Numbers) for piece in part):
+    if any(piece.queue is None for piece in part):
         raise InvalidInput("a part of the log, or of all messages, has no queues to choose from")
-    return [piece for piece in part if not isinstance(piece, Numbers) and piece.queue in wanted]
+    return [piece for piece in part if piece.queue in queues]
 
 
 class Snapshot:
@@ -181,7 +165,7 @@ class Snapshot:
         if queues is not None:
             known = self._seen.setdefault(part, set())
             known.update(queues)
-            if any(getattr(piece, "queue", None) not in known for piece in self.parts[part]):
+            if any(piece.queue not in known for piece in self.parts[part]):
                 return
         self.unread.discard(part)
 

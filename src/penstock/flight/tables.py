@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from penstock.filters import Filter
-    from penstock.flight.snapshots import Numbers, Part, QueueKeys, WholeQueue
+    from penstock.flight.snapshots import Part, Piece
     from penstock.model import Value
     from penstock.store.snapshot import LiveRow, PinnedStore
 
@@ -261,106 +261,27 @@ def read(pinned: PinnedStore, part: Part, selection: Selection) -> Iterator[pa.R
 
 
 _Rows = list[tuple[Any, ...]]
+# Of the tables whose rows have the packed record of a message: its place in a row, and the places
+# of other columns.
+_PLACES: Final[dict[str, tuple[int, dict[str, int]]]] = {
+    "log": (1, {"offset": 0, "metadata": 1}),
+    "active": (5, {"message_id": 0, "state": 1, "attempts": 2, "visible_at": 3}),
+    "done": (4, {"message_id": 0, "done_at": 2, "attempts": 3}),
+    "failed": (4, {"message_id": 0, "failed_at": 2, "attempts": 3, "reason": 5}),
+}
+_LEASED: Final = {"lease_deadline": "deadline_ms", "consumer": "consumer"}
 
 
-class _MessageRows(NamedTuple):
-    """Rows that carry the packed record of a message.
-
-    ``rows`` come a few at a time, with their sequence numbers if the table has any. ``packed`` is
-    the place of the record in a row. ``columns`` makes the columns that are not in the record: the
-    value's place in a row, or a function of rows and numbers.
-    """
-
-    rows: Iterable[tuple[Sequence[int], Sequence[tuple[Any, ...]]]]
-    packed: int
-    columns: dict[str, int | Callable[[_Rows, Sequence[int]], pa.Array]]
-
-
-def _unnumbered(
-    pages: Iterable[Sequence[tuple[Any, ...]]],
-) -> Iterator[tuple[range, Sequence[tuple[Any, ...]]]]:
-    return ((range(len(rows)), rows) for rows in pages)
-
-
-def _log(pinned: PinnedStore, piece: Numbers, selection: Selection) -> Iterator[pa.RecordBatch]:
-    source = _MessageRows(
-        _unnumbered(pinned.log_rows(piece.log, piece.begin, piece.end)),
-        1,
-        {
-            "log": lambda rows, _: pa.repeat(pa.scalar(piece.log, pa.int32()), len(rows)),
-            "offset": 0,
-            "metadata": 1,
-        },
-    )
-    return _message_batches(pinned, source, selection)
-
-
-def _live(pinned: PinnedStore, piece: QueueKeys, selection: Selection) -> Iterator[pa.RecordBatch]:
-    def leased(name: str, field: str) -> Callable[[Any, Sequence[int]], pa.Array]:
-        return lambda rows, _: _column(
-            selection, name, [getattr(lease, field, None) for lease in pinned.leases(rows)]
-        )
-
-    source = _MessageRows(
-        _unnumbered(pinned.live_rows(piece.keys)),
-        5,
-        {
-            "queue": lambda rows, _: _repeated(piece.queue, len(rows)),
-            "message_id": 0,
-            "state": 1,
-            "attempts": 2,
-            "visible_at": 3,
-            "lease_deadline": leased("lease_deadline", "deadline_ms"),
-            "consumer": leased("consumer", "consumer"),
-        },
-    )
-    return _message_batches(pinned, source, selection)
-
-
-def _ended(pinned: PinnedStore, piece: QueueKeys, selection: Selection) -> Iterator[pa.RecordBatch]:
-    state = State(selection.table)
-    source = _MessageRows(
-        pinned.ended_rows(state, piece.keys, piece.low, piece.high),
-        4,
-        {
-            "queue": lambda rows, _: _repeated(piece.queue, len(rows)),
-            "message_id": 0,
-            "sequence": lambda _, numbers: pa.array(numbers, pa.int64()),
-            f"{state.value}_at": 2,
-            "attempts": 3,
-            "reason": 5,
-        },
-    )
-    return _message_batches(pinned, source, selection)
-
-
-def _gathered(source: _MessageRows) -> Iterator[tuple[_Rows, list[int]]]:
-    """Gather rows, and their numbers, until they make a batch."""
-    rows: _Rows = []
-    numbers: list[int] = []
-    packed = 0
-    for places, some in source.rows:
-        rows += some
-        numbers += places
-        # Rows of one page were published together, and their records are much alike.
-        packed += len(some) * len(some[-1][source.packed])
-        if len(rows) >= BATCH_ROWS or packed >= BATCH_PACKED_BYTES:
-            for at in range(0, len(rows), BATCH_ROWS):
-                yield rows[at : at + BATCH_ROWS], numbers[at : at + BATCH_ROWS]
-            rows, numbers, packed = [], [], 0
-    if rows:
-        yield rows, numbers
-
-
-def _message_batches(
-    pinned: PinnedStore, source: _MessageRows, selection: Selection
+def _with_record(
+    pinned: PinnedStore, piece: Piece, selection: Selection
 ) -> Iterator[pa.RecordBatch]:
-    """Turn rows into batches of bounded size."""
-    for gathered, all_numbers in _gathered(source):
+    """Read rows that have the packed record of a message, in batches of bounded size."""
+    packed, places = _PLACES[selection.table]
+    for gathered, all_numbers in _gathered(pinned, piece, selection.table):
         rows, numbers = gathered, all_numbers
         decoded: Sequence[Any] = ()
         if selection.wants_metadata():
-            decoded = _decoded(selection, [row[source.packed] for row in rows])
+            decoded = _decoded(selection, [row[packed] for row in rows])
             kept = _kept(decoded, selection.filter)
             if kept is not None:
                 rows = [rows[at] for at in kept]
@@ -373,14 +294,49 @@ def _message_batches(
             if sizes is not None:
                 payloads = pinned.payloads([row[0] for row in some])
                 made["payload"] = pa.array(payloads, pa.binary())
-            for name, make in source.columns.items():
+            for name, place in places.items():
                 if selection.wants(name):
-                    made[name] = (
-                        _column(selection, name, [row[make] for row in some])
-                        if isinstance(make, int)
-                        else make(some, numbers[begin:end])
-                    )
+                    made[name] = _column(selection, name, [row[place] for row in some])
+            if piece.queue is None:
+                made["log"] = pa.repeat(pa.scalar(piece.log, pa.int32()), len(some))
+            else:
+                made["queue"] = _repeated(piece.queue, len(some))
+            if selection.wants("sequence"):
+                made["sequence"] = pa.array(numbers[begin:end], pa.int64())
+            if selection.wants(*_LEASED):
+                leases = pinned.leases(some)
+                for name in filter(selection.wants, _LEASED):
+                    values = [getattr(lease, _LEASED[name], None) for lease in leases]
+                    made[name] = _column(selection, name, values)
             yield _batch(selection, made)
+
+
+def _gathered(
+    pinned: PinnedStore, piece: Piece, table: str
+) -> Iterator[tuple[_Rows, Sequence[int]]]:
+    """Gather rows, and their sequence numbers if the table has any, until they make a batch."""
+    pages: Iterable[tuple[Sequence[int], Sequence[tuple[Any, ...]]]]
+    if table in {"done", "failed"}:
+        pages = pinned.ended_rows(State(table), piece.keys, piece.low, piece.high)
+    elif table == "log":
+        pages = (((), page) for page in pinned.log_rows(piece.log, piece.low, piece.high))
+    else:
+        pages = (((), page) for page in pinned.live_rows(piece.keys))
+    packed, _ = _PLACES[table]
+    rows: _Rows = []
+    numbers: list[int] = []
+    size = 0
+    for places, some in pages:
+        rows += some
+        numbers += places or range(len(some))
+        # Rows of one page were published together, and their records are much alike.
+        size += len(some) * len(some[-1][packed])
+        if len(rows) >= BATCH_ROWS or size >= BATCH_PACKED_BYTES:
+            for at in range(0, len(rows), BATCH_ROWS):
+                yield rows[at : at + BATCH_ROWS], numbers[at : at + BATCH_ROWS]
+            rows, numbers, size = [], [], 0
+    if rows:
+        yield rows, numbers
 
 
 def _kept(decoded: Sequence[Any], filter_: Filter | None) -> list[int] | None:
@@ -410,15 +366,13 @@ def _cuts(count: int, sizes: Sequence[int] | None) -> Iterator[tuple[int, int]]:
         yield begin, count
 
 
-def _messages(
-    pinned: PinnedStore, piece: Numbers, selection: Selection
-) -> Iterator[pa.RecordBatch]:
+def _messages(pinned: PinnedStore, piece: Piece, selection: Selection) -> Iterator[pa.RecordBatch]:
     rows: list[tuple[int, Any]] = []
     total = 0
     payloads = selection.wants("payload")
     # Without the column payload a batch has their sizes alone, and does not hold them in memory.
     pages: Any = pinned.payload_rows if payloads else pinned.payload_sizes
-    for message_id, payload in pages(piece.begin, piece.end):
+    for message_id, payload in pages(piece.low, piece.high):
         rows.append((message_id, payload))
         total += len(payload) if payloads else 0
         if len(rows) >= BATCH_ROWS or total >= BATCH_BYTES:
@@ -468,12 +422,10 @@ _OUTCOMES: Final = (AttemptEnd.ACKED.value, AttemptEnd.RELEASED.value, AttemptEn
 _ATTEMPT: Final = TABLES["attempts"].names[1:]
 
 
-def _attempts(
-    pinned: PinnedStore, piece: QueueKeys, selection: Selection
-) -> Iterator[pa.RecordBatch]:
+def _attempts(pinned: PinnedStore, piece: Piece, selection: Selection) -> Iterator[pa.RecordBatch]:
     source = _running_attempts if piece.keys.live else _ended_attempts
     for rows in _pages(source(pinned, piece)):
-        made = {"queue": _repeated(piece.queue, len(rows))}
+        made = {"queue": _repeated(piece.queue or "", len(rows))}
         for at, name in enumerate(_ATTEMPT):
             if selection.wants(name):
                 made[name] = _column(selection, name, [row[at] for row in rows])
@@ -492,13 +444,13 @@ def _pages(source: Iterable[Any]) -> Iterator[list[Any]]:
         yield rows
 
 
-def _ended_attempts(pinned: PinnedStore, piece: QueueKeys) -> Iterator[tuple[Any, ...]]:
+def _ended_attempts(pinned: PinnedStore, piece: Piece) -> Iterator[tuple[Any, ...]]:
     for message_id, attempt, end in pinned.attempt_rows(piece.keys):
         outcome = _OUTCOMES[end.outcome] if end.outcome < len(_OUTCOMES) else "unknown"
         yield message_id, attempt, end.consumer, end.claimed_at, end.ended_at, outcome, end.reason
 
 
-def _running_attempts(pinned: PinnedStore, piece: QueueKeys) -> Iterator[tuple[Any, ...]]:
+def _running_attempts(pinned: PinnedStore, piece: Piece) -> Iterator[tuple[Any, ...]]:
     running = AttemptEnd.RUNNING.value
     in_flight: Iterator[LiveRow] = (
         row for page in pinned.live_rows(piece.keys) for row in page if row[1] == State.IN_FLIGHT
@@ -509,29 +461,26 @@ def _running_attempts(pinned: PinnedStore, piece: QueueKeys) -> Iterator[tuple[A
                 yield row[0], row[2], lease.consumer, lease.claimed_at_ms, None, running, ""
 
 
-def _queues(
-    pinned: PinnedStore, piece: WholeQueue, selection: Selection
-) -> Iterator[pa.RecordBatch]:
-    spec = pinned.queues[piece.queue]
+def _queues(pinned: PinnedStore, piece: Piece, selection: Selection) -> Iterator[pa.RecordBatch]:
+    queue = piece.queue or ""
+    spec = pinned.queues[queue]
     row: dict[str, Any] = {name: getattr(spec, name) for name in QueueSpec.__struct_fields__}
     row["ordering"] = spec.ordering.value
     row["labels"] = sorted(spec.labels.items())
-    row |= pinned.depths(piece.queue)._asdict()
-    row["draining"] = piece.queue in pinned.draining
+    row |= pinned.depths(queue)._asdict()
+    row["draining"] = queue in pinned.draining
     yield pa.RecordBatch.from_pylist([row], schema=selection.schema)
 
 
-def _groups(
-    pinned: PinnedStore, piece: WholeQueue, selection: Selection
-) -> Iterator[pa.RecordBatch]:
+def _groups(pinned: PinnedStore, piece: Piece, selection: Selection) -> Iterator[pa.RecordBatch]:
     found: dict[str, dict[str, Any]] = {}
-    for keys in pinned.cut("active", piece.queue, 1):
-        source = _MessageRows(_unnumbered(pinned.live_rows(keys)), 5, {})
-        for rows, _ in _gathered(source):
+    queue = piece.queue or ""
+    for keys in pinned.cut("active", queue, 1):
+        for rows, _ in _gathered(pinned, piece._replace(keys=keys), "active"):
             decoded = decode_heads([row[5] for row in rows])
             for row, metadata in zip(rows, decoded, strict=True):
                 if metadata is not None:
-                    _count(found, piece.queue, row[1], metadata)
+                    _count(found, queue, row[1], metadata)
     for groups in _pages(found.values()):
         yield pa.RecordBatch.from_pylist(groups, schema=selection.schema)
 
@@ -547,32 +496,26 @@ def _count(found: dict[str, dict[str, Any]], queue: str, state: str, metadata: A
         row["oldest_published_at"] = published if oldest is None else min(oldest, published)
 
 
-def _stats(
-    pinned: PinnedStore, piece: WholeQueue, selection: Selection
-) -> Iterator[pa.RecordBatch]:
+def _stats(pinned: PinnedStore, piece: Piece, selection: Selection) -> Iterator[pa.RecordBatch]:
+    queue = piece.queue or None
+    described: list[Any] = [pinned.totals, pinned.log_stats]
+    if queue is not None:
+        described = [stats for stats in pinned.stats if stats.queue == queue]
     rows: list[tuple[str, int]] = []
-    described: list[Any] = [stats for stats in pinned.stats if stats.queue == piece.queue]
-    if not piece.queue:
-        described = [pinned.totals, pinned.log_stats]
     for stats in described:
-        for metric in stats.__struct_fields__:
-            value = getattr(stats, metric)
+        for metric, value in msgspec.structs.asdict(stats).items():
             if metric == "cursors":
                 rows += [(f"cursor.{log}", at) for log, at in sorted(value.items())]
             elif not isinstance(value, str):
                 rows.append((metric, value))
     if rows:
-        queue = piece.queue or None
         dicts = [{"queue": queue, "metric": metric, "value": value} for metric, value in rows]
         yield pa.RecordBatch.from_pylist(dicts, schema=selection.schema)
 
 
-_READERS: Final[dict[str, Callable[[PinnedStore, Any, Selection], Iterator[pa.RecordBatch]]]] = {
-    "log": _log,
+_READERS: Final[dict[str, Callable[[PinnedStore, Piece, Selection], Iterator[pa.RecordBatch]]]] = {
+    **dict.fromkeys(_PLACES, _with_record),
     "messages": _messages,
-    "active": _live,
-    "done": _ended,
-    "failed": _ended,
     "attempts": _attempts,
     "queues": _queues,
     "groups": _groups,

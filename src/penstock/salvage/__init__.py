@@ -28,10 +28,8 @@ from penstock.engines import rows_of
 from penstock.errors import CorruptRecord, InvalidUrl, StorageFailed, StoreDamaged
 from penstock.filters import parse
 from penstock.model import Ordering, QueueSpec, State
-from penstock.store.codec.encodings import read_terminated
-from penstock.store.codec.log import parse_entry_key
 from penstock.store.codec.metadata import Metadata, decode_metadata, encode_metadata, read_metadata
-from penstock.store.codec.opendata import payload_key, payload_prefix
+from penstock.store.codec.opendata import PAYLOAD, parse_entry_key, payload_key, read_terminated
 from penstock.store.codec.records import decode_queue_spec
 from penstock.store.codec.stored import decode_lease
 from penstock.store.kv.check import audit, held_ids
@@ -460,7 +458,7 @@ class _Salvage:
             put_back[queue.name] = put_back.get(queue.name, 0) + len(items)
 
     def _payload_ids(self) -> Iterator[int]:
-        prefix = payload_prefix()
+        prefix = PAYLOAD
         rows = rows_of(self._engine.table("payloads"), prefix, prefix + _END, page=64)
         return (int.from_bytes(key[2:], "big") for key, _ in rows)
 
@@ -516,10 +514,8 @@ def _log_rows(store: KvStore, *, routed: bool) -> Iterator[tuple[int, bytes]]:
     for number in range(log.all_logs):
         cursor = log.end if store.info().routing == "inline" else cursors[number]
         at, end = (log.earliest, cursor) if routed else (cursor, log.end)
-        while at < end:
-            page = log.read(number, at, _COMMIT_ROWS, end=end)
-            yield from page.rows
-            at = page.next_offset
+        for entry in log.entries(number, at, end):
+            yield from entry
 
 
 def _had(

@@ -52,7 +52,7 @@ _LOST_GRACE_MS: Final = 1_000
 _MODULES: Final = {
     "native": ("penstock.server.native",),
     "http": ("penstock.server.admin", "penstock.server.sqs"),
-    "flight": ("penstock.flight.listener",),
+    "flight": ("penstock.flight.service",),
     "capnp": ("penstock.server.queueber",),
 }
 # How often a standby looks at the owner within the time after which it takes over.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from penstock.clock import Clock
-    from penstock.flight.listener import FlightListener
+    from penstock.flight.service import FlightListener
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ class _FlightEdge(Listener):
 
     async def start(self) -> None:
         """Listen."""
-        from penstock.flight.listener import FlightListener, TlsFiles  # noqa: PLC0415 - an extra
+        from penstock.flight.service import FlightListener, TlsFiles  # noqa: PLC0415 - an extra
 
         server, config = self._server, self._server.config
         tls = None

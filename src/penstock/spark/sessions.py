@@ -1,18 +1,33 @@
-"""A Spark session with defaults that suit Penstock's jobs on one machine."""
+"""Sessions of Spark with defaults that suit Penstock, and the help that jobs need of a session.
+
+Jobs read tables, report the progress of Spark's tasks, and translate its errors.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from typing import TYPE_CHECKING, Final
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, cast
 
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock import limits
+from penstock.clock import SystemClock
+from penstock.flight.protocol import error_named
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from pyspark.sql import DataFrame
+    from pyspark.sql.connect.shell.progress import ProgressHandler
+
+    from penstock.errors import PenstockError
 
 DEFAULTS: Final[Mapping[str, str]] = {
     # Times of the tables are UTC; so are those that Spark shows.
@@ -61,7 +76,7 @@ def session(
     if master.startswith("sc://"):
         # Only what belongs to a session can be set from here.
         own = {key: value for key, value in DEFAULTS.items() if key.startswith("spark.sql.")}
-        return _made(SparkSession.builder.remote(master), {**own, **(conf or {})})
+        return _started(SparkSession.builder.remote(master), {**own, **(conf or {})})
     settings = dict(DEFAULTS)
     if quick:
         settings["spark.driver.extraJavaOptions"] = _QUICK_JVM
@@ -72,10 +87,10 @@ def session(
     else:
         del settings["spark.driver.bindAddress"], settings["spark.driver.host"]
     settings.update(conf or {})
-    return _made(SparkSession.builder.master(master).appName(name), settings)
+    return _started(SparkSession.builder.master(master).appName(name), settings)
 
 
-def _made(builder: SparkSession.Builder, settings: Mapping[str, str]) -> SparkSession:
+def _started(builder: SparkSession.Builder, settings: Mapping[str, str]) -> SparkSession:
     for key, value in settings.items():
         builder = builder.config(key, value)
     return builder.getOrCreate()
@@ -93,3 +108,122 @@ def parallelism(spark: SparkSession) -> int:
     # Nobody can be asked, so it is seen from how many parts a range is cut into.
     parts = spark.range(limits.MAX_PARTITIONS).select(F.spark_partition_id().alias("part"))
     return int(parts.agg(F.max("part")).collect()[0][0]) + 1
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+FROM_SPARK: Final = (PySparkException, Py4JJavaError)
+"""The errors that Spark raises for anything that went wrong on its side."""
+
+_POLL_MS: Final = 250
+_OURS: Final = re.compile(r"\bpenstock\.errors\.(\w+): (.*)")
+
+
+def revived(error: BaseException) -> PenstockError | None:
+    """Return the error of Penstock inside an error of Spark, if there is one.
+
+    Spark gives back the error of a task or of the source as a text within a text.
+    """
+    found = _OURS.search(str(error))
+    return error_named(found[1], found[2].strip()) if found else None
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raise errors of Penstock that went through Spark with their own types."""
+    try:
+        yield
+    except FROM_SPARK as error:
+        ours = revived(error)
+        if ours is None:
+            raise
+        raise ours from None
+
+
+def read(
+    spark: SparkSession,
+    location: str,
+    table: str,
+    *,
+    queues: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    **options: Any,
+) -> DataFrame:
+    """Read a table of a broker; the snapshot is taken when a query is planned."""
+    reader = spark.read.format("penstock").options(table=table, location=location, **options)
+    if queues is not None:
+        reader = reader.option("queue", ",".join(queues))
+    if columns is not None:
+        reader = reader.option("columns", ",".join(columns))
+    with translated():
+        return reader.load()
+
+
+def pinned(frame: DataFrame) -> DataFrame:
+    """Take the snapshot now and keep its rows: every later use sees the same ones.
+
+    A lost executor then fails the job, where a recomputation would read another moment.
+    """
+    with translated():
+        return frame.localCheckpoint(eager=True)
+
+
+@contextmanager
+def reporting(spark: SparkSession, progress: Callable[[int, int], None] | None) -> Iterator[None]:
+    """Tell ``progress`` how many tasks of the Spark jobs within are done, of how many known."""
+    if progress is None:
+        yield
+        return
+    if not is_connect(spark):
+        with _polled(spark, progress):
+            yield
+        return
+
+    def tell(stages: Any, **_: Any) -> None:
+        known = list(stages or ())
+        done = sum(each.num_completed_tasks for each in known)
+        progress(done, sum(each.num_tasks for each in known))
+
+    handler = cast("ProgressHandler", tell)
+    spark.registerProgressHandler(handler)
+    try:
+        yield
+    finally:
+        spark.removeProgressHandler(handler)
+
+
+@contextmanager
+def _polled(spark: SparkSession, progress: Callable[[int, int], None]) -> Iterator[None]:
+    """Ask Spark every now and then: without Spark Connect it calls nobody."""
+    clock = SystemClock()
+    context = spark.sparkContext
+    group = f"penstock-{clock.lease_id().hex()}"
+    context.setJobGroup(group, "penstock")
+    ended = threading.Condition()
+    stopped = False
+
+    def poll() -> None:
+        tracker = context.statusTracker()
+        with ended:
+            while not stopped:
+                clock.wait(ended, _POLL_MS)
+                done = total = 0
+                for job in tracker.getJobIdsForGroup(group):
+                    info = tracker.getJobInfo(job)
+                    for stage in info.stageIds if info else ():
+                        known = tracker.getStageInfo(stage)
+                        if known:
+                            done += known.numCompletedTasks
+                            total += known.numTasks
+                progress(done, total)
+
+    watcher = threading.Thread(target=poll, name="penstock-progress", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        with ended:
+            stopped = True
+            ended.notify()
+        watcher.join()
+        context.setLocalProperty("spark.jobGroup.id", None)  # type: ignore[arg-type]

@@ -1,28 +1,90 @@
-"""The data source ``penstock``: which reader or writer serves which options.
+"""The data source ``penstock``: its options choose a reader or a writer; the writers publish.
 
-Spark finds it by itself, as ``pyspark_penstock.DefaultSource``.
+Spark finds it by itself, as ``pyspark_penstock.DefaultSource``. Messages are made of the columns:
+
+===========  =====================================================  ==============================
+column       type                                                   without it
+===========  =====================================================  ==============================
+payload      binary or string                                       an error
+attributes   map<string, …>, struct or string (a JSON object)       no attributes
+group        string                                                 the default group
+priority     int                                                    0
+delay_ms     bigint                                                 no delay
+dedup_id     string                                                 derived, see below
+queue        string: sets the attribute ``queue``                   only the filters decide
+===========  =====================================================  ==============================
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import hashlib
+import logging
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
 
-from pyspark.sql.datasource import DataSource
+import msgspec
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceArrowWriter,
+    DataSourceStreamArrowWriter,
+    WriterCommitMessage,
+)
+from pyspark.sql.types import (
+    BinaryType,
+    ByteType,
+    DataType,
+    IntegerType,
+    LongType,
+    MapType,
+    ShortType,
+    StringType,
+    StructType,
+)
 
+from penstock.clock import SystemClock
 from penstock.errors import InvalidInput
+from penstock.flight.client import FlightStore
+from penstock.flight.writes import COLUMNS
 from penstock.spark.options import ROUTING_TABLES, read_options, write_options
-from penstock.spark.publishing import BatchPublisher, StreamPublisher
 from penstock.spark.reader import LogStreamReader, TableReader, spark_schema
 from penstock.spark.route import AssignmentWriter, RouteStreamReader
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from pyspark.sql.datasource import (
         DataSourceReader,
         DataSourceStreamReader,
         DataSourceStreamWriter,
         DataSourceWriter,
     )
-    from pyspark.sql.types import StructType
+
+    from penstock.spark.options import Options
+
+logger = logging.getLogger(__name__)
+
+_WHOLE: Final = (ByteType, ShortType, IntegerType, LongType)
+_TYPES: Final[dict[str, tuple[tuple[type[DataType], ...], str]]] = {
+    "payload": ((BinaryType, StringType), "binary or string"),
+    "attributes": ((MapType, StructType, StringType), "a map, a struct or a string of JSON"),
+    "attributes_json": ((StringType,), "a string"),
+    "group": ((StringType,), "a string"),
+    "priority": (_WHOLE, "an int"),
+    "delay_ms": (_WHOLE, "a bigint"),
+    "dedup_id": ((StringType,), "a string"),
+    "queue": ((StringType,), "a string"),
+}
+
+
+@dataclass
+class TaskCounts(WriterCommitMessage):
+    """How many messages one task has published, and how many had been published before."""
+
+    published: int
+    duplicates: int
 
 
 class PenstockSource(DataSource):
@@ -79,7 +141,7 @@ class PenstockSource(DataSource):
         >>> df.selectExpr("payload", "struct(kind, price) AS attributes").write.format(
         ...     "penstock").mode("append").save()
 
-    :class:`~penstock.spark.publishing.StreamPublisher` says what a replay of a stream publishes.
+    :class:`~StreamPublisher` says what a replay of a stream publishes.
     """
 
     @classmethod
@@ -126,3 +188,170 @@ class PenstockSource(DataSource):
 def _append_only(*, overwrite: bool) -> None:
     if overwrite:
         raise InvalidInput("messages can only be added: use mode('append') or outputMode('append')")
+
+
+# --- writers --------------------------------------------------------------------------------------
+
+
+class BatchPublisher(DataSourceArrowWriter):
+    """Publishes a DataFrame: ``df.write.format("penstock").mode("append").save()``.
+
+    Tasks publish as they go; a job that fails has published a part of its rows. A task that is
+    tried again publishes nothing twice: messages without a ``dedup_id`` get one that is made of
+    this write, the partition and the row's content. To run a whole job again without publishing
+    twice, give ``dedup_id`` yourself, from what identifies a row.
+    """
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        check_schema(schema)
+        self._location = options.location
+        self._name = SystemClock().lease_id().hex()
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Publish the rows of one task."""
+        return _publish(self._location, iterator, self._name)
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Say how many there were: the tasks have published."""
+        _say(messages, "this write")
+
+
+class StreamPublisher(DataSourceStreamArrowWriter):
+    """Publishes a stream: ``writeStream.format("penstock").option("checkpointLocation", …)``.
+
+    Spark replays a micro-batch after a crash, so messages that its tasks had published come again:
+
+    - **With a column ``dedup_id``** a message is published once if its replay comes within the
+      broker's dedup window (``dedup_window_ms``, five minutes unless the broker was opened with
+      another; up to seven days), whatever the plan looks like.
+    - **Without it** the id is made of query, micro-batch, partition and the row's content (equal
+      rows of one partition are counted). A message is then published once if, besides the
+      window, the replay puts the same rows into the same partitions: so it is for sources that
+      replay (this one, Kafka, files) and for everything deterministic behind them. ``rand()``,
+      ``uuid()`` and a changed ``spark.sql.shuffle.partitions`` break it.
+    - **A replay after the window** publishes messages of its tasks a second time. Restart
+      a failed query within the window, or open the broker with a longer one.
+
+    A message is never lost either way: Spark goes on only when all of a micro-batch is published.
+    """
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        check_schema(schema)
+        self._location = options.location
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Publish the rows of one task of a micro-batch."""
+        context = TaskContext.get()
+        assert context is not None
+        query = context.getLocalProperty("sql.streaming.queryId")
+        batch = context.getLocalProperty("streaming.sql.batchId")
+        return _publish(self._location, iterator, f"{query}-{batch}")
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """Say how many there were: the tasks have published."""
+        _say(messages, f"micro-batch {batchId}")
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """Do nothing: published messages stay, and the replay knows them by their dedup ids."""
+
+
+def _say(messages: list[WriterCommitMessage | None], what: str) -> None:
+    known = [each for each in messages if isinstance(each, TaskCounts)]
+    rows, duplicates = (sum(getattr(e, n) for e in known) for n in ("published", "duplicates"))
+    logger.info("%s: %d published, %d of them duplicates", what, rows, duplicates)
+
+
+def publisher(location: str) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """Return a function for ``mapInArrow`` that publishes the rows of a task and counts them.
+
+    It yields a row for each task, with the columns ``published`` and ``duplicates``.
+    """
+    name = SystemClock().lease_id().hex()
+
+    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        counted = _publish(location, batches, name)
+        columns = [pa.array([count]) for count in (counted.published, counted.duplicates)]
+        yield pa.record_batch(columns, names=["published", "duplicates"])
+
+    return run
+
+
+def check_schema(schema: StructType) -> None:
+    """Refuse columns that no message can be made of."""
+    wrong = []
+    for field in schema.fields:
+        types, words = _TYPES.get(field.name, ((), ""))
+        if not types:
+            wrong.append(f"{field.name} is not a column of messages")
+        elif not isinstance(field.dataType, types):
+            wrong.append(f"{field.name} is {words}, not {field.dataType.simpleString()}")
+    if {"attributes", "attributes_json"} <= set(schema.names):
+        wrong.append("attributes and attributes_json say the same: give one of them")
+    if "payload" not in schema.names:
+        wrong.append("payload is missing")
+    if wrong:
+        raise InvalidInput(
+            f"messages can't be made of these columns: {'; '.join(wrong)}. There are "
+            f"{', '.join(_TYPES)}; to make attributes of columns: struct(a, b) AS attributes"
+        )
+
+
+def _publish(location: str, batches: Iterator[pa.RecordBatch], name: str) -> TaskCounts:
+    context = TaskContext.get()
+    partition = 0 if context is None else context.partitionId()
+    ids = _Ids(f"{name}-{partition}")
+    client = FlightStore(location)
+    made = (_message_columns(batch, ids) for batch in batches if batch.num_rows)
+    first = next(made, None)
+    if first is None:
+        return TaskCounts(0, 0)
+    # Every row has a dedup id by now, so lost rows may be sent again.
+    counted = client.publish(chain([first], made), first.schema, again=True)
+    return TaskCounts(counted.published, counted.duplicates)
+
+
+class _Ids:
+    """Derives dedup ids from the place of a row, its content, and a count of equal rows."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._seen: dict[bytes, int] = {}
+
+    def of(self, content: list[Any]) -> str:
+        digest = hashlib.blake2b(
+            msgspec.msgpack.encode(content, order="deterministic"), digest_size=12
+        ).digest()
+        count = self._seen.get(digest, 0)
+        self._seen[digest] = count + 1
+        return f"{self._prefix}-{digest.hex()}-{count}"
+
+
+def _message_columns(batch: pa.RecordBatch, ids: _Ids) -> pa.RecordBatch:
+    """Return a batch as the broker wants it: JSON attributes, exact types, a dedup id each."""
+    columns: dict[str, pa.Array] = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if name == "attributes":
+            columns["attributes_json"] = _json(column)
+        else:
+            columns[name] = column.cast(COLUMNS[name])
+    given = columns.get("dedup_id")
+    if given is None or given.null_count:
+        rows = zip(
+            *(column.to_pylist() for name, column in columns.items() if name != "dedup_id"),
+            strict=True,
+        )
+        known = [None] * batch.num_rows if given is None else given.to_pylist()
+        derived = [own or ids.of(list(row)) for own, row in zip(known, rows, strict=True)]
+        columns["dedup_id"] = pa.array(derived, pa.string())
+    return pa.record_batch(list(columns.values()), names=list(columns))
+
+
+def _json(column: pa.Array) -> pa.Array:
+    """Return attributes as JSON objects; a map's or struct's values keep their types."""
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        return column.cast(pa.string())
+    encode = msgspec.json.Encoder(order="sorted", decimal_format="number").encode
+    texts = [
+        None if value is None else encode(dict(value)).decode() for value in column.to_pylist()
+    ]
+    return pa.array(texts, pa.string())

@@ -1,7 +1,7 @@
 """Rules that the key-value store and the SQL store share. They read and write nothing.
 
-Retry or fail, back-off, the scope of dedup ids, where a page of the log ends, which messages of the
-log a queue wants, and where one step of a fill ends.
+Retry or fail, back-off, the scope of dedup ids, where a page of the log ends, which offsets of the
+log a queue has been filled from, which messages it wants, and where one step of a fill ends.
 """
 
 from __future__ import annotations
@@ -10,21 +10,30 @@ import logging
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue
 from penstock.filters import parse
-from penstock.limits import MAX_ATTEMPTS
+from penstock.limits import MAX_ATTEMPTS, MAX_COVERAGE_STRETCHES
 from penstock.model import AssignStatus, LogRecord, LogStretch
-from penstock.store.codec.metadata import Metadata, decode_metadata, read_metadata
+from penstock.store.codec.metadata import (
+    Head,
+    Metadata,
+    decode_heads,
+    decode_metadata,
+    read_metadata,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from penstock.filters import Filter
+    from penstock.filters import Filter, RowTuple
     from penstock.model import Cursor, Message, QueueSpec
-    from penstock.store.coverage import Coverage
 
 log_ = logging.getLogger(__name__)
 
+# The age at which a segment of the log is closed.
+SEGMENT_MS: Final = 3_600_000
 # Offsets that one step of a backfill looks at.
 BACKFILL_WINDOW: Final = 2_000
 # Bounds of one step of a fill from the log: offsets looked at, messages added.
@@ -82,6 +91,16 @@ def check_move(queue_name: str, to_name: str, *, draining: bool) -> None:
 
 
 # --- the log ----------------------------------------------------------------------------------
+
+
+class LogSettings(msgspec.Struct):
+    """How messages are spread over logs, and how long they are kept (0: for ever).
+
+    ``changes`` holds (offset, number of logs), ascending, the first at offset 0.
+    """
+
+    changes: list[tuple[int, int]] = msgspec.field(default_factory=lambda: [(0, 1)])
+    retention_ms: int = 7 * 86_400_000
 
 
 def check_log(log: int, known: int) -> None:
@@ -193,6 +212,164 @@ def check_assigned(cursor: Cursor, assignments: Mapping[int, Sequence[str]]) -> 
             raise InvalidInput(
                 f"message {message_id} is not in the page [{cursor.begin}, {cursor.end})"
             )
+
+
+def assigned(
+    rows: Sequence[tuple[int, bytes]],
+    assignments: Mapping[int, Sequence[str]],
+    coverage_of: Callable[[str], Coverage | None],
+    end: int,
+) -> Iterator[tuple[int, bytes, Head | Metadata, list[str]]]:
+    """Give a page's readable messages (id, metadata), each with the queues that still want it.
+
+    A queue may have been deleted, and made again, since the page was matched: it wants nothing that
+    came before it.
+    """
+    begin = rows[0][0] if rows else end
+    wants_all: dict[str, bool] = {}
+
+    def wants(name: str, offset: int) -> bool:
+        coverage = coverage_of(name)
+        if coverage is None:
+            return False
+        if name not in wants_all:
+            wants_all[name] = any(
+                stretch.begin <= begin and (stretch.end is None or end <= stretch.end)
+                for stretch in coverage.live
+            )
+        return wants_all[name] or coverage.filter_at(offset) is not None
+
+    heads = decode_heads([encoded for _, encoded in rows])
+    for (message_id, encoded), head in zip(rows, heads, strict=True):
+        names = assignments.get(message_id, ())
+        # The attributes of a message that goes nowhere are read here for the first time.
+        if head is not None and (names or read_metadata(encoded)):
+            wanting = [name for name in dict.fromkeys(names) if wants(name, message_id)]
+            yield message_id, encoded, head, wanting
+
+
+# --- which offsets of the log a queue has been filled from ------------------------------------
+
+
+class Stretch(msgspec.Struct):
+    """Offsets [begin, end) (None: to the end of the log and on) and the filter they passed."""
+
+    begin: int
+    end: int | None
+    filter: str
+
+    def covers(self, offset: int) -> bool:
+        """Whether the offset lies in this stretch."""
+        return self.begin <= offset and (self.end is None or offset < self.end)
+
+
+class Coverage(msgspec.Struct):
+    """The offsets that a queue was filled from, live and by backfills. ``draining``: not live.
+
+    A queue takes messages live from the offset of its creation on; a changed filter counts from the
+    offset of the change on; a backfill adds a stretch of the past. Together these stretches say of
+    any message whether the queue has had it, so that no backfill brings it in twice: neither from
+    the log nor, when the log has let go of it, from an archive.
+
+    Stretches are kept for as long as the queue is, up to a bound. Beyond it the oldest ones go that
+    the log needs no longer, and the queue knows what it has had from ``known_from`` on alone. A
+    record without ``known_from`` tells for sure of what the log keeps, and of no more.
+    """
+
+    live: list[Stretch]
+    backfilled: list[Stretch] = []
+    draining: bool = False
+    known_from: int | None = None
+
+    def filter_at(self, offset: int) -> str | None:
+        """Return the filter that is live at an offset."""
+        for stretch in self.live:
+            if stretch.covers(offset):
+                return stretch.filter
+        return None
+
+    def change(self, offset: int, filter_text: str) -> None:
+        """Make another filter live from an offset on."""
+        self.close(offset)
+        self.live.append(Stretch(offset, None, filter_text))
+
+    def close(self, offset: int) -> None:
+        """End the live filter at an offset."""
+        self.live = [stretch for stretch in self.live if stretch.begin < offset]
+        if self.live and (self.live[-1].end is None or self.live[-1].end > offset):
+            self.live[-1].end = offset
+
+    def bound(self, earliest: int) -> None:
+        """Forget the oldest stretches if there are too many, but none that the log still needs."""
+        over = len(self.live) + len(self.backfilled) - MAX_COVERAGE_STRETCHES
+        if over <= 0:
+            return
+        ends = sorted(
+            stretch.end
+            for stretch in (*self.live, *self.backfilled)
+            if stretch.end is not None and stretch.end <= earliest
+        )[:over]
+        if ends:
+            # Those that end below the last one to go would be of no use without it.
+            self.known_from = max(self.known_from or 0, ends[-1])
+            self.live = [s for s in self.live if s.end is None or s.end > ends[-1]]
+            self.backfilled = [s for s in self.backfilled if s.end is None or s.end > ends[-1]]
+
+    def borders(self) -> Iterable[int]:
+        """Return the offsets at which the live filter changes."""
+        for stretch in self.live:
+            yield stretch.begin
+            if stretch.end is not None:
+                yield stretch.end
+
+    def skip(self, offset: int, filter_text: str) -> int:
+        """Return the first offset from here on that no backfill by this filter has done."""
+        moved = True
+        while moved:
+            moved = False
+            for stretch in self.backfilled:
+                if stretch.filter == filter_text and stretch.covers(offset):
+                    assert stretch.end is not None
+                    offset, moved = stretch.end, True
+        return offset
+
+    def missing(self, begin: int, end: int, filter_text: str) -> list[tuple[int, int]]:
+        """Return the stretches of [begin, end) that this filter has not filled the queue from."""
+        done = sorted(
+            (stretch.begin, end if stretch.end is None else stretch.end)
+            for stretch in (*self.live, *self.backfilled)
+            if stretch.filter == filter_text
+        )
+        found = []
+        for first, last in done:
+            if begin < min(first, end):
+                found.append((begin, min(first, end)))
+            begin = max(begin, last)
+        if begin < end:
+            found.append((begin, end))
+        return found
+
+    def note(self, begin: int, end: int, filter_text: str) -> None:
+        """Note a backfilled stretch, joined to those of the same filter that it meets."""
+        rest = []
+        for stretch in self.backfilled:
+            assert stretch.end is not None
+            if stretch.filter == filter_text and stretch.begin <= end and begin <= stretch.end:
+                begin, end = min(begin, stretch.begin), max(end, stretch.end)
+            else:
+                rest.append(stretch)
+        self.backfilled = [*rest, Stretch(begin, end, filter_text)]
+
+    def had(self, row: RowTuple, offset: int, compiled: dict[str, Filter]) -> bool:
+        """Whether a message has come into the queue before."""
+        for stretch in (*self.live, *self.backfilled):
+            if stretch.covers(offset):
+                known = compiled.get(stretch.filter)
+                if known is None:
+                    known = compiled[stretch.filter] = parse(stretch.filter)
+                if known.matches(row):
+                    return True
+        return False
 
 
 # --- filling a queue from the log or an archive -------------------------------------------------

@@ -6,12 +6,12 @@ threads may read one :class:`PinnedStore` at a time, a page each in turn; whoeve
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
-    from types import TracebackType
 
     from penstock.model import LogStats, QueueSpec, QueueStats, State, StoreStats
     from penstock.store.codec.records import AttemptRecord
@@ -34,7 +34,7 @@ class Keys(NamedTuple):
     live: bool
 
 
-class Held(NamedTuple):
+class LeaseHolder(NamedTuple):
     """The lease that holds a message: its consumer, since when and until when."""
 
     consumer: str
@@ -52,7 +52,7 @@ class Depths(NamedTuple):
     failed: int
 
 
-class PinnedStore(Protocol):
+class PinnedStore(AbstractContextManager["PinnedStore"], Protocol):
     """A store as it was at ``at_ms``. Close it soon: it keeps deleted data."""
 
     at_ms: int
@@ -104,7 +104,7 @@ class PinnedStore(Protocol):
     def live_rows(self, keys: Keys) -> Iterator[list[LiveRow]]:
         """Read live messages; of keys that were cut for attempts, maybe those in flight alone."""
 
-    def leases(self, rows: Sequence[LiveRow]) -> list[Held | None]:
+    def leases(self, rows: Sequence[LiveRow]) -> list[LeaseHolder | None]:
         """Say who holds each of some live messages; None: nobody, or nobody knows."""
 
     def ended_rows(
@@ -124,15 +124,6 @@ class PinnedStore(Protocol):
 
     def close(self) -> None:
         """Let go of what is pinned; who still reads is told so."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
 
 
 def cut_range(low: int, high: int, count: int) -> Iterator[tuple[int, int]]:

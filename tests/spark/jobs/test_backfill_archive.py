@@ -15,7 +15,7 @@ import penstock
 from penstock import Message
 from penstock.errors import InvalidInput, StoreMismatch
 from penstock.spark.jobs import archive, backfill
-from penstock.spark.jobs.common import pinned
+from penstock.spark.sessions import pinned
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from penstock.cli.main import cli
 from penstock.errors import InvalidInput, InvalidMessage, QueueNotFound
 from penstock.flight.client import FlightStore
 from penstock.spark.jobs import backfill, collect, publish, redrive, report, save_report
-from penstock.spark.jobs.common import pinned, read, revived, translated
 from penstock.spark.options import Options
-from penstock.spark.publishing import BatchPublisher
+from penstock.spark.sessions import pinned, read, revived, translated
+from penstock.spark.source import BatchPublisher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -174,7 +174,7 @@ def test_a_write_says_how_much_it_has_published(
     rows = pa.record_batch([pa.array(["a", "b"])], names=["payload"])
     # A task that is tried again: the second try finds what the first one has done.
     tries = [writer.write(iter([rows])) for _ in range(2)]
-    with caplog.at_level("INFO", logger="penstock.spark.publishing"):
+    with caplog.at_level("INFO", logger="penstock.spark.source"):
         writer.commit([tries[0], None])
         writer.commit([tries[1]])
     assert caplog.messages == [

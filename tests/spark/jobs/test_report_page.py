@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
-from penstock.spark.jobs.report_page import _cut, _duration, _round_up, page
+from penstock.spark.jobs.report import _cut, _duration, _round_up, page
 
 START = datetime(2030, 1, 31, 12, tzinfo=UTC)
 NASTY = "<script>alert('x')</script> & \"more\""

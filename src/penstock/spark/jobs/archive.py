@@ -26,9 +26,9 @@ from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, QueueNotFound, StorageFailed
 from penstock.flight.client import FlightStore
 from penstock.spark.archived import Part, Reach, Run, Runs
-from penstock.spark.jobs.common import pinned, read
 from penstock.spark.options import read_options
 from penstock.spark.reader import spark_schema
+from penstock.spark.sessions import pinned, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -31,10 +31,9 @@ from penstock.errors import InvalidInput, PenstockError, StorageFailed
 from penstock.flight.client import FlightStore
 from penstock.flight.protocol import RESTORED
 from penstock.spark.archived import Runs
-from penstock.spark.jobs.common import pinned, read, translated
 from penstock.spark.matching import COLUMNS, match_batch, matcher_of
 from penstock.spark.reader import offset_at
-from penstock.spark.sessions import parallelism
+from penstock.spark.sessions import parallelism, pinned, read, translated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -17,7 +17,7 @@ from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock.errors import InvalidInput
 from penstock.flight.client import FlightStore
-from penstock.spark.jobs.common import pinned, read
+from penstock.spark.sessions import pinned, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

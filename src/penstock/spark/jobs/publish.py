@@ -10,10 +10,10 @@ import pyarrow as pa
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock.errors import InvalidInput, InvalidMessage
-from penstock.flight.publish import COLUMNS
+from penstock.flight.writes import COLUMNS
 from penstock.model import Message
-from penstock.spark.jobs.common import FROM_SPARK, reporting, revived
-from penstock.spark.publishing import check_schema, publisher
+from penstock.spark.sessions import FROM_SPARK, reporting, revived
+from penstock.spark.source import check_schema, publisher
 from penstock.validation import check_messages
 
 if TYPE_CHECKING:

@@ -1,27 +1,35 @@
-"""Report: throughput, waiting, attempts, failures and lag, per queue and per group."""
+"""Report: throughput, waiting, attempts, failures and lag, per queue and per group.
+
+The report is DataFrames, and can be saved as one HTML page with plots as inline SVG; the page loads
+nothing from anywhere.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from datetime import UTC, datetime, timedelta
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow.parquet as pq
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock.flight.client import FlightStore
-from penstock.spark.jobs.common import pinned, read
-from penstock.spark.jobs.report_page import page
+from penstock.spark.sessions import pinned, read
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pyspark.sql import Column, DataFrame, SparkSession
 
+    Row = Mapping[str, Any]
+
 SLOWEST: Final = 20
 _SHARES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _ACCURACY: Final = 10_000
 _SECONDS: Final = (1, 5, 15, 60, 300, 900, 3_600, 21_600, 86_400)
-_BARS: Final = 120
+_SLOTS: Final = 120
 
 
 def report(
@@ -196,7 +204,7 @@ def _timeline(ended: DataFrame) -> DataFrame:
         F.unix_seconds(F.max("ended_at")).alias("high"),
     ).collect()[0]
     width = 0 if bounds["low"] is None else bounds["high"] - bounds["low"]
-    step = next((each for each in _SECONDS if width / each <= _BARS), _SECONDS[-1])
+    step = next((each for each in _SECONDS if width / each <= _SLOTS), _SECONDS[-1])
     slot = F.timestamp_seconds(F.floor(F.unix_seconds("ended_at") / step) * step)
     return (
         ended.groupBy("queue", slot.alias("at"))
@@ -216,3 +224,231 @@ def _routing(spark: SparkSession, location: str) -> DataFrame:
         for log, at in marks.cursors.items()
     ]
     return spark.createDataFrame(rows, "log int, cursor bigint, end bigint, lag bigint")
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+_WIDTH, _LABEL, _HEIGHT, _BAR = 1040, 210, 200, 15
+_ROOM: Final = _WIDTH - _LABEL - 90
+# The most queues of a plot, rows of a table that is not folded, and rows of a table.
+_PLOTTED, _UNFOLDED, _ROWS = 12, 25, 500
+_COLOURS: Final = ("#2563a8", "#b36b00", "#2e7d4f", "#6a4c93", "#b3261e")
+_STYLE: Final = """
+body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1280px; }
+h2 { margin: 2.2em 0 .4em; font-size: 17px; } p, dt, th { color: #57606a; }
+dl { display: flex; flex-wrap: wrap; gap: 12px; } dd { margin: 0; font-size: 21px; }
+dl div { border: 1px solid #d0d7de; border-radius: 6px; padding: 8px 16px; min-width: 110px; }
+div.wide { overflow-x: auto; } svg text { font-size: 12px; }
+table { border-collapse: collapse; font-size: 13px; }
+th, td { border-bottom: 1px solid #d8dee4; padding: 4px 8px; text-align: right; }
+td.t { text-align: left; overflow-wrap: anywhere; }
+"""
+_WORDS: Final = {"p50": "median", "p90": "90 %", "p99": "99 %", "lag": "to be routed"}
+_BARS: Final = {
+    "Messages by queue": {name: name for name in ("done", "failed", "waiting")},
+    "Time from publish to first claim": {
+        f"first_claim_{share}_ms": _WORDS[share] for share in ("p50", "p90", "p99")
+    },
+    "Time from publish to done": {
+        f"done_{share}_ms": _WORDS[share] for share in ("p50", "p90", "p99")
+    },
+}
+_TABLES: Final = {
+    "queues": "Queues",
+    "slowest": "Slowest groups, by the 99 % of the time from publish to done",
+    "starving": "Groups that have waited longest, by their oldest message",
+    "reasons": "Why attempts did not succeed",
+    "attempts": "Attempts that messages took",
+    "routing": "Routing",
+    "groups": "Groups",
+}
+
+
+def page(frames: Mapping[str, Sequence[Row]]) -> str:
+    """Return the whole page, from the rows of each DataFrame of a report."""
+    queues = [
+        {**row, "waiting": (row.get("available") or 0) + (row.get("delayed") or 0)}
+        for row in frames.get("queues", ())
+    ]
+    body = [_summary(queues, frames.get("routing", ()))]
+    body += [f"<h2>{title}</h2>{_bars(queues, names)}" for title, names in _BARS.items()]
+    body.append(f"<h2>Done by time</h2>{_lines(frames.get('timeline', ()))}")
+    for name, title in _TABLES.items():
+        if name in frames:
+            body.append(f"<h2>{title}</h2>{_table(frames[name], f'{name}.parquet')}")
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>Penstock report</title><style>{_STYLE}</style></head><body>"
+        "<h1>Penstock report</h1>\n" + "\n".join(body) + "\n</body></html>\n"
+    )
+
+
+def _note(text: str) -> str:
+    return f"<p>{text}</p>"
+
+
+def _summary(queues: Sequence[Row], routing: Sequence[Row]) -> str:
+    figures = {"queues": len(queues)}
+    for name in ("done", "failed", "waiting", "in_flight"):
+        figures[name.replace("_", " ")] = sum(row.get(name) or 0 for row in queues)
+    figures["to be routed"] = max((row["lag"] for row in routing), default=0)
+    tiles = "".join(f"<div><dt>{name}</dt><dd>{n:,}</dd></div>" for name, n in figures.items())
+    firsts = [row["first_ended_at"] for row in queues if row.get("first_ended_at")]
+    lasts = [row["last_ended_at"] for row in queues if row.get("last_ended_at")]
+    span = "no message has ended yet"
+    if firsts:
+        span = f"messages that ended from {_time(min(firsts))} to {_time(max(lasts))} UTC"
+    return f"{_note(span)}<dl>{tiles}</dl>"
+
+
+# --- plots ----------------------------------------------------------------------------------------
+
+
+def _svg(height: int, legend: Sequence[str], parts: Sequence[str]) -> str:
+    keys, x = "", _LABEL
+    for name, colour in zip(legend, _COLOURS, strict=False):
+        shown = _cut(name, 17)
+        keys += f'<rect x="{x}" y="4" width="11" height="11" fill="{colour}"/>'
+        keys += _text(x + 16, 14, shown)
+        x += 40 + 7 * len(shown)
+    size = f'width="{_WIDTH}" height="{height}"'
+    return f'<svg {size} role="img" fill="#1f2328">{keys}{"".join(parts)}</svg>'
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _bars(rows: Sequence[Row], names: Mapping[str, str]) -> str:
+    """Draw a bar of each name for each queue, the longest first, with the value behind each."""
+
+    def longest(row: Row) -> float:
+        return max(float(row[name] or 0) for name in names)
+
+    drawn = sorted(filter(longest, rows), key=longest, reverse=True)
+    if not drawn:
+        return _note("nothing to show yet: no queue has such messages")
+    more = _note(f"the {_PLOTTED} highest of {len(rows):,} queues") * (len(drawn) > _PLOTTED)
+    parts, y = [], 26
+    for row in drawn[:_PLOTTED]:
+        label = _text(_LABEL - 10, y + _BAR * len(names) // 2 + 4, _cut(row["queue"]), "end")
+        parts.append(f"<g><title>{escape(row['queue'])}</title>{label}</g>")
+        for name, colour in zip(names, _COLOURS, strict=False):
+            wide = round((row[name] or 0) / longest(drawn[0]) * _ROOM, 1)
+            parts.append(
+                f'<rect x="{_LABEL}" y="{y + 2}" width="{max(wide, 1)}" height="{_BAR - 3}" '
+                f'fill="{colour}"/>{_text(_LABEL + wide + 7, y + _BAR - 2, _show(name, row[name]))}'
+            )
+            y += _BAR
+        y += 9
+    return _svg(y, list(names.values()), parts) + more
+
+
+def _lines(rows: Sequence[Row]) -> str:
+    """Draw done messages by time, a line for each of the busiest queues."""
+    if not rows:
+        return _note("nothing to show yet: no message has ended")
+    by_queue: dict[str, dict[datetime, int]] = defaultdict(dict)
+    for row in rows:
+        by_queue[row["queue"]][row["at"]] = row["done"]
+    times = [row["at"] for row in rows]
+    low, step = min(times), timedelta(seconds=rows[0]["seconds"])
+    # At least one step: a single interval would be a line without length.
+    steps = max(1, (max(times) - low) // step)
+    most = _round_up(max(row["done"] for row in rows))
+    busiest = sorted(by_queue, key=lambda queue: -sum(by_queue[queue].values()))[: len(_COLOURS)]
+    base = _HEIGHT + 34
+    parts = []
+    for quarter in range(5):
+        x, y = _LABEL + _ROOM * quarter / 4, base - _HEIGHT * quarter / 4
+        parts.append(
+            f'<line x1="{_LABEL}" y1="{y}" x2="{_LABEL + _ROOM}" y2="{y}" stroke="#d8dee4"/>'
+            + _text(_LABEL - 10, y + 4, f"{most * quarter / 4:,.10g}", "end")
+            + _text(x, base + 18, _time(low + step * steps * quarter / 4)[5:], "middle")
+        )
+    for queue, colour in zip(busiest, _COLOURS, strict=False):
+        points = " ".join(
+            f"{_LABEL + _ROOM * slot / steps:.1f},"
+            f"{base - _HEIGHT * by_queue[queue].get(low + step * slot, 0) / most:.1f}"
+            for slot in range(steps + 1)
+        )
+        parts.append(
+            f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{points}"/>'
+        )
+    more = len(by_queue) > len(busiest)
+    shown = f"; the {len(busiest)} busiest of {len(by_queue):,} queues" if more else ""
+    note = _note(f"messages for every {_duration(step.total_seconds() * 1_000)}, UTC{shown}")
+    return _svg(base + 26, busiest, parts) + note
+
+
+def _round_up(value: int) -> int:
+    """Return the next figure that an axis of four parts is well labelled with."""
+    scale = 4
+    while True:
+        for tenths in (10, 15, 20, 25, 30, 40, 50, 60, 80):
+            if value <= scale * tenths // 10:
+                return scale * tenths // 10
+        scale *= 10
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def _table(rows: Sequence[Row], file: str) -> str:
+    if not rows:
+        return _note("nothing to show")
+    heads = "".join(f"<th>{_head(name)}</th>" for name in rows[0])
+    body = "".join(
+        "<tr>" + "".join(_cell(name, value) for name, value in row.items()) + "</tr>"
+        for row in rows[:_ROWS]
+    )
+    made = f'<div class="wide"><table><tr>{heads}</tr>{body}</table></div>'
+    if len(rows) > _ROWS:
+        made += _note(f"and {len(rows) - _ROWS:,} more, in {file}")
+    if len(rows) > _UNFOLDED:
+        made = f"<details><summary>show {len(rows):,} rows</summary>{made}</details>"
+    return made
+
+
+def _head(name: str) -> str:
+    words = name.removesuffix("_ms").split("_")
+    return " ".join(_WORDS.get(word, word) for word in words)
+
+
+def _cell(name: str, value: Any) -> str:
+    kind = "t" if isinstance(value, str) else "n"
+    return f'<td class="{kind}">{escape(_show(name, value))}</td>'
+
+
+def _show(name: str, value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, datetime):
+        return _time(value)
+    if name.endswith("_ms"):
+        return _duration(value)
+    if isinstance(value, str):
+        return value or "(none)"
+    return str(value) if isinstance(value, bool) else f"{value:,}"
+
+
+def _duration(ms: float | None) -> str:
+    """Return a time with the unit that suits it."""
+    if ms is None:
+        return "–"
+    if ms < 1_000:
+        return f"{ms:,.0f} ms"
+    for most, unit, size in ((100, "s", 1_000), (100, "min", 60_000), (48, "h", 3_600_000)):
+        if ms < most * size:
+            return f"{ms / size:.1f} {unit}"
+    return f"{ms / 86_400_000:,.1f} d"
+
+
+def _time(value: datetime) -> str:
+    return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _cut(text: str, most: int = 28) -> str:
+    """Shorten a name in its middle: names mostly differ at their ends."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[: most - half - 1]}…{text[-half:]}"

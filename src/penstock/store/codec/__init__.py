@@ -3,11 +3,8 @@
 ==================  ==========================================================================
 module              owns
 ==================  ==========================================================================
-``encodings``       the building blocks: TerminatedBytes, Utf8, Array counts, var_u64, SeqBlock
-``opendata``        ids and keys of the OpenData-Queue records
-``records``         their values: active buckets, done, failed, attempts, specs
-``summaries``       values of the summaries of active buckets
-``log``             keys and values of the OpenData-Log, which is the metadata log
+``opendata``        encodings, ids and keys of OpenData's Queue; the Log, which is the metadata log
+``records``         values of the Queue: active buckets, summaries, done, failed, attempts, specs
 ``stored``          items and leases: two Cap'n Proto records, hand-made for speed
 ``queueber.capnp``  the schema of those two: Queueber's records, with our fields added
 ``metadata``        the opaque metadata bytes of a message

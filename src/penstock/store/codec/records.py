@@ -1,4 +1,4 @@
-"""Values of the OpenData-Queue records: active buckets, done and failed messages, attempts, specs.
+"""Values of the OpenData-Queue records: active buckets and their summaries, history, specs.
 
 Values are little-endian; every time is milliseconds since the epoch. A record has the RFC's fields
 first, in their order, then Penstock's, here after a bar. The keys are in ``opendata``::
@@ -15,10 +15,26 @@ first, in their order, then Penstock's, here after a bar. The keys are in ``open
     attempt   claimed at i64, consumer Utf8
               | ended at i64, outcome u8, reason Utf8
     spec      01, then MessagePack: [number of the queue, map of QueueSpec's fields]
+    summary   ready u16, delayed u16, in flight u16      how many messages are in each state
+              oldest u64                                 lowest id of a waiting message; 0 if none
+              Array<late u16>                            which messages count as delayed:
+                                                         claim number - bucket number
+              due i64, message u64                       the first of those to come due; absent
+                                                         without any
+              Array<head>                                the first message in turn of each lane
+      head       group Utf8, priority u8, visible at i64, message u64
+              Array<held>                                FIFO groups with messages in flight
+      held       group Utf8, in flight u16
+
+A lane's head is its first *ready* message. On a FIFO queue it is its first *waiting* one, whose
+time does not decide its turn: its ``visible at`` is 0. A summary lists the messages that count as
+delayed. Their times do not tell: a message whose time has come counts as delayed until the sweep
+has counted it over.
 
 Upgrade recipe: a changed record gets another first byte of its key; a spec has a version byte of
 its own. Add the fields behind those that are there, keep the decoder, and let it give the new
-fields their defaults.
+fields their defaults. Summaries under an old key are deleted: the store makes new ones from the
+buckets when it opens.
 
 ``decode_active`` gives every element with its own bytes, so that a bucket whose other elements
 did not change is rewritten by joining them.
@@ -26,16 +42,17 @@ did not change is rewritten by joining them.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from struct import Struct
 from struct import error as struct_error
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from penstock.errors import CorruptRecord
 from penstock.limits import MAX_BUCKET_EXPONENT
 from penstock.model import QueueSpec
-from penstock.store.codec.encodings import (
+from penstock.store.codec.opendata import (
     MAX_U32,
     check_end,
     pack_count,
@@ -45,7 +62,7 @@ from penstock.store.codec.encodings import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 LEASE_BYTES: Final = 16
 
@@ -79,25 +96,15 @@ class InFlight(NamedTuple):
     lease: bytes
 
 
-class Done(NamedTuple):
-    """A message that a consumer acknowledged."""
+class EndedRecord(NamedTuple):
+    """A done or a failed message; a failed one has the reason of its last attempt."""
 
     message_id: int
     claim_id: int
-    done_at: int
+    ended_at: int
     attempts: int
     metadata: bytes
-
-
-class Failed(NamedTuple):
-    """A message that ran out of attempts, and the reason of the last one."""
-
-    message_id: int
-    claim_id: int
-    failed_at: int
-    attempts: int
-    metadata: bytes
-    reason: str
+    reason: str = ""
 
 
 class AttemptRecord(NamedTuple):
@@ -110,6 +117,42 @@ class AttemptRecord(NamedTuple):
     reason: str
 
 
+class Due(NamedTuple):
+    """The delayed message that comes due first."""
+
+    visible_at: int
+    message_id: int
+
+
+class LaneHead(NamedTuple):
+    """The first message in turn of a lane."""
+
+    group: str
+    priority: int
+    visible_at: int
+    message_id: int
+
+
+class HeldGroup(NamedTuple):
+    """A FIFO group and how many messages of the bucket it has in flight."""
+
+    group: str
+    in_flight: int
+
+
+class Summary(NamedTuple):
+    """Counts and first messages of a bucket."""
+
+    ready: int
+    delayed: int
+    in_flight: int
+    oldest: int
+    late: tuple[int, ...]
+    due: Due | None
+    heads: list[LaneHead]
+    held: list[HeldGroup]
+
+
 _AVAILABLE: Final = Struct("<QQHI")
 _IN_FLIGHT: Final = Struct("<QQqqHI")
 _ADDED: Final = Struct("<qHBH")
@@ -117,13 +160,15 @@ _SETTLED: Final = Struct("<QQqHI")
 _LENGTH: Final = Struct("<H")
 _CLAIMED: Final = Struct("<qH")
 _ENDED: Final = Struct("<qBH")
+_SUMMARY: Final = Struct("<HHHQ")
+_DUE: Final = Struct("<qQ")
+_HEAD: Final = Struct("<BqQ")
+_HELD: Final = Struct("<H")
 
-_pack_available: Final = _AVAILABLE.pack
-_pack_in_flight: Final = _IN_FLIGHT.pack
-_pack_added: Final = _ADDED.pack
-_pack_settled: Final = _SETTLED.pack
 # Skips the argument checks of a NamedTuple's own constructor: half the time of a decoder.
 _new: Final = tuple.__new__
+_Entry = TypeVar("_Entry", Available, InFlight)
+_Group = TypeVar("_Group", LaneHead, HeldGroup)
 
 
 # --- active ---------------------------------------------------------------------------------
@@ -131,39 +176,25 @@ _new: Final = tuple.__new__
 
 def encode_available(entry: Available) -> bytes:
     """Encode one element of the available Array."""
-    message_id, claim_id, attempts, metadata, visible_at, forgiven, priority, group = entry
-    raw = group.encode()
-    return (
-        _pack_available(message_id, claim_id, attempts, len(metadata))
-        + metadata
-        + _pack_added(visible_at, forgiven, priority, len(raw))
-        + raw
-    )
+    return _encode_entry(entry, _AVAILABLE, 3)
 
 
 def encode_in_flight(entry: InFlight) -> bytes:
     """Encode one element of the in-flight Array."""
-    (
-        message_id,
-        claim_id,
-        claimed_at,
-        lease_deadline,
-        attempts,
-        metadata,
-        visible_at,
-        forgiven,
-        priority,
-        group,
-        lease,
-    ) = entry
-    assert len(lease) == LEASE_BYTES, "a lease is 16 bytes"
-    raw = group.encode()
-    return (
-        _pack_in_flight(message_id, claim_id, claimed_at, lease_deadline, attempts, len(metadata))
-        + metadata
-        + _pack_added(visible_at, forgiven, priority, len(raw))
-        + raw
-        + lease
+    assert len(entry.lease) == LEASE_BYTES, "a lease is 16 bytes"
+    return _encode_entry(entry, _IN_FLIGHT, 5) + entry.lease
+
+
+def _encode_entry(entry: tuple[Any, ...], head: Struct, at: int) -> bytes:
+    """Encode the fields that both Arrays have; ``at`` is the position of the metadata."""
+    metadata, group = entry[at], entry[at + 4].encode()
+    return b"".join(
+        (
+            head.pack(*entry[:at], len(metadata)),
+            metadata,
+            _ADDED.pack(*entry[at + 1 : at + 4], len(group)),
+            group,
+        )
     )
 
 
@@ -184,78 +215,38 @@ def decode_active(
 ) -> tuple[list[tuple[Available, bytes]], list[tuple[InFlight, bytes]]]:
     """Give the available and the in-flight messages of a bucket, each with its own bytes."""
     # A length that reaches past the end is met by the next read, or by the check of the end.
-    available, pos = _read_available(buf)
-    in_flight, pos = _read_in_flight(buf, pos)
+    available, pos = _read_entries(buf, 0, Available, _AVAILABLE, 0)
+    in_flight, pos = _read_entries(buf, pos, InFlight, _IN_FLIGHT, LEASE_BYTES)
     check_end(buf, pos, "active")
     return available, in_flight
 
 
-def _read_available(buf: bytes) -> tuple[list[tuple[Available, bytes]], int]:
-    count = read_count(buf, 0, "active, available")
-    pos = 2
-    found: list[tuple[Available, bytes]] = []
-    unpack_head = _AVAILABLE.unpack_from
-    unpack_added = _ADDED.unpack_from
-    try:
-        for _ in range(count):
-            start = pos
-            message_id, claim_id, attempts, length = unpack_head(buf, pos)
-            pos += 22
-            metadata = buf[pos : pos + length]
-            pos += length
-            visible_at, forgiven, priority, length = unpack_added(buf, pos)
-            pos += 13
-            group = str(buf[pos : pos + length], "utf-8") if length else ""
-            pos += length
-            fields = (
-                message_id,
-                claim_id,
-                attempts,
-                metadata,
-                visible_at,
-                forgiven,
-                priority,
-                group,
-            )
-            found.append((_new(Available, fields), buf[start:pos]))
-    except (struct_error, UnicodeDecodeError) as error:
-        raise _broken("active, available", len(found), count, error) from None
-    return found, pos
-
-
-def _read_in_flight(buf: bytes, pos: int) -> tuple[list[tuple[InFlight, bytes]], int]:
-    count = read_count(buf, pos, "active, in flight")
+def _read_entries(
+    buf: bytes, pos: int, kind: type[_Entry], head: Struct, lease_bytes: int
+) -> tuple[list[tuple[_Entry, bytes]], int]:
+    """Read one of the two Arrays; only messages in flight have a lease, behind the other fields."""
+    count = read_count(buf, pos, "active")
     pos += 2
-    found: list[tuple[InFlight, bytes]] = []
-    unpack_head = _IN_FLIGHT.unpack_from
-    unpack_added = _ADDED.unpack_from
+    found: list[tuple[_Entry, bytes]] = []
+    unpack_head, head_size, unpack_added = head.unpack_from, head.size, _ADDED.unpack_from
     try:
         for _ in range(count):
             start = pos
-            message_id, claim_id, claimed_at, deadline, attempts, length = unpack_head(buf, pos)
-            pos += 38
-            metadata = buf[pos : pos + length]
+            *fields, length = unpack_head(buf, pos)
+            pos += head_size
+            fields.append(buf[pos : pos + length])
             pos += length
             visible_at, forgiven, priority, length = unpack_added(buf, pos)
             pos += 13
             group = str(buf[pos : pos + length], "utf-8") if length else ""
-            pos += length + LEASE_BYTES
-            fields = (
-                message_id,
-                claim_id,
-                claimed_at,
-                deadline,
-                attempts,
-                metadata,
-                visible_at,
-                forgiven,
-                priority,
-                group,
-                buf[pos - LEASE_BYTES : pos],
-            )
-            found.append((_new(InFlight, fields), buf[start:pos]))
+            fields += (visible_at, forgiven, priority, group)
+            pos += length
+            if lease_bytes:
+                fields.append(buf[pos : pos + lease_bytes])
+                pos += lease_bytes
+            found.append((_new(kind, fields), buf[start:pos]))
     except (struct_error, UnicodeDecodeError) as error:
-        raise _broken("active, in flight", len(found), count, error) from None
+        raise _broken("active", len(found), count, error) from None
     return found, pos
 
 
@@ -267,61 +258,41 @@ def _broken(record: str, index: int, count: int, error: Exception) -> CorruptRec
 # --- done, failed, attempts -----------------------------------------------------------------
 
 
-def encode_done(entries: Sequence[tuple[int, int, int, int, bytes]]) -> bytes:
-    """Encode done messages."""
-    parts = [pack_count(len(entries), "done")]
-    for message_id, claim_id, done_at, attempts, metadata in entries:
-        parts += (_pack_settled(message_id, claim_id, done_at, attempts, len(metadata)), metadata)
+def encode_ended(
+    entries: Sequence[tuple[int, int, int, int, bytes, str]], *, failed: bool
+) -> bytes:
+    """Encode done messages, or failed ones, which have reasons."""
+    parts = [pack_count(len(entries), "failed" if failed else "done")]
+    for message_id, claim_id, ended_at, attempts, metadata, reason in entries:
+        parts += (_SETTLED.pack(message_id, claim_id, ended_at, attempts, len(metadata)), metadata)
+        if failed:
+            parts.append(utf8(reason))
     return b"".join(parts)
 
 
-def decode_done(buf: bytes) -> list[Done]:
-    """Decode done messages."""
-    count = read_count(buf, 0, "done")
+def decode_ended(buf: bytes, *, failed: bool) -> list[EndedRecord]:
+    """Decode done messages, or failed ones."""
+    record = "failed" if failed else "done"
+    count = read_count(buf, 0, record)
     pos = 2
-    found: list[Done] = []
+    found: list[EndedRecord] = []
+    reason = ""
     try:
         for _ in range(count):
-            *fields, length = _SETTLED.unpack_from(buf, pos)
-            pos += 30
-            found.append(_new(Done, (*fields, buf[pos : pos + length])))
-            pos += length
-    except struct_error as error:
-        raise _broken("done", len(found), count, error) from None
-    check_end(buf, pos, "done")
-    return found
-
-
-def encode_failed(entries: Sequence[Failed]) -> bytes:
-    """Encode failed messages."""
-    parts = [pack_count(len(entries), "failed")]
-    for message_id, claim_id, failed_at, attempts, metadata, reason in entries:
-        parts += (_pack_settled(message_id, claim_id, failed_at, attempts, len(metadata)), metadata)
-        parts.append(utf8(reason))
-    return b"".join(parts)
-
-
-def decode_failed(buf: bytes) -> list[Failed]:
-    """Decode failed messages."""
-    count = read_count(buf, 0, "failed")
-    pos = 2
-    found: list[Failed] = []
-    try:
-        for _ in range(count):
-            message_id, claim_id, failed_at, attempts, length = _SETTLED.unpack_from(buf, pos)
+            message_id, claim_id, ended_at, attempts, length = _SETTLED.unpack_from(buf, pos)
             pos += 30
             metadata = buf[pos : pos + length]
             pos += length
-            (length,) = _LENGTH.unpack_from(buf, pos)
-            pos += 2
-            reason = str(buf[pos : pos + length], "utf-8")
-            pos += length
-            found.append(
-                _new(Failed, (message_id, claim_id, failed_at, attempts, metadata, reason))
-            )
+            if failed:
+                (length,) = _LENGTH.unpack_from(buf, pos)
+                pos += 2
+                reason = str(buf[pos : pos + length], "utf-8")
+                pos += length
+            fields = (message_id, claim_id, ended_at, attempts, metadata, reason)
+            found.append(_new(EndedRecord, fields))
     except (struct_error, UnicodeDecodeError) as error:
-        raise _broken("failed", len(found), count, error) from None
-    check_end(buf, pos, "failed")
+        raise _broken(record, len(found), count, error) from None
+    check_end(buf, pos, record)
     return found
 
 
@@ -374,3 +345,81 @@ def decode_queue_spec(record: bytes) -> tuple[QueueSpec, int]:
     if encode_queue_spec(spec, number) != record:
         raise CorruptRecord(f"queue spec: {len(record)} bytes that are not laid out as one")
     return spec, number
+
+
+# --- summaries ------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=8192)
+def _group(group: str) -> bytes:
+    return utf8(group)
+
+
+def encode_head(group: str, priority: int, visible_at: int, message_id: int) -> bytes:
+    """Encode one element of the Array of heads."""
+    return _group(group) + _HEAD.pack(priority, visible_at, message_id)
+
+
+def encode_held(group: str, in_flight: int) -> bytes:
+    """Encode one element of the Array of held groups."""
+    return _group(group) + _HELD.pack(in_flight)
+
+
+def pack_summary(
+    *,
+    ready: int,
+    in_flight: int,
+    oldest: int,
+    late: Sequence[int],
+    due: Due | None,
+    heads_encoded: Collection[bytes],
+    held_encoded: Collection[bytes],
+) -> bytes:
+    """Join encoded elements to a summary; ``late`` messages are the delayed ones."""
+    assert bool(late) == (due is not None), "a delayed message comes due"
+    return b"".join(
+        (
+            _SUMMARY.pack(ready, len(late), in_flight, oldest),
+            Struct(f"<{1 + len(late)}H").pack(len(late), *late) if late else b"\0\0",
+            b"" if due is None else _DUE.pack(*due),
+            pack_count(len(heads_encoded), "summary, heads"),
+            *heads_encoded,
+            pack_count(len(held_encoded), "summary, held"),
+            *held_encoded,
+        )
+    )
+
+
+def decode_summary(buf: bytes) -> Summary:
+    """Decode a summary."""
+    try:
+        ready, delayed, in_flight, oldest = _SUMMARY.unpack_from(buf)
+        pos = _SUMMARY.size
+        count = read_count(buf, pos, "summary")
+        late = Struct(f"<{count}H").unpack_from(buf, pos + 2)
+        pos += 2 + 2 * count
+        due = None
+        if count:
+            due = Due._make(_DUE.unpack_from(buf, pos))
+            pos += _DUE.size
+        heads, pos = _read_groups(buf, pos, LaneHead, _HEAD)
+        held, pos = _read_groups(buf, pos, HeldGroup, _HELD)
+    except struct_error:
+        raise CorruptRecord(f"summary: ends early, after {len(buf)} bytes") from None
+    check_end(buf, pos, "summary")
+    if delayed != len(late):
+        raise CorruptRecord(f"summary: {delayed} delayed messages, but {len(late)} are named")
+    return Summary(ready, delayed, in_flight, oldest, late, due, heads, held)
+
+
+def _read_groups(
+    buf: bytes, pos: int, kind: type[_Group], fields: Struct
+) -> tuple[list[_Group], int]:
+    count = read_count(buf, pos, "summary")
+    pos += 2
+    found: list[_Group] = []
+    for _ in range(count):
+        group, pos = read_utf8(buf, pos, "summary")
+        found.append(kind(group, *fields.unpack_from(buf, pos)))
+        pos += fields.size
+    return found, pos

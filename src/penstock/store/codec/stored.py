@@ -233,52 +233,22 @@ def decode_lease(buf: bytes) -> LeaseRecord:
         expiry_ms, claimed_at_ms, queue, n, key_size, name_size = _unpack_lease(buf)
     except struct_error:
         raise CorruptRecord(f"LeaseEntry: {len(buf)} bytes, shorter than its head") from None
-    n >>= 3
-    key_size >>= 3
-    name_size >>= 3
-    before_name = (n << 1) + ((key_size + 7) >> 3)
-    words = before_name + 8 + ((name_size + 7) >> 3)
+    n, key_size, name_size = n >> 3, key_size >> 3, name_size >> 3
     first_id = _LEASE_HEAD + (n << 3)
     key_start = first_id + (n << 3)
-    name_start = _LEASE_HEAD + (before_name << 3)
-    name_end = name_start + name_size - 1
-    # The length first: it bounds the bytes that the other checks build.
-    if (
-        len(buf) != (words + 1) << 3
-        or not name_size
-        or buf[:_LEASE_HEAD]
-        != _pack_lease(
-            words,
-            _LEASE_ROOT,
-            -(-expiry_ms // 1000),
-            expiry_ms,
-            claimed_at_ms,
-            queue,
-            _FIRST,
-            n << 3 | _POINTERS,
-            (n << 3) + 5,
-            key_size << 3 | _BYTES,
-            (before_name << 2) + 1,
-            name_size << 3 | _BYTES,
-        )
-        or (n and buf[_LEASE_HEAD:first_id] != _pack_pointer((n << 2) - 3, _ID_SIZE) * n)
-        or (key_size & 7 and buf[key_start + key_size : name_start] != _ZEROS[-key_size & 7])
-        or buf[name_end:].strip(b"\0")
-        or max(expiry_ms, claimed_at_ms) >> 63
-    ):
-        raise CorruptRecord(f"LeaseEntry: {len(buf)} bytes that are not laid out as one")
-    try:
-        consumer = str(buf[name_start:name_end], "utf-8")
-    except UnicodeDecodeError as error:
-        raise CorruptRecord(f"LeaseEntry: consumer is not UTF-8: {error.reason}") from None
-    return LeaseRecord(
-        _split_ids(buf, first_id, n),
-        expiry_ms,
-        buf[key_start : key_start + key_size],
-        claimed_at_ms,
-        queue,
-        consumer,
-    )
+    name_start = key_start + ((key_size + 7) >> 3 << 3)
+    # The length first: it bounds the bytes that the comparison builds.
+    total = name_start + ((name_size + 7) >> 3 << 3)
+    if len(buf) == total and name_size and not max(expiry_ms, claimed_at_ms) >> 63:
+        try:
+            consumer = str(buf[name_start : name_start + name_size - 1], "utf-8")
+        except UnicodeDecodeError as error:
+            raise CorruptRecord(f"LeaseEntry: consumer is not UTF-8: {error.reason}") from None
+        ids, index_key = _split_ids(buf, first_id, n), buf[key_start : key_start + key_size]
+        lease = LeaseRecord(ids, expiry_ms, index_key, claimed_at_ms, queue, consumer)
+        if encode_lease(*lease) == buf:
+            return lease
+    raise CorruptRecord(f"LeaseEntry: {len(buf)} bytes that are not laid out as one")
 
 
 def _split_ids(buf: bytes, pos: int, n: int) -> list[bytes]:

@@ -13,7 +13,7 @@ from penstock.engines import get_each
 from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.model import Delivery, Want
 from penstock.store.codec.metadata import decode_many, decode_metadata
-from penstock.store.codec.opendata import payload_prefix
+from penstock.store.codec.opendata import PAYLOAD
 from penstock.store.kv.maintain import MaintainVerbs
 from penstock.store.kv.state import verb
 from penstock.store.live import group_of, uncount_attempt
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from penstock.store.kv.queues import Queue
     from penstock.store.live import Item
 
-_PAYLOADS: Final = payload_prefix()
 # How much due work one claim does before it takes its messages.
 CATCH_UP_BUDGET: Final = 1_000
 # How many unreadable messages one claim passes over to find readable ones.
@@ -232,7 +231,7 @@ class ClaimVerbs(MaintainVerbs):
     ) -> None:
         """Read payloads and make deliveries; what can't be delivered is removed."""
         core, name, store_id = self.core, queue.name, self.core.identity.store_id
-        payload_keys = [_PAYLOADS + item.message_id.to_bytes(8, "big") for item, _ in items]
+        payload_keys = [PAYLOAD + item.message_id.to_bytes(8, "big") for item, _ in items]
         payloads = get_each(core.payloads.table, payload_keys)
         if StoreDamaged in map(type, payloads):
             read = self._readable(batch, queue, items, payloads, now_ms)

@@ -24,8 +24,15 @@ from penstock import limits
 from penstock.engines import rows_of
 from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.model import Attempt, AttemptEnd, State
-from penstock.store.codec import opendata, records
-from penstock.store.codec.encodings import terminated
+from penstock.store.codec import opendata
+from penstock.store.codec.opendata import terminated
+from penstock.store.codec.records import (
+    AttemptRecord,
+    decode_attempt,
+    decode_ended,
+    encode_attempt,
+    encode_ended,
+)
 from penstock.store.kv.tables import FirstKeys
 
 if TYPE_CHECKING:
@@ -40,7 +47,7 @@ _MARKS: Final = b"\x02\x15"
 _ENDS: Final = (AttemptEnd.ACKED, AttemptEnd.RELEASED, AttemptEnd.EXPIRED)
 _CODES: Final = {end: code for code, end in enumerate(_ENDS)}
 _INDEX_BYTES: Final = 2
-_CAPACITIES: Final = [opendata.capacity(n) for n in range(limits.MAX_BUCKET_EXPONENT + 1)]
+_KEYS: Final = {State.DONE: opendata.DONE, State.FAILED: opendata.FAILED}
 # Parts read at a time: each may hold many messages.
 _PAGE: Final = 64
 
@@ -79,42 +86,44 @@ class History:
 
     # --- in ------------------------------------------------------------------------------
 
-    def add_done(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
-        """Append done messages."""
-        counts, exponent = queue.counts, queue.spec.bucket_exponent
-        front = _run(queue.id, State.DONE, exponent)[0]
-        for bucket, part, chunk in _parts(items, counts.next_done, exponent):
-            entries = [
-                (item.message_id, item.key, now_ms, item.attempts, item.metadata) for item in chunk
-            ]
-            key = queue.done_prefix + (bucket << 64 | part).to_bytes(16, "big")
-            if key < self.first_keys.get(front, front):
-                self.first_keys[front] = key
-            batch.put(key, records.encode_done(entries), self._table.family)
-        counts.next_done += len(items)
-        counts.done += len(items)
-        counts.acked_total += len(items)
-
-    def add_failed(
-        self, batch: Batch, queue: Queue, items: Sequence[Item], reason: str, now_ms: int
+    def add(
+        self,
+        batch: Batch,
+        queue: Queue,
+        state: State,
+        items: Sequence[Item],
+        reason: str,
+        now_ms: int,
     ) -> None:
-        """Append failed messages, which share a reason."""
-        counts, exponent = queue.counts, queue.spec.bucket_exponent
-        for bucket, part, chunk in _parts(items, counts.next_failed, exponent):
+        """Append messages that are done, or that have failed and share a reason."""
+        counts, exponent, count = queue.counts, queue.spec.bucket_exponent, len(items)
+        failed = state is State.FAILED
+        number = counts.next_failed if failed else counts.next_done
+        capacity = opendata.capacity(exponent)
+        begin, _ = _run(queue.id, state, exponent)
+        start = 0
+        while start < count:
+            # A part ends where its bucket does.
+            first = number - number % capacity
+            chunk = items[start : start + first + capacity - number]
+            key = (
+                begin[:-8] + (exponent << 60 | first).to_bytes(8, "big") + number.to_bytes(8, "big")
+            )
+            self.first_keys.note(begin, key)
             entries = [
-                records.Failed(
-                    item.message_id, item.key, now_ms, item.attempts, item.metadata, reason
-                )
+                (item.message_id, item.key, now_ms, item.attempts, item.metadata, reason)
                 for item in chunk
             ]
-            key = opendata.failed_key(queue.id, bucket, part)
-            self.first_keys.note(_run(queue.id, State.FAILED, exponent)[0], key)
-            batch.put(key, records.encode_failed(entries), self._table.family)
-            for item in chunk:
+            batch.put(key, encode_ended(entries, failed=failed), self._table.family)
+            for item in chunk if failed else ():
                 batch.put(_failed_index(queue, item.message_id), key, self._table.family)
-        counts.next_failed += len(items)
-        counts.failed += len(items)
-        counts.failed_total += len(items)
+            start, number = start + len(chunk), number + len(chunk)
+        if failed:
+            counts.next_failed, counts.failed = number, counts.failed + count
+            counts.failed_total += count
+        else:
+            counts.next_done, counts.done = number, counts.done + count
+            counts.acked_total += count
 
     def add_attempts(
         self,
@@ -138,11 +147,11 @@ class History:
 
     def attempts(self, queue: Queue, message_id: int) -> list[Attempt]:
         """Read the ended attempts of a message."""
-        prefix = opendata.attempts_prefix(queue.id, message_id)
+        prefix = opendata.ATTEMPTS.prefix(queue.id, message_id)
         found = []
         for key, record in rows_of(self._table, prefix, prefix + b"\xff\xff\xff"):
             try:
-                stored = records.decode_attempt(record)
+                stored = decode_attempt(record)
                 end = _ENDS[stored.outcome]
             except (CorruptRecord, IndexError) as error:
                 self._quarantine("history", key, record, str(error))
@@ -204,23 +213,26 @@ class History:
     def take(self, batch: Batch, queue: Queue, state: State, entries: Sequence[Ended]) -> None:
         """Remove messages from their parts: they are live again, here or in another queue."""
         gone = {entry.message_id for entry in entries}
+        failed = state is State.FAILED
         for part in {entry.part for entry in entries}:
             held = self._part(queue, part, state)
-            rest = [entry for entry in held if entry.message_id not in gone]
-            if not rest:
-                batch.delete(part, self._table.family)
-            elif state is State.DONE:
-                done = [records.Done(*entry[:-2]) for entry in rest]
-                batch.put(part, records.encode_done(done), self._table.family)
+            rest = [entry[:-1] for entry in held if entry.message_id not in gone]
+            if rest:
+                batch.put(part, encode_ended(rest, failed=failed), self._table.family)
             else:
-                failed = [records.Failed(*entry[:-1]) for entry in rest]
-                batch.put(part, records.encode_failed(failed), self._table.family)
+                batch.delete(part, self._table.family)
+        self._forget_ended(batch, queue, state, entries)
+
+    def _forget_ended(
+        self, batch: Batch, queue: Queue, state: State, entries: Sequence[Ended]
+    ) -> None:
+        """Count messages that are gone from their parts, and delete their index entries."""
         if state is State.DONE:
             queue.counts.done -= len(entries)
             return
+        queue.counts.failed -= len(entries)
         for entry in entries:
             batch.delete(_failed_index(queue, entry.message_id), self._table.family)
-        queue.counts.failed -= len(entries)
 
     def trim(
         self,
@@ -246,22 +258,12 @@ class History:
                     break
                 if entries and before is not None and sequence_of(key) + len(entries) > before:
                     break
-                self._remove_part(batch, queue, state, key, entries)
+                batch.delete(key, self._table.family)
+                self._forget_ended(batch, queue, state, entries)
                 removed += entries
                 if len(removed) >= limit:
                     break
         return removed
-
-    def _remove_part(
-        self, batch: Batch, queue: Queue, state: State, key: bytes, entries: Sequence[Ended]
-    ) -> None:
-        batch.delete(key, self._table.family)
-        if state is State.DONE:
-            queue.counts.done -= len(entries)
-            return
-        queue.counts.failed -= len(entries)
-        for entry in entries:
-            batch.delete(_failed_index(queue, entry.message_id), self._table.family)
 
     def forget_attempts(
         self, batch: Batch, queue: Queue, messages: Sequence[tuple[int, int]]
@@ -323,9 +325,9 @@ class History:
     def clear(self, batch: Batch, queue: Queue) -> None:
         """Delete whatever a queue that is deleted may still have here."""
         for prefix in (
-            opendata.done_prefix(queue.id),
-            opendata.failed_prefix(queue.id),
-            opendata.attempts_prefix(queue.id),
+            opendata.DONE.prefix(queue.id),
+            opendata.FAILED.prefix(queue.id),
+            opendata.ATTEMPTS.prefix(queue.id),
             _FAILED_INDEX + terminated(queue.id),
             _marks_prefix(queue),
         ):
@@ -360,7 +362,7 @@ class History:
 
     def _recount(self, queue: Queue, state: State) -> None:
         """Count a state's messages anew: nobody knows how many a part held that is lost."""
-        prefix = _prefix(queue.id, state)
+        prefix = _KEYS[state].prefix(queue.id)
         count = sum(
             len(self._decode(queue, state, key, record))
             for key, record in rows_of(self._table, prefix, prefix + b"\xff" * 17, page=_PAGE)
@@ -372,9 +374,8 @@ class History:
 
     def _decode(self, queue: Queue, state: State, key: bytes, record: bytes) -> list[Ended]:
         try:
-            if state is State.DONE:
-                return [Ended(*entry, "", key) for entry in records.decode_done(record)]
-            return [Ended(*entry, key) for entry in records.decode_failed(record)]
+            entries = decode_ended(record, failed=state is State.FAILED)
+            return [Ended(*entry, key) for entry in entries]
         except CorruptRecord as error:
             if self._quarantine("history", key, record, f"queue {queue.name}: {error}"):
                 self._recount(queue, state)
@@ -386,11 +387,6 @@ def sequence_of(key: bytes) -> int:
     return int.from_bytes(key[-8:], "big")
 
 
-def _prefix(queue: bytes, state: State) -> bytes:
-    make = opendata.done_prefix if state is State.DONE else opendata.failed_prefix
-    return make(queue)
-
-
 def _runs(queue: Queue, state: State) -> Iterator[tuple[bytes, bytes]]:
     """Give the ranges of a state's parts: each bucket size has a run of its own."""
     for exponent in range(limits.MAX_BUCKET_EXPONENT + 1):
@@ -399,9 +395,9 @@ def _runs(queue: Queue, state: State) -> Iterator[tuple[bytes, bytes]]:
 
 @lru_cache(maxsize=1024)
 def _run(queue: bytes, state: State, exponent: int) -> tuple[bytes, bytes]:
-    prefix = _prefix(queue, state)
-    begin = prefix + opendata.make_id(exponent, 0).to_bytes(8, "big")
-    return begin, prefix + opendata.make_id(exponent, (1 << 60) - 1).to_bytes(8, "big")
+    prefix = _KEYS[state].prefix(queue)
+    begin, end = opendata.make_id(exponent, 0), opendata.make_id(exponent, (1 << 60) - 1)
+    return prefix + begin.to_bytes(8, "big"), prefix + end.to_bytes(8, "big")
 
 
 def _marks_prefix(queue: Queue) -> bytes:
@@ -413,26 +409,8 @@ def _attempt(
     claimed_at_ms: int, consumer: str, ended_at_ms: int, outcome: int, reason: str
 ) -> bytes:
     """Encode how an attempt went; those of claims that were made together mostly went alike."""
-    return records.encode_attempt(
-        records.AttemptRecord(claimed_at_ms, consumer, ended_at_ms, outcome, reason)
-    )
+    return encode_attempt(AttemptRecord(claimed_at_ms, consumer, ended_at_ms, outcome, reason))
 
 
 def _failed_index(queue: Queue, message_id: int) -> bytes:
     return _FAILED_INDEX + terminated(queue.id) + message_id.to_bytes(8, "big")
-
-
-def _parts(
-    items: Sequence[Item], sequence: int, exponent: int
-) -> list[tuple[int, int, Sequence[Item]]]:
-    """Cut items at the borders of buckets; give bucket id, part number and items."""
-    size = _CAPACITIES[exponent]
-    parts = []
-    start = 0
-    while start < len(items):
-        number = sequence + start
-        first = number - number % size
-        end = min(len(items), start + first + size - number)
-        parts.append((opendata.make_id(exponent, first), number, items[start:end]))
-        start = end
-    return parts

@@ -1,6 +1,6 @@
 """The metadata log: what was published, in order, for routing, backfill, audit and analytics.
 
-An instance of the OpenData-Log (codec/log.py), plus two records of our own::
+An instance of the OpenData-Log (codec/opendata.py), plus two records of our own::
 
     table log
     03 01 | segment | 10 | log's key | offset     Array<MessageMetadata>: messages of one publish
@@ -27,10 +27,11 @@ import msgspec
 
 from penstock.engines import rows_of
 from penstock.errors import CorruptRecord
-from penstock.store.codec import log as codec
-from penstock.store.codec.encodings import decode_seq_block, encode_seq_block, var_u64
+from penstock.store.codec import opendata
 from penstock.store.codec.metadata import decode_metadata
-from penstock.store.kv.tables import FirstKeys
+from penstock.store.codec.opendata import decode_seq_block, encode_seq_block, var_u64
+from penstock.store.kv.tables import FirstKeys, pages_of
+from penstock.store.policy import SEGMENT_MS, LogSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,22 +41,11 @@ if TYPE_CHECKING:
 
 _SETTINGS: Final = b"\x02\x10"
 _UNROUTED: Final = b"\x02\x11"
-SEGMENT_MS: Final = 3_600_000
 # Numbers that one record reserves.
 BLOCK_SIZE: Final = 4096
 # Bounds of one entry: a publish of more is cut into several.
 ENTRY_MESSAGES: Final = 4_096
 ENTRY_BYTES: Final = 1 << 20
-
-
-class LogSettings(msgspec.Struct):
-    """How messages are spread over logs, and how long they are kept (0: for ever).
-
-    ``changes`` holds (offset, number of logs), ascending, the first at offset 0.
-    """
-
-    changes: list[tuple[int, int]] = msgspec.field(default_factory=lambda: [(0, 1)])
-    retention_ms: int = 7 * 86_400_000
 
 
 class Segment(NamedTuple):
@@ -100,7 +90,7 @@ class MetadataLog:
         self._instance_id = instance_id
         self._quarantine = quarantine
         self.first_keys = FirstKeys(table)
-        self.ids = SeqBlocks(table, codec.SEQ_BLOCK_KEY, first=1)
+        self.ids = SeqBlocks(table, opendata.SEQ_BLOCK_KEY, first=1)
         record = self._table.get(_SETTINGS)
         try:
             self.settings = LogSettings()
@@ -110,9 +100,9 @@ class MetadataLog:
             raise CorruptRecord(
                 f"the settings of the metadata log do not decode: {error}"
             ) from None
-        prefix = codec.SEGMENT_META_PREFIX
+        prefix = opendata.SEGMENT_META_PREFIX
         self.segments = [
-            Segment(codec.parse_segment_meta_key(key), *codec.decode_segment_meta(value))
+            Segment(opendata.parse_segment_meta_key(key), *opendata.decode_segment_meta(value))
             for key, value in rows_of(self._table, prefix, prefix + b"\xff" * 5)
         ]
         # The newest segment's entries of each log begin so; a log that is not here is not listed.
@@ -137,7 +127,7 @@ class MetadataLog:
         batch.put(_SETTINGS, msgspec.msgpack.encode(settings), self._table.family)
 
     def _key(self, log: int) -> bytes:
-        return codec.metadata_log_key(self._instance_id, str(log))
+        return opendata.metadata_log_key(self._instance_id, str(log))
 
     # --- in ------------------------------------------------------------------------------
 
@@ -162,18 +152,18 @@ class MetadataLog:
             prefix = self._prefixes.get(log)
             if prefix is None:
                 key = self._key(log)
-                prefix = self._prefixes[log] = codec.entry_prefix(segment.number, key)
-                batch.put(codec.listing_key(segment.number, key), b"", family)
+                prefix = self._prefixes[log] = opendata.entry_prefix(segment.number, key)
+                batch.put(opendata.listing_key(segment.number, key), b"", family)
             for entry in (part,) if len(part) == 1 else _entries(part):
                 offset = entry[0][0] - segment.start_offset
-                batch.put(prefix + var_u64(offset), codec.encode_metadata_batch(entry), family)
+                batch.put(prefix + var_u64(offset), opendata.encode_metadata_batch(entry), family)
 
     def roll(self, batch: Batch, offset: int, now_ms: int) -> Segment:
         """Begin a new segment at an offset."""
         number = self.segments[-1].number + 1 if self.segments else 1
         segment = Segment(number, offset, now_ms)
-        meta = codec.encode_segment_meta(segment.start_offset, segment.start_ms)
-        batch.put(codec.segment_meta_key(segment.number), meta, self._table.family)
+        meta = opendata.encode_segment_meta(segment.start_offset, segment.start_ms)
+        batch.put(opendata.segment_meta_key(segment.number), meta, self._table.family)
         self.segments.append(segment)
         self._prefixes.clear()
         return segment
@@ -212,56 +202,49 @@ class MetadataLog:
         low, high = self.earliest, self.end
         while low < high:
             middle = (low + high) // 2
-            published = self._published_from(middle)
-            if published is not None and published < time_ms:
+            entries = (next(self.entries(n, middle, self.end), ()) for n in range(self.all_logs))
+            rows = [entry[0] for entry in entries if entry]
+            if rows and decode_metadata(min(rows)[1]).published_at_ms < time_ms:
                 low = middle + 1
             else:
                 high = middle
         return low
 
-    def _published_from(self, offset: int) -> int | None:
-        """Return when the first message at or after an offset was published."""
-        rows = [
-            page.rows[0] for log in range(self.all_logs) if (page := self.read(log, offset, 1)).rows
-        ]
-        return decode_metadata(min(rows)[1]).published_at_ms if rows else None
-
-    def read(self, log: int, begin: int, limit: int, *, end: int | None = None) -> Page:
-        """Read up to ``limit`` messages of a log from offset ``begin`` on, up to ``end``."""
-        end = self.end if end is None else min(end, self.end)
+    def read(
+        self, log: int, begin: int, limit: int, *, end: int
+    ) -> tuple[list[tuple[int, bytes]], int]:
+        """Read up to ``limit`` messages (id, metadata) of [begin, end), and where to go on from."""
+        end = min(end, self.end)
         rows: list[tuple[int, bytes]] = []
-        if not self.segments:
-            return Page(rows, max(begin, end))
-        start = self.segments.index(self.segment_of(begin))
-        for segment in self.segments[start:]:
-            if segment.start_offset >= end:
-                break
-            for key, entry in self._entries_of(segment, log, begin):
-                for row in self._decode(key, entry):
-                    if begin <= row[0] < end:
-                        if len(rows) == limit:
-                            return Page(rows, row[0])
-                        rows.append(row)
-                    elif row[0] >= end:
-                        return Page(rows, end)
-        return Page(rows, max(begin, end))
+        for entry in self.entries(log, begin, end):
+            rows += entry
+            if len(rows) > limit:
+                return rows[:limit], rows[limit][0]
+        return rows, max(begin, end)
 
-    def _entries_of(self, segment: Segment, log: int, begin: int) -> Iterator[tuple[bytes, bytes]]:
-        """Read a segment's entries, from the one on that may hold ``begin``."""
-        prefix = codec.entry_prefix(segment.number, self._key(log))
-        first = prefix
-        if begin > segment.start_offset:
-            exact = codec.entry_key(segment.number, self._key(log), begin - segment.start_offset)
-            before = self._table.scan_back(prefix, exact + b"\0", 1)
-            first = before[0][0] if before else prefix
-        return rows_of(self._table, first, prefix + b"\xff" * 10, page=64)
-
-    def _decode(self, key: bytes, entry: bytes) -> list[tuple[int, bytes]]:
-        try:
-            return codec.decode_metadata_batch(entry)
-        except CorruptRecord as error:
-            self._quarantine("log", key, entry, str(error))
-            return []
+    def entries(self, log: int, begin: int, end: int) -> Iterator[list[tuple[int, bytes]]]:
+        """Read messages (id, metadata) of [begin, end) of a log, one stored entry at a time."""
+        ends = [segment.start_offset for segment in self.segments[1:]]
+        for segment, segment_end in zip(self.segments, [*ends, end], strict=False):
+            start = segment.start_offset
+            if start >= end or segment_end <= begin:
+                continue
+            prefix = first = opendata.entry_prefix(segment.number, self._key(log))
+            if begin > start:
+                # The entry that begin lies in may begin before it.
+                exact = prefix + var_u64(begin - start)
+                before = self._table.scan_back(prefix, exact + b"\0", 1)
+                first = before[0][0] if before else prefix
+            for key, entry in pages_of(self._table, first, prefix + var_u64(end - start)):
+                try:
+                    rows = opendata.decode_metadata_batch(entry)
+                except CorruptRecord as error:
+                    self._quarantine("log", key, entry, str(error))
+                    continue
+                if rows and (rows[0][0] < begin or rows[-1][0] >= end):
+                    rows = [row for row in rows if begin <= row[0] < end]
+                if rows:
+                    yield rows
 
     # --- retention -----------------------------------------------------------------------
 
@@ -298,18 +281,11 @@ class MetadataLog:
             batch.delete(key, family)
             ids += [int.from_bytes(packed[at : at + 8], "big") for at in range(0, len(packed), 8)]
         if len(rows) < limit:
-            begin = codec.entry_key(segment.number, b"", 0)[:6]
+            begin = opendata.entry_key(segment.number, b"", 0)[:6]
             batch.delete_range(begin, begin + b"\xff", family)
-            batch.delete(codec.segment_meta_key(segment.number), family)
+            batch.delete(opendata.segment_meta_key(segment.number), family)
             self.segments.remove(segment)
         return ids
-
-
-class Page(NamedTuple):
-    """Messages of a log (id, metadata), and the offset to go on from."""
-
-    rows: list[tuple[int, bytes]]
-    next_offset: int
 
 
 def _unrouted_prefix(segment: int) -> bytes:

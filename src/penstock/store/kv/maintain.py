@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from penstock.errors import InvalidInput, InvalidQueue, StoreDamaged
 from penstock.model import Collected, State, SweepCounts
-from penstock.store.coverage import Coverage, Stretch
 from penstock.store.kv.move import ALL, MoveVerbs
 from penstock.store.kv.queues import Counts, Queue
 from penstock.store.kv.routing import RoutingVerbs
 from penstock.store.kv.state import verb
+from penstock.store.policy import Coverage, Stretch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

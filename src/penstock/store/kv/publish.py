@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from itertools import repeat
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.store.codec.metadata import Metadata, decode_heads, encode_metadata
-from penstock.store.codec.opendata import payload_prefix
+from penstock.store.codec.opendata import PAYLOAD
 from penstock.store.kv.state import verb
 from penstock.store.live import Item, lane_of
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from penstock.model import Message
     from penstock.store.kv.queues import Queue
     from penstock.store.kv.state import Core
-
-_PAYLOADS: Final = payload_prefix()
 
 
 class PublishVerbs:
@@ -75,7 +73,7 @@ class PublishVerbs:
             metadata = encode_metadata(
                 Metadata(now_ms, group, priority, len(payload), delay_ms, attributes)
             )
-            put(_PAYLOADS + next_id.to_bytes(8, "big"), payload, payloads)
+            put(PAYLOAD + next_id.to_bytes(8, "big"), payload, payloads)
             ids.append(next_id)
             rows.append((next_id, metadata))
             lane = lane_of(group, priority)

@@ -27,7 +27,7 @@ import msgspec
 from penstock.errors import CorruptRecord
 from penstock.model import Ordering, QueueSpec, State
 from penstock.store.codec import opendata, records
-from penstock.store.coverage import Coverage
+from penstock.store.policy import Coverage
 
 if TYPE_CHECKING:
     from penstock.engines import Batch, Table
@@ -79,7 +79,6 @@ class Queue:
         "attempts_prefix",
         "counts",
         "counts_key",
-        "done_prefix",
         "fifo",
         "id",
         "name",
@@ -98,8 +97,7 @@ class Queue:
         # Every claim and every ack needs these beginnings of keys.
         self.number4 = number.to_bytes(4, "big")
         self.counts_key = _COUNTS + self.id
-        self.done_prefix = opendata.done_prefix(self.id)
-        self.attempts_prefix = opendata.attempts_prefix(self.id)
+        self.attempts_prefix = opendata.ATTEMPTS.prefix(self.id)
 
     def respec(self, spec: QueueSpec) -> None:
         """Take a changed spec. Name and ordering never change."""

@@ -28,8 +28,7 @@ from penstock.model import (
     RoutePlan,
 )
 from penstock.store import policy
-from penstock.store.codec.metadata import decode_heads, encode_metadata, read_metadata
-from penstock.store.coverage import Throughout
+from penstock.store.codec.metadata import encode_metadata
 from penstock.store.kv.publish import PublishVerbs
 from penstock.store.kv.state import verb
 from penstock.store.live import Item, lane_of
@@ -93,11 +92,11 @@ class RoutingVerbs(PublishVerbs):
         if core.identity.routing != "inline":
             others = [self.cursor(other) for other in range(core.log.all_logs) if other != log]
         end = policy.page_end(begin, end, core.log.settings.changes, others)
-        page = core.log.read(log, begin, limit, end=end)
+        rows, further = core.log.read(log, begin, limit, end=end)
         return LogPage(
             log=log,
-            records=policy.records_of(page.rows, log),
-            cursor=Cursor(begin, max(begin, page.next_offset), core.totals.filters_version),
+            records=policy.records_of(rows, log),
+            cursor=Cursor(begin, max(begin, further), core.totals.filters_version),
             earliest=core.log.earliest,
             end=core.log.end,
             filters=filters,
@@ -130,17 +129,24 @@ class RoutingVerbs(PublishVerbs):
             return Assigned(refusal, at, 0)
         policy.check_assigned(cursor, assignments)
         begin = max(at, cursor.begin)
-        page = core.log.read(log, begin, cursor.end - begin, end=cursor.end)
-        if page.next_offset < cursor.end:
+        if core.log.end < cursor.end:
             raise InvalidInput(
-                f"log {log} ends at offset {page.next_offset}; the cursor to assign is {cursor.end}"
+                f"log {log} ends at offset {core.log.end}; the cursor to assign is {cursor.end}"
             )
-        ids = [row[0] for row in page.rows]
+        rows = [row for entry in core.log.entries(log, begin, cursor.end) for row in entry]
+        ids = [row[0] for row in rows]
         if not assignments.keys() <= set(ids):
             strangers = {i for i in assignments if i >= begin}.difference(ids)
             if strangers:
                 raise InvalidInput(f"message {min(strangers)} is not in this page of log {log}")
-        placed, routes = self._placed(page.rows, assignments, cursor.end, now_ms)
+        placed: list[Item] = []
+        routes: list[Sequence[str]] = []
+        for message_id, encoded, head, names in policy.assigned(
+            rows, assignments, core.coverage.get, cursor.end
+        ):
+            lane, due_ms = lane_of(head.group, head.priority), head.published_at_ms + head.delay_ms
+            placed.append(Item(message_id, message_id, lane, 0, 0, due_ms, encoded))
+            routes.append(names)
         batch = core.begin()
         touched = self.place(batch, placed, routes, now_ms, late=True)
         batch.put(_cursor_key(log), cursor.end.to_bytes(8, "big"), core.system.family)
@@ -187,33 +193,6 @@ class RoutingVerbs(PublishVerbs):
         """Return the filters that are live at an offset, and until where."""
         filters, until = self._filters_at(offset)
         return LiveFilters(dict(filters), self.core.totals.filters_version, until)
-
-    def _placed(
-        self,
-        rows: Sequence[tuple[int, bytes]],
-        assignments: Mapping[int, Sequence[str]],
-        end: int,
-        now_ms: int,
-    ) -> tuple[list[Item], list[Sequence[str]]]:
-        """Make items of a page's messages, and tell the queues of each that still want it."""
-        live = Throughout(self.core.coverage.get, rows[0][0] if rows else end, end)
-        placed: list[Item] = []
-        routes: list[Sequence[str]] = []
-        find = assignments.get
-        heads = decode_heads([encoded for _, encoded in rows])
-        for (message_id, encoded), head in zip(rows, heads, strict=True):
-            names = find(message_id, ())
-            if head is None or not (names or read_metadata(encoded)):
-                continue
-            lane = lane_of(head.group, head.priority)
-            # What was due before it was routed is due now.
-            visible_at_ms = max(head.published_at_ms + head.delay_ms, now_ms)
-            placed.append(Item(message_id, message_id, lane, 0, 0, visible_at_ms, encoded))
-            if type(names) in (tuple, list) and len(names) == 1 and live[names[0]]:
-                routes.append(names)
-            else:
-                routes.append([name for name in dict.fromkeys(names) if live.at(name, message_id)])
-        return placed, routes
 
     def _filters_at(self, offset: int) -> tuple[Mapping[str, str], int | None]:
         """Return the filters that are live at an offset, and the offset at which they change."""
@@ -345,13 +324,14 @@ class RoutingVerbs(PublishVerbs):
     ) -> list[tuple[int, bytes]]:
         """Read messages of all logs, or the chosen ones of them."""
         log = self.core.log
-        rows: list[tuple[int, bytes]] = []
-        for number in range(log.all_logs) if chosen is None or chosen else ():
-            rows += log.read(number, start, stop - start, end=stop).rows
-        if chosen is not None:
-            some = set(chosen)
-            rows = [row for row in rows if row[0] in some]
-        return sorted(rows)
+        some = None if chosen is None else set(chosen)
+        return sorted(
+            row
+            for number in range(log.all_logs if some is None or some else 0)
+            for entry in log.entries(number, start, stop)
+            for row in entry
+            if some is None or row[0] in some
+        )
 
 
 def _cursor_key(log: int) -> bytes:

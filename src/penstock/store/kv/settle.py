@@ -68,7 +68,7 @@ class SettleVerbs:
             # Messages of many leases of a queue end as one stretch of its history.
             for queue, items in by_queue.items():
                 core.active.settle(batch, queue, items)
-                core.history.add_done(batch, queue, items, now_ms)
+                core.history.add(batch, queue, State.DONE, items, "", now_ms)
                 if queue.spec.done_retention_ms:
                     due_ms = now_ms + queue.spec.done_retention_ms
                     core.retention.lower((queue.number, "done"), due_ms)
@@ -285,7 +285,7 @@ class SettleVerbs:
         if failed:
             core.active.settle(batch, queue, failed)
             reason = policy.fail_reason(queue.spec, reason)
-            core.history.add_failed(batch, queue, failed, reason, now_ms)
+            core.history.add(batch, queue, State.FAILED, failed, reason, now_ms)
             if queue.spec.failed_retention_ms:
                 due_ms = now_ms + queue.spec.failed_retention_ms
                 core.retention.lower((queue.number, State.FAILED.value), due_ms)

@@ -9,37 +9,33 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import CorruptRecord, InvalidInput
 from penstock.limits import MAX_ATTEMPTS, MAX_BUCKET_EXPONENT, MAX_OFFSET
 from penstock.model import State
-from penstock.store.codec import log as log_codec
 from penstock.store.codec import opendata, records
 from penstock.store.codec.stored import decode_lease, decode_stored_item
 from penstock.store.kv.history import sequence_of
 from penstock.store.kv.log import MetadataLog
 from penstock.store.kv.queues import QueueTable
+from penstock.store.kv.tables import pages_of
 from penstock.store.live import NO_LEASE
-from penstock.store.snapshot import Depths, Held, Keys, cut_range
+from penstock.store.snapshot import Depths, Keys, LeaseHolder, cut_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from types import TracebackType
+    from collections.abc import Iterator, Sequence
 
     from penstock.engines import Table, View
     from penstock.model import LogStats, QueueSpec, QueueStats, StoreStats
-    from penstock.store.kv.log import Segment
     from penstock.store.kv.queues import Queue
     from penstock.store.kv.state import Identity
     from penstock.store.snapshot import LiveRow
 
 log_ = logging.getLogger(__name__)
 
-# What one read of a table aims at: pages are counted in rows, and rows differ in size.
-PAGE_BYTES: Final = 4 << 20
-PAGE_ROWS: Final = 4_096
 LIVE_ROWS: Final = 1_024
 _AVAILABLE: Final = State.AVAILABLE.value
 _DELAYED: Final = State.DELAYED.value
@@ -48,7 +44,7 @@ _IN_FLIGHT: Final = State.IN_FLIGHT.value
 _NUMBER_BITS: Final = 60
 
 
-class Pinned:
+class Pinned(AbstractContextManager["Pinned"]):
     """A store as it was at ``at_ms``. Close it soon: it keeps deleted data on disk."""
 
     def __init__(
@@ -73,7 +69,7 @@ class Pinned:
         self._payloads = self.table("payloads")
         self._leases = self.table("leases")
 
-    # Read when they are first asked for: whoever pins a store holds up everybody else.
+    # Read when they are first asked for: while a store is pinned, its other callers wait.
 
     @cached_property
     def _queues(self) -> dict[str, Queue]:
@@ -104,19 +100,10 @@ class Pinned:
         )
 
     @cached_property
-    def _segments(self) -> list[Segment]:
-        table, identity = self.table("log"), self.store_id
-        return MetadataLog(table, identity, self._leave_out).segments
+    def _log(self) -> MetadataLog:
+        return MetadataLog(self.table("log"), self.store_id, self._leave_out)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -137,16 +124,6 @@ class Pinned:
 
     # --- ranges of keys --------------------------------------------------------------------
 
-    @property
-    def numbers(self) -> dict[int, str]:
-        """The names of queues by the numbers that leases know them by."""
-        return {queue.number: name for name, queue in self._queues.items()}
-
-    def live_keys(self, queue: str) -> list[tuple[str, bytes, bytes]]:
-        """Return where a queue's live messages may be: tables, each with a range of keys."""
-        found = _ranges(self.identity.design, "active", self._queues[queue])
-        return [(table, prefix, prefix + b"\xff" * 17) for table, prefix, _ in found]
-
     def about(self, table: str, queue: str) -> int:
         """Say about how many rows a queue has in active, attempts, done or failed."""
         counts = self._queues[queue].counts
@@ -157,33 +134,28 @@ class Pinned:
         return counts.done if table == "done" else counts.failed
 
     def cut(self, table: str, queue: str, count: int, least: int = 0) -> Iterator[Keys]:
-        """Cut a queue's rows of one of these into about ``count`` ranges for each of its runs."""
-        for name, prefix, width in _ranges(self.identity.design, table, self._queues[queue]):
-            yield from self._key_ranges(name, prefix, width, count, least)
+        """Cut a queue's rows of one of these into about ``count`` ranges for each of its runs.
 
-    def _key_ranges(
-        self, table: str, prefix: bytes, width: int, count: int, least: int
-    ) -> Iterator[Keys]:
-        """Cut the keys under a prefix by the u64 after it, from the one on that may hold ``least``.
-
-        In a bucket's number the highest bits are its size, so that numbers lie in a few dense runs.
+        Keys are cut by the u64 after the queue. In a bucket's number the highest bits are its size,
+        so that numbers lie in a few dense runs. ``least`` may lie in the first range of each.
         """
-        source = self.table(table)
-        for run in range(MAX_BUCKET_EXPONENT + 1):
-            start = least - least % opendata.capacity(run)
-            if start >> _NUMBER_BITS:
-                return
-            low = prefix + (run << _NUMBER_BITS | start).to_bytes(8, "big")
-            # One byte longer than any key of the run.
-            high = prefix + ((run + 1 << _NUMBER_BITS) - 1).to_bytes(8, "big")
-            bounds = _ends(source, low, high + b"\xff" * (width + 1))
-            if bounds is None:
-                continue
-            at = len(prefix)
-            first, last = (int.from_bytes(key[at : at + 8], "big") for key in bounds)
-            for begin, end in cut_range(first, last + 1, count):
-                low, high = (prefix + each.to_bytes(8, "big") for each in (begin, end))
-                yield Keys(table, low, high, table != "history")
+        for name, prefix, width in _ranges(self.identity.design, table, self._queues[queue]):
+            source = self.table(name)
+            for run in range(MAX_BUCKET_EXPONENT + 1):
+                start = least - least % opendata.capacity(run)
+                if start >> _NUMBER_BITS:
+                    break
+                low = prefix + (run << _NUMBER_BITS | start).to_bytes(8, "big")
+                # One byte longer than any key of the run.
+                high = prefix + ((run + 1 << _NUMBER_BITS) - 1).to_bytes(8, "big")
+                bounds = _ends(source, low, high + b"\xff" * (width + 1))
+                if bounds is None:
+                    continue
+                at = len(prefix)
+                first, last = (int.from_bytes(key[at : at + 8], "big") for key in bounds)
+                for begin, end in cut_range(first, last + 1, count):
+                    low, high = (prefix + each.to_bytes(8, "big") for each in (begin, end))
+                    yield Keys(name, low, high, name != "history")
 
     def message_ends(self, begin: int, end: int) -> tuple[int, int] | None:
         """Return the first and the last id in [begin, end) whose payload is kept, if any is."""
@@ -197,31 +169,7 @@ class Pinned:
 
     def log_rows(self, log: int, begin: int, end: int) -> Iterator[list[tuple[int, bytes]]]:
         """Read messages (id, metadata) of [begin, end) of a log, one stored entry at a time."""
-        table = self.table("log")
-        key = log_codec.metadata_log_key(self.store_id, str(log))
-        end = min(end, self.log_stats.end)
-        segments = self._segments
-        for at, segment in enumerate(segments):
-            following = segments[at + 1].start_offset if at + 1 < len(segments) else None
-            if segment.start_offset >= end or (following is not None and following <= begin):
-                continue
-            prefix = log_codec.entry_prefix(segment.number, key)
-            first = prefix
-            if begin > segment.start_offset:
-                exact = log_codec.entry_key(segment.number, key, begin - segment.start_offset)
-                before = table.scan_back(prefix, exact + b"\0", 1)
-                first = before[0][0] if before else prefix
-            last = log_codec.entry_key(segment.number, key, end - segment.start_offset)
-            for entry_key, entry in pages_of(table, first, last):
-                try:
-                    rows = log_codec.decode_metadata_batch(entry)
-                except CorruptRecord as error:
-                    self._leave_out("log", entry_key, entry, str(error))
-                    continue
-                if rows and (rows[0][0] < begin or rows[-1][0] >= end):
-                    rows = [row for row in rows if begin <= row[0] < end]
-                if rows:
-                    yield rows
+        yield from self._log.entries(log, begin, min(end, self.log_stats.end))
 
     # --- payloads ------------------------------------------------------------------------
 
@@ -274,26 +222,26 @@ class Pinned:
     def _bucket_rows(self, record: bytes) -> list[LiveRow]:
         available, flying = records.decode_active(record)
         rows: list[LiveRow] = [
-            (each[0], self._waiting(each[4]), each[2], each[4], NO_LEASE, each[3])
-            for each, _ in available
+            (
+                e.message_id,
+                self._waiting(e.visible_at),
+                e.attempts,
+                e.visible_at,
+                NO_LEASE,
+                e.metadata,
+            )
+            for e, _ in available
         ]
         rows += [
-            (
-                each.message_id,
-                _IN_FLIGHT,
-                each.attempts,
-                each.visible_at,
-                each.lease,
-                each.metadata,
-            )
-            for each, _ in flying
+            (e.message_id, _IN_FLIGHT, e.attempts, e.visible_at, e.lease, e.metadata)
+            for e, _ in flying
         ]
         return rows
 
-    def leases(self, rows: Sequence[LiveRow]) -> list[Held | None]:
+    def leases(self, rows: Sequence[LiveRow]) -> list[LeaseHolder | None]:
         """Say who holds each of some live messages; None: nobody, or nobody knows."""
         names = sorted({row[4] for row in rows if row[1] == _IN_FLIGHT})
-        found: dict[bytes, Held] = {}
+        found: dict[bytes, LeaseHolder] = {}
         for name, record in zip(names, self._leases.multi_get(names), strict=True):
             if record is not None:
                 try:
@@ -301,7 +249,7 @@ class Pinned:
                 except CorruptRecord as error:
                     self._leave_out("leases", name, record, str(error))
                 else:
-                    found[name] = Held(lease.consumer, lease.claimed_at_ms, lease.expiry_ms)
+                    found[name] = LeaseHolder(lease.consumer, lease.claimed_at_ms, lease.expiry_ms)
         return [found.get(row[4]) for row in rows]
 
     def ended_rows(
@@ -311,9 +259,7 @@ class Pinned:
 
         Of each: message id, key, when it ended, attempts, metadata, and of failed ones the reason.
         """
-        decode: Callable[[bytes], Sequence[tuple[Any, ...]]] = (
-            records.decode_done if state is State.DONE else records.decode_failed
-        )
+        failed = state is State.FAILED
         for key, record in pages_of(self.table("history"), keys.begin, keys.end):
             first = sequence_of(key)
             if first >= high:
@@ -321,7 +267,7 @@ class Pinned:
             try:
                 # As plain tuples: the garbage collector lets go of those, and they come by the
                 # ten thousand.
-                rows = list(map(tuple, decode(record)))
+                rows = list(map(tuple, records.decode_ended(record, failed=failed)))
             except CorruptRecord as error:
                 self._leave_out("history", key, record, str(error))
                 continue
@@ -381,22 +327,18 @@ class _SharedTable:
         return self._pinned._view.table(self._name)  # noqa: SLF001
 
     def get(self, key: bytes) -> bytes | None:
-        """Read one value."""
         with self._pinned._lock:  # noqa: SLF001
             return self._table().get(key)
 
     def multi_get(self, keys: list[bytes]) -> list[bytes | None]:
-        """Read many values."""
         with self._pinned._lock:  # noqa: SLF001
             return self._table().multi_get(keys)
 
     def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
-        """Read up to ``limit`` pairs of [begin, end), ascending."""
         with self._pinned._lock:  # noqa: SLF001
             return self._table().scan(begin, end, limit)
 
     def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
-        """Read up to ``limit`` pairs of [begin, end), descending."""
         with self._pinned._lock:  # noqa: SLF001
             return self._table().scan_back(begin, end, limit)
 
@@ -412,11 +354,11 @@ def _flying_row(record: bytes) -> tuple[LiveRow]:
 def _ranges(design: str, table: str, queue: Queue) -> list[tuple[str, bytes, int]]:
     """Return tables, prefixes, and how many bytes follow the eight that are counted by."""
     if table == "done":
-        return [("history", opendata.done_prefix(queue.id), 8)]
+        return [("history", opendata.DONE.prefix(queue.id), 8)]
     if table == "failed":
-        return [("history", opendata.failed_prefix(queue.id), 8)]
+        return [("history", opendata.FAILED.prefix(queue.id), 8)]
     if design == "buckets":
-        live = [("buckets", opendata.active_prefix(queue.id), 0)]
+        live = [("buckets", opendata.ACTIVE.prefix(queue.id), 0)]
     else:
         number = queue.number.to_bytes(4, "big")
         live = [(name, number, 0) for name in ("available", "in_progress")]
@@ -424,7 +366,7 @@ def _ranges(design: str, table: str, queue: Queue) -> list[tuple[str, bytes, int
         return live
     # Running attempts are told from what is in flight.
     running = [each for each in live if each[0] != "available"]
-    return [("history", opendata.attempts_prefix(queue.id), 2), *running]
+    return [("history", opendata.ATTEMPTS.prefix(queue.id), 2), *running]
 
 
 def _ends(table: Table, begin: bytes, end: bytes) -> tuple[bytes, bytes] | None:
@@ -432,15 +374,3 @@ def _ends(table: Table, begin: bytes, end: bytes) -> tuple[bytes, bytes] | None:
     if not first:
         return None
     return first[0][0], table.scan_back(begin, end, 1)[0][0]
-
-
-def pages_of(table: Table, begin: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Read every pair of [begin, end) in pages of about the same number of bytes."""
-    page = 16
-    while rows := table.scan(begin, end, page):
-        yield from rows
-        if len(rows) < page:
-            return
-        begin = rows[-1][0] + b"\0"
-        size = sum(len(value) for _, value in rows) // len(rows)
-        page = max(1, min(PAGE_ROWS, PAGE_BYTES // (size + 64)))

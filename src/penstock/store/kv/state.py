@@ -37,12 +37,12 @@ from penstock.errors import (
 )
 from penstock.model import State
 from penstock.store.contract import Progress
-from penstock.store.coverage import Coverage, Stretch
 from penstock.store.kv.history import History
 from penstock.store.kv.log import MetadataLog, SeqBlocks
 from penstock.store.kv.queues import DeadLetters, Queue, QueueTable
 from penstock.store.kv.tables import Dedup, DueHeap, FirstKeys, Leases, Payloads
 from penstock.store.live import Beliefs, make_active_set
+from penstock.store.policy import Coverage, Stretch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -22,7 +22,6 @@ from penstock.store.contract import Health, LiveQueue, StoreDetails
 from penstock.store.kv.claim import ClaimVerbs
 from penstock.store.kv.inspect import InspectVerbs
 from penstock.store.kv.move import ALL
-from penstock.store.kv.snapshot import Pinned
 from penstock.store.kv.state import Core, verb
 
 if TYPE_CHECKING:
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from penstock.errors import PenstockError
     from penstock.model import QueueSpec
     from penstock.store.check_report import AuditReport
+    from penstock.store.kv.snapshot import Pinned
 
 
 class KvStore(ClaimVerbs, InspectVerbs):
@@ -91,6 +91,9 @@ class KvStore(ClaimVerbs, InspectVerbs):
         marks: bool = True,  # noqa: ARG002 - one process gives out all numbers, in order
     ) -> Pinned:
         """Make a snapshot for reading; ``stats``: with the stats of every queue."""
+        # Loaded when it is wanted: programs that do not read in bulk need none of it.
+        from penstock.store.kv.snapshot import Pinned  # noqa: PLC0415
+
         core = self.core
         # The rows do not say whether a delay is over: due messages must have been moved.
         self.catch_up(now_ms, ALL)

@@ -31,8 +31,7 @@ import msgspec
 
 from penstock.engines import get_each, rows_of, scan_readable
 from penstock.errors import StoreDamaged
-from penstock.store.codec.encodings import terminated
-from penstock.store.codec.opendata import payload_key
+from penstock.store.codec.opendata import payload_key, terminated
 from penstock.store.codec.stored import LeaseRecord, decode_lease, encode_lease
 from penstock.store.policy import dedup_scope
 from penstock.store.receipts import FAMILY_BYTES
@@ -49,6 +48,9 @@ K = TypeVar("K")
 
 # A range that nobody reads is looked at after this many deletions.
 LOOK_AFTER: Final = 1_000
+# Bounds of one read of a table in pages: pages are counted in rows, and rows differ in size.
+PAGE_BYTES: Final = 4 << 20
+PAGE_ROWS: Final = 4_096
 # Bound of the leases in memory.
 RECENT_LEASES: Final = 5_000
 # After every expiry entry.
@@ -111,6 +113,18 @@ class FirstKeys(dict[bytes, bytes]):
         for begin, first in self.items():
             for key, _ in self._table.scan(begin, first, 1):
                 yield key
+
+
+def pages_of(table: Table, begin: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Read every pair of [begin, end) in pages of about the same number of bytes."""
+    page = 16
+    while rows := table.scan(begin, end, page):
+        yield from rows
+        if len(rows) < page:
+            return
+        begin = rows[-1][0] + b"\0"
+        size = sum(len(value) for _, value in rows) // len(rows)
+        page = max(1, min(PAGE_ROWS, PAGE_BYTES // (size + 64)))
 
 
 class DueHeap(Generic[K]):

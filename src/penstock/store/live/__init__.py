@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.engines import Shape
 from penstock.limits import MAX_ATTEMPTS
-from penstock.store.codec.encodings import read_terminated, terminated
+from penstock.store.codec.opendata import read_terminated, terminated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock.errors import CorruptRecord
 from penstock.store.codec import opendata, records
-from penstock.store.codec.summaries import Due, encode_head, encode_held, pack_summary
+from penstock.store.codec.records import Due, encode_head, encode_held, pack_summary
 from penstock.store.live import NO_LEASE, Item, count_attempt, group_of, lane_of, split_lane
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ class OpenBucket:
 
     def __init__(self, queue: Queue, bucket_id: int) -> None:
         self.id = bucket_id
-        self.key = opendata.active_key(queue.id, bucket_id)
-        self.summary_key = opendata.bucket_summary_key(queue.id, bucket_id)
+        self.key = opendata.ACTIVE.key(queue.id, bucket_id)
+        self.summary_key = opendata.SUMMARY.key(queue.id, bucket_id)
         self.fifo = queue.fifo
         self.waiting: dict[int, Item] = {}
         self.flight: dict[int, Item] = {}

@@ -28,7 +28,7 @@ from penstock.engines import rows_of
 from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.model import State
 from penstock.store.codec import opendata
-from penstock.store.codec.summaries import decode_summary
+from penstock.store.codec.records import decode_summary
 from penstock.store.kv.tables import DueHeap
 from penstock.store.live import Directories, group_of, lane_of
 from penstock.store.live.bucket import RANK_BITS, OpenBucket, Tally, make_tally, rank_of
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from penstock.engines import Batch, Table
-    from penstock.store.codec.summaries import Summary
+    from penstock.store.codec.records import Summary
     from penstock.store.kv.queues import Queue
     from penstock.store.live import Quarantine
 
@@ -207,7 +207,7 @@ class BucketCache:
         try:
             directory = self._directories[queue.number] = BucketDirectory()
             self._queues[queue.number] = queue
-            prefix = opendata.bucket_summary_prefix(queue.id)
+            prefix = opendata.SUMMARY.prefix(queue.id)
             damaged = []
             for key, value in rows_of(self._table, prefix, prefix + _AFTER):
                 bucket_id = int.from_bytes(key[-8:], "big")
@@ -216,7 +216,7 @@ class BucketCache:
                 except CorruptRecord as error:
                     damaged.append((bucket_id, str(error)))
             for bucket_id, why in damaged:
-                record = self._table.get(opendata.active_key(queue.id, bucket_id))
+                record = self._table.get(opendata.ACTIVE.key(queue.id, bucket_id))
                 self._rebuild(queue, bucket_id, record, why)
             counts = queue.counts
             if directory.totals() != (counts.available, counts.delayed, counts.in_flight):
@@ -258,7 +258,7 @@ class BucketCache:
         known: Tally | None = self._directories[queue.number].buckets.get(bucket_id)
         if known is None:
             return None
-        record = self._table.get(opendata.active_key(queue.id, bucket_id))
+        record = self._table.get(opendata.ACTIVE.key(queue.id, bucket_id))
         if record is None:
             self._lose(queue, bucket_id)
             self._note_healed(queue, bucket_id, "its bucket is gone")
@@ -290,7 +290,7 @@ class BucketCache:
         known: Tally = self._directories[queue.number].buckets[bucket_id]
         if not known.delayed:
             return None
-        raw = self._table.get(opendata.bucket_summary_key(queue.id, bucket_id))
+        raw = self._table.get(opendata.SUMMARY.key(queue.id, bucket_id))
         try:
             offsets = decode_summary(raw or b"").late
         except CorruptRecord:
@@ -368,7 +368,7 @@ class BucketCache:
         """Read every bucket, and make the directory agree with them."""
         directory = self._directories[queue.number]
         log.warning("queue %s: summaries and counters differ, checking all buckets", queue.name)
-        prefix = opendata.active_prefix(queue.id)
+        prefix = opendata.ACTIVE.prefix(queue.id)
         unseen = set(directory.buckets)
         for key, record in rows_of(self._table, prefix, prefix + _AFTER, page=_CHECK_PAGE):
             bucket_id = int.from_bytes(key[-8:], "big")
@@ -394,7 +394,7 @@ class BucketCache:
     def _rebuild(self, queue: Queue, bucket_id: int, record: bytes | None, why: str) -> None:
         """Make a summary anew from its bucket, while the directory is being made."""
         self._note_healed(queue, bucket_id, why)
-        self._mending[opendata.bucket_summary_key(queue.id, bucket_id)] = None
+        self._mending[opendata.SUMMARY.key(queue.id, bucket_id)] = None
         if record is None:
             return
         try:
@@ -414,7 +414,7 @@ class BucketCache:
     def _lose(self, queue: Queue, bucket_id: int) -> None:
         """Go on without a bucket."""
         lost = self._directories[queue.number].drop(bucket_id)
-        self._mending[opendata.bucket_summary_key(queue.id, bucket_id)] = None
+        self._mending[opendata.SUMMARY.key(queue.id, bucket_id)] = None
         self._add_to_counts(queue, lost, -1)
 
     def _regain(self, queue: Queue, bucket: OpenBucket) -> None:
@@ -432,7 +432,7 @@ class BucketCache:
         self._set_due(queue)
 
     def _put_aside(self, queue: Queue, bucket_id: int, record: bytes, why: str) -> None:
-        self._quarantine("buckets", opendata.active_key(queue.id, bucket_id), record, why)
+        self._quarantine("buckets", opendata.ACTIVE.key(queue.id, bucket_id), record, why)
         # Its key is deleted with a later commit: nothing may be written there again.
         exponent, number = opendata.split_id(bucket_id)
         end = number + opendata.capacity(exponent)

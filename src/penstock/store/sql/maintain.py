@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.model import State, SweepCounts
 from penstock.store.check_report import KEPT, AuditReport, Kind, Violation
-from penstock.store.kv.log import SEGMENT_MS
+from penstock.store.policy import SEGMENT_MS
 from penstock.store.sql.claim import SqlClaim
 from penstock.store.sql.queues import CHUNK
 from penstock.store.sql.zones import NEVER_MS

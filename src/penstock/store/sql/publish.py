@@ -10,7 +10,7 @@ from penstock.errors import PenstockError
 from penstock.store import policy
 from penstock.store.codec.metadata import Metadata, encode_metadata
 from penstock.store.contract import FiltersChanged
-from penstock.store.kv.log import SEGMENT_MS
+from penstock.store.policy import SEGMENT_MS
 from penstock.store.sql.database import Refused, columns
 from penstock.store.sql.session import SqlSession
 

@@ -11,7 +11,7 @@ import msgspec
 from penstock.errors import InvalidInput, InvalidQueue
 from penstock.model import State
 from penstock.store.contract import FiltersChanged, LiveQueue
-from penstock.store.coverage import Coverage, Stretch
+from penstock.store.policy import Coverage, Stretch
 from penstock.store.sql.move import ALL, STATES, SqlMove
 from penstock.store.sql.routing import SqlRouting
 from penstock.store.sql.session import SLOTS, SqlQueue

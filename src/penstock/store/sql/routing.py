@@ -29,8 +29,7 @@ from penstock.model import (
     RoutePlan,
 )
 from penstock.store import policy
-from penstock.store.codec.metadata import decode_heads, encode_metadata, read_metadata
-from penstock.store.coverage import Throughout
+from penstock.store.codec.metadata import encode_metadata
 from penstock.store.sql.publish import Arrival, add_items
 from penstock.store.sql.session import SqlSession
 
@@ -39,8 +38,7 @@ if TYPE_CHECKING:
 
     from penstock.model import LogRecord
     from penstock.store.codec.metadata import Head, Metadata
-    from penstock.store.coverage import Coverage
-    from penstock.store.kv.log import LogSettings
+    from penstock.store.policy import Coverage, LogSettings
     from penstock.store.sql.session import LogHead, SqlQueue
 
 Rows = list[tuple[Any, ...]]
@@ -235,15 +233,9 @@ class SqlRouting(SqlSession):
         def coverage(name: str) -> Coverage | None:
             return queues[name].coverage if name in queues else None
 
-        live = Throughout(coverage, rows[0][0] if rows else end, end)
         arrivals: list[Arrival] = []
         refs: dict[int, int] = {}
-        heads = decode_heads([row[1] for row in rows])
-        for (message_id, encoded), head in zip(rows, heads, strict=True):
-            names = assignments.get(message_id, ())
-            if head is None or not (names or read_metadata(encoded)):
-                continue
-            kept = [name for name in dict.fromkeys(names) if live.at(name, message_id)]
+        for message_id, _, head, kept in policy.assigned(rows, assignments, coverage, end):
             refs[message_id] = len(kept)
             arrivals += [_arrival(queues[name], message_id, head, now_ms) for name in kept]
         return arrivals, refs

@@ -14,8 +14,7 @@ import msgspec
 from penstock.errors import QueueNotFound, StoreDamaged
 from penstock.model import Ordering, QueueSpec
 from penstock.store.contract import Progress
-from penstock.store.coverage import Coverage
-from penstock.store.kv.log import LogSettings
+from penstock.store.policy import Coverage, LogSettings
 from penstock.store.sql.zones import Zones
 
 if TYPE_CHECKING:

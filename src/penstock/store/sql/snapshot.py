@@ -37,8 +37,8 @@ from penstock.errors import InvalidInput, PenstockError, StorageFailed
 from penstock.limits import MAX_OFFSET, MAX_VIEW_IDLE_MS
 from penstock.model import QueueSpec, QueueStats, State
 from penstock.store.codec.records import AttemptRecord
-from penstock.store.kv.log import LogSettings
-from penstock.store.snapshot import Depths, Held, Keys, cut_range
+from penstock.store.policy import LogSettings
+from penstock.store.snapshot import Depths, Keys, LeaseHolder, cut_range
 from penstock.store.sql.database import Aborted
 from penstock.store.sql.inspect import queue_stats_of, store_stats_of
 from penstock.store.sql.move import ALL, SqlMove
@@ -276,14 +276,14 @@ class SqlPinned:
         # An empty record can't be decoded either.
         about = metadata or b""
         if leased and vesting_ms > self.at_ms:
-            held = Held(consumer.decode(), claimed_at_ms, vesting_ms)
+            held = LeaseHolder(consumer.decode(), claimed_at_ms, vesting_ms)
             return message_id, _IN_FLIGHT, attempts, visible_at_ms, held, about
         state = _DELAYED if vesting_ms > self.at_ms else _AVAILABLE
         # A lease that is over, but not ended yet: the message waits since then.
         visible_at_ms = vesting_ms if leased else visible_at_ms
         return message_id, state, attempts, visible_at_ms, None, about
 
-    def leases(self, rows: Sequence[LiveRow]) -> list[Held | None]:
+    def leases(self, rows: Sequence[LiveRow]) -> list[LeaseHolder | None]:
         """Return the holder of each of some live messages."""
         return [row[4] for row in rows]
 

@@ -18,7 +18,7 @@ from penstock.errors import InvalidInput, PenstockError, StoreDamaged, StoreMism
 from penstock.limits import MAX_DATABASE_VIEWS, MAX_RING_SIZE
 from penstock.model import Collected, Contention
 from penstock.store.contract import Health, StoreDetails
-from penstock.store.kv.log import LogSettings
+from penstock.store.policy import LogSettings
 from penstock.store.sql.database import Database, read_sql
 from penstock.store.sql.inspect import SqlInspect
 from penstock.store.sql.location import without_password

@@ -40,8 +40,7 @@ from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.model import State
 from penstock.store.check_report import KEPT, AuditReport, Findings, Kind, Violation
 from penstock.store.codec import opendata, records
-from penstock.store.codec.encodings import terminated
-from penstock.store.codec.log import SEQ_BLOCK_KEY
+from penstock.store.codec.opendata import SEQ_BLOCK_KEY, terminated
 from penstock.store.codec.stored import decode_lease, encode_lease
 from penstock.store.kv.check import tables
 from penstock.store.kv.check.live import BucketsAudit, IndexedAudit, Place, QueueMessages
@@ -68,7 +67,6 @@ _OUTCOMES: Final = 3
 # The ways to name a message: it has a payload, a reference count; a queue holds it; it is noted as
 # unrouted; it is not assigned yet.
 _PAYLOAD, _COUNT, _HELD, _UNROUTED, _PENDING = range(5)
-_Ended = records.Done | records.Failed
 
 
 def audit(
@@ -260,10 +258,10 @@ class _Reading(tables.Rows):
 
     def _check_strangers(self) -> None:
         """Check for rows of queues that are not there, and for keys that nothing uses."""
-        known = {"payloads": [opendata.payload_prefix(), _REFERENCES], "dedup": [b"\x00", b"\x01"]}
+        known = {"payloads": [opendata.PAYLOAD, _REFERENCES], "dedup": [b"\x00", b"\x01"]}
         pointers = (_FAILED_INDEX, _MARKS, _ATTEMPTS)
         for queue in self.core.queues.values():
-            ended = [opendata.done_prefix(queue.id), opendata.failed_prefix(queue.id)]
+            ended = [opendata.DONE.prefix(queue.id), opendata.FAILED.prefix(queue.id)]
             for name, prefixes in (
                 ("unclaimed", [queue.number.to_bytes(4, "big")]),
                 ("history", [*ended, *(each + terminated(queue.id) for each in pointers)]),
@@ -291,8 +289,8 @@ class _Reading(tables.Rows):
         queue, prefix = messages.queue, _FAILED_INDEX + terminated(messages.queue.id)
         index = DerivedRows(self, "history", prefix)
         for state, of_state in (
-            (State.DONE, opendata.done_prefix(queue.id)),
-            (State.FAILED, opendata.failed_prefix(queue.id)),
+            (State.DONE, opendata.DONE.prefix(queue.id)),
+            (State.FAILED, opendata.FAILED.prefix(queue.id)),
         ):
             what = f"{state.value} parts"
             parts = self.parse("history", of_state, what, _parse_part, page=LARGE_PAGE)
@@ -308,20 +306,32 @@ class _Reading(tables.Rows):
                 if key != right_key or not kept:
                     self.write("history", key, None)
                 if kept and (key != right_key or len(kept) < len(entries)):
-                    self.write("history", right_key, _encode_part(kept))
+                    self.write(
+                        "history",
+                        right_key,
+                        records.encode_ended(kept, failed=state is State.FAILED),
+                    )
                 if state is State.FAILED:
                     keys = [prefix + each.message_id.to_bytes(8, "big") for each in kept]
                     for at, value in zip(keys, index.table.multi_get(keys), strict=True):
                         index.expect(at, right_key, value, f"{what}: the index entry of one")
         index.finish(f"queue {queue.name}: no failed message is where this entry says")
 
-    def _keep_ended(self, messages: QueueMessages, state: State, key: bytes, entry: _Ended) -> bool:
+    def _keep_ended(
+        self, messages: QueueMessages, state: State, key: bytes, entry: records.EndedRecord
+    ) -> bool:
         """Take a done or failed message in; False if it has to leave its part."""
         id_ = entry.message_id
         try:
             self.metadata_of(id_, entry.metadata)
         except CorruptRecord as error:
-            self.reject("history", key, _encode_part([entry]), error, id_.to_bytes(8, "big"))
+            self.reject(
+                "history",
+                key,
+                records.encode_ended([entry], failed=state is State.FAILED),
+                error,
+                id_.to_bytes(8, "big"),
+            )
             return False
         if state is State.DONE and id_ not in messages.ended[state]:
             # An acknowledged message never comes back: of two states, done is kept.
@@ -336,7 +346,7 @@ class _Reading(tables.Rows):
 
     def _check_attempts(self, messages: QueueMessages) -> None:
         """Check attempts, and the marks of messages that a move has brought in."""
-        name, prefix = f"queue {messages.queue.name}", opendata.attempts_prefix(messages.queue.id)
+        name, prefix = f"queue {messages.queue.name}", opendata.ATTEMPTS.prefix(messages.queue.id)
         for key, (id_, number) in self.parse("history", prefix, "attempts", _parse_attempt):
             if not 1 <= number <= messages.attempts.get(id_, 0):
                 text = f"{name}: attempt {number} at message {id_}, which was not made"
@@ -486,7 +496,7 @@ class _Reading(tables.Rows):
 
     def _names(self, log: LogAudit) -> Iterator[tuple[int, int, int]]:
         """Name messages in the order of ids: (id, how, a number)."""
-        prefix = opendata.payload_prefix()
+        prefix = opendata.PAYLOAD
         payloads = self.parse("payloads", prefix, "payloads", _parse_name, page=LARGE_PAGE)
         counts = self.parse("payloads", _REFERENCES, "reference counts", _parse_name)
         return merge(
@@ -551,32 +561,20 @@ class _Reading(tables.Rows):
             self.violate(Kind.MEMORY, "memory", name.encode(), f"{name}: {text}")
 
 
-def _parse_part(key: bytes, value: bytes) -> tuple[bytes, int, list[_Ended]]:
+def _parse_part(key: bytes, value: bytes) -> tuple[bytes, int, list[records.EndedRecord]]:
     """Return the right key of a part of history, its number, and its messages."""
-    entries: list[_Ended] = []
-    if key[1] == opendata.RecordType.DONE:
-        (_, queue, bucket_id, part), make_key = opendata.parse_done_key(key), opendata.done_key
-        entries += records.decode_done(value)
-    else:
-        (_, queue, bucket_id, part), make_key = opendata.parse_failed_key(key), opendata.failed_key
-        entries += records.decode_failed(value)
-    number = part or 0
-    home = opendata.bucket_of(opendata.make_id(opendata.split_id(bucket_id)[0], number))
-    return make_key(queue, home, number), number, entries
-
-
-def _encode_part(entries: list[_Ended]) -> bytes:
-    failed = [each for each in entries if isinstance(each, records.Failed)]
-    if failed:
-        return records.encode_failed(failed)
-    return records.encode_done([each for each in entries if isinstance(each, records.Done)])
+    failed = key[:2] != opendata.DONE.head
+    keys = opendata.FAILED if failed else opendata.DONE
+    queue, bucket_id, part = keys.parse(key)
+    home = opendata.bucket_of(opendata.make_id(opendata.split_id(bucket_id)[0], part))
+    return keys.key(queue, home, part), part, records.decode_ended(value, failed=failed)
 
 
 def _parse_attempt(key: bytes, value: bytes) -> tuple[int, int]:
-    _, _, message_id, number = opendata.parse_attempts_key(key)
+    _, message_id, number = opendata.ATTEMPTS.parse(key)
     if records.decode_attempt(value).outcome >= _OUTCOMES:
         raise CorruptRecord("an attempt with an unknown outcome")
-    return message_id, number or 0
+    return message_id, number
 
 
 def _parse_name(key: bytes, value: bytes) -> tuple[int, int, int]:

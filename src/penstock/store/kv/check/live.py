@@ -14,8 +14,8 @@ from penstock.limits import MAX_ATTEMPTS, MAX_DURATION_MS
 from penstock.model import State
 from penstock.store.check_report import Kind
 from penstock.store.codec import opendata, records
+from penstock.store.codec.records import Summary, decode_summary
 from penstock.store.codec.stored import decode_stored_item, encode_stored_item
-from penstock.store.codec.summaries import Summary, decode_summary
 from penstock.store.kv.check.tables import LARGE_PAGE, DerivedRows, RefusedRow
 from penstock.store.live import NO_LEASE, Item, group_of, lane_of
 from penstock.store.live.bucket import OpenBucket
@@ -181,12 +181,12 @@ class BucketsAudit:
 
     def prefixes(self, queue: Queue) -> dict[str, list[bytes]]:
         """Return the prefixes of a queue's rows, by table."""
-        both = [opendata.active_prefix(queue.id), opendata.bucket_summary_prefix(queue.id)]
+        both = [opendata.ACTIVE.prefix(queue.id), opendata.SUMMARY.prefix(queue.id)]
         return {"buckets": both}
 
     def place(self, queue: Queue, key: int, *, in_flight: bool) -> tuple[str, bytes]:  # noqa: ARG002
         """Return table and key of the row that holds a message."""
-        return "buckets", opendata.active_key(queue.id, opendata.bucket_of(key))
+        return "buckets", opendata.ACTIVE.key(queue.id, opendata.bucket_of(key))
 
     def read(self, messages: QueueMessages) -> None:
         """Check the messages of a queue; last those that have lost their place in a bucket."""
@@ -256,7 +256,7 @@ class BucketsAudit:
         self, messages: QueueMessages, summaries: DerivedRows, key: bytes, value: bytes
     ) -> None:
         queue, bucket_id = messages.queue, _bucket_id(key)
-        summary_key = opendata.bucket_summary_key(queue.id, bucket_id)
+        summary_key = opendata.SUMMARY.key(queue.id, bucket_id)
         present = summaries.table.get(summary_key)
         try:
             told = None if present is None else decode_summary(present)
@@ -280,7 +280,7 @@ class BucketsAudit:
 
 
 def _parse_bucket(key: bytes, value: bytes) -> tuple[list[_Entry], bytes]:
-    _, _, bucket_id = opendata.parse_active_key(key)
+    _, bucket_id = opendata.ACTIVE.parse(key)
     if opendata.bucket_of(bucket_id) != bucket_id:
         raise RefusedRow(Kind.STRANGER, f"{bucket_id:#x} is a claim id, not that of a bucket")
     available, in_flight = records.decode_active(value)

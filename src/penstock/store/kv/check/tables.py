@@ -19,12 +19,10 @@ from penstock.errors import CorruptRecord, InvalidFilter
 from penstock.filters import parse
 from penstock.limits import MAX_DURATION_MS
 from penstock.store.check_report import Findings, Kind
-from penstock.store.codec import log as codec
 from penstock.store.codec import opendata, records
-from penstock.store.codec.encodings import decode_seq_block, encode_seq_block, increment
 from penstock.store.codec.metadata import Metadata, decode_metadata
-from penstock.store.coverage import Coverage, Stretch
-from penstock.store.kv.log import LogSettings
+from penstock.store.codec.opendata import decode_seq_block, encode_seq_block, increment
+from penstock.store.policy import Coverage, LogSettings, Stretch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -41,9 +39,9 @@ LAST: Final = b"\xff" * 16
 LARGE_PAGE: Final = 64
 # Keys of the rows that hold many messages.
 _OF_MANY: Final = {
-    "buckets": (opendata.parse_active_key,),
-    "history": (opendata.parse_done_key, opendata.parse_failed_key),
-    "log": (codec.parse_entry_key,),
+    "buckets": (opendata.ACTIVE.parse,),
+    "history": (opendata.DONE.parse, opendata.FAILED.parse),
+    "log": (opendata.parse_entry_key,),
 }
 _META, _TOTALS, _NUMBERS, _EPOCH = b"meta", b"\x02\x0e", b"\x02\x0cqueue", b"\x02\x14"
 _QUARANTINE, CURSOR = b"\x02\x0f", b"\x02\x12"
@@ -331,7 +329,7 @@ class LogAudit:
         self._rows = rows
         self._table = rows.table("log")
         identity, logs = rows.core.identity, range(rows.core.log.all_logs)
-        keys = [codec.metadata_log_key(f"{identity.store_id:08x}", str(log)) for log in logs]
+        keys = [opendata.metadata_log_key(f"{identity.store_id:08x}", str(log)) for log in logs]
         self._logs = dict(zip(keys, logs, strict=True))
         # The first message of each log that is not assigned; inline, all are.
         is_pipeline = identity.routing == "pipeline"
@@ -371,10 +369,10 @@ class LogAudit:
             self.unrouted.update(ids)
 
     def _parse_system(self, key: bytes, value: bytes) -> None:
-        if key.startswith(codec.SEGMENT_META_PREFIX):
-            number = codec.parse_segment_meta_key(key)
-            self._metas[number] = codec.decode_segment_meta(value)
-        elif key not in {_SETTINGS, codec.SEQ_BLOCK_KEY} and not key.startswith(_UNROUTED):
+        if key.startswith(opendata.SEGMENT_META_PREFIX):
+            number = opendata.parse_segment_meta_key(key)
+            self._metas[number] = opendata.decode_segment_meta(value)
+        elif key not in {_SETTINGS, opendata.SEQ_BLOCK_KEY} and not key.startswith(_UNROUTED):
             raise RefusedRow(Kind.STRANGER, "a key that nothing uses")
 
     def _parse_unrouted(self, key: bytes, packed: bytes) -> Iterable[int]:
@@ -386,10 +384,10 @@ class LogAudit:
 
     def _parse_entry(self, key: bytes, value: bytes) -> list[tuple[int, bytes]]:
         if key[6:7] == b"\x40":
-            codec.parse_listing_key(key)
+            opendata.parse_listing_key(key)
             return []
-        _, log_key, _ = codec.parse_entry_key(key)
-        messages = codec.decode_metadata_batch(value)
+        _, log_key, _ = opendata.parse_entry_key(key)
+        messages = opendata.decode_metadata_batch(value)
         if log_key not in self._logs or not messages:
             raise CorruptRecord("an entry of a log that is not there, or without messages")
         ids = [id_ for id_, _ in messages]
@@ -399,7 +397,7 @@ class LogAudit:
         return messages
 
     def _add_entry(self, key: bytes, messages: list[tuple[int, bytes]]) -> None:
-        number, log_key, relative = codec.parse_entry_key(key)
+        number, log_key, relative = opendata.parse_entry_key(key)
         log, first, last = self._logs[log_key], messages[0][0], messages[-1][0]
         self._rows.count("log messages", len(messages))
         self._starts.setdefault(number, set()).add(first - relative)
@@ -424,8 +422,8 @@ class LogAudit:
         if len(kept) < len(messages):
             self._rows.write("log", key, None)
             if kept:
-                moved = codec.entry_key(number, log_key, relative + kept[0][0] - first)
-                self._rows.write("log", moved, codec.encode_metadata_batch(kept))
+                moved = opendata.entry_key(number, log_key, relative + kept[0][0] - first)
+                self._rows.write("log", moved, opendata.encode_metadata_batch(kept))
 
     def _published_at_ms(self, id_: int, encoded: bytes, *, is_pending: bool) -> int:
         # A message that was assigned stays in the log without its payload.
@@ -447,29 +445,34 @@ class LogAudit:
             at_ms = max(at_ms, told[1] if told else self._first_ms.get(number, 0))
             if starts - {start}:
                 self._move_entries(number, start)
-            key, right = codec.segment_meta_key(number), codec.encode_segment_meta(start, at_ms)
+            key, right = (
+                opendata.segment_meta_key(number),
+                opendata.encode_segment_meta(start, at_ms),
+            )
             text = f"segment {number} begins at offset {start}, by its entries and its neighbours"
-            self._rows.compare("log", key, told and codec.encode_segment_meta(*told), right, text)
+            self._rows.compare(
+                "log", key, told and opendata.encode_segment_meta(*told), right, text
+            )
             self._metas[number] = (start, at_ms)
             at = max(start, self._ends.get(number, 0))
         for number, log_key in self._used:
-            key = codec.listing_key(number, log_key)
+            key = opendata.listing_key(number, log_key)
             text = f"segment {number} has entries of a log that it does not list"
             self._rows.compare("log", key, self._table.get(key), b"", text)
 
     def _move_entries(self, number: int, start: int) -> None:
         """Move the entries of a segment whose keys do not go with its start."""
-        prefix = codec.entry_prefix(number, b"")[:7]
+        prefix = opendata.entry_prefix(number, b"")[:7]
         for key, value in scan(self._table, prefix, page=LARGE_PAGE):
             with suppress(CorruptRecord):
-                _, log_key, relative = codec.parse_entry_key(key)
-                first = next((id_ for id_, _ in codec.decode_metadata_batch(value)), start)
+                _, log_key, relative = opendata.parse_entry_key(key)
+                first = next((id_ for id_, _ in opendata.decode_metadata_batch(value)), start)
                 why = RefusedRow(Kind.WRONG_KEY, f"the key does not go with ids from {first} on")
                 if first < start:
                     self._rows.reject("log", key, value, why)
                 elif first - relative != start:
                     self._rows.mend(why.kind, "log", key, None, str(why))
-                    moved = codec.entry_key(number, log_key, first - start)
+                    moved = opendata.entry_key(number, log_key, first - start)
                     self._rows.write("log", moved, value)
 
     def note_unrouted(self, message_id: int) -> None:

@@ -1,0 +1,496 @@
+"""Rows that clients write: messages to publish, archived messages to restore, rows of stages.
+
+A stage holds assignments that executors have matched, until the driver commits them: all
+assignments of a stretch of one log, or all messages of a stretch that a backfill puts into one
+queue. It lives in memory: after a restart the server tells the caller that it is not here, and the
+caller stages again. A committed stage gives its rows back and keeps its place until others have
+followed, so that committing it again is answered (stale), not refused.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock import limits
+from penstock.errors import InvalidInput, InvalidMessage
+from penstock.flight.protocol import (
+    RESTORED,
+    Committed,
+    FilledCounts,
+    FillStage,
+    Published,
+    StageCommand,
+    encode,
+)
+from penstock.model import AssignStatus, Cursor, LogRecord, Message, Value
+from penstock.server.security import check_publish
+from penstock.validation import check_count, check_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import pyarrow.flight as fl
+
+    from penstock.broker.broker import Broker
+    from penstock.clock import Clock
+    from penstock.flight.protocol import CommitFill, RestoreCommand
+    from penstock.server.security import Principal
+
+COLUMNS: Final[dict[str, pa.DataType]] = {
+    "payload": pa.binary(),
+    "attributes": pa.map_(pa.string(), pa.string()),
+    "attributes_json": pa.string(),
+    "group": pa.string(),
+    "priority": pa.int64(),
+    "delay_ms": pa.int64(),
+    "dedup_id": pa.string(),
+    "queue": pa.string(),
+}
+# The other fields of a message, in their order, with the values of those that are not given.
+_DEFAULTS: Final = {"group": "", "priority": 0, "delay_ms": 0, "dedup_id": None}
+_decode_json: Final = msgspec.json.Decoder(dict[str, Value]).decode
+_INDEX: Final = re.compile(r"message (\d+): ")
+
+KEPT_COMMITTED: Final = 200
+"""How many committed stages keep their places: as many as may be committed again."""
+
+# --- messages to publish --------------------------------------------------------------------------
+
+
+class Publisher:
+    """Publishes one stream of batches for a key, in chunks that commit whole."""
+
+    def __init__(self, broker: Broker, schema: pa.Schema, principal: Principal) -> None:
+        unknown = [name for name in schema.names if name not in COLUMNS]
+        if unknown or len(set(schema.names)) < len(schema.names):
+            raise InvalidInput(
+                f"columns to publish are {', '.join(COLUMNS)}, each once; not "
+                f"{', '.join(map(repr, unknown or schema.names))}"
+            )
+        if "payload" not in schema.names:
+            raise InvalidInput("a column 'payload' is needed to publish")
+        self._broker = broker
+        self._principal = principal
+        self._published = 0
+        self._duplicates = 0
+
+    def publish(self, batch: pa.RecordBatch) -> Published:
+        """Publish a batch and return the counts so far; rows before a bad one stay published."""
+        try:
+            for messages in _chunks(self._messages(batch)):
+                self._publish(messages)
+        except InvalidMessage as error:
+            before = f"({self._published} rows before were published)"
+            raise InvalidMessage(f"{error} {before}") from None
+        return Published(self._published, self._duplicates)
+
+    def _publish(self, messages: list[Message]) -> None:
+        deduped = any(message.dedup_id is not None for message in messages)
+        log = self._broker.log_stats() if deduped else None
+        check_publish(self._principal, messages)
+        try:
+            ids = self._broker.publish(messages)
+        except InvalidMessage as error:
+            found = _INDEX.match(str(error))
+            assert found is not None
+            where = self._published + int(found[1])
+            raise InvalidMessage(f"row {where}: {str(error)[found.end() :]}") from None
+        self._published += len(messages)
+        # A duplicate has the id of a message from before, or of one that came first in here.
+        if log is not None:
+            self._duplicates += len(ids) - len({id_ for id_ in ids if id_ >= log.end})
+
+    def _messages(self, batch: pa.RecordBatch) -> Iterator[Message]:
+        first = self._published
+        columns = {name: _column(batch, name) for name in batch.schema.names}
+        rest = [
+            _filled(columns.get(name), batch.num_rows, default)
+            for name, default in _DEFAULTS.items()
+        ]
+        attributes = self._attributes(columns, batch.num_rows)
+        payloads = columns["payload"].to_pylist()
+        for at, fields in enumerate(zip(payloads, attributes, *rest, strict=True)):
+            if fields[0] is None:
+                raise InvalidMessage(f"row {first + at}: payload is null")
+            yield Message(*fields)
+
+    def _attributes(self, columns: dict[str, pa.Array], rows: int) -> list[dict[str, Value]]:
+        made = (
+            _maps(columns["attributes"]) if "attributes" in columns else [{} for _ in range(rows)]
+        )
+        if "attributes_json" in columns:
+            for at, text in enumerate(columns["attributes_json"].to_pylist()):
+                if text is not None:
+                    try:
+                        made[at].update(_decode_json(text))
+                    except msgspec.DecodeError as error:
+                        raise InvalidMessage(
+                            f"row {self._published + at}: attributes_json is not a flat JSON "
+                            f"object: {error}"
+                        ) from None
+        if "queue" in columns:
+            for attributes, queue in zip(made, columns["queue"].to_pylist(), strict=True):
+                if queue is not None:
+                    attributes["queue"] = queue
+        return made
+
+
+def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
+    column = batch.column(name)
+    wanted = COLUMNS[name]
+    try:
+        # Arrow trusts bytes of the network, and would crash here over wrong ones.
+        column.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise InvalidInput(f"column {name!r} is not valid: {error}") from None
+    if column.type == wanted:
+        return column
+    try:
+        if name == "payload" and pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        return column.cast(wanted)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
+        raise InvalidInput(f"column {name!r} is {column.type}, {wanted} is expected") from None
+
+
+def _filled(column: pa.Array | None, rows: int, default: Any) -> list[Any]:
+    if column is None:
+        return [default] * rows
+    if column.null_count and default is not None:
+        column = column.fill_null(default)
+    values: list[Any] = column.to_pylist()
+    return values
+
+
+def _maps(column: pa.Array) -> list[dict[str, Value]]:
+    """Make dicts of a map column; a null row is empty."""
+    keys, values = column.keys.to_pylist(), column.items.to_pylist()
+    present = column.is_valid().to_pylist()
+    return [
+        dict(zip(keys[begin:end], values[begin:end], strict=True)) if there else {}
+        for (begin, end), there in zip(pairwise(column.offsets.to_pylist()), present, strict=True)
+    ]
+
+
+def _chunks(messages: Iterator[Message]) -> Iterator[list[Message]]:
+    chunk: list[Message] = []
+    total = 0
+    for message in messages:
+        total += len(message.payload)
+        if chunk and (
+            len(chunk) >= limits.MAX_PUT_CHUNK_MESSAGES or total > limits.MAX_PUT_CHUNK_BYTES
+        ):
+            yield chunk
+            chunk, total = [], len(message.payload)
+        chunk.append(message)
+    if chunk:
+        yield chunk
+
+
+def _rows(
+    reader: fl.MetadataRecordBatchReader, schema: pa.Schema, kind: str, label: str
+) -> Iterator[pa.RecordBatch]:
+    """Read batches that must have exactly these columns."""
+    names = schema.names
+    if sorted(reader.schema.names) != sorted(names):
+        raise InvalidInput(
+            f"{kind} has the columns {', '.join(names)}, not {', '.join(reader.schema.names)}"
+        )
+    for chunk in reader:
+        try:
+            chunk.data.validate(full=True)
+            batch = chunk.data.select(names).cast(schema)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
+            raise InvalidInput(f"{label}: {error}") from None
+        yield batch
+
+
+# --- archived messages ----------------------------------------------------------------------------
+
+
+class Restorer:
+    """Puts streams of archived messages into queues. Thread-safe.
+
+    All rows are in memory before the first is stored, so the rows of a stream are bounded, and so
+    is the number of streams at a time.
+    """
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._room = threading.BoundedSemaphore(limits.MAX_RESTORES)
+
+    def restore(
+        self,
+        command: RestoreCommand,
+        reader: fl.MetadataRecordBatchReader,
+        answer: Callable[[bytes], None],
+    ) -> FilledCounts:
+        """Read a stream to its end and put its messages into the queue.
+
+        After each batch the server tells the client how many rows have come.
+        """
+        with self._place():
+            records: list[tuple[LogRecord, bytes | None]] = []
+            size = 0
+            for batch in _rows(reader, RESTORED, "a restore", "a restore"):
+                rows, size = len(records) + batch.num_rows, size + batch.nbytes
+                if rows > limits.MAX_RESTORE_MESSAGES or size > limits.MAX_RESTORE_BYTES:
+                    raise InvalidInput(
+                        f"a restore of more than {limits.MAX_RESTORE_MESSAGES} messages or "
+                        f"{limits.MAX_RESTORE_BYTES} bytes: restore less at a time"
+                    )
+                for name in RESTORED.names:
+                    if name != "payload" and batch.column(name).null_count:
+                        raise InvalidInput(f"a restore: {name} of a row is null")
+                records += _records(batch)
+                answer(encode({"received": len(records)}))
+            filled = self._broker.restore(
+                command.queue, command.begin, command.end, records, filter=command.filter
+            )
+            return FilledCounts(filled.added, filled.already, filled.missing)
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        if not self._room.acquire(blocking=False):
+            raise InvalidInput(
+                f"{limits.MAX_RESTORES} restores are under way, which is all there may be: try "
+                "again when one has ended"
+            )
+        try:
+            yield
+        finally:
+            self._room.release()
+
+
+def _records(batch: pa.RecordBatch) -> Iterator[tuple[LogRecord, bytes | None]]:
+    micros = pc.cast(batch.column("published_at"), pa.int64())
+    columns = [batch.column(name).to_pylist() for name in RESTORED.names if name != "published_at"]
+    for published_ms, (offset, group, priority, size, delay_ms, text, payload) in zip(
+        pc.divide(micros, 1000).to_pylist(), zip(*columns, strict=True), strict=True
+    ):
+        try:
+            attributes = _decode_json(text)
+        except msgspec.DecodeError as error:
+            raise InvalidInput(f"message {offset}: attributes_json: {error}") from None
+        record = LogRecord(offset, attributes, group, priority, published_ms, size, delay_ms)
+        yield record, payload
+
+
+# --- stages ---------------------------------------------------------------------------------------
+
+
+class Stage:
+    """A staged stretch: rows as Arrow arrays, which are small and need no unpacking until used."""
+
+    def __init__(
+        self, command: StageCommand | FillStage, batches: Sequence[pa.RecordBatch]
+    ) -> None:
+        check_text(command.stage, "stage", limits.MAX_STAGE_NAME_BYTES)
+        check_count(command.begin, "begin", 0, limits.MAX_OFFSET)
+        check_count(command.end, "end", command.begin, limits.MAX_OFFSET)
+        self.command: Any = command
+        self.committed = False
+        self.filter: str | None = None
+        # Names repeat: once each, they take next to nothing.
+        self._batches = [
+            batch.set_column(1, "queue", batch.column("queue").dictionary_encode())
+            if isinstance(command, StageCommand)
+            else batch
+            for batch in batches
+        ]
+        self.rows = sum(batch.num_rows for batch in batches)
+        self.bytes: int = sum(batch.nbytes for batch in self._batches)
+        self.used_at_ms = 0
+
+    def clear(self) -> None:
+        """Note that it was committed, and give the rows back."""
+        self.committed = True
+        self._batches, self.bytes = [], 0
+
+    def offsets(self) -> list[int]:
+        """Return the offset of every row."""
+        return [each for batch in self._batches for each in _ints(batch.column("offset"))]
+
+    def assignments(self, from_offset: int, into: dict[int, Sequence[str]]) -> None:
+        """Add the assignments from an offset on."""
+        for batch in self._batches:
+            queues = batch.column("queue")
+            names = queues.dictionary.to_pylist()
+            offsets, indices = _ints(batch.column("offset")), _ints(queues.indices)
+            # Most messages go to one queue, and share its name with all others that do.
+            alone = [(name,) for name in names]
+            found = dict(zip(offsets, map(alone.__getitem__, indices), strict=True))
+            once = len(found) == len(offsets) and min(found, default=0) >= from_offset
+            if once and into.keys().isdisjoint(found):
+                into.update(found)
+                continue
+            for offset, index in zip(offsets, indices, strict=True):
+                if offset >= from_offset:
+                    known = into.get(offset, ())
+                    if isinstance(known, list):
+                        known.append(names[index])
+                    else:
+                        into[offset] = [*known, names[index]]
+
+
+def _ints(column: pa.Array) -> list[int]:
+    """Return whole numbers without nulls, many times as fast as pyarrow does."""
+    if not len(column):
+        return []
+    view = memoryview(column.buffers()[1]).cast("q" if column.type == pa.int64() else "i")
+    return view[column.offset : column.offset + len(column)].tolist()
+
+
+class Stages:
+    """The stages of a server. Thread-safe."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._staged: dict[str, Stage] = {}
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._staged)
+
+    def receive(
+        self, command: StageCommand | FillStage, reader: fl.MetadataRecordBatchReader
+    ) -> Stage:
+        """Read a stage's rows, not more than there is room for."""
+        with self._lock:
+            room = limits.MAX_STAGED_BYTES - sum(each.bytes for each in self._staged.values())
+        columns = [("offset", pa.int64())]
+        if isinstance(command, StageCommand):
+            columns.append(("queue", pa.string()))
+        label = f"stage {command.stage!r:.100}"
+        batches = []
+        total = 0
+        for batch in _rows(reader, pa.schema(columns), "a stage", label):
+            if any(column.null_count for column in batch.columns):
+                raise InvalidInput(f"{label}: a row has a null")
+            if batch.num_rows:
+                bounds = pc.min_max(batch.column("offset")).as_py()
+                if bounds["min"] < command.begin or bounds["max"] >= command.end:
+                    raise InvalidInput(
+                        f"{label}: an offset is not in [{command.begin}, {command.end})"
+                    )
+            total += batch.nbytes
+            if total > max(room, 0) + limits.MAX_STAGED_BYTES:
+                raise InvalidInput(f"a stage of more than {limits.MAX_STAGED_BYTES} bytes")
+            batches.append(batch)
+        return Stage(command, batches)
+
+    def add(self, stage: Stage) -> None:
+        """Keep a stage; one of the same name is replaced."""
+        name = stage.command.stage
+        self.expire()
+        with self._lock:
+            done = [key for key, each in self._staged.items() if each.committed]
+            for key in done[: max(0, len(done) - KEPT_COMMITTED)]:
+                del self._staged[key]
+            others = [each for key, each in self._staged.items() if key != name]
+            if len(others) >= limits.MAX_STAGES:
+                raise InvalidInput(f"{len(others)} stages wait to be committed, which is too many")
+            total = sum(each.bytes for each in others) + stage.bytes
+            if total > limits.MAX_STAGED_BYTES:
+                raise InvalidInput(
+                    f"{total} bytes would be staged; at most {limits.MAX_STAGED_BYTES}: commit or "
+                    "drop stages first, or route less at a time"
+                )
+            stage.used_at_ms = self._clock.now_ms()
+            self._staged[name] = stage
+
+    def get(self, names: Sequence[str]) -> list[Stage]:
+        """Return stages by name."""
+        with self._lock:
+            found = []
+            for name in names:
+                stage = self._staged.get(name)
+                if stage is None:
+                    raise InvalidInput(
+                        f"stage {name!r:.100} is not here (server restarted?): stage it again"
+                    )
+                stage.used_at_ms = self._clock.now_ms()
+                found.append(stage)
+            return found
+
+    def drop(self, names: Sequence[str]) -> int:
+        """Forget stages; return how many there were."""
+        with self._lock:
+            return sum(self._staged.pop(name, None) is not None for name in names)
+
+    def expire(self) -> None:
+        """Forget stages that nobody has used for a while."""
+        before_ms = self._clock.now_ms() - limits.MAX_STAGE_IDLE_MS
+        with self._lock:
+            for name in [n for n, stage in self._staged.items() if stage.used_at_ms <= before_ms]:
+                del self._staged[name]
+
+
+def commit(broker: Broker, stages: Sequence[Stage], epoch: int | None) -> list[Committed]:
+    """Assign stages, those of one log as one page."""
+    pages: dict[int, list[Stage]] = {}
+    for stage in sorted(stages, key=lambda each: (each.command.begin, each.command.end)):
+        if not isinstance(stage.command, StageCommand):
+            raise InvalidInput(
+                f"stage {stage.command.stage!r} is one of a backfill: use commit_fill"
+            )
+        pages.setdefault(stage.command.log, []).append(stage)
+    # All are checked before the first is assigned: a gap in one log leaves all as they were.
+    for log, page in sorted(pages.items()):
+        at = page[0].command.begin
+        for command in (stage.command for stage in page):
+            if command.begin > at:
+                raise InvalidInput(f"the stages of log {log} leave a gap: [{at}, {command.begin})")
+            at = max(at, command.end)
+    return [_assign(broker, log, page, epoch) for log, page in sorted(pages.items())]
+
+
+def _assign(broker: Broker, log: int, page: Sequence[Stage], epoch: int | None) -> Committed:
+    assignments: dict[int, Sequence[str]] = {}
+    begin = at = page[0].command.begin
+    for stage in page:
+        # Offsets that an earlier stage covers are its own: the same task may have run twice.
+        stage.assignments(at, assignments)
+        at = max(at, stage.command.end)
+    # The oldest version decides: any change since then may concern one of the stages.
+    version = _lowest(stage.command.filters_version for stage in page)
+    lowest = _lowest([epoch, *(stage.command.epoch for stage in page)])
+    answer = broker.assign(log, Cursor(begin, at, version), assignments, epoch=lowest)
+    if answer.status in {AssignStatus.APPLIED, AssignStatus.TRIMMED, AssignStatus.STALE}:
+        for stage in page:
+            stage.clear()
+    return Committed(log, answer.status.value, answer.cursor, answer.placed)
+
+
+def _lowest(values: Iterable[int | None]) -> int | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def fill_offsets(stages: Sequence[Stage], command: CommitFill) -> list[int]:
+    """Return the messages that stages of a backfill hold, which must cover its whole stretch."""
+    offsets: set[int] = set()
+    at = command.begin
+    for stage in sorted(stages, key=lambda each: each.command.begin):
+        label = f"stage {stage.command.stage!r}"
+        if not isinstance(stage.command, FillStage) or stage.command.queue != command.queue:
+            raise InvalidInput(f"{label} is not one of a backfill of {command.queue!r:.100}")
+        if stage.committed:
+            raise InvalidInput(f"{label} was committed before, its rows are gone")
+        if stage.command.begin > at:
+            break
+        at = max(at, stage.command.end)
+        offsets.update(stage.offsets())
+    if at < command.end:
+        raise InvalidInput(
+            f"the stages leave a gap at offset {at} of [{command.begin}, {command.end})"
+        )
+    return sorted(each for each in offsets if command.begin <= each < command.end)
