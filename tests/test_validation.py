@@ -18,7 +18,6 @@ from penstock.model import Cursor, Message, Ordering, QueueSpec, State
 from penstock.validation import (
     check_assignments,
     check_count,
-    check_duration,
     check_ids,
     check_messages,
     check_queue_name,
@@ -297,9 +296,9 @@ def test_counts_and_durations_are_whole_numbers_in_a_range() -> None:
     for wrong in (2, 6, 4.0, "4", None, True):
         with pytest.raises(InvalidInput, match=r"^n "):
             check_count(wrong, "n", 3, 5)
-    assert check_duration(0, "d") == 0
+    assert check_count(0, "d") == 0
     with pytest.raises(InvalidInput, match="d is 0; allowed are 1 to"):
-        check_duration(0, "d", low=1)
+        check_count(0, "d", low=1)
 
 
 def test_texts_are_measured_in_bytes() -> None:

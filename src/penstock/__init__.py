@@ -12,11 +12,10 @@ b'one book' book
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from penstock.broker.broker import Broker
-from penstock.broker.reader import Reader
-from penstock.broker.router import route_once
 from penstock.clock import Clock, ManualClock, SystemClock
 from penstock.errors import (
     BrokerClosed,
@@ -69,21 +68,21 @@ from penstock.urls import (
 )
 
 if TYPE_CHECKING:
+    from penstock.broker.reader import Reader, route_once
     from penstock.client import connect, connect_async
     from penstock.worker import Retry, Settled, Worker, WorkerStats
 else:
+    # Loaded when used: a process that opens a store of its own needs none of these.
+    _LAZY = {
+        **dict.fromkeys(("Reader", "route_once"), "penstock.broker.reader"),
+        **dict.fromkeys(("connect", "connect_async"), "penstock.client"),
+        **dict.fromkeys(("Retry", "Settled", "Worker", "WorkerStats"), "penstock.worker"),
+    }
 
     def __getattr__(name: str) -> Any:
-        # Loaded when used: who opens a store of its own needs no client, and no worker.
-        if name in {"connect", "connect_async"}:
-            from penstock import client  # noqa: PLC0415
-
-            return getattr(client, name)
-        if name in {"Retry", "Settled", "Worker", "WorkerStats"}:
-            from penstock import worker  # noqa: PLC0415
-
-            return getattr(worker, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_LAZY[name]), name)
 
 
 __version__ = "0.1.0"

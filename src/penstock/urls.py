@@ -19,6 +19,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 from urllib.parse import parse_qsl
@@ -37,10 +39,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from penstock.broker.reader import Reader
-    from penstock.engines import Engine, Shape, Table
+    from penstock.engines import Engine, Shape
     from penstock.engines.slatedb.files import OwnerHeartbeat
     from penstock.engines.slatedb.location import SlateLocation
+    from penstock.store.contract import FullStore
+    from penstock.store.sql.store import SqlStore
 
+# Engines and SQL are imported where they are used: a process loads those of its own store, and
+# libraries that are extras are needed by their users alone.
 
 # The tables of a store, by its design.
 DESIGNS: Final[Mapping[str, Mapping[str, Shape]]] = {
@@ -86,63 +92,48 @@ def open(  # noqa: A001 - penstock.open is the way in
         # It has the verbs of a broker, so that who is given either need not know which.
         return cast(Broker, connect(str(url), clock=clock))
     clock = clock or SystemClock()
-    if str(url).startswith(("postgresql:", "cockroachdb:")):
-        return _open_sql(
-            url,
-            clock,
-            relaxed=durability == "relaxed",
-            dedup_window_ms=dedup_window_ms,
-            background=background,
-            routing=routing,
-            create=create,
-        )
-    named = _parse(url)
-    if named.scheme == "memory":
-        # Imported here, like every engine: a process loads only those that it uses.
-        from penstock.engines.memory import MemoryEngine  # noqa: PLC0415
-
-        design = named.design or DEFAULT_DESIGN
-        engine: Engine = MemoryEngine(DESIGNS[design])
-    elif named.scheme == "rocksdb":
-        engine, design = _open_rocksdb(named, named.design, create=create)
-    else:
-        engine, design = _open_slatedb(named, routing, create=create)
-    try:
-        store = make_store(engine, design, clock, routing)
-        return Broker(
+    relaxed = durability == "relaxed"
+    with ExitStack() as opened:
+        store: FullStore
+        if str(url).startswith(("postgresql:", "cockroachdb:")):
+            # Processes on many machines must agree about when a lease is over.
+            clock = FollowingClock() if type(clock) is SystemClock else clock
+            sql = _open_sql(
+                url, clock, routing, relaxed=relaxed, background=background, create=create
+            )
+            opened.callback(sql.close)
+            if isinstance(clock, FollowingClock):
+                clock.follow(sql.server_ms)
+                sql.follow(partial(clock.follow, sql.server_ms))
+            store, checkpoint = sql, sql.checkpoint
+        else:
+            engine, design = _open_engine(_parse(url), routing, create=create)
+            opened.callback(engine.close)
+            store = make_store(engine, design, clock, routing)
+            checkpoint = engine.checkpoint
+        broker = Broker(
             store,
             clock=clock,
-            relaxed=durability == "relaxed",
+            relaxed=relaxed,
             dedup_window_ms=dedup_window_ms,
             background=background,
-            checkpoint=engine.checkpoint,
+            checkpoint=checkpoint,
         )
-    except BaseException:
-        engine.close()
-        raise
+        opened.pop_all()
+    return broker
 
 
 def _open_sql(
-    url: str,
-    clock: Clock,
-    *,
-    relaxed: bool,
-    dedup_window_ms: int,
-    background: bool,
-    routing: str | None,
-    create: bool,
-) -> Broker:
-    from penstock.store.sql.location import parse_sql  # noqa: PLC0415 - as an engine
+    url: str, clock: Clock, routing: str | None, *, relaxed: bool, background: bool, create: bool
+) -> SqlStore:
+    from penstock.store.sql.location import parse_sql  # noqa: PLC0415
 
     named = parse_sql(url)
     try:
         from penstock.store.sql.store import open_store  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise InvalidUrl(f"{named.dialect}: needs psycopg: pip install 'penstock[sql]'") from error
-    # Processes on many machines must agree about when a lease is over.
-    following = FollowingClock() if type(clock) is SystemClock else None
-    clock = following or clock
-    store = open_store(
+    return open_store(
         named,
         store_id=int.from_bytes(clock.lease_id()[-4:], "big"),
         routing=routing,
@@ -152,21 +143,28 @@ def _open_sql(
         background=background,
         create=create,
     )
-    try:
-        if following is not None:
-            following.follow(store.server_ms)
-            store.follow(lambda: following.follow(store.server_ms))
-        return Broker(
-            store,
-            clock=clock,
-            relaxed=relaxed,
-            dedup_window_ms=dedup_window_ms,
-            background=background,
-            checkpoint=store.checkpoint,
-        )
-    except BaseException:
-        store.close()
-        raise
+
+
+def _open_engine(url: _StoreUrl, routing: str | None, *, create: bool) -> tuple[Engine, str]:
+    """Open the engine that a URL names; return it with the design of its store."""
+    if url.scheme == "memory":
+        from penstock.engines.memory import MemoryEngine  # noqa: PLC0415
+
+        design = url.design or DEFAULT_DESIGN
+        return MemoryEngine(DESIGNS[design]), design
+    if url.scheme == "rocksdb":
+        from penstock.engines.rocksdb.engine import RocksEngine  # noqa: PLC0415
+
+        path = Path(url.place)
+        design = _rocksdb_design(path, url.design, create=create)
+        tables, reserve = DESIGNS[design], url.numbers.get("min_free_bytes")
+        return RocksEngine(path, tables, mark=design, min_free_bytes=reserve), design
+    place = _slatedb_place(url)
+    from penstock.engines.slatedb.engine import SlateEngine  # noqa: PLC0415
+
+    # Opening takes the store from its owner, so reasons not to open it are looked for before.
+    design = _slatedb_design(place, url, routing, create=create)
+    return SlateEngine(place, DESIGNS[design], flush_ms=url.numbers.get("flush_ms")), design
 
 
 def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
@@ -177,7 +175,7 @@ def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
     """
     place = place_to_read(url)
     from penstock.broker.reader import Reader  # noqa: PLC0415
-    from penstock.engines.memory import Overlay  # noqa: PLC0415 - an extra
+    from penstock.engines.memory import Overlay  # noqa: PLC0415
     from penstock.engines.slatedb.reader import ReaderMoved, SlateReader, peek  # noqa: PLC0415
 
     clock = clock or SystemClock()
@@ -187,7 +185,8 @@ def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
     try:
         while True:
             try:
-                design = identity_in(url, below.table("default")).design
+                record = below.table("default").get(_IDENTITY_KEY) or b""
+                design = _check_identity(url, record, _parse(url).design, None).design
                 engine = Overlay(below, DESIGNS[design])
                 return Reader(make_store(engine, design, clock), clock)
             except ReaderMoved:
@@ -201,12 +200,10 @@ def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
 def open_copy(path: Path) -> Reader:
     """Open a backup, or a store on RocksDB that no process has open; nothing of it is changed."""
     from penstock.broker.reader import Reader  # noqa: PLC0415
-    from penstock.engines.memory import Overlay  # noqa: PLC0415 - a process may need neither
+    from penstock.engines.memory import Overlay  # noqa: PLC0415
     from penstock.engines.rocksdb.engine import RocksReader  # noqa: PLC0415
 
-    design = _design_at(path)
-    if design is None:
-        raise _no_store(path)
+    design = _rocksdb_design(path, create=False)
     tables = DESIGNS[design]
     clock = SystemClock()
     below = RocksReader(path, tables)
@@ -230,16 +227,10 @@ def place_to_read(url: str) -> SlateLocation:
     return place
 
 
-def identity_in(url: str, table: Table) -> Identity:
-    """Return what the store at a URL says about itself; raise if it is not one to be read."""
-    named = _parse(url)
-    return _check_identity(url, table.get(_IDENTITY_KEY) or b"", named.design, None)
-
-
 def watch_owner(url: str, *, routing: str | None = None, check: bool = True) -> OwnerHeartbeat:
-    """Watch whether a store on object storage has an owner, for who would be the next one.
+    """Watch whether a store on object storage has an owner, for a process that would be the next.
 
-    With ``check``, what speaks against opening the store is raised now.
+    With ``check``, reasons not to open the store are raised now.
     """
     named = _parse(url)
     if not named.scheme.startswith("slatedb"):
@@ -248,10 +239,10 @@ def watch_owner(url: str, *, routing: str | None = None, check: bool = True) -> 
             "slatedb+file"
         )
     place = _slatedb_place(named)
-    from penstock.engines.slatedb.files import OwnerHeartbeat  # noqa: PLC0415 - an extra
+    from penstock.engines.slatedb.files import OwnerHeartbeat  # noqa: PLC0415
 
     if check:
-        _look_at(place, named, routing)
+        _slatedb_design(place, named, routing)
     return OwnerHeartbeat(place)
 
 
@@ -271,15 +262,13 @@ def make_engine(url: str, design: str) -> Engine:
     named = _parse(url)
     if named.design not in {None, design}:
         raise StoreMismatch(f"{url!r:.200}: the store has the {design} design")
-    if named.scheme == "rocksdb":
-        return _open_rocksdb(named, design, create=True)[0]
-    place = _slatedb_place(named)
-    from penstock.engines.slatedb.engine import SlateEngine  # noqa: PLC0415 - an extra
-    from penstock.engines.slatedb.reader import peek  # noqa: PLC0415
+    if named.scheme.startswith("slatedb"):
+        place = _slatedb_place(named)
+        from penstock.engines.slatedb.reader import peek  # noqa: PLC0415
 
-    if peek(place, "default", _IDENTITY_KEY) is not None:
-        raise StoreMismatch(f"{place} is not empty")
-    return SlateEngine(place, DESIGNS[design], flush_ms=named.flush_ms)
+        if peek(place, "default", _IDENTITY_KEY) is not None:
+            raise StoreMismatch(f"{place} is not empty")
+    return _open_engine(named._replace(design=design), None, create=True)[0]
 
 
 def locate(url: str) -> Path | SlateLocation:
@@ -290,61 +279,30 @@ def locate(url: str) -> Path | SlateLocation:
     return Path(named.place) if named.scheme == "rocksdb" else _slatedb_place(named)
 
 
-def _open_rocksdb(named: _Named, design: str | None, *, create: bool) -> tuple[Engine, str]:
-    from penstock.engines.rocksdb.engine import RocksEngine  # noqa: PLC0415 - as above
-
-    path = Path(named.place)
-    found = _design_at(path)
-    if found is None and not create:
-        raise _no_store(path)
-    if found is not None and design not in {None, found}:
-        raise StoreMismatch(f"{path} holds a store of the {found} design, not {design}")
-    design = found or design or DEFAULT_DESIGN
-    tables, min_free_bytes = DESIGNS[design], named.min_free_bytes
-    return RocksEngine(path, tables, mark=design, min_free_bytes=min_free_bytes), design
-
-
-def _design_at(path: Path) -> str | None:
-    """Return the design of the store at ``path``; None if one may be made there."""
-    from penstock.engines.rocksdb.files import read_mark  # noqa: PLC0415 - as above
+def _rocksdb_design(path: Path, asked: str | None = None, *, create: bool) -> str:
+    """Return the design of the store at ``path``, or of one that may be made there."""
+    from penstock.engines.rocksdb.files import read_mark  # noqa: PLC0415
 
     found = read_mark(path, DESIGNS)
-    if found is not None and found not in DESIGNS:
+    if found is None:
+        if not create:
+            raise _no_store(path)
+        return asked or DEFAULT_DESIGN
+    if found not in DESIGNS:
         raise StoreMismatch(
             f"{path} holds a store of the design {found!r:.100}, which this version of Penstock "
             "does not know: use a newer one; or mend the file PENSTOCK, if that was damaged"
         )
+    if asked not in {None, found}:
+        raise StoreMismatch(f"{path} holds a store of the {found} design, not {asked}")
     return found
 
 
-def _no_store(place: object) -> StoreMismatch:
-    return StoreMismatch(f"there is no store at {place}; 'penstock create' makes one")
-
-
-def _slatedb_place(named: _Named) -> SlateLocation:
-    try:
-        from penstock.engines.slatedb.location import parse_location  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError as error:
-        raise InvalidUrl(
-            f"{named.scheme}: needs SlateDB: pip install 'penstock[slatedb]'"
-        ) from error
-    return parse_location(named.scheme, named.place, os.environ)
-
-
-def _open_slatedb(named: _Named, routing: str | None, *, create: bool) -> tuple[Engine, str]:
-    place = _slatedb_place(named)
-    from penstock.engines.slatedb.engine import SlateEngine  # noqa: PLC0415 - an extra
-
-    # Opening takes the store from whoever has it, so what speaks against it is looked for before.
-    design = _look_at(place, named, routing, create=create)
-    return SlateEngine(place, DESIGNS[design], flush_ms=named.flush_ms), design
-
-
-def _look_at(
-    place: SlateLocation, named: _Named, routing: str | None, *, create: bool = True
+def _slatedb_design(
+    place: SlateLocation, url: _StoreUrl, routing: str | None, *, create: bool = True
 ) -> str:
-    """Hold what is asked for against what is there, if anything; return the design."""
-    from penstock.engines.slatedb.reader import peek  # noqa: PLC0415 - an extra
+    """Return the design of the store at a place, or of one that may be made there."""
+    from penstock.engines.slatedb.reader import peek  # noqa: PLC0415
 
     if not create and place.kind == "file" and not Path(place.root).is_dir():
         raise _no_store(place)
@@ -352,12 +310,24 @@ def _look_at(
     if found is None or found.record is None:
         if not create:
             raise _no_store(place)
-        return named.design or DEFAULT_SLATEDB_DESIGN
-    return _check_identity(str(place), found.record, named.design, routing).design
+        return url.design or DEFAULT_SLATEDB_DESIGN
+    return _check_identity(str(place), found.record, url.design, routing).design
+
+
+def _no_store(place: object) -> StoreMismatch:
+    return StoreMismatch(f"there is no store at {place}; 'penstock create' makes one")
+
+
+def _slatedb_place(url: _StoreUrl) -> SlateLocation:
+    try:
+        from penstock.engines.slatedb.location import parse_location  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise InvalidUrl(f"{url.scheme}: needs SlateDB: pip install 'penstock[slatedb]'") from error
+    return parse_location(url.scheme, url.place, os.environ)
 
 
 def _check_identity(place: str, record: bytes, design: str | None, routing: str | None) -> Identity:
-    """Hold what was asked for against what is there; return the latter."""
+    """Compare the store at a place with the design and routing asked for; return its identity."""
     try:
         found = msgspec.msgpack.decode(record, type=Identity)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -376,65 +346,71 @@ def _check_identity(place: str, record: bytes, design: str | None, routing: str 
     return found
 
 
-class _Named(NamedTuple):
-    """The store that a URL names."""
+# --- reading a URL --------------------------------------------------------------------------------
+
+_SCHEMES: Final = ("memory", "rocksdb", "slatedb+file", "slatedb+s3")
+# Option that is a number: the schemes that take it, its bound, and what an error says of it.
+_NUMBERS: Final = {
+    "flush_ms": ("slatedb", MAX_FLUSH_MS, f"milliseconds, up to {MAX_FLUSH_MS}"),
+    "min_free_bytes": ("rocksdb", MAX_OFFSET, "a number of bytes; 0: no reserve"),
+}
+
+
+class _StoreUrl(NamedTuple):
+    """A URL of a store that is not on a SQL database, in its parts."""
 
     scheme: str
     place: str
     design: str | None
-    flush_ms: int | None
-    min_free_bytes: int | None
+    numbers: dict[str, int]
 
 
-def _check_directory(place: str) -> None:
-    """Refuse what would be taken for a directory at the root: rocksdb://./data would be /data."""
-    if not place.startswith("//"):
-        return
-    path = place.lstrip("/")
-    relative = path.partition("/")[0] in {".", ".."}
-    if relative or not place.startswith("///"):
-        at_root = "" if relative else f", or rocksdb:/{path} at the root"
-        raise InvalidUrl(
-            f"rocksdb:{place!s:.200} has a host where a directory has none: "
-            f"rocksdb:{path:.200} is the directory{at_root}"
-        )
+def _parse(url: object) -> _StoreUrl:
+    if isinstance(url, list | tuple):
+        from penstock.store.sql.location import SEVERAL  # noqa: PLC0415
 
-
-def _parse(url: object) -> _Named:
+        raise InvalidUrl(f"a list of URLs: {SEVERAL}")
     scheme, colon, rest = url.partition(":") if isinstance(url, str) else ("", "", "")
     place, _, query = rest.partition("?")
-    if not colon or scheme not in {"memory", "rocksdb", "slatedb+file", "slatedb+s3"}:
-        from penstock.store.sql.location import SEVERAL, without_password  # noqa: PLC0415
+    if not colon or scheme not in _SCHEMES:
+        from penstock.store.sql.location import without_password  # noqa: PLC0415
 
-        if isinstance(url, list | tuple):
-            raise InvalidUrl(f"a list of URLs: {SEVERAL}")
         raise InvalidUrl(
             f"no store is named by {without_password(str(url))!r:.200}; known are memory:, "
             "rocksdb:PATH, slatedb+file:///DIR, slatedb+s3://BUCKET/PREFIX, postgresql://HOST/DB, "
             "cockroachdb://HOST/DB and penstock://HOST:PORT"
         )
-    if scheme == "rocksdb" and not place:
-        raise InvalidUrl("rocksdb: needs a directory: rocksdb:./data")
     if scheme == "rocksdb":
         _check_directory(place)
     if scheme == "memory" and place:
         raise InvalidUrl(f"memory: takes no place, got {place!r:.100}")
     options = dict(parse_qsl(query, keep_blank_values=True))
     design = options.pop("design", None)
-    flush_ms = options.pop("flush_ms", None) if scheme.startswith("slatedb") else None
-    min_free = options.pop("min_free_bytes", None) if scheme == "rocksdb" else None
+    texts = {
+        name: options.pop(name)
+        for name, (schemes, _, _) in _NUMBERS.items()
+        if name in options and scheme.startswith(schemes)
+    }
     if options:
         raise InvalidUrl(f"unknown option {next(iter(options))!r:.100} in {url!r:.200}: design")
     if design is not None and design not in DESIGNS:
         raise InvalidUrl(f"no design {design!r:.100}; there are {', '.join(DESIGNS)}")
-    if flush_ms is not None and not (flush_ms.isdecimal() and int(flush_ms) <= MAX_FLUSH_MS):
-        raise InvalidUrl(f"flush_ms {flush_ms!r:.100}: milliseconds, up to {MAX_FLUSH_MS}")
-    if min_free is not None and not (min_free.isdecimal() and int(min_free) <= MAX_OFFSET):
-        raise InvalidUrl(f"min_free_bytes {min_free!r:.100}: a number of bytes; 0: no reserve")
-    return _Named(
-        scheme,
-        place,
-        design,
-        None if flush_ms is None else int(flush_ms),
-        None if min_free is None else int(min_free),
-    )
+    for name, text in texts.items():
+        _, most, allowed = _NUMBERS[name]
+        if not (text.isdecimal() and int(text) <= most):
+            raise InvalidUrl(f"{name} {text!r:.100}: {allowed}")
+    return _StoreUrl(scheme, place, design, {name: int(text) for name, text in texts.items()})
+
+
+def _check_directory(place: str) -> None:
+    """Refuse a place that reads as a directory at the root: rocksdb://./data would be /data."""
+    if not place:
+        raise InvalidUrl("rocksdb: needs a directory: rocksdb:./data")
+    path = place.lstrip("/")
+    relative = path.partition("/")[0] in {".", ".."}
+    if place.startswith("//") and (relative or not place.startswith("///")):
+        at_root = "" if relative else f", or rocksdb:/{path} at the root"
+        raise InvalidUrl(
+            f"rocksdb:{place!s:.200} has a host where a directory has none: "
+            f"rocksdb:{path:.200} is the directory{at_root}"
+        )

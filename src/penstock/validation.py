@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 _QUEUE_NAME: Final = re.compile(
     rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{limits.MAX_QUEUE_NAME_CHARS - 1}}}"
 )
+_ANY_TIME: Final = (0, limits.MAX_DURATION_MS)
+# The settings of a queue that are whole numbers: the least and the most that each may be.
+_SETTING_BOUNDS: Final = {
+    "lease_ms": (1, limits.MAX_LEASE_MS),
+    "max_attempts": (1, limits.MAX_ATTEMPTS),
+    "bucket_exponent": (0, limits.MAX_BUCKET_EXPONENT),
+    **dict.fromkeys(("backoff_base_ms", "backoff_cap_ms", "delay_ms"), _ANY_TIME),
+    **dict.fromkeys(
+        ("done_retention_ms", "failed_retention_ms", "unclaimed_retention_ms"), _ANY_TIME
+    ),
+}
 _INT64: Final = 1 << 63
 _MAX_FLOAT: Final = sys.float_info.max
 
@@ -62,7 +73,7 @@ def _check_message(message: Message) -> int:
     if type(message.priority) is not int or message.priority:
         check_count(message.priority, "priority", 0, limits.MAX_PRIORITY, InvalidMessage)
     if type(message.delay_ms) is not int or message.delay_ms:
-        check_duration(message.delay_ms, "delay_ms", error=InvalidMessage)
+        check_count(message.delay_ms, "delay_ms", error=InvalidMessage)
     if message.dedup_id is not None:
         check_text(message.dedup_id, "dedup_id", limits.MAX_DEDUP_ID_BYTES, InvalidMessage)
         if not message.dedup_id:
@@ -132,20 +143,8 @@ def check_spec(spec: QueueSpec) -> QueueSpec:
     check_queue_name(spec.name)
     if not isinstance(spec.ordering, Ordering):
         raise InvalidQueue(f"ordering {spec.ordering!r:.100}: 'standard' or 'fifo'")
-    check_duration(spec.lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS, error=InvalidQueue)
-    check_count(spec.max_attempts, "max_attempts", 1, limits.MAX_ATTEMPTS, InvalidQueue)
-    for name in (
-        "backoff_base_ms",
-        "backoff_cap_ms",
-        "delay_ms",
-        "done_retention_ms",
-        "failed_retention_ms",
-        "unclaimed_retention_ms",
-    ):
-        check_duration(getattr(spec, name), name, error=InvalidQueue)
-    check_count(
-        spec.bucket_exponent, "bucket_exponent", 0, limits.MAX_BUCKET_EXPONENT, InvalidQueue
-    )
+    for name, (low, high) in _SETTING_BOUNDS.items():
+        check_count(getattr(spec, name), name, low, high, InvalidQueue)
     check_text(spec.description, "description", limits.MAX_DESCRIPTION_BYTES, InvalidQueue)
     if spec.dead_letter != "":
         check_queue_name(spec.dead_letter)
@@ -242,11 +241,11 @@ def check_state(state: State | str) -> State:
 def check_count(
     value: object,
     name: str,
-    low: int,
-    high: int,
+    low: int = 0,
+    high: int = limits.MAX_DURATION_MS,
     error: type[InvalidInput] = InvalidInput,
 ) -> int:
-    """Check a whole number."""
+    """Check a whole number; without bounds, a time in milliseconds."""
     if type(value) is not int:
         raise error(f"{name} must be a whole number, not {type(value).__name__}")
     if not low <= value <= high:
@@ -254,21 +253,17 @@ def check_count(
     return value
 
 
+def check_optional(
+    value: object, name: str, low: int = 0, high: int = limits.MAX_DURATION_MS
+) -> None:
+    """Check a whole number that may be left out."""
+    if value is not None:
+        check_count(value, name, low, high)
+
+
 def _number(value: int) -> str:
     # Python refuses to print integers of thousands of digits.
     return str(value) if value.bit_length() <= 128 else f"a number of {value.bit_length()} bits"
-
-
-def check_duration(
-    value: object,
-    name: str,
-    *,
-    low: int = 0,
-    high: int = limits.MAX_DURATION_MS,
-    error: type[InvalidInput] = InvalidInput,
-) -> int:
-    """Check a time in milliseconds."""
-    return check_count(value, name, low, high, error)
 
 
 def check_text(

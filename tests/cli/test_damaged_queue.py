@@ -54,7 +54,7 @@ def test_settings_need_no_figures(url: str) -> None:
 def test_the_page_of_metrics_counts_it(url: str) -> None:
     metrics = Metrics()
     with penstock.open(url) as broker:
-        metrics.watch(broker, parked=lambda: 0, connections=dict, seconds=lambda: 0.0)
+        metrics.watch(broker, seconds=lambda: 0.0)
         metrics.read_store()
         page = metrics.page().decode()
     assert "penstock_queues 2.0" in page

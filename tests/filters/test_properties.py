@@ -231,10 +231,10 @@ def test_the_matcher_finds_what_evaluating_every_filter_finds(
     for key, tree in [(0, start[0]), *changes]:
         if tree is not None:
             expected[key] = tree
-            matcher = matcher.with_filter(key, parse(canonical(tree)))
+            matcher.put(key, parse(canonical(tree)))
         elif key in expected:
             del expected[key]
-            matcher = matcher.without(key)
+            matcher.remove(key)
         assert matcher.match(messages) == [
             [key for key, tree in expected.items() if truth_of(tree, row) is True]
             for row in messages

@@ -50,7 +50,7 @@ def at(page: bytes, name: str, **labels: str) -> float:
 
 def watching(broker: penstock.Broker, **options: Any) -> Metrics:
     metrics = Metrics(**options)
-    metrics.watch(broker, parked=lambda: 0, connections=dict, seconds=lambda: 0.0)
+    metrics.watch(broker, seconds=lambda: 0.0)
     return metrics
 
 
@@ -78,7 +78,7 @@ def test_pages_do_not_wait_for_a_store_that_hangs(
     with running(broker, **HTTP) as server, ThreadPoolExecutor(8) as threads:
         address = server.addresses["http"]
         assert at(ask(address, "GET", "/metrics").body, "penstock_queues") == 1
-        hanging = threads.submit(broker._runner.look, lambda _: going_on.wait(60))
+        hanging = threads.submit(broker._look, lambda _: going_on.wait(60))
         try:
             wait_until(lambda: ask(address, "GET", "/ready").status == 503)
             asked = [

@@ -2,12 +2,11 @@
 
 ==============  ==================================================================
 ``broker``      :class:`Broker`: every verb, in the order of a message's life
-``requests``    its base for a server: many requests done as one change of the store
-``log``         its base for tailers and bulk readers: the verbs of the metadata log
+``verbs``       its bases: verbs that only look, of the metadata log, for a server
 ``runner``      the lock, the time, waiting claims, the sweeper thread
 ``durability``  group commit: one ``fsync`` for many changes
-``router``      ``route_once``: the log into the queues, without Spark
-``reader``      the verbs that only look; a store that is read beside its owner
+``requests``    many requests as one change of the store; loaded by servers
+``reader``      a store that is read beside its owner; ``route_once``
 ==============  ==================================================================
 """
 

@@ -2,8 +2,8 @@
 
 A broker checks its arguments, routes messages by the queues' filters and hands them to the store
 through the :mod:`~penstock.broker.runner`, which knows of threads, time and durability. The verbs
-of the metadata log are in :mod:`~penstock.broker.log`, those that only look in
-:mod:`~penstock.broker.reader`, those for a server in :mod:`~penstock.broker.requests`.
+that only look, those of the metadata log and those for a server are in
+:mod:`~penstock.broker.verbs`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,17 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 import msgspec
 
 from penstock import limits
-from penstock.broker.requests import RequestBroker
 from penstock.broker.runner import SWEEP_BUDGET, Runner
-from penstock.errors import (
-    InvalidInput,
-    InvalidQueue,
-    QueueExists,
-    StorageFailed,
-)
+from penstock.broker.verbs import ServedBroker
+from penstock.errors import InvalidInput, InvalidQueue, QueueExists, StorageFailed
 from penstock.filters import Matcher, Row, default_filter, parse
 from penstock.model import Message, Ordering, QueueSpec, State, Want
 from penstock.store.contract import FiltersChanged
 from penstock.validation import (
     check_count,
-    check_duration,
     check_ids,
     check_messages,
+    check_optional,
     check_queue_name,
     check_receipts,
     check_spec,
@@ -45,12 +40,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from penstock.clock import Clock
-    from penstock.model import (
-        Delivery,
-        Outcome,
-        SweepCounts,
-        Value,
-    )
+    from penstock.model import Delivery, Outcome, SweepCounts, Value
     from penstock.store.check_report import AuditReport
     from penstock.store.codec.metadata import Metadata
     from penstock.store.contract import FullStore
@@ -63,7 +53,7 @@ T = TypeVar("T")
 MASS_STEP: Final = 2_000
 
 
-class Broker(RequestBroker):
+class Broker(ServedBroker):
     """An open store. Thread-safe; close it, or use it as a context manager."""
 
     def __init__(
@@ -77,16 +67,16 @@ class Broker(RequestBroker):
         checkpoint: Callable[[Path], None] | None = None,
     ) -> None:
         """Take a store over: use :func:`penstock.open`."""
-        self._dedup_window_ms = check_duration(
-            dedup_window_ms, "dedup_window_ms", low=1, high=limits.MAX_DEDUP_WINDOW_MS
+        self.dedup_window_ms = check_count(
+            dedup_window_ms, "dedup_window_ms", 1, limits.MAX_DEDUP_WINDOW_MS
         )
         self._store = store
         self._clock = clock
         self._checkpoint = checkpoint
         self._inline = store.info().routing == "inline"
         self._restored = []
-        self._matcher, self._live = Matcher({}), {}
-        self._follow_filters()
+        self._matcher, self._live = Matcher(), {}
+        self._matched = -1
         self._runner = Runner(store, clock, relaxed=relaxed, background=background)
 
     def __enter__(self) -> Self:
@@ -163,8 +153,7 @@ class Broker(RequestBroker):
         has not been routed yet.
         """
         compiled = parse(changes["filter"]) if "filter" in changes else None
-        if from_offset is not None:
-            check_count(from_offset, "from_offset", 0, limits.MAX_OFFSET)
+        check_optional(from_offset, "from_offset", 0, limits.MAX_OFFSET)
 
         def update(now_ms: int) -> QueueSpec:
             present = self._store.spec(name)
@@ -237,9 +226,7 @@ class Broker(RequestBroker):
         check_count(limit, "limit", 1, limits.MAX_CLAIM_LIMIT)
         check_count(wait_ms, "wait_ms", 0, limits.MAX_WAIT_MS)
         check_text(consumer, "consumer", limits.MAX_CONSUMER_BYTES)
-        if lease_ms is not None:
-            check_duration(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
-
+        check_optional(lease_ms, "lease_ms", 1, limits.MAX_LEASE_MS)
         taken: list[Delivery] = []
 
         def take(now_ms: int) -> list[Delivery]:
@@ -308,28 +295,23 @@ class Broker(RequestBroker):
         """
         ids = None if message_ids is None else check_ids(list(message_ids))
         chosen = None if where is None else _predicate(where)
-
         self.queue(queue)
         parts: list[list[int] | None] = [None]
         if ids is not None:
             parts = [ids[at : at + MASS_STEP] for at in range(0, len(ids), MASS_STEP)]
+
+        def step(part: list[int] | None, after: bytes, now_ms: int) -> tuple[int, bytes | None]:
+            return self._store.redrive(
+                queue, message_ids=part, where=chosen, after=after, now_ms=now_ms
+            )
+
         redriven = 0
         for part in parts:
             after: bytes | None = b""
             while after is not None:
-                one, after = self._runner.apply(partial(self._redrive, queue, part, chosen, after))
+                one, after = self._runner.apply(partial(step, part, after))
                 redriven += one
         return redriven
-
-    def _redrive(
-        self,
-        queue: str,
-        ids: list[int] | None,
-        where: Callable[[Metadata], bool] | None,
-        after: bytes,
-        now_ms: int,
-    ) -> tuple[int, bytes | None]:
-        return self._store.redrive(queue, message_ids=ids, where=where, after=after, now_ms=now_ms)
 
     def move(
         self,
@@ -353,8 +335,7 @@ class Broker(RequestBroker):
                 f"only failed, available and delayed messages can be moved, not {checked}"
             )
         ids = None if message_ids is None else sorted(set(check_ids(list(message_ids))))
-        if limit is not None:
-            check_count(limit, "limit", 1, limits.MAX_OFFSET)
+        check_optional(limit, "limit", 1, limits.MAX_OFFSET)
 
         def step(now_ms: int) -> int:
             chosen = None if ids is None else ids[at : at + MASS_STEP]
@@ -407,19 +388,12 @@ class Broker(RequestBroker):
         if checked not in {State.DONE, State.FAILED}:
             raise InvalidInput(f"only done and failed messages can be trimmed, not {checked}")
         check_count(before, "before", 0, limits.MAX_OFFSET)
-        if created_at_ms is not None:
-            check_count(created_at_ms, "created_at_ms", 0, limits.MAX_OFFSET)
+        check_optional(created_at_ms, "created_at_ms", 0, limits.MAX_OFFSET)
+        limited = partial(
+            self._store.purge, limit=MASS_STEP, before=before, created_at_ms=created_at_ms
+        )
         removed = 0
-        while one := self._runner.apply(
-            lambda now_ms: self._store.purge(
-                queue,
-                [checked],
-                now_ms,
-                limit=MASS_STEP,
-                before=before,
-                created_at_ms=created_at_ms,
-            )
-        ):
+        while one := self._runner.apply(lambda now_ms: limited(queue, [checked], now_ms)):
             removed += one
         return removed
 
@@ -432,7 +406,7 @@ class Broker(RequestBroker):
         def check(now_ms: int) -> AuditReport:
             return self._store.audit(repair=repair, now_ms=now_ms)
 
-        return self._runner.apply(check) if repair else self._runner.look(check)
+        return self._runner.apply(check, durable=repair)
 
     def checkpoint(self, path: Path) -> None:
         """Copy the store as it is into a directory that is not there yet; see ``penstock backup``.
@@ -442,7 +416,7 @@ class Broker(RequestBroker):
         copy = self._checkpoint
         if copy is None:
             raise InvalidInput(f"this store can't be copied to {path}")
-        self._runner.look(lambda _: copy(path))
+        self._look(lambda _: copy(path))
 
     # --- time ------------------------------------------------------------------------------
 

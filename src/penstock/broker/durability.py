@@ -1,12 +1,12 @@
-"""Group commit: one thread makes everybody's commits durable.
+"""Group commit: one thread makes the commits of all callers durable.
 
 A verb applies its change, gets the number of its commit, and waits here until that number is on
 stable storage: a thread in :meth:`Committer.wait`, a server by being called back. While one sync
 runs, others gather and share the next.
 
 Once a sync has failed, nobody knows which of the commits since the last one are on stable storage.
-All of them *fail*: whoever waits for one is told so, also who comes to wait later. Those after
-them are synced as ever: whether the store takes any is its own affair.
+All of them *fail*: each caller that waits for one gets the error, also one that comes to wait
+later. Later commits are synced as ever: whether the store takes any is its own affair.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ log = logging.getLogger(__name__)
 
 # With relaxed durability nobody waits, but the disk is never further behind than this.
 RELAXED_SYNC_SECONDS: Final = 0.1
-# Failures that are remembered for who has made a change and does not wait for it yet, which is a
-# matter of microseconds.
+# Failures that are remembered for a caller that has made a change and does not wait for it yet,
+# which is a matter of microseconds.
 FAILURES_KEPT: Final = 100
 
-
-Told: TypeAlias = Callable[[PenstockError | None], object]
+OnDurable: TypeAlias = Callable[[PenstockError | None], object]
 """Called when a commit is durable, or with the reason why it never will be."""
 
 
@@ -41,7 +40,7 @@ class Durability(NamedTuple):
 
 
 class Committer:
-    """Calls ``sync`` for whoever waits; ``committed`` tells the number of the latest commit."""
+    """Calls ``sync`` for callers that wait; ``committed`` gives the number of the latest commit."""
 
     def __init__(
         self,
@@ -64,10 +63,9 @@ class Committer:
         self._settled = 0
         self._failures: deque[tuple[int, int, PenstockError]] = deque(maxlen=FAILURES_KEPT)
         self._closed = self._ended = False
-        self._told: list[tuple[int, Told]] = []
+        self._callbacks: list[tuple[int, OnDurable]] = []
         self.durability = Durability(0, 0, 0.0)
-        self._thread = threading.Thread(target=self._run, name="penstock-committer", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("penstock-committer", self._run)
 
     def wait(self, number: int) -> None:
         """Return when commit ``number`` is durable (at once if durability is relaxed)."""
@@ -81,17 +79,17 @@ class Committer:
         if failure is not None:
             raise failure.with_traceback(None)
 
-    def tell(self, number: int, told: Told) -> None:
+    def tell(self, number: int, on_durable: OnDurable) -> None:
         """Call back when commit ``number`` is durable: at once, or from the committer's thread."""
         failure = None
         if not self._relaxed:
             with self._condition:
                 if number > self._settled and not self._ended:
-                    self._told.append((number, told))
+                    self._callbacks.append((number, on_durable))
                     self._want(number)
                     return
                 failure = self._failure_of(number)
-        told(failure)
+        on_durable(failure)
 
     def fail(self, number: int, error: PenstockError) -> None:
         """Fail every commit up to ``number`` that is not durable yet."""
@@ -157,11 +155,17 @@ class Committer:
         with self._condition:
             self._settled = max(self._settled, number)
             self._condition.notify_all()
-            ready = [each for each in self._told if each[0] <= self._settled or self._ended]
-            self._told = [] if self._ended else [e for e in self._told if e[0] > self._settled]
-            answers = [(told, self._failure_of(wanted)) for wanted, told in ready]
-        for told, failure in answers:
-            _say(told, failure)
+            ready = [each for each in self._callbacks if each[0] <= self._settled or self._ended]
+            self._callbacks = (
+                [] if self._ended else [e for e in self._callbacks if e[0] > self._settled]
+            )
+            answers = [(call, self._failure_of(wanted)) for wanted, call in ready]
+        for call, failure in answers:
+            try:
+                call(failure)
+            except Exception:
+                # One that fails must not keep the others waiting.
+                log.exception("a caller could not be told that its commit is durable")
 
     def _want(self, number: int) -> None:
         if number > self._wanted:
@@ -178,9 +182,8 @@ class Committer:
         return None
 
 
-def _say(told: Told, error: PenstockError | None) -> None:
-    """Call back; who can't be told must not keep others from it."""
-    try:
-        told(error)
-    except Exception:
-        log.exception("a commit's end could not be told")
+def start_thread(name: str, work: Callable[[], None]) -> threading.Thread:
+    """Start a thread that does not keep the process from ending."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread

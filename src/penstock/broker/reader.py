@@ -1,4 +1,4 @@
-"""The verbs that only look, and a reader of a store that another process owns.
+"""Two readers: of a store that another process owns, and of the log, to route it without Spark.
 
 A :class:`Reader` shows one moment of the store, straight from where it is kept. It asks nothing of
 the owner and disturbs nobody. Messages that come due after that moment do so in memory.
@@ -12,88 +12,28 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import msgspec
 
 from penstock import limits
+from penstock.broker.verbs import StoreReader
 from penstock.clock import TimeGuard
-from penstock.model import State
-from penstock.validation import check_count, check_ids, check_state, check_text
+from penstock.filters import Matcher, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+    from penstock.broker.broker import Broker
     from penstock.clock import Clock
-    from penstock.model import (
-        Attempt,
-        LogPage,
-        LogStats,
-        Page,
-        QueueSpec,
-        QueueStats,
-        StoreStats,
-    )
+    from penstock.model import LogPage, LogStats
     from penstock.store.check_report import AuditReport
-    from penstock.store.contract import FullStore
     from penstock.store.kv.store import KvStore
     from penstock.store.snapshot import PinnedStore
 
 T = TypeVar("T")
 
 
-class StoreReader:
-    """The verbs that only look: the base of :class:`~penstock.Broker` and :class:`Reader`."""
-
-    _store: FullStore
-
-    def _look(self, read: Callable[[int], T]) -> T:
-        """Read, told the time, while nobody else is let in."""
-        raise NotImplementedError
-
-    def queues(self) -> list[QueueSpec]:
-        """Return the specs of all queues, by name."""
-        return self._look(lambda _: [queue.spec for queue in self._store.queues()])
-
-    def browse(
-        self,
-        queue: str,
-        *,
-        state: State | str = State.AVAILABLE,
-        limit: int = 100,
-        cursor: str | None = None,
-        payloads: bool = True,
-    ) -> Page:
-        """Look at messages without leasing them; go on with ``cursor=page.next_cursor``."""
-        check_count(limit, "limit", 1, limits.MAX_BROWSE_LIMIT)
-        checked = check_state(state)
-        if cursor is not None:
-            check_text(cursor, "cursor", limits.MAX_CURSOR_BYTES)
-        return self._look(
-            lambda now_ms: self._store.browse(
-                queue,
-                checked,
-                limit=limit,
-                cursor=cursor,
-                payloads=payloads,
-                now_ms=now_ms,
-            )
-        )
-
-    def attempts(self, queue: str, message_id: int) -> list[Attempt]:
-        """Return every attempt at a message of a queue, the running one last."""
-        check_ids([message_id])
-        return self._look(lambda now_ms: self._store.attempts(queue, message_id, now_ms))
-
-    def stats(self, queue: str) -> QueueStats:
-        """Return a queue's depth by state, oldest age and totals."""
-        return self._look(lambda now_ms: self._store.queue_stats(queue, now_ms))
-
-    def store_stats(self) -> StoreStats:
-        """Return the totals of the whole store."""
-        return self._look(lambda _: self._store.store_stats())
-
-
 class Reader(StoreReader):
     """A store as it was when the reader was opened. Threads may share it."""
 
     def __init__(self, store: KvStore, clock: Clock) -> None:
-        self._store: FullStore = store
+        self._store = store
         self._clock = clock
         self._guard = TimeGuard(store.info().time_floor_ms)
         self._lock = threading.Lock()
@@ -108,12 +48,9 @@ class Reader(StoreReader):
         """Return what the metadata log holds; its end is behind the last message."""
         return self._look(lambda _: self._log_stats())
 
-    def read_log(self, log: int = 0, *, begin: int = 0, limit: int = 1_000) -> LogPage:
+    def read_log(self, log: int = 0, *, begin: int | None = 0, limit: int = 1_000) -> LogPage:
         """Read a page of a metadata log, from an offset on."""
-        check_count(log, "log", 0, limits.MAX_LOGS)
-        check_count(begin, "begin", 0, limits.MAX_OFFSET)
-        check_count(limit, "limit", 1, limits.MAX_LOG_LIMIT)
-        return self._look(lambda _: self._store.read_log(log, begin, limit))
+        return super().read_log(log, begin=begin, limit=limit)
 
     def check(self) -> AuditReport:
         """Hold the store to its invariants."""
@@ -145,3 +82,44 @@ class Reader(StoreReader):
     def _look(self, read: Callable[[int], T]) -> T:
         with self._lock:
             return read(self._guard.now_ms(self._clock.now_ms()))
+
+
+def route_once(broker: Broker, *, limit: int = 10_000) -> int:
+    """Route what the logs hold, up to about ``limit`` messages of each; return how many were read.
+
+    Safe to call at any time, from any number of threads at once: what was routed before is not
+    routed again.
+    """
+    read = 0
+    matcher: Matcher[str] = Matcher()
+    matched_by: Mapping[str, str] = {}
+    # Messages that come in meanwhile are for the next call, or this one might never end.
+    stats = broker.log_stats()
+    for log in stats.cursors:
+        routed = 0
+        while routed < limit:
+            page = broker.read_log(log, limit=limit - routed)
+            if page.cursor.begin >= min(stats.end, page.cursor.end):
+                break
+            if page.filters != matched_by:
+                matched_by = page.filters
+                matcher = Matcher({name: parse(text) for name, text in matched_by.items()})
+            broker.assign(log, page.cursor, match_page(page, matcher))
+            routed += len(page.records)
+        read += routed
+    return read
+
+
+def match_page(page: LogPage, matcher: Matcher[str]) -> dict[int, list[str]]:
+    """Match a page of the log: which queues each message goes to; those of none are left out."""
+    routes = matcher.match(
+        [
+            (record.attributes, record.group, record.priority, record.published_at_ms, record.size)
+            for record in page.records
+        ]
+    )
+    return {
+        record.message_id: names
+        for record, names in zip(page.records, routes, strict=True)
+        if names
+    }

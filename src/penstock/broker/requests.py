@@ -7,26 +7,18 @@ durable.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from penstock import limits
-from penstock.broker.log import LogBroker
-from penstock.errors import InvalidMessage, PenstockError
-from penstock.filters import Matcher, parse
+from penstock.errors import PenstockError
 from penstock.model import Delivery, Message, Outcome, Want
 from penstock.store.contract import FiltersChanged
-from penstock.validation import check_duration, check_receipts, cut_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from penstock.broker.durability import Durability, Told
-    from penstock.broker.runner import Outage, Woken
     from penstock.clock import Clock
-    from penstock.model import Contention
+    from penstock.store.contract import FullStore
 
 Check: TypeAlias = Callable[[str], None]
 
@@ -85,128 +77,17 @@ class Joint(msgspec.Struct):
         return [*self.acks, *self.changes, *self.publishes, *self.claims]
 
 
-class RequestBroker(LogBroker):
-    """Requests of many callers: the base of :class:`~penstock.Broker` that a server uses."""
+class RequestRunner(NamedTuple):
+    """Does joint requests on a broker's store; called with the broker's lock held."""
 
-    _clock: Clock
-    _dedup_window_ms: int
-    # The filters that the matcher was made from, and the store's count of their changes.
-    _matcher: Matcher[str]
-    _live: dict[str, str]
-    _matched: int
+    store: FullStore
+    clock: Clock
+    routes: Callable[[Sequence[Message], str | None, int], list[list[str]]]
+    put: Callable[[Sequence[Message], list[list[str]], int], list[int]]
+    note_error: Callable[[], None]
 
-    def begin(self, joint: Joint) -> int:
-        """Do many requests as one, fill in the answers, and return the number for :meth:`tell`."""
-        return self._runner.begin(lambda now_ms: self._run(joint, now_ms))
-
-    def tell(self, number: int, told: Told) -> None:
-        """Call ``told`` when everything up to this number is durable, or never will be.
-
-        It is called at once, or from a thread that others wait for: it must only pass it on.
-        """
-        self._runner.tell(number, told)
-
-    def listen(self, woken: Woken | None) -> None:
-        """Call ``woken`` with a queue that may have got something to claim; None: no more.
-
-        It is called with the broker's lock held: it must only pass it on.
-        """
-        self._runner.listen(woken)
-
-    def durability(self) -> Durability:
-        """Return how often, for how many commits and how long the store was synced."""
-        return self._runner.durability
-
-    def contention(self) -> Contention | None:
-        """Return the cost of sharing the store with other processes; None if it has one owner."""
-        return self._store.health().contention
-
-    @property
-    def away(self) -> str | None:
-        """Why the store does not answer at present; known at once, whatever is under way."""
-        return self._store.health().away
-
-    def free_bytes(self) -> int | None:
-        """Return how many bytes the disk of the store has left; None: not known."""
-        return self._store.health(disk=True).free_bytes
-
-    @property
-    def outage(self) -> Outage | None:
-        """Why the store can't be used at present, and since when; known at once, as the next is."""
-        return self._runner.outage
-
-    @property
-    def failure(self) -> PenstockError | None:
-        """The error that ended the store for this process, if one did."""
-        return self._runner.failure
-
-    @property
-    def dedup_window_ms(self) -> int:
-        """For how long a dedup id is remembered."""
-        return self._dedup_window_ms
-
-    def releasing(
-        self,
-        receipts: Iterable[str],
-        delay_ms: int | None,
-        reason: str,
-        queue: str | None,
-        *,
-        unseen: bool = False,
-        check: Check | None = None,
-    ) -> Callable[[int], list[Outcome]]:
-        """Check a release, and return the change that does it."""
-        batch = check_receipts(receipts)
-        if delay_ms is not None:
-            check_duration(delay_ms, "delay_ms")
-        reason = cut_text(reason, limits.MAX_REASON_BYTES)
-
-        def work(now_ms: int) -> list[Outcome]:
-            self._check_queues(batch, check)
-            return self._store.release(
-                batch,
-                delay_ms=delay_ms,
-                reason=reason,
-                random=self._clock.random,
-                queue_name=queue,
-                now_ms=now_ms,
-                unseen=unseen,
-            )
-
-        return work
-
-    def extending(
-        self,
-        receipts: Iterable[str] | str,
-        lease_ms: int,
-        queue: str | None,
-        check: Check | None = None,
-    ) -> Callable[[int], list[Outcome]]:
-        """Check an extension, and return the change that makes it."""
-        check_duration(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
-        batch = receipts if isinstance(receipts, str) else check_receipts(receipts)
-
-        def work(now_ms: int) -> list[Outcome]:
-            self._check_queues(batch, check)
-            return self._store.extend(batch, lease_ms=lease_ms, queue_name=queue, now_ms=now_ms)
-
-        return work
-
-    def acking_held(self, lease: str, message_id: int, queue: str) -> Callable[[int], bool]:
-        """Return the change that acks a message by its id, if it is held under the lease."""
-
-        def work(now_ms: int) -> bool:
-            receipt = self._store.held(lease).get(message_id)
-            if receipt is None:
-                return False
-            return self._store.ack([receipt], queue_name=queue, now_ms=now_ms)[0].ok
-
-        return work
-
-    # --- many requests as one ---------------------------------------------------------------
-
-    def _run(self, joint: Joint, now_ms: int) -> None:
-        """Do what is asked for; one request's error is not its neighbours'."""
+    def run(self, joint: Joint, now_ms: int) -> None:
+        """Do the requests and fill in their answers; one request's error is not its neighbours'."""
         self._ack_together(joint.acks, now_ms)
         for change in joint.changes:
             try:
@@ -225,19 +106,15 @@ class RequestBroker(LogBroker):
     def _fail(self, request: Request, error: Exception) -> None:
         """Give a request its error, and note at once if the store is away."""
         request.error = error
-        self._runner.note_error()
-
-    def _check_queues(self, receipts: list[str] | str, check: Check | None) -> None:
-        """Ask the caller of a verb whether it may settle messages of these queues."""
-        if check is not None:
-            for queue in self._store.queues_of(receipts):
-                check(queue)
+        self.note_error()
 
     def _ack_together(self, acks: Sequence[Ack], now_ms: int) -> None:
         by_queue: dict[str | None, list[Ack]] = {}
         for ack in acks:
             try:
-                self._check_queues(ack.receipts, ack.check)
+                if ack.check is not None:
+                    for name in self.store.queues_of(ack.receipts):
+                        ack.check(name)
             except PenstockError as error:
                 self._fail(ack, error)
                 continue
@@ -255,7 +132,7 @@ class RequestBroker(LogBroker):
 
     def _ack(self, queue: str | None, acks: Sequence[Ack], now_ms: int) -> None:
         receipts = [receipt for ack in acks for receipt in ack.receipts]
-        outcomes = self._store.ack(receipts, queue_name=queue, now_ms=now_ms)
+        outcomes = self.store.ack(receipts, queue_name=queue, now_ms=now_ms)
         begin = 0
         for ack in acks:
             end = begin + len(ack.receipts)
@@ -269,7 +146,7 @@ class RequestBroker(LogBroker):
             routes: list[list[str]] = []
             for publish in publishes:
                 try:
-                    routes += self._routes(publish.messages, publish.queue, now_ms)
+                    routes += self.routes(publish.messages, publish.queue, now_ms)
                 except PenstockError as error:
                     self._fail(publish, error)
                     continue
@@ -278,7 +155,7 @@ class RequestBroker(LogBroker):
             if not messages:
                 return
             try:
-                ids = self._put(messages, routes, now_ms)
+                ids = self.put(messages, routes, now_ms)
             except FiltersChanged:
                 continue
             except PenstockError as error:
@@ -294,67 +171,20 @@ class RequestBroker(LogBroker):
 
     def _claim_together(self, queue: str, claims: Sequence[Claim], now_ms: int) -> None:
         try:
-            lease_ms = self._store.spec(queue).lease_ms
+            lease_ms = self.store.spec(queue).lease_ms
             wants = [
                 Want(
                     claim.limit,
                     lease_ms if claim.lease_ms is None else claim.lease_ms,
                     claim.consumer,
-                    self._clock.lease_id(),
+                    self.clock.lease_id(),
                 )
                 for claim in claims
             ]
-            answers = self._store.claim(queue, wants, now_ms)
+            answers = self.store.claim(queue, wants, now_ms)
         except Exception as error:
             for claim in claims:
                 self._fail(claim, error)
             return
         for claim, answer in zip(claims, answers, strict=True):
             claim.answer = answer
-
-    # --- routing by filters ------------------------------------------------------------------
-
-    def _routes(
-        self, messages: Sequence[Message], target: str | None, now_ms: int
-    ) -> list[list[str]]:
-        """Return the queues of each message; all must go to ``target`` if there is one."""
-        if not self._inline and target is None:
-            return []
-        spec = None if target is None else self._store.spec(target)
-        if self._matched != self._store.progress.filter_changes:
-            self._follow_filters()
-        routes = self._matcher.match(
-            [(m.attributes, m.group, m.priority, now_ms, len(m.payload)) for m in messages]
-        )
-        if spec is not None and any(target not in names for names in routes):
-            raise InvalidMessage(
-                f"queue {target!r} takes messages where {spec.filter}; this one does not match"
-            )
-        return routes if self._inline else []
-
-    def _put(self, messages: Sequence[Message], routes: list[list[str]], now_ms: int) -> list[int]:
-        """Store messages by their routes; return their ids."""
-        if not messages:
-            return []
-        return self._store.publish(
-            messages,
-            routes if self._inline else None,
-            dedup_window_ms=self._dedup_window_ms,
-            now_ms=now_ms,
-        )
-
-    def _follow_filters(self) -> None:
-        """Bring the matcher up to the live filters, whichever process has changed them."""
-        queues = self._store.queues()
-        live = {queue.spec.name: queue.filter for queue in queues if queue.filter is not None}
-        self._matched = self._store.progress.filter_changes
-        changed = dict(live.items() - self._live.items())
-        gone = self._live.keys() - live.keys()
-        if len(changed) + len(gone) > len(live) // 2:
-            self._matcher = Matcher({name: parse(text) for name, text in sorted(live.items())})
-        else:
-            for name in sorted(gone):
-                self._matcher = self._matcher.without(name)
-            for name, text in sorted(changed.items()):
-                self._matcher = self._matcher.with_filter(name, parse(text))
-        self._live = live

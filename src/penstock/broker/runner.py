@@ -12,10 +12,11 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeAlias, TypeVar
 
-from penstock.broker.durability import Committer, Durability
+from penstock.broker.durability import Committer, Durability, start_thread
 from penstock.clock import TimeGuard
 from penstock.errors import (
     BrokerClosed,
@@ -27,9 +28,9 @@ from penstock.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
-    from penstock.broker.durability import Told
+    from penstock.broker.durability import OnDurable
     from penstock.clock import Clock
     from penstock.store.contract import Store
 
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Woken: TypeAlias = "Callable[[str | None, int | None], None]"
+OnWoken: TypeAlias = Callable[[str | None, int | None], None]
 """Takes a queue and how much there is to claim; (name, None): it is gone; (None, None): all are."""
 
 SWEEP_BUDGET: Final = 1_000
@@ -81,7 +82,7 @@ class Runner:
         # Since when a call has the store, if one has.
         self._busy_since: float | None = None
         self._waiters: dict[str, threading.Condition] = {}
-        self._listener: Woken | None = None
+        self._listener: OnWoken | None = None
         self._alarm = threading.Condition(self._lock)
         self._alarm_at_ms: int | None = None
         self._closed = False
@@ -100,18 +101,12 @@ class Runner:
                 self._sync, lambda: self._progress.commits, relaxed=relaxed, seconds=clock.seconds
             )
         _RUNNERS.add(self)
+        self._ending = threading.Event()
         self._sweeper: threading.Thread | None = None
         self._watcher: threading.Thread | None = None
-        self._ending = threading.Event()
         if background:
-            self._sweeper = threading.Thread(
-                target=self._sweep_loop, name="penstock-sweeper", daemon=True
-            )
-            self._sweeper.start()
-            self._watcher = threading.Thread(
-                target=self._watch_loop, name="penstock-watcher", daemon=True
-            )
-            self._watcher.start()
+            self._sweeper = start_thread("penstock-sweeper", self._sweep_loop)
+            self._watcher = start_thread("penstock-watcher", self._watch_loop)
 
     def apply(
         self, change: Callable[[int], T], *, queue: str = "", wait_ms: int = 0, durable: bool = True
@@ -119,7 +114,7 @@ class Runner:
         """Make a change, told the time, and return when it is durable.
 
         ``wait_ms``: while the change gives nothing, wait so long for messages of a queue, and make
-        it again. ``durable=False``: return at once.
+        it again. ``durable=False``: return at once, as a call that only reads may.
         """
         if self._store.patience_s is None:
             self._lock.acquire()
@@ -138,7 +133,9 @@ class Runner:
                 self._wake(woken)
             number = self._progress.commits
         except BaseException as error:
-            self._note_failure(error)
+            if isinstance(error, StoreFenced):
+                self._note_loss(error)
+            self.note_error()
             raise
         finally:
             self._busy_since = None
@@ -146,10 +143,6 @@ class Runner:
         if durable and self._committer is not None:
             self._committer.wait(number)
         return result
-
-    def look(self, read: Callable[[int], T]) -> T:
-        """Read, told the time; changes that come due on the way need not be durable."""
-        return self.apply(read, durable=False)
 
     def begin(self, change: Callable[[int], object]) -> int:
         """Make a change and return at once; :meth:`tell` takes its number."""
@@ -160,17 +153,17 @@ class Runner:
 
         return self.apply(numbered, durable=False)
 
-    def tell(self, number: int, told: Told) -> None:
+    def tell(self, number: int, on_durable: OnDurable) -> None:
         """Call back when a change is durable, from here or from another thread."""
         if self._committer is None:
-            told(None)
+            on_durable(None)
         else:
-            self._committer.tell(number, told)
+            self._committer.tell(number, on_durable)
 
-    def listen(self, woken: Woken | None) -> None:
+    def listen(self, on_woken: OnWoken | None) -> None:
         """Call back, under the lock, when a queue has something to claim."""
         with self._lock:
-            self._listener = woken
+            self._listener = on_woken
 
     @property
     def durability(self) -> Durability:
@@ -230,9 +223,7 @@ class Runner:
             if self._closed or self.lost is _NOT_OURS:
                 return
             self._closed = True
-            self._alarm.notify_all()
-            for waiting in self._waiters.values():
-                waiting.notify_all()
+            self._wake_all()
         if self._sweeper is not None:
             self._sweeper.join()
         self._ending.set()
@@ -245,9 +236,8 @@ class Runner:
 
     def disown(self) -> None:
         """Refuse every verb from here on: this process is a fork of the one that has the store."""
-        # A thread that is not here may have held it.
-        self._lock = threading.Lock()
-        self.lost = _NOT_OURS
+        # A thread that is not here may have held the lock.
+        self._lock, self.lost = threading.Lock(), _NOT_OURS
 
     def _wait_for_turn(self, patience_s: float) -> None:
         """Take the lock; a caller that waits longer than the store has patience fails.
@@ -277,20 +267,12 @@ class Runner:
         return self._guard.now_ms(self._clock.now_ms())
 
     def _refuse(self) -> NoReturn:
-        if self._closed or self.lost is None:
-            raise BrokerClosed("the broker is closed")
-        raise self.lost.with_traceback(None)
+        raise (self.failure or BrokerClosed("the broker is closed")).with_traceback(None)
 
     def note_error(self) -> None:
         """Look whether the store is away, after an error inside a change; with the lock held."""
         if not self._closed and self.lost is None and self._store.health().away is not None:
             self._hurry()
-
-    def _note_failure(self, error: BaseException) -> None:
-        """Look why a verb has failed; called with the lock held."""
-        if isinstance(error, StoreFenced):
-            self._note_loss(error)
-        self.note_error()
 
     def _hurry(self) -> None:
         """Log that the store is away, and wake the sweeper for it; called with the lock held."""
@@ -321,12 +303,15 @@ class Runner:
         if self.lost is not None:
             return
         self.lost = why
-        self._alarm.notify_all()
-        for waiting in self._waiters.values():
-            waiting.notify_all()
+        self._wake_all()
         # Last: whatever the listener does, waiting claims are woken.
         if self._listener is not None:
             self._listener(None, None)
+
+    def _wake_all(self) -> None:
+        """Wake the sweeper and all claims that wait: they are to find out that it is over."""
+        for waiting in (self._alarm, *self._waiters.values()):
+            waiting.notify_all()
 
     def _wake(self, woken: Mapping[str, int | None]) -> None:
         """Wake claims that wait for these queues, and the sweeper; called with the lock held."""

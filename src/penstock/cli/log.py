@@ -6,7 +6,7 @@ from datetime import datetime
 
 import click
 
-from penstock.broker.router import route_once
+from penstock.broker.reader import route_once
 from penstock.cli.common import (
     answer,
     duration,

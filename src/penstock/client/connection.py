@@ -154,7 +154,12 @@ class ClientConnection:
             self._fail(pending, self.failure or BrokerClosed("the client is closed"))
             return None
         if self.options.dedup and isinstance(call.request, wire.Publish):
-            self._add_dedup_ids(call.request)
+            messages = call.request.messages
+            for at, each in enumerate(messages):
+                if each.dedup_id is None:
+                    self._made += 1
+                    dedup_id = f"{self._fresh}-{self._made:x}"
+                    messages[at] = msgspec.structs.replace(each, dedup_id=dedup_id)
         if self.phase is Phase.READY and not self.paused and not self._waiting:
             self._send(pending, now_ms)
         else:
@@ -453,14 +458,6 @@ class ClientConnection:
     def _give_up(self, why: str) -> None:
         self.why = why
         self.hang_up = True
-
-    def _add_dedup_ids(self, request: wire.Publish) -> None:
-        messages = request.messages
-        for at, each in enumerate(messages):
-            if each.dedup_id is None:
-                self._made += 1
-                dedup_id = f"{self._fresh}-{self._made:x}"
-                messages[at] = msgspec.structs.replace(each, dedup_id=dedup_id)
 
 
 @cache

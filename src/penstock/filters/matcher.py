@@ -56,27 +56,23 @@ class _Filed(NamedTuple):
 class Matcher(Generic[K]):
     """Filters by key, ready to be asked which of them are true of each message of a batch.
 
-    A matcher never changes; ``with_filter`` and ``without`` return another, which shares with this
-    one every shelf that it does not change.
-
     >>> from penstock.filters import Row, parse
     >>> matcher = Matcher({"books": parse("kind = 'book'"), "dear": parse("price > 100")})
     >>> matcher.match([Row({"kind": "book", "price": 120}), Row({"kind": "map"})])
     [['books', 'dear'], []]
     """
 
-    __slots__ = ("_always", "_fields", "_filed", "_next_rank", "_own_shelves", "_shelves")
+    __slots__ = ("_always", "_fields", "_filed", "_next_rank", "_shelves")
 
     def __init__(self, filters: Mapping[K, Filter] | None = None) -> None:
         """Index the filters; their order is the order of the keys in every answer."""
         self._shelves: dict[str, _Shelf[K]] = {}  # by attribute
         self._fields: dict[str, _Shelf[K]] = {}  # by field of the message
-        self._own_shelves: set[str] | None = None  # names of shelves not shared; None: all
         self._always: _Slot[K] | None = None  # filters that are tested on every message
         self._filed: dict[K, _Filed] = {}
         self._next_rank = 0
         for key, one in (filters or {}).items():
-            self._put(key, one)
+            self.put(key, one)
 
     def __reduce__(self) -> tuple[type[Matcher[K]], tuple[dict[K, Filter]]]:
         """Travel as filters: the compiled tests can't be pickled."""
@@ -93,14 +89,6 @@ class Matcher(Generic[K]):
         """The filters by key, in the order in which an answer lists them."""
         return {key: self._filed[key].filter for key in self._in_order(self._filed)}
 
-    def with_filter(self, key: K, one: Filter) -> Matcher[K]:
-        """Return a matcher that has this filter too, or in the place of the one of that key."""
-        return self._changed(key, one)
-
-    def without(self, key: K) -> Matcher[K]:
-        """Return a matcher without the filter of this key; KeyError if there is none."""
-        return self._changed(key, None)
-
     def match(self, rows: Sequence[RowTuple]) -> list[list[K]]:
         """Return for every row the keys of the filters that are true of it.
 
@@ -112,63 +100,39 @@ class Matcher(Generic[K]):
         answers: list[list[K]] = []
         for row in rows:
             attributes = row[0]
-            found = always
-            several: list[_Slot[K]] | None = None
+            slots = [] if always is None else [always]
             # Whichever are fewer: the names that are indexed, or those that the message has.
             if len(shelves) <= len(attributes):
                 for name, shelf in shelves.items():
-                    slot = shelf.get(attributes.get(name))
-                    if slot is not None:
-                        if found is not None:
-                            several = [*(several or [found]), slot]
-                        found = slot
+                    if (slot := shelf.get(attributes.get(name))) is not None:
+                        slots.append(slot)
             else:
                 for name, value in attributes.items():
-                    if name in shelves:
-                        slot = shelves[name].get(value)
-                        if slot is not None:
-                            if found is not None:
-                                several = [*(several or [found]), slot]
-                            found = slot
+                    if name in shelves and (slot := shelves[name].get(value)) is not None:
+                        slots.append(slot)
             for field, shelf in fields:
-                slot = shelf.get(row[field])  # type: ignore[arg-type]
-                if slot is not None:
-                    if found is not None:
-                        several = [*(several or [found]), slot]
-                    found = slot
-            if several is not None:
+                if (slot := shelf.get(row[field])) is not None:  # type: ignore[arg-type]
+                    slots.append(slot)
+            if len(slots) > 1:
                 # A filter may stand under several names, and the slots know nothing of order.
-                keys = {key for slot in several for key in _true_of(slot, row)}
+                keys = {key for slot in slots for key in _true_of(slot, row)}
                 answers.append(self._in_order(keys) if len(keys) > 1 else list(keys))
-            elif found is None:
+            elif not slots:
                 answers.append([])
-            elif found[2]:
-                answers.append(_true_of(found, row))
+            elif slots[0][2]:
+                answers.append(_true_of(slots[0], row))
             else:
-                test = found[1]
-                answers.append([found[0]] if test is None or test(row) is True else [])
+                key, test, _ = slots[0]
+                answers.append([key] if test is None or test(row) is True else [])
         return answers
 
     # --- filing -----------------------------------------------------------------------------
 
-    def _changed(self, key: K, one: Filter | None) -> Matcher[K]:
-        """Return a copy with this filter, or without the one of this key."""
-        copied: Matcher[K] = Matcher()
-        copied._shelves, copied._fields = self._shelves.copy(), self._fields.copy()
-        copied._own_shelves = set()
-        copied._always, copied._filed = self._always, self._filed.copy()
-        copied._next_rank = self._next_rank
-        if one is None:
-            copied._remove(key)
-        else:
-            copied._put(key, one)
-        return copied
-
-    def _put(self, key: K, one: Filter) -> None:
+    def put(self, key: K, one: Filter) -> None:
         """File a filter, after all others or in the place of the one that had its key."""
         if key in self._filed:
             rank = self._filed[key].rank
-            self._remove(key)
+            self.remove(key)
         else:
             rank = self._next_rank
             self._next_rank += 1
@@ -179,23 +143,21 @@ class Matcher(Generic[K]):
             self._always = self._with_entry(self._always, entry)
             return
         for name, value in plan.places:
-            shelf = self._own_shelf(name)
+            shelf = self._shelves_of(name).setdefault(name, {})
             shelf[value] = self._with_entry(shelf.get(value), entry)
 
-    def _remove(self, key: K) -> None:
+    def remove(self, key: K) -> None:
+        """Remove the filter of this key; KeyError if there is none."""
         places = self._filed.pop(key).places
         if places is None:
             self._always = _without_key(self._always, key)
             return
         for name, value in places:
-            shelf = self._own_shelf(name)
-            left = _without_key(shelf[value], key)
-            if left is None:
-                del shelf[value]
-            else:
+            shelf = self._shelves_of(name)[name]
+            left = _without_key(shelf.pop(value), key)
+            if left is not None:
                 shelf[value] = left
-        for name in {name for name, _ in places}:
-            if not self._shelves_of(name)[name]:
+            elif not shelf:
                 del self._shelves_of(name)[name]
 
     def _in_order(self, keys: Iterable[K]) -> list[K]:
@@ -211,13 +173,6 @@ class Matcher(Generic[K]):
 
     def _shelves_of(self, name: str) -> dict[str, _Shelf[K]]:
         return self._fields if name in tree.FIELDS else self._shelves
-
-    def _own_shelf(self, name: str) -> _Shelf[K]:
-        shelves = self._shelves_of(name)
-        if self._own_shelves is not None and name not in self._own_shelves:
-            self._own_shelves.add(name)
-            shelves[name] = shelves.get(name, {}).copy()
-        return shelves.setdefault(name, {})
 
     def _plan_filter(self, whole: tree.Predicate) -> tuple[_Plan | None, tree.Predicate | None]:
         """Return where to file the filter, and the rest of it to test on messages found there."""

@@ -243,7 +243,7 @@ class _Import:
         if self._filter.names <= _CONSTANT:
             self._check_taken(Message(b"", self._attributes(b"")))
             return
-        for step in self._steps():
+        for step in map(self._decide, self._source.items(self._saved.cursor)):
             if step.message is not None:
                 self._check_taken(step.message)
 
@@ -260,45 +260,39 @@ class _Import:
 
     def _survey(self) -> None:
         """Note the leases that are live, and the entries of the indexes that lead nowhere."""
-        source, seen = self._source, self._seen
-        for family, key in source.foreign_keys():
-            seen["foreign_keys"] += 1
+        for family, key in self._source.foreign_keys():
+            self._seen["foreign_keys"] += 1
             self._note(key, f"in no namespace of family {family}")
+        now_ms = self._clock.now_ms()
         ends: dict[bytes, int] = {}
-        for _, key in source.keys(LEASE_EXPIRY):
-            try:
-                ends_secs, lease = parse_timed_key(LEASE_EXPIRY, key)
-            except CorruptRecord:
-                seen["orphaned_lease_entries"] += 1
-                continue
-            if not source.has(LEASES, LEASES + lease):
-                seen["orphaned_lease_entries"] += 1
-            elif ends_secs * 1000 > self._clock.now_ms():
-                ends[lease] = max(ends_secs, ends.get(lease, 0))
-        self._read_leases(ends)
-        for _, key in source.keys(VISIBILITY_INDEX):
-            try:
-                _, id_ = parse_timed_key(VISIBILITY_INDEX, key)
-            except CorruptRecord:
-                seen["orphaned_index_entries"] += 1
-                continue
-            if not source.has(AVAILABLE, AVAILABLE + id_):
-                seen["orphaned_index_entries"] += 1
-
-    def _read_leases(self, ends: dict[bytes, int]) -> None:
+        for ends_secs, id_ in self._entries(LEASE_EXPIRY, LEASES, "orphaned_lease_entries"):
+            ends[id_] = max(ends_secs, ends.get(id_, 0))
         for family, key in self._source.keys(LEASES):
-            value = self._source.newest(LEASES, key)
             try:
-                lease = self._source.decode_lease(value or b"")
+                ids, ends_secs = self._source.decode_lease(self._source.newest(LEASES, key) or b"")
                 id_ = parse_key(LEASES, key)
             except CorruptRecord as error:
                 self._seen["corrupt_leases"] += 1
                 self._note(key, f"lease in family {family}: {error}")
                 continue
-            ends_secs = lease.expiry_secs or ends.get(id_, 0)
-            if ends_secs * 1000 > self._clock.now_ms():
-                for item in lease.ids:
+            ends_secs = ends_secs or ends.get(id_, 0)
+            if ends_secs * 1000 > now_ms:
+                for item in ids:
                     self._lease_ends[item] = max(ends_secs, self._lease_ends.get(item, 0))
+        for _ in self._entries(VISIBILITY_INDEX, AVAILABLE, "orphaned_index_entries"):
+            pass
+
+    def _entries(self, index: bytes, to: bytes, orphaned: str) -> Iterator[tuple[int, bytes]]:
+        """Give second and id of the entries of an index; count those that lead nowhere."""
+        for _, key in self._source.keys(index):
+            try:
+                seconds, id_ = parse_timed_key(index, key)
+            except CorruptRecord:
+                id_ = b""
+            if id_ and self._source.has(to, to + id_):
+                yield seconds, id_
+            else:
+                self._seen[orphaned] += 1
 
     def _note(self, key: bytes, reason: str) -> None:
         if len(self._seen_problems) < MAX_PROBLEMS:
@@ -306,12 +300,8 @@ class _Import:
 
     # --- items -------------------------------------------------------------------------------
 
-    def _steps(self) -> Iterator[_Step]:
-        """Decide about every item after the cursor."""
-        for records in self._source.items(self._saved.cursor):
-            yield self._decide(records)
-
     def _decide(self, records: list[Found]) -> _Step:
+        """Decide about an item."""
         counted: list[str] = []
         problems: list[Problem] = []
         stored: dict[bytes, StoredItem] = {}
@@ -381,7 +371,7 @@ class _Import:
     def _batches(self, batch: int) -> Iterator[list[_Step]]:
         pending: list[_Step] = []
         size = 0
-        for step in self._steps():
+        for step in map(self._decide, self._source.items(self._saved.cursor)):
             pending.append(step)
             size += len(step.message.payload) if step.message else 0
             if len(pending) >= batch or size >= BATCH_BYTES:

@@ -81,13 +81,6 @@ class StoredItem(NamedTuple):
     visible_at_secs: int | None
 
 
-class Lease(NamedTuple):
-    """A decoded lease; ``expiry_secs`` is 0 in records from before leases kept it."""
-
-    ids: list[bytes]
-    expiry_secs: int
-
-
 class Source:
     """A Queueber database, open for reading; close it, or use it as a context manager."""
 
@@ -95,11 +88,13 @@ class Source:
         """Open the database at ``path``, or raise ImportFailed for anything else."""
         self.path = path
         self._schema = _schema()
-        _check_directory(path)
+        if not path.exists():
+            raise ImportFailed(f"there is nothing at {path}")
+        if not path.is_dir() or not (path / "CURRENT").exists():
+            raise ImportFailed(f"{path} is not the directory of a RocksDB database")
         with ExitStack() as opened:
-            view = Path(
-                opened.enter_context(tempfile.TemporaryDirectory(prefix="penstock-import-"))
-            )
+            scratch = tempfile.TemporaryDirectory(prefix="penstock-import-")
+            view = Path(opened.enter_context(scratch))
             for file in path.resolve().iterdir():
                 (view / file.name).symlink_to(file)
             self._db, self._tables = _open(path, view)
@@ -196,10 +191,13 @@ class Source:
             return StoredItem(contents, index_key, None)
         return StoredItem(contents, index_key, visible_at_secs if indexed_id == id_ else None)
 
-    def decode_lease(self, value: bytes) -> Lease:
-        """Decode a lease, or raise CorruptRecord."""
+    def decode_lease(self, value: bytes) -> tuple[list[bytes], int]:
+        """Return the items of a lease and the second at which it ends, or raise CorruptRecord.
+
+        The second is 0 in records from before leases kept it.
+        """
         with _decoding(self._schema.LeaseEntry, value) as entry:
-            return Lease([bytes(id_) for id_ in entry.ids], int(entry.expiryTsSecs))
+            return [bytes(id_) for id_ in entry.ids], int(entry.expiryTsSecs)
 
     # --- rows ------------------------------------------------------------------------------
 
@@ -264,13 +262,6 @@ def _decoding(struct: Any, value: bytes) -> Iterator[Any]:
     except Exception as error:
         reason = str(error).partition("stack:")[0].strip()
         raise CorruptRecord(f"not a Cap'n Proto record: {reason}") from error
-
-
-def _check_directory(path: Path) -> None:
-    if not path.exists():
-        raise ImportFailed(f"there is nothing at {path}")
-    if not path.is_dir() or not (path / "CURRENT").exists():
-        raise ImportFailed(f"{path} is not the directory of a RocksDB database")
 
 
 def _open(path: Path, view: Path) -> tuple[rocks.Rdict, dict[str, Any]]:

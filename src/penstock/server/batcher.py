@@ -30,7 +30,6 @@ from penstock.broker.requests import Ack, Change, Claim, Joint, Publish
 from penstock.errors import BrokerClosed, InvalidInput, PenstockError
 from penstock.validation import (
     check_count,
-    check_duration,
     check_messages,
     check_receipts,
     check_text,
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from penstock.broker.broker import Broker
-    from penstock.broker.durability import Told
+    from penstock.broker.durability import OnDurable
     from penstock.broker.requests import Check, Request
     from penstock.model import Delivery, Message, Outcome
 
@@ -147,10 +146,10 @@ class Batcher:
         A claim with an admission counts as admitted when it comes.
         """
         check_count(limit, "limit", 1, limits.MAX_CLAIM_LIMIT)
-        check_duration(wait_ms, "wait_ms", high=limits.MAX_WAIT_MS)
+        check_count(wait_ms, "wait_ms", high=limits.MAX_WAIT_MS)
         check_text(consumer, "consumer", limits.MAX_CONSUMER_BYTES)
         if lease_ms is not None:
-            check_duration(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
+            check_count(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
         if wait_ms and len(self._waiting) >= limits.MAX_ALL_WAITING_CLAIMS:
             raise InvalidInput(
                 f"{limits.MAX_ALL_WAITING_CLAIMS} claims wait already, at this server"
@@ -333,7 +332,7 @@ class Batcher:
             made = [each for each in made if not self._park(each[0])]
         if made:
             # From whatever thread: the answers are the loop's.
-            answer: Told = partial(self._loop.call_soon_threadsafe, self._answer, made)  # type: ignore[arg-type]
+            answer: OnDurable = partial(self._loop.call_soon_threadsafe, self._answer, made)  # type: ignore[arg-type]
             self.broker.tell(number, answer)
 
     def _next(self) -> tuple[Joint, list[_Made]]:

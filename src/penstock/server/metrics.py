@@ -12,22 +12,22 @@ import heapq
 import logging
 import threading
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from penstock import limits
 from penstock.errors import PenstockError, QueueNotFound, StoreDamaged
+from penstock.model import QueueStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
     from prometheus_client.core import Metric
 
     from penstock.broker.broker import Broker
-    from penstock.model import QueueStats
-    from penstock.server.connections import Connections
 
 # Logs protocol, operation, key, outcome and duration of a request: never a payload, an attribute
 # or a secret.
@@ -73,6 +73,10 @@ _CONTENTION: Final = {
 }
 
 
+# A gauge of the server: name, meaning and value; with a label, a value for each of the label's.
+Gauge: TypeAlias = tuple[str, str, float] | tuple[str, str, dict[str, int], str]
+
+
 class _Series:
     """A histogram: plain numbers, so that counting costs next to nothing."""
 
@@ -103,10 +107,8 @@ class Metrics:
         self._access_level = access_level
         self._lock = threading.Lock()
         self._requests: dict[tuple[str, str, str], _Series] = {}
-        self._connections: Callable[[], dict[str, int]] = dict
         self._refused: dict[str, int] = {}
-        self._parked: Callable[[], int] = lambda: 0
-        self._held: Connections | None = None
+        self._gauges: Callable[[], Iterable[Gauge]] = list
         self._broker: Broker | None = None
         self._seconds: Callable[[], float] = lambda: 0.0
         # The store's last figures, and when it gave them; nothing while it can't be asked.
@@ -123,7 +125,7 @@ class Metrics:
             series = self._requests.get(key)
             if series is None:
                 if len(self._requests) >= _MAX_SERIES:
-                    key = (protocol, "(others)", "(others)")
+                    key = (protocol, OTHERS, OTHERS)
                 series = self._requests.setdefault(key, _Series())
             series.counts[bisect_left(BOUNDS, seconds)] += 1
             series.seconds += seconds
@@ -148,24 +150,18 @@ class Metrics:
         self,
         broker: Broker,
         *,
-        parked: Callable[[], int],
-        connections: Callable[[], dict[str, int]],
         seconds: Callable[[], float],
-        held: Connections | None = None,
+        gauges: Callable[[], Iterable[Gauge]] = list,
     ) -> None:
-        """Show the state of a broker too, how many claims wait, and connections by protocol.
-
-        And of all connections how many there may be and what they hold.
-        """
-        self._broker, self._parked, self._connections = broker, parked, connections
-        self._seconds, self._held = seconds, held
+        """Show the state of a broker too, and the gauges that a server gives when it is asked."""
+        self._broker, self._seconds, self._gauges = broker, seconds, gauges
 
     def read_store(self) -> None:
         """Ask the store about every queue, for the pages to come; call it from a thread."""
         if self._broker is None:
             return
         try:
-            figures = [*_store(self._broker), *self._by_queue(self._broker)]
+            figures = [*_store(self._broker), *_by_queue(self._broker, self._queues)]
         except PenstockError:
             self._figures = None
         else:
@@ -178,30 +174,6 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Give every series, as prometheus-client asks for them."""
-        yield from self._edge()
-        broker = self._broker
-        if broker is None:
-            return
-        sound, figures = healthy(broker), self._figures
-        contention, free = broker.contention(), broker.free_bytes()
-        if contention is not None:
-            for field, (name, about) in _CONTENTION.items():
-                yield CounterMetricFamily(f"penstock_{name}", about, getattr(contention, field))
-        if free is not None:
-            yield GaugeMetricFamily("penstock_store_free_bytes", "Free on the store's disk.", free)
-        yield GaugeMetricFamily(
-            "penstock_store_healthy", "1 if the store answers and syncing works.", sound
-        )
-        # Of a store that can't be asked old figures would pass for present ones.
-        if sound and figures is not None:
-            yield from figures[0]
-            yield GaugeMetricFamily(
-                "penstock_store_figures_age_seconds",
-                "How long ago the store was asked for its figures.",
-                max(0.0, self._seconds() - figures[1]),
-            )
-
-    def _edge(self) -> Iterator[Metric]:
         with self._lock:
             requests = [
                 (key, each.cumulated(), each.seconds) for key, each in self._requests.items()
@@ -215,115 +187,110 @@ class Metrics:
         for key, buckets, seconds in sorted(requests):
             histogram.add_metric(key, buckets, seconds)
         yield histogram
-        yield _by_label(
-            GaugeMetricFamily, "connections", "Open connections.", "protocol", self._connections()
-        )
-        yield _by_label(
-            CounterMetricFamily,
-            "connections_refused",
-            "Connections turned away.",
-            "protocol",
-            refused,
-        )
-        yield GaugeMetricFamily("penstock_parked_claims", "Claims that wait.", self._parked())
-        if self._held is not None:
-            yield GaugeMetricFamily(
-                "penstock_connections_max", "Connections that there may be.", self._held.most
-            )
-            yield GaugeMetricFamily(
-                "penstock_buffered_bytes", "Sent by clients, and not done.", self._held.held_bytes
-            )
+        yield _counter("connections_refused", "Connections turned away.", refused, "protocol")
+        for gauge in self._gauges():
+            yield _gauge(*gauge)
+        if self._broker is not None:
+            yield from self._collect_store(self._broker)
 
-    def _by_queue(self, broker: Broker) -> Iterator[Metric]:
-        counted, unreadable = _stats(broker)
-        largest, others = _ranked(counted, self._queues)
-        yield GaugeMetricFamily("penstock_queues", "Queues.", len(counted) + unreadable)
-        yield GaugeMetricFamily(
-            "penstock_queues_unreadable", "Queues whose figures can't be read.", unreadable
-        )
-        shown = {each.queue: each for each in largest}
-        if others is not None:
-            shown[OTHERS] = others
-        depth = GaugeMetricFamily(
-            "penstock_queue_depth", "Messages in a queue by state.", labels=["queue", "state"]
-        )
-        for name, stats in shown.items():
-            for state in _STATES:
-                depth.add_metric([name, state], getattr(stats, state))
-        yield depth
-        ages = {name: (stats.oldest_age_ms or 0) / 1000 for name, stats in shown.items()}
-        about = "Age of the oldest message that waits."
-        yield _by_label(GaugeMetricFamily, "queue_oldest_seconds", about, "queue", ages)
-        for field, about in _TOTALS.items():
-            totals = {name: getattr(stats, field) for name, stats in shown.items()}
-            yield _by_label(CounterMetricFamily, f"queue_{field}", about, "queue", totals)
+    def _collect_store(self, broker: Broker) -> Iterator[Metric]:
+        sound, figures = healthy(broker), self._figures
+        contention, free = broker.contention(), broker.free_bytes()
+        if contention is not None:
+            for field, (name, about) in _CONTENTION.items():
+                yield _counter(name, about, getattr(contention, field))
+        if free is not None:
+            yield _gauge("store_free_bytes", "Free on the store's disk.", free)
+        yield _gauge("store_healthy", "1 if the store answers and syncing works.", sound)
+        # Of a store that can't be asked old figures would pass for present ones.
+        if sound and figures is not None:
+            yield from figures[0]
+            age = max(0.0, self._seconds() - figures[1])
+            about = "How long ago the store was asked for its figures."
+            yield _gauge("store_figures_age_seconds", about, age)
 
 
-def _by_label(
+def _family(
     kind: type[GaugeMetricFamily | CounterMetricFamily],
     name: str,
     about: str,
-    label: str,
-    values: Mapping[str, float],
+    value: Any,
+    label: str = "",
 ) -> Metric:
-    """Make a family with a series for each value of one label."""
+    """Make a family of one number; with ``label``, of a number for each of the label's values."""
+    if not label:
+        return kind(f"penstock_{name}", about, value)
     family = kind(f"penstock_{name}", about, labels=[label])
-    for each, value in values.items():
-        family.add_metric([each], value)
+    for each, number in value.items():
+        family.add_metric([each], number)
     return family
 
 
-def _stats(broker: Broker) -> tuple[list[QueueStats], int]:
-    """Count the messages of each queue, and the queues of which that can't be done."""
-    stats = []
+_gauge: Final = partial(_family, GaugeMetricFamily)
+_counter: Final = partial(_family, CounterMetricFamily)
+
+
+def _by_queue(broker: Broker, most: int) -> Iterator[Metric]:
+    """Give the series of queues: of the deepest each, of the rest their sum."""
+    counted: list[QueueStats] = []
     unreadable = 0
     # Queue by queue, so that others get in between.
     for spec in broker.queues():
         try:
-            stats.append(broker.stats(spec.name))
+            counted.append(broker.stats(spec.name))
         except QueueNotFound:
             continue
         except StoreDamaged:
             unreadable += 1
-    return stats, unreadable
+    yield _gauge("queues", "Queues.", len(counted) + unreadable)
+    yield _gauge("queues_unreadable", "Queues whose figures can't be read.", unreadable)
+    shown = _deepest(counted, most)
+    depth = GaugeMetricFamily(
+        "penstock_queue_depth", "Messages in a queue by state.", labels=["queue", "state"]
+    )
+    for stats in shown:
+        for state in _STATES:
+            depth.add_metric([stats.queue, state], getattr(stats, state))
+    yield depth
+    ages = {stats.queue: (stats.oldest_age_ms or 0) / 1000 for stats in shown}
+    yield _gauge("queue_oldest_seconds", "Age of the oldest message that waits.", ages, "queue")
+    for field, about in _TOTALS.items():
+        totals = {stats.queue: getattr(stats, field) for stats in shown}
+        yield _counter(f"queue_{field}", about, totals, "queue")
 
 
-def _ranked(stats: list[QueueStats], most: int) -> tuple[list[QueueStats], QueueStats | None]:
-    """Split into the deepest, by name, and the sum of the rest."""
+def _deepest(stats: list[QueueStats], most: int) -> list[QueueStats]:
+    """Return the deepest queues by name, and behind them the sum of the rest."""
     if len(stats) <= most:
-        return stats, None
+        return stats
     deepest = heapq.nlargest(most, stats, key=lambda s: (s.available + s.in_flight, s.queue))
     named = {each.queue for each in deepest}
     rest = [each for each in stats if each.queue not in named]
-    kind = type(rest[0])
     sums = {
         field: sum(getattr(each, field) or 0 for each in rest)
-        for field in kind.__struct_fields__
+        for field in QueueStats.__struct_fields__
         if field not in {"queue", "oldest_age_ms"}
     }
     oldest = max(each.oldest_age_ms or 0 for each in rest)
-    others = kind(queue=OTHERS, oldest_age_ms=oldest, **sums)
-    return sorted(deepest, key=lambda each: each.queue), others
+    others = QueueStats(queue=OTHERS, oldest_age_ms=oldest, **sums)
+    return [*sorted(deepest, key=lambda each: each.queue), others]
 
 
 def _store(broker: Broker) -> Iterator[Metric]:
     stats = broker.store_stats()
     for field, about in _STORE.items():
-        yield CounterMetricFamily(f"penstock_{field}", about, getattr(stats, field))
+        yield _counter(field, about, getattr(stats, field))
     log = broker.log_stats()
     behind = {
         str(number): max(0, log.end - cursor) if log.routing == "pipeline" else 0
         for number, cursor in sorted(log.cursors.items())
     }
-    about = "Messages of a log that are not routed yet."
-    yield _by_label(GaugeMetricFamily, "routing_lag", about, "log", behind)
-    yield GaugeMetricFamily("penstock_log_messages", "Offsets kept.", log.kept)
+    yield _gauge("routing_lag", "Messages of a log that are not routed yet.", behind, "log")
+    yield _gauge("log_messages", "Offsets kept.", log.kept)
     cost = broker.durability()
-    yield CounterMetricFamily("penstock_syncs", "Syncs of the store.", cost.syncs)
-    yield CounterMetricFamily(
-        "penstock_synced_commits", "Commits made durable; over syncs: the group.", cost.commits
-    )
-    yield CounterMetricFamily("penstock_sync_seconds", "Time spent in syncs.", cost.seconds)
+    yield _counter("syncs", "Syncs of the store.", cost.syncs)
+    yield _counter("synced_commits", "Commits made durable; over syncs: the group.", cost.commits)
+    yield _counter("sync_seconds", "Time spent in syncs.", cost.seconds)
 
 
 def healthy(broker: Broker) -> bool:

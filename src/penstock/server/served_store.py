@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from penstock.clock import Clock
     from penstock.flight.service import FlightListener
+    from penstock.server.metrics import Gauge
 
 log = logging.getLogger(__name__)
 
@@ -74,13 +75,7 @@ class Server:
     async def start(self) -> None:
         """Listen everywhere, or nowhere."""
         self.batcher = self._make_batcher()
-        self.metrics.watch(
-            self.broker,
-            parked=lambda: self.batcher.parked,
-            connections=self._connections,
-            seconds=self.clock.seconds,
-            held=self.connections,
-        )
+        self.metrics.watch(self.broker, seconds=self.clock.seconds, gauges=self._gauges)
         try:
             for name in LISTENERS:
                 address = getattr(self.config, f"listen_{name}")
@@ -123,10 +118,14 @@ class Server:
 
         return TracedBatcher(self.broker, loop)
 
-    def _connections(self) -> dict[str, int]:
+    def _gauges(self) -> Iterator[Gauge]:
         # gRPC keeps the connections of Flight to itself.
         listeners = self._listeners.items()
-        return {name: len(each.connections) for name, each in listeners if name != "flight"}
+        count = {name: len(each.connections) for name, each in listeners if name != "flight"}
+        yield "connections", "Open connections.", count, "protocol"
+        yield "connections_max", "Connections that there may be.", self.connections.most
+        yield "buffered_bytes", "Sent by clients, and not done.", self.connections.held_bytes
+        yield "parked_claims", "Claims that wait.", self.batcher.parked
 
     def _warn(self) -> None:
         exposed = [name for name, (host, _) in self.addresses.items() if not is_loopback(host)]

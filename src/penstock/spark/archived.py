@@ -12,8 +12,8 @@ A queue that was deleted and made again counts its history from the beginning, s
 the queue's name and the time it was made.
 
 The option ``includeArchive`` reads archived rows beside live ones, and every row comes once. To
-that end the archive's manifest is read, the live snapshot
-is taken, and the manifest is read again: if a run was recorded meanwhile, all of it is done again.
+that end the archive's manifest is read, the live snapshot is taken, and the manifest is read again:
+if a run was recorded meanwhile, all of it is done again.
 The snapshot is then later than every run that counts, so that what a run has trimmed is in its
 files, and
 
@@ -29,8 +29,9 @@ import fcntl
 import os
 import shutil
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 import msgspec
@@ -45,11 +46,11 @@ from penstock.errors import InvalidInput, QueueNotFound, StorageFailed, StoreMis
 from penstock.filters import parse
 from penstock.flight.client import FlightStore
 from penstock.flight.tables import schema_of
+from penstock.spark.matching import COLUMNS, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from penstock.filters import Filter
     from penstock.spark.options import Options
 
 TABLES: Final = ("done", "failed", "attempts")
@@ -166,6 +167,12 @@ class Runs:
         """Return where a run keeps a table."""
         return self.place / table / f"run={number:06}"
 
+    def part_folder(self, run: Run, part: Part) -> Path:
+        """Return where a run keeps a partition; Spark writes some characters in another way."""
+        place = self.folder(part.table, run.number)
+        named = (each for each in place.glob("queue=*") if unquote(each.name)[6:] == part.queue)
+        return next(named, place / f"queue={part.queue}") / f"date={part.date}"
+
     def folders(self, table: str) -> list[Path]:
         """Return where the rows of a table are, in all runs that have any."""
         return [
@@ -220,12 +227,11 @@ def _sync(path: Path) -> None:
 # --- parts of a read ------------------------------------------------------------------------------
 
 _TRIES: Final = 10
-_FILTERED: Final = ("attributes_json", "group", "priority", "published_at", "size")
 _KEY: Final = ("message_id", "attempt", "claimed_at")
 _BATCH_ROWS: Final = 16_384
 # Beyond this, an id and an attempt do not fit into 63 bits.
 _MAX_ID: Final = 1 << 47
-_decode: Final = msgspec.json.Decoder(dict[str, str | int | float | bool | None]).decode
+T = TypeVar("T")
 
 
 class _Files(NamedTuple):
@@ -236,27 +242,27 @@ class _Files(NamedTuple):
     folder: str
 
 
+@dataclass
 class FreshPartition(InputPartition):
     """Live rows of done or failed, without those that are archived: end of sequence by queue."""
 
-    def __init__(self, ticket: bytes, ends: dict[str, int]) -> None:
-        self.ticket = ticket
-        self.ends = ends
+    ticket: bytes
+    ends: dict[str, int]
 
 
+@dataclass
 class ArchivedPartition(InputPartition):
     """Archived rows of done or failed."""
 
-    def __init__(self, files: list[_Files]) -> None:
-        self.files = files
+    files: list[_Files]
 
 
+@dataclass
 class AttemptsPartition(InputPartition):
     """Live and archived attempts of some queues: files by queue, none for those without."""
 
-    def __init__(self, ticket: bytes | None, queues: dict[str, list[_Files]]) -> None:
-        self.ticket = ticket
-        self.queues = queues
+    ticket: bytes | None
+    queues: dict[str, list[_Files]]
 
 
 # --- planning a read ------------------------------------------------------------------------------
@@ -325,35 +331,22 @@ def _partitions(
     born: Mapping[str, int],
     live: Sequence[bytes],
 ) -> list[InputPartition]:
-    wanted = None if options.queues is None else set(options.queues)
     files = [
-        _Files(part.queue, part.rows, str(folder))
+        _Files(part.queue, part.rows, str(runs.part_folder(run, part)))
         for run in runs.runs
         for part in run.parts
-        if part.table == options.table and (wanted is None or part.queue in wanted)
-        for folder in [_folder(runs, options.table, run.number, part.queue, part.date)]
+        if part.table == options.table and (options.queues is None or part.queue in options.queues)
     ]
-    if options.table == "attempts":
-        return _attempts(client, options, files, born, live)
-    ends = runs.ends(options.table, born)
-    made: list[InputPartition] = [FreshPartition(ticket, ends) for ticket in live]
-    dealt = _dealt({str(at): each.rows for at, each in enumerate(files)}, options.partitions)
-    made += [ArchivedPartition([files[int(at)] for at in some]) for some in dealt]
-    return made
-
-
-def _attempts(
-    client: FlightStore,
-    options: Options,
-    files: Sequence[_Files],
-    born: Mapping[str, int],
-    live: Sequence[bytes],
-) -> list[InputPartition]:
+    if options.table != "attempts":
+        ends = runs.ends(options.table, born)
+        made: list[InputPartition] = [FreshPartition(ticket, ends) for ticket in live]
+        dealt = _dealt([(each.rows, each) for each in files], options.partitions)
+        return made + [ArchivedPartition(some) for some in dealt]
     there = born if options.queues is None else set(options.queues) & set(born)
     queues: dict[str, list[_Files]] = {queue: [] for queue in sorted(there)}
     for each in files:
         queues.setdefault(each.queue, []).append(each)
-    weights = {name: 1 + sum(each.rows for each in some) for name, some in queues.items()}
+    weights = [(1 + sum(each.rows for each in some), name) for name, some in queues.items()]
     # A task gets the live rows of its own queues alone.
     return [
         AttemptsPartition(
@@ -363,25 +356,15 @@ def _attempts(
     ]
 
 
-def _dealt(weights: Mapping[str, int], count: int) -> list[list[str]]:
-    """Deal names out into as many heaps, of about the same weight."""
-    heaps: list[tuple[int, list[str]]] = [(0, []) for _ in range(min(count, len(weights)))]
-    for name, weight in sorted(weights.items(), key=lambda each: -each[1]):
-        at = min(range(len(heaps)), key=lambda at: heaps[at][0])
-        heaps[at] = (heaps[at][0] + weight, [*heaps[at][1], name])
-    return [names for _, names in heaps]
-
-
-def _folder(runs: Runs, table: str, number: int, queue: str, date: str) -> Path:
-    place = runs.folder(table, number)
-    exact = place / f"queue={queue}" / f"date={date}"
-    if exact.is_dir():
-        return exact
-    # Spark writes some characters of a name in another way.
-    for folder in place.glob("queue=*"):
-        if unquote(folder.name) == f"queue={queue}":
-            return folder / f"date={date}"
-    return exact
+def _dealt(weighed: Sequence[tuple[int, T]], count: int) -> list[list[T]]:
+    """Deal items out into as many heaps, of about the same weight."""
+    heaps: list[list[T]] = [[] for _ in range(min(count, len(weighed)))]
+    weights = [0] * len(heaps)
+    for weight, item in sorted(weighed, key=lambda each: -each[0]):
+        lightest = weights.index(min(weights))
+        heaps[lightest].append(item)
+        weights[lightest] += weight
+    return heaps
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -418,50 +401,34 @@ def _read_attempts(
     for name, files in partition.queues.items():
         if not files:
             continue
-        live = _Keys()
+        parts = []
         for batch in () if ticket is None else client.read(client.narrowed(ticket, [name])):
-            live.add(batch)
+            parts.append(_coded(batch))
             yield batch
-        live.sort()
-        for each in files:
-            needed = tuple(dict.fromkeys((*columns, *_KEY)))
-            for batch in _rows(options, needed, each):
-                yield batch.filter(pc.invert(live.has(batch)))
+        # The live attempts of the queue in order: sixteen bytes for each.
+        keys, claimed = map(np.concatenate, zip(*parts, strict=True)) if parts else (_NONE, _NONE)
+        order = np.argsort(keys, kind="stable")
+        keys, claimed = keys[order], claimed[order]
+        needed = tuple(dict.fromkeys((*columns, *_KEY)))
+        for batch in (batch for each in files for batch in _rows(options, needed, each)):
+            yield batch if not len(keys) else batch.filter(_absent(batch, keys, claimed))
 
 
-class _Keys:
-    """The live attempts of a queue: sixteen bytes for each."""
+_NONE: Final = np.empty(0, np.int64)
 
-    def __init__(self) -> None:
-        self._parts: list[tuple[np.ndarray, np.ndarray]] = []
-        self._codes = self._claimed = np.empty(0, np.int64)
 
-    def add(self, batch: pa.RecordBatch) -> None:
-        """Note the attempts of a batch."""
-        self._parts.append(_coded(batch))
+def _absent(batch: pa.RecordBatch, keys: np.ndarray, claimed: np.ndarray) -> pa.Array:
+    """Tell which attempts of a batch are not among the live ones.
 
-    def sort(self) -> None:
-        """Get ready to be asked."""
-        if self._parts:
-            codes = np.concatenate([part[0] for part in self._parts])
-            order = np.argsort(codes, kind="stable")
-            self._codes = codes[order]
-            self._claimed = np.concatenate([part[1] for part in self._parts])[order]
-            self._parts.clear()
-
-    def has(self, batch: pa.RecordBatch) -> pa.Array:
-        """Tell which attempts of a batch are among them.
-
-        An attempt at the same message of an earlier queue of that name has another time.
-        """
-        codes, claimed = _coded(batch)
-        if not len(self._codes):
-            return pa.array(np.zeros(len(codes), bool))
-        places = np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)
-        return pa.array((self._codes[places] == codes) & (self._claimed[places] == claimed))
+    An attempt at the same message of an earlier queue of that name has another time.
+    """
+    codes, times = _coded(batch)
+    places = np.minimum(np.searchsorted(keys, codes), len(keys) - 1)
+    return pa.array((keys[places] != codes) | (claimed[places] != times))
 
 
 def _coded(batch: pa.RecordBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Return message and attempt as one number, and the time of the claim, of each row."""
     ids = batch.column("message_id").to_numpy(zero_copy_only=False)
     if len(ids) and ids.max() >= _MAX_ID:
         raise InvalidInput(f"message {ids.max()} is beyond what archived attempts are told by")
@@ -473,7 +440,7 @@ def _coded(batch: pa.RecordBatch) -> tuple[np.ndarray, np.ndarray]:
 def _rows(options: Options, columns: Sequence[str], files: _Files) -> Iterator[pa.RecordBatch]:
     """Read the rows of a partition of a run that satisfy the filter."""
     chosen = None if options.filter is None else parse(options.filter)
-    names = tuple(dict.fromkeys((*columns, *(_FILTERED if chosen else ()))))
+    names = tuple(dict.fromkeys((*columns, *(COLUMNS[1:] if chosen else ()))))
     table = schema_of(options.table, payload=options.table != "attempts")
     wanted = pa.schema([table.field(name) for name in names])
     count = 0
@@ -486,7 +453,10 @@ def _rows(options: Options, columns: Sequence[str], files: _Files) -> Iterator[p
             needed = present or file.schema_arrow.names[:1]
             for batch in file.iter_batches(_BATCH_ROWS, columns=needed):
                 shaped = _shaped(batch, wanted, files.queue)
-                yield shaped if chosen is None else shaped.filter(_satisfies(shaped, chosen))
+                if chosen is not None:
+                    matches = [chosen.matches(row) for row in rows_of(shaped)]
+                    shaped = shaped.filter(pa.array(matches, pa.bool_()))
+                yield shaped
     if count != files.rows:
         raise StorageFailed(
             f"the archive has {count} rows in {files.folder} where its record says {files.rows}: "
@@ -512,17 +482,3 @@ def _shaped(batch: pa.RecordBatch, wanted: pa.Schema, queue: str) -> pa.RecordBa
             column = pa.repeat(pa.scalar(0, field.type), batch.num_rows)
         made.append(column)
     return pa.RecordBatch.from_arrays(made, schema=wanted)
-
-
-def _satisfies(batch: pa.RecordBatch, chosen: Filter) -> pa.Array:
-    columns = {name: batch.column(name) for name in _FILTERED}
-    times = pc.divide(columns["published_at"].cast(pa.int64()), 1000)
-    rows = zip(
-        map(_decode, columns["attributes_json"].to_pylist()),
-        columns["group"].to_pylist(),
-        columns["priority"].to_pylist(),
-        times.to_pylist(),
-        columns["size"].to_pylist(),
-        strict=True,
-    )
-    return pa.array([chosen.matches(row) for row in rows], pa.bool_())

@@ -66,7 +66,7 @@ def match_batch(
     for at in range(0, batch.num_rows, _AT_ONCE):
         part = batch.slice(at, _AT_ONCE)
         added = {name: values[at : at + _AT_ONCE] for name, values in (extra or {}).items()}
-        found.append(_pairs(matcher, part.column("offset"), _rows(part, added)))
+        found.append(_pairs(matcher, part.column("offset"), rows_of(part, added)))
     return _joined(found)
 
 
@@ -113,21 +113,18 @@ def _joined(found: list[pa.RecordBatch]) -> pa.RecordBatch:
     return pa.concat_batches(found) if found else pa.RecordBatch.from_pylist([], MATCHES)
 
 
-def _rows(batch: pa.RecordBatch, extra: Mapping[str, Sequence[Value]]) -> list[RowTuple]:
+def rows_of(
+    batch: pa.RecordBatch, extra: Mapping[str, Sequence[Value]] | None = None
+) -> list[RowTuple]:
+    """Return the rows of a batch as filters take them; it needs :data:`COLUMNS` but the offset."""
     attributes = _attributes(batch.column("attributes_json"))
-    for name, values in extra.items():
+    for name, values in (extra or {}).items():
         for row, value in zip(attributes, values, strict=True):
             row[name] = value
     times = pc.divide(pc.cast(batch.column("published_at"), pa.int64()), 1000)
     numbers = (batch.column("priority"), times, batch.column("size"))
-    return list(
-        zip(
-            attributes,
-            batch.column("group").to_pylist(),
-            *(_numbers(column) for column in numbers),
-            strict=True,
-        )
-    )
+    groups = batch.column("group").to_pylist()
+    return list(zip(attributes, groups, *map(_numbers, numbers), strict=True))
 
 
 def _attributes(column: pa.Array) -> list[dict[str, Value]]:

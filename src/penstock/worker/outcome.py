@@ -30,7 +30,7 @@ import msgspec
 
 from penstock import limits
 from penstock.errors import InvalidInput
-from penstock.validation import check_duration, cut_text
+from penstock.validation import check_count, cut_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ class Retry(Exception):
         """Check the delay here: the store would refuse the same ones later."""
         super().__init__(reason)
         self.reason = reason
-        self.delay_ms = None if delay_ms is None else check_duration(delay_ms, "delay_ms")
+        self.delay_ms = None if delay_ms is None else check_count(delay_ms, "delay_ms")
 
 
 class Settled(Exception):
@@ -115,7 +115,7 @@ def _settlement_of(error: BaseException) -> Settlement:
     if isinstance(error, Retry):
         delay_ms = error.delay_ms
         if delay_ms is not None:
-            check_duration(delay_ms, "delay_ms")
+            check_count(delay_ms, "delay_ms")
         reason = _cut(error.reason or "retry")
         return Settlement(Action.RELEASE, delay_ms, reason, failed=True, place="Retry")
     reason = _cut("".join(traceback.format_exception_only(error)).strip())

@@ -38,7 +38,6 @@ from penstock.errors import BrokerClosed, InvalidInput, StoreFenced
 from penstock.urls import open as open_store
 from penstock.validation import (
     check_count,
-    check_duration,
     check_queue_name,
     check_text,
     cut_text,
@@ -108,17 +107,17 @@ class Worker:
             raise InvalidInput(f"mode {mode!r:.100}: 'threads' or 'processes'")
         self._mode = mode
         if lease_ms is not None:
-            check_duration(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
+            check_count(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
         self._lease_ms = lease_ms
         if time_limit_ms is not None:
-            check_duration(time_limit_ms, "time_limit_ms", low=1)
+            check_count(time_limit_ms, "time_limit_ms", low=1)
         self._time_limit_ms = time_limit_ms
         prefetch = concurrency if prefetch is None else prefetch
         self._prefetch = check_count(prefetch, "prefetch", 0, limits.MAX_CLAIM_LIMIT)
-        self._drain_ms = check_duration(drain_ms, "drain_ms")
+        self._drain_ms = check_count(drain_ms, "drain_ms")
         self._dequeue_max = check_count(dequeue_max, "dequeue_max", 1, limits.MAX_CLAIM_LIMIT)
-        self._wait_ms = check_duration(wait_ms, "wait_ms", high=limits.MAX_WAIT_MS)
-        self._scan_interval_ms = check_duration(scan_interval_ms, "scan_interval_ms", low=1)
+        self._wait_ms = check_count(wait_ms, "wait_ms", high=limits.MAX_WAIT_MS)
+        self._scan_interval_ms = check_count(scan_interval_ms, "scan_interval_ms", low=1)
         if consumer is None:
             consumer = cut_text(f"{socket.gethostname()}-{os.getpid()}", limits.MAX_CONSUMER_BYTES)
         self._consumer = check_text(consumer, "consumer", limits.MAX_CONSUMER_BYTES)

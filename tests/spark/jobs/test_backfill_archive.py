@@ -210,14 +210,14 @@ def test_what_is_refused(
     with pytest.raises(InvalidInput, match="has forgotten what it has had below offset 5"):
         past.fill("late")
     coverage.known_from = 0
-    find = MODULE._wanted
+    find = MODULE._Past._wanted
 
     def change(*args: Any) -> Any:
         found = find(*args)
         past.broker.update_queue("late", filter="n > 5")
         return found
 
-    monkeypatch.setattr(MODULE, "_wanted", change)
+    monkeypatch.setattr(MODULE._Past, "_wanted", change)
     with pytest.raises(InvalidInput, match="plan the backfill again"):
         past.fill("late")
     assert past.world.content()["late"] == []

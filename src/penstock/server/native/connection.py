@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -18,7 +17,7 @@ from penstock.errors import InvalidInput, NotAllowed, PenstockError, ServerUnrea
 from penstock.server.native.backpressure import Backpressure, PendingRequest
 from penstock.server.native.verbs import VERBS
 from penstock.server.security import ANYONE
-from penstock.validation import check_duration
+from penstock.validation import check_count
 from penstock.wire import native as wire
 from penstock.wire.native import FrameReader, failure_of, progress_of
 
@@ -52,25 +51,20 @@ class NativeConnection(asyncio.Protocol):
         self._reader = FrameReader(limits.MAX_HELLO_BYTES)
         self._token = ""
         self._principal: Principal | None = None
-        self._at_work = 0
-        self._bytes_at_work = 0
-        # How long the client waits for an answer; the requests that have to be answered in that
-        # time, in order; and the timer of the first of them.
-        self._patience_s = limits.MAX_ANSWER_MS / 1000
-        self._in_time: OrderedDict[PendingRequest, None] = OrderedDict()
-        self._time_is_up: asyncio.TimerHandle | None = None
-        # Claims that may wait, by the id of their request.
+        # Requests in order of arrival, but for claims that may wait, which are by their id.
+        self._at_work: dict[PendingRequest, None] = {}
         self._waits: dict[int, PendingRequest] = {}
+        self._bytes_at_work = 0
+        # How long the client waits for an answer, and the timer of the first request at work.
+        self._patience_s = limits.MAX_ANSWER_MS / 1000
+        self._time_is_up: asyncio.TimerHandle | None = None
         self._backpressure = Backpressure(listener.sizes, self._freed)
         self._letting_in = False
-        # Calls on threads: those that have not begun are cancelled when the connection ends.
-        self._calls: set[Future[Any]] = set()
         self._out: list[bytes] = []
         self._out_bytes = 0
         # Messages whose answer is not written yet.
         self._unwritten: list[Delivery] = []
         self._flushing = False
-        self._buffered = 0
         self._reading = True
         self._stuck_since: float | None = None
         self._stuck_taken = 0
@@ -92,8 +86,7 @@ class NativeConnection(asyncio.Protocol):
         made = cast(asyncio.Transport, transport)
         self._transport = made
         made.set_write_buffer_limits(high=limits.MAX_UNSENT_BYTES)
-        listener = self._listener
-        listener.connections.add(self)
+        self._listener.connections.add(self)
         self._slot.holder = self
         if self._slot.full:
             self._farewell(PenstockError("too many connections"), final=False)
@@ -107,8 +100,10 @@ class NativeConnection(asyncio.Protocol):
         self._reader = FrameReader(1)
         self._out.clear()
         self._account()
-        for future in list(self._calls):
-            future.cancel()
+        for pending in list(self._at_work):
+            # A call that waits for a thread need not begin any more.
+            if pending.future is not None and not pending.verb.batched:
+                pending.future.cancel()
         self._let_claims_go()
         if self._time_is_up is not None:
             self._time_is_up.cancel()
@@ -119,7 +114,7 @@ class NativeConnection(asyncio.Protocol):
         if not self._deaf:
             self._reader.feed(data)
             self._work()
-            if self._reader.pending or self._buffered or self._stuck_since is not None:
+            if self._reader.pending or self._slot.held_bytes or self._stuck_since is not None:
                 self._account()
 
     def eof_received(self) -> bool:
@@ -148,8 +143,7 @@ class NativeConnection(asyncio.Protocol):
         held = self._reader.pending
         if self._stuck_since is not None:
             held += self._unsent
-        if held != self._buffered:
-            self._buffered = held
+        if held != self._slot.held_bytes:
             self._listener.slots.hold(self._slot, held)
 
     @property
@@ -169,7 +163,7 @@ class NativeConnection(asyncio.Protocol):
     def _may_go_on(self) -> bool:
         """Whether the next request may begin, by the bounds of this connection and of all."""
         if (
-            self._at_work >= limits.MAX_REQUESTS_AT_WORK
+            len(self._at_work) >= limits.MAX_REQUESTS_AT_WORK
             or self._bytes_at_work >= limits.MAX_BYTES_AT_WORK
             or self._stuck_since is not None
             or self._deaf
@@ -247,17 +241,15 @@ class NativeConnection(asyncio.Protocol):
         else:
             if verb.weight is not None and kind not in WITH_MESSAGES:
                 pending.size += verb.weight(request, 0)
-            self._at_work += 1
-            if kind not in wire.LONG:
-                self._in_time[pending] = None
-                if self._time_is_up is None:
-                    self._watch_time(pending)
+            self._at_work[pending] = None
+            if self._time_is_up is None and kind not in wire.LONG:
+                self._watch_time(pending)
             self._listener.bytes_at_work += pending.size
         self._bytes_at_work += pending.size
-        if kind in WITH_MESSAGES and not self._backpressure.admit(pending):
-            self._hold(pending)
-        else:
+        if kind not in WITH_MESSAGES or self._backpressure.admit(pending):
             self._run(pending)
+        else:
+            self._hold(pending)
 
     def _hold(self, pending: PendingRequest) -> None:
         """Hold a request until there is room; a claim that waits, no longer than its wait."""
@@ -278,12 +270,12 @@ class NativeConnection(asyncio.Protocol):
         """Fail requests for which their client waits no longer; those not begun are not begun."""
         self._time_is_up = None
         before = self._loop.time() - self._patience_s
-        while self._in_time:
-            pending = next(iter(self._in_time))
+        for pending in list(self._at_work):
+            if type(pending.request) in wire.LONG or pending.failure is not None:
+                continue
             if pending.began > before:
                 self._watch_time(pending)
-                return
-            del self._in_time[pending]
+                break
             untouched = pending.future is None or self._batcher.withdraw(pending.future)
             outage = self._batcher.broker.outage
             why = "" if outage is None else f" (the store can't be used: {outage.why})"
@@ -320,8 +312,6 @@ class NativeConnection(asyncio.Protocol):
             self._fail(pending, error)
             return
         pending.future = future
-        if not verb.batched:
-            self._calls.add(future)
         future.add_done_callback(partial(self._answer, pending))
 
     def _freed(self) -> None:
@@ -366,7 +356,7 @@ class NativeConnection(asyncio.Protocol):
             self._answer_empty(pending)
 
     def _check_wait(self, request: wire.Claim) -> None:
-        check_duration(request.wait_ms, "wait_ms", high=limits.MAX_WAIT_MS)
+        check_count(request.wait_ms, "wait_ms", high=limits.MAX_WAIT_MS)
         if len(self._waits) >= limits.MAX_WAITING_CLAIMS:
             raise InvalidInput(
                 f"{limits.MAX_WAITING_CLAIMS} claims of this connection wait already"
@@ -378,8 +368,7 @@ class NativeConnection(asyncio.Protocol):
         """Take a request out of those at work."""
         self._bytes_at_work -= pending.size
         if pending.until is None:
-            self._at_work -= 1
-            self._in_time.pop(pending, None)
+            del self._at_work[pending]
             listener = self._listener
             listener.bytes_at_work -= pending.size
             if listener.waiting:
@@ -396,8 +385,6 @@ class NativeConnection(asyncio.Protocol):
             self._put_off(pending)
             return
         request = pending.request
-        if not pending.verb.batched:
-            self._calls.discard(future)
         if self._deaf or self._transport is None or self._transport.is_closing():
             self._end(pending)
             self._take_back(request, future)
@@ -418,12 +405,10 @@ class NativeConnection(asyncio.Protocol):
                 self._take_back(request, future)
         # After it is written: others may begin only if that has left room.
         self._end(pending)
-        metrics = self._listener.metrics
         if error is not None:
             self._fail(pending, error)
-        elif metrics is not None:
-            seconds = self._loop.time() - pending.began
-            metrics.request("native", type(request).__name__, seconds, "ok")
+        else:
+            self._count(pending, "ok")
         if not self._reading:
             self.go_on()
 
@@ -443,6 +428,7 @@ class NativeConnection(asyncio.Protocol):
         """Cancel all claims: their messages go to other clients."""
         for pending in self._backpressure.clear():
             self._end(pending)
+            self._write(self._encoder.frame(wire.Undone(pending.request.id)))
         for pending in list(self._waits.values()):
             if pending.future is not None:
                 pending.future.cancel()
@@ -510,12 +496,7 @@ class NativeConnection(asyncio.Protocol):
         self._write(
             self._encoder.frame(wire.Bye("BrokerClosed", "the server is stopping", final=False))
         )
-        for pending in self._backpressure.clear():
-            self._end(pending)
-            self._write(self._encoder.frame(wire.Undone(pending.request.id)))
-        for pending in list(self._waits.values()):
-            if pending.future is not None:
-                pending.future.cancel()
+        self._let_claims_go()
 
     def close(self) -> None:
         """Send the answers that are ready, then close."""

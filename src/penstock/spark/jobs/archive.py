@@ -16,30 +16,30 @@ The option ``includeArchive`` of the data source (``penstock.spark.archived``) r
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
+from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import DateType, StringType, StructField, StructType
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, QueueNotFound, StorageFailed
 from penstock.flight.client import FlightStore
+from penstock.flight.tables import schema_of
 from penstock.spark.archived import Part, Reach, Run, Runs
-from penstock.spark.options import read_options
-from penstock.spark.reader import spark_schema
 from penstock.spark.sessions import pinned, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 _ENDED: Final = {"done": "done_at", "failed": "failed_at", "attempts": "ended_at"}
 _STATES: Final = ("done", "failed")
-_MESSAGE: Final = ("queue", "message_id")
-_ATTEMPT: Final = ("queue", "message_id", "attempt", "claimed_at")
+_MESSAGE: Final = ["queue", "message_id"]
+_ATTEMPT: Final = ["queue", "message_id", "attempt", "claimed_at"]
 
 
 class Archived(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,20 +77,22 @@ def archive(
     """
     if not states or not set(states) <= set(_STATES) or len(set(states)) < len(states):
         raise InvalidInput(f"states to archive are done and failed, not {list(states)!r:.100}")
-    tell = progress or (lambda _: None)
     runs = Runs(path)
     client = FlightStore(location)
-    runs.check_store(client.info().store_id)
+    store_id = client.info().store_id
+    runs.check_store(store_id)
+    tell = progress or (lambda _: None)
+    job = _Job(spark, location, client, store_id, runs, queues, states, tell)
     if dry_run:
-        tables, _ = _choose(spark, location, runs, queues, states, keep_ms, payload=False)
+        tables, _ = job.choose(keep_ms, payload=False)
         rows = {table: frame.count() for table, frame in tables.items()}
         return Archived(run=None, rows=rows, partitions=0, trimmed=0, dry_run=True)
     with runs.locked():
         runs.remove_leftovers()
         tell("chosen")
-        tables, born = _choose(spark, location, runs, queues, states, keep_ms, payload=payload)
-        run = _write(spark, runs, tables, born, client.info().store_id, payload=payload, tell=tell)
-        trimmed = _trim(location, runs, queues, states, tell) if trim else 0
+        tables, born = job.choose(keep_ms, payload=payload)
+        run = job.write(tables, born, payload=payload)
+        trimmed = job.trim() if trim else 0
         tell("trimmed")
     counts = dict.fromkeys(tables, 0)
     for part in run.parts if run else ():
@@ -104,203 +106,160 @@ def archive(
     )
 
 
-def _load(spark: SparkSession, runs: Runs, table: str, folders: Sequence[str]) -> DataFrame:
-    """Read archived files with the columns that the table has, whatever their run left out."""
-    options = {"table": table, "location": "grpc://localhost:1"}
-    if table != "attempts":
-        options["payload"] = "true"
-    schema = spark_schema(read_options(options))
-    fields = [StructField(field.name, field.dataType) for field in schema.fields]
-    fields += [StructField("date", DateType()), StructField("run", StringType())]
-    reader = spark.read.schema(StructType(fields)).option("basePath", str(runs.place / table))
-    return reader.parquet(*folders)
+class _Job(NamedTuple):
+    spark: SparkSession
+    location: str
+    client: FlightStore
+    store_id: str
+    runs: Runs
+    queues: Sequence[str] | None
+    states: Sequence[str]
+    tell: Callable[[str], None]
 
+    def choose(self, keep_ms: int, *, payload: bool) -> tuple[dict[str, DataFrame], dict[str, int]]:
+        """Pin what is to be archived: ended messages first, then the attempts at them."""
+        at_ms, born = self.client.queues(self.queues)
+        options = {"payload": "true"} if payload else {}
+        tables = {}
+        for state in self.states:
+            rows = read(self.spark, self.location, state, queues=self.queues, **options)
+            if keep_ms:
+                rows = self._older(rows, state, at_ms - keep_ms)
+            tables[state] = pinned(self._fresh(rows, self.runs.ends(state, born)))
+        now = self.client.queues().created_at_ms
+        if set(now) - set(born) or any(now.get(queue) != made for queue, made in born.items()):
+            # A queue that was made anew meanwhile has rows here that nobody can tell apart.
+            sure = [queue for queue, made in born.items() if now.get(queue) == made]
+            of_these = F.col("queue").isin(sure)
+            tables = {state: rows.where(of_these) for state, rows in tables.items()}
+        ended = [rows.select(*_MESSAGE) for rows in tables.values()]
+        chosen = (ended[0] if len(ended) == 1 else ended[0].union(ended[1])).distinct()
+        attempts = read(self.spark, self.location, "attempts", queues=self.queues)
+        attempts = attempts.where("ended_at IS NOT NULL").join(chosen, _MESSAGE, "left_semi")
+        tables["attempts"] = self._new_attempts(chosen, pinned(attempts))
+        return tables, born
 
-# --- choosing -------------------------------------------------------------------------------------
+    def _fresh(self, rows: DataFrame, ends: Mapping[str, int]) -> DataFrame:
+        """Leave out rows that are archived."""
+        if not ends:
+            return rows
+        reached = self.spark.createDataFrame(list(ends.items()), "queue string, _end bigint")
+        joined = rows.join(F.broadcast(reached), "queue", "left")
+        return joined.where("_end IS NULL OR sequence >= _end").select(*rows.columns)
 
+    def _older(self, rows: DataFrame, state: str, until_ms: int) -> DataFrame:
+        """Leave out rows that ended later than a time, and all that are beyond such a row.
 
-def _fresh(spark: SparkSession, frame: DataFrame, ends: Mapping[str, int]) -> DataFrame:
-    """Leave out what is archived."""
-    if not ends:
-        return frame
-    reached = spark.createDataFrame(list(ends.items()), "queue string, _end bigint")
-    joined = frame.join(F.broadcast(reached), "queue", "left")
-    kept = joined.where(F.col("_end").isNull() | (F.col("sequence") >= F.col("_end")))
-    return kept.select(*frame.columns)
+        What is archived is told by sequence numbers, and so is what may be trimmed. Processes that
+        share a store give them out in no order of time: what is old can be beyond what is young.
+        """
+        ended = _ENDED[state]
+        columns = ("queue", "sequence", ended)
+        every = read(self.spark, self.location, state, queues=self.queues, columns=columns)
+        young = F.col(ended) > F.timestamp_millis(F.lit(until_ms))
+        end = F.coalesce(F.min(F.when(young, F.col("sequence"))), F.max("sequence") + 1)
+        reach = pinned(every.groupBy("queue").agg(end.alias("_until")))
+        joined = rows.where(~young).join(F.broadcast(reach), "queue")
+        return joined.where("sequence < _until").select(*rows.columns)
 
+    def _new_attempts(self, chosen: DataFrame, attempts: DataFrame) -> DataFrame:
+        """Leave out attempts that are archived: with a failure that was redriven before a trim."""
+        failed, known = self.runs.folders("failed"), self.runs.folders("attempts")
+        if not failed or not known:
+            return attempts
+        archived = self._load("failed", failed).select(*_MESSAGE)
+        twice = pinned(chosen.join(archived, _MESSAGE, "left_semi"))
+        if twice.isEmpty():
+            return attempts
+        there = self._load("attempts", known).select(*_ATTEMPT).join(twice, _MESSAGE, "left_semi")
+        return pinned(attempts.join(there, _ATTEMPT, "left_anti").select(*attempts.columns))
 
-def _reach(
-    spark: SparkSession, location: str, state: str, queues: Sequence[str] | None, until_ms: int
-) -> DataFrame:
-    """Return up to which sequence nothing ended later than a time, by queue.
+    def _load(self, table: str, folders: Sequence[Path]) -> DataFrame:
+        """Read archived files with the columns that the table has, whatever their run left out."""
+        schema = from_arrow_schema(schema_of(table, payload=table != "attempts"))
+        fields = [StructField(field.name, field.dataType) for field in schema.fields]
+        fields += [StructField("date", DateType()), StructField("run", StringType())]
+        reader = self.spark.read.schema(StructType(fields))
+        reader = reader.option("basePath", str(self.runs.place / table))
+        return reader.parquet(*map(str, folders))
 
-    What is archived is told by sequence numbers, and so is what may be trimmed. Processes that
-    share a store give them out in no order of time: what is old can be beyond what is young.
-    """
-    ended = _ENDED[state]
-    rows = read(spark, location, state, queues=queues, columns=("queue", "sequence", ended))
-    young = F.when(F.col(ended) > F.timestamp_millis(F.lit(until_ms)), F.col("sequence"))
-    end = F.coalesce(F.min(young), F.max("sequence") + 1)
-    return pinned(rows.groupBy("queue").agg(end.alias("_until")))
-
-
-def _older(rows: DataFrame, reach: DataFrame, state: str, until_ms: int) -> DataFrame:
-    """Leave out what ended later than a time, and what is beyond it."""
-    old = rows.where(F.col(_ENDED[state]) <= F.timestamp_millis(F.lit(until_ms)))
-    joined = old.join(F.broadcast(reach), "queue")
-    return joined.where(F.col("sequence") < F.col("_until")).select(*rows.columns)
-
-
-def _choose(
-    spark: SparkSession,
-    location: str,
-    runs: Runs,
-    queues: Sequence[str] | None,
-    states: Sequence[str],
-    keep_ms: int,
-    *,
-    payload: bool,
-) -> tuple[dict[str, DataFrame], dict[str, int]]:
-    """Pin what is to be archived: ended messages first, then the attempts at them."""
-    at_ms, born = FlightStore(location).queues(queues)
-    until_ms = at_ms - keep_ms
-    options = {"payload": "true"} if payload else {}
-    tables = {}
-    for state in states:
-        rows = read(spark, location, state, queues=queues, **options)
-        if keep_ms:
-            rows = _older(rows, _reach(spark, location, state, queues, until_ms), state, until_ms)
-        tables[state] = pinned(_fresh(spark, rows, runs.ends(state, born)))
-    now = FlightStore(location).queues().created_at_ms
-    # A queue that was made anew meanwhile has rows here that nobody can tell apart.
-    unsure = [queue for queue, made in born.items() if now.get(queue) != made]
-    for state, rows in tables.items():
-        sure = rows.where(F.col("queue").isin([q for q in born if q not in unsure]))
-        tables[state] = sure if unsure or set(now) - set(born) else rows
-    ended = [rows.select("queue", "message_id") for rows in tables.values()]
-    chosen = (ended[0] if len(ended) == 1 else ended[0].union(ended[1])).distinct()
-    attempts = read(spark, location, "attempts", queues=queues).where("ended_at IS NOT NULL")
-    attempts = pinned(attempts.join(chosen, ["queue", "message_id"], "left_semi"))
-    tables["attempts"] = _new_attempts(spark, runs, chosen, attempts)
-    return tables, born
-
-
-def _new_attempts(
-    spark: SparkSession, runs: Runs, chosen: DataFrame, attempts: DataFrame
-) -> DataFrame:
-    """Leave out attempts that are archived: with a failure that was redriven before its trim."""
-    folders = runs.folders("failed")
-    if not folders:
-        return attempts
-    failed = _load(spark, runs, "failed", [str(folder) for folder in folders])
-    twice = pinned(chosen.join(failed.select(*_MESSAGE), list(_MESSAGE), "left_semi"))
-    folders = runs.folders("attempts")
-    if not folders or twice.isEmpty():
-        return attempts
-    known = _load(spark, runs, "attempts", [str(folder) for folder in folders])
-    known = known.select(*_ATTEMPT).join(twice, list(_MESSAGE), "left_semi")
-    return pinned(attempts.join(known, list(_ATTEMPT), "left_anti").select(*attempts.columns))
-
-
-# --- writing --------------------------------------------------------------------------------------
-
-
-def _write(
-    spark: SparkSession,
-    runs: Runs,
-    tables: Mapping[str, DataFrame],
-    born: Mapping[str, int],
-    store_id: str,
-    *,
-    payload: bool,
-    tell: Callable[[str], None],
-) -> Run | None:
-    """Write, verify and record one run; None if there is nothing to archive."""
-    reaches = [
-        Reach(
-            queue=row["queue"],
-            created_at_ms=born[row["queue"]],
-            state=state,
-            begin=row["low"],
-            end=row["high"] + 1,
-            rows=row["rows"],
+    def write(
+        self, tables: Mapping[str, DataFrame], born: Mapping[str, int], *, payload: bool
+    ) -> Run | None:
+        """Write, verify and record one run; None if there is nothing to archive."""
+        bounds = (F.min("sequence"), F.max("sequence") + 1, F.count("*"))
+        reaches = [
+            Reach(
+                queue=queue,
+                created_at_ms=born[queue],
+                state=state,
+                begin=begin,
+                end=end,
+                rows=rows,
+            )
+            for state in self.states
+            for queue, begin, end, rows in tables[state].groupBy("queue").agg(*bounds).collect()
+        ]
+        if not reaches:
+            return None
+        number = self.runs.next_number()
+        expected: dict[str, list[Part]] = {}
+        for table, frame in tables.items():
+            dated = frame.withColumn("date", F.expr(_DATE.format(_ENDED[table])))
+            expected[table] = _parts(dated, table)
+            if expected[table]:
+                writer = dated.repartition("queue", "date").write.partitionBy("queue", "date")
+                writer.parquet(str(self.runs.folder(table, number)))
+        self.tell("written")
+        for table, parts in expected.items():
+            if parts:
+                written = self._load(table, [self.runs.folder(table, number)])
+                _compare(parts, _parts(written.select(*tables[table].columns, "date"), table))
+        self.tell("verified")
+        run = Run(
+            version=1,
+            store_id=self.store_id,
+            number=number,
+            at_ms=SystemClock().now_ms(),
+            payload=payload,
+            reaches=reaches,
+            parts=[part for parts in expected.values() for part in parts],
         )
-        for state in _STATES
-        if state in tables
-        for row in tables[state]
-        .groupBy("queue")
-        .agg(
-            F.min("sequence").alias("low"),
-            F.max("sequence").alias("high"),
-            F.count("*").alias("rows"),
-        )
-        .collect()
-    ]
-    if not reaches:
-        return None
-    number = runs.next_number()
-    expected: list[Part] = []
-    for table, frame in tables.items():
-        dated = frame.withColumn("date", _date(table))
-        parts = _checked(dated, table)
-        if parts:
-            writer = dated.repartition("queue", "date").write.partitionBy("queue", "date")
-            writer.parquet(str(runs.folder(table, number)))
-        expected += parts
-    tell("written")
-    for table in tables:
-        wanted = [part for part in expected if part.table == table]
-        found: list[Part] = []
-        if wanted:
-            written = _load(spark, runs, table, [str(runs.folder(table, number))])
-            found = _checked(written.select(*tables[table].columns, "date"), table)
-        _compare(wanted, found)
-    tell("verified")
-    run = Run(
-        version=1,
-        store_id=store_id,
-        number=number,
-        at_ms=SystemClock().now_ms(),
-        payload=payload,
-        reaches=reaches,
-        parts=expected,
-    )
-    runs.record(run)
-    tell("recorded")
-    return run
+        self.runs.record(run)
+        self.tell("recorded")
+        return run
+
+    def trim(self) -> int:
+        """Remove from the store what recorded runs hold, of this run and of any before it."""
+        removed = 0
+        for (queue, made_at_ms, state), end in sorted(self.runs.reached().items()):
+            if state in self.states and (self.queues is None or queue in self.queues):
+                self.tell(f"trimming {state} of {queue}")
+                # A queue that is gone has nothing to trim, and one that was made anew is another.
+                with contextlib.suppress(QueueNotFound):
+                    removed += self.client.trim(
+                        queue, state=state, before=end, created_at_ms=made_at_ms
+                    )
+        return removed
 
 
-def _date(table: str) -> Column:
-    """Return the UTC day, whatever zone the session is in."""
-    return F.expr(
-        f"date_from_unix_date(CAST(floor(unix_micros({_ENDED[table]}) / 86400000000) AS INT))"
-    )
+# The UTC day, whatever zone the session is in.
+_DATE: Final = "date_from_unix_date(CAST(floor(unix_micros({}) / 86400000000) AS INT))"
 
 
-def _checked(frame: DataFrame, table: str) -> list[Part]:
+def _parts(frame: DataFrame, table: str) -> list[Part]:
     """Count each partition's rows and sum up their hashes, which no order of rows changes."""
     values = [
         # A map can't be hashed; its entries can.
         F.map_entries(name) if name == "attributes" else F.col(name)
         for name in sorted(frame.columns)
     ]
-    digest = F.xxhash64(*values).cast("decimal(38,0)")
-    grouped = frame.groupBy("queue", "date").agg(
-        F.count("*").alias("rows"), F.sum(digest).cast("string").alias("checksum")
-    )
-    return sorted(
-        (
-            Part(
-                table=table,
-                queue=row["queue"],
-                date=row["date"].isoformat(),
-                rows=row["rows"],
-                checksum=row["checksum"],
-            )
-            for row in grouped.collect()
-        ),
-        key=lambda part: (part.queue, part.date),
-    )
+    digest = F.sum(F.xxhash64(*values).cast("decimal(38,0)")).cast("string")
+    found = frame.groupBy("queue", "date").agg(F.count("*"), digest).collect()
+    return [
+        Part(table=table, queue=queue, date=date.isoformat(), rows=rows, checksum=checksum)
+        for queue, date, rows, checksum in sorted(found)
+    ]
 
 
 def _compare(wanted: Sequence[Part], found: Sequence[Part]) -> None:
@@ -312,23 +271,3 @@ def _compare(wanted: Sequence[Part], found: Sequence[Part]) -> None:
             )
     if len(found) != len(wanted):
         raise StorageFailed("the archive has partitions that were not written by this run")
-
-
-def _trim(
-    location: str,
-    runs: Runs,
-    queues: Sequence[str] | None,
-    states: Sequence[str],
-    tell: Callable[[str], None],
-) -> int:
-    """Remove from the store what recorded runs hold, of this run and of any before it."""
-    client = FlightStore(location)
-    removed = 0
-    for (queue, created_at_ms, state), end in sorted(runs.reached().items()):
-        if state not in states or (queues is not None and queue not in queues):
-            continue
-        tell(f"trimming {state} of {queue}")
-        # A queue that is gone has nothing to trim, and one that was made anew is another.
-        with contextlib.suppress(QueueNotFound):
-            removed += client.trim(queue, state=state, before=end, created_at_ms=created_at_ms)
-    return removed

@@ -18,8 +18,8 @@ another queue), the job notices and looks again.
 from __future__ import annotations
 
 import contextlib
-from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import pyarrow as pa
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from pyspark.sql import Column, DataFrame, SparkSession
-
+    from pyspark.sql import DataFrame, SparkSession
 
 _WINDOW: Final = 200_000
 _STAGED: Final = "stage string, matched bigint, scanned bigint"
@@ -97,50 +96,43 @@ def backfill(
     """
     if window < 1:
         raise InvalidInput(f"window is at least 1, not {window}")
+    client = FlightStore(location)
+    past = None
     if archive is not None:
-        open_archive(location, archive)
+        past = _Past(spark, location, client, str(archive), Runs.existing(archive))
+        past.runs.check_store(client.info().store_id)
         if from_time_ms is not None and from_ is None:
-            logged = offset_at(FlightStore(location), from_time_ms)
-            low = lowest_since(spark, location, archive, from_time_ms)
+            logged = offset_at(client, from_time_ms)
+            low = past.lowest_since(from_time_ms)
             from_, from_time_ms = (logged if low is None else min(low, logged)), None
-    plan = FlightStore(location).backfill_plan(
+    plan = client.backfill_plan(
         queue, from_=from_, from_time_ms=from_time_ms, to=to, archived=archive is not None
     )
-    below, kept = _split(plan.stretches, plan.earliest)
+    # Stretches are cut where the log begins.
+    first = plan.earliest
+    below = [(begin, min(end, first)) for begin, end in plan.stretches if begin < first]
+    kept = [(max(begin, first), end) for begin, end in plan.stretches if end > first]
+    total = sum(end - begin for begin, end in plan.stretches)
+    tell = progress or (lambda _, __: None)
+    steps: Iterator[tuple[int, dict[str, int]]] = iter(())
+    if below and past is not None:
+        steps = past.fill(queue, plan.filter, below, dry_run=dry_run)
     windows = [
         (at, min(at + window, end)) for begin, end in kept for at in range(begin, end, window)
     ]
-    total = sum(end - begin for begin, end in plan.stretches)
-    sums = dict.fromkeys(("scanned", "matched", "added", "already", "missing"), 0)
-    if below and archive is not None:
-        sums = fill_archived(
-            spark,
-            location,
-            archive,
-            queue,
-            plan.filter,
-            below,
-            dry_run=dry_run,
-            progress=lambda done: None if progress is None else progress(done, total),
-        )
-    done = sum(end - begin for begin, end in below)
-    for begin, end in windows:
-        one = _fill(spark, location, queue, plan.filter, begin, end, dry_run=dry_run)
-        for name, count in one.items():
+    filled = (
+        (end - begin, _fill(spark, location, queue, plan.filter, begin, end, dry_run=dry_run))
+        for begin, end in windows
+    )
+    done = 0
+    sums = dict.fromkeys(("scanned", "matched", *_COUNTS), 0)
+    for offsets, counts in chain(steps, filled):
+        for name, count in counts.items():
             sums[name] += count
-        done += end - begin
-        if progress is not None:
-            progress(done, total)
+        done += offsets
+        if offsets:
+            tell(done, total)
     return Backfill(queue=queue, filter=plan.filter, offsets=total, dry_run=dry_run, **sums)
-
-
-def _split(
-    stretches: Sequence[tuple[int, int]], earliest: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Cut stretches where the log begins: what lies below it, and what is kept."""
-    below = [(begin, min(end, earliest)) for begin, end in stretches if begin < earliest]
-    kept = [(max(begin, earliest), end) for begin, end in stretches if end > earliest]
-    return below, kept
 
 
 def _fill(
@@ -204,111 +196,79 @@ def _stage_part(
 # --- below the log --------------------------------------------------------------------------------
 
 
-def open_archive(location: str, path: str | Path) -> Runs:
-    """Read the manifest of an archive, which must be one of this store."""
-    runs = Runs.existing(path)
-    runs.check_store(FlightStore(location).info().store_id)
-    return runs
+class _Past(NamedTuple):
+    """Messages that the log has dropped: those of an archive, and those that queues still hold."""
 
+    spark: SparkSession
+    location: str
+    client: FlightStore
+    place: str
+    runs: Runs
 
-def lowest_since(spark: SparkSession, location: str, path: str | Path, time_ms: int) -> int | None:
-    """Return the lowest message of archive and store that was published then or later."""
-    # Time never goes back in a store, so neither does it along the ids.
-    rows = _tables(spark, location, path, ("message_id", "published_at"))
-    since = F.col("published_at") >= F.timestamp_millis(F.lit(time_ms))
-    with translated():
-        lows = [each.where(since).agg(F.min("message_id")).collect()[0][0] for each in rows]
-    return min((low for low in lows if low is not None), default=None)
+    def lowest_since(self, time_ms: int) -> int | None:
+        """Return the lowest message that was published then or later."""
+        # Time never goes back in a store, so neither does it along the ids.
+        since = F.col("published_at") >= F.timestamp_millis(F.lit(time_ms))
+        tables = self._tables(("message_id", "published_at"))
+        with translated():
+            lows = [each.where(since).agg(F.min("message_id")).collect()[0][0] for each in tables]
+        return min((low for low in lows if low is not None), default=None)
 
+    def fill(
+        self, queue: str, filter_: str, stretches: Sequence[tuple[int, int]], *, dry_run: bool
+    ) -> Iterator[tuple[int, dict[str, int]]]:
+        """Fill a queue from stretches; yield, of each step, how many offsets it did, and counts."""
+        rows = [part.rows for run in self.runs.runs for part in run.parts if part.table in _ENDED]
+        scanned = sum(rows)
+        for each in self.client.stats().queues:
+            scanned += each.available + each.delayed + each.in_flight + each.done + each.failed
+        found = self._wanted(filter_, stretches)
+        matched = found.count()
+        total = sum(end - begin for begin, end in stretches)
+        yield total if dry_run else 0, {"scanned": scanned, "matched": matched}
+        if dry_run:
+            return
+        done, at, last = 0, stretches[0][0], stretches[-1][1]
+        for row in _restored(found, self.location, queue, filter_, -(-matched // _MESSAGES)):
+            if row["begin"] > at:
+                self.client.restore([], queue=queue, begin=at, end=row["begin"], filter=filter_)
+            at = row["end"]
+            before, done = done, sum(max(0, min(end, at) - begin) for begin, end in stretches)
+            yield done - before, {name: row[name] for name in _COUNTS}
+        if at < last:
+            # That there is nothing more is worth noting too.
+            self.client.restore([], queue=queue, begin=at, end=last, filter=filter_)
+            yield total - done, {}
 
-def fill_archived(
-    spark: SparkSession,
-    location: str,
-    path: str | Path,
-    queue: str,
-    filter_: str,
-    stretches: Sequence[tuple[int, int]],
-    *,
-    dry_run: bool,
-    progress: Callable[[int], None],
-) -> dict[str, int]:
-    """Fill a queue from stretches below the log; ``progress`` is told how many offsets are done."""
-    client = FlightStore(location)
-    runs = open_archive(location, path)
-    scanned = sum(part.rows for run in runs.runs for part in run.parts if part.table in _ENDED)
-    for each in client.stats().queues:
-        scanned += each.available + each.delayed + each.in_flight + each.done + each.failed
-    found = _wanted(spark, location, path, filter_, stretches)
-    matched = found.count()
-    sums = {"scanned": scanned, "matched": matched, **dict.fromkeys(_COUNTS, 0)}
-    if dry_run:
-        progress(sum(end - begin for begin, end in stretches))
-        return sums
-    at, last = stretches[0][0], stretches[-1][1]
-    for row in _restored(found, location, queue, filter_, -(-matched // _MESSAGES)):
-        if row["begin"] > at:
-            client.restore([], queue=queue, begin=at, end=row["begin"], filter=filter_)
-        at = row["end"]
-        for name in _COUNTS:
-            sums[name] += row[name]
-        progress(sum(max(0, min(end, at) - begin) for begin, end in stretches))
-    if at < last:
-        # That there is nothing more is worth noting too.
-        client.restore([], queue=queue, begin=at, end=last, filter=filter_)
-        progress(sum(end - begin for begin, end in stretches))
-    return sums
+    def _tables(self, columns: Sequence[str], **options: str) -> Iterator[DataFrame]:
+        yield read(self.spark, self.location, "active", columns=columns, **options)
+        options["includeArchive"] = self.place
+        for table in _ENDED:
+            yield read(self.spark, self.location, table, columns=columns, **options)
 
+    def _wanted(self, filter_: str, stretches: Sequence[tuple[int, int]]) -> DataFrame:
+        """Find every message that the filter wants, once, with its payload if anybody has it."""
+        inside = F.lit(False)  # noqa: FBT003 - Spark's signature
+        for begin, end in stretches:
+            inside |= (F.col("message_id") >= begin) & (F.col("message_id") < end)
+        for _ in range(_TRIES):
+            before = self._gone_back()
+            tables = self._tables(("message_id", *_ABOUT), payload="true", filter=filter_)
+            found = pinned(next(tables).where(inside))
+            for each in tables:
+                found = found.unionByName(each.where(inside))
+            best = F.max_by(F.struct(*_ABOUT), F.col("payload").isNotNull()).alias("m")
+            once = pinned(found.groupBy("message_id").agg(best).select("message_id", "m.*"))
+            if self._gone_back() == before:
+                return once
+        raise StorageFailed(
+            "messages are redriven or moved all the time, so that some might be overlooked: run "
+            "the backfill again when that has ended"
+        )
 
-def _tables(
-    spark: SparkSession,
-    location: str,
-    path: str | Path,
-    columns: Sequence[str],
-    **options: str,
-) -> Iterator[DataFrame]:
-    yield read(spark, location, "active", columns=columns, **options)
-    for table in _ENDED:
-        yield read(spark, location, table, columns=columns, includeArchive=str(path), **options)
-
-
-def _wanted(
-    spark: SparkSession,
-    location: str,
-    path: str | Path,
-    filter_: str,
-    stretches: Sequence[tuple[int, int]],
-) -> DataFrame:
-    """Find every message that the filter wants, once, with its payload if anybody has it."""
-    client = FlightStore(location)
-    inside = _inside(stretches)
-    columns = ("message_id", *_ABOUT)
-    for _ in range(_TRIES):
-        before = _gone_back(client)
-        tables = _tables(spark, location, path, columns, payload="true", filter=filter_)
-        found = pinned(next(tables).where(inside))
-        for each in tables:
-            found = found.unionByName(each.where(inside))
-        best = F.max_by(F.struct(*_ABOUT), F.col("payload").isNotNull())
-        once = pinned(found.groupBy("message_id").agg(best.alias("m")).select("message_id", "m.*"))
-        if _gone_back(client) == before:
-            return once
-    raise StorageFailed(
-        "messages are redriven or moved all the time, so that some might be overlooked: run the "
-        "backfill again when that has ended"
-    )
-
-
-def _inside(stretches: Sequence[tuple[int, int]]) -> Column:
-    inside = F.lit(False)  # noqa: FBT003 - Spark's signature
-    for begin, end in stretches:
-        inside |= (F.col("message_id") >= begin) & (F.col("message_id") < end)
-    return inside
-
-
-def _gone_back(client: FlightStore) -> dict[str, tuple[int, int]]:
-    return {
-        each.queue: (each.redriven_total, each.moved_in_total) for each in client.stats().queues
-    }
+    def _gone_back(self) -> dict[str, tuple[int, int]]:
+        queues = self.client.stats().queues
+        return {each.queue: (each.redriven_total, each.moved_in_total) for each in queues}
 
 
 def _restored(

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from penstock import limits
-from penstock.broker.router import route_once
+from penstock.broker.reader import route_once
 from penstock.clock import ManualClock
 from penstock.errors import InvalidInput
 from penstock.model import AssignStatus, Message

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import pytest
 
-from penstock.broker.router import match_page, route_once
+from penstock.broker.reader import match_page, route_once
 from penstock.filters import Matcher, parse
 from penstock.model import Message, State
 from penstock.testing.suite.base import Suite
