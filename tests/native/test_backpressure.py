@@ -284,7 +284,7 @@ def test_the_time_that_a_claim_was_held_is_of_its_wait(served: Served) -> None:
 
         until = at(served, let_in_later)
         eventually(lambda: served.batcher.parked == 1)
-        (waiting,) = served.batcher._waiting.values()
+        (waiting,) = served.batcher._waiting
         assert abs(waiting.until - until) < 300
 
 

@@ -40,7 +40,7 @@ DAMAGE: dict[str, tuple[str, set[str]]] = {
         {"payload_missing"},
     ),
     "live and done": (
-        "INSERT INTO done SELECT queue, 999999, message_id, 0, 0 FROM items LIMIT 1",
+        "INSERT INTO ended SELECT queue, false, 999999, message_id, 0, 0, '' FROM items LIMIT 1",
         {"twice", "counter", "references"},
     ),
     "a queue that is gone": (

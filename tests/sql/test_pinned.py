@@ -261,8 +261,7 @@ def test_pages_are_small_and_nothing_is_left_out(
                 assert sorted(map(repr, found)) == sorted(map(repr, whole[table])), table
         bodies = dict(view.payload_rows(0, 1_000))
     assert bodies == {n + 1: b"p%d" % n for n in range(60)}
-    paged = {"read_log", "pinned_items", "pinned_held", "pinned_done", "pinned_failed"}
-    paged |= {"pinned_attempts", "pinned_sizes"}
+    paged = {"read_log", "page_items", "page_ended", "page_attempts", "payload_sizes"}
     assert paged <= most.keys()
     assert max(most[name] for name in paged) <= 4
 

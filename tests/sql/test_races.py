@@ -493,7 +493,7 @@ def test_what_comes_into_a_drained_queue_just_before_it_goes(race: Race, by: str
             goes_on.set()
             assert bringing.result(timeout=60) == 1
 
-        with before(second.database, "trim_done_by_time", go_on):
+        with before(second.database, "trim_by_ended_at_ms", go_on):
             second.broker.delete_queue(target, drain=True)
     assert first.claimed(target) == [id_]
 

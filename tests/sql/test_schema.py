@@ -146,7 +146,7 @@ LOSSES = {
         "lacks the row of schema_version",
     ),
     "the head": ("DROP TABLE penstock.log_head", "lacks log_head"),
-    "a column": ("ALTER TABLE penstock.done DROP COLUMN attempts", r"lacks done\.attempts"),
+    "a column": ("ALTER TABLE penstock.ended DROP COLUMN attempts", r"lacks ended\.attempts"),
     "another column": (
         "ALTER TABLE penstock.log_cursors DROP COLUMN unrouted",
         r"lacks log_cursors\.unrouted",
@@ -373,7 +373,7 @@ def test_every_statement_is_described_and_used(dialect: str) -> None:
     code = "".join(path.read_text() for path in SOURCE.glob("*.py"))
     for name, statement in statements_of(dialect).items():
         assert statement.purpose, name
-        used = f'"{name}"' in code or re.fullmatch(r"(page|trim|pinned)_\w+", name)
+        used = f'"{name}"' in code or re.fullmatch(r"trim_by_\w+", name)
         assert used, f"{name} is used by nobody"
 
 
@@ -435,8 +435,8 @@ def many(postgres: PostgresServer) -> Iterator[psycopg.Connection[Any]]:
                 0, 0, NULL, 1, true, '' FROM generate_series(1, 20000) AS n;
             INSERT INTO pointer_index SELECT q, convert_to(n::text, 'UTF8'), 0, 0, NULL
                 FROM generate_series(0, 1999) AS n, generate_series(1, 2) AS q;
-            INSERT INTO done SELECT 1, n, n, n, 1 FROM generate_series(1, 20000) AS n;
-            INSERT INTO failed SELECT 1, n, n, n, 1, '' FROM generate_series(1, 20000) AS n;
+            INSERT INTO ended SELECT 1, false, n, n, n, 1, '' FROM generate_series(1, 20000) AS n;
+            INSERT INTO ended SELECT 1, true, n, n, n, 1, '' FROM generate_series(1, 20000) AS n;
             ANALYZE
             """
         )

@@ -19,8 +19,8 @@ from click.core import ParameterSource
 from penstock.cli.common import emit_json, json_option, open_store, options, show_table
 from penstock.errors import InvalidInput, NotAllowed, PenstockError, StoreLocked
 from penstock.server import backup as backups
-from penstock.server import logs, security
-from penstock.server.config import SETTINGS, Effective, load
+from penstock.server import security
+from penstock.server.config import SETTINGS, Effective, configure_logs, load
 
 if typing.TYPE_CHECKING:
     from penstock.server.config import Setting
@@ -78,7 +78,7 @@ def serve(config_file: str | None, **flags: Any) -> None:
     ports of this machine.
     """
     config = _effective(config_file, flags).config
-    logs.configure(config.log_level, config.log_format)
+    configure_logs(config.log_level, config.log_format)
     try:
         from penstock.server import process  # noqa: PLC0415 - needs an extra
     except ImportError as error:

@@ -14,8 +14,7 @@ import penstock
 from penstock import limits
 from penstock.cli.common import answer, duration, store_option
 from penstock.errors import InvalidInput
-from penstock.server import logs
-from penstock.server.config import parse_address
+from penstock.server.config import configure_logs, parse_address
 from penstock.worker.outcome import resolve
 from penstock.worker.stats import serve_metrics
 
@@ -70,7 +69,7 @@ def work(
     """
     if ":" not in handler:
         raise click.BadParameter(f"{handler!r} is not MODULE:FUNCTION", param_hint="handler")
-    logs.configure(log_level, log_format)
+    configure_logs(log_level, log_format)
     sys.path.insert(0, str(Path.cwd()))
     resolve(handler)
     with ExitStack() as stack:

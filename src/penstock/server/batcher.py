@@ -23,8 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
-import msgspec
-
 from penstock import limits
 from penstock.broker.requests import Ack, Change, Claim, Joint, Publish
 from penstock.errors import BrokerClosed, InvalidInput, PenstockError
@@ -69,11 +67,9 @@ class Admission(Protocol):
         """Take note that the claim found nothing and is parked, until it is admitted again."""
 
 
-class _WaitingClaim(msgspec.Struct, eq=False):
+class _WaitingClaim(Claim, eq=False, kw_only=True):
     """A claim that may wait: until when, and the alarm that ends it while it is parked."""
 
-    claim: Claim
-    future: Future[Any]
     until: float
     admission: Admission | None
     alarm: TimerHandle | None = None
@@ -89,8 +85,8 @@ class Batcher:
         self._scheduled = False
         self._under_way = 0
         # Claims that may wait, from their request to their answer; and the parked ones, by queue.
-        self._waiting: dict[int, _WaitingClaim] = {}
-        self._parked: dict[str, dict[int, _WaitingClaim]] = {}
+        self._waiting: dict[_WaitingClaim, Future[Any]] = {}
+        self._parked: dict[str, dict[_WaitingClaim, None]] = {}
         # Queues that other threads have woken, until the loop comes to them.
         self._news: dict[str | None, int | None] = {}
         self._news_lock = threading.Lock()
@@ -154,12 +150,12 @@ class Batcher:
             raise InvalidInput(
                 f"{limits.MAX_ALL_WAITING_CLAIMS} claims wait already, at this server"
             )
-        claim = Claim(queue, limit, lease_ms, consumer)
-        future = self._gather(claim)
-        if wait_ms and self._open:
-            waiting = _WaitingClaim(claim, future, self._loop.time() + wait_ms / 1000, admission)
-            self._waiting[id(claim)] = waiting
-            future.add_done_callback(lambda _: self._forget(waiting))
+        if not wait_ms or not self._open:
+            return self._gather(Claim(queue, limit, lease_ms, consumer))
+        until = self._loop.time() + wait_ms / 1000
+        claim = _WaitingClaim(queue, limit, lease_ms, consumer, until=until, admission=admission)
+        future = self._waiting[claim] = self._gather(claim)
+        future.add_done_callback(lambda _: self._forget(claim))
         return future
 
     def ack(
@@ -249,8 +245,8 @@ class Batcher:
     def hand_back(self) -> None:
         """Answer claims that wait with nothing, and let none wait from now on."""
         self._open = False
-        for waiting in list(self._waiting.values()):
-            self._forget(waiting, answer=True)
+        for claim in list(self._waiting):
+            self._forget(claim, answer=True)
 
     async def close(self) -> None:
         """Wait for the requests under way. The broker stays open."""
@@ -291,18 +287,16 @@ class Batcher:
     def _work(self) -> None:
         """Make one joint change of the gathered requests."""
         joint, made = self._next()
-        self._scheduled = bool(self._gathered)
-        if not made:
-            if self._scheduled:
-                self._loop.call_soon(self._work)
-            return
-        if self._changer is not None:
-            self._changing = self._scheduled = True
+        if made and self._changer is not None:
+            self._changing = True
             change = self._loop.run_in_executor(self._changer, self.broker.begin, joint)
             change.add_done_callback(lambda change: self._changed(made, change))
             return
+        self._scheduled = bool(self._gathered)
         if self._scheduled:
             self._loop.call_soon(self._work)
+        if not made:
+            return
         try:
             number = self.broker.begin(joint)
         except Exception as error:
@@ -386,35 +380,33 @@ class Batcher:
 
     def _park(self, request: Request) -> bool:
         """Park a claim that got nothing and may wait; return whether it was parked."""
-        if not isinstance(request, Claim) or request.answer or request.error is not None:
+        if not isinstance(request, _WaitingClaim) or request.answer or request.error is not None:
             return False
-        waiting = self._waiting.get(id(request))
-        if waiting is None or waiting.until <= self._loop.time():
+        if request not in self._waiting or request.until <= self._loop.time():
             return False
-        waiting.alarm = self._loop.call_at(waiting.until, self._forget, waiting, True)  # noqa: FBT003
-        self._parked.setdefault(request.queue, {})[id(request)] = waiting
+        request.alarm = self._loop.call_at(request.until, self._forget, request, True)  # noqa: FBT003
+        self._parked.setdefault(request.queue, {})[request] = None
         self._under_way -= 1
-        if waiting.admission is not None:
-            waiting.admission.leave()
+        if request.admission is not None:
+            request.admission.leave()
         return True
 
-    def _unpark(self, waiting: _WaitingClaim) -> bool:
+    def _unpark(self, claim: _WaitingClaim) -> bool:
         """Take a claim out of the parked ones; return whether it was parked."""
-        if waiting.alarm is None:
+        if claim.alarm is None:
             return False
-        waiting.alarm.cancel()
-        waiting.alarm = None
-        queue = waiting.claim.queue
-        del self._parked[queue][id(waiting.claim)]
-        if not self._parked[queue]:
-            del self._parked[queue]
+        claim.alarm.cancel()
+        claim.alarm = None
+        del self._parked[claim.queue][claim]
+        if not self._parked[claim.queue]:
+            del self._parked[claim.queue]
         return True
 
-    def _forget(self, waiting: _WaitingClaim, answer: bool = False) -> None:  # noqa: FBT001, FBT002
+    def _forget(self, claim: _WaitingClaim, answer: bool = False) -> None:  # noqa: FBT001, FBT002
         """End the wait of a claim: its time is up, it is answered, or it was cancelled."""
-        self._waiting.pop(id(waiting.claim), None)
-        if self._unpark(waiting) and answer and not waiting.future.done():
-            waiting.future.set_result([])
+        future = self._waiting.pop(claim, None)
+        if self._unpark(claim) and answer and future is not None and not future.done():
+            future.set_result([])
 
     def _woken(self, queue: str | None, available: int | None) -> None:
         """Note that a queue has something to claim; (None, None): the store is lost.
@@ -448,20 +440,21 @@ class Batcher:
         if None in news:
             news = dict.fromkeys(self._parked)
         for queue, available in news.items():
-            parked = list(self._parked.get(queue or "", {}).values())
+            parked = list(self._parked.get(queue or "", {}))
             # As many as could get something, the first ones first; all, if the queue is gone.
             left = len(parked) if available is None else max(1, available)
-            for waiting in parked:
+            for claim in parked:
                 if not left:
                     break
-                self._unpark(waiting)
-                if waiting.future.done():
+                self._unpark(claim)
+                future = self._waiting[claim]
+                if future.done():
                     continue
-                if waiting.admission is None or waiting.admission.admit():
+                if claim.admission is None or claim.admission.admit():
                     left -= 1
-                    self._gather(waiting.claim, waiting.future)
+                    self._gather(claim, future)
                 else:
-                    waiting.future.cancel()
+                    future.cancel()
 
 
 def _without_frames(error: Exception) -> Exception:

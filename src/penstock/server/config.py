@@ -1,4 +1,4 @@
-"""The settings of a server: from a file, the environment and flags, in that order.
+"""The settings of a server: from a file, the environment and flags, in that order; and its logs.
 
 Each setting is a field of :class:`Config`; its names elsewhere follow from the field's. With the
 sections of :data:`SECTIONS`::
@@ -12,9 +12,12 @@ sections of :data:`SECTIONS`::
 from __future__ import annotations
 
 import difflib
+import logging
 import re
+import sys
 import tomllib
 import typing
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
@@ -101,6 +104,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     limits_first_byte: Duration = Duration(limits.HTTP_FIRST_BYTE_MS)
     limits_request: Duration = Duration(limits.HTTP_REQUEST_MS)
     limits_idle: Duration = Duration(limits.HTTP_IDLE_MS)
+
+    def addresses(self) -> dict[str, tuple[str, int]]:
+        """Return host and port of each listener that is not off."""
+        texts = {name: getattr(self, f"listen_{name}") for name in LISTENERS}
+        return {name: parse_address(text) for name, text in texts.items() if text != OFF}
 
 
 _ABOUT: Final = {
@@ -335,26 +343,30 @@ def authenticates(config: Config) -> bool:
     """Decide whether requests need a key; refuse to be open to others by accident."""
     if config.auth_mode == "off":
         return False
-    exposed = [
-        f"listen.{name} {address}"
-        for name in LISTENERS
-        if (address := getattr(config, f"listen_{name}")) != OFF
-        and not is_loopback(parse_address(address)[0])
-    ]
     if config.auth_keys:
         return True
-    if exposed:
-        raise InvalidInput(
-            f"{exposed[0]} can be reached from other machines, and there are no keys: make one "
-            "with 'penstock keys add NAME --keys FILE --allow all' and name the file with --keys "
-            "FILE; or listen on 127.0.0.1; or, if everybody may do everything, say --auth off"
-        )
+    no_keys = (
+        "and there are no keys: make one with 'penstock keys add NAME --keys FILE --allow all' and "
+        "name the file with --keys FILE"
+    )
+    for name, (host, _) in config.addresses().items():
+        if not is_loopback(host):
+            raise InvalidInput(
+                f"listen.{name} {getattr(config, f'listen_{name}')} can be reached from other "
+                f"machines, {no_keys}; or listen on 127.0.0.1; or, if everybody may do everything, "
+                "say --auth off"
+            )
     if config.auth_mode == "required":
-        raise InvalidInput(
-            "auth.mode is required, and there are no keys: make one with 'penstock keys add NAME "
-            "--keys FILE --allow all' and name the file with --keys FILE"
-        )
+        raise InvalidInput(f"auth.mode is required, {no_keys}")
     return False
+
+
+def tls_files(config: Config) -> tuple[Path, Path, Path | None] | None:
+    """Return the files of certificate, key and the clients' CA; None: there is no certificate."""
+    if not config.tls_certificate:
+        return None
+    ca = Path(config.tls_client_ca) if config.tls_client_ca else None
+    return Path(config.tls_certificate), Path(config.tls_key), ca
 
 
 def _shown(value: Any) -> Any:
@@ -367,3 +379,52 @@ def _shown(value: Any) -> Any:
     if isinstance(value, str):
         return without_password(value)
     return value
+
+
+# --- logs: lines of text, or one JSON object each, on standard error ------------------------------
+#
+# The access log of requests is in penstock.server.metrics.
+
+
+class JsonLines(logging.Formatter):
+    """A record as a JSON object; ``fields`` of the record are put beside the rest."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Write one line."""
+        line: dict[str, Any] = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+class TextLines(logging.Formatter):
+    """A record as a line for people."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Write one line, and a traceback below it if there is one."""
+        fields = getattr(record, "fields", {})
+        parts = [_time(record), record.levelname.lower(), record.name, record.getMessage()]
+        parts += [f"{name}={value}" for name, value in fields.items()]
+        if record.exc_info:
+            parts.append(f"\n{self.formatException(record.exc_info)}")
+        return " ".join(parts)
+
+
+def _time(record: logging.LogRecord) -> str:
+    moment = datetime.fromtimestamp(record.created, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def configure_logs(level: str, form: str) -> None:
+    """Log everything of this process to standard error, from a level on."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # At debug asyncio would log every read.
+    logging.getLogger("asyncio").setLevel(max(logging.INFO, logging.getLogger().level))

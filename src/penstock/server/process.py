@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
-import importlib
 import logging
 import os
 import signal
@@ -27,16 +26,22 @@ import msgspec
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, StorageFailed
 from penstock.server import config as configuring
-from penstock.server.config import LISTENERS, OFF, Address, Config
+from penstock.server.config import OFF, Address, Config
 from penstock.server.connections import bind, raise_file_limit
 from penstock.server.security import Keys
-from penstock.server.served_store import Server, new_loop, open_broker, tls_of
+from penstock.server.served_store import (
+    Server,
+    load_protocols,
+    new_loop,
+    open_broker,
+    tls_of,
+)
 from penstock.store.sql.location import without_password
 from penstock.urls import watch_owner
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Callable
 
     from penstock.broker.broker import Broker
     from penstock.clock import Clock
@@ -48,13 +53,6 @@ log = logging.getLogger(__name__)
 _M_ARENA_MAX: Final = -8
 # A store that is lost gives every request its error at once.
 _LOST_GRACE_MS: Final = 1_000
-# Modules of each protocol, which a standby loads ahead: it fails at its start if one is missing.
-_MODULES: Final = {
-    "native": ("penstock.server.native",),
-    "http": ("penstock.server.admin", "penstock.server.sqs"),
-    "flight": ("penstock.flight.service",),
-    "capnp": ("penstock.server.queueber",),
-}
 # How often a standby looks at the owner within the time after which it takes over.
 _LOOKS: Final = 3
 
@@ -108,18 +106,18 @@ def _take(
         Keys(Path(config.auth_keys))
     tls = tls_of(config)
     if not config.standby:
-        _try_addresses(config, LISTENERS)
+        _try_addresses(config)
         return open_broker(config), config
     asyncio.set_event_loop(loop)
     return loop.run_until_complete(_stand_by(config, say, tls, again=again))
 
 
-def _try_addresses(config: Config, names: Iterable[str]) -> None:
+def _try_addresses(config: Config) -> None:
     """Refuse an address that can't be listened on while that costs nothing."""
-    for name in names:
-        address = getattr(config, f"listen_{name}")
-        if address != OFF:
-            for trial in bind(*configuring.parse_address(address)):
+    for name, address in config.addresses().items():
+        # A standby listens for HTTP already.
+        if name != "http" or not config.standby:
+            for trial in bind(*address):
                 trial.close()
 
 
@@ -272,7 +270,8 @@ async def _stand_by(
 
     ``again``: this process owned the store before, and lost it. It may be out of reach for now.
     """
-    _load(config)
+    # Now, so that a standby fails at its start if one is missing.
+    load_protocols(config)
     pulse = await asyncio.to_thread(
         lambda: watch_owner(config.store, routing=config.routing or None, check=not again)
     )
@@ -286,8 +285,7 @@ async def _stand_by(
         while await until_silent(pulse, config.standby_after, SystemClock(), stopping):
             log.warning("the owner of %s gives no sign of life: taking over", config.store)
             try:
-                # A standby listens for HTTP already.
-                _try_addresses(config, [name for name in LISTENERS if name != "http"])
+                _try_addresses(config)
                 broker = await asyncio.to_thread(open_broker, config)
             except StorageFailed as error:
                 log.error("the store can't be taken over now: %s", error)  # noqa: TRY400
@@ -299,17 +297,6 @@ async def _stand_by(
             listen_http = Address(f"{host}:{port}")
             return broker, msgspec.structs.replace(config, listen_http=listen_http)
     return None
-
-
-def _load(config: Config) -> None:
-    for name in LISTENERS:
-        if getattr(config, f"listen_{name}") == OFF:
-            continue
-        try:
-            for module in _MODULES[name]:
-                importlib.import_module(module)
-        except ImportError as error:
-            raise InvalidInput(f"{error}: a standby that is to serve {name} needs it") from None
 
 
 async def until_silent(pulse: Pulse, after_ms: int, clock: Clock, stopping: asyncio.Event) -> bool:

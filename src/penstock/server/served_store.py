@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import penstock
 from penstock.broker.broker import Broker
@@ -18,7 +20,7 @@ from penstock.clock import SystemClock
 from penstock.errors import InvalidInput
 from penstock.server import config as configuring
 from penstock.server.batcher import Batcher
-from penstock.server.config import LISTENERS, OFF, Config
+from penstock.server.config import LISTENERS, OFF, Config, tls_files
 from penstock.server.connections import (
     Connections,
     Listener,
@@ -35,14 +37,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from penstock.clock import Clock
-    from penstock.flight.service import FlightListener
     from penstock.server.metrics import Gauge
 
 log = logging.getLogger(__name__)
 
-_SCHEMES: Final = {"native": "penstock", "http": "http", "flight": "grpc", "capnp": "capnp"}
-_TLS_SCHEMES: Final = {"native": "penstocks", "http": "https", "flight": "grpc+tls"}
-_EXTRAS: Final = {"flight": "flight", "capnp": "queueber"}
 _WATCH_SECONDS: Final = 2.0
 # The most connections in a second, which decides how soon the descriptors are counted again.
 _CONNECTIONS_PER_SECOND: Final = 20_000
@@ -77,12 +75,9 @@ class Server:
         self.batcher = self._make_batcher()
         self.metrics.watch(self.broker, seconds=self.clock.seconds, gauges=self._gauges)
         try:
-            for name in LISTENERS:
-                address = getattr(self.config, f"listen_{name}")
-                if address == OFF:
-                    continue
-                host, port = configuring.parse_address(address)
-                listener = _make(name, self, host, port)
+            load_protocols(self.config)
+            for name, (host, port) in self.config.addresses().items():
+                listener = _KINDS[name].make(self, host, port)
                 await listener.start()
                 self._listeners[name] = listener
                 self.addresses[name] = listener.address[:2]
@@ -148,7 +143,7 @@ class Server:
     def location(self, name: str) -> str:
         """Return the URL of a listener, for a client on this machine."""
         host, port = self.addresses[name]
-        scheme = (_SCHEMES if self.tls is None else _SCHEMES | _TLS_SCHEMES)[name]
+        scheme = _KINDS[name].scheme if self.tls is None else _KINDS[name].tls_scheme
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -200,39 +195,7 @@ class Server:
         await self.batcher.close()
 
 
-class _FlightEdge(Listener):
-    """The Flight service, which has threads of its own, as a listener."""
-
-    def __init__(self, server: Server, host: str, port: int) -> None:
-        import pyarrow.flight  # noqa: F401, PLC0415 - an extra, which must be there
-
-        super().__init__(host, port)
-        self._server = server
-        self._listener: FlightListener | None = None
-
-    async def start(self) -> None:
-        """Listen."""
-        from penstock.flight.service import FlightListener, TlsFiles  # noqa: PLC0415 - an extra
-
-        server, config = self._server, self._server.config
-        tls = None
-        if config.tls_certificate:
-            ca = Path(config.tls_client_ca) if config.tls_client_ca else None
-            tls = TlsFiles(Path(config.tls_certificate), Path(config.tls_key), ca)
-        self._listener = FlightListener(
-            server.broker,
-            *self.address,
-            server.clock,
-            keys=server.keys,
-            metrics=server.metrics,
-            tls=tls,
-        )
-        self.address = self.address[0], self._listener.port
-
-    async def stop(self, grace_ms: int) -> None:
-        """Wait for the calls that run, on a thread."""
-        assert self._listener is not None
-        await asyncio.to_thread(self._listener.close, grace_ms=grace_ms)
+# --- listeners, one for each protocol -------------------------------------------------------------
 
 
 def _native(server: Server, host: str, port: int) -> Listener:
@@ -252,11 +215,7 @@ def _native(server: Server, host: str, port: int) -> Listener:
 
 def _http(server: Server, host: str, port: int) -> Listener:
     from penstock.server import admin  # noqa: PLC0415
-    from penstock.server.http import (  # noqa: PLC0415
-        Http,
-        HttpBounds,
-        PageGuard,
-    )
+    from penstock.server.http import Http, HttpBounds, PageGuard  # noqa: PLC0415
     from penstock.server.sqs import SqsOptions, SqsService  # noqa: PLC0415
 
     config = server.config
@@ -291,6 +250,35 @@ def _http(server: Server, host: str, port: int) -> Listener:
     )
 
 
+class _FlightService(Listener):
+    """The Flight service as a listener: it has threads of its own, and listens once it is made."""
+
+    def __init__(self, server: Server, host: str, port: int) -> None:
+        from penstock.flight.service import FlightListener, TlsFiles  # noqa: PLC0415 - an extra
+
+        super().__init__(host, port)
+        files = tls_files(server.config)
+        self._listen = partial(
+            FlightListener,
+            server.broker,
+            host,
+            port,
+            server.clock,
+            keys=server.keys,
+            metrics=server.metrics,
+            tls=None if files is None else TlsFiles(*files),
+        )
+
+    async def start(self) -> None:
+        """Listen."""
+        self._service = self._listen()
+        self.address = self.address[0], self._service.port
+
+    async def stop(self, grace_ms: int) -> None:
+        """Wait for the calls that run, on a thread."""
+        await asyncio.to_thread(self._service.close, grace_ms=grace_ms)
+
+
 def _capnp(server: Server, host: str, port: int) -> Listener:
     if server.keys is not None:
         raise InvalidInput(
@@ -303,29 +291,42 @@ def _capnp(server: Server, host: str, port: int) -> Listener:
     )
 
 
-_MAKERS: Final[dict[str, Callable[[Server, str, int], Listener]]] = {
-    "native": _native,
-    "http": _http,
-    "flight": _FlightEdge,
-    "capnp": _capnp,
+class _Kind(NamedTuple):
+    """A protocol: its modules and the extra that they need, the schemes of its URLs."""
+
+    make: Callable[[Server, str, int], Listener]
+    modules: tuple[str, ...]
+    extra: str
+    scheme: str
+    tls_scheme: str
+
+
+_KINDS: Final = {
+    "native": _Kind(_native, ("penstock.server.native",), "server", "penstock", "penstocks"),
+    "http": _Kind(
+        _http, ("penstock.server.admin", "penstock.server.sqs"), "server", "http", "https"
+    ),
+    "flight": _Kind(_FlightService, ("penstock.flight.service",), "flight", "grpc", "grpc+tls"),
+    "capnp": _Kind(_capnp, ("penstock.server.queueber",), "queueber", "capnp", "capnp"),
 }
 
 
-def _make(name: str, server: Server, host: str, port: int) -> Listener:
-    try:
-        return _MAKERS[name](server, host, port)
-    except ImportError as error:
-        raise InvalidInput(
-            f"{error}: serving {name} needs pip install 'penstock[{_EXTRAS.get(name, 'server')}]'"
-        ) from None
+def load_protocols(config: Config) -> None:
+    """Import the modules of every protocol that is to be served."""
+    for name in config.addresses():
+        try:
+            for module in _KINDS[name].modules:
+                importlib.import_module(module)
+        except ImportError as error:
+            raise InvalidInput(
+                f"{error}: serving {name} needs pip install 'penstock[{_KINDS[name].extra}]'"
+            ) from None
 
 
 def tls_of(config: Config) -> ssl.SSLContext | None:
     """Return the TLS context of the listeners, if there is a certificate."""
-    if not config.tls_certificate:
-        return None
-    ca = Path(config.tls_client_ca) if config.tls_client_ca else None
-    return server_tls(Path(config.tls_certificate), Path(config.tls_key), ca)
+    files = tls_files(config)
+    return None if files is None else server_tls(*files)
 
 
 # --- running it ---------------------------------------------------------------------------------
@@ -377,16 +378,26 @@ def running(
     Settings are the fields of :class:`Config` or the names of their flags; listeners that are not
     named are off.
     """
-    broker = store if isinstance(store, Broker) else None
-    url = "memory:" if isinstance(store, Broker) else store
-    config = _config(url, settings)
-    opened = broker or open_broker(config, clock)
-    try:
-        with _thread(opened, config, clock) as server:
-            yield server
-    finally:
-        if broker is None:
-            opened.close()
+    config = _config("memory:" if isinstance(store, Broker) else store, settings)
+    with ExitStack() as stack:
+        if isinstance(store, str):
+            store = stack.enter_context(open_broker(config, clock))
+        server = Server(store, config, clock=clock)
+        loop = new_loop()
+        thread = threading.Thread(target=loop.run_forever, name="penstock-server", daemon=True)
+        thread.start()
+        stack.callback(_end, loop, thread)
+        asyncio.run_coroutine_threadsafe(server.start(), loop).result()
+        stack.callback(lambda: asyncio.run_coroutine_threadsafe(server.stop(), loop).result())
+        yield server
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    with suppress(RuntimeError):
+        asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
 
 
 def _config(url: str, settings: dict[str, Any]) -> Config:
@@ -398,23 +409,3 @@ def _config(url: str, settings: dict[str, Any]) -> Config:
             raise InvalidInput(f"no setting {name!r:.100}; there are {', '.join([*short])} …")
         flags[field] = str(value) if isinstance(value, Path) else value
     return configuring.load(environment={}, flags={**flags, "store": url}).config
-
-
-@contextmanager
-def _thread(broker: Broker, config: Config, clock: Clock | None) -> Iterator[Server]:
-    loop = new_loop()
-    server = Server(broker, config, clock=clock)
-    thread = threading.Thread(target=loop.run_forever, name="penstock-server", daemon=True)
-    thread.start()
-    try:
-        asyncio.run_coroutine_threadsafe(server.start(), loop).result()
-        try:
-            yield server
-        finally:
-            asyncio.run_coroutine_threadsafe(server.stop(), loop).result()
-    finally:
-        with suppress(RuntimeError):
-            asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()

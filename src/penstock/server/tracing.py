@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 TRACEPARENT: Final = "traceparent"
 T = TypeVar("T")
 _MAX_LINKS: Final = 32
+_COUNT: Final = "messaging.batch.message_count"
 
 
 def _api() -> Any:
@@ -72,8 +73,9 @@ class TracedBatcher(Batcher):
     ) -> Future[list[int]]:
         """Publish; the span continues the first trace that a message brings."""
         batch = list(messages)
-        brought = next((m.attributes for m in batch if TRACEPARENT in m.attributes), None)
-        span = self._span("publish", queue, parent=brought, count=len(batch))
+        brought = next((m.attributes for m in batch if TRACEPARENT in m.attributes), {})
+        span = self._span("publish", queue, self._context(brought))
+        span.set_attribute(_COUNT, len(batch))
         stamped = _stamped(batch, self._propagator, self._trace.set_span_in_context(span))
         return self._ending(span, partial(super().publish, stamped, queue=queue))
 
@@ -82,11 +84,11 @@ class TracedBatcher(Batcher):
         span = self._span("claim", queue)
 
         def link(deliveries: Sequence[Delivery]) -> None:
-            span.set_attribute("messaging.batch.message_count", len(deliveries))
+            span.set_attribute(_COUNT, len(deliveries))
             for delivery in deliveries[:_MAX_LINKS]:
-                context = self._context(delivery.attributes)
-                if context.is_valid:
-                    span.add_link(context)
+                found = self._trace.get_current_span(self._context(delivery.attributes) or {})
+                if found.get_span_context().is_valid:
+                    span.add_link(found.get_span_context())
 
         return self._ending(span, partial(super().claim, queue, **options), link)
 
@@ -106,27 +108,14 @@ class TracedBatcher(Batcher):
         return self._ending(span, partial(super().extend, receipts, **options))
 
     def _context(self, attributes: Mapping[str, Any]) -> Any:
-        """Return the span context that attributes carry, or an invalid one."""
+        """Return the context of the trace that attributes carry, or None."""
         parent = attributes.get(TRACEPARENT)
-        carrier = {TRACEPARENT: parent} if isinstance(parent, str) else {}
-        return self._trace.get_current_span(self._propagator.extract(carrier)).get_span_context()
+        return self._propagator.extract({TRACEPARENT: parent}) if isinstance(parent, str) else None
 
-    def _span(
-        self,
-        verb: str,
-        queue: str | None,
-        *,
-        parent: Mapping[str, Any] | None = None,
-        count: int | None = None,
-    ) -> Any:
-        context = None
-        if parent is not None and isinstance(parent.get(TRACEPARENT), str):
-            context = self._propagator.extract({TRACEPARENT: parent[TRACEPARENT]})
+    def _span(self, verb: str, queue: str | None, context: Any = None) -> Any:
         attributes: dict[str, Any] = {"messaging.system": "penstock", "messaging.operation": verb}
         if queue is not None:
             attributes["messaging.destination.name"] = queue
-        if count is not None:
-            attributes["messaging.batch.message_count"] = count
         kind = self._trace.SpanKind
         return self._tracer.start_span(
             f"{verb} {queue}" if queue else verb,

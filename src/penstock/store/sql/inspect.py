@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+import re
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from penstock import limits
 from penstock.errors import InvalidInput
+from penstock.limits import MAX_OFFSET, MAX_PAGE_BYTES
 from penstock.model import Attempt, AttemptEnd, Entry, Page, QueueStats, State, StoreStats
 from penstock.store.codec.metadata import decode_metadata, read_metadata
 from penstock.store.sql.move import ALL, STATES, SqlMove
@@ -15,8 +16,9 @@ from penstock.store.sql.settle import ENDINGS
 from penstock.store.sql.zones import token_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
+    from penstock.store.codec.metadata import Metadata
     from penstock.store.sql.session import LogHead, SqlQueue, SqlSession
 
 # Zones that the count of old tokens reads at a time.
@@ -27,8 +29,9 @@ def queue_stats_of(
     run: Callable[..., list[tuple[Any, ...]]], queue: SqlQueue, now_ms: int
 ) -> QueueStats:
     """Return a queue's depths and totals; ``run`` runs a statement, now or in a snapshot."""
-    sums = [int(each or 0) for each in run("sum_counts", queue=queue.number)[0]]
-    live, in_flight, done, failed, *totals = sums
+    # No row of a queue that another process has just deleted.
+    rows = run("sum_counts", queue=queue.number) or [(0,) * 15]
+    _, live, in_flight, done, failed, *totals = rows[0]
     at = {"queue": queue.number, "now_ms": now_ms}
     delayed = run("count_delayed", **at)[0][0]
     available = max(0, live - in_flight - delayed)
@@ -105,14 +108,6 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
         return 1 - self.old_tokens / self.zones if self.zones else 1.0
 
 
-class _Found(NamedTuple):
-    """An entry of a page, without its payload; ``place`` orders it among the others."""
-
-    place: int
-    size: int
-    entry: Entry
-
-
 class SqlInspect(SqlMove):
     """The verbs that only read."""
 
@@ -128,20 +123,26 @@ class SqlInspect(SqlMove):
     ) -> Page:
         """Read a page of messages in a state."""
         queue = self._caught_up(queue_name, now_ms)
-        after = _parse_cursor(cursor, queue, state)
-        told = {"queue": queue.number, "after": after, "count": limit + 1}
+        begin = _parse_cursor(cursor, queue, state) + 1
+        span = {"queue": queue.number, "begin": begin, "end": MAX_OFFSET, "count": limit + 1}
         if state in STATES:
-            found = self.database.ask("page_live", **told, state=STATES[state], now_ms=now_ms)
+            rows = self.database.ask("page_items", **span, state=STATES[state], now_ms=now_ms)
         else:
-            found = self.database.ask(f"page_{state.value}", **told)
-        rows = [row for each in found[:limit] if (row := _read(queue, state, each)) is not None]
-        following = found[limit - 1][0] if len(found) > limit else None
-        if payloads and rows:
-            fitting = _fitting(rows)
-            if fitting < len(rows):
-                rows, following = rows[:fitting], rows[fitting - 1].place
-        entries = [row.entry for row in rows]
-        if payloads and rows:
+            rows = self.database.ask("page_ended", **span, failed=state is State.FAILED)
+        following = rows[limit - 1][0] if len(rows) > limit else None
+        entries: list[Entry] = []
+        size = place = 0
+        for row in rows[:limit]:
+            metadata = read_metadata(row[-1] or b"")
+            if metadata is None:
+                continue
+            size += metadata.size
+            if payloads and entries and size > MAX_PAGE_BYTES:
+                following = place
+                break
+            place = row[0]
+            entries.append(_entry(queue, state, row, metadata))
+        if payloads and entries:
             ids = [entry.message_id for entry in entries]
             bodies: dict[int, bytes] = dict(self.database.run("payloads", message_ids=ids))
             entries = [
@@ -157,8 +158,10 @@ class SqlInspect(SqlMove):
             self.queue(queue_name)
             return []
         queue = self._caught_up(queue_name, now_ms)
-        own = {"queue": queue.number, "message_id": message_id}
-        found = [
+        rows = self.database.run(
+            "attempts", queue=queue.number, message_id=message_id, now_ms=now_ms
+        )
+        return [
             Attempt(
                 number,
                 consumer.decode(),
@@ -167,17 +170,8 @@ class SqlInspect(SqlMove):
                 AttemptEnd(ENDINGS[ending]),
                 reason.decode(errors="replace"),
             )
-            for number, consumer, claimed_at_ms, ended_at_ms, ending, reason in self.database.run(
-                "attempts", **own
-            )
+            for number, consumer, claimed_at_ms, ended_at_ms, ending, reason in rows
         ]
-        found += [
-            Attempt(number, consumer.decode(), claimed_at_ms, None, AttemptEnd.RUNNING)
-            for number, consumer, claimed_at_ms in self.database.run(
-                "running", **own, now_ms=now_ms
-            )
-        ]
-        return found
 
     def queue_stats(self, queue_name: str, now_ms: int) -> QueueStats:
         """Return a queue's depths and totals."""
@@ -209,7 +203,7 @@ class SqlInspect(SqlMove):
             )
             for token, pointers, vested, oldest_ms in database.run("token_status", now_ms=now_ms)
         ]
-        waiting, in_flight = database.run("depth_of_all")[0]
+        depths = [row[1:3] for row in database.run("sum_counts", queue=None)]
         zones, old_tokens = self.count_old_tokens()
         return ClusterStatus(
             store_id=f"{self.store_id:08x}",
@@ -221,8 +215,8 @@ class SqlInspect(SqlMove):
             old_tokens=old_tokens,
             vested=sum(each.vested for each in tokens),
             oldest_lag_ms=max((each.oldest_lag_ms for each in tokens), default=0),
-            waiting=waiting,
-            in_flight=in_flight,
+            waiting=sum(live - in_flight for live, in_flight in depths),
+            in_flight=sum(in_flight for _, in_flight in depths),
             tokens=tokens,
         )
 
@@ -243,20 +237,16 @@ class SqlInspect(SqlMove):
             queue, zone, _ = rows[-1]
 
 
-def _read(queue: SqlQueue, state: State, row: tuple[Any, ...]) -> _Found | None:
-    metadata = read_metadata(row[-1] or b"")
-    if metadata is None:
-        return None
+def _entry(queue: SqlQueue, state: State, row: tuple[Any, ...], metadata: Metadata) -> Entry:
     more: dict[str, Any] = {}
-    if state not in STATES:
-        place, message_id, attempts, more["ended_at_ms"], reason, _ = row
-        more["reason"] = reason.decode(errors="replace")
-    else:
-        message_id, attempts, more["visible_at_ms"], vesting_ms, consumer, _ = row
-        place = message_id
+    if state in STATES:
+        message_id, attempts, more["visible_at_ms"], vesting_ms, _, consumer, _, _ = row
         if state is State.IN_FLIGHT:
             more |= {"lease_deadline_ms": vesting_ms, "consumer": consumer.decode()}
-    entry = Entry(
+    else:
+        _, message_id, attempts, more["ended_at_ms"], reason, _ = row
+        more["reason"] = reason.decode(errors="replace")
+    return Entry(
         message_id=message_id,
         queue=queue.name,
         state=state,
@@ -268,17 +258,6 @@ def _read(queue: SqlQueue, state: State, row: tuple[Any, ...]) -> _Found | None:
         published_at_ms=metadata.published_at_ms,
         **more,
     )
-    return _Found(place, metadata.size, entry)
-
-
-def _fitting(rows: Sequence[_Found]) -> int:
-    """Return how many messages, and at least one, have payloads that fit into a page."""
-    size = 0
-    for count, row in enumerate(rows):
-        size += row.size
-        if size > limits.MAX_PAGE_BYTES:
-            return max(1, count)
-    return len(rows)
 
 
 def _cursor_head(queue: SqlQueue, state: State) -> str:
@@ -288,17 +267,10 @@ def _cursor_head(queue: SqlQueue, state: State) -> str:
 def _parse_cursor(cursor: str | None, queue: SqlQueue, state: State) -> int:
     if cursor is None:
         return -1
-    head = _cursor_head(queue, state)
-    rest = cursor.removeprefix(head)
-    after = -1
-    if cursor.startswith(head) and len(rest) == 16 and rest.isascii() and rest.isalnum():
-        try:
-            after = int(rest, 16)
-        except ValueError:
-            after = -1
-    if not 0 <= after < 1 << 63:
+    found = re.fullmatch(f"{_cursor_head(queue, state)}([0-7][0-9a-f]{{15}})", cursor)
+    if found is None:
         raise InvalidInput(
             f"not a cursor of {state.value} messages of {queue.name}: {cursor[:80]!r}; "
             "pass a page's next_cursor"
         )
-    return after
+    return int(found[1], 16)

@@ -175,7 +175,7 @@ class SqlMaintain(SqlClaim):
                     spec, done = queue.spec, state is State.DONE
                     kept_ms = spec.done_retention_ms if done else spec.failed_retention_ms
                     count += self._trim(
-                        queue, state, now_ms, room, ended_before_ms=now_ms - kept_ms
+                        queue, state, now_ms, room, ended_before_ms=now_ms - kept_ms + 1
                     )
             removed += count
             if not count:
@@ -383,9 +383,9 @@ def _mend(session: SqlSession, kinds: set[Kind], now_ms: int) -> None:
         else:
             session.zones.ensure(
                 {
-                    (row[0], row[1]): row[2]
-                    for row in session.database.run("unpointed_zones")
-                    if row[0] in session.by_number
+                    (queue, zone): vesting_ms
+                    for zone, _, queue, vesting_ms in session.database.run("zones_unpointed")
+                    if queue in session.by_number
                 },
                 now_ms,
             )

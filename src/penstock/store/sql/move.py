@@ -7,9 +7,9 @@ along, all of them forgiven.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
-from penstock.limits import MAX_ATTEMPTS
+from penstock.limits import MAX_ATTEMPTS, MAX_OFFSET
 from penstock.model import State
 from penstock.store import policy
 from penstock.store.codec.metadata import read_metadata
@@ -29,16 +29,9 @@ log = logging.getLogger(__name__)
 STEP_MESSAGES: Final = 1_000
 # A budget for everything that there is.
 ALL: Final = 1_000_000
-# As the statements number the states of live items.
+# As the statements number the states of live items; the last means all of them.
 STATES: Final = {State.AVAILABLE: 0, State.DELAYED: 1, State.IN_FLIGHT: 2}
-
-
-class _Leaving(NamedTuple):
-    """A message that has left its queue; ``vesting_ms`` if it was waiting."""
-
-    message_id: int
-    attempts: int
-    vesting_ms: int
+ANY_STATE: Final = 3
 
 
 class SqlMove(SqlSettle):
@@ -97,19 +90,16 @@ class SqlMove(SqlSettle):
         self.catch_up(now_ms, ALL, queue)
         further = None
         if message_ids is not None:
-            rows = self.database.run(
-                "find_failed", queue=queue.number, message_ids=list(message_ids)
-            )
+            rows = self.database.run("metadata_of", message_ids=list(message_ids))
         else:
-            begin = int.from_bytes(after, "big") if after else -1
-            rows = self.database.run(
-                "pick_failed", queue=queue.number, after=begin, count=STEP_MESSAGES
-            )
-            if len(rows) == STEP_MESSAGES:
-                further = rows[-1][0].to_bytes(8, "big")
+            begin = int.from_bytes(after, "big") + 1 if after else 0
+            page = self._page_failed(queue, begin, STEP_MESSAGES)
+            rows = [(row[1], row[-1]) for row in page]
+            if len(page) == STEP_MESSAGES:
+                further = page[-1][0].to_bytes(8, "big")
         chosen = {
             message_id: metadata
-            for _, message_id, record in rows
+            for message_id, record in rows
             if (metadata := read_metadata(record or b"")) is not None
             and (where is None or where(metadata))
         }
@@ -118,10 +108,12 @@ class SqlMove(SqlSettle):
     def _redrive(self, queue: SqlQueue, chosen: dict[int, Metadata], now_ms: int) -> int:
         if not self.database.run("share_queues", numbers=[queue.number]):
             return 0
-        taken = self.database.run("take_failed", queue=queue.number, message_ids=list(chosen))
+        taken = self.database.run(
+            "take_ended", queue=queue.number, message_ids=list(chosen), states=[True]
+        )
         arrivals = [
             Arrival(queue, message_id, chosen[message_id], now_ms, attempts)
-            for message_id, attempts in taken
+            for message_id, attempts, _ in taken
         ]
         add_items(self, arrivals, now_ms)
         count = len(arrivals)
@@ -201,12 +193,16 @@ class SqlMove(SqlSettle):
 
     # --- one step --------------------------------------------------------------------------
 
+    def _page_failed(self, queue: SqlQueue, begin: int, count: int) -> list[tuple[Any, ...]]:
+        return self.database.run(
+            "page_ended", queue=queue.number, failed=True, begin=begin, end=MAX_OFFSET, count=count
+        )
+
     def _pick(self, queue: SqlQueue, state: State, count: int, now_ms: int) -> list[int]:
-        database = self.database
         if state is State.FAILED:
-            rows = database.run("pick_failed", queue=queue.number, after=-1, count=count)
-            return [row[1] for row in rows if read_metadata(row[2] or b"") is not None]
-        rows = database.run(
+            rows = self._page_failed(queue, 0, count)
+            return [row[1] for row in rows if read_metadata(row[-1] or b"") is not None]
+        rows = self.database.run(
             "pick_items", queue=queue.number, state=STATES[state], now_ms=now_ms, count=count
         )
         return [row[0] for row in rows]
@@ -226,87 +222,78 @@ class SqlMove(SqlSettle):
         leaving = self._take_out(queue, state, list(known), now_ms)
         if not leaving:
             return 0
-        ids = [each.message_id for each in leaving]
+        ids = sorted(leaving)
         live = {row[0] for row in database.run("find_live", queue=to.number, message_ids=ids)}
-        rest = [message_id for message_id in ids if message_id not in live]
-        done: dict[int, int] = dict(database.run("take_done", queue=to.number, message_ids=rest))
-        failed: dict[int, int] = dict(
-            database.run("take_failed", queue=to.number, message_ids=rest)
+        arriving = [message_id for message_id in ids if message_id not in live]
+        ended = database.run(
+            "take_ended", queue=to.number, message_ids=arriving, states=[False, True]
         )
-        before = done | failed
+        before: dict[int, int] = {message_id: attempts for message_id, attempts, _ in ended}
         # Both queues hold these messages, and one of them from here on.
-        let_go = [*(each for each in ids if each in live), *before]
-        if let_go:
-            database.run("let_go", message_ids=let_go)
+        if live or before:
+            database.run("let_go", message_ids=[*live, *before])
         if live:
+            database.run("forget_attempts", queue=queue.number, message_ids=sorted(live))
+        if arriving:
+            # Attempts in the other queue come first, and attempts only grow.
+            befores = [before.get(message_id, 0) for message_id in arriving]
             database.run(
-                "forget_attempts", queue=queue.number, message_ids=sorted(live.intersection(ids))
+                "move_attempts",
+                queue=queue.number,
+                to_queue=to.number,
+                message_ids=arriving,
+                befores=befores,
             )
-        arriving = [each for each in leaving if each.message_id not in live]
-        self._put_in(queue, to, arriving, before, known, now_ms)
-        gone = len(ids)
-        counts = {
-            queue.number: {
-                "failed" if state is State.FAILED else "live": -gone,
-                "moved_out": gone,
-            },
-            to.number: {
-                "live": len(arriving),
-                "done": -len(done),
-                "failed": -len(failed),
-                "moved_in": len(arriving) - len(before),
-                "redriven": len(before),
-            },
-        }
-        for number, added in sorted(counts.items()):
-            self.add_counts(number, now_ms, **added)
-        self.wake(to, gone)
+            arrivals = []
+            for message_id, first in zip(arriving, befores, strict=True):
+                attempts, vesting_ms = leaving[message_id]
+                attempts = min(first + attempts, MAX_ATTEMPTS)
+                vesting_ms = max(now_ms, vesting_ms)
+                arrivals.append(Arrival(to, message_id, known[message_id], vesting_ms, attempts))
+            add_items(self, arrivals, now_ms)
+        self._count_moved(queue, to, state, len(ids), len(arriving), ended, now_ms)
+        self.wake(to, len(ids))
         if queue.fifo:
             # The head of a group may be gone, which other messages of it have waited for.
             self.wake(queue)
             self.zones.lower(
                 {(queue.number, known[each].group.encode()): now_ms for each in ids}, now_ms
             )
-        return gone
+        return len(ids)
 
-    def _take_out(
-        self, queue: SqlQueue, state: State, message_ids: list[int], now_ms: int
-    ) -> list[_Leaving]:
-        own = {"queue": queue.number, "message_ids": message_ids}
-        if state is State.FAILED:
-            rows = self.database.run("take_failed", **own)
-            return [_Leaving(message_id, attempts, now_ms) for message_id, attempts in sorted(rows)]
-        rows = self.database.run("remove_items", **own, state=STATES[state], now_ms=now_ms)
-        return [_Leaving(row[0], row[4], row[5]) for row in sorted(rows, key=lambda row: row[0])]
-
-    def _put_in(
+    def _count_moved(
         self,
         queue: SqlQueue,
         to: SqlQueue,
-        arriving: Sequence[_Leaving],
-        before: dict[int, int],
-        known: dict[int, Metadata],
+        state: State,
+        left: int,
+        arrived: int,
+        ended: list[tuple[Any, ...]],
         now_ms: int,
     ) -> None:
-        if not arriving:
-            return
-        # Attempts in the other queue come first, and attempts only grow.
-        befores = [before.get(each.message_id, 0) for each in arriving]
-        self.database.run(
-            "move_attempts",
-            queue=queue.number,
-            to_queue=to.number,
-            message_ids=[each.message_id for each in arriving],
-            befores=befores,
-        )
-        arrivals = [
-            Arrival(
-                to,
-                each.message_id,
-                known[each.message_id],
-                max(now_ms, each.vesting_ms),
-                min(first + each.attempts, MAX_ATTEMPTS),
-            )
-            for each, first in zip(arriving, befores, strict=True)
-        ]
-        add_items(self, arrivals, now_ms)
+        """Count messages that left a queue, and those of them that the other had not live."""
+        failed = sum(row[2] for row in ended)
+        source = "failed" if state is State.FAILED else "live"
+        counts = {
+            queue.number: {source: -left, "moved_out": left},
+            to.number: {
+                "live": arrived,
+                "done": failed - len(ended),
+                "failed": -failed,
+                "moved_in": arrived - len(ended),
+                "redriven": len(ended),
+            },
+        }
+        for number, added in sorted(counts.items()):
+            self.add_counts(number, now_ms, **added)
+
+    def _take_out(
+        self, queue: SqlQueue, state: State, message_ids: list[int], now_ms: int
+    ) -> dict[int, tuple[int, int]]:
+        """Take messages out of a queue; return attempts and vesting time of each that was there."""
+        own = {"queue": queue.number, "message_ids": message_ids}
+        if state is State.FAILED:
+            rows = self.database.run("take_ended", **own, states=[True])
+            return {message_id: (attempts, now_ms) for message_id, attempts, _ in rows}
+        rows = self.database.run("remove_items", **own, state=STATES[state], now_ms=now_ms)
+        return {row[0]: (row[4], row[5]) for row in rows}

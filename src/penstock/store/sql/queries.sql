@@ -61,31 +61,22 @@ RETURNING specs_version, filters_version;
 -- The latest time that anything has happened at.
 SELECT greatest((SELECT max(time_ms) FROM log_head), (SELECT max(time_ms) FROM queue_counts));
 
--- name: put_settings
--- Change the settings of the log.
-UPDATE instance SET log_settings = :log_settings;
+-- name: put_{each}
+-- each: log_settings filter_changes ring_size
+-- Change the {each} of the store. A change of the ring waits for transactions that make zones.
+UPDATE instance SET {each} = :value;
 
--- name: put_filter_changes
--- Write down from which offset on which version of the filters counts.
-UPDATE instance SET filter_changes = :filter_changes;
-
--- name: put_ring
--- Give new zones a token of another ring. Waits for transactions that make zones of this one.
-UPDATE instance SET ring_size = :ring_size;
+-- part: tokens_in_use
+-- The number of tokens that claims must look at.
+greatest(ring_size, (SELECT coalesce(max(token), 0) + 1 FROM pointer_index WHERE token > 0))
 
 -- name: put_ring_high
--- The next step, which sees all zones that were made before: claims look at their tokens as well.
--- Alone, when zones of a larger ring are gone. The caller has locked log_head.
-UPDATE instance
-SET ring_high = greatest(ring_size, (SELECT coalesce(max(token), 0) + 1 FROM pointer_index
-                                     WHERE token > 0))
-RETURNING ring_high;
+-- Let claims look at the tokens of all zones that were made before. The caller has locked log_head.
+UPDATE instance SET ring_high = {tokens_in_use} RETURNING ring_high;
 
 -- name: ring_in_use
 -- The ring, the tokens that claims look at, and those that would do.
-SELECT ring_size, ring_high,
-       greatest(ring_size, (SELECT coalesce(max(token), 0) + 1 FROM pointer_index WHERE token > 0))
-FROM instance;
+SELECT ring_size, ring_high, {tokens_in_use} FROM instance;
 
 -- name: forget_plans
 -- Forget kept plans: the plan of a table that was empty reads all of a full one.
@@ -118,19 +109,18 @@ SELECT epoch FROM instance FOR SHARE;
 -- Read every queue's settings and what it has been filled from.
 SELECT number, name, spec, coverage FROM queues ORDER BY name;
 
--- name: next_queue
--- Take a number for a new queue. Numbers are never used twice: receipts name them.
-UPDATE instance SET next_queue = next_queue + 1 RETURNING next_queue - 1;
-
 -- name: add_queue
--- Add a queue.
+-- Add a queue with its counters, under a number that was never used before: receipts name it.
+WITH taken AS (
+    UPDATE instance SET next_queue = next_queue + 1 RETURNING next_queue - 1 AS number
+), counters AS (
+    INSERT INTO queue_counts (queue, slot, time_ms)
+    SELECT number, slot, :now_ms FROM taken, generate_series(0, :slots - 1) AS each (slot)
+)
 INSERT INTO queues
-VALUES (:number, :name, :spec, :coverage, :fifo, :max_attempts, :unclaimed_retention_ms);
-
--- name: add_counts
--- Add a queue's counters.
-INSERT INTO queue_counts (queue, slot, time_ms)
-SELECT :number, slot, :now_ms FROM generate_series(0, :slots - 1) AS each (slot);
+SELECT number, :name::text, :spec::bytea, :coverage::bytea, :fifo::boolean,
+       :max_attempts::bigint, :unclaimed_retention_ms::bigint
+FROM taken RETURNING number;
 
 -- name: lock_queue
 -- Keep a queue from being changed or deleted until the commit, and read what it was filled from.
@@ -159,13 +149,14 @@ WITH a AS (DELETE FROM queue_counts WHERE queue = :number),
 DELETE FROM queues WHERE number = :number;
 
 -- name: sum_counts
--- A queue's depths and totals.
-SELECT sum(live)::bigint, sum(in_flight)::bigint, sum(done)::bigint, sum(failed)::bigint,
+-- The depths and totals of one queue, or of each.
+SELECT queue, sum(live)::bigint, sum(in_flight)::bigint, sum(done)::bigint, sum(failed)::bigint,
        sum(enqueued_total)::bigint, sum(claimed_total)::bigint, sum(acked_total)::bigint,
        sum(released_total)::bigint, sum(lease_expired_total)::bigint, sum(failed_total)::bigint,
        sum(redriven_total)::bigint, sum(removed_total)::bigint, sum(moved_in_total)::bigint,
        sum(moved_out_total)::bigint
-FROM queue_counts WHERE queue = :queue;
+FROM queue_counts WHERE :queue::integer IS NULL OR queue = :queue
+GROUP BY queue;
 
 -- name: add_to_counts
 -- plan: once
@@ -181,6 +172,21 @@ SET live = live + :live, in_flight = in_flight + :in_flight, done = done + :done
     next_sequence = next_sequence + :sequences, time_ms = greatest(time_ms, :now_ms)
 WHERE queue = :queue AND slot = :slot
 RETURNING next_sequence - :sequences;
+
+-- part: lowered_pointers
+-- Let pointers vest earlier that would be late for the zones of "lower" (queue, zone, vesting_ms).
+lowered AS (
+    UPDATE pointers q
+    SET vesting_ms = least(q.vesting_ms, z.vesting_ms), turn = :turn, lease_id = :stamp
+    FROM lower z JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
+    WHERE q.queue = p.queue AND q.token = p.token AND q.zone = p.zone
+      AND p.vesting_ms > z.vesting_ms
+      AND (z.vesting_ms <= :now_ms OR p.vesting_ms - z.vesting_ms > :threshold_ms)
+    RETURNING q.queue, q.zone, q.vesting_ms
+), known AS (
+    UPDATE pointer_index p SET vesting_ms = l.vesting_ms, empty_since_ms = NULL
+    FROM lowered l WHERE p.queue = l.queue AND p.zone = l.zone
+)
 
 -- === Publish
 
@@ -258,21 +264,12 @@ WITH head AS (
     INSERT INTO pointers SELECT queue, token, zone, vesting_ms, :turn, NULL FROM new
     ON CONFLICT (queue, token, zone) DO UPDATE
     SET vesting_ms = least(pointers.vesting_ms, excluded.vesting_ms), lease_id = :stamp
-), lowered AS (
-    UPDATE pointers q
-    SET vesting_ms = least(q.vesting_ms, z.vesting_ms), turn = :turn, lease_id = :stamp
+), lower AS (
+    SELECT z.queue, z.zone, z.vesting_ms
     FROM head h, unnest(:zone_queues::bigint[], :zone_names::bytea[], :zone_vestings::bigint[])
         AS z (queue, zone, vesting_ms)
-    JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
-    WHERE q.queue = p.queue AND q.token = p.token AND q.zone = p.zone
-      AND p.vesting_ms > z.vesting_ms
-      AND (z.vesting_ms <= :now_ms OR p.vesting_ms - z.vesting_ms > :threshold_ms)
-    RETURNING q.queue, q.zone, q.vesting_ms
-), known AS (
-    UPDATE pointer_index p SET vesting_ms = l.vesting_ms, empty_since_ms = NULL
-    FROM lowered l WHERE p.queue = l.queue AND p.zone = l.zone
-)
-SELECT first_id, (SELECT count(*) FROM new), (SELECT count(*) FROM lowered) FROM head;
+), {lowered_pointers}
+SELECT first_id FROM head;
 
 -- name: roll_segment
 -- Begin a new segment of the log at its end. The caller has locked log_head.
@@ -318,19 +315,11 @@ SELECT count(*) FROM (
 
 -- name: lower_zones
 -- Let pointers vest earlier, if they would be late for items that have come into their zones.
-WITH lowered AS (
-    UPDATE pointers q
-    SET vesting_ms = least(q.vesting_ms, z.vesting_ms), turn = :turn, lease_id = :stamp
-    FROM unnest(:queues::bigint[], :zones::bytea[], :vestings::bigint[])
+WITH lower AS (
+    SELECT * FROM unnest(:queues::bigint[], :zones::bytea[], :vestings::bigint[])
         AS z (queue, zone, vesting_ms)
-    JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
-    WHERE q.queue = p.queue AND q.token = p.token AND q.zone = p.zone
-      AND p.vesting_ms > z.vesting_ms
-      AND (z.vesting_ms <= :now_ms OR p.vesting_ms - z.vesting_ms > :threshold_ms)
-    RETURNING q.queue, q.zone, q.vesting_ms
-)
-UPDATE pointer_index p SET vesting_ms = l.vesting_ms, empty_since_ms = NULL
-FROM lowered l WHERE p.queue = l.queue AND p.zone = l.zone;
+), {lowered_pointers}
+SELECT count(*) FROM lowered;
 
 -- name: peek
 -- plan: once
@@ -558,16 +547,20 @@ JOIN unnest(:queues::bigint[], :zones::bytea[]) AS z (queue, zone)
 WHERE p.empty_since_ms <= :before_ms
 FOR UPDATE OF p SKIP LOCKED;
 
+-- part: without_items
+-- Whether a zone of the pointer index is empty. Not EXISTS, which the planner may answer by reading
+-- all items.
+(SELECT 1 FROM items i WHERE i.queue = p.queue AND i.zone = p.zone AND i.rank >= 0 LIMIT 1) IS NULL
+AND (SELECT 1 FROM items i WHERE i.queue = p.queue AND i.zone = p.zone AND i.rank < 0 LIMIT 1)
+    IS NULL
+
 -- name: collect_zones
 -- The third, which sees all that was committed before the locks were had: zones without items go.
 WITH gone AS (
     DELETE FROM pointer_index p
     USING unnest(:queues::bigint[], :zones::bytea[]) AS z (queue, zone)
     WHERE p.queue = z.queue AND p.zone = z.zone
-      AND (SELECT 1 FROM items i WHERE i.queue = z.queue AND i.zone = z.zone AND i.rank >= 0
-           LIMIT 1) IS NULL
-      AND (SELECT 1 FROM items i WHERE i.queue = z.queue AND i.zone = z.zone AND i.rank < 0
-           LIMIT 1) IS NULL
+      AND {without_items}
     RETURNING p.queue, p.zone, p.token
 ), dropped AS (
     DELETE FROM pointers q USING gone g
@@ -593,13 +586,7 @@ UPDATE log_head SET zones_version = zones_version + 1 RETURNING zones_version;
 
 -- name: find_idle
 -- A page of the zones, and which of them are empty without a mark.
--- Not EXISTS, which the planner may answer by reading all items.
-SELECT p.queue, p.zone,
-       p.empty_since_ms IS NULL
-       AND (SELECT 1 FROM items i WHERE i.queue = p.queue AND i.zone = p.zone AND i.rank >= 0
-            LIMIT 1) IS NULL
-       AND (SELECT 1 FROM items i WHERE i.queue = p.queue AND i.zone = p.zone AND i.rank < 0
-            LIMIT 1) IS NULL
+SELECT p.queue, p.zone, p.empty_since_ms IS NULL AND {without_items}
 FROM (SELECT queue, zone, empty_since_ms FROM pointer_index
       WHERE (queue, zone) > (:queue, :zone) ORDER BY queue, zone LIMIT :count) AS p
 ORDER BY p.queue, p.zone;
@@ -621,33 +608,30 @@ ORDER BY i.queue, i.message_id;
 
 -- === Receipts
 
+-- part: held_items
+-- The items that are held under the leases of receipts, locked.
+held AS MATERIALIZED (
+    SELECT i.* FROM items i
+    JOIN unnest(:queues::bigint[], :message_ids::bigint[], :leases::bytea[])
+        AS w (queue, message_id, lease) ON i.queue = w.queue AND i.message_id = w.message_id
+    WHERE i.lease_id = w.lease
+    ORDER BY i.queue, i.message_id FOR UPDATE OF i
+)
+
 -- name: ack
 -- plan: once
 -- Settle as done what is held under the leases that receipts name, in one statement. Tells which
 -- were held, which of those in time, and which zones of FIFO queues are free of them.
-WITH wanted AS (
-    SELECT * FROM unnest(:queues::bigint[], :message_ids::bigint[], :leases::bytea[])
-        AS w (queue, message_id, lease)
-), held AS MATERIALIZED (
-    SELECT i.queue, i.message_id, i.zone, i.rank, i.vesting_ms, i.attempts, i.claimed_at_ms,
-           i.consumer, i.lease_id
-    FROM items i JOIN wanted w ON i.queue = w.queue AND i.message_id = w.message_id
-    WHERE i.lease_id = w.lease
-    ORDER BY i.queue, i.message_id FOR UPDATE OF i
-), good AS (
+WITH {held_items}, good AS (
     SELECT *, row_number() OVER (PARTITION BY queue ORDER BY message_id) AS nth
     FROM held WHERE vesting_ms > :now_ms
 ), gone AS (
     DELETE FROM items i USING good g WHERE i.queue = g.queue AND i.message_id = g.message_id
-), lowered AS (
+), lower AS (
     -- A zone of a FIFO queue may be free again.
-    UPDATE pointers q
-    SET vesting_ms = :now_ms, turn = :turn, lease_id = :stamp
-    FROM (SELECT DISTINCT queue, zone FROM good WHERE rank < 0 ORDER BY queue, zone) AS z
-    JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
-    WHERE q.queue = p.queue AND q.token = p.token AND q.zone = p.zone AND p.vesting_ms > :now_ms
-    RETURNING q.queue, q.zone
-), counted AS (
+    SELECT DISTINCT queue, zone, :now_ms AS vesting_ms FROM good WHERE rank < 0
+    ORDER BY queue, zone
+), {lowered_pointers}, counted AS (
     UPDATE queue_counts c
     SET live = live - n.number, in_flight = in_flight - n.number, done = done + n.number,
         acked_total = acked_total + n.number, next_sequence = next_sequence + n.number,
@@ -657,16 +641,14 @@ WITH wanted AS (
          (SELECT queue, count(*) AS number FROM good GROUP BY queue ORDER BY queue) AS n
     WHERE c.queue = n.queue AND c.slot = :slot
     RETURNING c.queue, c.next_sequence - n.number AS first
-), ended AS (
-    INSERT INTO done
-    SELECT g.queue, (c.first + g.nth - 1) * :slots + :slot, g.message_id, :now_ms, g.attempts
+), kept AS (
+    INSERT INTO ended
+    SELECT g.queue, false, (c.first + g.nth - 1) * :slots + :slot, g.message_id, :now_ms,
+           g.attempts, ''
     FROM good g JOIN counted c ON c.queue = g.queue
 ), tried AS (
     INSERT INTO attempts
     SELECT queue, message_id, attempts, consumer, claimed_at_ms, :now_ms, 0, '', lease_id FROM good
-), known AS (
-    UPDATE pointer_index p SET vesting_ms = :now_ms, empty_since_ms = NULL
-    FROM lowered l WHERE p.queue = l.queue AND p.zone = l.zone
 )
 SELECT queue, message_id, lease_id, vesting_ms > :now_ms,
        CASE WHEN rank < 0 AND vesting_ms > :now_ms THEN zone END
@@ -675,7 +657,8 @@ FROM held;
 -- name: find_ended
 -- Which of some receipts were settled, and whether to fail: by a verb that has got no answer.
 SELECT a.queue, a.message_id, a.lease_id,
-       EXISTS (SELECT 1 FROM failed f WHERE f.queue = a.queue AND f.message_id = a.message_id)
+       EXISTS (SELECT 1 FROM ended e WHERE e.queue = a.queue AND e.message_id = a.message_id
+               AND e.failed)
 FROM unnest(:queues::bigint[], :message_ids::bigint[], :leases::bytea[])
     AS w (queue, message_id, lease)
 JOIN attempts a ON a.queue = w.queue AND a.message_id = w.message_id AND a.lease_id = w.lease
@@ -685,32 +668,15 @@ WHERE a.ending = :ending;
 -- plan: once
 -- Move the deadline of what is held under the leases that receipts name. Tells which were held,
 -- which of those in time, and the zones of those whose deadline is sooner now.
-WITH wanted AS (
-    SELECT * FROM unnest(:queues::bigint[], :message_ids::bigint[], :leases::bytea[])
-        AS w (queue, message_id, lease)
-), held AS MATERIALIZED (
-    SELECT i.queue, i.message_id, i.zone, i.vesting_ms, i.lease_id
-    FROM items i JOIN wanted w ON i.queue = w.queue AND i.message_id = w.message_id
-    WHERE i.lease_id = w.lease
-    ORDER BY i.queue, i.message_id FOR UPDATE OF i
-), moved AS (
+WITH {held_items}, moved AS (
     UPDATE items i SET vesting_ms = :deadline_ms
     FROM held h
     WHERE i.queue = h.queue AND i.message_id = h.message_id AND h.vesting_ms > :now_ms
     RETURNING i.queue, i.zone
-), lowered AS (
+), lower AS (
     -- A deadline may be sooner than it was.
-    UPDATE pointers q
-    SET vesting_ms = least(q.vesting_ms, :deadline_ms), turn = :turn, lease_id = :stamp
-    FROM (SELECT DISTINCT queue, zone FROM moved ORDER BY queue, zone) AS z
-    JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
-    WHERE q.queue = p.queue AND q.token = p.token AND q.zone = p.zone
-      AND p.vesting_ms > :deadline_ms
-    RETURNING q.queue, q.zone
-), known AS (
-    UPDATE pointer_index p SET vesting_ms = :deadline_ms
-    FROM lowered l WHERE p.queue = l.queue AND p.zone = l.zone
-), counted AS (
+    SELECT DISTINCT queue, zone, :deadline_ms AS vesting_ms FROM moved ORDER BY queue, zone
+), {lowered_pointers}, counted AS (
     -- After the pointers, as every statement locks them.
     UPDATE queue_counts c SET time_ms = greatest(time_ms, :now_ms)
     FROM (SELECT count(*) FROM lowered) AS first,
@@ -728,13 +694,8 @@ SELECT message_id FROM items WHERE queue = :queue AND lease_id = :lease ORDER BY
 
 -- name: lock_held
 -- Lock the items held under the leases of receipts, for a release.
-SELECT i.queue, i.message_id, i.lease_id, i.vesting_ms, i.attempts, i.forgiven, i.zone,
-       i.visible_at_ms
-FROM items i
-JOIN unnest(:queues::bigint[], :message_ids::bigint[], :leases::bytea[])
-    AS w (queue, message_id, lease) ON i.queue = w.queue AND i.message_id = w.message_id
-WHERE i.lease_id = w.lease
-ORDER BY i.queue, i.message_id FOR UPDATE OF i;
+WITH {held_items}
+SELECT queue, message_id, lease_id, vesting_ms, attempts, forgiven, zone, visible_at_ms FROM held;
 
 -- name: end_attempts
 -- Write down attempts that have ended, while the items still name their consumers.
@@ -765,8 +726,8 @@ WITH gone AS (
     WHERE i.queue = :queue AND i.message_id = w.message_id
     RETURNING i.message_id, i.attempts, w.nth
 )
-INSERT INTO failed
-SELECT :queue, (:first + nth - 1) * :slots + :slot, message_id, :now_ms, attempts, :reason
+INSERT INTO ended
+SELECT :queue, true, (:first + nth - 1) * :slots + :slot, message_id, :now_ms, attempts, :reason
 FROM gone;
 
 -- name: lock_expired
@@ -809,8 +770,10 @@ SELECT (SELECT min(vesting_ms) FROM items WHERE lease_id IS NOT NULL),
 -- name: next_retention
 -- When the oldest done and failed message of each queue ended.
 SELECT w.queue,
-       (SELECT ended_at_ms FROM done d WHERE d.queue = w.queue ORDER BY ended_at_ms LIMIT 1),
-       (SELECT ended_at_ms FROM failed f WHERE f.queue = w.queue ORDER BY ended_at_ms LIMIT 1)
+       (SELECT ended_at_ms FROM ended e WHERE e.queue = w.queue AND NOT e.failed
+        ORDER BY ended_at_ms LIMIT 1),
+       (SELECT ended_at_ms FROM ended e WHERE e.queue = w.queue AND e.failed
+        ORDER BY ended_at_ms LIMIT 1)
 FROM unnest(:queues::bigint[]) AS w (queue);
 
 -- name: forget_dedup
@@ -827,12 +790,8 @@ RETURNING 1;
 -- name: forget_requests
 -- plan: once
 -- Forget requests whose sender has long had its answer.
-WITH old AS MATERIALIZED (
-    SELECT token FROM requests WHERE at_ms <= :before_ms LIMIT :count FOR UPDATE SKIP LOCKED
-)
-DELETE FROM requests r
-USING old
-WHERE r.token = old.token;
+DELETE FROM requests WHERE token = ANY (ARRAY(
+    SELECT token FROM requests WHERE at_ms <= :before_ms LIMIT :count FOR UPDATE SKIP LOCKED));
 
 -- name: expire_unclaimed
 -- Remove messages that have waited for too long; tell of which queues.
@@ -851,29 +810,13 @@ UPDATE items
 SET expires_at_ms = CASE WHEN :retention_ms > 0 THEN visible_at_ms + :retention_ms END
 WHERE queue = :queue AND lease_id IS NULL;
 
--- name: trim_{each}_by_time
--- each: done failed
--- Remove {each} messages that ended up to a time.
-WITH old AS MATERIALIZED (
-    SELECT sequence FROM {each} WHERE queue = :queue AND ended_at_ms <= :before
-    ORDER BY ended_at_ms LIMIT :count FOR UPDATE SKIP LOCKED
-)
-DELETE FROM {each} d
-USING old
-WHERE d.queue = :queue AND d.sequence = old.sequence
-RETURNING d.message_id;
-
--- name: trim_{each}_to
--- each: done failed
--- Remove {each} messages of lower sequence numbers.
-WITH old AS MATERIALIZED (
-    SELECT sequence FROM {each} WHERE queue = :queue AND sequence < :before
-    ORDER BY sequence LIMIT :count FOR UPDATE SKIP LOCKED
-)
-DELETE FROM {each} d
-USING old
-WHERE d.queue = :queue AND d.sequence = old.sequence
-RETURNING d.message_id;
+-- name: trim_by_{each}
+-- each: ended_at_ms sequence
+-- Remove done or failed messages whose {each} is below a bound.
+DELETE FROM ended WHERE queue = :queue AND failed = :failed AND sequence = ANY (ARRAY(
+    SELECT sequence FROM ended WHERE queue = :queue AND failed = :failed AND {each} < :before
+    ORDER BY {each} LIMIT :count FOR UPDATE SKIP LOCKED))
+RETURNING message_id;
 
 -- name: forget_attempts
 -- Forget what was tried with messages that leave a queue.
@@ -893,16 +836,11 @@ WITH l AS MATERIALIZED (
 UPDATE messages m SET refs = m.refs - l.number
 FROM l WHERE m.message_id = l.message_id AND l.refs > l.number;
 
--- name: hold
--- Hold messages once more; those that are there are returned.
-UPDATE messages SET refs = refs + 1
-WHERE message_id = ANY (:message_ids::bigint[]) RETURNING message_id;
-
 -- name: refer
--- Set how many queues hold messages that were in none.
+-- Count more queues that hold messages; those messages that are there are returned.
 UPDATE messages m SET refs = m.refs + w.refs
 FROM unnest(:message_ids::bigint[], :refs::bigint[]) AS w (message_id, refs)
-WHERE m.message_id = w.message_id;
+WHERE m.message_id = w.message_id RETURNING m.message_id;
 
 -- name: restore_messages
 -- Store messages again that were gone.
@@ -921,26 +859,22 @@ CASE :state::integer
     WHEN 2 THEN lease_id IS NOT NULL AND vesting_ms > :now_ms
     ELSE true END
 
--- name: page_live
--- Live messages in a state, in the order of their ids.
-SELECT i.message_id, i.attempts, i.visible_at_ms, i.vesting_ms, i.consumer, m.metadata
-FROM items i LEFT JOIN messages m ON m.message_id = i.message_id
-WHERE i.queue = :queue AND i.message_id > :after AND {in_state}
+-- name: page_items
+-- Live messages in a state, in the order of their ids. The metadata is looked up for each row: a join
+-- might be done by reading all.
+SELECT i.message_id, i.attempts, i.visible_at_ms, i.vesting_ms, i.lease_id IS NOT NULL, i.consumer,
+       i.claimed_at_ms, (SELECT m.metadata FROM messages m WHERE m.message_id = i.message_id)
+FROM items i
+WHERE i.queue = :queue AND i.message_id >= :begin AND i.message_id < :end AND {in_state}
 ORDER BY i.message_id LIMIT :count;
 
--- name: page_done
--- Messages that are done, in the order of their sequence.
-SELECT d.sequence, d.message_id, d.attempts, d.ended_at_ms, ''::bytea, m.metadata
-FROM done d LEFT JOIN messages m ON m.message_id = d.message_id
-WHERE d.queue = :queue AND d.sequence > :after
-ORDER BY d.sequence LIMIT :count;
-
--- name: page_failed
--- Messages that have failed, in the order of their sequence.
-SELECT d.sequence, d.message_id, d.attempts, d.ended_at_ms, d.reason, m.metadata
-FROM failed d LEFT JOIN messages m ON m.message_id = d.message_id
-WHERE d.queue = :queue AND d.sequence > :after
-ORDER BY d.sequence LIMIT :count;
+-- name: page_ended
+-- Done or failed messages, in the order of their sequence.
+SELECT e.sequence, e.message_id, e.attempts, e.ended_at_ms, e.reason,
+       (SELECT m.metadata FROM messages m WHERE m.message_id = e.message_id)
+FROM ended e
+WHERE e.queue = :queue AND e.failed = :failed AND e.sequence >= :begin AND e.sequence < :end
+ORDER BY e.sequence LIMIT :count;
 
 -- name: payloads
 -- plan: once
@@ -948,15 +882,13 @@ ORDER BY d.sequence LIMIT :count;
 SELECT message_id, payload FROM messages WHERE message_id = ANY (:message_ids::bigint[]);
 
 -- name: attempts
--- The ended attempts at a message.
+-- The attempts at a message; the one that is under way, if any, is the last.
 SELECT number, consumer, claimed_at_ms, ended_at_ms, ending, reason FROM attempts
-WHERE queue = :queue AND message_id = :message_id ORDER BY number;
-
--- name: running
--- The attempt that is under way.
-SELECT attempts, consumer, claimed_at_ms FROM items
-WHERE queue = :queue AND message_id = :message_id AND lease_id IS NOT NULL
-  AND vesting_ms > :now_ms;
+WHERE queue = :queue AND message_id = :message_id
+UNION ALL
+SELECT attempts, consumer, claimed_at_ms, NULL, 3, '' FROM items
+WHERE queue = :queue AND message_id = :message_id AND lease_id IS NOT NULL AND vesting_ms > :now_ms
+ORDER BY number;
 
 -- name: count_delayed
 -- How many messages of a queue are delayed.
@@ -1003,31 +935,17 @@ SELECT message_id FROM items
 WHERE queue = :queue AND {in_state}
 ORDER BY message_id LIMIT :count;
 
--- name: take_{each}
--- each: done failed
--- Take {each} messages out of a queue: those of some ids.
+-- name: take_ended
+-- Take done or failed messages out of a queue: those of some ids.
 WITH picked AS (
-    SELECT sequence FROM {each}
+    SELECT failed, sequence FROM ended
     WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[])
+      AND failed = ANY (:states::boolean[])
     ORDER BY sequence FOR UPDATE
 )
-DELETE FROM {each} d USING picked p
-WHERE d.queue = :queue AND d.sequence = p.sequence
-RETURNING d.message_id, d.attempts;
-
--- name: pick_failed
--- A page of failed messages.
-SELECT f.sequence, f.message_id, m.metadata
-FROM failed f LEFT JOIN messages m ON m.message_id = f.message_id
-WHERE f.queue = :queue AND f.sequence > :after
-ORDER BY f.sequence LIMIT :count;
-
--- name: find_failed
--- Failed messages of some ids.
-SELECT f.sequence, f.message_id, m.metadata
-FROM failed f LEFT JOIN messages m ON m.message_id = f.message_id
-WHERE f.queue = :queue AND f.message_id = ANY (:message_ids::bigint[])
-ORDER BY f.sequence;
+DELETE FROM ended e USING picked p
+WHERE e.queue = :queue AND e.failed = p.failed AND e.sequence = p.sequence
+RETURNING e.message_id, e.attempts, e.failed;
 
 -- name: find_live
 -- Which messages a queue has waiting or in flight.
@@ -1036,9 +954,8 @@ SELECT message_id FROM items WHERE queue = :queue AND message_id = ANY (:message
 -- name: find_present
 -- Which messages a queue has, in whatever state.
 SELECT message_id FROM items WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[])
-UNION SELECT message_id FROM done WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[])
-UNION SELECT message_id FROM failed
-WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[]);
+UNION
+SELECT message_id FROM ended WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[]);
 
 -- name: metadata_of
 -- Read the metadata of messages.
@@ -1054,7 +971,7 @@ WHERE a.queue = :queue AND a.message_id = w.message_id;
 -- name: pending_dead_letters
 -- Which of some queues have failed messages.
 SELECT w.queue FROM unnest(:queues::bigint[]) AS w (queue)
-WHERE EXISTS (SELECT 1 FROM failed f WHERE f.queue = w.queue);
+WHERE EXISTS (SELECT 1 FROM ended e WHERE e.queue = w.queue AND e.failed);
 
 -- === The metadata log
 
@@ -1062,12 +979,6 @@ WHERE EXISTS (SELECT 1 FROM failed f WHERE f.queue = w.queue);
 -- A page of a log.
 SELECT message_id, metadata FROM log
 WHERE log = :log AND message_id >= :begin AND message_id < :end
-ORDER BY message_id LIMIT :count;
-
--- name: read_logs
--- A page of all logs.
-SELECT message_id, metadata FROM log
-WHERE log = ANY (:logs::integer[]) AND message_id >= :begin AND message_id < :end
 ORDER BY message_id LIMIT :count;
 
 -- name: load_segments
@@ -1096,24 +1007,16 @@ UPDATE log_cursors SET cursor = :cursor, unrouted = unrouted + :unrouted WHERE l
 
 -- name: trim_log
 -- Remove what lies below the log, a bounded part at a time.
-WITH old AS MATERIALIZED (
-    SELECT log, message_id FROM log WHERE log = :log AND message_id < :earliest
-    ORDER BY message_id LIMIT :count FOR UPDATE SKIP LOCKED
-)
-DELETE FROM log l
-USING old
-WHERE l.log = old.log AND l.message_id = old.message_id
+DELETE FROM log WHERE log = :log AND message_id = ANY (ARRAY(
+    SELECT message_id FROM log WHERE log = :log AND message_id < :earliest
+    ORDER BY message_id LIMIT :count FOR UPDATE SKIP LOCKED))
 RETURNING 1;
 
 -- name: drop_unheld
 -- Remove messages that no queue holds and none can come to hold.
-WITH old AS MATERIALIZED (
+DELETE FROM messages WHERE message_id = ANY (ARRAY(
     SELECT message_id FROM messages WHERE refs = 0 AND message_id < :earliest
-    ORDER BY message_id LIMIT :count FOR UPDATE SKIP LOCKED
-)
-DELETE FROM messages m
-USING old
-WHERE m.message_id = old.message_id
+    ORDER BY message_id LIMIT :count FOR UPDATE SKIP LOCKED))
 RETURNING 1;
 
 -- name: offset_at
@@ -1138,14 +1041,13 @@ DELETE FROM messages WHERE message_id = ANY (:message_ids::bigint[]) AND refs = 
 
 -- name: count_rows
 -- How much there is.
-SELECT (SELECT count(*) FROM queues), (SELECT count(*) FROM items), (SELECT count(*) FROM done),
-       (SELECT count(*) FROM failed), (SELECT count(*) FROM messages),
-       (SELECT count(*) FROM pointer_index);
+SELECT (SELECT count(*) FROM queues), (SELECT count(*) FROM items),
+       (SELECT count(*) FROM ended WHERE NOT failed), (SELECT count(*) FROM ended WHERE failed),
+       (SELECT count(*) FROM messages), (SELECT count(*) FROM pointer_index);
 
 -- part: held_messages
 -- The messages of all queues, in whatever state.
-(SELECT queue, message_id FROM items UNION ALL SELECT queue, message_id FROM done
- UNION ALL SELECT queue, message_id FROM failed)
+(SELECT queue, message_id FROM items UNION ALL SELECT queue, message_id FROM ended)
 
 -- part: holders
 -- How many queues hold each message.
@@ -1155,8 +1057,7 @@ SELECT (SELECT count(*) FROM queues), (SELECT count(*) FROM items), (SELECT coun
 -- Attempts at messages that the queue does not have.
 FROM attempts a
 WHERE NOT EXISTS (SELECT 1 FROM items e WHERE e.queue = a.queue AND e.message_id = a.message_id)
-  AND NOT EXISTS (SELECT 1 FROM done e WHERE e.queue = a.queue AND e.message_id = a.message_id)
-  AND NOT EXISTS (SELECT 1 FROM failed e WHERE e.queue = a.queue AND e.message_id = a.message_id)
+  AND NOT EXISTS (SELECT 1 FROM ended e WHERE e.queue = a.queue AND e.message_id = a.message_id)
 
 -- part: counted_queues
 -- Each queue with its counters, and with the numbers of its rows.
@@ -1164,8 +1065,8 @@ WHERE NOT EXISTS (SELECT 1 FROM items e WHERE e.queue = a.queue AND e.message_id
         (SELECT count(*) FROM items i WHERE i.queue = q.number) AS rows_live,
         (SELECT count(*) FROM items i WHERE i.queue = q.number
          AND i.lease_id IS NOT NULL) AS rows_in_flight,
-        (SELECT count(*) FROM done d WHERE d.queue = q.number) AS rows_done,
-        (SELECT count(*) FROM failed f WHERE f.queue = q.number) AS rows_failed
+        (SELECT count(*) FROM ended e WHERE e.queue = q.number AND NOT e.failed) AS rows_done,
+        (SELECT count(*) FROM ended e WHERE e.queue = q.number AND e.failed) AS rows_failed
  FROM queues q
  CROSS JOIN LATERAL (
      SELECT sum(live) AS live, sum(in_flight) AS in_flight, sum(done) AS done,
@@ -1192,15 +1093,8 @@ FROM {counted_queues} AS d
 WHERE n.queue = d.number AND n.slot = :slot;
 
 -- name: zones_unpointed
--- Zones that have items and no pointer.
-SELECT zone, concat('queue ', queue, ', ', count(*), ' items')
-FROM items i
-WHERE NOT EXISTS (SELECT 1 FROM pointer_index p WHERE p.queue = i.queue AND p.zone = i.zone)
-GROUP BY queue, zone;
-
--- name: unpointed_zones
--- The same, with when they vest.
-SELECT queue, zone, min(vesting_ms)
+-- Zones that have items and no pointer; their queues, and when they vest.
+SELECT zone, concat('queue ', queue, ', ', count(*), ' items'), queue, min(vesting_ms)
 FROM items i
 WHERE NOT EXISTS (SELECT 1 FROM pointer_index p WHERE p.queue = i.queue AND p.zone = i.zone)
 GROUP BY queue, zone;
@@ -1278,11 +1172,8 @@ WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.message_id = e.message_id);
 WITH a AS (
     DELETE FROM items e
     WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.message_id = e.message_id)
-), b AS (
-    DELETE FROM done e
-    WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.message_id = e.message_id)
 )
-DELETE FROM failed e
+DELETE FROM ended e
 WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.message_id = e.message_id);
 
 -- name: items_twice
@@ -1295,18 +1186,17 @@ GROUP BY queue, message_id HAVING count(*) > 1;
 -- A done message stays done, a failed one stays failed.
 WITH a AS (
     DELETE FROM items i
-    WHERE EXISTS (SELECT 1 FROM done d WHERE d.queue = i.queue AND d.message_id = i.message_id)
-       OR EXISTS (SELECT 1 FROM failed f WHERE f.queue = i.queue AND f.message_id = i.message_id)
+    WHERE EXISTS (SELECT 1 FROM ended e WHERE e.queue = i.queue AND e.message_id = i.message_id)
 )
-DELETE FROM failed f
-WHERE EXISTS (SELECT 1 FROM done d WHERE d.queue = f.queue AND d.message_id = f.message_id);
+DELETE FROM ended f
+WHERE failed AND EXISTS (SELECT 1 FROM ended d WHERE d.queue = f.queue
+                         AND d.message_id = f.message_id AND NOT d.failed);
 
 -- name: rows_of_no_queue
 -- Rows that belong to no queue.
 SELECT int4send(queue), concat('queue ', queue, ' in ', place)
 FROM (SELECT DISTINCT queue, 'items' AS place FROM items
-      UNION ALL SELECT DISTINCT queue, 'done' FROM done
-      UNION ALL SELECT DISTINCT queue, 'failed' FROM failed
+      UNION ALL SELECT DISTINCT queue, 'ended' FROM ended
       UNION ALL SELECT DISTINCT queue, 'attempts' FROM attempts
       UNION ALL SELECT DISTINCT queue, 'pointer_index' FROM pointer_index
       UNION ALL SELECT DISTINCT queue, 'queue_counts' FROM queue_counts) AS e
@@ -1315,11 +1205,10 @@ WHERE NOT EXISTS (SELECT 1 FROM queues q WHERE q.number = e.queue);
 -- name: mend_rows_of_no_queue
 -- They can't be reached.
 WITH a AS (DELETE FROM items WHERE queue NOT IN (SELECT number FROM queues)),
-     b AS (DELETE FROM done WHERE queue NOT IN (SELECT number FROM queues)),
-     c AS (DELETE FROM failed WHERE queue NOT IN (SELECT number FROM queues)),
-     d AS (DELETE FROM attempts WHERE queue NOT IN (SELECT number FROM queues)),
-     e AS (DELETE FROM pointers WHERE queue NOT IN (SELECT number FROM queues)),
-     f AS (DELETE FROM pointer_index WHERE queue NOT IN (SELECT number FROM queues))
+     b AS (DELETE FROM ended WHERE queue NOT IN (SELECT number FROM queues)),
+     c AS (DELETE FROM attempts WHERE queue NOT IN (SELECT number FROM queues)),
+     d AS (DELETE FROM pointers WHERE queue NOT IN (SELECT number FROM queues)),
+     e AS (DELETE FROM pointer_index WHERE queue NOT IN (SELECT number FROM queues))
 DELETE FROM queue_counts WHERE queue NOT IN (SELECT number FROM queues);
 
 -- name: attempts_orphaned
@@ -1331,16 +1220,18 @@ SELECT DISTINCT int8send(a.message_id), concat('queue ', a.queue, ', message ', 
 -- Forget them.
 DELETE {orphaned_attempts};
 
--- name: messages_garbage
+-- part: garbage
 -- Messages that no queue holds, and that the log does not know.
-SELECT int8send(message_id), concat('message ', message_id)
 FROM messages m
-WHERE refs <= 0 AND NOT EXISTS (SELECT 1 FROM log l WHERE l.message_id = m.message_id);
+WHERE refs <= 0 AND NOT EXISTS (SELECT 1 FROM log l WHERE l.message_id = m.message_id)
+
+-- name: messages_garbage
+-- Find them.
+SELECT int8send(message_id), concat('message ', message_id) {garbage};
 
 -- name: mend_messages_garbage
 -- Remove them.
-DELETE FROM messages m
-WHERE refs <= 0 AND NOT EXISTS (SELECT 1 FROM log l WHERE l.message_id = m.message_id);
+DELETE {garbage};
 
 -- name: log_beyond_end
 -- Messages beyond the end of the log.
@@ -1387,74 +1278,32 @@ UPDATE queue_counts c SET next_sequence = m.mark
 FROM unnest(:queues::bigint[], :marks::bigint[]) AS m (queue, mark)
 WHERE c.queue = m.queue AND c.next_sequence < m.mark;
 
--- name: pinned_sequences
+-- name: read_sequences
 -- Which sequence numbers have been given out.
 SELECT queue, max(next_sequence) FROM queue_counts GROUP BY queue;
 
--- name: pinned_counts
--- About how many rows each queue has: live, in flight, done, failed, attempts.
-SELECT queue, sum(live)::bigint, sum(in_flight)::bigint, sum(done)::bigint, sum(failed)::bigint,
-       sum(acked_total + released_total + lease_expired_total)::bigint
-FROM queue_counts GROUP BY queue;
-
--- name: pinned_message_ends
+-- name: message_ends
 -- The first and the last message of a range.
 SELECT min(message_id), max(message_id) FROM messages
 WHERE message_id >= :begin AND message_id < :end;
 
--- name: pinned_item_ends
--- The first and the last live message of a queue.
-SELECT min(message_id), max(message_id) FROM items WHERE queue = :queue;
+-- name: {each}_ends
+-- each: items attempts
+-- The first and the last message of a queue's {each}.
+SELECT min(message_id), max(message_id) FROM {each} WHERE queue = :queue;
 
--- name: pinned_attempt_ends
--- The first and the last message of a queue that has been tried.
-SELECT min(message_id), max(message_id) FROM attempts WHERE queue = :queue;
+-- name: ended_ends
+-- The lowest and the highest sequence of a queue's done or failed messages.
+SELECT min(sequence), max(sequence) FROM ended
+WHERE queue = :queue AND failed = :failed AND sequence >= :least;
 
--- name: pinned_{each}_ends
--- each: done failed
--- The lowest and the highest sequence of a queue's {each} messages.
-SELECT min(sequence), max(sequence) FROM {each} WHERE queue = :queue AND sequence >= :least;
-
--- name: pinned_sizes
+-- name: payload_sizes
 -- How large payloads are, which need not be read for it.
 SELECT message_id, octet_length(payload) FROM messages
 WHERE message_id >= :begin AND message_id < :end
 ORDER BY message_id LIMIT :count;
 
--- name: pinned_items
--- Live messages. The metadata is looked up for each row: a join might be done by reading all.
-SELECT i.message_id, i.attempts, i.visible_at_ms, i.vesting_ms, i.lease_id IS NOT NULL, i.consumer,
-       i.claimed_at_ms, (SELECT m.metadata FROM messages m WHERE m.message_id = i.message_id)
-FROM items i
-WHERE i.queue = :queue AND i.message_id >= :begin AND i.message_id < :end
-ORDER BY i.message_id LIMIT :count;
-
--- name: pinned_held
--- Live messages that are in flight, without their metadata.
-SELECT i.message_id, i.attempts, i.visible_at_ms, i.vesting_ms, true, i.consumer, i.claimed_at_ms,
-       ''::bytea
-FROM items i
-WHERE i.queue = :queue AND i.message_id >= :begin AND i.message_id < :end
-  AND i.lease_id IS NOT NULL AND i.vesting_ms > :now_ms
-ORDER BY i.message_id LIMIT :count;
-
--- name: pinned_done
--- Done messages.
-SELECT d.sequence, d.message_id, d.ended_at_ms, d.attempts,
-       (SELECT m.metadata FROM messages m WHERE m.message_id = d.message_id), ''::bytea
-FROM done d
-WHERE d.queue = :queue AND d.sequence >= :begin AND d.sequence < :end
-ORDER BY d.sequence LIMIT :count;
-
--- name: pinned_failed
--- Failed messages.
-SELECT d.sequence, d.message_id, d.ended_at_ms, d.attempts,
-       (SELECT m.metadata FROM messages m WHERE m.message_id = d.message_id), d.reason
-FROM failed d
-WHERE d.queue = :queue AND d.sequence >= :begin AND d.sequence < :end
-ORDER BY d.sequence LIMIT :count;
-
--- name: pinned_attempts
+-- name: page_attempts
 -- Attempts that have ended.
 SELECT message_id, number, claimed_at_ms, consumer, ended_at_ms, ending, reason FROM attempts
 WHERE queue = :queue AND (message_id, number) > (:after, :after_number) AND message_id < :end
@@ -1470,11 +1319,6 @@ FROM pointers GROUP BY token ORDER BY token;
 -- name: count_empty_zones
 -- Zones that nothing was seen in, which are collected if it stays so.
 SELECT count(*) FROM pointer_index WHERE empty_since_ms IS NOT NULL;
-
--- name: depth_of_all
--- Messages of all queues that wait, and that are in flight.
-SELECT coalesce(sum(live - in_flight), 0)::bigint, coalesce(sum(in_flight), 0)::bigint
-FROM queue_counts;
 
 -- name: page_tokens
 -- Which token each zone has, from a zone on.

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from penstock.errors import InvalidInput, InvalidQueue
-from penstock.model import State
+from penstock.model import Ordering, State
 from penstock.store.contract import FiltersChanged, LiveQueue
 from penstock.store.policy import Coverage, Stretch
-from penstock.store.sql.move import ALL, STATES, SqlMove
+from penstock.store.sql.move import ALL, ANY_STATE, STATES, SqlMove
 from penstock.store.sql.routing import SqlRouting
 from penstock.store.sql.session import SLOTS, SqlQueue
 
@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 
 # Messages that one transaction removes.
 CHUNK: Final = 1_000
-# As the statements number it: an item in any state.
-_ANY: Final = 3
 # Beyond every time, whatever another process's clock said, and beyond every sequence number.
 _FOREVER: Final = (1 << 63) - 1
 
@@ -62,19 +60,18 @@ class SqlQueues(SqlMove, SqlRouting):
                 # Another process was faster: the caller is to look at the queue.
                 raise FiltersChanged
             live = [Stretch(end, None, spec.filter)]
-            number = database.run("next_queue")[0][0]
-            queue = SqlQueue(number, spec, Coverage(live, known_from=0))
-            database.run(
+            coverage = Coverage(live, known_from=0)
+            rows = database.run(
                 "add_queue",
-                number=number,
                 name=spec.name,
-                coverage=msgspec.msgpack.encode(queue.coverage),
-                fifo=queue.fifo,
+                coverage=msgspec.msgpack.encode(coverage),
+                fifo=spec.ordering is Ordering.FIFO,
                 **_spec_columns(spec),
+                slots=SLOTS,
+                now_ms=now_ms,
             )
-            database.run("add_counts", number=number, slots=SLOTS, now_ms=now_ms)
             self.changed(now_ms, filters_from=end)
-            return queue
+            return SqlQueue(rows[0][0], spec, coverage)
 
         self.adopt(self.change(work))
 
@@ -146,13 +143,15 @@ class SqlQueues(SqlMove, SqlRouting):
                 return None, 0
             # No message can come any more, but a claim may end: its message is done or failed then.
             live = database.run(
-                "pick_items", queue=queue.number, state=_ANY, now_ms=now_ms, count=ALL
+                "pick_items", queue=queue.number, state=ANY_STATE, now_ms=now_ms, count=ALL
             )
             if live and drained:
                 return None, 0
-            more = self._remove_items(queue, [row[0] for row in live], _ANY, now_ms) if live else 0
-            for name in ("trim_done_by_time", "trim_failed_by_time"):
-                rows = database.run(name, queue=queue.number, before=_FOREVER, count=ALL)
+            ids = [row[0] for row in live]
+            more = self._remove_items(queue, ids, ANY_STATE, now_ms) if ids else 0
+            ended = {"queue": queue.number, "before": _FOREVER, "count": ALL}
+            for failed in (False, True):
+                rows = database.run("trim_by_ended_at_ms", failed=failed, **ended)
                 self._forget_messages(queue, [row[0] for row in rows])
                 more += len(rows)
             database.run("remove_queue", number=queue.number)
@@ -194,7 +193,7 @@ class SqlQueues(SqlMove, SqlRouting):
             if live and (live[-1].end or 0) > routed_up_to:
                 continue
             waits = self.database.run(
-                "pick_items", queue=queue.number, state=_ANY, now_ms=now_ms, count=1
+                "pick_items", queue=queue.number, state=ANY_STATE, now_ms=now_ms, count=1
             )
             pending = {each.number for each in self.with_dead_letters()}
             if not waits and queue.number not in pending:
@@ -262,12 +261,16 @@ class SqlQueues(SqlMove, SqlRouting):
         before: int | None = None,
         ended_before_ms: int = _FOREVER,
     ) -> int:
-        """Remove done or failed messages below a sequence number, or that ended up to a time."""
-        by, bound = ("by_time", ended_before_ms) if before is None else ("to", before)
+        """Remove done or failed messages below a sequence number, or that ended before a time."""
+        by, bound = ("ended_at_ms", ended_before_ms) if before is None else ("sequence", before)
 
         def work() -> int:
             rows = self.database.run(
-                f"trim_{state.value}_{by}", queue=queue.number, before=bound, count=count
+                f"trim_by_{by}",
+                queue=queue.number,
+                failed=state is State.FAILED,
+                before=bound,
+                count=count,
             )
             if rows:
                 ids = [row[0] for row in rows]
@@ -307,7 +310,7 @@ class SqlQueues(SqlMove, SqlRouting):
         log.error(
             "queue %s: messages %s have no payload; they are removed", queue.name, message_ids
         )
-        self.change(lambda: self._remove_items(queue, message_ids, _ANY, now_ms))
+        self.change(lambda: self._remove_items(queue, message_ids, ANY_STATE, now_ms))
 
 
 def _spec_columns(spec: QueueSpec) -> dict[str, Any]:

@@ -12,7 +12,7 @@ in, so that the queue is searched for them as well.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from penstock.store.sql.session import LogHead, SqlQueue
 
 Rows = list[tuple[Any, ...]]
-
-_ALL_ROWS: Final = 1 << 40
 
 
 def describe_log(
@@ -366,11 +364,9 @@ class SqlRouting(SqlSession):
         """Read messages of all logs: all of [begin, end), or the chosen ones."""
         if chosen is not None and not chosen:
             return []
-        rows = self.database.run(
-            "read_logs", logs=self._logs(), begin=begin, end=end, count=_ALL_ROWS
-        )
+        rows = [row for log in self._logs() for row in self._rows(log, begin, end, end - begin)]
         some = None if chosen is None else set(chosen)
-        return [row for row in rows if some is None or row[0] in some]
+        return sorted(row for row in rows if some is None or row[0] in some)
 
     def _wanted(self, queue: SqlQueue, rows: Rows) -> dict[int, Metadata]:
         """Return the messages that a queue wants and has not had."""
@@ -389,7 +385,8 @@ class SqlRouting(SqlSession):
         """
         if not wanted:
             return []
-        there = {row[0] for row in self.database.run("hold", message_ids=list(wanted))}
+        once = {"message_ids": list(wanted), "refs": [1] * len(wanted)}
+        there = {row[0] for row in self.database.run("refer", **once)}
         again = [each for each in wanted if each not in there and bodies.get(each) is not None]
         if again:
             self.database.run(
@@ -424,7 +421,7 @@ class SqlRouting(SqlSession):
             for log in range(known, wanted):
                 # A log that was not there before holds nothing to be tailed.
                 self.database.run("make_cursor", log=log, cursor=end)
-            self.database.run("put_settings", log_settings=msgspec.msgpack.encode(settings))
+            self.database.run("put_log_settings", value=msgspec.msgpack.encode(settings))
             self.changed(now_ms)
             self.settings = settings
 

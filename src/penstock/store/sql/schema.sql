@@ -101,7 +101,7 @@ CREATE TABLE queues (
 );
 
 -- Depths and totals, in sixteen rows for each queue, whose sums count: a process adds to one of
--- them, so that processes do not wait for each other. A row of done or failed has the number
+-- them, so that processes do not wait for each other. A row of ended has the number
 -- next_sequence * 16 + slot.
 CREATE TABLE queue_counts (
     queue               integer NOT NULL,
@@ -187,28 +187,19 @@ CREATE INDEX pointer_index_empty ON pointer_index (empty_since_ms)
 -- Which tokens are in use. A ring of one has none of it to keep.
 CREATE INDEX pointer_index_tokens ON pointer_index (token) WHERE token > 0;
 
-CREATE TABLE done (
+-- A message that is done or has failed; reason: why it failed.
+CREATE TABLE ended (
     queue           integer NOT NULL,
-    sequence        bigint NOT NULL,
-    message_id      bigint NOT NULL,
-    ended_at_ms     bigint NOT NULL,
-    attempts        integer NOT NULL,
-    PRIMARY KEY (queue, sequence)
-);
-CREATE INDEX done_by_message ON done (queue, message_id);
-CREATE INDEX done_by_time ON done (queue, ended_at_ms);
-
-CREATE TABLE failed (
-    queue           integer NOT NULL,
+    failed          boolean NOT NULL,
     sequence        bigint NOT NULL,
     message_id      bigint NOT NULL,
     ended_at_ms     bigint NOT NULL,
     attempts        integer NOT NULL,
     reason          bytea NOT NULL,
-    PRIMARY KEY (queue, sequence)
+    PRIMARY KEY (queue, failed, sequence)
 );
-CREATE INDEX failed_by_message ON failed (queue, message_id);
-CREATE INDEX failed_by_time ON failed (queue, ended_at_ms);
+CREATE INDEX ended_by_message ON ended (queue, message_id);
+CREATE INDEX ended_by_time ON ended (queue, failed, ended_at_ms);
 
 -- ending: 0 acked, 1 released, 2 expired. lease_id: under which it was held, so that an ack that
 -- got no answer can be told from a stale one.

@@ -216,9 +216,8 @@ class SqlSession:
             self.progress.filter_changes += 1
             self.filter_changes = [*self.filter_changes, (int(row[1]), filters_from)]
             self.filter_changes = self.filter_changes[-FILTER_CHANGES:]
-            self.database.run(
-                "put_filter_changes", filter_changes=msgspec.msgpack.encode(self.filter_changes)
-            )
+            changes = msgspec.msgpack.encode(self.filter_changes)
+            self.database.run("put_filter_changes", value=changes)
 
     # --- transactions, waking, alarms --------------------------------------------------------
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from penstock.store.sql.session import SqlQueue
 
-# As the table attempts has it: acked, released, expired.
+# As the table attempts has it; the last is that of an attempt under way.
 ACKED, RELEASED, EXPIRED = 0, 1, 2
-ENDINGS: Final = ("acked", "released", "expired")
+ENDINGS: Final = ("acked", "released", "expired", "running")
 # Expired items that one transaction ends.
 EXPIRE_CHUNK: Final = 1_000
 
@@ -296,7 +296,8 @@ class SqlSettle(SqlSession):
     def _stamped(self, now_ms: int) -> dict[str, Any]:
         """Return the parameters of a statement that writes pointers; again for each attempt."""
         turn, stamp = self.take_turns(1), self.stamp()
-        return {"slot": self.slot, "turn": turn, "stamp": stamp, "now_ms": now_ms}
+        own = {"slot": self.slot, "turn": turn, "stamp": stamp}
+        return {**own, "now_ms": now_ms, "threshold_ms": 0}
 
     def _keys(self, receipts: Sequence[str], queue_name: str | None) -> list[_Key]:
         keys = [

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import threading
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
@@ -41,7 +41,7 @@ from penstock.store.policy import LogSettings
 from penstock.store.snapshot import Depths, Keys, LeaseHolder, cut_range
 from penstock.store.sql.database import Aborted
 from penstock.store.sql.inspect import queue_stats_of, store_stats_of
-from penstock.store.sql.move import ALL, SqlMove
+from penstock.store.sql.move import ALL, ANY_STATE, STATES, SqlMove
 from penstock.store.sql.routing import describe_log
 from penstock.store.sql.session import LogHead, SqlQueue, decode_queue
 
@@ -70,18 +70,6 @@ ASKED: Final = 10_000
 _AVAILABLE: Final = State.AVAILABLE.value
 _DELAYED: Final = State.DELAYED.value
 _IN_FLIGHT: Final = State.IN_FLIGHT.value
-_ENDED: Final = {State.DONE: "pinned_done", State.FAILED: "pinned_failed"}
-_ENDS: Final = {"done": "pinned_done_ends", "failed": "pinned_failed_ends"}
-
-
-class _Rows(NamedTuple):
-    """About how many rows a queue has."""
-
-    live: int = 0
-    in_flight: int = 0
-    done: int = 0
-    failed: int = 0
-    attempts: int = 0
 
 
 class SqlPinned:
@@ -163,40 +151,42 @@ class SqlPinned:
         return {name for name, queue in self._queues.items() if queue.coverage.draining}
 
     @cached_property
-    def _counts(self) -> dict[int, _Rows]:
-        return {row[0]: _Rows(*row[1:]) for row in self._run("pinned_counts")}
+    def _counts(self) -> dict[int, Sequence[int]]:
+        """The depths and totals of each queue by its number, as the statement orders them."""
+        return {number: counts for number, *counts in self._run("sum_counts", queue=None)}
 
     def depths(self, queue: str) -> Depths:
         """Count a queue's messages."""
         number = self._queues[queue].number
-        counts = self._counts.get(number, _Rows())
+        live, in_flight, done, failed = self._counts.get(number, (0,) * 14)[:4]
         delayed = self._run("count_delayed", queue=number, now_ms=self.at_ms)[0][0]
-        available = max(0, counts.live - counts.in_flight - delayed)
-        return Depths(available, delayed, counts.in_flight, counts.done, counts.failed)
+        return Depths(max(0, live - in_flight - delayed), delayed, in_flight, done, failed)
 
     # --- ranges --------------------------------------------------------------------------
 
     def about(self, table: str, queue: str) -> int:
         """Return about how many rows a queue has in active, attempts, done or failed."""
-        counts = self._counts.get(self._queues[queue].number, _Rows())
-        return int(getattr(counts, "live" if table == "active" else table))
+        counts = self._counts.get(self._queues[queue].number, (0,) * 14)
+        # An attempt ends by an ack, a release or the end of its lease.
+        rows = {"active": counts[0], "done": counts[2], "failed": counts[3]}
+        return sum(counts[6:9]) if table == "attempts" else rows[table]
 
     def cut(self, table: str, queue: str, count: int, least: int = 0) -> Iterator[Keys]:
         """Cut a queue's rows into at most ``count`` ranges, and those in flight by themselves."""
         number = self._queues[queue].number
         if table in {"done", "failed"}:
-            ends = self._run(_ENDS[table], queue=number, least=least)
+            ends = self._run("ended_ends", queue=number, failed=table == "failed", least=least)
             yield from _cut(table, number, ends, count, live=False)
             return
         if table == "attempts":
-            ends = self._run("pinned_attempt_ends", queue=number)
+            ends = self._run("attempts_ends", queue=number)
             yield from _cut("attempts", number, ends, count, live=False)
-        ends = self._run("pinned_item_ends", queue=number)
+        ends = self._run("items_ends", queue=number)
         yield from _cut("held" if table == "attempts" else "items", number, ends, count, live=True)
 
     def message_ends(self, begin: int, end: int) -> tuple[int, int] | None:
         """Return the first and the last id in [begin, end) whose payload is kept, if any is."""
-        first, last = self._run("pinned_message_ends", begin=begin, end=end)[0]
+        first, last = self._run("message_ends", begin=begin, end=end)[0]
         return None if first is None else (first, last)
 
     # --- rows ----------------------------------------------------------------------------
@@ -230,7 +220,7 @@ class SqlPinned:
 
     def payload_sizes(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """Read how large every kept payload of ids in [begin, end) is."""
-        while rows := self._run("pinned_sizes", begin=begin, end=end, count=SIZE_ROWS):
+        while rows := self._run("payload_sizes", begin=begin, end=end, count=SIZE_ROWS):
             yield from ((row[0], row[1]) for row in rows)
             begin = rows[-1][0] + 1
 
@@ -255,26 +245,15 @@ class SqlPinned:
     def live_rows(self, keys: Keys) -> Iterator[list[LiveRow]]:
         """Read live messages; of keys that were cut for attempts, those in flight."""
         number, begin, end = _numbers(keys)
-        if keys.table == "held":
-            pages = self._pages("pinned_held", begin, end, 7, queue=number, now_ms=self.at_ms)
-        else:
-            pages = self._pages("pinned_items", begin, end, 7, queue=number)
-        for rows in pages:
-            yield [self._live_row(*row) for row in rows]
+        state = STATES[State.IN_FLIGHT] if keys.table == "held" else ANY_STATE
+        now = {"state": state, "now_ms": self.at_ms}
+        for rows in self._pages("page_items", begin, end, 7, queue=number, **now):
+            yield [self._live_row(row) for row in rows]
 
-    def _live_row(
-        self,
-        message_id: int,
-        attempts: int,
-        visible_at_ms: int,
-        vesting_ms: int,
-        leased: bool,  # noqa: FBT001 - a column
-        consumer: bytes,
-        claimed_at_ms: int,
-        metadata: bytes | None,
-    ) -> LiveRow:
+    def _live_row(self, row: tuple[Any, ...]) -> LiveRow:
+        message_id, attempts, visible_at_ms, vesting_ms, leased, consumer, claimed_at_ms, _ = row
         # An empty record can't be decoded either.
-        about = metadata or b""
+        about = row[-1] or b""
         if leased and vesting_ms > self.at_ms:
             held = LeaseHolder(consumer.decode(), claimed_at_ms, vesting_ms)
             return message_id, _IN_FLIGHT, attempts, visible_at_ms, held, about
@@ -295,12 +274,13 @@ class SqlPinned:
         Of each: message id, nothing, when it ended, attempts, metadata, and the reason.
         """
         number, begin, end = _numbers(keys)
-        pages = self._pages(_ENDED[state], max(begin, low), min(end, high), 4, queue=number)
-        for rows in pages:
+        begin, end = max(begin, low), min(end, high)
+        failed = state is State.FAILED
+        for rows in self._pages("page_ended", begin, end, 5, queue=number, failed=failed):
             yield (
                 [row[0] for row in rows],
                 [
-                    (row[1], None, row[2], row[3], row[4] or b"", row[5].decode(errors="replace"))
+                    (row[1], None, row[3], row[2], row[5] or b"", row[4].decode(errors="replace"))
                     for row in rows
                 ],
             )
@@ -310,7 +290,7 @@ class SqlPinned:
         number, begin, end = _numbers(keys)
         after = (begin, -1)
         while rows := self._run(
-            "pinned_attempts",
+            "page_attempts",
             queue=number,
             after=after[0],
             after_number=after[1],
@@ -417,7 +397,7 @@ class SqlSnapshots(SqlMove):
             known: dict[int, int] = dict(own.run("lock_sequences"))
             own.run("raise_sequences", queues=list(known), marks=list(known.values()))
             head = _snapshot(database)
-        if any(given > known.get(queue, 0) for queue, given in database.run("pinned_sequences")):
+        if any(given > known.get(queue, 0) for queue, given in database.run("read_sequences")):
             raise Aborted("messages have ended while the store was being pinned")
         return head
 

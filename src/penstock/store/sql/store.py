@@ -261,7 +261,7 @@ class SqlStore(SqlPublish, SqlMaintain, SqlInspect, SqlSnapshots):
 
         def work() -> None:
             self.lock_head()
-            self.database.run("put_ring", ring_size=ring_size)
+            self.database.run("put_ring_size", value=ring_size)
             self.ring_high = self.database.run("put_ring_high")[0][0]
             self.ring_size = ring_size
             self.changed(now_ms)
