@@ -119,7 +119,7 @@ class RefusedSync:
 
 
 def refuse_syncs(broker: Broker) -> None:
-    engine = broker._store.core.engine  # type: ignore[attr-defined]
+    engine = broker._store.engine  # type: ignore[attr-defined]
     engine._db = RefusedSync(engine._db)
 
 
@@ -159,17 +159,17 @@ def test_a_queue_that_is_gone_after_reopening_gets_no_messages(tmp_path: Path) -
     with penstock.open(f"rocksdb:{tmp_path}/store") as broker:
         broker.create_queue("q")
         store = broker._store
-        loaded = store.core.load  # type: ignore[attr-defined]
+        loaded = store.load  # type: ignore[attr-defined]
         loads: list[None] = []
 
         def lose_one() -> None:
             # As if the log had ended before this queue.
             loaded()
-            store.core.coverage.pop("doubtful", None)  # type: ignore[attr-defined]
-            store.core.queues.pop("doubtful", None)  # type: ignore[attr-defined]
+            store.coverage.pop("doubtful", None)  # type: ignore[attr-defined]
+            store.by_name.pop("doubtful", None)  # type: ignore[attr-defined]
             loads.append(None)
 
-        store.core.load = lose_one  # type: ignore[attr-defined]
+        store.load = lose_one  # type: ignore[attr-defined]
         refuse_syncs(broker)
         with pytest.raises(StorageFailed, match="may or may not"):
             broker.create_queue("doubtful", filter="x = 1")
@@ -194,7 +194,7 @@ def test_a_close_that_can_not_sync_lets_go_and_says_so(tmp_path: Path) -> None:
 def test_a_recovery_that_fails_in_a_way_nobody_thought_of_is_tried_again(tmp_path: Path) -> None:
     with penstock.open(f"rocksdb:{tmp_path}/store") as broker:
         broker.create_queue("q")
-        engine = broker._store.core.engine  # type: ignore[attr-defined]
+        engine = broker._store.engine  # type: ignore[attr-defined]
         recover = engine.recover
         tried: list[None] = []
 
@@ -215,7 +215,7 @@ def test_a_recovery_that_fails_in_a_way_nobody_thought_of_is_tried_again(tmp_pat
 def test_a_store_is_recovered_by_one_at_a_time(tmp_path: Path) -> None:
     with penstock.open(f"rocksdb:{tmp_path}/store", background=False) as broker:
         broker.create_queue("q")
-        engine = broker._store.core.engine  # type: ignore[attr-defined]
+        engine = broker._store.engine  # type: ignore[attr-defined]
         probe = engine._free_space.probe
         refuse_syncs(broker)
         with pytest.raises(StorageFailed, match="may or may not"):

@@ -18,9 +18,9 @@ hold only plain values, so the cycle collector need not follow them (``gc=False`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Final, TypeAlias, overload
+from typing import Final, Self, TypeAlias
 
 import msgspec
 
@@ -238,30 +238,22 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class Page(Sequence[Entry]):
+class Page(tuple[Entry, ...]):  # noqa: SLOT001 - a tuple with an attribute
     """A page of entries; ``next_cursor`` continues after it, or is None at the end."""
 
-    __slots__ = ("_entries", "next_cursor")
+    next_cursor: str | None
 
-    def __init__(self, entries: Sequence[Entry], next_cursor: str | None) -> None:
-        self._entries = tuple(entries)
-        self.next_cursor = next_cursor
+    def __new__(cls, entries: Sequence[Entry], next_cursor: str | None) -> Self:
+        """Make a page of these entries."""
+        page = super().__new__(cls, entries)
+        page.next_cursor = next_cursor
+        return page
 
-    @overload
-    def __getitem__(self, index: int) -> Entry: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Entry]: ...
-    def __getitem__(self, index: int | slice) -> Entry | Sequence[Entry]:
-        return self._entries[index]
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self._entries)
+    def __getnewargs__(self) -> tuple[tuple[Entry, ...], str | None]:
+        return tuple(self), self.next_cursor
 
     def __repr__(self) -> str:
-        return f"Page({len(self._entries)} entries, next_cursor={self.next_cursor!r})"
+        return f"Page({len(self)} entries, next_cursor={self.next_cursor!r})"
 
 
 class LogRecord(msgspec.Struct, frozen=True, gc=False):
@@ -426,14 +418,8 @@ class SweepCounts(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total(self) -> int:
         """How many things were done."""
-        return (
-            self.leases_expired
-            + self.came_due
-            + self.failed
-            + self.moved
-            + self.removed
-            + self.dedup_forgotten
-        )
+        *counts, _ = msgspec.structs.astuple(self)
+        return sum(counts)
 
 
 class Want(msgspec.Struct, frozen=True, gc=False):

@@ -32,7 +32,7 @@ class Hand:
         self.broker = broker
         self.clock = clock
         self.store = cast("KvStore", broker._store)
-        self.core: Any = self.store.core
+        self.core: Any = self.store
         self.engine = self.core.engine
         self.design = self.core.identity.design
         self.routing = self.core.identity.routing
@@ -41,7 +41,7 @@ class Hand:
         self.receipts: dict[str, list[str]] = {}
 
     def queue(self, name: str) -> Queue:
-        queue: Queue = self.core.queues[name]
+        queue: Queue = self.core.by_name[name]
         return queue
 
     def number(self, name: str) -> bytes:

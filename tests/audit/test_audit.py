@@ -162,8 +162,8 @@ def test_two_queues_of_one_number_are_beyond_repair() -> None:
         broker.create_queue("a")
         broker.create_queue("b")
         store: Any = broker._store
-        core = store.core
-        twin = Queue(core.queues["b"].spec, core.queues["a"].number, Counts())
+        core: Any = store
+        twin = Queue(core.by_name["b"].spec, core.by_name["a"].number, Counts())
         batch = core.engine.batch()
         QueueTable(core.engine.table("queues")).put_spec(batch, twin)
         core.engine.commit(batch)
@@ -182,10 +182,10 @@ def test_a_queue_that_took_nothing_takes_messages_again() -> None:
         broker.create_queue("a")
         broker.publish([Message(b"1", {"queue": "a"})])
         store: Any = broker._store
-        batch = store.core.engine.batch()
-        batch.delete(b"\x02\x13a", store.core.engine.table("queues").family)
-        store.core.engine.commit(batch)
-        store.core.load()
+        batch = store.engine.batch()
+        batch.delete(b"\x02\x13a", store.engine.table("queues").family)
+        store.engine.commit(batch)
+        store.load()
         assert [queue.filter for queue in store.queues()] == [None]
         report = audit(store, repair=True, now_ms=clock.now_ms())
         assert report.found == {Kind.COVERAGE: 1}
@@ -198,15 +198,17 @@ def test_a_filter_that_was_garbled_is_told_from_what_the_queue_was_filled_by() -
     with penstock.open("memory:", clock=clock, background=False) as broker:
         broker.create_queue("a")
         store: Any = broker._store
-        core = store.core
-        core.queues["a"].respec(msgspec.structs.replace(core.queues["a"].spec, filter="queue = 'a"))
+        core: Any = store
+        core.by_name["a"].respec(
+            msgspec.structs.replace(core.by_name["a"].spec, filter="queue = 'a")
+        )
         batch = core.engine.batch()
-        core.queue_table.put_spec(batch, core.queues["a"])
+        core.queue_table.put_spec(batch, core.by_name["a"])
         core.engine.commit(batch)
         report = audit(store, repair=True, now_ms=clock.now_ms())
         assert report.found == {Kind.SPEC: 1}
         assert report.ok
-        assert core.queues["a"].spec.filter == "queue = 'a'"
+        assert core.by_name["a"].spec.filter == "queue = 'a'"
 
 
 @DESIGNS

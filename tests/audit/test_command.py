@@ -32,7 +32,7 @@ def run(*arguments: str) -> Any:
 def spoil(url: str) -> None:
     with penstock.open(url, background=False) as broker:
         store: Any = broker._store
-        engine = store.core.engine
+        engine = store.engine
         batch = engine.batch()
         batch.put(payload_key(4_000), b"?", engine.table("payloads").family)
         engine.commit(batch)

@@ -1,16 +1,11 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import CorruptRecord, InvalidInput
 from penstock.store.codec import opendata as od
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 QUEUE = st.one_of(
     st.binary(max_size=12), st.lists(st.sampled_from([0, 1, 2, 255]), max_size=5).map(bytes)
@@ -78,27 +73,26 @@ def test_a_prefix_holds_its_own_queue_only(a: bytes, b: bytes, i: int, j: int) -
     assert od.ATTEMPTS.key(b, i, 1).startswith(od.ATTEMPTS.prefix(a, j)) == ((a, j) == (b, i))
 
 
-WRONG_KEYS: list[tuple[Callable[[bytes], object], str]] = [
-    (od.ACTIVE.parse, "02"),
-    (od.ACTIVE.parse, f"02 03 61 00 {TWENTY}"),
-    (od.ACTIVE.parse, f"01 02 61 00 {TWENTY}"),
-    (od.ACTIVE.parse, f"03 02 61 00 {TWENTY}"),
-    (od.ACTIVE.parse, f"02 02 61 {TWENTY[:2]}"),
-    (od.ACTIVE.parse, f"02 02 61 00 {TWENTY} 00"),
-    (od.ACTIVE.parse, f"02 02 61 01 03 00 {TWENTY}"),
-    (od.DONE.parse, f"01 03 61 00 {TWENTY} {SEVEN}"),
-    (od.DONE.parse, f"02 03 61 00 {TWENTY}"),
-    (od.FAILED.parse, f"02 04 61 00 {TWENTY} 00"),
-    (od.ATTEMPTS.parse, f"02 05 61 00 {SEVEN}"),
-    (od.ATTEMPTS.parse, f"01 05 61 00 {SEVEN} 00 01"),
+WRONG_KEYS: list[tuple[od.QueueKeys, str]] = [
+    (od.ACTIVE, "02"),
+    (od.ACTIVE, f"02 03 61 00 {TWENTY}"),
+    (od.ACTIVE, f"01 02 61 00 {TWENTY}"),
+    (od.ACTIVE, f"03 02 61 00 {TWENTY}"),
+    (od.ACTIVE, f"02 02 61 {TWENTY[:2]}"),
+    (od.ACTIVE, f"02 02 61 00 {TWENTY} 00"),
+    (od.ACTIVE, f"02 02 61 01 03 00 {TWENTY}"),
+    (od.DONE, f"01 03 61 00 {TWENTY} {SEVEN}"),
+    (od.DONE, f"02 03 61 00 {TWENTY}"),
+    (od.FAILED, f"02 04 61 00 {TWENTY} 00"),
+    (od.ATTEMPTS, f"02 05 61 00 {SEVEN}"),
+    (od.ATTEMPTS, f"01 05 61 00 {SEVEN} 00 01"),
 ]
 
 
-@pytest.mark.parametrize(("parse", "key"), WRONG_KEYS)
-def test_wrong_keys(parse: Callable[[bytes], object], key: str) -> None:
-    record = parse.__name__.removeprefix("parse_").replace("_", " ")
-    with pytest.raises(CorruptRecord, match=f"^{record}: "):
-        parse(bytes.fromhex(key))
+@pytest.mark.parametrize(("keys", "key"), WRONG_KEYS)
+def test_wrong_keys(keys: od.QueueKeys, key: str) -> None:
+    with pytest.raises(CorruptRecord, match=f"^{keys.record}: "):
+        keys.parse(bytes.fromhex(key))
 
 
 def test_ids() -> None:

@@ -38,7 +38,7 @@ IN_FLIGHT = st.builds(
     TEXT,
     st.binary(min_size=16, max_size=16),
 )
-DONE = st.builds(rec.EndedRecord, U64, U64, I64, U16, META)
+DONE = st.builds(rec.EndedRecord, U64, U64, I64, U16, META, st.just(""))
 FAILED = st.builds(rec.EndedRecord, U64, U64, I64, U16, META, TEXT)
 ATTEMPT = st.builds(rec.AttemptRecord, I64, TEXT, I64, U8, TEXT)
 I64_OR_MORE = st.integers(-(2**63), 2**64 - 1)

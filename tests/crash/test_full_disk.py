@@ -171,7 +171,7 @@ def test_a_store_is_let_go_of_on_a_full_disk(disk: SmallDisk, durability: str) -
     url = f"rocksdb:{disk.path}/store?min_free_bytes=0"
     broker = penstock.open(url, durability=durability, background=False)  # type: ignore[arg-type]
     filled(broker, disk)
-    view = broker._store.core.engine.view()  # type: ignore[attr-defined]
+    view = broker._store.engine.view()  # type: ignore[attr-defined]
     # Of what nobody waited for, some may not be durable; of what somebody did, all is.
     with suppress(DiskFull) if durability == "relaxed" else nullcontext():
         broker.close()

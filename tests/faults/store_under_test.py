@@ -103,7 +103,7 @@ def make(kind: str, place: Path) -> Pristine:
     broker.create_queue("steps", ordering="fifo")
     broker.create_queue("all", filter="kind = 'job' OR kind = 'step'")
     _fill(broker, 0, 120)
-    engine: Any = broker._store.core.engine  # type: ignore[attr-defined]
+    engine: Any = broker._store.engine  # type: ignore[attr-defined]
     if isinstance(engine, RocksEngine):
         for table in engine._tables.values():
             table.column.flush()

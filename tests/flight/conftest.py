@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
@@ -25,6 +26,11 @@ if os.environ.get("PENSTOCK_HYPOTHESIS_PROFILE") == "soak":
     KINDS = [*(f"{place}-{design}" for place in PLACES for design in DESIGNS), "postgresql"]
 
 
+def url_of(kind: str, place: Path) -> str:
+    engine, design = kind.split("-")
+    return f"{PLACES[engine].format(place)}?design={design}"
+
+
 @pytest.fixture(params=KINDS)
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "postgresql":
@@ -32,8 +38,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield server.emptied(str(tmp_path))
         server.forget_places()
         return
-    place, design = request.param.split("-")
-    yield f"{PLACES[place].format(tmp_path)}?design={design}"
+    yield url_of(request.param, tmp_path)
 
 
 @pytest.fixture
@@ -77,9 +82,8 @@ def piped_store(piped: penstock.Broker, clock: ManualClock) -> Iterator[FlightSt
         yield FlightStore(listener.location)
 
 
-@pytest.fixture
-def life(broker: penstock.Broker, clock: ManualClock) -> penstock.Broker:
-    """A store in which everything has happened: all states, groups, priorities, attempts."""
+def fill(broker: penstock.Broker, clock: ManualClock) -> None:
+    """Make everything happen in a store: all states, groups, priorities, attempts."""
     broker.create_queue("q", max_attempts=2, backoff_base_ms=0, bucket_exponent=1)
     broker.create_queue("big", filter="n >= 20", ordering="fifo")
     broker.create_queue("empty")
@@ -105,4 +109,48 @@ def life(broker: penstock.Broker, clock: ManualClock) -> penstock.Broker:
         clock.advance(100)
         broker.release([each.receipt for each in again], reason="expired anyway")
     broker.claim("big", limit=4, consumer="w3")
+
+
+@pytest.fixture
+def life(broker: penstock.Broker, clock: ManualClock) -> penstock.Broker:
+    """A store of the test's own in which everything has happened."""
+    fill(broker, clock)
     return broker
+
+
+class Kept(NamedTuple):
+    """A served store for several tests, none of which writes to it."""
+
+    broker: penstock.Broker
+    location: str
+    on_sql: bool
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kept(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Kept]:
+    """A store in which everything has happened, the same for all tests that only read."""
+    with ExitStack() as stack:
+        if request.param == "postgresql":
+            postgres = request.getfixturevalue("postgres")
+            name = postgres.create()
+            stack.callback(postgres.drop, name)
+            url = postgres.url(name)
+        else:
+            url = url_of(request.param, tmp_path_factory.mktemp("kept"))
+        clock = ManualClock()
+        broker = stack.enter_context(penstock.open(url, clock=clock, background=False))
+        fill(broker, clock)
+        server = stack.enter_context(in_process_server(broker, clock=clock))
+        yield Kept(broker, server.location, on_sql=request.param == "postgresql")
+
+
+@pytest.fixture
+def kept_life(kept: Kept) -> penstock.Broker:
+    return kept.broker
+
+
+@pytest.fixture
+def kept_store(kept: Kept) -> FlightStore:
+    return FlightStore(kept.location)

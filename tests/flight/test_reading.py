@@ -18,15 +18,17 @@ from penstock.server import in_process_server
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.flight.conftest import Kept
+
     import penstock
     from penstock.clock import ManualClock
     from penstock.model import Value
     from penstock.server import FlightListener
 
 # For what costs much and depends on the store little: one of each kind.
-SOME = pytest.mark.parametrize(
-    "url", ["memory-indexed", "rocksdb-buckets", "postgresql"], indirect=True
-)
+OTHERS = ["memory-indexed", "rocksdb-buckets", "postgresql"]
+SOME = pytest.mark.parametrize("url", OTHERS, indirect=True)
+SOME_KEPT = pytest.mark.parametrize("kept", OTHERS, indirect=True)
 LIVE = (State.AVAILABLE, State.DELAYED, State.IN_FLIGHT)
 
 
@@ -74,7 +76,7 @@ def rows(table: pa.Table, *by: str) -> list[dict[str, Any]]:
 # --- every table against what the broker says ---------------------------------------------------
 
 
-def test_active_is_what_browse_shows(life: penstock.Broker, store: FlightStore) -> None:
+def test_active_is_what_browse_shows(kept_life: penstock.Broker, kept_store: FlightStore) -> None:
     expected = [
         about(entry)
         | {
@@ -85,34 +87,34 @@ def test_active_is_what_browse_shows(life: penstock.Broker, store: FlightStore) 
         }
         for queue in ("q", "big", "empty")
         for state in LIVE
-        for entry in browse(life, queue, state)
+        for entry in browse(kept_life, queue, state)
     ]
     assert {row["state"] for row in expected} == {"available", "delayed", "in_flight"}
     expected.sort(key=lambda row: (row["queue"], row["message_id"]))
-    assert rows(store.read_table("active", payload=True), "queue", "message_id") == expected
+    assert rows(kept_store.read_table("active", payload=True), "queue", "message_id") == expected
 
 
 @pytest.mark.parametrize("state", [State.DONE, State.FAILED])
 def test_history_is_what_browse_shows(
-    life: penstock.Broker, store: FlightStore, state: State, *, on_sql: bool
+    kept: Kept, kept_life: penstock.Broker, kept_store: FlightStore, state: State
 ) -> None:
     expected = []
-    for entry in browse(life, "q", state):
+    for entry in browse(kept_life, "q", state):
         row = about(entry) | {f"{state.value}_at": when(entry.ended_at_ms)}
         if state is State.FAILED:
             row["reason"] = entry.reason
         expected.append(row)
     assert len(expected) > 2
-    found = rows(store.read_table(state.value, payload=True), "queue", "sequence")
+    found = rows(kept_store.read_table(state.value, payload=True), "queue", "sequence")
     numbers = [row.pop("sequence") for row in found]
     assert numbers == sorted(set(numbers))
-    assert on_sql or numbers == list(range(len(expected)))
+    assert kept.on_sql or numbers == list(range(len(expected)))
     assert found == expected
 
 
-def test_log_is_what_was_published(life: penstock.Broker, store: FlightStore) -> None:
-    page = life.read_log(0, begin=0, limit=1_000)
-    found = rows(store.read_table("log"), "log", "offset")
+def test_log_is_what_was_published(kept_life: penstock.Broker, kept_store: FlightStore) -> None:
+    page = kept_life.read_log(0, begin=0, limit=1_000)
+    found = rows(kept_store.read_table("log"), "log", "offset")
     assert len(found) == 60
     assert found == [
         {
@@ -130,7 +132,9 @@ def test_log_is_what_was_published(life: penstock.Broker, store: FlightStore) ->
     ]
 
 
-def test_attempts_are_those_of_every_message(life: penstock.Broker, store: FlightStore) -> None:
+def test_attempts_are_those_of_every_message(
+    kept_life: penstock.Broker, kept_store: FlightStore
+) -> None:
     expected = [
         {
             "queue": queue,
@@ -144,9 +148,9 @@ def test_attempts_are_those_of_every_message(life: penstock.Broker, store: Fligh
         }
         for queue in ("big", "q")
         for message_id in range(1, 61)
-        for attempt in life.attempts(queue, message_id)
+        for attempt in kept_life.attempts(queue, message_id)
     ]
-    found = rows(store.read_table("attempts"), "queue", "message_id", "attempt")
+    found = rows(kept_store.read_table("attempts"), "queue", "message_id", "attempt")
     assert {row["outcome"] for row in found} == {"acked", "released", "expired", "running"}
     assert found == expected
 
@@ -166,9 +170,9 @@ def test_queues_have_their_specs_and_depths(life: penstock.Broker, store: Flight
         assert row["draining"] == (row["name"] == "big")
 
 
-def test_groups_count_what_active_has(life: penstock.Broker, store: FlightStore) -> None:
+def test_groups_count_what_active_has(kept_life: penstock.Broker, kept_store: FlightStore) -> None:
     expected: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in store.read_table("active").to_pylist():
+    for row in kept_store.read_table("active").to_pylist():
         group = expected.setdefault(
             (row["queue"], row["group"]),
             {"available": 0, "delayed": 0, "in_flight": 0, "oldest_published_at": None},
@@ -177,31 +181,32 @@ def test_groups_count_what_active_has(life: penstock.Broker, store: FlightStore)
         if row["state"] != "in_flight":
             oldest = group["oldest_published_at"] or row["published_at"]
             group["oldest_published_at"] = min(oldest, row["published_at"])
-    found = store.read_table("groups", partitions=2).to_pylist()
+    found = kept_store.read_table("groups", partitions=2).to_pylist()
     assert len(found) == 6
     assert {(row.pop("queue"), row.pop("group")): row for row in found} == expected
 
 
-def test_stats_are_the_brokers(life: penstock.Broker, store: FlightStore) -> None:
+def test_stats_are_the_brokers(kept_life: penstock.Broker, kept_store: FlightStore) -> None:
     found = {
-        (row["queue"], row["metric"]): row["value"] for row in store.read_table("stats").to_pylist()
+        (row["queue"], row["metric"]): row["value"]
+        for row in kept_store.read_table("stats").to_pylist()
     }
     for queue in ("q", "big", "empty"):
-        stats = life.stats(queue)
+        stats = kept_life.stats(queue)
         for name in stats.__struct_fields__[1:]:
             assert found.pop((queue, name)) == getattr(stats, name), name
-    totals = life.store_stats()
+    totals = kept_life.store_stats()
     for name in totals.__struct_fields__:
         assert found.pop((None, name)) == getattr(totals, name), name
-    log = life.log_stats()
+    log = kept_life.log_stats()
     assert found.pop((None, "cursor.0")) == log.cursors[0]
     assert found == {
         (None, name): getattr(log, name)
         for name in log.__struct_fields__
         if name not in {"routing", "cursors"}
     }
-    assert store.stats().log == log
-    assert store.read_table("stats", queue="q").num_rows == len(stats.__struct_fields__) - 1
+    assert kept_store.stats().log == log
+    assert kept_store.read_table("stats", queue="q").num_rows == len(stats.__struct_fields__) - 1
 
 
 def test_messages_are_the_kept_payloads(
@@ -247,14 +252,14 @@ def test_a_payload_that_is_gone_is_null(
 
 @pytest.mark.parametrize("table", TABLES)
 def test_the_schema_is_the_declared_one(
-    life: penstock.Broker, store: FlightStore, table: str
+    kept_life: penstock.Broker, kept_store: FlightStore, table: str
 ) -> None:
     for payload in {False, table in WITH_PAYLOAD}:
-        plan = store.plan_read(table, payload=payload, partitions=3)
+        plan = kept_store.plan_read(table, payload=payload, partitions=3)
         declared = schema_of(table, payload=payload)
         assert plan.schema.equals(declared, check_metadata=True)
-        assert store.schema(table, payload=payload).equals(declared)
-        batches = [batch for ticket in plan.tickets for batch in store.read(ticket)]
+        assert kept_store.schema(table, payload=payload).equals(declared)
+        batches = [batch for ticket in plan.tickets for batch in kept_store.read(ticket)]
         assert batches
         for batch in batches:
             assert batch.schema.equals(declared)
@@ -263,27 +268,27 @@ def test_the_schema_is_the_declared_one(
                 assert field.nullable or not column.null_count, field.name
 
 
-@SOME
+@SOME_KEPT
 @pytest.mark.parametrize("table", TABLES)
 def test_each_column_can_be_asked_for_alone(
-    life: penstock.Broker, store: FlightStore, table: str
+    kept_life: penstock.Broker, kept_store: FlightStore, table: str
 ) -> None:
-    whole = store.read_table(table, payload=table in WITH_PAYLOAD)
+    whole = kept_store.read_table(table, payload=table in WITH_PAYLOAD)
     for name in whole.schema.names:
-        alone = store.read_table(table, columns=[name])
+        alone = kept_store.read_table(table, columns=[name])
         assert alone.schema.names == [name]
         assert alone.column(0).to_pylist() == whole.column(name).to_pylist(), name
     backwards = whole.schema.names[::-1]
-    assert store.read_table(table, columns=backwards).schema.names == backwards
+    assert kept_store.read_table(table, columns=backwards).schema.names == backwards
 
 
-@SOME
+@SOME_KEPT
 @pytest.mark.parametrize("table", sorted(FILTERED))
 @pytest.mark.parametrize(
     "text", ["n > 20 AND even", "\"group\" = 'g1' OR priority = 3", "size = 2", "n > 1000"]
 )
 def test_filters_choose_rows(
-    life: penstock.Broker, store: FlightStore, table: str, text: str
+    kept_life: penstock.Broker, kept_store: FlightStore, table: str, text: str
 ) -> None:
     def wanted(row: dict[str, Any]) -> bool:
         attributes = msgspec.json.decode(row["attributes_json"])
@@ -294,11 +299,11 @@ def test_filters_choose_rows(
         }
         return answers.get(text, bool(row["group"] == "g1" or row["priority"] == 3))
 
-    whole = store.read_table(table, payload=True).to_pylist()
-    found = store.read_table(table, payload=True, filter=text, partitions=2)
+    whole = kept_store.read_table(table, payload=True).to_pylist()
+    found = kept_store.read_table(table, payload=True, filter=text, partitions=2)
     assert sorted(map(repr, found.to_pylist())) == sorted(repr(row) for row in whole if wanted(row))
     # The columns that the filter reads need not be among those asked for.
-    assert store.read_table(table, columns=["size"], filter=text).num_rows == found.num_rows
+    assert kept_store.read_table(table, columns=["size"], filter=text).num_rows == found.num_rows
 
 
 def test_attributes_of_every_kind(broker: penstock.Broker, store: FlightStore) -> None:
@@ -343,12 +348,12 @@ def test_attributes_of_every_kind(broker: penstock.Broker, store: FlightStore) -
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("count", [2, 5, 64])
 def test_parts_are_disjoint_and_the_whole(
-    life: penstock.Broker, store: FlightStore, table: str, count: int
+    kept_life: penstock.Broker, kept_store: FlightStore, table: str, count: int
 ) -> None:
-    whole = store.read_table(table)
-    plan = store.plan_read(table, partitions=count)
+    whole = kept_store.read_table(table)
+    plan = kept_store.plan_read(table, partitions=count)
     assert 1 <= len(plan.tickets) <= count
-    parts = [pa.Table.from_batches(store.read(ticket), plan.schema) for ticket in plan.tickets]
+    parts = [pa.Table.from_batches(kept_store.read(ticket), plan.schema) for ticket in plan.tickets]
     together = [repr(row) for part in parts for row in part.to_pylist()]
     assert sorted(together) == sorted(map(repr, whole.to_pylist()))
     if table in {"log", "messages", "active"} and count == 5:
@@ -378,16 +383,16 @@ def test_several_logs_are_cut_apart(broker: penstock.Broker, store: FlightStore)
         store.read_table("log", logs=[7])
 
 
-def test_ranges(life: penstock.Broker, store: FlightStore) -> None:
+def test_ranges(kept_life: penstock.Broker, kept_store: FlightStore) -> None:
     for table, name in (
         ("log", "offset"),
         ("messages", "message_id"),
         ("done", "sequence"),
         ("failed", "sequence"),
     ):
-        whole = sorted(store.read_table(table, columns=[name]).column(0).to_pylist())
+        whole = sorted(kept_store.read_table(table, columns=[name]).column(0).to_pylist())
         for begin, end in ((None, 4), (3, None), (2, 9), (5, 5), (10_000, None)):
-            found = store.read_table(table, columns=[name], begin=begin, end=end, partitions=3)
+            found = kept_store.read_table(table, columns=[name], begin=begin, end=end, partitions=3)
             low, high = begin or 0, limits.MAX_OFFSET if end is None else end
             assert sorted(found.column(0).to_pylist()) == [n for n in whole if low <= n < high]
 
@@ -415,14 +420,16 @@ def test_changed_bucket_sizes_leave_nothing_out(
     assert store.read_table("active", partitions=6).num_rows == 5 * 37 - expected
 
 
-def test_queues_are_chosen(life: penstock.Broker, store: FlightStore) -> None:
+def test_queues_are_chosen(kept_life: penstock.Broker, kept_store: FlightStore) -> None:
     for table in ("active", "attempts", "groups"):
         for chosen in ("q", ["q", "empty"], ["big"], []):
             names = [chosen] if isinstance(chosen, str) else chosen
-            found = store.read_table(table, queue=chosen, columns=["queue"]).column(0).to_pylist()
+            found = (
+                kept_store.read_table(table, queue=chosen, columns=["queue"]).column(0).to_pylist()
+            )
             assert set(found) == set(names) - {"empty"}
     with pytest.raises(QueueNotFound, match="nope"):
-        store.read_table("done", queue=["q", "nope"])
+        kept_store.read_table("done", queue=["q", "nope"])
 
 
 # --- a snapshot ---------------------------------------------------------------------------------
@@ -472,14 +479,14 @@ def test_writers_go_on_while_a_reader_is_slow(broker: penstock.Broker, store: Fl
     assert count == 1_000
 
 
-def test_parts_can_be_read_at_once(life: penstock.Broker, store: FlightStore) -> None:
-    plan = store.plan_read("active", partitions=8, payload=True)
-    expected = store.read_table("active", payload=True)
+def test_parts_can_be_read_at_once(kept_life: penstock.Broker, kept_store: FlightStore) -> None:
+    plan = kept_store.plan_read("active", partitions=8, payload=True)
+    expected = kept_store.read_table("active", payload=True)
     found: list[list[pa.RecordBatch]] = [[] for _ in plan.tickets]
 
     def read(at: int) -> None:
         for _ in range(5):
-            found[at] = list(store.read(plan.tickets[at]))
+            found[at] = list(kept_store.read(plan.tickets[at]))
 
     threads = [threading.Thread(target=read, args=(at,)) for at in range(len(plan.tickets))]
     for thread in threads:
@@ -598,16 +605,16 @@ def test_batches_are_bounded(broker: penstock.Broker, store: FlightStore) -> Non
         ({"table": "log", "begin": -1}, "begin is -1"),
     ],
 )
-def test_wrong_selections(store: FlightStore, selection: dict[str, Any], match: str) -> None:
+def test_wrong_selections(kept_store: FlightStore, selection: dict[str, Any], match: str) -> None:
     with pytest.raises(InvalidInput, match=match):
-        store.read_table(**selection)
+        kept_store.read_table(**selection)
 
 
-def test_a_wrong_filter_says_where(store: FlightStore) -> None:
+def test_a_wrong_filter_says_where(kept_store: FlightStore) -> None:
     with pytest.raises(InvalidFilter, match="column 3"):
-        store.read_table("log", filter="a =")
+        kept_store.read_table("log", filter="a =")
 
 
-def test_two_servers_of_one_broker(life: penstock.Broker, store: FlightStore) -> None:
-    with in_process_server(life) as second:
-        assert FlightStore(second.location).read_table("log").equals(store.read_table("log"))
+def test_two_servers_of_one_broker(kept_life: penstock.Broker, kept_store: FlightStore) -> None:
+    with in_process_server(kept_life) as second:
+        assert FlightStore(second.location).read_table("log").equals(kept_store.read_table("log"))

@@ -25,6 +25,8 @@ from penstock.server import in_process_server
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.flight.conftest import Kept
+
     from penstock.server import FlightListener
 
 ROOT = Path(__file__).parents[2]
@@ -265,6 +267,12 @@ def client(server: FlightListener) -> Iterator[fl.FlightClient]:
         yield opened
 
 
+@pytest.fixture
+def kept_client(kept: Kept) -> Iterator[fl.FlightClient]:
+    with fl.FlightClient(kept.location) as opened:
+        yield opened
+
+
 def test_errors_begin_with_their_name(client: fl.FlightClient) -> None:
     action = fl.Action("trim", b'{"queue": "q", "state": "done", "before": 1}')
     with pytest.raises(fl.FlightServerError, match=r"^QueueNotFound: no queue named 'q'"):
@@ -284,20 +292,20 @@ def test_errors_begin_with_their_name(client: fl.FlightClient) -> None:
         ("route_plan", b'{"max_offsets": 0}', "route"),
     ],
 )
-def test_wrong_actions(client: fl.FlightClient, name: str, body: bytes, match: str) -> None:
+def test_wrong_actions(kept_client: fl.FlightClient, name: str, body: bytes, match: str) -> None:
     with pytest.raises(fl.FlightServerError, match=rf"^InvalidInput: .*{match}"):
-        list(client.do_action(fl.Action(name, body)))
+        list(kept_client.do_action(fl.Action(name, body)))
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"table": "done"}', b"\x00", b'{"table": "log"}'])
-def test_wrong_tickets(client: fl.FlightClient, body: bytes) -> None:
+def test_wrong_tickets(kept_client: fl.FlightClient, body: bytes) -> None:
     with pytest.raises(fl.FlightServerError, match=r"^InvalidInput: ticket: "):
-        client.do_get(fl.Ticket(body)).read_all()
+        kept_client.do_get(fl.Ticket(body)).read_all()
     for part in (1, -1):
-        info = client.get_flight_info(fl.FlightDescriptor.for_command(b'{"table": "queues"}'))
+        info = kept_client.get_flight_info(fl.FlightDescriptor.for_command(b'{"table": "queues"}'))
         other = info.endpoints[0].ticket.ticket.replace(b'"part":0', b'"part":%d' % part)
         with pytest.raises(fl.FlightServerError, match="has parts 0 to 0"):
-            client.do_get(fl.Ticket(other)).read_all()
+            kept_client.do_get(fl.Ticket(other)).read_all()
 
 
 def test_wrong_commands(client: fl.FlightClient) -> None:

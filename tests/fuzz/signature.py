@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.wire.sqs import signature
-from penstock.wire.sqs.faults import SqsFault
+from penstock.wire.sqs.protocol import SqsFault
 
 __all__ = ["SEEDS", "one"]
 

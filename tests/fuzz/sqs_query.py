@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from xml.etree import ElementTree as ET
 
-from penstock.wire.sqs import querywire
-from penstock.wire.sqs.faults import SqsFault
+from penstock.wire.sqs import protocol
+from penstock.wire.sqs.protocol import SqsFault
 
 __all__ = ["SEEDS", "one"]
 
@@ -24,8 +24,8 @@ def one(data: bytes) -> None:
     """Read form fields."""
     text = data.decode("latin-1")
     try:
-        fields = querywire.fields_of(text)
-        operation = querywire.operation_of(fields)
-        querywire.decode(operation, fields)
+        fields = protocol.query_fields(text)
+        operation = protocol.query_operation(fields)
+        protocol.decode_query(operation, fields)
     except SqsFault as fault:
-        ET.fromstring(querywire.encode_fault(fault, "id"))
+        ET.fromstring(protocol.encode_query_fault(fault, "id"))

@@ -14,9 +14,8 @@ import penstock
 from penstock import limits
 from penstock.model import Message
 from penstock.server.batcher import Batcher
-from penstock.server.native import backpressure
-from penstock.server.native.backpressure import Backpressure, MessageSizes, PendingRequest
-from penstock.server.native.verbs import VERBS
+from penstock.server.native import requests as backpressure
+from penstock.server.native.requests import VERBS, Backpressure, MessageSizes, PendingRequest
 from penstock.wire import native as wire
 
 if TYPE_CHECKING:

@@ -106,7 +106,7 @@ def test_nothing_is_kept_of_requests_whose_clients_wait_no_longer(
             each.cancel()
         await asyncio.sleep(0)
         # Neither counted nor held, long before the store has its turn at them.
-        assert batcher.under_way == 1
+        assert batcher._under_way == 1
         assert not [each for each in gc.get_objects() if type(each) is Publish and not each.answer
                     and each.messages[0].payload != b"begun"]  # fmt: skip
         assert sum(each() is not None for each in known) <= LOOK_THREADS

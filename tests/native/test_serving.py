@@ -16,7 +16,7 @@ import penstock
 from penstock import limits
 from penstock.errors import InvalidInput, NotAllowed, ServerUnreachable
 from penstock.model import Message
-from penstock.server.native.verbs import VERBS
+from penstock.server.native.requests import VERBS
 from penstock.server.security import Keys, add_key
 from penstock.wire import native as wire
 

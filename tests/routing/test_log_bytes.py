@@ -29,7 +29,7 @@ class Opened:
 
     @property
     def instance(self) -> bytes:
-        return b"%08x" % self._store.core.identity.store_id
+        return b"%08x" % self._store.identity.store_id
 
     def rows(self) -> dict[bytes, bytes]:
         """Return what the log's table holds of the Log, without what is Penstock's own."""

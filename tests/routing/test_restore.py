@@ -164,7 +164,7 @@ def test_steps_are_bounded_and_go_on(
     done = broker.restore("q", 1, end, kept)
     assert counts(done) == (count - RESTORE_MESSAGES, RESTORE_MESSAGES, 0)
     assert broker.stats("q").available == count
-    coverage = broker._store.core.coverage["q"]  # type: ignore[attr-defined]
+    coverage = broker._store.coverage["q"]  # type: ignore[attr-defined]
     assert len(coverage.backfilled) == 1
     monkeypatch.setattr("penstock.store.policy.RESTORE_BYTES", 10)
     broker.create_queue("bytes", filter="n < 9")
@@ -225,7 +225,7 @@ def test_old_stretches_go_and_the_queue_says_what_it_knows(
     for number in range(6):
         kept += publish(broker, 2)
         broker.update_queue("q", filter=f"n < -{number + 1}")
-    coverage = broker._store.core.coverage["q"]  # type: ignore[attr-defined]
+    coverage = broker._store.coverage["q"]  # type: ignore[attr-defined]
     assert len(coverage.live) == 7
     assert coverage.known_from == 0, "the log needs them all"
     end = let_go(broker, clock)
@@ -249,7 +249,7 @@ def test_a_record_of_before_knows_what_the_log_keeps(clock: ManualClock) -> None
         broker.create_queue("q", filter="n >= 0")
         publish(broker, 3)
         end = let_go(broker, clock)
-        core: Any = broker._store.core  # type: ignore[attr-defined]
+        core: Any = broker._store
         family = core.engine.table("queues").family
         for record in ({"live": [Stretch(1, None, "n >= 0")]}, None):
             batch = core.engine.batch()

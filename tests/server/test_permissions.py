@@ -33,11 +33,11 @@ from penstock.flight.service import FlightService
 from penstock.model import Cursor
 from penstock.server import admin as operations
 from penstock.server import running
-from penstock.server.native.verbs import VERBS
+from penstock.server.native.requests import VERBS
 from penstock.server.security import add_key
 from penstock.wire import native as wire
 from penstock.wire.sqs.messages import handle_of
-from penstock.wire.sqs.requests import OPERATIONS
+from penstock.wire.sqs.protocol import OPERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -183,7 +183,7 @@ def audit(world: Any) -> None:
     content = world.content()
     assert content == world.naive()
     for name, ids in content.items():
-        assert world.broker._store.core.queues[name].counts.next_claim == len(ids)
+        assert world.broker._store.by_name[name].counts.next_claim == len(ids)
     assert_clean(world.broker)
 
 

@@ -465,7 +465,7 @@ def test_a_served_store_whose_process_is_killed_under_the_running_query(
         for name, these in expected.items():
             found = broker.browse(name, limit=10_000, payloads=False)
             assert sorted(int(str(entry.attributes["n"])) for entry in found) == these
-            counts = broker._store.core.queues[name].counts  # type: ignore[attr-defined]
+            counts = broker._store.by_name[name].counts  # type: ignore[attr-defined]
             assert counts.next_claim == len(these)
         assert_clean(broker)
 

@@ -13,20 +13,10 @@ from penstock.clock import SystemClock
 from penstock.server.batcher import Batcher
 from penstock.server.http import Request
 from penstock.server.security import ANYONE
-from penstock.server.sqs.context import (
-    QueueCache,
-    ReceiveAttempts,
-    SqsCall,
-    SqsContext,
-    SqsOptions,
-)
+from penstock.server.sqs import SqsService
+from penstock.server.sqs.context import ReceiveAttempts, SqsCall
 from penstock.server.sqs.messages import delete, delete_batch, receive
-from penstock.wire.sqs.requests import (
-    DeleteEntry,
-    DeleteMessage,
-    DeleteMessageBatch,
-    ReceiveMessage,
-)
+from penstock.wire.sqs.protocol import SqsEntry, SqsRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,15 +44,12 @@ def claimed(broker: Broker, count: int, size: int = 10) -> list[Delivery]:
     return broker.claim("q.fifo", limit=count)
 
 
-def context_of(broker: Broker) -> SqsContext:
-    batcher = Batcher(broker, asyncio.get_running_loop())
-    return SqsContext(
-        batcher, QueueCache(batcher), SystemClock(), SqsOptions(), 1, ReceiveAttempts()
-    )
+def service_of(broker: Broker) -> SqsService:
+    return SqsService(Batcher(broker, asyncio.get_running_loop()), clock=SystemClock())
 
 
-def call_of(context: SqsContext) -> SqsCall:
-    return SqsCall(context, ANYONE, "http://localhost/0/", HTTP, "tester")
+def call_of(service: SqsService) -> SqsCall:
+    return SqsCall(service, ANYONE, "http://localhost/0/", HTTP)
 
 
 # --- what is remembered ---------------------------------------------------------------------------
@@ -108,32 +95,30 @@ def test_an_attempt_that_is_made_anew_replaces_the_other(broker: Broker) -> None
     assert len(attempts) == 1
 
 
-async def _received(context: SqsContext, attempt: str | None = None, **options: Any) -> list[Any]:
-    request = ReceiveMessage(
+async def _received(service: SqsService, attempt: str | None = None, **options: Any) -> list[Any]:
+    request = SqsRequest(
         queue_url="q.fifo",
         max_number_of_messages=10,
         receive_request_attempt_id=attempt,
         **options,
     )
-    answer = await receive(call_of(context), request)
+    answer = await receive(call_of(service), request)
     return list(answer.get("Messages", []))
 
 
 def test_what_is_deleted_is_let_go(broker: Broker) -> None:
     async def main() -> None:
-        context = context_of(broker)
+        service = service_of(broker)
         for number in range(3):
             put(broker, str(number))
-        first, *others = [each["ReceiptHandle"] for each in await _received(context, "try")]
-        assert len(context.attempts.find("q.fifo", "try", context.clock.now_ms())) == 3
-        await delete(call_of(context), DeleteMessage(queue_url="q.fifo", receipt_handle=first))
-        assert len(context.attempts.find("q.fifo", "try", context.clock.now_ms())) == 2
-        entries = [DeleteEntry(id=str(n), receipt_handle=each) for n, each in enumerate(others)]
-        await delete_batch(
-            call_of(context), DeleteMessageBatch(queue_url="q.fifo", entries=entries)
-        )
-        assert (len(context.attempts), context.attempts.bytes) == (0, 0)
-        await context.batcher.close()
+        first, *others = [each["ReceiptHandle"] for each in await _received(service, "try")]
+        assert len(service.attempts.find("q.fifo", "try", service.clock.now_ms())) == 3
+        await delete(call_of(service), SqsRequest(queue_url="q.fifo", receipt_handle=first))
+        assert len(service.attempts.find("q.fifo", "try", service.clock.now_ms())) == 2
+        entries = [SqsEntry(id=str(n), receipt_handle=each) for n, each in enumerate(others)]
+        await delete_batch(call_of(service), SqsRequest(queue_url="q.fifo", entries=entries))
+        assert (len(service.attempts), service.attempts.bytes) == (0, 0)
+        await service.batcher.close()
 
     asyncio.run(main())
 
@@ -143,22 +128,22 @@ def test_what_is_deleted_is_let_go(broker: Broker) -> None:
 
 def test_a_client_that_leaves_in_the_turn_of_its_answer_keeps_nothing(broker: Broker) -> None:
     async def main() -> None:
-        context = context_of(broker)
-        task = asyncio.create_task(_received(context, "try", wait_time_seconds=20))
-        while not context.batcher.parked:
+        service = service_of(broker)
+        task = asyncio.create_task(_received(service, "try", wait_time_seconds=20))
+        while not service.batcher.parked:
             await asyncio.sleep(0.01)
-        answer = context.batcher._answer
+        answer = service.batcher._answer
 
         def leave(made: Any, failure: Any) -> None:
             answer(made, failure)
             task.cancel()
 
-        context.batcher._answer = leave  # type: ignore[method-assign]
+        service.batcher._answer = leave  # type: ignore[method-assign]
         await asyncio.to_thread(put, broker, "g")
         with pytest.raises(asyncio.CancelledError):
             await task
-        context.batcher._answer = answer  # type: ignore[method-assign]
-        await context.batcher.close()
+        service.batcher._answer = answer  # type: ignore[method-assign]
+        await service.batcher.close()
 
     asyncio.run(main())
     assert broker.stats("q.fifo").available == 1
@@ -169,7 +154,7 @@ def test_a_client_that_leaves_while_the_past_is_looked_up_keeps_nothing(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        context = context_of(broker)
+        service = service_of(broker)
         put(broker, "g")
         broker.release([broker.claim("q.fifo")[0].receipt], delay_ms=0)
         looking = asyncio.Event()
@@ -179,19 +164,19 @@ def test_a_client_that_leaves_while_the_past_is_looked_up_keeps_nothing(
             looking.set()
             return never
 
-        await context.queues.specs()
-        monkeypatch.setattr(context.batcher, "call", call)
+        await service.queues.specs()
+        monkeypatch.setattr(service.batcher, "call", call)
         task = asyncio.create_task(
-            _received(context, "try", attribute_names=["ApproximateFirstReceiveTimestamp"])
+            _received(service, "try", attribute_names=["ApproximateFirstReceiveTimestamp"])
         )
         await looking.wait()
         assert broker.stats("q.fifo").in_flight == 1
-        assert len(context.attempts) == 1
+        assert len(service.attempts) == 1
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert len(context.attempts) == 0
-        await context.batcher.close()
+        assert len(service.attempts) == 0
+        await service.batcher.close()
 
     asyncio.run(main())
     assert broker.stats("q.fifo").available == 1

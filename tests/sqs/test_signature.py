@@ -20,7 +20,7 @@ from tests.sqs.test_messages import code_of
 from penstock.clock import SystemClock
 from penstock.server.security import Keys, add_key
 from penstock.wire.sqs import signature
-from penstock.wire.sqs.faults import SqsFault
+from penstock.wire.sqs.protocol import SqsFault
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

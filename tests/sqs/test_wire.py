@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.model import QueueSpec
-from penstock.wire.sqs import jsonwire, messages, querywire, queues
-from penstock.wire.sqs.faults import SqsFault
-from penstock.wire.sqs.requests import OPERATIONS, AttributeValue, SendMessageBatch
+from penstock.wire.sqs import messages, protocol, queues
+from penstock.wire.sqs.protocol import OPERATIONS, AttributeValue, SqsEntry, SqsFault, SqsRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,34 +61,38 @@ def fault_of(work: Callable[[], object]) -> SqsFault | None:
 
 def test_the_requests_are_those_of_the_api_model() -> None:
     model = json.loads(gzip.decompress(MODEL.read_bytes()))
-    assert set(model["operations"]) == set(OPERATIONS)
-    for name, kind in OPERATIONS.items():
-        shape = model["shapes"][model["operations"][name]["input"]["shape"]]
-        ours = {field.encode_name for field in msgspec.structs.fields(kind)}
-        assert ours - {"Id"} == set(shape.get("members", {})), name
+    shapes, operations = model["shapes"], model["operations"]
+    assert set(operations) == OPERATIONS
+    theirs = [
+        set(shapes[each["input"]["shape"]].get("members", {})) for each in operations.values()
+    ]
+    ours = {field.encode_name for field in msgspec.structs.fields(SqsRequest)}
+    assert ours - {"Id"} == set().union(*theirs)
+    entries = [set(shapes[each]["members"]) for each in shapes if each.endswith("RequestEntry")]
+    assert {each.encode_name for each in msgspec.structs.fields(SqsEntry)} == set().union(*entries)
 
 
 # --- JSON -----------------------------------------------------------------------------------------
 
 
-@given(st.binary(max_size=60), st.sampled_from(sorted(OPERATIONS)))
-def test_any_body_is_read_or_refused(body: bytes, operation: str) -> None:
-    fault = fault_of(lambda: jsonwire.decode(operation, body))
+@given(st.binary(max_size=60))
+def test_any_body_is_read_or_refused(body: bytes) -> None:
+    fault = fault_of(lambda: protocol.decode_json(body))
     assert fault is None or fault.code == "SerializationException"
 
 
 def test_a_body_is_read_whole_or_not_at_all() -> None:
     body = json.dumps({"QueueUrl": "u", "MessageBody": "é", "DelaySeconds": "5"}).encode()
-    request: Any = jsonwire.decode("SendMessage", body)
+    request: Any = protocol.decode_json(body)
     assert (request.queue_url, request.message_body, request.delay_seconds) == ("u", "é", 5)
     for end in range(1, len(body)):
         with pytest.raises(SqsFault):
-            jsonwire.decode("SendMessage", body[:end])
+            protocol.decode_json(body[:end])
     for more in (b"x", b"{}", b"\x00"):
         with pytest.raises(SqsFault):
-            jsonwire.decode("SendMessage", body + more)
-    assert jsonwire.decode("SendMessage", body + b"\n ") == request
-    assert jsonwire.decode("ListQueues", b"") == OPERATIONS["ListQueues"]()
+            protocol.decode_json(body + more)
+    assert protocol.decode_json(body + b"\n ") == request
+    assert protocol.decode_json(b"") == SqsRequest()
 
 
 @pytest.mark.parametrize(
@@ -108,7 +111,7 @@ def test_a_body_is_read_whole_or_not_at_all() -> None:
 )
 def test_bodies_that_are_no_request(body: bytes) -> None:
     with pytest.raises(SqsFault) as fault:
-        jsonwire.decode("SendMessage", body)
+        protocol.decode_json(body)
     assert fault.value.code == "SerializationException"
 
 
@@ -117,7 +120,7 @@ def test_bodies_that_are_no_request(body: bytes) -> None:
 )
 def test_unknown_operations(target: str) -> None:
     with pytest.raises(SqsFault) as fault:
-        jsonwire.operation_of(target)
+        protocol.json_operation(target)
     assert fault.value.status == 404
     assert fault.value.query_code == "InvalidAction"
 
@@ -145,10 +148,9 @@ def test_a_batch_of_the_query_protocol() -> None:
             f"{entry}.1.MessageSystemAttribute.1.Value.StringValue": "t",
         }
     )
-    fields = querywire.fields_of(text)
-    assert querywire.operation_of(fields) == "SendMessageBatch"
-    request = querywire.decode("SendMessageBatch", fields)
-    assert isinstance(request, SendMessageBatch)
+    fields = protocol.query_fields(text)
+    assert protocol.query_operation(fields) == "SendMessageBatch"
+    request = protocol.decode_query("SendMessageBatch", fields)
     first, *rest = request.entries or []
     assert [each.id for each in rest] == ["b", "c"]
     assert (first.message_body, first.delay_seconds) == ("é&=", 5)
@@ -157,18 +159,20 @@ def test_a_batch_of_the_query_protocol() -> None:
 
 
 def test_lists_and_maps_of_the_query_protocol() -> None:
-    fields = querywire.fields_of(
+    fields = protocol.query_fields(
         "Action=CreateQueue&QueueName=q&Attribute.1.Name=DelaySeconds&Attribute.1.Value=5"
         "&Tag.1.Key=a&Tag.1.Value=b&Tag.2.Key=c&Tag.2.Value="
     )
-    request: Any = querywire.decode("CreateQueue", fields)
+    request: Any = protocol.decode_query("CreateQueue", fields)
     assert request.attributes == {"DelaySeconds": "5"}
-    assert request.tags == {"a": "b", "c": ""}
-    request = querywire.decode(
-        "GetQueueAttributes", querywire.fields_of("AttributeName.1=All&AttributeName.2=QueueArn")
+    assert request.new_queue_tags == {"a": "b", "c": ""}
+    request = protocol.decode_query(
+        "GetQueueAttributes", protocol.query_fields("AttributeName.1=All&AttributeName.2=QueueArn")
     )
     assert request.attribute_names == ["All", "QueueArn"]
-    request = querywire.decode("GetQueueAttributes", querywire.fields_of("AttributeName=All"))
+    request = protocol.decode_query(
+        "GetQueueAttributes", protocol.query_fields("AttributeName=All")
+    )
     assert request.attribute_names == ["All"]
 
 
@@ -182,13 +186,15 @@ def test_lists_and_maps_of_the_query_protocol() -> None:
     st.sampled_from(sorted(OPERATIONS)),
 )
 def test_any_fields_are_read_or_refused(fields: dict[str, str], operation: str) -> None:
-    fault = fault_of(lambda: querywire.decode(operation, querywire.fields_of(urlencode(fields))))
+    fault = fault_of(
+        lambda: protocol.decode_query(operation, protocol.query_fields(urlencode(fields)))
+    )
     assert fault is None or fault.status == 400
 
 
 @given(st.text(max_size=60))
 def test_any_text_is_fields_or_refused(text: str) -> None:
-    fault = fault_of(lambda: querywire.operation_of(querywire.fields_of(text)))
+    fault = fault_of(lambda: protocol.query_operation(protocol.query_fields(text)))
     assert fault is None or fault.sender
 
 
@@ -204,7 +210,7 @@ def test_any_text_is_fields_or_refused(text: str) -> None:
 )
 def test_fields_that_are_refused(text: str) -> None:
     with pytest.raises(SqsFault):
-        querywire.decode("SendMessage", querywire.fields_of(text))
+        protocol.decode_query("SendMessage", protocol.query_fields(text))
 
 
 @given(VALUES, st.binary())
@@ -220,7 +226,7 @@ def test_answers_are_xml_that_reads_back(text: str, data: bytes) -> None:
         "Failed": [{"Id": "1", "SenderFault": True}],
         "Successful": [{"Id": "2"}],
     }
-    root = ET.fromstring(querywire.encode("SendMessageBatch", answer, "id"))
+    root = ET.fromstring(protocol.encode_query("SendMessageBatch", answer, "id"))
     space = {"s": "http://queue.amazonaws.com/doc/2012-11-05/"}
 
     def at(path: str) -> str | None:
@@ -231,7 +237,7 @@ def test_answers_are_xml_that_reads_back(text: str, data: bytes) -> None:
     assert at("s:Message/s:MessageAttribute/s:Value/s:DataType") == "Binary"
     assert at("s:BatchResultErrorEntry/s:SenderFault") == "true"
     assert at("s:SendMessageBatchResultEntry/s:Id") == "2"
-    fault = ET.fromstring(querywire.encode_fault(SqsFault.value(text, "X", "<"), "id"))
+    fault = ET.fromstring(protocol.encode_query_fault(SqsFault.value(text, "X", "<"), "id"))
     assert fault.findtext("s:Error/s:Code", namespaces=space) == "InvalidParameterValue"
 
 
@@ -294,9 +300,9 @@ def test_whatever_others_publish_can_be_shown(attributes: dict[str, Any], ours: 
     assert shown.get("queue") is None or "queue" in kept.attributes
     shown |= {"kept": AttributeValue("String", f"{kept.trace}{kept.dedup_id}{kept.sender}")}
     encoded = {"MessageAttributes": {**shown}}
-    ET.fromstring(querywire.encode("ReceiveMessage", {"Messages": [encoded]}, "id"))
+    ET.fromstring(protocol.encode_query("ReceiveMessage", {"Messages": [encoded]}, "id"))
     messages.md5_of_attributes(shown)
-    jsonwire.encode(encoded)
+    protocol.encode_json(encoded)
 
 
 @given(st.binary())
@@ -344,10 +350,11 @@ def test_any_attributes_of_a_queue_are_taken_or_refused(
 )
 def test_labels_that_others_wrote_do_no_harm(labels: dict[str, str]) -> None:
     spec = QueueSpec(name="q", filter="queue = 'q'", labels=labels)
-    queues.attributes_of(spec, None, "r", "a")
+    queues.attributes_of(spec, None, str.upper)
     queues.tags_of(labels)
     queues.allows_source(labels, "arn")
-    queues.with_permission(labels, "arn", "label", ["1"], ["SendMessage"])
+    request = SqsRequest(label="label", aws_account_ids=["1"], actions=["SendMessage"])
+    queues.with_permission(labels, request, "arn")
 
 
 @pytest.mark.parametrize("arn", ["", "x", "arn:aws:sqs:r:a:", "arn:aws:sns:r:a:q", "a:b:sqs:c:d:q"])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.stores.failing import make_engine, open_on
 
-from penstock import Message, limits
+from penstock import Message, State, limits
 from penstock.clock import ManualClock
 from penstock.store.codec import opendata, records
 from penstock.testing.checking import assert_clean
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 def tried(broker: Broker, attempts: int) -> None:
     """Have the failed message of queue q have been tried so often, the last one on record."""
-    core: Any = broker._store.core  # type: ignore[attr-defined]
+    core: Any = broker._store
     queue = core.queue("q")
-    ((entry,), _) = core.history.page(queue, "failed", b"", 9)
+    ((entry,), _) = core.history.page(queue, State.FAILED, b"", 9)
     table = core.engine.table("history")
     batch = core.engine.batch()
     failed = records.EndedRecord(*entry[:-1])._replace(attempts=attempts)

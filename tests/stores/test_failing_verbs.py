@@ -88,7 +88,7 @@ def finish(scene: Scene) -> None:
 
 def test_what_can_t_be_rebuilt_at_once_is_rebuilt_before_the_next_verb(tmp_path: Path) -> None:
     scene = Scene("memory", "indexed", "inline", tmp_path)
-    core: Any = scene.broker._store.core  # type: ignore[attr-defined]
+    core: Any = scene.broker._store
     work: Any = scenes.ack(scene)
     scene.engine.arm(1, DiskFull("no room"), only_commits=True)
     load, core.load = core.load, lambda: 1 / 0

@@ -103,7 +103,7 @@ def make(path: Path, design: str, count: int) -> Was:
 
 def contents(broker: Broker) -> dict[tuple[str, bytes], bytes]:
     """Return all rows that can be read: those of damaged blocks are left out."""
-    engine = cast("KvStore", broker._store).core.engine
+    engine = cast("KvStore", broker._store).engine
     found: dict[tuple[str, bytes], bytes] = {}
     for name in DESIGNS[broker.info().design]:
         table, begin = engine.table(name), b""
@@ -165,7 +165,7 @@ def checking(broker: Broker, table: str) -> None:
         assert {each.table for each in report.violations} <= {table}
         assert not any(each.repaired for each in report.violations)
         assert contents(broker) == before
-    engine = cast("KvStore", broker._store).core.engine
+    engine = cast("KvStore", broker._store).engine
     try:
         for _ in penstock.engines.rows_of(engine.table(table), b"", LAST):
             pass
@@ -179,7 +179,7 @@ def checking(broker: Broker, table: str) -> None:
 def publishing(broker: Broker) -> None:
     def publish() -> None:
         ids = broker.publish([Message(b"new", {"queue": "jobs", "kind": 1}, group="new")] * 3)
-        engine = cast("KvStore", broker._store).core.engine
+        engine = cast("KvStore", broker._store).engine
         for message_id in ids:
             assert engine.table("payloads").get(b"\1\1" + message_id.to_bytes(8, "big")) == b"new"
 
@@ -315,7 +315,7 @@ def test_sweeps_of_a_damaged_store_rebuild_no_memory_and_look_again(
     flip(file, *damage)
     clock = ManualClock(NOW_MS + 7_200_000)
     broker = penstock.open(f"rocksdb:{place}", background=False, clock=clock)
-    core: Any = cast("KvStore", broker._store).core
+    core: Any = cast("KvStore", broker._store)
     loads, load = [], core.load
     core.load = lambda: loads.append(load())
     for _ in range(5):

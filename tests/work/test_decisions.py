@@ -25,7 +25,7 @@ from penstock import (
     Worker,
 )
 from penstock.server import running
-from penstock.worker.heartbeat import Heartbeat
+from penstock.worker.leases import Batch, Heartbeat, UnsettledReceipts
 from penstock.worker.outcome import (
     Action,
     Settlement,
@@ -35,7 +35,6 @@ from penstock.worker.outcome import (
     resolve,
     settlement_of,
 )
-from penstock.worker.settler import Batch, UnsettledReceipts
 from penstock.worker.stats import Activity, WorkerCounters
 from penstock.worker.worker import is_final
 

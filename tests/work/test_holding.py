@@ -22,10 +22,16 @@ from penstock import (
 )
 from penstock.server import running
 from penstock.wire.native import Bye, Encoder
-from penstock.worker.claimer import READ_SETTINGS_MS, Claimer
-from penstock.worker.heartbeat import Heartbeat
+from penstock.worker.leases import (
+    MAX_RELEASES,
+    READ_SETTINGS_MS,
+    Batch,
+    Claimer,
+    Heartbeat,
+    Settler,
+    UnsettledReceipts,
+)
 from penstock.worker.outcome import ACK, Action
-from penstock.worker.settler import MAX_RELEASES, Batch, Settler, UnsettledReceipts
 from penstock.worker.state import WorkerState
 from penstock.worker.stats import WorkerCounters
 from penstock.worker.worker import is_final
@@ -74,7 +80,7 @@ def test_what_was_lost_is_kept_no_more_by_an_answer_that_comes_late(
         gate.open.set()
         wait_until(lambda: worker.stats().lost == 1)
         spy.held = {"claim"}
-        wait_until(lambda: not worker._heartbeat._group_of)
+        wait_until(lambda: not worker._heartbeat._lease_of)
         spy.held = set()
         wait_until(lambda: (clock.advance(1_000), worker.stats().processed == 2)[1])
     assert broker.stats("q").done == 2
@@ -225,7 +231,7 @@ def test_threads_that_can_not_be_started(broker: Broker, monkeypatch: pytest.Mon
         raise RuntimeError("can't start new thread")
 
     before = set(threading.enumerate())
-    monkeypatch.setattr("penstock.worker.claimer.Claimer.start", full)
+    monkeypatch.setattr("penstock.worker.leases.Claimer.start", full)
     with pytest.raises(RuntimeError, match="new thread"):
         worker.start()
     assert worker.join(0)

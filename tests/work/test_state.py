@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from penstock import Delivery, ManualClock, Outcome, OutcomeStatus
-from penstock.worker.heartbeat import Heartbeat
+from penstock.worker.leases import Heartbeat, Settler
 from penstock.worker.outcome import ACK, Action
-from penstock.worker.settler import Settler
 from penstock.worker.state import WorkerState
 from penstock.worker.stats import WorkerCounters
 

@@ -125,7 +125,7 @@ class Broker(ServedBroker):
         """
         check_queue_name(name)
         compiled = parse(default_filter(name) if filter is None else filter)
-        spec = _make_spec(name, compiled.text, _ordering(ordering), settings)
+        spec = _make_spec({**settings, "filter": compiled.text, "ordering": ordering}, name)
 
         def create(now_ms: int) -> QueueSpec:
             known = {queue.spec.name: queue for queue in self._store.queues()}
@@ -157,13 +157,10 @@ class Broker(ServedBroker):
 
         def update(now_ms: int) -> QueueSpec:
             present = self._store.spec(name)
-            if "ordering" in changes and _ordering(changes["ordering"]) is not present.ordering:
-                raise InvalidQueue(f"the ordering of queue {name!r} can't be changed")
             text = present.filter if compiled is None else compiled.text
-            settings = {**_settings_of(present), **changes}
-            for fixed in ("name", "filter", "ordering"):
-                settings.pop(fixed, None)
-            spec = _make_spec(name, text, present.ordering, settings)
+            spec = _make_spec({**_settings_of(present), **changes, "filter": text}, name)
+            if spec.ordering is not present.ordering:
+                raise InvalidQueue(f"the ordering of queue {name!r} can't be changed")
             spec = msgspec.structs.replace(
                 spec, created_at_ms=present.created_at_ms, version=present.version + 1
             )
@@ -427,13 +424,6 @@ class Broker(ServedBroker):
         return self._runner.apply(lambda now_ms: self._store.sweep(now_ms, budget))
 
 
-def _ordering(ordering: Ordering | str) -> Ordering:
-    try:
-        return Ordering(ordering)
-    except ValueError:
-        raise InvalidQueue(f"ordering {ordering!r:.100}: 'standard' or 'fifo'") from None
-
-
 _SETTINGS: Final = frozenset(QueueSpec.__struct_fields__) - {"created_at_ms", "version"}
 
 
@@ -441,14 +431,14 @@ def _settings_of(spec: QueueSpec) -> dict[str, Any]:
     return {name: getattr(spec, name) for name in _SETTINGS}
 
 
-def _make_spec(
-    name: str, filter_text: str, ordering: Ordering, settings: dict[str, Any]
-) -> QueueSpec:
+def _make_spec(settings: dict[str, Any], name: str) -> QueueSpec:
     unknown = sorted(set(settings) - _SETTINGS)
     if unknown:
         known = ", ".join(sorted(_SETTINGS - {"name"}))
         raise InvalidQueue(f"unknown setting {unknown[0]!r}; there are {known}")
-    spec = check_spec(QueueSpec(name=name, filter=filter_text, ordering=ordering, **settings))
+    with suppress(ValueError):
+        settings["ordering"] = Ordering(settings["ordering"])
+    spec = check_spec(QueueSpec(**{**settings, "name": name}))
     # A copy: the caller may change his own labels from here on.
     return msgspec.structs.replace(spec, labels=dict(spec.labels))
 

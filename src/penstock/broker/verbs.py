@@ -275,14 +275,11 @@ class LogBroker(StoreReader):
         had is left alone, so that it may be called again. It goes in steps, each durable.
         ``filter`` is what they were matched by: another one by now is an error.
         """
-        check_count(begin, "begin", 0, limits.MAX_OFFSET)
-        check_count(end, "end", begin, limits.MAX_OFFSET)
+        text = self._check_fill(queue, begin, end, filter)
         if any(not begin <= each < end for each in offsets) or any(
             first >= second for first, second in pairwise(offsets)
         ):
             raise InvalidInput(f"the offsets to fill must ascend and lie in [{begin}, {end})")
-        spec = self.queue(queue)
-        text = spec.filter if filter is None else filter
         routed_up_to = self.log_stats().routed_up_to
         if end > routed_up_to:
             raise InvalidInput(
@@ -294,6 +291,13 @@ class LogBroker(StoreReader):
             return self._store.fill(queue, at, end, now_ms, filter_text=text, offsets=rest)
 
         return self._fill(begin, end, step)
+
+    def _check_fill(self, queue: str, begin: int, end: int, filter_text: str | None) -> str:
+        """Check the bounds of a fill, and return the filter that its messages were matched by."""
+        check_count(begin, "begin", 0, limits.MAX_OFFSET)
+        check_count(end, "end", begin, limits.MAX_OFFSET)
+        spec = self.queue(queue)
+        return spec.filter if filter_text is None else filter_text
 
     def _fill(self, begin: int, end: int, step: Callable[[int, int], Filled]) -> Filled:
         """Fill a queue step by step; a step is told where it begins, and the time."""
@@ -323,11 +327,8 @@ class LogBroker(StoreReader):
         payload, or None: then it must be in the store still. Steps, repetition and ``filter`` are
         as for :meth:`fill`.
         """
-        check_count(begin, "begin", 0, limits.MAX_OFFSET)
-        check_count(end, "end", begin, limits.MAX_OFFSET)
+        text = self._check_fill(queue, begin, end, filter)
         check_archived(begin, end, records)
-        spec = self.queue(queue)
-        text = spec.filter if filter is None else filter
 
         def step(at: int, now_ms: int) -> Filled:
             rest = [each for each in records if each[0].message_id >= at]

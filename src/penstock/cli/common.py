@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
 import msgspec
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from penstock.broker.reader import Reader
 
 Command = TypeVar("Command", bound="Callable[..., Any]")
-_UNITS_MS: Final = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
-_DURATION: Final = re.compile(r"(\d{1,18})(ms|s|m|h|d|)")
 _PREVIEW_CHARS: Final = 60
 # Tables that go to a file or a pipe are not cut to a screen's width.
 _UNCUT_WIDTH: Final = 10_000
@@ -31,12 +29,24 @@ STATES: Final = [state.value for state in State]
 
 def duration(value: str | int) -> int:
     """Turn ``250ms``, ``30s``, ``5m``, ``2h`` or ``7d`` into milliseconds; a bare number is ms."""
-    if isinstance(value, int):
-        return value
-    found = _DURATION.fullmatch(value)
-    if found is None:
-        raise click.BadParameter(f"{value!r} is not a duration such as 250ms, 30s, 5m, 2h or 7d")
-    return int(found[1]) * _UNITS_MS[found[2]]
+    from penstock.server.config import UNITS_MS, amount  # noqa: PLC0415 - many commands do without
+
+    try:
+        return amount(value, UNITS_MS, "a duration")
+    except ValueError:
+        text = f"{value!r} is not a duration such as 250ms, 30s, 5m, 2h or 7d"
+        raise click.BadParameter(text) from None
+
+
+def pairs_of(given: Iterable[str], what: str = "NAME") -> dict[str, str]:
+    """Take the values of an option apart that are NAME=VALUE."""
+    pairs = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"{each!r} is not {what}=VALUE")
+        pairs[name] = value
+    return pairs
 
 
 # --- options and stores ---------------------------------------------------------------------------
@@ -53,7 +63,18 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
     return add
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def _note_json(ctx: click.Context, _: click.Parameter, value: bool) -> None:  # noqa: FBT001
+    ctx.meta[__name__] = value
+
+
+# The functions below that print look it up: no command needs to pass it on.
+json_option = click.option(
+    "--json",
+    is_flag=True,
+    expose_value=False,
+    callback=_note_json,
+    help="Print JSON instead of a table.",
+)
 store_option = options(
     json_option,
     click.option(
@@ -82,6 +103,26 @@ def open_to_look(url: str, *, read_only: bool = False) -> penstock.Broker | Read
     return open_store(url)
 
 
+def _on_store(opening: Callable[..., Any], *names: str) -> Callable[[Command], Command]:
+    """Make a decorator: the command gets the open store, not its URL and the options named."""
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def run(store: str, **given: Any) -> None:
+            chosen = {name: given.pop(name) for name in names}
+            with opening(store, **chosen) as broker:
+                command(broker, **given)
+
+        return cast(Command, store_option(run))
+
+    return decorate
+
+
+changes_store = _on_store(open_store)
+reads_store = _on_store(open_to_look)
+reads_store_beside = options(read_only_option, _on_store(open_to_look, "read_only"))
+
+
 # --- output ---------------------------------------------------------------------------------------
 
 
@@ -107,32 +148,37 @@ def _readable(value: Any) -> Any:
     return readable
 
 
+def wants_json() -> bool:
+    """Whether the command was called with --json."""
+    return bool(click.get_current_context().meta.get(__name__))
+
+
 def emit_json(value: Any) -> None:
     """Print a value as JSON."""
     click.echo(msgspec.json.format(msgspec.json.encode(plain(value)), indent=2))
 
 
-def answer(value: Any, text: str, *, as_json: bool) -> None:
+def answer(value: Any, text: str) -> None:
     """Print a value as JSON, or the text."""
-    if as_json:
+    if wants_json():
         emit_json(value)
     else:
         click.echo(text)
 
 
-def show(value: Any, columns: Sequence[str], *, as_json: bool, empty: str) -> None:
+def show(value: Any, columns: Sequence[str], *, empty: str) -> None:
     """Print structs as JSON or as a table."""
-    if as_json:
+    if wants_json():
         emit_json(value)
     else:
         show_table(columns, value, empty=empty)
 
 
 def show_fields(
-    value: msgspec.Struct, heading: str, column: str = ":count", *, skip: str = "", as_json: bool
+    value: msgspec.Struct, heading: str, column: str = ":count", *, skip: str = ""
 ) -> None:
     """Print one struct as JSON, or a table of its fields."""
-    if as_json:
+    if wants_json():
         emit_json(value)
     else:
         fields = [(name, each) for name, each in plain(value).items() if name != skip]

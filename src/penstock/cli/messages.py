@@ -13,20 +13,22 @@ import msgspec
 from penstock.cli.common import (
     STATES,
     answer,
+    changes_store,
     duration,
     emit_json,
     json_option,
     open_store,
-    open_to_look,
     options,
+    pairs_of,
     plain,
     preview,
     progress_bar,
-    read_only_option,
+    reads_store_beside,
     show,
     show_fields,
     show_table,
     store_option,
+    wants_json,
     when,
 )
 from penstock.errors import InvalidMessage
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock.broker.broker import Broker
+    from penstock.broker.reader import Reader
     from penstock.model import Outcome
 
 LINES_PER_PUBLISH: Final = 1_000
@@ -45,15 +48,10 @@ LINES_PER_PUBLISH: Final = 1_000
 # --- in -------------------------------------------------------------------------------------------
 
 
-def _attributes(
-    ctx: click.Context, param: click.Parameter, given: tuple[str, ...]
-) -> dict[str, Any]:
+def _attributes(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
     """Read numbers, booleans, null and quoted strings as JSON has them; the rest is text."""
-    attributes = {}
-    for pair in given:
-        name, equals, text = pair.partition("=")
-        if not equals or not name:
-            raise click.BadParameter(f"{pair!r} is not NAME=VALUE", ctx, param)
+    attributes: dict[str, Any] = {}
+    for name, text in pairs_of(given).items():
         try:
             value = msgspec.json.decode(text)
         except msgspec.DecodeError:
@@ -89,23 +87,23 @@ _message_options = options(
 @click.command("publish")
 @_message_options
 @store_option
-def publish(store: str, *, as_json: bool, **given: Any) -> None:
+def publish(store: str, **given: Any) -> None:
     """Publish to every queue whose filter matches."""
     batches = _batches(**given)
     with open_store(store) as broker:
-        _publish(broker, batches, as_json=as_json)
+        _publish(broker, batches)
 
 
 @click.command("send")
 @click.argument("queue")
 @_message_options
 @store_option
-def send(queue: str, store: str, *, as_json: bool, **given: Any) -> None:
+def send(queue: str, store: str, **given: Any) -> None:
     """Publish straight to one queue."""
     given["attributes"]["queue"] = queue
     batches = _batches(**given)
     with open_store(store) as broker:
-        _publish(broker, _checked(broker, queue, batches), as_json=as_json)
+        _publish(broker, _checked(broker, queue, batches))
 
 
 def _batches(
@@ -145,10 +143,10 @@ def _checked(
         yield batch
 
 
-def _publish(broker: Broker, batches: Iterator[list[Message]], *, as_json: bool) -> None:
+def _publish(broker: Broker, batches: Iterator[list[Message]]) -> None:
     ids = [message_id for batch in batches for message_id in broker.publish(batch)]
-    one = f"published message {ids[0]}" if len(ids) == 1 else ""
-    answer({"ids": ids}, one or f"published {len(ids)} messages", as_json=as_json)
+    count = f"message {ids[0]}" if len(ids) == 1 else f"{len(ids)} messages"
+    answer({"ids": ids}, f"published {count}")
 
 
 @click.group("import")
@@ -171,9 +169,7 @@ def import_group() -> None:
 @click.option("--batch", type=int, default=500, show_default=True, help="Items in one commit.")
 @click.option("--restart", is_flag=True, help="Forget what was imported before: all once more.")
 @json_option
-def import_queueber(
-    path: Path, store: str, queue: str, batch: int, *, restart: bool, as_json: bool
-) -> None:
+def import_queueber(path: Path, store: str, queue: str, batch: int, *, restart: bool) -> None:
     """Publish every item of a Queueber database to a queue, once.
 
     The database at PATH is only read. An import that was interrupted goes on where it was.
@@ -186,7 +182,7 @@ def import_queueber(
     Source(path).close()
     with open_store(store, make=True) as broker, progress_bar("importing") as progress:
         report = run(path, broker, queue, batch=batch, progress=progress, restart=restart)
-    if as_json:
+    if wants_json():
         emit_json({**plain(report), "imported": report.imported})
         return
     rows = [
@@ -212,15 +208,11 @@ def import_queueber(
 )
 @click.option("--limit", type=int, default=20, show_default=True, help="How many at most.")
 @click.option("--cursor", help="Go on after a page: what the page gave as its next cursor.")
-@read_only_option
-@store_option
-def browse(
-    queue: str, state: str, store: str, *, read_only: bool, as_json: bool, **given: Any
-) -> None:
+@reads_store_beside
+def browse(broker: Broker | Reader, queue: str, state: str, **given: Any) -> None:
     """Look at messages without claiming them."""
-    with open_to_look(store, read_only=read_only) as broker:
-        page = broker.browse(queue, state=state, **given)
-    if as_json:
+    page = broker.browse(queue, state=state, **given)
+    if wants_json():
         emit_json({"entries": list(page), "next_cursor": page.next_cursor})
         return
     times = {"done": "ended", "failed": "ended", "in_flight": "lease ends"}
@@ -249,15 +241,12 @@ def browse(
 @click.command("attempts")
 @click.argument("queue")
 @click.argument("message_id", type=int)
-@read_only_option
-@store_option
-def attempts(queue: str, message_id: int, store: str, *, read_only: bool, as_json: bool) -> None:
+@reads_store_beside
+def attempts(broker: Broker | Reader, queue: str, message_id: int) -> None:
     """Show every attempt at a message."""
-    with open_to_look(store, read_only=read_only) as broker:
-        found = broker.attempts(queue, message_id)
     times = ("claimed=claimed_at_ms", "ended=ended_at_ms")
     columns = (":attempt=number", "consumer", *times, "how=end", "reason")
-    show(found, columns, as_json=as_json, empty="no attempts")
+    show(broker.attempts(queue, message_id), columns, empty="no attempts")
 
 
 # --- claiming and settling ------------------------------------------------------------------------
@@ -269,14 +258,12 @@ def attempts(queue: str, message_id: int, store: str, *, read_only: bool, as_jso
 @click.option("--lease", "lease_ms", type=duration, help="How long to hold them.")
 @click.option("--wait", "wait_ms", type=duration, default=0, help="Wait for the first so long.")
 @click.option("--consumer", default="penstock-cli", show_default=True, help="Who is claiming.")
-@store_option
-def claim(queue: str, store: str, *, as_json: bool, **given: Any) -> None:
+@changes_store
+def claim(broker: Broker, queue: str, **given: Any) -> None:
     """Take messages under a lease."""
-    with open_store(store) as broker:
-        deliveries = broker.claim(queue, **given)
     about = (":id=message_id", "payload", "group", ":attempt=attempts")
     columns = (*about, "lease ends=lease_deadline_ms", "receipt")
-    show(deliveries, columns, as_json=as_json, empty="nothing to claim")
+    show(broker.claim(queue, **given), columns, empty="nothing to claim")
 
 
 _receipts = click.argument("receipts", metavar="RECEIPT...", nargs=-1, required=True)
@@ -284,37 +271,34 @@ _receipts = click.argument("receipts", metavar="RECEIPT...", nargs=-1, required=
 
 @click.command("ack")
 @_receipts
-@store_option
-def ack(receipts: tuple[str, ...], store: str, *, as_json: bool) -> None:
+@changes_store
+def ack(broker: Broker, receipts: tuple[str, ...]) -> None:
     """Settle messages as done."""
-    with open_store(store) as broker:
-        _show_outcomes(broker.ack(receipts), as_json=as_json)
+    _show_outcomes(broker.ack(receipts))
 
 
 @click.command("release")
 @_receipts
 @click.option("--delay", "delay_ms", type=duration, help="Instead of the queue's back-off.")
 @click.option("--reason", default="", help="Why; kept in the history.")
-@store_option
-def release(receipts: tuple[str, ...], store: str, *, as_json: bool, **given: Any) -> None:
+@changes_store
+def release(broker: Broker, receipts: tuple[str, ...], **given: Any) -> None:
     """Give messages back, to be tried again or to fail."""
-    with open_store(store) as broker:
-        _show_outcomes(broker.release(receipts, **given), as_json=as_json)
+    _show_outcomes(broker.release(receipts, **given))
 
 
 @click.command("extend")
 @_receipts
 @click.option("--lease", "lease_ms", type=duration, required=True, help="From now, so long.")
-@store_option
-def extend(receipts: tuple[str, ...], lease_ms: int, store: str, *, as_json: bool) -> None:
+@changes_store
+def extend(broker: Broker, receipts: tuple[str, ...], lease_ms: int) -> None:
     """Move the end of a lease."""
-    with open_store(store) as broker:
-        _show_outcomes(broker.extend(receipts, lease_ms=lease_ms), as_json=as_json)
+    _show_outcomes(broker.extend(receipts, lease_ms=lease_ms))
 
 
-def _show_outcomes(outcomes: list[Outcome], *, as_json: bool) -> None:
+def _show_outcomes(outcomes: list[Outcome]) -> None:
     columns = ("receipt", "outcome=status", "lease ends=lease_deadline_ms")
-    show(outcomes, columns, as_json=as_json, empty="no receipts")
+    show(outcomes, columns, empty="no receipts")
     refused = sum(not outcome for outcome in outcomes)
     if refused:
         # A script must see that something was not settled.
@@ -332,15 +316,11 @@ _ids = click.option(
 @click.argument("queue")
 @_ids
 @click.option("--where", help='Only those that a filter selects, such as "price > 10".')
-@store_option
-def redrive(
-    queue: str, ids: tuple[int, ...], where: str | None, store: str, *, as_json: bool
-) -> None:
+@changes_store
+def redrive(broker: Broker, queue: str, ids: tuple[int, ...], where: str | None) -> None:
     """Make failed messages available again."""
-    with open_store(store) as broker:
-        count = broker.redrive(queue, message_ids=ids or None, where=where)
-    text = f"{count} messages are available again"
-    answer({"queue": queue, "redriven": count}, text, as_json=as_json)
+    count = broker.redrive(queue, message_ids=ids or None, where=where)
+    answer({"queue": queue, "redriven": count}, f"{count} messages are available again")
 
 
 @click.command("move")
@@ -355,15 +335,11 @@ def redrive(
 )
 @_ids
 @click.option("--limit", type=click.IntRange(1), help="At most so many.")
-@store_option
-def move(
-    queue: str, to: str, ids: tuple[int, ...], store: str, *, as_json: bool, **given: Any
-) -> None:
+@changes_store
+def move(broker: Broker, queue: str, to: str, ids: tuple[int, ...], **given: Any) -> None:
     """Move messages into another queue."""
-    with open_store(store) as broker:
-        count = broker.move(queue, to, message_ids=ids or None, **given)
-    text = f"moved {count} messages to {to}"
-    answer({"queue": queue, "to": to, "moved": count}, text, as_json=as_json)
+    count = broker.move(queue, to, message_ids=ids or None, **given)
+    answer({"queue": queue, "to": to, "moved": count}, f"moved {count} messages to {to}")
 
 
 @click.command("purge")
@@ -378,25 +354,23 @@ def move(
     help="Which messages; can be repeated.",
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@store_option
-def purge(queue: str, states: tuple[str, ...], store: str, *, yes: bool, as_json: bool) -> None:
+@changes_store
+def purge(broker: Broker, queue: str, states: tuple[str, ...], *, yes: bool) -> None:
     """Remove messages by state."""
-    with open_store(store) as broker:
-        broker.queue(queue)
-        if not yes:
-            which = ", ".join(states)
-            click.confirm(f"Remove messages of {queue} that are {which}?", abort=True, err=True)
-        count = broker.purge(queue, states=states)
-    answer({"queue": queue, "removed": count}, f"removed {count} messages", as_json=as_json)
+    broker.queue(queue)
+    if not yes:
+        which = ", ".join(states)
+        click.confirm(f"Remove messages of {queue} that are {which}?", abort=True, err=True)
+    count = broker.purge(queue, states=states)
+    answer({"queue": queue, "removed": count}, f"removed {count} messages")
 
 
 @click.command("sweep")
-@store_option
-def sweep(store: str, *, as_json: bool) -> None:
+@changes_store
+def sweep(broker: Broker) -> None:
     """Do what is due: expiry, delays, retention."""
     sums: Counter[str] = Counter()
-    with open_store(store) as broker:
-        while (counts := broker.sweep()).total:
-            sums.update({name: n or 0 for name, n in msgspec.structs.asdict(counts).items()})
+    while (counts := broker.sweep()).total:
+        sums.update({name: n or 0 for name, n in msgspec.structs.asdict(counts).items()})
     summed = msgspec.convert({**sums, "next_due_ms": counts.next_due_ms}, SweepCounts)
-    show_fields(summed, "swept", skip="next_due_ms", as_json=as_json)
+    show_fields(summed, "swept", skip="next_due_ms")

@@ -10,16 +10,18 @@ import msgspec
 
 from penstock.cli.common import (
     answer,
+    changes_store,
     duration,
     emit_json,
     json_option,
     open_store,
-    open_to_look,
     options,
-    read_only_option,
+    reads_store,
+    reads_store_beside,
     show_fields,
     show_table,
     store_option,
+    wants_json,
 )
 from penstock.clock import SystemClock
 from penstock.errors import StoreDamaged
@@ -78,15 +80,14 @@ def _given(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @click.command("queues")
-@store_option
-def list_queues(store: str, *, as_json: bool) -> None:
+@reads_store
+def list_queues(broker: Broker | Reader) -> None:
     """List the queues."""
-    with open_to_look(store) as broker:
-        specs = broker.queues()
-        if as_json:
-            emit_json(specs)
-            return
-        counted, damage = _count(broker, [spec.name for spec in specs])
+    specs = broker.queues()
+    if wants_json():
+        emit_json(specs)
+        return
+    counted, damage = _count(broker, [spec.name for spec in specs])
     depths = ("available", "delayed", "in_flight", "failed")
     show_table(
         ("queue", "ordering", "filter", ":available", ":delayed", ":in flight", ":failed"),
@@ -122,12 +123,12 @@ def _count(
 @click.option("--fifo", is_flag=True, help="Deliver each group in order, one lease at a time.")
 @_settings
 @store_option
-def create(queue: str, store: str, *, fifo: bool, as_json: bool, **settings: Any) -> None:
+def create(queue: str, store: str, *, fifo: bool, **settings: Any) -> None:
     """Make a queue."""
     ordering = "fifo" if fifo else "standard"
     with open_store(store, make=True) as broker:
         spec = broker.create_queue(queue, ordering=ordering, **_given(settings))
-    show_fields(spec, spec.name, "setting", skip="name", as_json=as_json)
+    show_fields(spec, spec.name, "setting", skip="name")
 
 
 @click.command("update")
@@ -136,13 +137,7 @@ def create(queue: str, store: str, *, fifo: bool, as_json: bool, **settings: Any
 @click.option("--no-label", "dropped", metavar="NAME", multiple=True, help="Remove a label.")
 @store_option
 def update(
-    queue: str,
-    store: str,
-    *,
-    labels: dict[str, str],
-    dropped: tuple[str, ...],
-    as_json: bool,
-    **settings: Any,
+    queue: str, store: str, labels: dict[str, str], dropped: tuple[str, ...], **settings: Any
 ) -> None:
     """Change settings of a queue."""
     changes = _given(settings)
@@ -153,45 +148,42 @@ def update(
             kept = {**broker.queue(queue).labels, **labels}
             changes["labels"] = {n: value for n, value in kept.items() if n not in dropped}
         spec = broker.update_queue(queue, **changes)
-    show_fields(spec, spec.name, "setting", skip="name", as_json=as_json)
+    show_fields(spec, spec.name, "setting", skip="name")
 
 
 @click.command("delete")
 @click.argument("queue")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("--drain", is_flag=True, help="Take nothing more in; remove it once it is empty.")
-@store_option
-def delete(queue: str, store: str, *, yes: bool, drain: bool, as_json: bool) -> None:
+@changes_store
+def delete(broker: Broker, queue: str, *, yes: bool, drain: bool) -> None:
     """Remove a queue with every message in it."""
-    with open_store(store) as broker:
-        broker.queue(queue)
-        if not yes and not drain:
-            click.confirm(f"Remove queue {queue} and every message in it?", abort=True, err=True)
-        removed = broker.delete_queue(queue, drain=drain)
-        still_there = any(spec.name == queue for spec in broker.queues())
+    broker.queue(queue)
+    if not yes and not drain:
+        click.confirm(f"Remove queue {queue} and every message in it?", abort=True, err=True)
+    removed = broker.delete_queue(queue, drain=drain)
+    still_there = any(spec.name == queue for spec in broker.queues())
     text = f"removed queue {queue} with {removed} messages"
     if drain and still_there:
         text = f"queue {queue} takes nothing more in and goes once it is empty"
-    answer({"queue": queue, "removed": removed}, text, as_json=as_json)
+    answer({"queue": queue, "removed": removed}, text)
 
 
 @click.command("stats")
 @click.argument("queue", required=False)
-@read_only_option
-@store_option
-def stats(queue: str | None, store: str, *, read_only: bool, as_json: bool) -> None:
+@reads_store_beside
+def stats(broker: Broker | Reader, queue: str | None) -> None:
     """Show depths and totals."""
-    with open_to_look(store, read_only=read_only) as broker:
-        names = [spec.name for spec in broker.queues()] if queue is None else [queue]
-        counted, damage = _count(broker, names)
-        whole = broker.store_stats()
-    if as_json:
+    names = [spec.name for spec in broker.queues()] if queue is None else [queue]
+    counted, damage = _count(broker, names)
+    whole = broker.store_stats()
+    if wants_json():
         emit_json({"queues": list(counted.values()), "store": whole})
     else:
         for name, each in counted.items():
-            show_fields(each, name, skip="queue", as_json=False)
+            show_fields(each, name, skip="queue")
         if queue is None:
-            show_fields(whole, "store", as_json=False)
+            show_fields(whole, "store")
     if damage is not None:
         raise damage
 
@@ -228,14 +220,14 @@ def filter_group() -> None:
     "--published-at", type=int, help="What it reads as published_at, in ms.  [default: now]"
 )
 @json_option
-def test(expression: str, published_at: int | None, *, as_json: bool, **fields: Any) -> None:
+def test(expression: str, published_at: int | None, **fields: Any) -> None:
     """Say whether a filter takes a message, and why: each condition with what it read.
 
     ATTRIBUTES is a JSON object, such as '{"kind": "book", "price": 12}'.
     """
     at_ms = SystemClock().now_ms() if published_at is None else published_at
     found = explain(parse(expression), Row(published_at_ms=at_ms, **fields))
-    if as_json:
+    if wants_json():
         emit_json({"matches": found.result is True, "explanation": _plain(found)})
         return
     from rich.console import Console  # noqa: PLC0415 - a JSON answer does without

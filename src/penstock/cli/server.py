@@ -1,4 +1,4 @@
-"""Serving a store: ``penstock serve``, ``config``, ``keys``, ``backup`` and ``restore``."""
+"""Long-running processes and their care: ``serve``, ``config``, ``work``, ``keys``, backups."""
 
 from __future__ import annotations
 
@@ -16,14 +16,33 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from penstock.cli.common import emit_json, json_option, open_store, options, show_table
+import penstock
+from penstock import limits
+from penstock.cli.common import (
+    answer,
+    duration,
+    emit_json,
+    json_option,
+    open_store,
+    options,
+    show_table,
+    store_option,
+    wants_json,
+)
 from penstock.errors import InvalidInput, NotAllowed, PenstockError, StoreLocked
 from penstock.server import backup as backups
 from penstock.server import security
-from penstock.server.config import SETTINGS, Effective, configure_logs, load
+from penstock.server.config import SETTINGS, Effective, configure_logs, load, parse_address
+from penstock.worker.outcome import resolve
+from penstock.worker.stats import serve_metrics
 
 if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.broker.broker import Broker
+    from penstock.client import Client
     from penstock.server.config import Setting
+    from penstock.worker import WorkerStats
 
 BACKUP_TIMEOUT_SECONDS: Final = 3_600
 _METAVARS: Final = {"Duration": "DURATION", "Size": "SIZE", "Address": "HOST:PORT|off", "int": "N"}
@@ -97,10 +116,10 @@ def _print(line: str) -> None:
 @click.command("config")
 @json_option
 @_settings
-def config(config_file: str | None, *, as_json: bool, **flags: Any) -> None:
+def config(config_file: str | None, **flags: Any) -> None:
     """Show the settings of a server and where each comes from."""
     shown = _effective(config_file, flags).shown()
-    if as_json:
+    if wants_json():
         emit_json({path: each._asdict() for path, each in shown.items()})
         return
     words = {True: "true", False: "false"}
@@ -109,6 +128,94 @@ def config(config_file: str | None, *, as_json: bool, **flags: Any) -> None:
         for path, (value, source) in shown.items()
     ]
     show_table(("setting", "value", "from"), rows)
+
+
+# --- work -----------------------------------------------------------------------------------------
+
+
+@click.command("work")
+@click.argument("handler", metavar="MODULE:FUNCTION")
+@click.option("--queue", "queues", metavar="QUEUE", multiple=True, required=True,
+              help="A queue to work on; repeatable.")  # fmt: skip
+@click.option("--concurrency", type=click.IntRange(1, limits.MAX_CONCURRENCY), default=4,
+              show_default=True, help="Messages that are worked on at a time.")  # fmt: skip
+@click.option("--processes", is_flag=True, help="Run the handler in child processes, not threads.")
+@click.option("--lease", "lease_ms", type=duration, help="Instead of the queue's lease.")
+@click.option("--prefetch", type=click.IntRange(0, limits.MAX_CLAIM_LIMIT),
+              help="Messages to claim ahead.  [default: --concurrency]")  # fmt: skip
+@click.option("--dequeue-max", type=click.IntRange(1, limits.MAX_CLAIM_LIMIT), default=100,
+              show_default=True, help="Messages of one claim at the most.")  # fmt: skip
+@click.option("--time-limit", "time_limit_ms", type=duration, help="How long a handler may take.")
+@click.option("--drain", "drain_ms", type=duration, default="30s", show_default=True,
+              help="How long a stop waits for handlers that run.")  # fmt: skip
+@click.option("--consumer", help="Who is claiming.  [default: HOST-PID]")
+@click.option("--metrics", metavar="HOST:PORT", help="Serve the counters for Prometheus there.")
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]),
+              default="info", show_default=True, help="What is logged.")  # fmt: skip
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text",
+              show_default=True, help="How it is written.")  # fmt: skip
+@store_option
+def work(
+    handler: str,
+    queues: tuple[str, ...],
+    store: str,
+    metrics: str | None,
+    log_level: str,
+    log_format: str,
+    *,
+    processes: bool,
+    **settings: Any,
+) -> None:
+    """Run a function for every message of a queue.
+
+    The module is looked for in this directory first. A message whose function returns is done;
+    one whose function raises is tried again. On SIGTERM or SIGINT no more messages are claimed and
+    those that are worked on are finished; a second signal cuts them off. If the server wants a
+    key, PENSTOCK_TOKEN holds it, as ID:SECRET.
+    """
+    if ":" not in handler:
+        raise click.BadParameter(f"{handler!r} is not MODULE:FUNCTION", param_hint="handler")
+    configure_logs(log_level, log_format)
+    sys.path.insert(0, str(Path.cwd()))
+    resolve(handler)
+    with contextlib.ExitStack() as stack:
+        worker = penstock.Worker(
+            _connect(store, stack),
+            queues,
+            handler,
+            mode="processes" if processes else "threads",
+            **settings,
+        )
+        if metrics is not None:
+            _serve_metrics(worker.stats, metrics, stack)
+        worker.run()
+    stats = worker.stats()
+    names = ("processed", "failed", "released", "lost", "stale")
+    text = ", ".join(f"{name} {getattr(stats, name)}" for name in names)
+    answer(stats, text)
+
+
+def _connect(url: str, stack: contextlib.ExitStack) -> Broker | Client:
+    """Connect to a server, or open a store that is there."""
+    if url.startswith(("penstock:", "penstocks:")):
+        token = os.environ.get("PENSTOCK_TOKEN", "")
+        return stack.enter_context(penstock.connect(url, token=token))
+    return stack.enter_context(penstock.open(url, create=False))
+
+
+def _serve_metrics(
+    stats: Callable[[], WorkerStats], address: str, stack: contextlib.ExitStack
+) -> None:
+    host, port = parse_address(address)
+    try:
+        bound = stack.enter_context(serve_metrics(stats, host, port))
+    except ImportError as error:
+        raise click.ClickException(
+            f"{error}: --metrics needs pip install 'penstock[server]'"
+        ) from error
+    except OSError as error:
+        raise InvalidInput(f"metrics can't be served at {address}: {error}") from error
+    click.echo(f"metrics at http://{host}:{bound}/metrics")
 
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -131,26 +238,15 @@ def keys() -> None:
 
 @keys.command("add")
 @click.argument("key_id")
-@click.option(
-    "--allow",
-    "permissions",
-    metavar="ACTION:PATTERN",
-    multiple=True,
-    required=True,
-    help="publish, consume, admin or all, on queues by name, such as publish:orders-*.",
-)
+@click.option("--allow", "permissions", metavar="ACTION:PATTERN", multiple=True, required=True,
+              help="publish, consume, admin or all, on queues by name, such as "
+              "publish:orders-*.")  # fmt: skip
 @click.option("--sqs", is_flag=True, help="For SQS clients too: the file then holds the secret.")
 @click.option("--description", default="", help="Words for people.")
 @_keys_option
 @json_option
 def add(
-    path: Path,
-    key_id: str,
-    permissions: tuple[str, ...],
-    description: str,
-    *,
-    sqs: bool,
-    as_json: bool,
+    path: Path, key_id: str, permissions: tuple[str, ...], description: str, *, sqs: bool
 ) -> None:
     """Make a key and show its secret, this once.
 
@@ -160,7 +256,7 @@ def add(
     """
     secret = security.add_key(path, key_id, list(permissions), sqs=sqs, description=description)
     token = f"{key_id}:{secret}"
-    if as_json:
+    if wants_json():
         emit_json({"key_id": key_id, "secret": secret, "token": token})
         return
     click.echo(f"key    {key_id}\nsecret {secret}\ntoken  {token}")
@@ -172,13 +268,13 @@ def add(
 @keys.command("list")
 @_keys_option
 @json_option
-def list_keys(path: Path, *, as_json: bool) -> None:
+def list_keys(path: Path) -> None:
     """List the keys and what they may do; no secrets."""
     rows = [
         (key_id, key.permissions, bool(key.secret), key.description)
         for key_id, key in sorted(security.read_keys(path).items())
     ]
-    if as_json:
+    if wants_json():
         names = ("key_id", "permissions", "sqs", "description")
         emit_json([dict(zip(names, row, strict=True)) for row in rows])
         return
@@ -225,36 +321,20 @@ def check(ctx: click.Context, path: Path, action: str | None, queue: str) -> Non
 
 @click.command("backup")
 @click.argument("destination")
-@click.option(
-    "--store",
-    metavar="URL",
-    envvar="PENSTOCK_STORE",
-    show_envvar=True,
-    help="A store nobody has open.",
-)
-@click.option(
-    "--server",
-    metavar="URL",
-    envvar="PENSTOCK_SERVER",
-    show_envvar=True,
-    help="A running server's HTTP address; DESTINATION is then a name in its backup directory.",
-)
+@click.option("--store", metavar="URL", envvar="PENSTOCK_STORE", show_envvar=True,
+              help="A store nobody has open.")  # fmt: skip
+@click.option("--server", metavar="URL", envvar="PENSTOCK_SERVER", show_envvar=True,
+              help="A running server's HTTP address; DESTINATION is then a name in its backup "
+              "directory.")  # fmt: skip
 @click.option("--ca", metavar="FILE", help="Who has signed the server's certificate.")
-@click.option(
-    "--verify",
-    is_flag=True,
-    help="Check the backup DESTINATION; with --store or --server, make it first.",
-)
+@click.option("--verify", is_flag=True,
+              help="Check the backup DESTINATION; with --store or --server, make it "
+              "first.")  # fmt: skip
 @click.pass_context
 def backup(
-    ctx: click.Context,
-    destination: str,
-    store: str | None,
-    server: str | None,
-    ca: str | None,
-    *,
-    verify: bool,
-) -> None:
+    ctx: click.Context, destination: str, store: str | None, server: str | None, ca: str | None,
+    *, verify: bool,
+) -> None:  # fmt: skip
     """Copy a store to a directory that is not there yet.
 
     The copy is there whole or not at all. With --server the server makes it, and goes on serving;
@@ -273,9 +353,9 @@ def backup(
                 f"there is no backup at {path}; --store URL or --server URL makes one"
             )
     elif server is not None:
-        answer = _request_backup(server, destination, ca)
-        path = Path(answer["path"])
-        click.echo(f"backed up to {path}: {answer['bytes']} bytes")
+        made = _request_backup(server, destination, ca)
+        path = Path(made["path"])
+        click.echo(f"backed up to {path}: {made['bytes']} bytes")
         if verify and not path.is_dir():
             raise click.ClickException(
                 f"not verified: it is on the server's machine; there, penstock backup {path} "
@@ -324,25 +404,20 @@ def _request_backup(server: str, name: str, ca: str | None) -> dict[str, Any]:
     finally:
         connection.close()
     try:
-        answer: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
+        made: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.DecodeError:
-        answer = {"message": f"status {response.status}"}
+        made = {"message": f"status {response.status}"}
     if response.status in {401, 403}:
-        raise NotAllowed(str(answer.get("message")))
+        raise NotAllowed(str(made.get("message")))
     if response.status != 200:
-        raise PenstockError(f"{server} made no backup: {answer.get('message')}")
-    return answer
+        raise PenstockError(f"{server} made no backup: {made.get('message')}")
+    return made
 
 
 @click.command("restore")
 @click.argument("source", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--to",
-    "target",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="The directory of the new store: empty, or not there.",
-)
+@click.option("--to", "target", type=click.Path(path_type=Path), required=True,
+              help="The directory of the new store: empty, or not there.")  # fmt: skip
 def restore(source: Path, target: Path) -> None:
     """Make a store of a backup.
 

@@ -15,8 +15,10 @@ from penstock.cli.common import (
     emit_json,
     json_option,
     options,
+    pairs_of,
     progress_bar,
     show_table,
+    wants_json,
 )
 from penstock.errors import PenstockError
 
@@ -96,16 +98,6 @@ def _job(name: str, master: str) -> Callable[..., Any]:
     return partial(getattr(jobs, name), spark)
 
 
-def _pairs(given: tuple[str, ...], what: str) -> dict[str, str]:
-    pairs = {}
-    for each in given:
-        name, found, value = each.partition("=")
-        if not found or not name:
-            raise click.BadParameter(f"{each!r} is not {what}=VALUE")
-        pairs[name.strip()] = value
-    return pairs
-
-
 # --- routing --------------------------------------------------------------------------------------
 
 
@@ -116,9 +108,7 @@ def _pairs(given: tuple[str, ...], what: str) -> dict[str, str]:
 @click.option("--max-offsets", type=click.IntRange(min=1), default=100_000, show_default=True,
               help="Messages in one micro-batch at the most.")  # fmt: skip
 @_spark_options
-def route(
-    location: str, master: str, checkpoint: Path, max_offsets: int, *, once: bool, as_json: bool
-) -> None:
+def route(location: str, master: str, checkpoint: Path, max_offsets: int, *, once: bool) -> None:
     """Put what the logs hold into the queues, until it is stopped.
 
     For a store whose routing is pipeline. Starting it fences every pipeline that ran before.
@@ -136,18 +126,18 @@ def route(
     except KeyboardInterrupt:
         query.stop()
     now = status(location)
-    answer(now, f"routed up to offset {now.routed_up_to} of {now.end}", as_json=as_json)
+    answer(now, f"routed up to offset {now.routed_up_to} of {now.end}")
 
 
 @pipeline.command("status")
 @json_option
 @_location_option
-def status(location: str, *, as_json: bool) -> None:
+def status(location: str) -> None:
     """Show how far the logs are routed; asks the broker, starts no Spark."""
     with _needs_spark():
         from penstock.spark.route import status as ask  # noqa: PLC0415
     now = ask(location)
-    if as_json:
+    if wants_json():
         emit_json(now)
         return
     click.echo(f"routing {now.routing}, epoch {now.epoch}, routed up to {now.routed_up_to}")
@@ -172,15 +162,13 @@ def status(location: str, *, as_json: bool) -> None:
               help="Offsets between two commits.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only count what matches.")
 @_spark_options
-def backfill(
-    location: str, master: str, queue: str, *, dry_run: bool, as_json: bool, **given: Any
-) -> None:
+def backfill(location: str, master: str, queue: str, *, dry_run: bool, **given: Any) -> None:
     """Fill a queue from the log with what it wants and has not had."""
     job = _job("backfill", master)
     with progress_bar(f"filling {queue}") as bar:
         done = job(location, queue, dry_run=dry_run, progress=bar, **given)
     text = f"looked at {done.scanned} messages, {done.matched} match"
-    answer(done, text if dry_run else f"{text}, added {done.added} to {queue}", as_json=as_json)
+    answer(done, text if dry_run else f"{text}, added {done.added} to {queue}")
 
 
 @pipeline.command("archive")
@@ -195,7 +183,7 @@ def backfill(
 @_spark_options
 def archive(
     location: str, master: str, path: Path, queues: tuple[str, ...], states: tuple[str, ...],
-    keep: int, *, no_payload: bool, no_trim: bool, dry_run: bool, as_json: bool,
+    keep: int, *, no_payload: bool, no_trim: bool, dry_run: bool,
 ) -> None:  # fmt: skip
     """Move done and failed messages, and the attempts at them, to Parquet files in PATH."""
     job = _job("archive", master)
@@ -212,20 +200,20 @@ def archive(
     )
     rows = ", ".join(f"{count} {table}" for table, count in done.rows.items())
     verb = "would archive" if dry_run else "archived"
-    answer(done, f"{verb} {rows}; trimmed {done.trimmed} messages", as_json=as_json)
+    answer(done, f"{verb} {rows}; trimmed {done.trimmed} messages")
 
 
 @pipeline.command("collect")
 @click.option("--delete", is_flag=True, help="Free them; by default they are only counted.")
 @_spark_options
-def collect(location: str, master: str, *, delete: bool, as_json: bool) -> None:
+def collect(location: str, master: str, *, delete: bool) -> None:
     """Find payloads that nobody refers to any more, and free them."""
     job = _job("collect", master)
     with progress_bar("asking the broker") as bar:
         done = job(location, dry_run=not delete, progress=bar)
     verb = "freed" if delete else "would free"
     text = f"{verb} {done.freed_messages} payloads, {done.freed_bytes} bytes"
-    answer(done, text, as_json=as_json)
+    answer(done, text)
 
 
 @pipeline.command("report")
@@ -233,12 +221,10 @@ def collect(location: str, master: str, *, delete: bool, as_json: bool) -> None:
 @click.option("--save", type=click.Path(path_type=Path),
               help="Write report.html and Parquet files into this directory.")  # fmt: skip
 @_spark_options
-def report(
-    location: str, master: str, queues: tuple[str, ...], save: Path | None, *, as_json: bool
-) -> None:
+def report(location: str, master: str, queues: tuple[str, ...], save: Path | None) -> None:
     """Show throughput, waiting, attempts and failures of each queue."""
     frames = _job("report", master)(location, queues=queues or None)
-    if as_json:
+    if wants_json():
         emit_json({name: frame.toArrow().to_pylist() for name, frame in frames.items()})
     else:
         counts = ("done", "failed", "available", "done_per_second", "attempts_mean")
@@ -252,7 +238,7 @@ def report(
     if save is not None:
         from penstock.spark.jobs import save_report  # noqa: PLC0415 - needs an extra
 
-        click.echo(f"written: {save_report(frames, save)}", err=as_json)
+        click.echo(f"written: {save_report(frames, save)}", err=wants_json())
 
 
 @pipeline.command("redrive")
@@ -260,14 +246,12 @@ def report(
 @click.option("--where", metavar="SQL", help="A condition on the table failed; default: all.")
 @click.option("--dry-run", is_flag=True, help="Only count them and show a few.")
 @_spark_options
-def redrive(
-    location: str, master: str, queue: str, where: str | None, *, dry_run: bool, as_json: bool
-) -> None:
+def redrive(location: str, master: str, queue: str, where: str | None, *, dry_run: bool) -> None:
     """Make the failed messages that a SQL condition selects available again."""
     job = _job("redrive", master)
     with progress_bar(f"redriving {queue}") as bar:
         done = job(location, queue, where=where, dry_run=dry_run, progress=bar)
-    if as_json:
+    if wants_json():
         emit_json(done)
         return
     if dry_run:
@@ -291,21 +275,16 @@ def redrive(
 @click.option("--dry-run", is_flag=True, help="Only check every row.")
 @_spark_options
 def publish(
-    location: str,
-    master: str,
-    paths: tuple[str, ...],
-    *,
-    dry_run: bool,
-    as_json: bool,
-    **given: Any,
+    location: str, master: str, paths: tuple[str, ...], *, dry_run: bool, **given: Any
 ) -> None:
     """Publish the rows of files, or of a SQL query, as messages."""
-    given["options"] = _pairs(given["options"], "NAME")
-    given["columns"] = _pairs(given["columns"], "COLUMN")
+    for option, name in (("options", "NAME"), ("columns", "COLUMN")):
+        pairs = pairs_of(given[option], name)
+        given[option] = {each.strip(): value for each, value in pairs.items()}
     job = _job("publish", master)
     with progress_bar("publishing") as bar:
         done = job(location, paths or None, dry_run=dry_run, progress=bar, **given)
     text = f"checked {done.rows} rows" if dry_run else f"published {done.published} rows"
     if done.duplicates:
         text += f"; {done.duplicates} had been published before"
-    answer(done, text, as_json=as_json)
+    answer(done, text)

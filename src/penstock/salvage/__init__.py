@@ -308,11 +308,10 @@ class _Salvage:
     # --- messages --------------------------------------------------------------------------
 
     def _mend(self, store: KvStore) -> SalvageReport:
-        core = store.core
         now_ms = max(self._clock.now_ms(), store.info().time_floor_ms)
         expected = {
             name: sum(_states(queue.counts).values())
-            for name, queue in core.queues.items()
+            for name, queue in store.by_name.items()
             if name in self._seen.counts
         }
         before, references = set(self._quarantined()), self._references()
@@ -335,7 +334,7 @@ class _Salvage:
                     lost=_ranges(self._lost.get(name, ())),
                     settings_lost=name in self._settings_lost,
                 )
-                for name, queue in sorted(core.queues.items())
+                for name, queue in sorted(store.by_name.items())
             ],
             unreadable=self._unreadable(),
             repaired=first.found,
@@ -356,7 +355,7 @@ class _Salvage:
             if table.decode() in _BY_NAME:
                 name = read_terminated(key, 2)[0].decode()
             else:
-                name = store.core.by_number[int.from_bytes(key[:4], "big")].name
+                name = store.by_number[int.from_bytes(key[:4], "big")].name
             if key.startswith(_DONE):
                 done += 1
             else:
@@ -379,7 +378,7 @@ class _Salvage:
             return
         held = held_ids(store, now_ms=now_ms)
         for number, ids in self._seen.listed.items():
-            queue = store.core.by_number.get(number)
+            queue = store.by_number.get(number)
             if queue is not None:
                 lost = {each for each in ids if not _has(held[queue.name], each)}
                 self._lost.setdefault(queue.name, set()).update(lost)
@@ -409,7 +408,7 @@ class _Salvage:
         compiled: dict[str, Filter] = {}
         for rows in _pages(row for row in _log_rows(store, routed=True) if row[0] in absent):
             without_queue.update((each, encoded) for each, encoded in rows if each in without_queue)
-            for queue in list(store.core.queues.values()):
+            for queue in list(store.by_name.values()):
                 items = [
                     _item(message_id, encoded)
                     for message_id, encoded in rows
@@ -431,9 +430,9 @@ class _Salvage:
         put_back: dict[str, int],
     ) -> None:
         """Put messages whose queue is unknown into a queue of their own."""
-        if _SALVAGED not in store.core.queues:
+        if _SALVAGED not in store.by_name:
             store.create_queue(QueueSpec(name=_SALVAGED, filter=f"queue = '{_SALVAGED}'"), now_ms)
-        queue = store.core.queue(_SALVAGED)
+        queue = store.queue(_SALVAGED)
         payloads = self._engine.table("payloads")
         for rows in _pages((each, messages[each] or b"") for each in sorted(messages)):
             items = []
@@ -454,7 +453,7 @@ class _Salvage:
         if items:
             batch = self._engine.batch()
             store.enqueue(batch, queue, items, now_ms, late=True)
-            store.core.commit(batch, (queue,), now_ms)
+            store.commit(batch, (queue,), now_ms)
             put_back[queue.name] = put_back.get(queue.name, 0) + len(items)
 
     def _payload_ids(self) -> Iterator[int]:
@@ -510,7 +509,7 @@ def _pages(rows: Iterable[tuple[Any, bytes]]) -> Iterator[list[tuple[Any, bytes]
 
 def _log_rows(store: KvStore, *, routed: bool) -> Iterator[tuple[int, bytes]]:
     """Read the part of the log that has been routed, or the rest."""
-    log, cursors = store.core.log, store.log_stats().cursors
+    log, cursors = store.log, store.log_stats().cursors
     for number in range(log.all_logs):
         cursor = log.end if store.info().routing == "inline" else cursors[number]
         at, end = (log.earliest, cursor) if routed else (cursor, log.end)
@@ -526,7 +525,7 @@ def _had(
     if found is None:
         return False
     row = (found.attributes, found.group, found.priority, found.published_at_ms, found.size)
-    coverage = store.core.coverage[queue.name]
+    coverage = store.coverage[queue.name]
     if (coverage.known_from or 0) <= message_id:
         return coverage.had(row, message_id, compiled)
     return parse(queue.spec.filter).matches(row)

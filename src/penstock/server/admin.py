@@ -9,11 +9,12 @@ No page waits for a store: one thread reads its figures, however many clients as
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from penstock.errors import NotAllowed, PenstockError
+from penstock.errors import InvalidInput, NotAllowed, PenstockError
 from penstock.server.backup import backup_into
 from penstock.server.http import Response
 from penstock.server.metrics import CONTENT_TYPE
@@ -42,10 +43,10 @@ def routes(server: Server) -> dict[tuple[str, str], Handler]:
     found: dict[tuple[str, str], Handler] = {
         ("GET", "/health"): lambda _: Response(body=b"alive\n"),
         ("GET", "/ready"): pages.ready,
-        ("POST", "/admin/backup"): pages.backup,
+        ("POST", "/admin/backup"): partial(pages.check, ("admin",), pages.backup),
     }
     if server.config.metrics_enabled:
-        found["GET", "/metrics"] = pages.metrics
+        found["GET", "/metrics"] = partial(pages.check, ("consume", "admin"), pages.metrics)
     return found
 
 
@@ -56,6 +57,37 @@ class _Pages:
         self._page: asyncio.Future[bytes] | None = None
         self._fresh_until = 0.0
 
+    async def check(
+        self,
+        actions: tuple[str, ...],
+        page: Callable[[Request], Awaitable[Response]],
+        request: Request,
+    ) -> Response:
+        """Check the key, answer with a page, and count the request under the page's name."""
+        server = self._server
+        begin = server.clock.seconds()
+        key_id, outcome = "", "ok"
+        try:
+            principal: Principal | None = ANYONE
+            if server.keys is not None:
+                token = token_of(request.headers.get("authorization"))
+                principal = server.keys.by_token(token) if token else None
+            if principal is None:
+                outcome = NotAllowed.__name__
+                text = "this page wants authorization: Bearer ID:SECRET"
+                return _json(401, {"error": outcome, "message": text}, _CHALLENGE)
+            key_id = principal.key_id
+            request.trust()
+            principal.check_any(actions)
+            return await page(request)
+        except PenstockError as error:
+            outcome = type(error).__name__
+            status = 403 if isinstance(error, NotAllowed) else 400
+            return _json(status, {"error": outcome, "message": str(error)})
+        finally:
+            seconds = server.clock.seconds() - begin
+            server.metrics.request("admin", page.__name__, seconds, outcome, key_id)
+
     async def ready(self, _: Request) -> Response:
         """Say whether requests are welcome, and if not, why."""
         why = self._server.unready
@@ -63,11 +95,8 @@ class _Pages:
             return Response(body=b"ready\n")
         return Response(503, f"{without_password(why)}\n".encode())
 
-    async def metrics(self, request: Request) -> Response:
+    async def metrics(self, _: Request) -> Response:
         """Show the counters."""
-        return await self._counted("metrics", request, ("consume", "admin"), self._metrics)
-
-    async def _metrics(self, _: Request) -> Response:
         # Requests at the same time share one look at the store, which asks about every queue.
         loop, metrics = asyncio.get_running_loop(), self._server.metrics
         if self._reading is None or (self._reading.done() and loop.time() > self._fresh_until):
@@ -82,55 +111,16 @@ class _Pages:
 
     async def backup(self, request: Request) -> Response:
         """Make a backup in the directory that is set for it."""
-        return await self._counted("backup", request, ("admin",), self._backup)
-
-    async def _backup(self, request: Request) -> Response:
         try:
             asked = msgspec.json.decode(request.body, type=_Backup)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return _json(400, {"error": "InvalidInput", "message": str(error)})
+            raise InvalidInput(str(error)) from None
         directory = self._server.config.backup_directory
         # On the batcher's threads: those of the pages must be free, however long it takes.
         path, size = await self._server.batcher.call(
             lambda broker: backup_into(broker, directory, asked.name), long=True
         )
         return _json(200, {"path": str(path), "bytes": size})
-
-    async def _counted(
-        self,
-        operation: str,
-        request: Request,
-        actions: tuple[str, ...],
-        answer: Callable[[Request], Awaitable[Response]],
-    ) -> Response:
-        """Check the key, answer, and count the request."""
-        clock = self._server.clock
-        begin = clock.seconds()
-        key_id, outcome = "", "ok"
-        try:
-            principal = self._principal(request)
-            if principal is None:
-                outcome = NotAllowed.__name__
-                text = "this page wants authorization: Bearer ID:SECRET"
-                return _json(401, {"error": outcome, "message": text}, _CHALLENGE)
-            key_id = principal.key_id
-            request.trust()
-            principal.check_any(actions)
-            return await answer(request)
-        except PenstockError as error:
-            outcome = type(error).__name__
-            status = 403 if isinstance(error, NotAllowed) else 400
-            return _json(status, {"error": outcome, "message": str(error)})
-        finally:
-            self._server.metrics.request(
-                "admin", operation, clock.seconds() - begin, outcome, key_id
-            )
-
-    def _principal(self, request: Request) -> Principal | None:
-        if self._server.keys is None:
-            return ANYONE
-        token = token_of(request.headers.get("authorization"))
-        return self._server.keys.by_token(token) if token else None
 
 
 _CHALLENGE = (("www-authenticate", 'Bearer realm="penstock"'),)

@@ -83,6 +83,7 @@ class Batcher:
         self._loop = loop
         self._gathered: OrderedDict[Future[Any], Request] = OrderedDict()
         self._scheduled = False
+        # Requests that are gathered or not durable yet.
         self._under_way = 0
         # Claims that may wait, from their request to their answer; and the parked ones, by queue.
         self._waiting: dict[_WaitingClaim, Future[Any]] = {}
@@ -90,7 +91,8 @@ class Batcher:
         # Queues that other threads have woken, until the loop comes to them.
         self._news: dict[str | None, int | None] = {}
         self._news_lock = threading.Lock()
-        self._open = True
+        # Whether claims may wait: not once the server is stopping.
+        self.is_open = True
         # Set once the store is lost to this process: no request can be answered any more.
         self.lost = asyncio.Event()
         self._callers = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="penstock-batcher")
@@ -108,16 +110,6 @@ class Batcher:
     def parked(self) -> int:
         """How many claims wait for messages."""
         return sum(map(len, self._parked.values()))
-
-    @property
-    def under_way(self) -> int:
-        """How many requests are gathered or not durable yet."""
-        return self._under_way
-
-    @property
-    def is_open(self) -> bool:
-        """Whether claims may wait: not once the server is stopping."""
-        return self._open
 
     # --- verbs -----------------------------------------------------------------------------
 
@@ -150,7 +142,7 @@ class Batcher:
             raise InvalidInput(
                 f"{limits.MAX_ALL_WAITING_CLAIMS} claims wait already, at this server"
             )
-        if not wait_ms or not self._open:
+        if not wait_ms or not self.is_open:
             return self._gather(Claim(queue, limit, lease_ms, consumer))
         until = self._loop.time() + wait_ms / 1000
         claim = _WaitingClaim(queue, limit, lease_ms, consumer, until=until, admission=admission)
@@ -218,7 +210,7 @@ class Batcher:
 
     def call(self, work: Callable[[Broker], T], *, long: bool = False) -> Future[T]:
         """Do anything else with the broker, on a thread; ``long`` if it may take its time."""
-        if not self._open:
+        if not self.is_open:
             raise BrokerClosed("the server is stopping")
         # Threads keep a cancelled job until its turn comes: it must not keep the request.
         given = [work]
@@ -244,7 +236,7 @@ class Batcher:
 
     def hand_back(self) -> None:
         """Answer claims that wait with nothing, and let none wait from now on."""
-        self._open = False
+        self.is_open = False
         for claim in list(self._waiting):
             self._forget(claim, answer=True)
 

@@ -41,7 +41,7 @@ FLAGS: Final = {
     "metrics_enabled": "--metrics",
 }
 OFF: Final = "off"
-_UNITS_MS: Final = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+UNITS_MS: Final = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _UNITS_BYTES: Final = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 _AMOUNT: Final = re.compile(r"(\d{1,15}) ?([A-Za-z]*)")
 # Variables that Kubernetes puts into the environment beside a service of our name.
@@ -299,9 +299,9 @@ def _choices(kind: Any) -> str:
 
 def _special(kind: type, value: Any) -> Any:
     if kind is Duration:
-        return Duration(_amount(value, _UNITS_MS, "a duration such as 250ms, 30s, 5m or 2h"))
+        return Duration(amount(value, UNITS_MS, "a duration such as 250ms, 30s, 5m or 2h"))
     if kind is Size:
-        return Size(_amount(value, _UNITS_BYTES, "a size such as 64KB or 16MB"))
+        return Size(amount(value, _UNITS_BYTES, "a size such as 64KB or 16MB"))
     if not isinstance(value, str):
         raise ValueError("it is an address such as 127.0.0.1:8815, or off")  # noqa: TRY004
     if value != OFF:
@@ -309,7 +309,8 @@ def _special(kind: type, value: Any) -> Any:
     return Address(value)
 
 
-def _amount(value: Any, units: Mapping[str, int], what: str) -> int:
+def amount(value: Any, units: Mapping[str, int], what: str) -> int:
+    """Return a number with its unit as one of the smallest unit; ValueError says what it is."""
     found = _AMOUNT.fullmatch(str(value)) if isinstance(value, int | str) else None
     if found is None or found[2] not in units:
         raise ValueError(f"it is {what}")

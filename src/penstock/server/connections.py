@@ -72,21 +72,23 @@ class Slot(msgspec.Struct, eq=False):
     held_bytes: int = 0
 
 
-class _Pool:
-    """Bytes that connections hold, in the order in which they began to."""
+class _Group:
+    """Connections, in the order in which they came, and the bytes that they hold."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
         self.total_bytes = 0
         self.slots: dict[Slot, None] = {}
+        # In the order in which they began to hold bytes.
+        self.holding: dict[Slot, None] = {}
 
     def put(self, slot: Slot, size: int) -> None:
         self.total_bytes += size - slot.held_bytes
         slot.held_bytes = size
         if size:
-            self.slots.setdefault(slot)
+            self.holding.setdefault(slot)
         else:
-            self.slots.pop(slot, None)
+            self.holding.pop(slot, None)
 
 
 class Connections:
@@ -101,30 +103,24 @@ class Connections:
         """``turned_away`` is called with the protocol of each that is refused or makes way."""
         self.most = most
         self._turned_away = turned_away
-        # In the order in which they came.
-        self._strangers: dict[Slot, None] = {}
-        self._known: set[Slot] = set()
-        self._pools = {
-            False: _Pool(limits.MAX_STRANGERS_BYTES),
-            True: _Pool(limits.MAX_BUFFERED_BYTES),
-        }
+        self._strangers = _Group(limits.MAX_STRANGERS_BYTES)
+        self._known = _Group(limits.MAX_BUFFERED_BYTES)
 
     def __len__(self) -> int:
-        return len(self._strangers) + len(self._known)
+        return len(self._strangers.slots) + len(self._known.slots)
 
     @property
     def held_bytes(self) -> int:
         """The bytes that all connections hold."""
-        return sum(pool.total_bytes for pool in self._pools.values())
+        return self._strangers.total_bytes + self._known.total_bytes
 
     def enter(self, holder: SlotHolder, protocol: str) -> Slot:
         """Give a connection a slot; the oldest idle stranger makes way if there is no room."""
         oldest = None
         if len(self) >= self.most:
-            oldest = next((slot for slot in self._strangers if slot.holder.idle), None)
-        slot = Slot(holder, protocol)
-        slot.full = len(self) >= self.most and oldest is None
-        self._strangers[slot] = None
+            oldest = next((slot for slot in self._strangers.slots if slot.holder.idle), None)
+        slot = Slot(holder, protocol, full=len(self) >= self.most and oldest is None)
+        self._strangers.slots[slot] = None
         if oldest is not None:
             # Out of the count at once: it takes a turn of the loop until it is closed.
             self.leave(oldest)
@@ -135,31 +131,29 @@ class Connections:
 
     def leave(self, slot: Slot) -> None:
         """Forget a connection and what it held; once more does no harm."""
-        self._pools[slot.known].put(slot, 0)
-        self._strangers.pop(slot, None)
-        self._known.discard(slot)
+        group = self._known if slot.known else self._strangers
+        group.put(slot, 0)
+        group.slots.pop(slot, None)
 
     def trust(self, slot: Slot) -> None:
         """Note that a connection has shown a key, or needs none."""
-        if slot.known or slot not in self._strangers:
-            return
-        size = slot.held_bytes
-        self._pools[False].put(slot, 0)
-        del self._strangers[slot]
-        self._known.add(slot)
-        slot.known = True
-        self.hold(slot, size)
+        if slot in self._strangers.slots:
+            size = slot.held_bytes
+            self.leave(slot)
+            slot.known = True
+            self._known.slots[slot] = None
+            self.hold(slot, size)
 
     def hold(self, slot: Slot, size: int) -> None:
         """Note the bytes that a connection holds; past the bound a connection makes way."""
-        if slot not in (self._known if slot.known else self._strangers):
+        group = self._known if slot.known else self._strangers
+        if slot not in group.slots:
             return
-        pool = self._pools[slot.known]
-        pool.put(slot, size)
-        while pool.total_bytes > pool.most_bytes:
+        group.put(slot, size)
+        while group.total_bytes > group.most_bytes:
             # Where all are at work, the one that wants more makes way.
-            oldest = next((each for each in pool.slots if each.holder.idle), slot)
-            pool.put(oldest, 0)
+            oldest = next((each for each in group.holding if each.holder.idle), slot)
+            group.put(oldest, 0)
             self._turned_away(oldest.protocol)
             oldest.holder.refuse(_TOO_MUCH)
             if oldest is slot:
@@ -266,16 +260,13 @@ class Listener:
             taken.setblocking(False)  # noqa: FBT003
             pending = _PendingSocket()
             slot = self.slots.enter(pending, self.protocol)
-            pending.task = asyncio.get_running_loop().create_task(self._arrive(taken, slot))
+            pending.task = asyncio.get_running_loop().create_task(self._serve(taken, slot))
             self._tasks.add(pending.task)
             pending.task.add_done_callback(partial(self._arrived, taken, slot))
 
-    async def _arrive(self, taken: socket.socket, slot: Slot) -> None:
+    async def _serve(self, taken: socket.socket, slot: Slot) -> None:
         # Some loops set it only for sockets of their own.
         taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await self._serve(taken, slot)
-
-    async def _serve(self, taken: socket.socket, slot: Slot) -> None:
         await asyncio.get_running_loop().connect_accepted_socket(
             lambda: self.make_connection(slot),
             taken,

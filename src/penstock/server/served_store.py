@@ -72,7 +72,13 @@ class Server:
 
     async def start(self) -> None:
         """Listen everywhere, or nowhere."""
-        self.batcher = self._make_batcher()
+        loop = asyncio.get_running_loop()
+        if self.config.tracing:
+            from penstock.server.tracing import TracedBatcher  # noqa: PLC0415 - an extra
+
+            self.batcher = TracedBatcher(self.broker, loop)
+        else:
+            self.batcher = Batcher(self.broker, loop)
         self.metrics.watch(self.broker, seconds=self.clock.seconds, gauges=self._gauges)
         try:
             load_protocols(self.config)
@@ -87,7 +93,6 @@ class Server:
             raise
         self._warn()
         self._make_room()
-        loop = asyncio.get_running_loop()
         self._watches = [loop.create_task(self._watch_keys())]
         if "flight" in self.addresses:
             self._watches.append(loop.create_task(self._watch_flight(self.addresses["flight"][1])))
@@ -104,14 +109,6 @@ class Server:
             file_limit(),
             file_limit() - room_for_files(),
         )
-
-    def _make_batcher(self) -> Batcher:
-        loop = asyncio.get_running_loop()
-        if not self.config.tracing:
-            return Batcher(self.broker, loop)
-        from penstock.server.tracing import TracedBatcher  # noqa: PLC0415 - an extra
-
-        return TracedBatcher(self.broker, loop)
 
     def _gauges(self) -> Iterator[Gauge]:
         # gRPC keeps the connections of Flight to itself.
@@ -345,23 +342,20 @@ def open_broker(config: Config, clock: Clock | None = None) -> Broker:
     """Open the store that is to be served."""
     if not config.store:
         raise InvalidInput("which store? Give --store URL, such as rocksdb:./data")
+    url = config.store
+    if config.min_free_bytes is not None:
+        if not url.startswith("rocksdb:"):
+            raise InvalidInput(
+                "min_free_bytes is for stores on a disk of this machine: rocksdb:PATH"
+            )
+        url += f"{'&' if '?' in url else '?'}min_free_bytes={int(config.min_free_bytes)}"
     return penstock.open(
-        _url(config),
+        url,
         durability=config.durability,
         dedup_window_ms=int(config.dedup_window),
         routing=config.routing or None,
         clock=clock,
     )
-
-
-def _url(config: Config) -> str:
-    """Return the store's URL, with the setting that is apart from it."""
-    if config.min_free_bytes is None:
-        return config.store
-    if not config.store.startswith("rocksdb:"):
-        raise InvalidInput("min_free_bytes is for stores on a disk of this machine: rocksdb:PATH")
-    mark = "&" if "?" in config.store else "?"
-    return f"{config.store}{mark}min_free_bytes={int(config.min_free_bytes)}"
 
 
 @contextmanager

@@ -5,7 +5,7 @@ This package is the only one that imports pyspark; ``import penstock`` never doe
 
 from __future__ import annotations
 
-from penstock.spark.pipelines import Pipeline, pipeline
+from penstock.spark.route import Pipeline, pipeline
 from penstock.spark.sessions import session
 from penstock.spark.source import PenstockSource
 

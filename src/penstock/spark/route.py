@@ -19,16 +19,22 @@ micro-batch finds nothing left to do, and one that did not take (its filters wer
 stages were lost with the server) is simply still there to be done. Matches do not travel through
 Spark: the task that makes them stages them with the broker, and gives Spark the names of the
 stages. The broker drops a stage that is never committed after a while.
+
+A :class:`Pipeline` has a DataFrame transformation between the log and the queues, still exactly
+once. Its stream carries only the stretches that are to be routed: for each micro-batch the log is
+read as an ordinary DataFrame, the transformation is applied to it, and its rows are matched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql.datasource import (
     DataSourceStreamArrowWriter,
     InputPartition,
@@ -40,7 +46,15 @@ from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, PenstockError
 from penstock.flight.client import FlightStore
 from penstock.model import AssignStatus
-from penstock.spark.matching import PACKED_COLUMNS, freeze_imports, match_packed, matcher_of
+from penstock.spark.matching import (
+    COLUMNS,
+    MATCHES,
+    PACKED_COLUMNS,
+    freeze_imports,
+    match_batch,
+    match_packed,
+    matcher_of,
+)
 from penstock.spark.reader import (
     ROUTING,
     LogPartition,
@@ -57,7 +71,7 @@ from penstock.spark.reader import (
 from penstock.spark.sessions import is_connect, parallelism, session
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
@@ -66,6 +80,7 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.readwriter import DataStreamWriter
     from pyspark.sql.types import StructType
 
+    from penstock.model import LiveFilters
     from penstock.spark.options import Options
 
 logger = logging.getLogger(__name__)
@@ -74,6 +89,10 @@ DEFAULT_MAX_OFFSETS: Final = 100_000
 AVAILABLE_NOW: Final = "available now"
 MOST_AGAIN: Final = 50
 """Micro-batches in a row that may fail to take before something must be wrong."""
+
+# The columns that a transformation must keep, and all that the log has.
+_NEEDED: Final = ("log", *COLUMNS)
+_LOG_COLUMNS: Final = (*_NEEDED, "delay_ms", "attributes", "payload")
 
 
 class RouteStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -337,11 +356,11 @@ def _logs(offset: Offset) -> Offset:
 # --- the sink: executors have staged, the driver commits -----------------------------------------
 
 
+@dataclass
 class Staged(WriterCommitMessage):
     """The stages that one task has handed on."""
 
-    def __init__(self, stages: list[str]) -> None:
-        self.stages = stages
+    stages: list[str]
 
 
 def commit(location: str, stages: Sequence[str], epoch: int | None) -> int:
@@ -402,3 +421,154 @@ class AssignmentWriter(DataSourceStreamArrowWriter):
 
 def _stages(messages: list[WriterCommitMessage | None]) -> list[str]:
     return [stage for one in messages if isinstance(one, Staged) for stage in one.stages]
+
+
+# --- pipelines ------------------------------------------------------------------------------------
+
+
+def pipeline(spark: SparkSession, location: str) -> Pipeline:
+    """Return a pipeline from the log of the broker at ``location`` to its queues."""
+    return Pipeline(spark, location)
+
+
+class Pipeline:
+    """Routes by columns that a transformation adds to the messages.
+
+    The transformation gets the table ``log`` (of the micro-batch) and returns it with more
+    columns; each column that it adds counts as an attribute of that name. Say the queue ``vip``
+    has the filter ``tier = 'gold'``, and messages only name their customer::
+
+        >>> customers = spark.read.parquet("customers")        # customer, tier
+        >>> def enrich(log):
+        ...     named = log.withColumn("customer", log.attributes["customer"])
+        ...     return named.join(broadcast(customers), "customer", "left")
+        >>> query = (penstock.spark.pipeline(spark, "grpc://127.0.0.1:8815")
+        ...          .transform(enrich).start(checkpoint="ckpt"))
+
+    What it may do: anything that keeps ``log`` and ``offset`` of a row. Columns of the log that
+    it changes are matched as changed (not ``attributes``, which is a view of ``attributes_json``).
+    A message whose rows are all dropped goes to no queue; one that a join has multiplied goes to
+    every queue that one of its rows matches, once. Payload and attributes of the message itself
+    are never changed: the enrichment is for routing.
+
+    What it may not do: put rows off to a later micro-batch (state, watermarks).
+    """
+
+    def __init__(self, spark: SparkSession, location: str) -> None:
+        self._spark = spark
+        self._location = location
+        self._steps: tuple[Callable[[DataFrame], DataFrame], ...] = ()
+        self._payload = False
+
+    def transform(
+        self, step: Callable[[DataFrame], DataFrame], *, payload: bool = False
+    ) -> Pipeline:
+        """Return a pipeline with one step more; ``payload`` asks for that column of the log."""
+        added = Pipeline(self._spark, self._location)
+        added._steps = (*self._steps, step)
+        added._payload = self._payload or payload
+        return added
+
+    def start(
+        self,
+        *,
+        checkpoint: str | Path,
+        trigger: str = "0 seconds",
+        max_offsets: int = DEFAULT_MAX_OFFSETS,
+        name: str = "penstock-pipeline",
+    ) -> StreamingQuery:
+        """Start routing; takes over from any other pipeline, as ``route`` does."""
+        epoch = take_over(self._location)
+        stretches = route_stream(self._spark, self._location, "stretches", epoch, max_offsets)
+
+        def run(batch: DataFrame, _: int) -> None:
+            todo = [Stretch(row["log"], row["begin"], row["end"]) for row in batch.collect()]
+            self._route(todo, epoch)
+
+        writer = stretches.writeStream.queryName(name).foreachBatch(run)
+        return triggered(writer, checkpoint, trigger).start()
+
+    def _route(self, todo: list[Stretch], epoch: int) -> None:
+        if not todo:
+            return
+        client = FlightStore(self._location)
+        live = {log: client.filters(begin) for log, begin, _ in todo}
+        # Offsets with other live filters are left to the next micro-batch.
+        bounds = [Stretch(log, begin, min(end, live[log].until or end)) for log, begin, end in todo]
+        matches = self._matches(bounds, live)
+        stages = []
+        try:
+            for stretch in bounds:
+                mine = matches.filter(pc.equal(matches["log"], stretch.log))
+                stage = new_stage()
+                client.stage(
+                    stage,
+                    mine.select(MATCHES.names).cast(MATCHES).to_batches(),
+                    **stretch._asdict(),
+                    filters_version=live[stretch.log].filters_version,
+                    epoch=epoch,
+                )
+                stages.append(stage)
+            commit(self._location, stages, epoch)
+        except BaseException:
+            with contextlib.suppress(PenstockError):
+                client.drop_stages(stages)
+            raise
+
+    def _matches(self, bounds: list[Stretch], live: Mapping[int, LiveFilters]) -> pa.Table:
+        log = (
+            self._spark.read.format("penstock")
+            .options(
+                location=self._location,
+                table="log",
+                payload=str(self._payload).lower(),
+                stretches=msgspec.json.encode(bounds).decode(),
+            )
+            .load()
+        )
+        for step in self._steps:
+            log = log.transform(step)
+        missing = [name for name in _NEEDED if name not in log.columns]
+        if missing:
+            raise InvalidInput(
+                f"the transformation must keep the columns of the log; {', '.join(missing)} is gone"
+            )
+        twice = {name for name in log.columns if log.columns.count(name) > 1}
+        if twice:
+            raise InvalidInput(f"the transformation has column {min(twice)!r} twice: rename one")
+        extra = [name for name in log.columns if name not in _LOG_COLUMNS]
+        filters = {number: each.filters for number, each in live.items()}
+        match = _matching(filters, extra)
+        rows = log.select(*_NEEDED, *extra)
+        return rows.mapInArrow(match, "log int, offset bigint, queue string").toArrow()
+
+
+def _matching(
+    filters: Mapping[int, Mapping[str, str]], extra: list[str]
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """Return the function that matches on the executors."""
+
+    def match(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            logs = batch.column("log")
+            for log in pc.unique(logs).to_pylist():
+                part = batch.filter(pc.equal(logs, log))
+                added = {name: _values(part.column(name), name) for name in extra}
+                found = match_batch(matcher_of(filters[log]), part, added)
+                numbers = pa.repeat(pa.scalar(log, pa.int32()), found.num_rows)
+                yield pa.record_batch([numbers, *found.columns], names=["log", "offset", "queue"])
+
+    return match
+
+
+def _values(column: pa.Array, name: str) -> list[Any]:
+    kind = column.type
+    plain = (pa.types.is_string, pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    if pa.types.is_decimal(kind):
+        column = column.cast(pa.float64())
+    elif not any(test(kind) for test in plain) and not pa.types.is_null(kind):
+        raise InvalidInput(
+            f"column {name!r} is {kind}: an attribute is text, a number or true or false"
+        )
+    values: list[Any] = column.to_pylist()
+    return values

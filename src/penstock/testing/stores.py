@@ -90,5 +90,5 @@ class OnUrl(Suite):
         """Look into the payload table of a key-value store."""
         store = self.broker._store  # noqa: SLF001 - no verb shows a payload that nobody refers to
         if isinstance(store, KvStore):
-            return store.core.payloads.get([message_id]) != [None]
+            return store.payloads.get([message_id]) != [None]
         return None

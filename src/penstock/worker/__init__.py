@@ -1,8 +1,8 @@
 """Workers: an optional runtime above the pull API, the same for every store.
 
-``worker`` is the public face. It claims (``claimer``), extends leases (``heartbeat``), runs
-handlers (``pools``, ``processes``) and settles (``settler``); its threads share the messages in
-``state``. Nothing else in Penstock needs this package.
+``worker`` is the public face. It claims, extends leases and settles (``leases``), and runs handlers
+(``pools``, ``processes``); its threads share the messages in ``state``. Nothing else in Penstock
+needs this package.
 """
 
 from __future__ import annotations

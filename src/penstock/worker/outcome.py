@@ -218,7 +218,9 @@ async def handle_async(
         for hook in _hooks(middleware, "before"):
             await _finished(hook(delivery), "before", awaits=awaits)
         try:
-            result = await _finished(handler(delivery), "the handler", awaits=awaits)
+            result = handler(delivery)
+            if result is not None:
+                result = await _finished(result, "the handler", awaits=awaits)
         except Settled:
             settlement = LEAVE
         for hook in _hooks(reversed(middleware), "after"):

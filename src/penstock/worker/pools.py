@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.worker.heartbeat import Ticker
+from penstock.worker.leases import Ticker
 from penstock.worker.outcome import (
     CUT_OFF,
     handle,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.worker")
 
 
-class Pool:
+class Pool(ABC):
     """Threads that take messages from the worker's state, run the handler, and report back."""
 
     can_cut = True
@@ -63,6 +64,7 @@ class Pool:
         """Start the threads."""
         self._start_threads(self._concurrency)
 
+    @abstractmethod
     def cut(self) -> None:
         """End handlers that run, as far as that can be done, and take no more messages."""
 
@@ -85,8 +87,9 @@ class Pool:
         except BaseException as error:
             self._on_broken(error)
 
+    @abstractmethod
     def _run(self) -> None:
-        raise NotImplementedError
+        """Work until the state has no more messages to take; on a thread of the pool."""
 
 
 class ThreadPool(Pool):
@@ -105,6 +108,9 @@ class ThreadPool(Pool):
         super().start()
         if self._limits is not None:
             self._limits.start()
+
+    def cut(self) -> None:
+        """Leave the handlers alone: a thread can't be ended."""
 
     def join(self, within_ms: int) -> None:
         """Wait for threads that have nothing to do; others end with their handler."""

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from penstock.clock import Clock
     from penstock.model import Delivery
-    from penstock.worker.heartbeat import Heartbeat
-    from penstock.worker.settler import Settler
+    from penstock.worker.leases import Heartbeat, Settler
     from penstock.worker.stats import WorkerCounters
 
 log = logging.getLogger("penstock.worker")
@@ -186,7 +185,9 @@ class WorkerState:
             if settled:
                 alone = not (self._running or self._waiting)
                 self._settler.put(settlement, [receipt], hurry=alone)
-            self._room.notify_all()
+            # Not for every message: each claimer that wakes takes the lock from the handlers.
+            if self.closing or self.room():
+                self._room.notify_all()
         if not settled:
             self._heartbeat.forget([receipt])
         if task.end is HandlerEnd.LATE:
@@ -260,20 +261,15 @@ class WorkerState:
         now_ms = self._heartbeat.now_ms()
         settlement = over_limit(limit_ms)
         with self._lock:
-            tasks = self._in_time()
-            overdue = [task for task in tasks if task.began_ms + limit_ms <= now_ms]
-            left_ms = [
-                task.began_ms + limit_ms - now_ms
-                for task in tasks
-                if task.began_ms + limit_ms > now_ms
-            ]
+            left_ms = {task: task.began_ms + limit_ms - now_ms for task in self._in_time()}
+            overdue = [task for task, left in left_ms.items() if left <= 0]
             self._release(overdue, settlement)
             self._strand()
         for task in overdue:
             self._count(task, settlement)
         if overdue:
             self._report_idle()
-        return min(left_ms, default=None)
+        return min((left for left in left_ms.values() if left > 0), default=None)
 
     def _in_time(self) -> list[Task]:
         return [task for task in self._running.values() if task.end is HandlerEnd.IN_TIME]

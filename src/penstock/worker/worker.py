@@ -42,11 +42,9 @@ from penstock.validation import (
     check_text,
     cut_text,
 )
-from penstock.worker.claimer import Claimer
-from penstock.worker.heartbeat import Heartbeat
+from penstock.worker.leases import Claimer, Heartbeat, Settler
 from penstock.worker.outcome import check_middleware, is_async, resolve
 from penstock.worker.pools import AsyncPool, Pool, ThreadPool
-from penstock.worker.settler import Settler
 from penstock.worker.state import WorkerState
 from penstock.worker.stats import WorkerCounters
 

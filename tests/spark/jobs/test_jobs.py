@@ -280,7 +280,7 @@ def test_a_backfill_goes_on_where_it_was_stopped(
 
 def orphan(broker: penstock.Broker, message_ids: list[int]) -> None:
     """Make payloads that nobody holds, as a fault might."""
-    core = broker._store.core  # type: ignore[attr-defined]
+    core: Any = broker._store
     batch = core.engine.batch()
     for message_id in message_ids:
         batch.put(b"\x01\x01" + message_id.to_bytes(8, "big"), b"lost", core.payloads.table.family)

@@ -1,7 +1,7 @@
 """Serves native clients: the listener, and the bounds of all its connections together.
 
-``connection`` serves one client, ``verbs`` has a row for each request, ``backpressure`` bounds the
-messages that are claimed for one connection.
+``connection`` serves one client; ``requests`` has a row for each verb, and bounds the messages that
+are claimed for one connection.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 from penstock import limits
 from penstock.server.connections import Listener
-from penstock.server.native.backpressure import MessageSizes
 from penstock.server.native.connection import NativeConnection
+from penstock.server.native.requests import MessageSizes
 from penstock.server.security import ANYONE
 from penstock.wire import native as wire
 
@@ -47,7 +47,6 @@ class NativeListener(Listener):
         keys: Keys | None = None,
         tls: ssl.SSLContext | None = None,
         metrics: Metrics | None = None,
-        server: str = "penstock",
         slots: Connections | None = None,
     ) -> None:
         super().__init__(host, port, tls=tls, slots=slots)
@@ -60,7 +59,6 @@ class NativeListener(Listener):
         # Bytes of requests at work, of all connections; and the connections that wait for fewer.
         self.bytes_at_work = 0
         self.waiting: set[NativeConnection] = set()
-        self._name = server
         self._timer: asyncio.TimerHandle | None = None
         self.store_id = ""
         self.loop: AbstractEventLoop = asyncio.get_running_loop()
@@ -106,7 +104,7 @@ class NativeListener(Listener):
         window_ms = self.batcher.broker.dedup_window_ms
         if window_ms < DEDUP_WINDOW_MS:
             bounds["dedup_window_ms"] = window_ms
-        return wire.Welcome(min(version, wire.VERSION), self._name, self.store_id, bounds)
+        return wire.Welcome(min(version, wire.VERSION), "penstock", self.store_id, bounds)
 
     def principal_of(self, token: str) -> Principal | None:
         """Return the principal of a token; None if there is none."""

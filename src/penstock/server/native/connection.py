@@ -2,7 +2,8 @@
 
 The server reads a connection only while its requests are within bounds and the client reads its
 answers. Answers that are ready in one turn of the loop are written together.
-:mod:`penstock.server.native.backpressure` bounds the messages that are claimed for it at a time.
+:mod:`penstock.server.native.requests` has the verbs, and bounds the messages that are claimed for
+a client at a time.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from penstock import limits
 from penstock.errors import InvalidInput, NotAllowed, PenstockError, ServerUnreachable
-from penstock.server.native.backpressure import Backpressure, PendingRequest
-from penstock.server.native.verbs import VERBS
+from penstock.server.native.requests import VERBS, Backpressure, PendingRequest
 from penstock.server.security import ANYONE
 from penstock.validation import check_count
 from penstock.wire import native as wire
@@ -64,7 +64,6 @@ class NativeConnection(asyncio.Protocol):
         self._out_bytes = 0
         # Messages whose answer is not written yet.
         self._unwritten: list[Delivery] = []
-        self._flushing = False
         self._reading = True
         self._stuck_since: float | None = None
         self._stuck_taken = 0
@@ -470,17 +469,15 @@ class NativeConnection(asyncio.Protocol):
     def _write(self, frame: bytes) -> None:
         if self._deaf:
             return
+        if not self._out:
+            self._loop.call_soon(self._flush)
         self._out.append(frame)
         self._out_bytes += len(frame)
         if self._out_bytes > limits.MAX_UNSENT_BYTES:
             # At once, so that the next request knows whether there is room for it.
             self._flush()
-        elif not self._flushing:
-            self._flushing = True
-            self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        self._flushing = False
         out, self._out, self._out_bytes = self._out, [], 0
         unwritten, self._unwritten = self._unwritten, []
         if self._transport is None or self._transport.is_closing():

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from penstock import limits
 from penstock.errors import (
@@ -25,11 +25,10 @@ from penstock.errors import (
 from penstock.server.http import Response
 from penstock.server.security import ANYONE, Principal
 from penstock.server.sqs import messages, queues
-from penstock.server.sqs.context import QueueCache, ReceiveAttempts, SqsCall, SqsContext, SqsOptions
-from penstock.server.sqs.queues import MoveTasks, QueueManager
-from penstock.wire.sqs import jsonwire, querywire, signature
-from penstock.wire.sqs.faults import SqsFault
-from penstock.wire.sqs.requests import OPERATIONS
+from penstock.server.sqs.context import QueueCache, ReceiveAttempts, SqsCall, SqsOptions
+from penstock.wire.sqs import protocol, signature
+from penstock.wire.sqs import queues as wire
+from penstock.wire.sqs.protocol import SqsFault
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -39,13 +38,40 @@ if TYPE_CHECKING:
     from penstock.server.http import Request
     from penstock.server.security import Keys
     from penstock.server.sqs.context import Answer
+    from penstock.wire.sqs.protocol import SqsRequest
 
 __all__ = ["SqsOptions", "SqsService"]
 
 log = logging.getLogger(__name__)
 
-Operation: TypeAlias = "Callable[[SqsCall, Any], Awaitable[Answer]]"
+Operation: TypeAlias = "Callable[[SqsCall, SqsRequest], Awaitable[Answer]]"
 
+_OPERATIONS: Final[dict[str, Operation]] = {
+    "AddPermission": partial(queues.relabel, wire.with_permission),
+    "CancelMessageMoveTask": queues.cancel_move,
+    "ChangeMessageVisibility": messages.change_visibility,
+    "ChangeMessageVisibilityBatch": messages.change_visibility_batch,
+    "CreateQueue": queues.create,
+    "DeleteMessage": messages.delete,
+    "DeleteMessageBatch": messages.delete_batch,
+    "DeleteQueue": queues.delete,
+    "GetQueueAttributes": queues.get_attributes,
+    "GetQueueUrl": queues.get_url,
+    "ListDeadLetterSourceQueues": queues.list_sources,
+    "ListMessageMoveTasks": queues.list_moves,
+    "ListQueueTags": queues.list_tags,
+    "ListQueues": queues.list_queues,
+    "PurgeQueue": queues.purge,
+    "ReceiveMessage": messages.receive,
+    "RemovePermission": partial(queues.relabel, wire.without_permission),
+    "SendMessage": messages.send,
+    "SendMessageBatch": messages.send_batch,
+    "SetQueueAttributes": queues.set_attributes,
+    "StartMessageMoveTask": queues.start_move,
+    "TagQueue": partial(queues.relabel, wire.with_more_tags),
+    "UntagQueue": partial(queues.relabel, wire.without_tags),
+}
+assert _OPERATIONS.keys() == protocol.OPERATIONS
 _NOBODY: Final = Principal("")
 _NO_PAGE: Final = Response(
     404,
@@ -58,6 +84,7 @@ _ANSWER_SECONDS: Final[dict[str, float | None]] = {
     "DeleteQueue": None,
     "PurgeQueue": None,
 }
+_XML, _JSON = protocol.QUERY_CONTENT, protocol.JSON_CONTENT
 _signing_key: Final = lru_cache(maxsize=1_024)(signature.signing_key)
 
 
@@ -71,7 +98,7 @@ class Observer(Protocol):
 
 
 class SqsService:
-    """Answers SQS requests; :meth:`handle` is what HTTP calls."""
+    """Answers SQS requests: :meth:`handle` is what HTTP calls, the rest is for the operations."""
 
     def __init__(
         self,
@@ -82,53 +109,33 @@ class SqsService:
         options: SqsOptions | None = None,
         observer: Observer | None = None,
     ) -> None:
+        self.batcher = batcher
+        self.clock = clock
+        self.options = options or SqsOptions()
+        self.store_id = int(batcher.broker.info().store_id, 16)
+        self.queues = QueueCache(batcher)
+        self.attempts = ReceiveAttempts()
+        # Queues are changed one at a time: each change reads a spec and writes the new one.
+        self.turn = asyncio.Lock()
+        self.purging: set[str] = set()
+        self.purged_at_ms: dict[str, int] = {}
+        # By handle, the oldest first.
+        self.moves: dict[str, queues.MoveTask] = {}
         self._keys = keys
         self._observer = observer
-        self._options = options or SqsOptions()
-        store_id = int(batcher.broker.info().store_id, 16)
-        self._context = SqsContext(
-            batcher, QueueCache(batcher), clock, self._options, store_id, ReceiveAttempts()
-        )
-        self._manager = QueueManager()
-        self._moves = MoveTasks()
-        self._told: set[str] = set()
+        # Ids of keys that can't check signatures, and that the log has named.
+        self._logged: set[str] = set()
         self._requests = 0
         self._request_prefix = clock.lease_id().hex()[-12:]
-        self._operations = self._table()
 
     def close(self) -> None:
-        """Stop what goes on in the background."""
-        self._moves.close()
+        """Stop the moves that go on in the background."""
+        for task in self.moves.values():
+            task.stop()
 
-    def _table(self) -> dict[str, Operation]:
-        manager, moves = self._manager, self._moves
-        table: dict[str, Operation] = {
-            "AddPermission": manager.add_permission,
-            "CancelMessageMoveTask": moves.cancel,
-            "ChangeMessageVisibility": messages.change_visibility,
-            "ChangeMessageVisibilityBatch": messages.change_visibility_batch,
-            "CreateQueue": manager.create,
-            "DeleteMessage": messages.delete,
-            "DeleteMessageBatch": messages.delete_batch,
-            "DeleteQueue": manager.delete,
-            "GetQueueAttributes": queues.get_attributes,
-            "GetQueueUrl": queues.get_url,
-            "ListDeadLetterSourceQueues": queues.list_sources,
-            "ListMessageMoveTasks": moves.list,
-            "ListQueueTags": queues.list_tags,
-            "ListQueues": queues.list_queues,
-            "PurgeQueue": manager.purge,
-            "ReceiveMessage": messages.receive,
-            "RemovePermission": manager.remove_permission,
-            "SendMessage": messages.send,
-            "SendMessageBatch": messages.send_batch,
-            "SetQueueAttributes": manager.set_attributes,
-            "StartMessageMoveTask": moves.start,
-            "TagQueue": manager.tag,
-            "UntagQueue": manager.untag,
-        }
-        assert table.keys() == OPERATIONS.keys()
-        return table
+    def arn(self, name: str) -> str:
+        """Name a queue as policies do."""
+        return wire.arn_of(self.options.region, self.options.account, name)
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -148,17 +155,20 @@ class SqsService:
             principal = self._principal(request)
             request.trust()
             if target is not None:
-                operation = jsonwire.operation_of(target)
-                typed = jsonwire.decode(operation, request.body)
+                operation = protocol.json_operation(target)
+                asked = protocol.decode_json(request.body)
             else:
                 fields = _fields(request)
-                operation = querywire.operation_of(fields)
-                typed = querywire.decode(operation, fields)
-            consumer = principal.key_id or request.peer
-            call = SqsCall(self._context, principal, self._base_url(request), request, consumer)
+                operation = protocol.query_operation(fields)
+                asked = protocol.decode_query(operation, fields)
+            call = SqsCall(self, principal, self._base_url(request), request)
             async with asyncio.timeout(_ANSWER_SECONDS.get(operation, _MOST_SECONDS)):
-                answer = await self._operations[operation](call, typed)
-            return _answered(answer, operation, request_id, xml=xml)
+                answer = await _OPERATIONS[operation](call, asked)
+            if xml:
+                body, kind = protocol.encode_query(operation, answer, request_id), _XML
+            else:
+                body, kind = protocol.encode_json(answer), _JSON
+            return Response(200, body, kind, (("x-amzn-RequestId", request_id),))
         except Exception as error:
             # The error stays in here: kept in a variable, it would keep this call, with the body of
             # its request, until the garbage collector comes.
@@ -174,7 +184,7 @@ class SqsService:
 
     def _late(self) -> SqsFault:
         """Say that a request was not answered in time; one that was not begun is not begun."""
-        outage = self._context.batcher.broker.outage
+        outage = self.batcher.broker.outage
         why = "" if outage is None else f" The store can't be used: {outage.why}."
         text = f"The request was not answered in time, it may or may not have been done.{why}"
         return SqsFault("ServiceUnavailable", text, status=503)
@@ -185,7 +195,7 @@ class SqsService:
         claim = signature.parse(request.headers.get("authorization"))
         found = self._keys.secret_of(claim.key_id)
         if found is None and self._keys.keeps_no_secret(claim.key_id):
-            self._tell(claim.key_id)
+            self._log_key(claim.key_id)
         # An unknown key takes the same steps, so that time does not tell which keys there are.
         secret, principal = found or ("", _NOBODY)
         key = _signing_key(secret, claim.date, claim.region, claim.service)
@@ -198,41 +208,32 @@ class SqsService:
                 query=request.query,
                 headers=request.headers,
                 body=request.body,
-                now_ms=self._context.clock.now_ms(),
+                now_ms=self.clock.now_ms(),
                 unsigned_body=request.secure,
             )
         except SqsFault:
-            if found is None:
-                raise _unsigned() from None
-            raise
+            if found is not None:
+                raise
         if found is None:
-            raise _unsigned()
+            text = "The security token included in the request is invalid."
+            raise SqsFault("UnrecognizedClientException", text, status=403)
         return principal
 
-    def _tell(self, key_id: str) -> None:
+    def _log_key(self, key_id: str) -> None:
         # Once: a stranger may name a key as often as it likes.
-        if key_id not in self._told:
-            self._told.add(key_id)
+        if key_id not in self._logged:
+            self._logged.add(key_id)
             log.warning(
                 "key %s was not made with --sqs: its signatures can't be checked, make it anew",
                 key_id,
             )
 
     def _base_url(self, request: Request) -> str:
-        base = self._options.url
+        base = self.options.url
         if not base:
             scheme = "https" if request.secure else "http"
             base = f"{scheme}://{request.headers.get('host', 'localhost')}"
-        return f"{base}/{self._options.account}/"
-
-
-def _unsigned() -> SqsFault:
-    # A new one each time: one for all would keep the calls that it was raised in, for ever.
-    return SqsFault(
-        "UnrecognizedClientException",
-        "The security token included in the request is invalid.",
-        status=403,
-    )
+        return f"{base}/{self.options.account}/"
 
 
 def _fields(request: Request) -> dict[str, str]:
@@ -244,7 +245,7 @@ def _fields(request: Request) -> dict[str, str]:
         except UnicodeDecodeError:
             raise SqsFault("SerializationException", "The form fields can't be read.") from None
         text = f"{body}&{text}" if text else body
-    return querywire.fields_of(text)
+    return protocol.query_fields(text)
 
 
 def _fault_of(error: Exception, operation: str) -> SqsFault:
@@ -257,7 +258,7 @@ def _fault_of(error: Exception, operation: str) -> SqsFault:
         case NotAllowed():
             return SqsFault("AccessDeniedException", str(error), status=403)
         case InvalidReceipt():
-            return SqsFault.bad_receipt()
+            return SqsFault("ReceiptHandleIsInvalid", "The input receipt handle is invalid.")
         case QueueExists():
             return SqsFault("QueueNameExists", str(error))
         case InvalidInput():
@@ -273,14 +274,6 @@ def _fault_of(error: Exception, operation: str) -> SqsFault:
     )
 
 
-def _answered(answer: Answer, operation: str, request_id: str, *, xml: bool) -> Response:
-    if xml:
-        body, kind = querywire.encode(operation, answer, request_id), querywire.CONTENT_TYPE
-    else:
-        body, kind = jsonwire.encode(answer), jsonwire.CONTENT_TYPE
-    return Response(200, body, kind, (("x-amzn-RequestId", request_id),))
-
-
 def _refused(
     error: Exception, operation: str, request_id: str, *, xml: bool
 ) -> tuple[str, Response]:
@@ -288,9 +281,9 @@ def _refused(
     fault = _fault_of(error, operation)
     headers: tuple[tuple[str, str], ...] = (("x-amzn-RequestId", request_id),)
     if xml:
-        body, kind = querywire.encode_fault(fault, request_id), querywire.CONTENT_TYPE
+        body, kind = protocol.encode_query_fault(fault, request_id), _XML
     else:
-        body, kind = jsonwire.encode_fault(fault), jsonwire.CONTENT_TYPE
+        body, kind = protocol.encode_json_fault(fault), _JSON
         blame = "Sender" if fault.sender else "Receiver"
         headers += (("x-amzn-query-error", f"{fault.query_code};{blame}"),)
     return fault.query_code, Response(fault.status, body, kind, headers)

@@ -1,4 +1,4 @@
-"""The context of SQS operations: the queues' settings, what receives got, and the caller."""
+"""The parts that SQS operations share: a call, the queues' settings, earlier receives, checks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from penstock import limits
-from penstock.wire.sqs.faults import SqsFault
-from penstock.wire.sqs.queues import QueueView, arn_of, view_of
+from penstock.wire.sqs.protocol import SqsFault
+from penstock.wire.sqs.queues import QueueView, view_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.clock import Clock
     from penstock.model import Delivery, QueueSpec
     from penstock.server.batcher import Batcher
     from penstock.server.http import Request
     from penstock.server.security import Principal
-    from penstock.wire.sqs.requests import DeleteEntry, OnQueue, SendEntry, VisibilityEntry
+    from penstock.server.sqs import SqsService
+    from penstock.wire.sqs.protocol import SqsEntry, SqsRequest
 
 Answer: TypeAlias = dict[str, Any]
 
@@ -47,41 +45,27 @@ class SqsOptions(msgspec.Struct, frozen=True, kw_only=True):
     done_retention_ms: int = 3_600_000
 
 
-class SqsContext(NamedTuple):
-    """Where operations work."""
-
-    batcher: Batcher
-    queues: QueueCache
-    clock: Clock
-    options: SqsOptions
-    store_id: int
-    attempts: ReceiveAttempts
-
-    def arn(self, name: str) -> str:
-        """Name a queue as policies do."""
-        return arn_of(self.options.region, self.options.account, name)
-
-
 class SqsCall(NamedTuple):
     """One request: its principal, the address that it came to, and the HTTP request."""
 
-    sqs: SqsContext
+    sqs: SqsService
     principal: Principal
     base_url: str
     http: Request
-    consumer: str
 
-    def queue_of(self, request: OnQueue, *actions: str) -> str:
+    def queue_of(self, request: SqsRequest, *actions: str) -> str:
         """Return the name of a request's queue, on which one of the actions must be allowed."""
-        url = request.queue_url
-        if not url:
-            # Clients of the query protocol post to the queue's own address.
-            url = self.http.path if len(self.http.path) > 1 else None
+        # Clients of the query protocol post to the queue's own address.
+        url = request.queue_url or (self.http.path if len(self.http.path) > 1 else "")
         if not url:
             raise SqsFault.missing("QueueUrl")
         name = url.rstrip("/").rpartition("/")[2]
         self.principal.check_any(actions, name)
         return name
+
+    async def view_of(self, request: SqsRequest, action: str) -> QueueView:
+        """Return the settings of a request's queue, on which the action must be allowed."""
+        return await self.sqs.queues.view(self.queue_of(request, action))
 
     def url_of(self, name: str) -> str:
         """Return the URL of a queue."""
@@ -102,42 +86,33 @@ class QueueCache:
         self._reading: asyncio.Task[list[QueueSpec]] | None = None
 
     async def view(self, name: str) -> QueueView:
-        """Return the settings of a queue."""
-        if self.known(name) is None:
+        """Return the settings of a queue; those that are not fresh are read again meanwhile."""
+        if asyncio.get_running_loop().time() - self._read_at > _FRESH_S:
+            self._start_reading()
+        if name not in self._views:
             await self.specs()
         view = self._views.get(name)
         if view is None:
             raise SqsFault.no_queue()
         return view
 
-    def known(self, name: str) -> QueueView | None:
-        """Return the settings of a queue without waiting; None: use :meth:`view`."""
-        if asyncio.get_running_loop().time() - self._read_at > _FRESH_S:
-            self._start_reading()
-        return self._views.get(name)
-
-    async def specs(self) -> list[QueueSpec]:
-        """Return the specs of all queues as they are now, by name."""
-        return await asyncio.shield(self._start_reading())
+    async def specs(self) -> dict[str, QueueSpec]:
+        """Return the specs of all queues as they are now, in the order of their names."""
+        specs = await asyncio.shield(self._start_reading())
+        return {spec.name: spec for spec in specs}
 
     async def spec(self, name: str) -> QueueSpec:
         """Return the spec of a queue as it is now."""
-        for spec in await self.specs():
-            if spec.name == name:
-                return spec
-        raise SqsFault.no_queue()
+        specs = await self.specs()
+        if name not in specs:
+            raise SqsFault.no_queue()
+        return specs[name]
 
-    def learn(self, spec: QueueSpec) -> None:
-        """Take note of a queue that was made or changed."""
-        self._views[spec.name] = view_of(spec)
-        self._outdate()
-
-    def forget(self, name: str) -> None:
-        """Take note that a queue is gone."""
+    def changed(self, name: str, spec: QueueSpec | None) -> None:
+        """Take note of a queue that was made or changed; None: that was removed."""
         self._views.pop(name, None)
-        self._outdate()
-
-    def _outdate(self) -> None:
+        if spec is not None:
+            self._views[name] = view_of(spec)
         # A read that began before the change must not bring back the old settings.
         self._reading = None
         self._read_at = float("-inf")
@@ -145,7 +120,8 @@ class QueueCache:
     def _start_reading(self) -> asyncio.Task[list[QueueSpec]]:
         if self._reading is None or self._reading.done():
             self._reading = asyncio.get_running_loop().create_task(self._read())
-            self._reading.add_done_callback(_retrieve)
+            # A caller that waits gets the error; otherwise the next request tries again.
+            self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._reading
 
     async def _read(self) -> list[QueueSpec]:
@@ -155,12 +131,6 @@ class QueueCache:
             self._views = {spec.name: view_of(spec) for spec in specs}
             self._read_at = asyncio.get_running_loop().time()
         return specs
-
-
-def _retrieve(task: asyncio.Task[list[QueueSpec]]) -> None:
-    # A caller that waits gets the error; otherwise the next request tries again.
-    if not task.cancelled():
-        task.exception()
 
 
 class _Got(NamedTuple):
@@ -232,11 +202,9 @@ def _weight(delivery: Delivery) -> int:
 # --- entries of batches ---------------------------------------------------------------------------
 
 
-def check_entries(
-    entries: Sequence[SendEntry] | Sequence[DeleteEntry] | Sequence[VisibilityEntry] | None,
-    kind: str,
-) -> None:
-    """Check a batch's number of entries and their ids."""
+def check_entries(request: SqsRequest, kind: str) -> list[SqsEntry]:
+    """Return the entries of a batch, whose number and ids are checked."""
+    entries = request.entries
     if not entries:
         raise SqsFault(
             "EmptyBatchRequest", f"There should be at least one {kind}RequestEntry in the request."
@@ -260,6 +228,7 @@ def check_entries(
         if entry.id in seen:
             raise SqsFault("BatchEntryIdsNotDistinct", f"Id {entry.id} repeated.")
         seen.add(entry.id)
+    return entries
 
 
 def check_range(value: int, parameter: str, low: int, high: int, reason: str = "") -> int:
@@ -280,10 +249,10 @@ def check_token(text: str | None, parameter: str) -> None:
         )
 
 
-def failed_entry(entry_id: str | None, fault: SqsFault) -> dict[str, object]:
+def failed_entry(entry: SqsEntry, fault: SqsFault) -> Answer:
     """Say of an entry of a batch why it failed."""
     return {
-        "Id": entry_id,
+        "Id": entry.id,
         "SenderFault": fault.sender,
         "Code": fault.query_code,
         "Message": fault.message,

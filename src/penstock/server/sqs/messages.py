@@ -9,11 +9,12 @@ error.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from penstock import limits
-from penstock.errors import InvalidInput, InvalidReceipt, PenstockError
+from penstock.errors import InvalidInput, PenstockError
 from penstock.model import AttemptEnd, Message
 from penstock.server.sqs.context import (
     Answer,
@@ -22,18 +23,23 @@ from penstock.server.sqs.context import (
     check_token,
     failed_entry,
 )
-from penstock.wire.sqs import messages, requests
-from penstock.wire.sqs.faults import SqsFault
+from penstock.wire.sqs import messages
 from penstock.wire.sqs.messages import handle_of, message_of, receipt_of
+from penstock.wire.sqs.protocol import AttributeValue, SqsFault
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from penstock.broker.broker import Broker
-    from penstock.model import Delivery, Outcome
-    from penstock.server.sqs.context import SqsCall, SqsContext
+    from penstock.model import Delivery
+    from penstock.server.sqs import SqsService
+    from penstock.server.sqs.context import SqsCall
     from penstock.wire.sqs.messages import Kept
+    from penstock.wire.sqs.protocol import SqsEntry, SqsRequest
     from penstock.wire.sqs.queues import QueueView
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _WRONG_TYPE: Final = "The request include parameter that is not valid for this queue type."
 _SYSTEM: Final = (
@@ -48,26 +54,22 @@ _NO_LEASE_MS: Final = 10_000
 # --- send -----------------------------------------------------------------------------------------
 
 
-async def send(call: SqsCall, request: requests.SendMessage) -> Answer:
+async def send(call: SqsCall, request: SqsRequest) -> Answer:
     """Publish one message."""
-    name = call.queue_of(request, "publish")
-    view = call.sqs.queues.known(name) or await call.sqs.queues.view(name)
+    view = await call.view_of(request, "publish")
     message, answer, size = _prepare(call, view, request)
     _check_size(view, size)
-    (message_id,) = await call.sqs.batcher.publish([message], queue=name)
+    (message_id,) = await call.sqs.batcher.publish([message], queue=view.name)
     return _complete(call.sqs, view, answer, message_id)
 
 
-async def send_batch(call: SqsCall, request: requests.SendMessageBatch) -> Answer:
+async def send_batch(call: SqsCall, request: SqsRequest) -> Answer:
     """Publish several messages; each of them succeeds or fails."""
-    name = call.queue_of(request, "publish")
-    view = await call.sqs.queues.view(name)
-    entries = request.entries or []
-    check_entries(entries, "SendMessageBatch")
-    failed: list[dict[str, Any]] = []
-    ready: list[tuple[requests.SendEntry, Message, dict[str, Any]]] = []
+    view = await call.view_of(request, "publish")
+    failed: list[Answer] = []
+    prepared: list[tuple[SqsEntry, Message, Answer]] = []
     total = 0
-    for entry in entries:
+    for entry in check_entries(request, "SendMessageBatch"):
         if view.fifo:
             # These refuse the whole batch in SQS as well.
             _check_fifo(view, entry)
@@ -77,55 +79,56 @@ async def send_batch(call: SqsCall, request: requests.SendMessageBatch) -> Answe
             if size <= limits.SQS_MAX_MESSAGE_BYTES:
                 _check_size(view, size)
         except SqsFault as fault:
-            failed.append(failed_entry(entry.id, fault))
-            continue
-        ready.append((entry, message, answer))
+            failed.append(failed_entry(entry, fault))
+        else:
+            prepared.append((entry, message, answer))
     if total > limits.SQS_MAX_MESSAGE_BYTES:
         raise SqsFault(
             "BatchRequestTooLong",
             f"Batch requests cannot be longer than {limits.SQS_MAX_MESSAGE_BYTES} bytes. "
             f"You have sent {total} bytes.",
         )
+    outcomes = await _each(
+        [message for _, message, _ in prepared],
+        lambda batch: call.sqs.batcher.publish(batch, queue=view.name),
+        lambda _, error: SqsFault.invalid(str(error)),
+    )
     successful = []
-    for (entry, _, answer), outcome in zip(
-        ready, await _publish(call.sqs, view, ready), strict=True
-    ):
+    for (entry, _, answer), outcome in zip(prepared, outcomes, strict=True):
         if isinstance(outcome, SqsFault):
-            failed.append(failed_entry(entry.id, outcome))
+            failed.append(failed_entry(entry, outcome))
         else:
             successful.append({"Id": entry.id, **_complete(call.sqs, view, answer, outcome)})
     return {"Successful": successful, "Failed": failed}
 
 
-async def _publish(
-    sqs: SqsContext,
-    view: QueueView,
-    ready: list[tuple[requests.SendEntry, Message, dict[str, Any]]],
-) -> list[int | SqsFault]:
-    if not ready:
+async def _each(
+    items: list[Item],
+    verb: Callable[[list[Item]], Awaitable[list[Result]]],
+    fault_of: Callable[[Item, Exception], SqsFault],
+) -> list[Result | SqsFault]:
+    """Do all of them at once, or, if the broker refuses one, one by one."""
+    if not items:
         return []
     try:
-        return list(
-            await sqs.batcher.publish([message for _, message, _ in ready], queue=view.name)
-        )
+        return list(await verb(items))
     except InvalidInput:
-        outcomes: list[int | SqsFault] = []
-        for _, message, _ in ready:
-            try:
-                outcomes += await sqs.batcher.publish([message], queue=view.name)
-            except InvalidInput as error:
-                outcomes.append(SqsFault.invalid(str(error)))
-        return outcomes
+        pass
+    results: list[Result | SqsFault] = []
+    for item in items:
+        try:
+            results += await verb([item])
+        except InvalidInput as error:
+            results.append(fault_of(item, error))
+    return results
 
 
-def _prepare(
-    call: SqsCall, view: QueueView, entry: requests.SendMessage | requests.SendEntry
-) -> tuple[Message, dict[str, Any], int]:
+def _prepare(call: SqsCall, view: QueueView, entry: SqsEntry) -> tuple[Message, Answer, int]:
     """Check a message; return it, the answer so far, and its size."""
     payload = messages.check_body(entry.message_body)
     attributes = entry.message_attributes
     size = len(payload) + messages.check_attributes(attributes)
-    answer: dict[str, Any] = {"MD5OfMessageBody": messages.md5_of_body(payload)}
+    answer: Answer = {"MD5OfMessageBody": messages.md5_of_body(payload)}
     if attributes:
         answer["MD5OfMessageAttributes"] = messages.md5_of_attributes(attributes)
     trace = _trace_of(call)
@@ -161,7 +164,7 @@ def _prepare(
     return message, answer, size
 
 
-def _check_fifo(view: QueueView, entry: requests.SendMessage | requests.SendEntry) -> None:
+def _check_fifo(view: QueueView, entry: SqsEntry) -> None:
     if not entry.message_group_id:
         raise SqsFault.missing("MessageGroupId")
     if entry.message_deduplication_id is None and not view.content_dedup:
@@ -194,7 +197,7 @@ def _delay_ms(view: QueueView, delay_s: int | None) -> int:
     return delay_s * 1000 if delay_s or not view.delay_s else 1
 
 
-def _trace_header(attributes: dict[str, requests.AttributeValue]) -> str:
+def _trace_header(attributes: dict[str, AttributeValue]) -> str:
     for name, value in attributes.items():
         if name != "AWSTraceHeader":
             raise SqsFault.invalid(f"Message system attribute name '{name[:100]}' is invalid.")
@@ -225,7 +228,7 @@ def _check_size(view: QueueView, size: int) -> None:
         )
 
 
-def _complete(sqs: SqsContext, view: QueueView, answer: dict[str, Any], message_id: int) -> Answer:
+def _complete(sqs: SqsService, view: QueueView, answer: Answer, message_id: int) -> Answer:
     answer["MessageId"] = messages.message_uuid(sqs.store_id, message_id)
     if view.fifo:
         answer["SequenceNumber"] = f"{message_id:020d}"
@@ -242,10 +245,10 @@ def check_visibility(seconds: int) -> int:
     return check_range(seconds, "VisibilityTimeout", 0, high, reason)
 
 
-async def receive(call: SqsCall, request: requests.ReceiveMessage) -> Answer:
+async def receive(call: SqsCall, request: SqsRequest) -> Answer:
     """Take messages."""
-    name = call.queue_of(request, "consume")
-    view = call.sqs.queues.known(name) or await call.sqs.queues.view(name)
+    view = await call.view_of(request, "consume")
+    name = view.name
     limit, visibility_s, wait_s = _checked(view, request)
     system = _system_names(request)
     attempt = request.receive_request_attempt_id if view.fifo else None
@@ -288,8 +291,9 @@ async def _claim(
     call: SqsCall, name: str, limit: int, lease_ms: int, wait_ms: int
 ) -> list[Delivery]:
     """Take messages for a client for as long as it is there."""
+    consumer = call.principal.key_id or call.http.peer
     claiming = call.sqs.batcher.claim(
-        name, limit=limit, lease_ms=lease_ms, wait_ms=wait_ms, consumer=call.consumer
+        name, limit=limit, lease_ms=lease_ms, wait_ms=wait_ms, consumer=consumer
     )
     call.http.on_left = claiming.cancel
     try:
@@ -302,7 +306,7 @@ async def _claim(
         call.http.on_left = None
 
 
-async def _again(sqs: SqsContext, name: str, attempt: str, lease_ms: int) -> list[Delivery]:
+async def _again(sqs: SqsService, name: str, attempt: str, lease_ms: int) -> list[Delivery]:
     """Return the deliveries of an earlier attempt that are still held, with new leases."""
     deliveries = sqs.attempts.find(name, attempt, sqs.clock.now_ms())
     if not deliveries:
@@ -311,14 +315,14 @@ async def _again(sqs: SqsContext, name: str, attempt: str, lease_ms: int) -> lis
     return [each for each, held in zip(deliveries, outcomes, strict=True) if held]
 
 
-def _give_back(sqs: SqsContext, deliveries: list[Delivery]) -> None:
+def _give_back(sqs: SqsService, deliveries: list[Delivery]) -> None:
     """Give back messages whose client went away before it got its answer."""
     for each in deliveries:
         sqs.attempts.forget(each.receipt)
     sqs.batcher.take_back(deliveries)
 
 
-def _checked(view: QueueView, request: requests.ReceiveMessage) -> tuple[int, int, int]:
+def _checked(view: QueueView, request: SqsRequest) -> tuple[int, int, int]:
     limit = 1 if request.max_number_of_messages is None else request.max_number_of_messages
     reason = "Must be between 1 and 10, if provided."
     check_range(limit, "MaxNumberOfMessages", 1, limits.SQS_MAX_BATCH, reason)
@@ -332,7 +336,7 @@ def _checked(view: QueueView, request: requests.ReceiveMessage) -> tuple[int, in
     return limit, visibility_s, wait_s
 
 
-def _system_names(request: requests.ReceiveMessage) -> frozenset[str]:
+def _system_names(request: SqsRequest) -> frozenset[str]:
     names = {*(request.attribute_names or ()), *(request.message_system_attribute_names or ())}
     if not names:
         return frozenset()
@@ -345,7 +349,7 @@ def _system_names(request: requests.ReceiveMessage) -> frozenset[str]:
 
 
 async def _first_receives(
-    sqs: SqsContext, deliveries: list[Delivery], lease_ms: int | None
+    sqs: SqsService, deliveries: list[Delivery], lease_ms: int | None
 ) -> dict[int, int]:
     """Return when each message was received for the first time.
 
@@ -369,7 +373,7 @@ async def _first_receives(
 
 
 def _shown(
-    sqs: SqsContext,
+    sqs: SqsService,
     view: QueueView,
     delivery: Delivery,
     wanted: list[str] | tuple[()],
@@ -378,7 +382,7 @@ def _shown(
 ) -> Answer:
     """Show a message as SQS does."""
     body, encoded = messages.shown_body(delivery.payload)
-    shown: dict[str, Any] = {
+    shown: Answer = {
         "MessageId": messages.message_uuid(sqs.store_id, delivery.message_id),
         "ReceiptHandle": handle_of(delivery),
         "MD5OfBody": messages.md5_of_body(body.encode() if encoded else delivery.payload),
@@ -391,7 +395,7 @@ def _shown(
     if encoded:
         chosen = {
             **chosen,
-            messages.ENCODING_ATTRIBUTE: requests.AttributeValue("String", "base64"),
+            messages.ENCODING_ATTRIBUTE: AttributeValue("String", "base64"),
         }
     if chosen:
         shown["MessageAttributes"] = chosen
@@ -403,7 +407,7 @@ def _shown(
 
 
 def _system_attributes(
-    sqs: SqsContext, view: QueueView, delivery: Delivery, kept: Kept, first_ms: int
+    sqs: SqsService, view: QueueView, delivery: Delivery, kept: Kept, first_ms: int
 ) -> dict[str, str]:
     known = {
         "SenderId": kept.sender or sqs.options.account,
@@ -429,136 +433,114 @@ def _system_attributes(
 # --- delete, and change the visibility ------------------------------------------------------------
 
 
-async def delete(call: SqsCall, request: requests.DeleteMessage) -> Answer:
+async def delete(call: SqsCall, request: SqsRequest) -> Answer:
     """Settle a message as done."""
-    name = call.queue_of(request, "consume")
-    view = call.sqs.queues.known(name) or await call.sqs.queues.view(name)
-    handle = request.receipt_handle
-    if not handle:
+    view = await call.view_of(request, "consume")
+    if not request.receipt_handle:
         raise SqsFault.missing("ReceiptHandle")
-    receipt = receipt_of(handle)
-    (outcome,) = await call.sqs.batcher.ack([receipt], queue=name)
-    call.sqs.attempts.forget(receipt)
-    if not outcome and view.fifo and not await _was_deleted(call.sqs, name, handle):
-        raise _expired(handle)
-    return {}
+    return _answer(await _delete(call.sqs, view, [request.receipt_handle]))
 
 
-async def delete_batch(call: SqsCall, request: requests.DeleteMessageBatch) -> Answer:
+async def delete_batch(call: SqsCall, request: SqsRequest) -> Answer:
     """Settle several messages as done."""
-    name = call.queue_of(request, "consume")
-    view = await call.sqs.queues.view(name)
-    entries = request.entries or []
-    check_entries(entries, "DeleteMessageBatch")
+    view = await call.view_of(request, "consume")
+    entries = check_entries(request, "DeleteMessageBatch")
     handles = [entry.receipt_handle or "" for entry in entries]
-    outcomes = await _each(handles, lambda receipts: call.sqs.batcher.ack(receipts, queue=name))
-    faults: dict[int, SqsFault] = {}
-    for index, (handle, outcome) in enumerate(zip(handles, outcomes, strict=True)):
-        if isinstance(outcome, SqsFault):
-            faults[index] = outcome
-            continue
-        call.sqs.attempts.forget(receipt_of(handle))
-        if not outcome and view.fifo and not await _was_deleted(call.sqs, name, handle):
-            faults[index] = _expired(handle)
+    faults = await _each(handles, partial(_delete, call.sqs, view), _bad_handle)
     return _batch_answer(entries, faults)
 
 
-async def change_visibility(call: SqsCall, request: requests.ChangeMessageVisibility) -> Answer:
+async def _delete(sqs: SqsService, view: QueueView, handles: list[str]) -> list[SqsFault | None]:
+    receipts = [receipt_of(handle) for handle in handles]
+    outcomes = await sqs.batcher.ack(receipts, queue=view.name)
+    faults: list[SqsFault | None] = []
+    for handle, receipt, outcome in zip(handles, receipts, outcomes, strict=True):
+        sqs.attempts.forget(receipt)
+        if outcome or not view.fifo or await _was_deleted(sqs, view.name, handle):
+            faults.append(None)
+        else:
+            reason = "The receipt handle has expired."
+            faults.append(SqsFault.value(handle, "ReceiptHandle", reason))
+    return faults
+
+
+async def change_visibility(call: SqsCall, request: SqsRequest) -> Answer:
     """Change when a message becomes visible again."""
-    name = call.queue_of(request, "consume")
-    await call.sqs.queues.view(name)
+    view = await call.view_of(request, "consume")
     if not request.receipt_handle:
         raise SqsFault.missing("ReceiptHandle")
-    if request.visibility_timeout is None:
-        raise SqsFault.missing("VisibilityTimeout")
-    seconds = check_visibility(request.visibility_timeout)
-    (outcome,) = await _hold(call.sqs, name, [receipt_of(request.receipt_handle)], seconds)
-    if not outcome:
-        raise _not_held(request.receipt_handle)
-    return {}
+    seconds = _timeout_of(request)
+    return _answer(await _hold(call.sqs, view.name, seconds, [request.receipt_handle]))
 
 
-async def change_visibility_batch(
-    call: SqsCall, request: requests.ChangeMessageVisibilityBatch
-) -> Answer:
+async def change_visibility_batch(call: SqsCall, request: SqsRequest) -> Answer:
     """Change several."""
-    name = call.queue_of(request, "consume")
-    await call.sqs.queues.view(name)
-    entries = request.entries or []
-    check_entries(entries, "ChangeMessageVisibilityBatch")
-    faults: dict[int, SqsFault] = {}
+    view = await call.view_of(request, "consume")
+    entries = check_entries(request, "ChangeMessageVisibilityBatch")
+    faults: list[SqsFault | None] = [None] * len(entries)
     by_timeout: dict[int, list[int]] = {}
     for index, entry in enumerate(entries):
         try:
-            if entry.visibility_timeout is None:
-                raise SqsFault.missing("VisibilityTimeout")
-            by_timeout.setdefault(check_visibility(entry.visibility_timeout), []).append(index)
+            by_timeout.setdefault(_timeout_of(entry), []).append(index)
         except SqsFault as fault:
             faults[index] = fault
     for seconds, indexes in by_timeout.items():
         handles = [entries[index].receipt_handle or "" for index in indexes]
-        outcomes = await _each(
-            handles,
-            lambda receipts, seconds=seconds: _hold(call.sqs, name, receipts, seconds),  # type: ignore[misc]
-        )
-        for index, handle, outcome in zip(indexes, handles, outcomes, strict=True):
-            if isinstance(outcome, SqsFault):
-                faults[index] = outcome
-            elif not outcome:
-                faults[index] = _not_held(handle)
+        found = await _each(handles, partial(_hold, call.sqs, view.name, seconds), _bad_handle)
+        for index, result in zip(indexes, found, strict=True):
+            faults[index] = result
     return _batch_answer(entries, faults)
 
 
-def _batch_answer(
-    entries: Sequence[requests.DeleteEntry | requests.VisibilityEntry], faults: dict[int, SqsFault]
-) -> Answer:
-    done = [{"Id": entry.id} for index, entry in enumerate(entries) if index not in faults]
-    failed = [failed_entry(entries[index].id, faults[index]) for index in sorted(faults)]
-    return {"Successful": done, "Failed": failed}
+def _timeout_of(entry: SqsEntry) -> int:
+    if entry.visibility_timeout is None:
+        raise SqsFault.missing("VisibilityTimeout")
+    return check_visibility(entry.visibility_timeout)
 
 
-def _hold(
-    sqs: SqsContext, name: str, receipts: list[str], seconds: int
-) -> Awaitable[list[Outcome]]:
-    if seconds == 0:
-        return sqs.batcher.release(
-            receipts, delay_ms=0, reason="visibility timeout set to 0", queue=name
-        )
-    return sqs.batcher.extend(receipts, lease_ms=seconds * 1000, queue=name)
-
-
-async def _each(
-    handles: list[str], verb: Callable[[list[str]], Awaitable[list[Outcome]]]
-) -> list[Outcome | SqsFault]:
-    """Do all of them at once, or, if one is no receipt, one by one."""
-    try:
-        return list(await verb([receipt_of(handle) for handle in handles]))
-    except InvalidReceipt:
-        pass
-    outcomes: list[Outcome | SqsFault] = []
-    for handle in handles:
-        try:
-            outcomes += await verb([receipt_of(handle)])
-        except InvalidReceipt:
-            outcomes.append(
-                SqsFault(
-                    "ReceiptHandleIsInvalid",
-                    f'The input receipt handle "{handle[:200]}" is not a valid receipt handle.',
-                )
-            )
-    return outcomes
-
-
-def _not_held(handle: str) -> SqsFault:
+async def _hold(
+    sqs: SqsService, name: str, seconds: int, handles: list[str]
+) -> list[SqsFault | None]:
+    receipts = [receipt_of(handle) for handle in handles]
+    if seconds:
+        changing = sqs.batcher.extend(receipts, lease_ms=seconds * 1000, queue=name)
+    else:
+        reason = "visibility timeout set to 0"
+        changing = sqs.batcher.release(receipts, delay_ms=0, reason=reason, queue=name)
+    outcomes = await changing
     reason = "Message does not exist or is not available for visibility timeout change."
-    return SqsFault.value(handle, "ReceiptHandle", reason)
+    return [
+        None if outcome else SqsFault.value(handle, "ReceiptHandle", reason)
+        for handle, outcome in zip(handles, outcomes, strict=True)
+    ]
 
 
-def _expired(handle: str) -> SqsFault:
-    return SqsFault.value(handle, "ReceiptHandle", "The receipt handle has expired.")
+def _bad_handle(handle: str, _: Exception) -> SqsFault:
+    text = f'The input receipt handle "{handle[:200]}" is not a valid receipt handle.'
+    return SqsFault("ReceiptHandleIsInvalid", text)
 
 
-async def _was_deleted(sqs: SqsContext, name: str, handle: str) -> bool:
+def _answer(faults: list[SqsFault | None]) -> Answer:
+    """Answer a request about one message, or raise its fault."""
+    fault = faults.pop()
+    try:
+        if fault is not None:
+            raise fault
+    finally:
+        # Its frame must not know it, or only the garbage collector would free the call.
+        del fault
+    return {}
+
+
+def _batch_answer(entries: list[SqsEntry], faults: Sequence[SqsFault | None]) -> Answer:
+    pairs = list(zip(entries, faults, strict=True))
+    return {
+        "Successful": [{"Id": entry.id} for entry, fault in pairs if fault is None],
+        "Failed": [failed_entry(entry, fault) for entry, fault in pairs if fault is not None],
+    }
+
+
+async def _was_deleted(sqs: SqsService, name: str, handle: str) -> bool:
     """Whether the message was deleted before: a client repeats a delete for want of an answer."""
     number = message_of(handle)
 

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 from penstock.spark.jobs.archive import Archived, archive
 from penstock.spark.jobs.backfill import Backfill, backfill
-from penstock.spark.jobs.messages import CollectReport, RedriveReport, collect, redrive
-from penstock.spark.jobs.publish import PublishReport, publish
+from penstock.spark.jobs.messages import (
+    CollectReport,
+    PublishReport,
+    RedriveReport,
+    collect,
+    publish,
+    redrive,
+)
 from penstock.spark.jobs.report import report, save_report
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Collect: payloads that nobody refers to any more. Redrive: failed messages back to their queue.
+"""Jobs over messages: collect unneeded payloads, redrive failed messages, publish rows.
 
 The broker drops a payload with its last reference; collect finds those that a crash or an older
 version has left. Spark proposes, the broker decides: it looks at every queue again before it
@@ -12,15 +12,20 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import pyarrow as pa
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, InvalidMessage
 from penstock.flight.client import FlightStore
-from penstock.spark.sessions import pinned, read
+from penstock.flight.writes import COLUMNS
+from penstock.model import Message
+from penstock.spark.sessions import FROM_SPARK, pinned, read, reporting, revived
+from penstock.spark.source import check_schema, publisher
+from penstock.validation import check_messages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pyspark.sql import DataFrame, SparkSession
 
@@ -28,6 +33,12 @@ _COLLECTED: Final = 10_000
 _REDRIVEN: Final = 5_000
 _SAMPLE: Final = 10
 _HOLDERS: Final = ("active", "done", "failed")
+FORMATS: Final = ("parquet", "json", "csv")
+_SHOWN: Final = 5
+_ROW_CHARS: Final = 200
+_NAMES: Final = ("published", "duplicates")
+_COUNTED: Final = "published bigint, duplicates bigint"
+_CHECKED: Final = "place string, rows bigint, error string, row string"
 
 
 def _chunks(
@@ -149,3 +160,192 @@ def _selected(frame: DataFrame, where: str | None) -> DataFrame:
             f"the condition can't be asked of failed messages: {said} (columns: "
             f"{', '.join(frame.columns)})"
         ) from None
+
+
+# --- publish --------------------------------------------------------------------------------------
+
+
+class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How many rows were read, published, and published before.
+
+    ``duplicates`` had been published before: their dedup ids were known to the broker. A task that
+    was tried again counts the messages of its first try among them.
+    """
+
+    rows: int
+    published: int
+    duplicates: int
+    dry_run: bool
+
+
+def publish(
+    spark: SparkSession,
+    location: str,
+    paths: str | Sequence[str] | None = None,
+    *,
+    query: str | None = None,
+    format: str | None = None,  # noqa: A002 - Spark's word
+    options: Mapping[str, str] | None = None,
+    columns: Mapping[str, str] | None = None,
+    dry_run: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> PublishReport:
+    """Publish rows of files (``format`` parquet, json or csv) or of a SQL ``query``.
+
+    ``columns`` says what messages are made of: SQL expressions over the rows, by name of the
+    message's column (payload, attributes, group, priority, delay_ms, dedup_id, queue). Columns of
+    these names are taken as they are; without a payload the whole row as JSON is the payload.
+
+    Every row is checked before any is published; a bad one is shown with its file and its content.
+    A task that is tried again publishes nothing twice; to run a job again that failed half-way,
+    give a ``dedup_id`` and do it within the broker's dedup window.
+
+    >>> publish(spark, "grpc://127.0.0.1:8815", "orders/*.csv", format="csv",
+    ...         columns={"attributes": "struct(kind, price)", "group": "tenant",
+    ...                  "dedup_id": "order_id"})                         # doctest: +SKIP
+    """
+    rows = _rows(spark, paths, query, format, options or {})
+    try:
+        messages = _mapped(rows, columns or {})
+        count = _check(messages)
+        taken = duplicates = 0
+        if not dry_run:
+            sent = messages.drop("_place", "_row")
+            check_schema(sent.schema)
+            with reporting(spark, progress):
+                told = sent.mapInArrow(publisher(location), _COUNTED).collect()
+            taken, duplicates = (sum(row[name] for row in told) for name in _NAMES)
+    except FROM_SPARK as error:
+        ours = revived(error)
+        if ours is not None:
+            raise ours from None
+        raise InvalidInput(f"the rows can't be read or published: {_said(error)}") from None
+    return PublishReport(
+        rows=count, published=taken - duplicates, duplicates=duplicates, dry_run=dry_run
+    )
+
+
+def _rows(
+    spark: SparkSession,
+    paths: str | Sequence[str] | None,
+    query: str | None,
+    format_: str | None,
+    options: Mapping[str, str],
+) -> DataFrame:
+    if (paths is None) == (query is None):
+        raise InvalidInput("give files to publish, or a query: one of the two")
+    try:
+        if query is not None:
+            return spark.sql(query).withColumn("_place", F.lit("query"))
+        many = [paths] if isinstance(paths, str) else list(paths or ())
+        kind = format_ or many[0].rpartition(".")[2].lower()
+        if kind not in FORMATS:
+            raise InvalidInput(f"format {kind!r:.50} is not known; there are {', '.join(FORMATS)}")
+        # A row that does not parse must stop the job, not become a row of nulls.
+        reader = spark.read.options(mode="FAILFAST")
+        if kind == "csv":
+            reader = reader.options(header="true", inferSchema="true")
+        return (
+            reader.options(**options)
+            .format(kind)
+            .load(many)
+            .withColumn("_place", F.col("_metadata.file_name"))
+        )
+    except FROM_SPARK as error:
+        raise InvalidInput(f"can't be read: {_said(error)}") from None
+
+
+def _mapped(rows: DataFrame, columns: Mapping[str, str]) -> DataFrame:
+    """Make the columns of messages, and beside them the file and the text of each row."""
+    unknown = sorted(set(columns) - set(COLUMNS))
+    if unknown:
+        raise InvalidInput(f"no column {unknown[0]!r:.100} of messages; {', '.join(COLUMNS)} are")
+    names = [name for name in rows.columns if name != "_place"]
+    made = {name: F.col(f"`{name}`") for name in COLUMNS if name in names}
+    made |= {name: F.expr(text) for name, text in columns.items()}
+    if "attributes" in columns:
+        made.pop("attributes_json", None)
+    whole = F.to_json(F.struct(*(f"`{name}`" for name in names)))
+    made.setdefault("payload", whole)
+    for name in ("group", "dedup_id", "queue"):
+        if name in made:
+            made[name] = made[name].cast("string")
+    for name in ("priority", "delay_ms"):
+        if name in made:
+            made[name] = made[name].cast("int" if name == "priority" else "bigint")
+    shown = F.substring(whole, 1, _ROW_CHARS)
+    return rows.select(
+        *(column.alias(name) for name, column in made.items()), "_place", shown.alias("_row")
+    )
+
+
+def _check(messages: DataFrame) -> int:
+    """Count the rows, and refuse them all if any can't be a message."""
+    attributes = dict(messages.dtypes).get("attributes", "")
+    checked = messages
+    if attributes.startswith(("map", "struct")):
+        checked = checked.withColumn("attributes", F.to_json("attributes"))
+    found = checked.mapInArrow(_checked, _CHECKED).collect()
+    bad = [row for row in found if row["error"] is not None]
+    if bad:
+        told = [
+            f"{row['place']}, row {row['rows']} of its part: {row['error']}; it is {row['row']}"
+            for row in bad[:_SHOWN]
+        ]
+        raise InvalidMessage(f"nothing was published: {' | '.join(told)}")
+    return sum(row["rows"] for row in found)
+
+
+def _checked(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the number of rows of a part, and its first bad ones."""
+    rows, at, last = 0, 0, None
+    bad: list[tuple[str, int, str, str]] = []
+    for batch in batches:
+        for row in batch.to_pylist():
+            # Rows are numbered within their file; a large file is read in several parts.
+            at = at + 1 if row["_place"] == last else 1
+            last = row["_place"]
+            rows += 1
+            error = _wrong(row) if len(bad) < _SHOWN else None
+            if error is not None:
+                bad.append((last, at, error, row["_row"]))
+    answers: list[tuple[str, int, str | None, str]] = [("", rows, None, ""), *bad]
+    kinds = (pa.string(), pa.int64(), pa.string(), pa.string())
+    arrays = [pa.array(list(c), k) for c, k in zip(zip(*answers, strict=True), kinds, strict=True)]
+    yield pa.record_batch(arrays, names=["place", "rows", "error", "row"])
+
+
+def _wrong(row: Mapping[str, Any]) -> str | None:
+    """Return why a row is no message; None if it is one."""
+    payload = row["payload"]
+    if payload is None:
+        return "payload is null"
+    text = row.get("attributes") or row.get("attributes_json")
+    try:
+        attributes = msgspec.json.decode(text) if text else {}
+        if row.get("queue") is not None:
+            attributes["queue"] = row["queue"]
+        check_messages(
+            [
+                Message(
+                    payload.encode() if isinstance(payload, str) else bytes(payload),
+                    attributes,
+                    row.get("group") or "",
+                    row.get("priority") or 0,
+                    row.get("delay_ms") or 0,
+                    row.get("dedup_id"),
+                )
+            ]
+        )
+    except msgspec.DecodeError as error:
+        return f"attributes are not a flat JSON object: {error}"
+    except InvalidInput as error:
+        return str(error).removeprefix("message 0: ")
+    return None
+
+
+def _said(error: Exception) -> str:
+    """Return the line of an error of Spark that says what was wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = (line for line in lines if line.startswith("Caused by:"))
+    return " ".join(islice(named, 1)) or (lines[0] if lines else type(error).__name__)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     Row = Mapping[str, Any]
 
 SLOWEST: Final = 20
+_MESSAGE: Final = ("queue", "message_id", "group", "attempts", "published_at")
 _SHARES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _ACCURACY: Final = 10_000
 _SECONDS: Final = (1, 5, 15, 60, 300, 900, 3_600, 21_600, 86_400)
@@ -45,16 +47,25 @@ def report(
 
     >>> report(spark, "grpc://127.0.0.1:8815")["slowest"].show()          # doctest: +SKIP
     """
-    at_ms = FlightStore(location).queues(queues).at_ms
-    ended = pinned(_ended(spark, location, queues))
-    tried = pinned(
-        read(spark, location, "attempts", queues=queues)
-        .drop("consumer")
-        .withColumnRenamed("reason", "said")
+    client = FlightStore(location)
+    at_ms = client.queues(queues).at_ms
+    table = partial(read, spark, location, queues=queues)
+    states = []
+    for state in ("done", "failed"):
+        rows = table(state, columns=(*_MESSAGE, f"{state}_at"))
+        rows = rows.withColumnRenamed(f"{state}_at", "ended_at").withColumn("state", F.lit(state))
+        states.append(rows)
+    ended = pinned(states[0].unionByName(states[1]))
+    tried = pinned(table("attempts").drop("consumer").withColumnRenamed("reason", "said"))
+    messages = pinned(_messages(ended, table("active", columns=_MESSAGE), tried))
+    since = F.unix_millis("oldest_published_at")
+    wait = F.when(since.isNotNull(), F.greatest(F.lit(at_ms) - since, F.lit(0)))
+    waiting = table("groups").withColumn("oldest_wait_ms", wait).drop("oldest_published_at")
+    waiting = pinned(waiting)
+    depths = table("queues", columns=("name", "available", "delayed", "in_flight", "draining"))
+    per_queue = _per(messages, ["queue"]).join(
+        depths.withColumnRenamed("name", "queue"), "queue", "full"
     )
-    messages = pinned(_messages(spark, location, queues, ended, tried))
-    waiting = pinned(_waiting(spark, location, queues, at_ms))
-    per_queue = _per(messages, ["queue"]).join(_depths(spark, location, queues), "queue", "full")
     oldest = waiting.groupBy("queue").agg(F.max("oldest_wait_ms").alias("oldest_wait_ms"))
     groups = _per(messages, ["queue", "group"]).join(waiting, ["queue", "group"], "full")
     groups = pinned(groups.orderBy("queue", "group"))
@@ -73,7 +84,7 @@ def report(
         .orderBy(F.desc("oldest_wait_ms"), "queue", "group")
         .limit(SLOWEST),
         "timeline": _timeline(ended),
-        "routing": _routing(spark, location),
+        "routing": _routing(spark, client),
     }
 
 
@@ -97,39 +108,16 @@ def save_report(frames: Mapping[str, DataFrame], directory: str | Path) -> Path:
 # --- messages -------------------------------------------------------------------------------------
 
 
-def _ended(spark: SparkSession, location: str, queues: Sequence[str] | None) -> DataFrame:
-    def one(state: str) -> DataFrame:
-        time = f"{state}_at"
-        columns = ("queue", "message_id", "group", "attempts", "published_at", time)
-        rows = read(spark, location, state, queues=queues, columns=columns)
-        return rows.withColumnRenamed(time, "ended_at").withColumn("state", F.lit(state))
-
-    return one("done").unionByName(one("failed"))
-
-
-def _messages(
-    spark: SparkSession,
-    location: str,
-    queues: Sequence[str] | None,
-    ended: DataFrame,
-    tried: DataFrame,
-) -> DataFrame:
+def _messages(ended: DataFrame, active: DataFrame, tried: DataFrame) -> DataFrame:
     """Return a row for each message in a queue that was ever claimed or has ended."""
-    columns = ("queue", "message_id", "group", "attempts", "published_at")
-    active = read(spark, location, "active", queues=queues, columns=columns)
     active = active.withColumn("ended_at", F.lit(None).cast("timestamp"))
     every = ended.unionByName(active.withColumn("state", F.lit("active")))
     # Tables are snapshots of slightly different moments: a message may be in two of them.
-    latest = every.groupBy("queue", "message_id").agg(
-        F.max_by(F.struct("group", "published_at", "ended_at", "state", "attempts"), _rank()).alias(
-            "one"
-        )
-    )
+    known = F.struct("group", "published_at", "ended_at", "state", "attempts")
+    latest = F.max_by(known, F.col("state") != "active").alias("one")
+    once = every.groupBy("queue", "message_id").agg(latest).select("queue", "message_id", "one.*")
     first = tried.groupBy("queue", "message_id").agg(F.min("claimed_at").alias("claimed_at"))
-    joined = latest.select("queue", "message_id", "one.*").join(
-        first, ["queue", "message_id"], "left"
-    )
-    return joined.select(
+    return once.join(first, ["queue", "message_id"], "left").select(
         "queue",
         "group",
         "state",
@@ -138,10 +126,6 @@ def _messages(
         _ms("claimed_at", "published_at").alias("first_claim_ms"),
         F.when(F.col("state") == "done", _ms("ended_at", "published_at")).alias("done_ms"),
     )
-
-
-def _rank() -> Column:
-    return F.when(F.col("state") == "active", 0).otherwise(1)
 
 
 def _ms(later: str, earlier: str) -> Column:
@@ -172,23 +156,6 @@ def _per(messages: DataFrame, keys: Sequence[str]) -> DataFrame:
     return made.withColumn("done_per_second", rate)
 
 
-def _depths(spark: SparkSession, location: str, queues: Sequence[str] | None) -> DataFrame:
-    depths = ("available", "delayed", "in_flight", "draining")
-    found = read(spark, location, "queues", columns=("name", *depths))
-    if queues is not None:
-        found = found.where(F.col("name").isin(list(queues)))
-    return found.withColumnRenamed("name", "queue")
-
-
-def _waiting(
-    spark: SparkSession, location: str, queues: Sequence[str] | None, at_ms: int
-) -> DataFrame:
-    groups = read(spark, location, "groups", queues=queues)
-    since = F.unix_millis("oldest_published_at")
-    wait = F.when(since.isNotNull(), F.greatest(F.lit(at_ms) - since, F.lit(0)))
-    return groups.withColumn("oldest_wait_ms", wait).drop("oldest_published_at")
-
-
 def _reasons(tried: DataFrame) -> DataFrame:
     unfinished = tried.where("outcome IN ('released', 'expired')")
     return (
@@ -214,8 +181,7 @@ def _timeline(ended: DataFrame) -> DataFrame:
     )
 
 
-def _routing(spark: SparkSession, location: str) -> DataFrame:
-    client = FlightStore(location)
+def _routing(spark: SparkSession, client: FlightStore) -> DataFrame:
     marks = client.watermarks()
     # A store that routes inline has no use for cursors.
     piped = client.info().routing == "pipeline"

@@ -248,7 +248,7 @@ class QueueKeys:
     def __init__(self, head: bytes, fields: str, record: str) -> None:
         self.head = head
         self._fields = Struct(fields)
-        self._record = record
+        self.record = record
 
     def key(self, queue: bytes, *numbers: int) -> bytes:
         """Key of one record."""
@@ -262,13 +262,13 @@ class QueueKeys:
     def parse(self, key: bytes) -> tuple[Any, ...]:
         """Give the queue and the numbers of a key."""
         if key[:2] != self.head:
-            raise CorruptRecord(f"{self._record}: {key.hex(' ')} is none")
-        queue, pos = read_terminated(key, 2, self._record)
+            raise CorruptRecord(f"{self.record}: {key.hex(' ')} is none")
+        queue, pos = read_terminated(key, 2, self.record)
         try:
             return queue, *self._fields.unpack(key[pos:])
         except struct_error:
             raise CorruptRecord(
-                f"{self._record}: {len(key) - pos} bytes after the queue, not {self._fields.size}"
+                f"{self.record}: {len(key) - pos} bytes after the queue, not {self._fields.size}"
             ) from None
 
 

@@ -55,14 +55,14 @@ class ClaimVerbs(MaintainVerbs):
         They are served in order: the last ones may get nothing. A claim passes over unreadable
         messages. It answers "nothing" only after it has read everything that there may be.
         """
-        core, unseen = self.core, None
+        unseen = None
         if self.is_due(now_ms):
             try:
                 self.catch_up(now_ms, CATCH_UP_BUDGET)
             except StoreDamaged as error:
                 # Some messages whose lease or delay is over may not have come back.
                 unseen = error
-        queue, active = core.queues.get(queue_name) or core.queue(queue_name), core.active
+        queue, active = self.by_name.get(queue_name) or self.queue(queue_name), self.active
         if unseen is not None and not (queue.counts.in_flight or queue.counts.delayed):
             unseen = None
         unseen = unseen or active.damage.get(queue.number)
@@ -87,8 +87,7 @@ class ClaimVerbs(MaintainVerbs):
         self, queue: Queue, wants: Sequence[Want], now_ms: int
     ) -> tuple[list[list[Delivery]], list[StoreDamaged]]:
         """Take messages; return the deliveries, and why some messages were passed over."""
-        core = self.core
-        batch = core.begin()
+        batch = self.begin()
         claims = [
             # The last two bytes number the splits of a lease.
             _Claim(want, want.lease[:14] + b"\0\0", now_ms + want.lease_ms)
@@ -106,7 +105,7 @@ class ClaimVerbs(MaintainVerbs):
             answers.append(claim.deliveries)
             if claim.deliveries:
                 taken += len(claim.deliveries)
-                core.leases.put(
+                self.leases.put(
                     batch,
                     claim.lease,
                     claim.keys,
@@ -116,13 +115,13 @@ class ClaimVerbs(MaintainVerbs):
                     claim.want.consumer,
                 )
         queue.counts.claimed_total += taken
-        if taken or len(batch) or core.has_aside:
-            core.commit(batch, (queue,), now_ms)
-        return answers, core.take_unread(queue) if core.active.unread else []
+        if taken or len(batch) or self.has_aside:
+            self.commit(batch, (queue,), now_ms)
+        return answers, self.take_unread(queue) if self.active.unread else []
 
     def _take(self, batch: Batch, queue: Queue, claims: Sequence[_Claim], now_ms: int) -> None:
         """Take until the claims have what they want, or all that they may, or there is no more."""
-        active = self.core.active
+        active = self.active
         while True:
             room = 0
             grants = []
@@ -183,43 +182,14 @@ class ClaimVerbs(MaintainVerbs):
         if excess:
             self._untake(batch, queue, excess, now_ms)
             # Other claims that wait are to look again.
-            self.core.wake(queue)
+            self.wake(queue)
         return kept
 
     def _untake(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
         """Put messages back as if they had not been taken."""
         for item in items:
             uncount_attempt(item)
-        self.core.active.put_back(batch, queue, items, now_ms)
-
-    def _readable(
-        self,
-        batch: Batch,
-        queue: Queue,
-        items: Sequence[tuple[Item, Metadata | None]],
-        payloads: Sequence[bytes | StoreDamaged | None],
-        now_ms: int,
-    ) -> list[tuple[tuple[Item, Metadata | None], bytes | StoreDamaged | None]]:
-        """Put messages back whose payload can't be read, to be passed over from now on."""
-        active = self.core.active
-        read: list[tuple[tuple[Item, Metadata | None], bytes | StoreDamaged | None]] = []
-        unread: list[Item] = []
-        behind: list[Item] = []
-        groups: set[bytes] = set()
-        for pair, payload in zip(items, payloads, strict=True):
-            item = pair[0]
-            if isinstance(payload, StoreDamaged):
-                active.unread.append(payload)
-                unread.append(item)
-                groups.add(group_of(item.lane))
-            elif groups and queue.fifo and group_of(item.lane) in groups:
-                # It waits for the one before it.
-                behind.append(item)
-            else:
-                read.append((pair, payload))
-        self._untake(batch, queue, [*unread, *behind], now_ms)
-        active.pass_over(queue, unread)
-        return read
+        self.active.put_back(batch, queue, items, now_ms)
 
     def _deliver(
         self,
@@ -229,19 +199,31 @@ class ClaimVerbs(MaintainVerbs):
         claims: Sequence[_Claim],
         now_ms: int,
     ) -> None:
-        """Read payloads and make deliveries; what can't be delivered is removed."""
-        core, name, store_id = self.core, queue.name, self.core.identity.store_id
+        """Read payloads and make deliveries.
+
+        Messages without a payload are removed. Those whose payload can't be read are put back, to
+        be passed over from now on.
+        """
+        name, store_id = queue.name, self.identity.store_id
         payload_keys = [PAYLOAD + item.message_id.to_bytes(8, "big") for item, _ in items]
-        payloads = get_each(core.payloads.table, payload_keys)
-        if StoreDamaged in map(type, payloads):
-            read = self._readable(batch, queue, items, payloads, now_ms)
-        else:
-            read = list(zip(items, payloads, strict=True))
+        payloads = get_each(self.payloads.table, payload_keys)
         turns = iter(claims)
         claim: _Claim | None = None
         token = ""
         broken: list[Item] = []
-        for (item, metadata), payload in read:
+        unread: list[Item] = []
+        behind: list[Item] = []
+        groups: set[bytes] = set()
+        for (item, metadata), payload in zip(items, payloads, strict=True):
+            if isinstance(payload, StoreDamaged):
+                self.active.unread.append(payload)
+                unread.append(item)
+                groups.add(group_of(item.lane))
+                continue
+            if groups and queue.fifo and group_of(item.lane) in groups:
+                # It waits for the one before it.
+                behind.append(item)
+                continue
             # Items come in the order of the grants.
             while claim is None or claim.lease != item.lease:
                 claim = next(turns)
@@ -250,7 +232,6 @@ class ClaimVerbs(MaintainVerbs):
                 self._set_aside(queue, item, payload)
                 broken.append(item)
                 continue
-            assert isinstance(payload, bytes)
             key = item.key
             claim.keys.append(key.to_bytes(8, "big"))
             claim.deliveries.append(
@@ -267,8 +248,11 @@ class ClaimVerbs(MaintainVerbs):
                     claim.deadline_ms,
                 )
             )
+        if unread:
+            self._untake(batch, queue, [*unread, *behind], now_ms)
+            self.active.pass_over(queue, unread)
         if broken:
-            core.active.settle(batch, queue, broken)
+            self.active.settle(batch, queue, broken)
             self.forget(batch, queue, broken)
 
     def _set_aside(self, queue: Queue, item: Item, payload: object) -> None:
@@ -279,4 +263,4 @@ class ClaimVerbs(MaintainVerbs):
         except CorruptRecord as error:
             why = why if payload is None else str(error)
         key = queue.id + b"\0" + item.message_id.to_bytes(8, "big")
-        self.core.quarantine("messages", key, item.metadata, why, remove=False)
+        self.quarantine("messages", key, item.metadata, why, remove=False)

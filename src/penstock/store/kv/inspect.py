@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from penstock import limits
 from penstock.errors import CorruptRecord, InvalidInput
@@ -10,6 +10,7 @@ from penstock.model import Attempt, AttemptEnd, Entry, Page, QueueStats, State, 
 from penstock.store.codec.metadata import decode_heads, decode_metadata, read_metadata
 from penstock.store.codec.stored import decode_lease
 from penstock.store.kv.move import ALL, MoveVerbs
+from penstock.store.kv.queues import Counts
 from penstock.store.kv.state import verb
 from penstock.store.live import Item
 
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from penstock.store.codec.stored import LeaseRecord
     from penstock.store.kv.history import Ended
     from penstock.store.kv.queues import Queue
+
+
+# Counters of a queue that its stats have under the same name.
+_COUNTED: Final = [n for n in QueueStats.__struct_fields__ if n in Counts.__struct_fields__]
 
 
 class InspectVerbs(MoveVerbs):
@@ -36,41 +41,32 @@ class InspectVerbs(MoveVerbs):
         now_ms: int,
     ) -> Page:
         """Read a page of messages in a state."""
-        core = self.core
-        queue = core.queue(queue_name)
+        queue = self.queue(queue_name)
         after = _parse_cursor(cursor, queue, state)
         self.catch_up(now_ms, ALL)
-        found, following = self._page(queue, state, after, limit)
+        found, following = self.page(queue, state, after, limit)
         if payloads and (fitting := _fitting(found)) < len(found):
-            found, following = self._page(queue, state, after, fitting)
+            found, following = self.page(queue, state, after, fitting)
         bodies: list[bytes | None] = [None] * len(found)
         if payloads and found:
-            bodies = core.payloads.get([row.message_id for row in found])
+            bodies = self.payloads.get([row.message_id for row in found])
         leases = self._leases_of(found) if state is State.IN_FLIGHT else {}
         entries = [
             entry
             for row, body in zip(found, bodies, strict=True)
             if (entry := _entry(queue, state, row, body, leases)) is not None
         ]
-        core.settle_quarantine(now_ms)
+        self.settle_quarantine(now_ms)
         head = _cursor_head(queue, state)
         return Page(entries, None if following is None else head + following.hex())
-
-    def _page(
-        self, queue: Queue, state: State, after: bytes, limit: int
-    ) -> tuple[Sequence[Item | Ended], bytes | None]:
-        if state in {State.DONE, State.FAILED}:
-            return self.core.history.page(queue, state, after, limit)
-        return self.core.active.page(queue, state, after, limit)
 
     @verb
     def attempts(self, queue_name: str, message_id: int, now_ms: int) -> list[Attempt]:
         """Return every attempt at a message, the running one last."""
-        core = self.core
-        queue = core.queue(queue_name)
+        queue = self.queue(queue_name)
         self.catch_up(now_ms, ALL)
-        found = core.history.attempts(queue, message_id)
-        running = core.active.in_flight_by_message(queue, message_id)
+        found = self.history.attempts(queue, message_id)
+        running = self.active.in_flight_by_message(queue, message_id)
         if running is not None:
             lease = self._leases_of([running]).get(running.lease)
             if lease is not None:
@@ -83,62 +79,45 @@ class InspectVerbs(MoveVerbs):
                         AttemptEnd.RUNNING,
                     )
                 )
-        core.settle_quarantine(now_ms)
+        self.settle_quarantine(now_ms)
         return found
 
     @verb
     def queue_stats(self, queue_name: str, now_ms: int) -> QueueStats:
         """Return a queue's depths and totals."""
-        core = self.core
-        queue = core.queue(queue_name)
+        queue = self.queue(queue_name)
         self.catch_up(now_ms, ALL)
-        if queue.number in core.active.damage:
-            raise core.active.damage[queue.number].anew()
-        oldest = core.active.oldest(queue)
+        if queue.number in self.active.damage:
+            raise self.active.damage[queue.number].anew()
+        oldest = self.active.oldest(queue)
         age_ms = None
         if oldest is not None:
             age_ms = max(0, now_ms - decode_metadata(oldest.metadata).published_at_ms)
-        core.settle_quarantine(now_ms)
-        counts = queue.counts
+        self.settle_quarantine(now_ms)
         return QueueStats(
             queue=queue.name,
-            available=counts.available,
-            delayed=counts.delayed,
-            in_flight=counts.in_flight,
-            done=counts.done,
-            failed=counts.failed,
             oldest_age_ms=age_ms,
-            groups_ready=core.active.ready_groups(queue),
-            enqueued_total=counts.enqueued_total,
-            claimed_total=counts.claimed_total,
-            acked_total=counts.acked_total,
-            released_total=counts.released_total,
-            lease_expired_total=counts.lease_expired_total,
-            failed_total=counts.failed_total,
-            redriven_total=counts.redriven_total,
-            removed_total=counts.removed_total,
-            moved_in_total=counts.moved_in_total,
-            moved_out_total=counts.moved_out_total,
+            groups_ready=self.active.ready_groups(queue),
+            **{name: getattr(queue.counts, name) for name in _COUNTED},
         )
 
     @verb
     def store_stats(self) -> StoreStats:
         """Return what concerns the whole store."""
-        core = self.core
         return StoreStats(
-            published_total=core.totals.published,
-            duplicates_total=core.totals.duplicates,
-            unrouted_total=core.totals.unrouted,
-            quarantined_total=core.totals.quarantined,
-            unreadable_total=core.unreadable,
-            healed_total=core.active.healed,
-            stale_receipts_total=core.stale_receipts,
+            published_total=self.totals.published,
+            duplicates_total=self.totals.duplicates,
+            unrouted_total=self.totals.unrouted,
+            quarantined_total=self.totals.quarantined,
+            unreadable_total=self.unreadable,
+            healed_total=self.active.healed,
+            stale_receipts_total=self.stale_receipts,
         )
 
     def _leases_of(self, rows: Sequence[Item | Ended]) -> dict[bytes, LeaseRecord]:
         names = list({row.lease for row in rows if isinstance(row, Item)})
         found = {}
-        for name, record in zip(names, self.core.leases.get(names), strict=True):
+        for name, record in zip(names, self.leases.get(names), strict=True):
             if record is not None:
                 try:
                     found[name] = decode_lease(record)

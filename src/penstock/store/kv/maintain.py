@@ -44,28 +44,27 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
 
         If something can't be read, the rest is done before that is raised.
         """
-        core = self.core
         damage: list[StoreDamaged] = []
 
         def do(part: Callable[[int, int], T], nothing: T) -> T:
             try:
-                if part in self.core.stuck:
-                    raise self.core.stuck[part].anew()
+                if part in self.stuck:
+                    raise self.stuck[part].anew()
                 return part(now_ms, budget)
             except StoreDamaged as error:
                 damage.append(error)
-                self.core.stuck[part] = error.anew()
+                self.stuck[part] = error.anew()
                 return nothing
 
         # Leases and delays never wait.
-        self.core.stuck.pop(self.catch_up, None)
+        self.stuck.pop(self.catch_up, None)
         leases, came_due, failures, moved = do(self.catch_up, (0, 0, 0, 0))
         do(self._list_unclaimed, None)
         parts = (self._retention, self._trim_log, self._remove_drained)
         removed = sum(do(part, 0) for part in parts)
         forgotten = do(self._forget_dedup, 0)
-        core.settle_quarantine(now_ms)
-        damage += [*core.unscheduled.values(), *core.active.damage.values()]
+        self.settle_quarantine(now_ms)
+        damage += [*self.unscheduled.values(), *self.active.damage.values()]
         if damage:
             self._look_again(now_ms)
             raise damage[0].anew()
@@ -81,51 +80,47 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
 
     def _look_again(self, now_ms: int) -> None:
         """Try now and then to read again what could not be read."""
-        core = self.core
-        if now_ms < self.core.look_again_ms:
+        if now_ms < self.look_again_ms:
             return
-        self.core.look_again_ms = now_ms + LOOK_AGAIN_MS
-        self.core.stuck.clear()
-        for number in list(core.active.damage):
-            core.active.load(core.by_number[number])
-        for number, _ in list(core.unscheduled):
-            core.schedule_retention(core.by_number[number])
+        self.look_again_ms = now_ms + LOOK_AGAIN_MS
+        self.stuck.clear()
+        for number in list(self.active.damage):
+            self.active.load(self.by_number[number])
+        for number, _ in list(self.unscheduled):
+            self.schedule_retention(self.by_number[number])
 
     @verb
     def _forget_dedup(self, now_ms: int, budget: int) -> int:
-        batch = self.core.begin()
-        forgotten = self.core.dedup.forget(batch, now_ms, budget)
+        batch = self.begin()
+        forgotten = self.dedup.forget(batch, now_ms, budget)
         if len(batch):
-            self.core.commit(batch, (), now_ms)
+            self.commit(batch, (), now_ms)
         return forgotten
 
     def _has_more(self) -> bool:
         """Whether there is something to do at once, for which the budget was too small."""
-        core = self.core
-        return bool(core.dead_letters.pending or core.listing or self._drained())
+        return bool(self.dead_letters.pending or self.listing or self._drained())
 
     def next_due_ms(self) -> int | None:
         """Return when the next lease, delay, retention or dedup window is over."""
-        core = self.core
-        retention = core.retention.first()
+        retention = self.retention.first()
         times = (
-            core.leases.next_due_ms(),
-            core.active.next_due_ms(),
+            self.leases.next_due_ms(),
+            self.active.next_due_ms(),
             retention[0] if retention else None,
-            core.dedup.next_due_ms(),
-            core.log.next_due_ms(self.routed_up_to()),
+            self.dedup.next_due_ms(),
+            self.log.next_due_ms(self.routed_up_to()),
         )
         return min((time for time in times if time is not None), default=None)
 
     def soonest_ms(self) -> int | None:
         """Return a time before which no lease, delay or retention is over, from memory alone."""
-        core = self.core
-        if core.dead_letters.pending or core.listing:
+        if self.dead_letters.pending or self.listing:
             return 0
-        retention = core.retention.first()
+        retention = self.retention.first()
         times = (
-            core.leases.none_before_ms,
-            core.active.next_due_ms(),
+            self.leases.none_before_ms,
+            self.active.next_due_ms(),
             retention[0] if retention else None,
         )
         return min((time for time in times if time is not None), default=None)
@@ -133,20 +128,19 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
     @verb
     def _retention(self, now_ms: int, budget: int) -> int:
         """Remove what is past retention; the budget counts what is looked at."""
-        core = self.core
         removed = 0
         stuck: dict[tuple[int, str], StoreDamaged] = {}
-        while budget > 0 and (first := core.retention.first()) and first[0] <= now_ms:
+        while budget > 0 and (first := self.retention.first()) and first[0] <= now_ms:
             number, what = first[1]
             try:
-                queue = core.by_number[number]
+                queue = self.by_number[number]
                 looked, gone = self._retain(queue, what, now_ms, min(CHUNK, budget))
             except StoreDamaged as error:
                 stuck[number, what] = error.anew()
-                core.unscheduled.update(stuck)
+                self.unscheduled.update(stuck)
                 for key in stuck:
                     # Others are not to wait for it.
-                    core.retention.set(key, None)
+                    self.retention.set(key, None)
                 continue
             removed += gone
             budget -= max(1, looked)
@@ -155,38 +149,37 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
     @verb
     def _retain(self, queue: Queue, what: str, now_ms: int, limit: int) -> tuple[int, int]:
         """Remove some of what is past one retention of a queue; give looked at, and removed."""
-        core = self.core
-        batch = core.begin()
+        batch = self.begin()
         if what == "unclaimed":
             looked, gone = self._expire_unclaimed(batch, queue, now_ms, limit)
         else:
             state, spec = State(what), queue.spec
             kept_ms = spec.done_retention_ms if state is State.DONE else spec.failed_retention_ms
-            ended = core.history.trim(batch, queue, state, limit, ended_by_ms=now_ms - kept_ms)
+            ended = self.history.trim(batch, queue, state, limit, ended_by_ms=now_ms - kept_ms)
             self.forget(batch, queue, ended)
             looked = gone = len(ended)
-        core.commit(batch, (queue,), now_ms)
-        core.schedule_retention(queue)
+        self.commit(batch, (queue,), now_ms)
+        self.schedule_retention(queue)
         return looked, gone
 
     @verb
     def _trim_log(self, now_ms: int, budget: int) -> int:
         """Close a segment that is old enough, and drop the oldest that is past retention."""
-        core, log = self.core, self.core.log
+        log = self.log
         routed_up_to = self.routed_up_to()
         due_ms = log.next_due_ms(routed_up_to)
         if due_ms is None or due_ms > now_ms:
             return 0
         if len(log.segments) == 1:
-            batch = core.begin()
+            batch = self.begin()
             log.roll(batch, log.end, now_ms)
-            core.commit(batch, (), now_ms)
+            self.commit(batch, (), now_ms)
         dropped = 0
         while budget > 0 and (segment := log.droppable(now_ms, routed_up_to)) is not None:
-            batch = core.begin()
+            batch = self.begin()
             unrouted = log.drop(batch, segment, min(CHUNK, budget))
-            dropped += core.payloads.drop_unheld(batch, unrouted)
-            core.commit(batch, (), now_ms)
+            dropped += self.payloads.drop_unheld(batch, unrouted)
+            self.commit(batch, (), now_ms)
             budget -= max(1, len(unrouted))
         return dropped
 
@@ -194,13 +187,12 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
         self, batch: Batch, queue: Queue, now_ms: int, limit: int
     ) -> tuple[int, int]:
         """Look at messages that were to expire by now; say how many, and how many have."""
-        core = self.core
-        keys = core.take_unclaimed(batch, queue, now_ms, limit)
+        keys = self.take_unclaimed(batch, queue, now_ms, limit)
         kept_ms = queue.spec.unclaimed_retention_ms
         # A message may have been claimed and come back since the row was written: judge it anew.
         expired = [
             item
-            for item in core.active.waiting(queue, list(dict.fromkeys(keys)))
+            for item in self.active.waiting(queue, list(dict.fromkeys(keys)))
             if item is not None and kept_ms and item.visible_at_ms + kept_ms <= now_ms
         ]
         self._remove_waiting(batch, queue, expired)
@@ -225,8 +217,7 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
         that was deleted and made anew begin anew: nothing is removed if the queue was not made at
         ``created_at_ms``.
         """
-        core = self.core
-        queue = core.queue(queue_name)
+        queue = self.queue(queue_name)
         if created_at_ms is not None and queue.spec.created_at_ms != created_at_ms:
             return 0
         if before is None:
@@ -242,34 +233,33 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
         if before is None:
             if limit is None or removed < limit:
                 # What memory knew of groups and lanes is void.
-                core.active.load(queue)
-            core.wake(queue)
-        core.schedule_retention(queue)
+                self.active.load(queue)
+            self.wake(queue)
+        self.schedule_retention(queue)
         return removed
 
     def _purge_chunk(
         self, queue: Queue, state: State, now_ms: int, room: int, before: int | None
     ) -> int:
-        core = self.core
-        batch = core.begin()
+        batch = self.begin()
         if state in {State.DONE, State.FAILED}:
             by_ms = now_ms if before is None else None
-            ended = core.history.trim(batch, queue, state, room, ended_by_ms=by_ms, before=before)
+            ended = self.history.trim(batch, queue, state, room, ended_by_ms=by_ms, before=before)
             self.forget(batch, queue, ended)
             count = len(ended)
         else:
-            items, more = core.active.page(queue, state, b"", room)
+            items, more = self.active.page(queue, state, b"", room)
             while not items and more is not None:
-                items, more = core.active.page(queue, state, more, room)
+                items, more = self.active.page(queue, state, more, room)
             count = len(items)
             if state is State.IN_FLIGHT:
                 self.abandon(batch, items)
-                core.active.settle(batch, queue, items)
+                self.active.settle(batch, queue, items)
                 self.forget(batch, queue, items)
             else:
                 self._remove_waiting(batch, queue, items)
-        if count or core.has_aside:
-            core.commit(batch, (queue,), now_ms)
+        if count or self.has_aside:
+            self.commit(batch, (queue,), now_ms)
         return count
 
     @verb
@@ -278,11 +268,10 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
 
         The caller has made sure that the log has let go of them and that no queue holds them.
         """
-        core = self.core
-        batch = core.begin()
-        count, freed = core.payloads.discard(batch, message_ids)
+        batch = self.begin()
+        count, freed = self.payloads.discard(batch, message_ids)
         if count and not dry_run:
-            core.commit(batch, (), now_ms)
+            self.commit(batch, (), now_ms)
         return Collected(count, freed)
 
     # --- queues ----------------------------------------------------------------------------
@@ -293,26 +282,25 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
 
         ``drain``: let no more messages in; a sweep removes the queue once nothing waits in it.
         """
-        core = self.core
-        queue = core.queue(queue_name)
+        queue = self.queue(queue_name)
         if drain:
-            batch = core.begin()
-            coverage = core.coverage[queue.name]
-            coverage.close(core.log.end)
+            batch = self.begin()
+            coverage = self.coverage[queue.name]
+            coverage.close(self.log.end)
             coverage.draining = True
-            core.put_coverage(batch, queue, coverage)
-            core.filters_changed(batch, core.log.end, now_ms)
-            core.commit(batch, (queue,), now_ms)
+            self.put_coverage(batch, queue, coverage)
+            self.filters_changed(batch, self.log.end, now_ms)
+            self.commit(batch, (queue,), now_ms)
             self._remove_drained(now_ms, CHUNK)
             return 0
         removed = self.purge(queue_name, State, now_ms)
-        batch = core.begin()
-        core.clear_unclaimed(batch, queue)
-        core.history.clear(batch, queue)
-        core.queue_table.remove(batch, queue)
-        core.filters_changed(batch, core.log.end, now_ms)
-        core.commit(batch, (), now_ms)
-        core.drop(queue)
+        batch = self.begin()
+        self.clear_unclaimed(batch, queue)
+        self.history.clear(batch, queue)
+        self.queue_table.remove(batch, queue)
+        self.filters_changed(batch, self.log.end, now_ms)
+        self.commit(batch, (), now_ms)
+        self.drop(queue)
         return removed
 
     @verb
@@ -330,30 +318,28 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
 
     def _drained(self) -> list[str]:
         """Name the queues that take no more messages and have nothing that waits."""
-        core = self.core
-        if not core.draining:
+        if not self.draining:
             return []
         routed_up_to = self.routed_up_to()
         found = []
-        for name in sorted(core.draining):
-            queue, live = core.queues[name], core.coverage[name].live
+        for name in sorted(self.draining):
+            queue, live = self.by_name[name], self.coverage[name].live
             counts = queue.counts
             waits = counts.available or counts.delayed or counts.in_flight
-            waits = waits or queue.number in core.dead_letters.pending
+            waits = waits or queue.number in self.dead_letters.pending
             if not waits and (not live or (live[-1].end or 0) <= routed_up_to):
                 found.append(name)
         return found
 
     def _remove_waiting(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
-        self.core.active.remove(batch, queue, items)
+        self.active.remove(batch, queue, items)
         self.forget(batch, queue, items)
 
     def forget(self, batch: Batch, queue: Queue, messages: Sequence[Item | Ended]) -> None:
         """Let go of the payloads and attempts of messages that were removed."""
-        core = self.core
-        core.payloads.let_go(batch, [each.message_id for each in messages])
+        self.payloads.let_go(batch, [each.message_id for each in messages])
         attempts = [(each.message_id, each.attempts) for each in messages]
-        core.history.forget_attempts(batch, queue, attempts)
+        self.history.forget_attempts(batch, queue, attempts)
         queue.counts.removed_total += len(messages)
 
     # --- changed settings ------------------------------------------------------------------
@@ -364,67 +350,64 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
 
         What comes into such a queue, or comes back, is listed as it does.
         """
-        core = self.core
-        while budget > 0 and core.listing:
-            name, (state, after) = next(iter(core.listing.items()))
-            queue = core.queues[name]
+        while budget > 0 and self.listing:
+            name, (state, after) = next(iter(self.listing.items()))
+            queue = self.by_name[name]
             try:
-                items, further = core.active.page(queue, state, after, min(CHUNK, budget))
+                items, further = self.active.page(queue, state, after, min(CHUNK, budget))
             except InvalidInput:
                 # The cursor was damaged: what is listed twice does no harm.
                 items, further = [], b""
-            batch = core.begin()
-            core.note_unclaimed(batch, queue, items)
+            batch = self.begin()
+            self.note_unclaimed(batch, queue, items)
             if further is not None:
-                core.put_listing(batch, queue, (state, further))
+                self.put_listing(batch, queue, (state, further))
             elif state is State.DELAYED:
-                core.put_listing(batch, queue, (State.AVAILABLE, b""))
+                self.put_listing(batch, queue, (State.AVAILABLE, b""))
             else:
-                core.put_listing(batch, queue, None)
-            core.commit(batch, (queue,), now_ms)
+                self.put_listing(batch, queue, None)
+            self.commit(batch, (queue,), now_ms)
             budget -= max(1, len(items))
 
     @verb
     def create_queue(self, spec: QueueSpec, now_ms: int) -> None:
         """Add a queue, which takes messages from here on."""
-        core = self.core
-        batch = core.begin()
-        queue = Queue(spec, core.queue_numbers.allocate(batch, 1), Counts())
-        core.queue_table.put_spec(batch, queue)
-        live = [Stretch(core.log.end, None, spec.filter)]
-        core.put_coverage(batch, queue, Coverage(live, known_from=0))
-        core.filters_changed(batch, core.log.end, now_ms)
-        core.commit(batch, (queue,), now_ms)
-        core.adopt(queue)
+        batch = self.begin()
+        queue = Queue(spec, self.queue_numbers.allocate(batch, 1), Counts())
+        self.queue_table.put_spec(batch, queue)
+        live = [Stretch(self.log.end, None, spec.filter)]
+        self.put_coverage(batch, queue, Coverage(live, known_from=0))
+        self.filters_changed(batch, self.log.end, now_ms)
+        self.commit(batch, (queue,), now_ms)
+        self.adopt(queue)
 
     @verb
     def update_queue(self, spec: QueueSpec, now_ms: int, *, from_offset: int | None = None) -> None:
         """Change a queue's settings; another filter counts from an offset on (the log's end)."""
-        core = self.core
-        queue = core.queue(spec.name)
-        begin = core.log.end if from_offset is None else from_offset
+        queue = self.queue(spec.name)
+        begin = self.log.end if from_offset is None else from_offset
         lowest = self.routed_up_to()
-        if not lowest <= begin <= core.log.end:
+        if not lowest <= begin <= self.log.end:
             raise InvalidInput(
                 f"a filter can change from an offset in {lowest} (routed up to there) to "
-                f"{core.log.end} (the end of the log), not from {begin}"
+                f"{self.log.end} (the end of the log), not from {begin}"
             )
         retention_changed = spec.unclaimed_retention_ms != queue.spec.unclaimed_retention_ms
-        coverage = core.coverage[queue.name]
+        coverage = self.coverage[queue.name]
         filter_changed = spec.filter != queue.spec.filter or from_offset is not None
         if filter_changed and coverage.draining:
             raise InvalidQueue(f"queue {queue.name!r} is draining: its filter can't be changed")
-        batch = core.begin()
+        batch = self.begin()
         queue.respec(spec)
-        core.dead_letters.adopt(queue)
-        core.queue_table.put_spec(batch, queue)
+        self.dead_letters.adopt(queue)
+        self.queue_table.put_spec(batch, queue)
         if filter_changed:
             coverage.change(begin, spec.filter)
-            core.put_coverage(batch, queue, coverage)
-            core.filters_changed(batch, begin, now_ms)
+            self.put_coverage(batch, queue, coverage)
+            self.filters_changed(batch, begin, now_ms)
         if retention_changed:
-            core.clear_unclaimed(batch, queue)
+            self.clear_unclaimed(batch, queue)
             listing = (State.DELAYED, b"") if spec.unclaimed_retention_ms else None
-            core.put_listing(batch, queue, listing)
-        core.commit(batch, (queue,), now_ms)
-        core.schedule_retention(queue)
+            self.put_listing(batch, queue, listing)
+        self.commit(batch, (queue,), now_ms)
+        self.schedule_retention(queue)

@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.store.codec.metadata import Metadata, decode_heads, encode_metadata
 from penstock.store.codec.opendata import PAYLOAD
-from penstock.store.kv.state import verb
+from penstock.store.kv.state import Core, verb
 from penstock.store.live import Item, lane_of
 
 if TYPE_CHECKING:
@@ -18,13 +18,10 @@ if TYPE_CHECKING:
     from penstock.engines import Batch
     from penstock.model import Message
     from penstock.store.kv.queues import Queue
-    from penstock.store.kv.state import Core
 
 
-class PublishVerbs:
+class PublishVerbs(Core):
     """``publish``, and the two steps that it shares with routing and backfill."""
-
-    core: Core
 
     @verb
     def publish(
@@ -39,18 +36,17 @@ class PublishVerbs:
 
         Without routes they go into the log alone, for a tailer to route.
         """
-        core = self.core
         payload_bytes = 0
         keyed: list[Message] = []
         for message in messages:
             payload_bytes += len(message.payload)
             if message.dedup_id is not None:
                 keyed.append(message)
-        batch = core.begin(len(messages), payload_bytes)
-        known = core.dedup.known(keyed, now_ms) if keyed else {}
+        batch = self.begin(len(messages), payload_bytes)
+        known = self.dedup.known(keyed, now_ms) if keyed else {}
         fresh: dict[bytes, int] = {}
-        first_id = next_id = core.log.ids.allocate(batch, len(messages))
-        put, payloads = batch.put, core.payloads.table.family
+        first_id = next_id = self.log.ids.allocate(batch, len(messages))
+        put, payloads = batch.put, self.payloads.table.family
         ids: list[int] = []
         placed: list[Item] = []
         rows: list[tuple[int, bytes]] = []
@@ -59,10 +55,10 @@ class PublishVerbs:
         routed = repeat((), len(messages)) if routes is None else routes
         for message, names in zip(messages, routed, strict=True):
             if message.dedup_id is not None:
-                dedup_key = core.dedup.key(message)
+                dedup_key = self.dedup.key(message)
                 known_id = known.get(dedup_key)
                 if known_id is not None:
-                    core.totals.duplicates += 1
+                    self.totals.duplicates += 1
                     ids.append(known_id)
                     continue
                 known[dedup_key] = fresh[dedup_key] = next_id
@@ -82,15 +78,15 @@ class PublishVerbs:
             groups.append(group)
             next_id += 1
         if fresh:
-            core.dedup.remember(batch, fresh, now_ms + dedup_window_ms)
+            self.dedup.remember(batch, fresh, now_ms + dedup_window_ms)
         touched: list[Queue] = []
         if placed:
-            core.log.append(batch, rows, groups, now_ms)
+            self.log.append(batch, rows, groups, now_ms)
             if routes is not None:
                 touched = self.place(batch, placed, taken, now_ms)
-        core.totals.published += next_id - first_id
-        core.put_totals(batch, now_ms)
-        core.commit(batch, touched, now_ms)
+        self.totals.published += next_id - first_id
+        self.put_totals(batch, now_ms)
+        self.commit(batch, touched, now_ms)
         return ids
 
     def place(
@@ -103,7 +99,6 @@ class PublishVerbs:
         late: bool = False,
     ) -> list[Queue]:
         """Enqueue new messages and set their reference counts; return the queues touched."""
-        core = self.core
         per_queue: dict[str, list[Item]] = {}
         unrouted: list[int] = []
         for message, names in zip(messages, routes, strict=True):
@@ -114,18 +109,18 @@ class PublishVerbs:
                 else:
                     items.append(message)
                 continue
-            core.payloads.refer(batch, message.message_id, len(names))
+            self.payloads.refer(batch, message.message_id, len(names))
             if not names:
                 unrouted.append(message.message_id)
             for name in names:
                 # Each queue has an item of its own: key, state and times differ between them.
                 per_queue.setdefault(name, []).append(msgspec.structs.replace(message))
         if unrouted:
-            core.log.note_unrouted(batch, unrouted)
-            core.totals.unrouted += len(unrouted)
+            self.log.note_unrouted(batch, unrouted)
+            self.totals.unrouted += len(unrouted)
         touched = []
         for name, items in per_queue.items():
-            queue = core.queues.get(name) or core.queue(name)
+            queue = self.by_name.get(name) or self.queue(name)
             touched.append(queue)
             self.enqueue(batch, queue, items, now_ms, late=late)
         return touched
@@ -140,7 +135,7 @@ class PublishVerbs:
         late: bool = False,
     ) -> None:
         """Put messages into one queue; ``late`` if they may have been published before now."""
-        core, delay_ms = self.core, queue.spec.delay_ms
+        delay_ms = queue.spec.delay_ms
         if delay_ms:
             heads = decode_heads([item.metadata for item in items])
             for item, head in zip(items, heads, strict=True):
@@ -150,18 +145,17 @@ class PublishVerbs:
         if late:
             for item in items:
                 item.visible_at_ms = max(item.visible_at_ms, now_ms)
-        core.active.add(batch, queue, items, now_ms)
+        self.active.add(batch, queue, items, now_ms)
         if queue.spec.unclaimed_retention_ms:
-            core.note_unclaimed(batch, queue, items)
+            self.note_unclaimed(batch, queue, items)
         queue.counts.enqueued_total += len(items)
-        core.woken.add(queue.name)
+        self.woken.add(queue.name)
 
     def take_woken(self) -> dict[str, int | None]:
         """Return the queues that may have something to claim since the last call."""
-        core = self.core
         woken: dict[str, int | None] = {}
-        for name in core.woken:
-            queue = core.queues.get(name)
+        for name in self.woken:
+            queue = self.by_name.get(name)
             woken[name] = None if queue is None else queue.counts.available
-        core.woken.clear()
+        self.woken.clear()
         return woken

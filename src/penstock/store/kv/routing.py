@@ -48,32 +48,31 @@ class RoutingVerbs(PublishVerbs):
     @verb
     def log_stats(self) -> LogStats:
         """Describe the log."""
-        core = self.core
         return LogStats(
-            routing=core.identity.routing,
-            logs=core.log.logs,
-            earliest=core.log.earliest,
-            end=core.log.end,
+            routing=self.identity.routing,
+            logs=self.log.logs,
+            earliest=self.log.earliest,
+            end=self.log.end,
             routed_up_to=self.routed_up_to(),
-            segments=len(core.log.segments),
-            retention_ms=core.log.settings.retention_ms,
-            cursors={log: self.cursor(log) for log in range(core.log.all_logs)},
+            segments=len(self.log.segments),
+            retention_ms=self.log.settings.retention_ms,
+            cursors={log: self.cursor(log) for log in range(self.log.all_logs)},
         )
 
     # --- tailing -------------------------------------------------------------------------
 
     def cursor(self, log: int) -> int:
         """Return a log's cursor: where its tailer goes on."""
-        policy.check_log(log, self.core.log.all_logs)
-        record = self.core.system.get(_cursor_key(log))
+        policy.check_log(log, self.log.all_logs)
+        record = self.system.get(_cursor_key(log))
         stored = 0 if record is None else int.from_bytes(record, "big")
-        return max(stored, self.core.log.earliest)
+        return max(stored, self.log.earliest)
 
     def routed_up_to(self) -> int:
         """Return the offset below which every message has been routed."""
-        if self.core.identity.routing == "inline":
-            return self.core.log.end
-        return min(self.cursor(log) for log in range(self.core.log.all_logs))
+        if self.identity.routing == "inline":
+            return self.log.end
+        return min(self.cursor(log) for log in range(self.log.all_logs))
 
     @verb
     def read_log(self, log: int, begin: int | None, limit: int) -> LogPage:
@@ -83,22 +82,21 @@ class RoutingVerbs(PublishVerbs):
         every log has been assigned up to there, so that a group that moves to another log keeps
         its order.
         """
-        core = self.core
         at = self.cursor(log)
-        begin = max(at if begin is None else begin, core.log.earliest)
+        begin = max(at if begin is None else begin, self.log.earliest)
         filters, until = self._filters_at(begin)
-        end = core.log.end if until is None else min(core.log.end, until)
+        end = self.log.end if until is None else min(self.log.end, until)
         others = []
-        if core.identity.routing != "inline":
-            others = [self.cursor(other) for other in range(core.log.all_logs) if other != log]
-        end = policy.page_end(begin, end, core.log.settings.changes, others)
-        rows, further = core.log.read(log, begin, limit, end=end)
+        if self.identity.routing != "inline":
+            others = [self.cursor(other) for other in range(self.log.all_logs) if other != log]
+        end = policy.page_end(begin, end, self.log.settings.changes, others)
+        rows, further = self.log.read(log, begin, limit, end=end)
         return LogPage(
             log=log,
             records=policy.records_of(rows, log),
-            cursor=Cursor(begin, max(begin, further), core.totals.filters_version),
-            earliest=core.log.earliest,
-            end=core.log.end,
+            cursor=Cursor(begin, max(begin, further), self.totals.filters_version),
+            earliest=self.log.earliest,
+            end=self.log.end,
             filters=filters,
         )
 
@@ -116,24 +114,23 @@ class RoutingVerbs(PublishVerbs):
 
         A tailer that took an epoch names it, and is refused once another has taken a later one.
         """
-        core = self.core
         at = self.cursor(log)
         if epoch is not None and epoch != self.epoch():
             return Assigned(AssignStatus.FENCED, at, 0)
-        refusal = policy.refuse_page(cursor, at, core.log.earliest)
+        refusal = policy.refuse_page(cursor, at, self.log.earliest)
         if refusal is None and policy.is_outdated(
-            cursor, core.totals.filters_version, core.filter_history
+            cursor, self.totals.filters_version, self.filter_history
         ):
             refusal = AssignStatus.OUTDATED
         if refusal is not None:
             return Assigned(refusal, at, 0)
         policy.check_assigned(cursor, assignments)
         begin = max(at, cursor.begin)
-        if core.log.end < cursor.end:
+        if self.log.end < cursor.end:
             raise InvalidInput(
-                f"log {log} ends at offset {core.log.end}; the cursor to assign is {cursor.end}"
+                f"log {log} ends at offset {self.log.end}; the cursor to assign is {cursor.end}"
             )
-        rows = [row for entry in core.log.entries(log, begin, cursor.end) for row in entry]
+        rows = [row for entry in self.log.entries(log, begin, cursor.end) for row in entry]
         ids = [row[0] for row in rows]
         if not assignments.keys() <= set(ids):
             strangers = {i for i in assignments if i >= begin}.difference(ids)
@@ -142,32 +139,31 @@ class RoutingVerbs(PublishVerbs):
         placed: list[Item] = []
         routes: list[Sequence[str]] = []
         for message_id, encoded, head, names in policy.assigned(
-            rows, assignments, core.coverage.get, cursor.end
+            rows, assignments, self.coverage.get, cursor.end
         ):
             lane, due_ms = lane_of(head.group, head.priority), head.published_at_ms + head.delay_ms
             placed.append(Item(message_id, message_id, lane, 0, 0, due_ms, encoded))
             routes.append(names)
-        batch = core.begin()
+        batch = self.begin()
         touched = self.place(batch, placed, routes, now_ms, late=True)
-        batch.put(_cursor_key(log), cursor.end.to_bytes(8, "big"), core.system.family)
-        core.put_totals(batch, now_ms)
-        core.commit(batch, touched, now_ms)
+        batch.put(_cursor_key(log), cursor.end.to_bytes(8, "big"), self.system.family)
+        self.put_totals(batch, now_ms)
+        self.commit(batch, touched, now_ms)
         status = AssignStatus.APPLIED if begin == cursor.begin else AssignStatus.TRIMMED
         return Assigned(status, cursor.end, sum(map(len, routes)))
 
     def epoch(self) -> int:
         """Return the epoch of the pipeline that may assign."""
-        record = self.core.system.get(_EPOCH)
+        record = self.system.get(_EPOCH)
         return 0 if record is None else int.from_bytes(record, "big")
 
     @verb
     def take_epoch(self, now_ms: int) -> int:
         """Fence every pipeline that took an epoch before; return the new one."""
-        core = self.core
         epoch = self.epoch() + 1
-        batch = core.begin()
-        batch.put(_EPOCH, epoch.to_bytes(8, "big"), core.system.family)
-        core.commit(batch, (), now_ms)
+        batch = self.begin()
+        batch.put(_EPOCH, epoch.to_bytes(8, "big"), self.system.family)
+        self.commit(batch, (), now_ms)
         return epoch
 
     @verb
@@ -176,62 +172,59 @@ class RoutingVerbs(PublishVerbs):
 
         The slowest log decides where the others stop, so that logs stay in step.
         """
-        core = self.core
-        cursors = {log: self.cursor(log) for log in range(core.log.all_logs)}
-        changes = core.log.settings.changes
+        cursors = {log: self.cursor(log) for log in range(self.log.all_logs)}
+        changes = self.log.settings.changes
         return RoutePlan(
             epoch=self.epoch(),
-            filters_version=core.totals.filters_version,
+            filters_version=self.totals.filters_version,
             stretches=policy.route_stretches(
-                cursors, core.log.end, max_offsets, changes, lambda at: self._filters_at(at)[1]
+                cursors, self.log.end, max_offsets, changes, lambda at: self._filters_at(at)[1]
             ),
-            lag={log: core.log.end - begin for log, begin in cursors.items()},
+            lag={log: self.log.end - begin for log, begin in cursors.items()},
         )
 
     @verb
     def filters_at(self, offset: int) -> LiveFilters:
         """Return the filters that are live at an offset, and until where."""
         filters, until = self._filters_at(offset)
-        return LiveFilters(dict(filters), self.core.totals.filters_version, until)
+        return LiveFilters(dict(filters), self.totals.filters_version, until)
 
     def _filters_at(self, offset: int) -> tuple[Mapping[str, str], int | None]:
         """Return the filters that are live at an offset, and the offset at which they change."""
-        core = self.core
-        begin, until, version, live = core.filters_asked
+        begin, until, version, live = self.filters_asked
         if (
-            version == core.totals.filters_version
+            version == self.totals.filters_version
             and begin <= offset
             and (until is None or offset < until)
         ):
             return live, until
-        live, begin, until = policy.filters_at(core.coverage.items(), offset)
-        core.filters_asked = (begin, until, core.totals.filters_version, live)
+        live, begin, until = policy.filters_at(self.coverage.items(), offset)
+        self.filters_asked = (begin, until, self.totals.filters_version, live)
         return live, until
 
     @verb
     def offset_at(self, time_ms: int) -> int:
         """Return an offset at or before the first message of that time."""
-        return self.core.log.offset_at(time_ms)
+        return self.log.offset_at(time_ms)
 
     @verb
     def configure_log(self, logs: int | None, retention_ms: int | None, now_ms: int) -> None:
         """Spread messages over another number of logs from here on; keep them for another time."""
-        core = self.core
-        batch = core.begin()
-        settings = core.log.settings
+        batch = self.begin()
+        settings = self.log.settings
         if retention_ms is not None:
             settings.retention_ms = retention_ms
         if logs is None:
-            logs = core.log.logs
-        known = core.log.all_logs
-        if logs != core.log.logs:
-            settings.changes.append((core.log.end, logs))
+            logs = self.log.logs
+        known = self.log.all_logs
+        if logs != self.log.logs:
+            settings.changes.append((self.log.end, logs))
         for log in range(known, logs):
             # A log that was not there before holds nothing to be tailed.
-            end = core.log.end.to_bytes(8, "big")
-            batch.put(_cursor_key(log), end, core.system.family)
-        core.log.put_settings(batch, settings)
-        core.commit(batch, (), now_ms)
+            end = self.log.end.to_bytes(8, "big")
+            batch.put(_cursor_key(log), end, self.system.family)
+        self.log.put_settings(batch, settings)
+        self.commit(batch, (), now_ms)
 
     # --- backfill ------------------------------------------------------------------------
 
@@ -243,16 +236,15 @@ class RoutingVerbs(PublishVerbs):
 
         With ``archived`` that begins below the log.
         """
-        core = self.core
-        queue = core.queue(queue_name)
-        coverage = core.coverage[queue.name]
+        queue = self.queue(queue_name)
+        coverage = self.coverage[queue.name]
         text = queue.spec.filter
         end = min(end, self.routed_up_to())
         # Offsets begin at 1.
-        at = max(begin, 1 if archived else core.log.earliest)
-        if archived and at < core.log.earliest:
+        at = max(begin, 1 if archived else self.log.earliest)
+        if archived and at < self.log.earliest:
             policy.check_known(coverage, queue_name, at)
-        return BackfillPlan(coverage.missing(at, end, text), text, end, core.log.earliest)
+        return BackfillPlan(coverage.missing(at, end, text), text, end, self.log.earliest)
 
     @verb
     def fill(
@@ -272,9 +264,9 @@ class RoutingVerbs(PublishVerbs):
         are all messages of it that ``filter_text`` has matched elsewhere, ascending. Without either
         the store matches the log itself. Coverage decides which messages the queue has had.
         """
-        core, log = self.core, self.core.log
-        queue = core.queue(queue_name)
-        coverage, text = core.coverage[queue.name], queue.spec.filter
+        log = self.log
+        queue = self.queue(queue_name)
+        coverage, text = self.coverage[queue.name], queue.spec.filter
         policy.check_fill(queue_name, queue.spec, coverage, filter_text)
         sizes: list[int] | None = None
         archived: dict[int, tuple[LogRecord, bytes | None]] = {}
@@ -298,23 +290,23 @@ class RoutingVerbs(PublishVerbs):
             lane, visible_at_ms = lane_of(m.group, m.priority), m.published_at_ms + m.delay_ms
             items.append(Item(message_id, message_id, lane, 0, 0, visible_at_ms, encoded))
         # Coverage does not know of messages that a move has brought in.
-        moved = core.history.marks(queue, [item.message_id for item in items])
+        moved = self.history.marks(queue, [item.message_id for item in items])
         items = [item for item in items if item.message_id not in moved]
         no_record = (None, None)
         brought = {each.message_id: archived.get(each.message_id, no_record)[1] for each in items}
-        batch = core.begin(len(items), sum(len(payload or b"") for payload in brought.values()))
+        batch = self.begin(len(items), sum(len(payload or b"") for payload in brought.values()))
         kept = []
-        for item, here in zip(items, core.payloads.hold(batch, list(brought)), strict=True):
+        for item, here in zip(items, self.payloads.hold(batch, list(brought)), strict=True):
             payload = brought[item.message_id]
             if not here and payload is not None:
-                core.payloads.put_again(batch, item.message_id, payload)
+                self.payloads.put_again(batch, item.message_id, payload)
             if here or payload is not None:
                 kept.append(item)
         if kept:
             self.enqueue(batch, queue, kept, now_ms, late=True)
         coverage.note(start, stop, text)
-        core.put_coverage(batch, queue, coverage)
-        core.commit(batch, (queue,), now_ms)
+        self.put_coverage(batch, queue, coverage)
+        self.commit(batch, (queue,), now_ms)
         asked = len(rows) if chosen is None else len(chosen)
         already = passed + len(rows) - len(items)
         return Filled(len(kept), already, asked - len(rows) + len(items) - len(kept), stop)
@@ -323,7 +315,7 @@ class RoutingVerbs(PublishVerbs):
         self, start: int, stop: int, chosen: Sequence[int] | None
     ) -> list[tuple[int, bytes]]:
         """Read messages of all logs, or the chosen ones of them."""
-        log = self.core.log
+        log = self.log
         some = None if chosen is None else set(chosen)
         return sorted(
             row

@@ -7,7 +7,7 @@ whether or not a sweep has been by. A receipt that is not good changes nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -16,7 +16,7 @@ from penstock.model import AttemptEnd, Outcome, OutcomeStatus, State
 from penstock.store import policy
 from penstock.store.codec.stored import LeaseRecord, decode_lease
 from penstock.store.kv.queues import Queue
-from penstock.store.kv.state import verb
+from penstock.store.kv.state import Core, verb
 from penstock.store.live import Item, uncount_attempt
 from penstock.store.receipts import parse_lease_token, parse_receipts, queue_numbers
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from penstock.engines import Batch
-    from penstock.store.kv.state import Core
 
 
 class Holding(msgspec.Struct, gc=False):
@@ -36,30 +35,23 @@ class Holding(msgspec.Struct, gc=False):
     items: list[Item]
 
 
-class Judged(msgspec.Struct):
-    """Receipts looked up: what is held, whose receipt each is, and what was refused."""
-
-    holdings: list[Holding]
-    accepted: dict[int, Item]
-    refused: dict[int, OutcomeStatus]
+# A receipt's message, or the reason why the receipt is refused.
+Answer: TypeAlias = Item | OutcomeStatus
 
 
-class SettleVerbs:
+class SettleVerbs(Core):
     """The verbs that take receipts, and the end of messages whose lease ends."""
-
-    core: Core
 
     # --- verbs -----------------------------------------------------------------------------
 
     @verb
     def ack(self, receipts: Sequence[str], *, queue_name: str | None, now_ms: int) -> list[Outcome]:
         """Settle messages as done."""
-        core = self.core
-        judged = self._judge(receipts, queue_name, now_ms)
-        if judged.holdings:
-            batch = core.begin()
+        holdings, answers = self._judge(receipts, queue_name, now_ms)
+        if holdings:
+            batch = self.begin()
             by_queue: dict[Queue, list[Item]] = {}
-            for holding in judged.holdings:
+            for holding in holdings:
                 items = by_queue.get(holding.queue)
                 if items is None:
                     by_queue[holding.queue] = [*holding.items]
@@ -67,17 +59,17 @@ class SettleVerbs:
                     items += holding.items
             # Messages of many leases of a queue end as one stretch of its history.
             for queue, items in by_queue.items():
-                core.active.settle(batch, queue, items)
-                core.history.add(batch, queue, State.DONE, items, "", now_ms)
+                self.active.settle(batch, queue, items)
+                self.history.add(batch, queue, State.DONE, items, "", now_ms)
                 if queue.spec.done_retention_ms:
                     due_ms = now_ms + queue.spec.done_retention_ms
-                    core.retention.lower((queue.number, "done"), due_ms)
+                    self.retention.lower((queue.number, "done"), due_ms)
                 if queue.fifo:
-                    core.wake(queue)
-            for holding in judged.holdings:
+                    self.wake(queue)
+            for holding in holdings:
                 self._end(batch, holding, AttemptEnd.ACKED, "", now_ms)
-            core.commit(batch, by_queue, now_ms)
-        return _outcomes(receipts, judged, OutcomeStatus.DONE)
+            self.commit(batch, by_queue, now_ms)
+        return _outcomes(receipts, answers, OutcomeStatus.DONE)
 
     @verb
     def release(
@@ -92,12 +84,11 @@ class SettleVerbs:
         unseen: bool = False,
     ) -> list[Outcome]:
         """Give messages back, to be tried again after a delay or (out of attempts) to fail."""
-        core = self.core
-        judged = self._judge(receipts, queue_name, now_ms)
+        holdings, answers = self._judge(receipts, queue_name, now_ms)
         failed: set[int] = set()
-        if judged.holdings:
-            batch = core.begin()
-            for holding in judged.holdings:
+        if holdings:
+            batch = self.begin()
+            for holding in holdings:
                 holding.queue.counts.released_total += len(holding.items)
                 if unseen:
                     self._take_back(batch, holding, now_ms)
@@ -110,8 +101,8 @@ class SettleVerbs:
                         wait_ms = policy.backoff_ms(spec, item.attempts - item.forgiven, random)
                     item.visible_at_ms = now_ms + wait_ms
                 failed.update(map(id, self._retry_or_fail(batch, holding, reason, now_ms)))
-            core.commit(batch, {h.queue: None for h in judged.holdings}, now_ms)
-        return _outcomes(receipts, judged, OutcomeStatus.RETRYING, failed=failed)
+            self.commit(batch, {h.queue: None for h in holdings}, now_ms)
+        return _outcomes(receipts, answers, OutcomeStatus.RETRYING, failed=failed)
 
     @verb
     def extend(
@@ -121,32 +112,30 @@ class SettleVerbs:
 
         The rest of a lease keeps its own deadline.
         """
-        core = self.core
         if isinstance(receipts, str):
-            lease = parse_lease_token(core.identity.store_id, receipts).lease
+            lease = parse_lease_token(self.identity.store_id, receipts).lease
             receipts = [
                 f"{receipts}-{key.hex()}"
-                for _, record in core.leases.splits(lease)
+                for _, record in self.leases.splits(lease)
                 for key in decode_lease(record).ids
             ]
-        judged = self._judge(receipts, queue_name, now_ms)
+        holdings, answers = self._judge(receipts, queue_name, now_ms)
         deadline_ms = now_ms + lease_ms
-        if judged.holdings:
-            batch = core.begin()
+        if holdings:
+            batch = self.begin()
             splits: dict[bytes, int] = {}
-            for holding in judged.holdings:
+            for holding in holdings:
                 self._move_deadline(batch, holding, deadline_ms, splits)
-            core.commit(batch, {h.queue: None for h in judged.holdings}, now_ms)
-        return _outcomes(receipts, judged, OutcomeStatus.EXTENDED, deadline_ms=deadline_ms)
+            self.commit(batch, {h.queue: None for h in holdings}, now_ms)
+        return _outcomes(receipts, answers, OutcomeStatus.EXTENDED, deadline_ms=deadline_ms)
 
     @verb
     def held(self, token: str) -> dict[int, str]:
         """Return the receipts of what is held under a lease, by message id."""
-        core = self.core
-        lease = parse_lease_token(core.identity.store_id, token).lease
+        lease = parse_lease_token(self.identity.store_id, token).lease
         return {
             item.message_id: f"{token}-{item.key:016x}"
-            for name, record in core.leases.splits(lease)
+            for name, record in self.leases.splits(lease)
             for holding in self._held_by(name, self._decode_lease(name, record))
             for item in holding.items
         }
@@ -154,35 +143,33 @@ class SettleVerbs:
     @verb
     def queues_of(self, receipts: Sequence[str] | str) -> set[str]:
         """Name the queues of receipts, or of a lease token; those that are gone are left out."""
-        core = self.core
-        numbers = queue_numbers(core.identity.store_id, receipts)
-        return {core.by_number[number].name for number in numbers if number in core.by_number}
+        numbers = queue_numbers(self.identity.store_id, receipts)
+        return {self.by_number[number].name for number in numbers if number in self.by_number}
 
     def expire(self, now_ms: int, limit: int) -> tuple[int, int, StoreDamaged | None]:
         """End leases whose deadline has come: how many, messages that fail, and why not all."""
-        core = self.core
-        due, damage = core.leases.due(now_ms, limit)
+        due, damage = self.leases.due(now_ms, limit)
         found: list[tuple[bytes, bytes, list[Holding]]] = []
         names = [name for _, name in due]
-        for (index_key, name), record in zip(due, core.leases.get_each(names), strict=True):
+        for (index_key, name), record in zip(due, self.leases.get_each(names), strict=True):
             try:
                 if isinstance(record, StoreDamaged):
                     raise record
                 holdings = self._held_by(name, self._decode_lease(name, record))
                 for holding in holdings:
                     # Raises if its messages can't come back, because what waits there is not known.
-                    core.active.ready_groups(holding.queue)
+                    self.active.ready_groups(holding.queue)
                 found.append((index_key, name, holdings))
             except StoreDamaged as error:
                 # This lease stays as it is; the others end.
                 damage = error
         if not found:
             return 0, 0, damage
-        batch = core.begin()
+        batch = self.begin()
         touched: dict[Queue, None] = {}
         failures = 0
         for index_key, name, holdings in found:
-            core.leases.delete(batch, name, index_key)
+            self.leases.delete(batch, name, index_key)
             for holding in holdings:
                 for item in holding.items:
                     item.visible_at_ms = now_ms
@@ -190,31 +177,29 @@ class SettleVerbs:
                 failures += len(self._retry_or_fail(batch, holding, "lease expired", now_ms))
                 holding.queue.counts.lease_expired_total += len(holding.items)
                 touched[holding.queue] = None
-        core.commit(batch, touched, now_ms)
+        self.commit(batch, touched, now_ms)
         return len(found), failures, damage
 
     def _held_by(self, name: bytes, lease: LeaseRecord | None) -> list[Holding]:
         """Find the messages that are in flight under a lease."""
-        core = self.core
         if lease is None:
             return self._strays(name)
-        queue = core.by_number.get(lease.queue)
+        queue = self.by_number.get(lease.queue)
         if queue is None:
             return []
         keys = [int.from_bytes(key, "big") for key in lease.ids]
-        found = core.active.find(queue, keys)
+        found = self.active.find(queue, keys)
         items = [item for item in found if item is not None and item.lease == name]
         return [Holding(queue, name, lease, items)]
 
     def _strays(self, name: bytes) -> list[Holding]:
         """Find the messages of a lease whose record was lost, by looking at all in flight."""
-        core = self.core
         holdings = []
-        for queue in core.queues.values():
+        for queue in self.by_name.values():
             items: list[Item] = []
             after: bytes | None = b""
             while after is not None:
-                page, after = core.active.page(queue, State.IN_FLIGHT, after, 1_000)
+                page, after = self.active.page(queue, State.IN_FLIGHT, after, 1_000)
                 items += [item for item in page if item.lease == name]
             if items:
                 keys = [item.key.to_bytes(8, "big") for item in items]
@@ -224,15 +209,14 @@ class SettleVerbs:
 
     def abandon(self, batch: Batch, items: Sequence[Item]) -> None:
         """Take messages that are removed in flight out of their leases."""
-        core = self.core
         by_lease: dict[bytes, set[bytes]] = {}
         for item in items:
             by_lease.setdefault(item.lease, set()).add(item.key.to_bytes(8, "big"))
         names = list(by_lease)
-        for name, record in zip(names, core.leases.get(names), strict=True):
+        for name, record in zip(names, self.leases.get(names), strict=True):
             lease = self._decode_lease(name, record)
             if lease is not None:
-                core.leases.let_go(batch, name, lease, by_lease[name])
+                self.leases.let_go(batch, name, lease, by_lease[name])
 
     # --- parts -----------------------------------------------------------------------------
 
@@ -241,7 +225,7 @@ class SettleVerbs:
     ) -> None:
         """Record the attempts that end, and take their messages out of the lease."""
         queue, lease, items = holding.queue, holding.lease, holding.items
-        self.core.history.add_attempts(
+        self.history.add_attempts(
             batch, queue, items, lease.claimed_at_ms, lease.consumer, end, reason, now_ms
         )
         # A sweep has deleted an expired lease with its expiry entry.
@@ -250,7 +234,7 @@ class SettleVerbs:
 
     def _leave_lease(self, batch: Batch, holding: Holding) -> None:
         """Take messages out of their lease."""
-        leases, lease = self.core.leases, holding.lease
+        leases, lease = self.leases, holding.lease
         if len(holding.items) == len(lease.ids):
             leases.delete(batch, holding.name, lease.index_key)
         else:
@@ -263,18 +247,17 @@ class SettleVerbs:
         for item in holding.items:
             uncount_attempt(item)
         self._put_back(batch, holding.queue, holding.items, now_ms)
-        self.core.wake(holding.queue)
+        self.wake(holding.queue)
 
     def _put_back(self, batch: Batch, queue: Queue, items: list[Item], now_ms: int) -> None:
-        core = self.core
-        core.active.put_back(batch, queue, items, now_ms)
-        core.note_unclaimed(batch, queue, items)
+        self.active.put_back(batch, queue, items, now_ms)
+        self.note_unclaimed(batch, queue, items)
 
     def _retry_or_fail(
         self, batch: Batch, holding: Holding, reason: str, now_ms: int
     ) -> list[Item]:
         """Put messages back that have attempts left; fail the others, and return those."""
-        core, queue = self.core, holding.queue
+        queue = holding.queue
         failed: list[Item] = []
         retried: list[Item] = []
         for item in holding.items:
@@ -283,28 +266,28 @@ class SettleVerbs:
         if retried:
             self._put_back(batch, queue, retried, now_ms)
         if failed:
-            core.active.settle(batch, queue, failed)
+            self.active.settle(batch, queue, failed)
             reason = policy.fail_reason(queue.spec, reason)
-            core.history.add(batch, queue, State.FAILED, failed, reason, now_ms)
+            self.history.add(batch, queue, State.FAILED, failed, reason, now_ms)
             if queue.spec.failed_retention_ms:
                 due_ms = now_ms + queue.spec.failed_retention_ms
-                core.retention.lower((queue.number, State.FAILED.value), due_ms)
-            core.dead_letters.note(queue)
-        core.wake(queue)
+                self.retention.lower((queue.number, State.FAILED.value), due_ms)
+            self.dead_letters.note(queue)
+        self.wake(queue)
         return failed
 
     def _move_deadline(
         self, batch: Batch, holding: Holding, deadline_ms: int, splits: dict[bytes, int]
     ) -> None:
         """Give the messages of a holding a new deadline, in a split of their own if they must."""
-        core, lease = self.core, holding.lease
+        lease = holding.lease
         keys = [item.key.to_bytes(8, "big") for item in holding.items]
         target = holding.name
         if len(keys) < len(lease.ids):
-            target = core.leases.next_split(target, splits)
-            core.active.relabel(batch, holding.queue, holding.items, target)
-        core.leases.let_go(batch, holding.name, lease, set(keys))
-        core.leases.put(
+            target = self.leases.next_split(target, splits)
+            self.active.relabel(batch, holding.queue, holding.items, target)
+        self.leases.let_go(batch, holding.name, lease, set(keys))
+        self.leases.put(
             batch,
             target,
             keys,
@@ -316,59 +299,64 @@ class SettleVerbs:
 
     # --- judging ---------------------------------------------------------------------------
 
-    def _judge(self, receipts: Sequence[str], queue_name: str | None, now_ms: int) -> Judged:
-        """Find out which receipts are good."""
-        core = self.core
+    def _judge(
+        self, receipts: Sequence[str], queue_name: str | None, now_ms: int
+    ) -> tuple[list[Holding], list[Answer]]:
+        """Find out which receipts are good: messages by lease, and an answer to each receipt."""
         by_queue: dict[int, list[tuple[int, bytes, int]]] = {}
-        for index, (token, key) in enumerate(parse_receipts(core.identity.store_id, receipts)):
+        for index, (token, key) in enumerate(parse_receipts(self.identity.store_id, receipts)):
             by_queue.setdefault(token.queue, []).append((index, token.family, key))
         if queue_name is not None:
-            own = core.queue(queue_name).number
+            own = self.queue(queue_name).number
             if by_queue.keys() - {own}:
                 raise InvalidReceipt(f"a receipt is of another queue than {queue_name!r}")
-        judged = Judged([], {}, {})
+        holdings: list[Holding] = []
+        answers: list[Answer] = [OutcomeStatus.STALE] * len(receipts)
         for number, rows in by_queue.items():
-            queue = core.by_number.get(number)
-            if queue is None:
-                judged.refused.update((index, OutcomeStatus.STALE) for index, _, _ in rows)
-            else:
-                self._judge_queue(judged, queue, rows, now_ms)
-        core.stale_receipts += len(judged.refused)
-        if not judged.holdings:
-            core.settle_quarantine(now_ms)
-        return judged
+            queue = self.by_number.get(number)
+            if queue is not None:
+                self._judge_queue(queue, rows, holdings, answers, now_ms)
+        for answer in answers:
+            if isinstance(answer, OutcomeStatus):
+                self.stale_receipts += 1
+        if not holdings:
+            self.settle_quarantine(now_ms)
+        return holdings, answers
 
     def _judge_queue(
-        self, judged: Judged, queue: Queue, rows: list[tuple[int, bytes, int]], now_ms: int
+        self,
+        queue: Queue,
+        rows: list[tuple[int, bytes, int]],
+        judged: list[Holding],
+        answers: list[Answer],
+        now_ms: int,
     ) -> None:
-        core = self.core
-        found = core.active.find(queue, [key for _, _, key in rows])
+        found = self.active.find(queue, [key for _, _, key in rows])
         holdings: dict[bytes, Holding | None] = {}
         unknown: list[bytes] = []
         for item in found:
             if item is not None and (name := item.lease) not in holdings:
-                lease = core.leases.recent.get(name)
+                lease = self.leases.recent.get(name)
                 holdings[name] = None if lease is None else Holding(queue, name, lease, [])
                 if lease is None:
                     unknown.append(name)
-        for name, record in zip(unknown, core.leases.get(unknown) if unknown else (), strict=True):
+        for name, record in zip(unknown, self.leases.get(unknown) if unknown else (), strict=True):
             lease = self._decode_lease(name, record)
             if lease is not None:
                 holdings[name] = Holding(queue, name, lease, [])
         seen: set[int] = set()
         for (index, family, key), item in zip(rows, found, strict=True):
             if item is None or item.lease[:14] != family or key in seen:
-                judged.refused[index] = OutcomeStatus.STALE
                 continue
             holding = holdings.get(item.lease)
             if holding is None or holding.lease.expiry_ms <= now_ms:
-                judged.refused[index] = OutcomeStatus.EXPIRED
+                answers[index] = OutcomeStatus.EXPIRED
                 continue
             seen.add(key)
             if not holding.items:
-                judged.holdings.append(holding)
+                judged.append(holding)
             holding.items.append(item)
-            judged.accepted[index] = item
+            answers[index] = item
 
     def _decode_lease(self, name: bytes, record: bytes | None) -> LeaseRecord | None:
         if record is None:
@@ -376,27 +364,24 @@ class SettleVerbs:
         try:
             return decode_lease(record)
         except CorruptRecord as error:
-            self.core.quarantine("leases", name, record, str(error))
+            self.quarantine("leases", name, record, str(error))
             return None
 
 
 def _outcomes(
     receipts: Sequence[str],
-    judged: Judged,
+    answers: Sequence[Answer],
     status: OutcomeStatus,
     *,
     deadline_ms: int | None = None,
     failed: Collection[int] = (),
 ) -> list[Outcome]:
     """Answer each receipt; ``failed`` holds the identities of items that are out of attempts."""
-    if not judged.refused and not failed:
-        return [Outcome(receipt, status, deadline_ms) for receipt in receipts]
     outcomes = []
-    for index, receipt in enumerate(receipts):
-        item = judged.accepted.get(index)
-        if item is None:
-            outcomes.append(Outcome(receipt, judged.refused[index]))
-        elif id(item) in failed:
+    for receipt, answer in zip(receipts, answers, strict=True):
+        if isinstance(answer, OutcomeStatus):
+            outcomes.append(Outcome(receipt, answer))
+        elif failed and id(answer) in failed:
             outcomes.append(Outcome(receipt, OutcomeStatus.FAILED))
         else:
             outcomes.append(Outcome(receipt, status, deadline_ms))

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from functools import wraps
-from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, Self, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from penstock.engines import Batch, Engine
+    from penstock.store.kv.history import Ended
     from penstock.store.live import Item
 
 log = logging.getLogger(__name__)
@@ -99,13 +100,7 @@ class Totals(msgspec.Struct):
     filters_version: int = 0
 
 
-class HasCore(Protocol):
-    """A store, or a part of its verbs."""
-
-    core: Core
-
-
-S = TypeVar("S", bound=HasCore)
+S = TypeVar("S", bound="Core")
 
 
 def verb(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
@@ -113,24 +108,23 @@ def verb(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], 
 
     @wraps(method)
     def run(store: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        core = store.core
-        if core.is_stale:
-            core.load()
-        core.is_ahead = False
+        if store.is_stale:
+            store.load()
+        store.is_ahead = False
         try:
             result = method(store, *args, **kwargs)
         except BaseException as error:
-            core.load_after(error)
+            store.load_after(error)
             raise
         # A batch that was begun and not needed has changed nothing, whatever is raised later on.
-        core.is_ahead = False
+        store.is_ahead = False
         return result
 
     return run
 
 
 class Core:
-    """The parts of a store, its queues, and the one way to commit."""
+    """The parts of a store, its queues, and the one way to commit. Subclasses add the verbs."""
 
     def __init__(
         self,
@@ -142,9 +136,8 @@ class Core:
         now_ms: int,
     ) -> None:
         self.engine = engine
+        self.durable_on_commit = engine.durable_on_commit
         self.system = engine.table("default")
-        self.identity = self._identify(design, store_id, routing, now_ms)
-        self.active = make_active_set(self.identity.design, engine, self.quarantine)
         self.queue_table = QueueTable(engine.table("queues"))
         self.progress = Progress()
         self.stale_receipts = 0
@@ -156,7 +149,18 @@ class Core:
         self.look_again_ms = 0
         # The filters last asked for: valid from, until, in which version.
         self.filters_asked: tuple[int, int | None, int, dict[str, str]] = (0, 0, -1, {})
-        self.load()
+        try:
+            self.identity = self._identify(design, store_id, routing, now_ms)
+            self.active = make_active_set(self.identity.design, engine, self.quarantine)
+            self.load()
+        except StoreDamaged as error:
+            raise StoreDamaged(
+                f"{error}. The store can't do without that: restore a backup, or bring what can be "
+                "read into a new store: penstock salvage STORE TARGET",
+                table=error.table,
+                begin=error.begin,
+                end=error.end,
+            ) from error
 
     def _identify(self, design: str, store_id: int, routing: str | None, now_ms: int) -> Identity:
         record = self.system.get(_META)
@@ -224,7 +228,7 @@ class Core:
         # The last changes as (version, offset from which on): a page that was read before is judged
         # by them.
         self.filter_history: deque[tuple[int, int]] = deque(maxlen=10_000)
-        self.queues: dict[str, Queue] = {}
+        self.by_name: dict[str, Queue] = {}
         self.by_number: dict[int, Queue] = {}
         self.coverage: dict[str, Coverage] = {}
         # Named apart, so that a sweep need not look at every queue.
@@ -272,7 +276,7 @@ class Core:
         listing = self.queue_table.listing(queue)
         if listing is not None:
             self.listing[queue.name] = listing
-        self.queues[queue.name] = queue
+        self.by_name[queue.name] = queue
         self.by_number[queue.number] = queue
         self.active.load(queue)
         self.history.load(queue)
@@ -282,7 +286,7 @@ class Core:
     def drop(self, queue: Queue) -> None:
         """Let go of a deleted queue."""
         self.wake(queue)
-        del self.queues[queue.name], self.by_number[queue.number], self.coverage[queue.name]
+        del self.by_name[queue.name], self.by_number[queue.number], self.coverage[queue.name]
         self.draining.discard(queue.name)
         self.listing.pop(queue.name, None)
         self.active.forget(queue)
@@ -293,14 +297,22 @@ class Core:
 
     def queue(self, name: str) -> Queue:
         """Look a queue up by name."""
-        queue = self.queues.get(name)
+        queue = self.by_name.get(name)
         if queue is None:
             raise QueueNotFound(f"no queue named {name!r}")
         return queue
 
+    def page(
+        self, queue: Queue, state: State, after: bytes, limit: int, *, whole_parts: bool = False
+    ) -> tuple[Sequence[Item | Ended], bytes | None]:
+        """Read a page of messages in a state, and where the next begins."""
+        if state in {State.DONE, State.FAILED}:
+            return self.history.page(queue, state, after, limit, whole_parts=whole_parts)
+        return self.active.page(queue, state, after, limit)
+
     def time_floor_ms(self) -> int:
         """Return the latest time that this store has seen."""
-        floors = [queue.counts.time_floor_ms for queue in self.queues.values()]
+        floors = [queue.counts.time_floor_ms for queue in self.by_name.values()]
         return max([self.totals.time_floor_ms, *floors])
 
     # --- commit --------------------------------------------------------------------------
@@ -382,7 +394,7 @@ class Core:
     def settle_quarantine(self, now_ms: int) -> None:
         """Commit what reads have put aside, if anything can be written."""
         if self._aside and self.engine.away is None:
-            self.commit(self.begin(), list(self.queues.values()), now_ms)
+            self.commit(self.begin(), list(self.by_name.values()), now_ms)
 
     def _put_aside(self, batch: Batch) -> None:
         for (table, key), (value, why, remove) in self._aside.items():
@@ -463,10 +475,10 @@ class Core:
 
     # --- what memory believes ----------------------------------------------------------------
 
-    def reread(self) -> Core:
+    def reread(self) -> Self:
         """Read the store once more, as if it were opened now, beside this."""
         identity = self.identity
-        fresh = Core(
+        fresh = type(self)(
             self.engine,
             identity.design,
             store_id=identity.store_id,
@@ -501,7 +513,7 @@ class Core:
             found.facts["a lease in memory that is not stored", lease.hex()] = True
         for (number, what), due_ms in self.retention.items():
             found.bounds["retention of queue", number, what] = due_ms
-        for name, queue in self.queues.items():
+        for name, queue in self.by_name.items():
             covered = self.coverage[name]
             found.facts[name, "spec"] = (queue.number, queue.spec)
             found.facts[name, "counts"] = queue.counts

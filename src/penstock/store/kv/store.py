@@ -1,7 +1,7 @@
 """The contract over an ordered key-value engine, whichever way live messages are kept.
 
 Nothing here waits, reads a clock or takes a lock: the broker does. Each verb is a method in the
-module of its kind, over one :class:`~penstock.store.kv.state.Core`::
+module of its kind, in a subclass of :class:`~penstock.store.kv.state.Core`::
 
     publish   publish; from routes to places in queues
     claim     claim
@@ -16,19 +16,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.errors import StoreDamaged
 from penstock.limits import MAX_VIEWS
 from penstock.store.contract import Health, LiveQueue, StoreDetails
 from penstock.store.kv.claim import ClaimVerbs
 from penstock.store.kv.inspect import InspectVerbs
 from penstock.store.kv.move import ALL
-from penstock.store.kv.state import Core, verb
+from penstock.store.kv.state import verb
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from penstock.engines import Engine
     from penstock.errors import PenstockError
     from penstock.model import QueueSpec
     from penstock.store.check_report import AuditReport
@@ -41,44 +39,22 @@ class KvStore(ClaimVerbs, InspectVerbs):
     # Its verbs wait for no other machine, or have bounds of their own.
     patience_s: float | None = None
 
-    def __init__(
-        self,
-        engine: Engine,
-        design: str,
-        *,
-        store_id: int,
-        routing: str | None,
-        now_ms: int,
-    ) -> None:
-        try:
-            self.core = Core(engine, design, store_id=store_id, routing=routing, now_ms=now_ms)
-        except StoreDamaged as error:
-            raise StoreDamaged(
-                f"{error}. The store can't do without that: restore a backup, or bring what can be "
-                "read into a new store: penstock salvage STORE TARGET",
-                table=error.table,
-                begin=error.begin,
-                end=error.end,
-            ) from error
-        self.progress = self.core.progress
-        self.durable_on_commit = engine.durable_on_commit
-
     # --- queues ----------------------------------------------------------------------------
 
     @verb
     def queues(self) -> list[LiveQueue]:
         """Return all queues, by name."""
-        core, end = self.core, self.core.log.end
+        end = self.log.end
         found = []
-        for name, queue in sorted(core.queues.items()):
-            coverage = core.coverage[name]
+        for name, queue in sorted(self.by_name.items()):
+            coverage = self.coverage[name]
             found.append(LiveQueue(queue.spec, coverage.filter_at(end), coverage.draining))
         return found
 
     @verb
     def spec(self, queue_name: str) -> QueueSpec:
         """Return the settings of a queue."""
-        return (self.core.queues.get(queue_name) or self.core.queue(queue_name)).spec
+        return (self.by_name.get(queue_name) or self.queue(queue_name)).spec
 
     # --- reading in bulk ---------------------------------------------------------------------
 
@@ -94,16 +70,17 @@ class KvStore(ClaimVerbs, InspectVerbs):
         # Loaded when it is wanted: programs that do not read in bulk need none of it.
         from penstock.store.kv.snapshot import Pinned  # noqa: PLC0415
 
-        core = self.core
         # The rows do not say whether a delay is over: due messages must have been moved.
         self.catch_up(now_ms, ALL)
         return Pinned(
-            core.engine.view(),
-            core.identity,
+            self.engine.view(),
+            self.identity,
             at_ms=now_ms,
             log=self.log_stats(),
             totals=self.store_stats(),
-            stats=[self.queue_stats(name, now_ms) for name in sorted(core.queues)] if stats else [],
+            stats=[self.queue_stats(name, now_ms) for name in sorted(self.by_name)]
+            if stats
+            else [],
         )
 
     @verb
@@ -118,43 +95,43 @@ class KvStore(ClaimVerbs, InspectVerbs):
 
     def info(self) -> StoreDetails:
         """Return which store this is. Each snapshot keeps deleted data on disk."""
-        identity = self.core.identity
+        identity = self.identity
         return StoreDetails(
             f"{identity.store_id:08x}",
             identity.design,
             identity.routing,
             MAX_VIEWS,
-            self.core.time_floor_ms(),
+            self.time_floor_ms(),
         )
 
     def health(self, *, disk: bool = False) -> Health:
         """Return whether the engine takes writes, and how much room its disk has."""
-        engine = self.core.engine
+        engine = self.engine
         away = None if engine.away is None else str(engine.away)
         return Health(away, engine.free_bytes() if disk else None)
 
     def recover(self, alone: AbstractContextManager[None]) -> None:
         """Make an engine that is away take writes again, or raise why it does not."""
-        self.core.engine.recover(alone, self._read_anew)
+        self.engine.recover(alone, self._read_anew)
 
     def _read_anew(self) -> None:
-        self.core.load()
+        self.load()
         # Nobody doubts any more what is there now.
         self.progress.commits += 1
-        for queue in self.core.queues.values():
-            self.core.wake(queue)
+        for queue in self.by_name.values():
+            self.wake(queue)
 
     def limit(self, seconds: float) -> None:
         """Do nothing: its verbs wait for nobody."""
 
     def sync(self) -> None:
         """Make every commit so far durable."""
-        self.core.engine.sync()
+        self.engine.sync()
 
     def on_lost(self, told: Callable[[PenstockError], None]) -> None:
         """Call back if the engine is lost to this process."""
-        self.core.engine.on_lost(told)
+        self.engine.on_lost(told)
 
     def close(self) -> None:
         """Close the engine."""
-        self.core.engine.close()
+        self.engine.close()

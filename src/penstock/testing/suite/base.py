@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -159,10 +160,17 @@ class Suite:
         assert self.snapshot() == before
 
     @contextmanager
-    def refused(self, error: type[Exception]) -> Iterator[None]:
-        """Check that a call raises exactly this error and changes nothing."""
-        with self.unchanged():
-            with pytest.raises(error) as caught:
-                yield
-            assert type(caught.value) is error
-            assert str(caught.value)
+    def refused(self, error: type[Exception], case: object = "") -> Iterator[None]:
+        """Check that a call raises exactly this error and changes nothing.
+
+        A failure names the ``case``, where a test tries many on one store.
+        """
+        try:
+            with self.unchanged():
+                with pytest.raises(error) as caught:
+                    yield
+                assert type(caught.value) is error
+                assert str(caught.value)
+        except BaseException as failure:
+            failure.add_note(f"the case: {reprlib.repr(case)}")
+            raise

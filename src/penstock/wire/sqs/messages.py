@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from penstock import limits
-from penstock.wire.sqs.faults import SqsFault
-from penstock.wire.sqs.requests import AttributeValue
+from penstock.wire.sqs.protocol import NOT_IN_XML, AttributeValue, SqsFault
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -42,9 +41,7 @@ _ROUTING: Final = "queue"
 _OWN: Final = frozenset({RESERVED, _ROUTING})
 _INT64: Final = 1 << 63
 
-# What XML 1.0 can't carry; SQS refuses it in bodies and values, whatever the protocol.
-_UNSPEAKABLE: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
-_UNSPEAKABLE_BYTES: Final = bytes({*range(0x20)} - {*b"\t\n\r"})
+_CONTROL_BYTES: Final = bytes({*range(0x20)} - {*b"\t\n\r"})
 _NAME: Final = re.compile(r"[A-Za-z0-9_\-.]{1,256}")
 _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
 _MAX_NUMBER_CHARS: Final = 1_000
@@ -273,8 +270,8 @@ def speakable(text: str) -> bool:
     if text.isascii():
         # Several times as fast as a search, and most texts are ASCII.
         data = text.encode()
-        return len(data.translate(None, _UNSPEAKABLE_BYTES)) == len(data)
-    return _UNSPEAKABLE.search(text) is None
+        return len(data.translate(None, _CONTROL_BYTES)) == len(data)
+    return NOT_IN_XML.search(text) is None
 
 
 def select(

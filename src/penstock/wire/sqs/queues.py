@@ -20,12 +20,13 @@ import msgspec
 
 from penstock import limits
 from penstock.model import Ordering
-from penstock.wire.sqs.faults import SqsFault
+from penstock.wire.sqs.protocol import SqsFault
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from penstock.model import QueueSpec, QueueStats
+    from penstock.wire.sqs.protocol import SqsRequest
 
 _LABEL: Final = "sqs."
 _TAGS: Final = "sqs.tags"
@@ -62,18 +63,12 @@ _READABLE: Final = frozenset(
 )
 _DEFAULT_RETENTION_S: Final = 345_600
 _POLICY: Final = "sqs.Policy"
+_TAG_KEYS: Final = "Tag keys must be between 1 and 128 characters in length."
 _MAX_ACTIONS: Final = 7
 _ACTIONS: Final = frozenset(
     {
-        "*",
-        "ChangeMessageVisibility",
-        "DeleteMessage",
-        "GetQueueAttributes",
-        "GetQueueUrl",
-        "ListDeadLetterSourceQueues",
-        "PurgeQueue",
-        "ReceiveMessage",
-        "SendMessage",
+        *("*", "ChangeMessageVisibility", "DeleteMessage", "GetQueueAttributes", "GetQueueUrl"),
+        *("ListDeadLetterSourceQueues", "PurgeQueue", "ReceiveMessage", "SendMessage"),
     }
 )
 
@@ -273,24 +268,22 @@ def settings_for(attributes: Mapping[str, str], labels: Mapping[str, str]) -> di
 # --- attributes out -------------------------------------------------------------------------------
 
 
-def check_requested(names: Iterable[str] | None) -> list[str]:
+def check_readable(names: Iterable[str]) -> None:
     """Check which attributes are asked for."""
-    wanted = list(names or ())
-    for name in wanted:
+    for name in names:
         if name not in _READABLE:
             raise SqsFault.attribute_name(name)
-    return wanted
 
 
 def attributes_of(
-    spec: QueueSpec, stats: QueueStats | None, region: str, account: str
+    spec: QueueSpec, stats: QueueStats | None, arn: Callable[[str], str]
 ) -> dict[str, str]:
     """Return every attribute of a queue; without ``stats``, all but the counts."""
     labels = spec.labels
     made_s = str(spec.created_at_ms // 1000)
     view = view_of(spec)
     attributes = {
-        "QueueArn": arn_of(region, account, spec.name),
+        "QueueArn": arn(spec.name),
         "CreatedTimestamp": made_s,
         "LastModifiedTimestamp": labels.get(CHANGED_LABEL, made_s),
         "VisibilityTimeout": str(view.visibility_s),
@@ -310,8 +303,8 @@ def attributes_of(
             "FifoThroughputLimit": labels.get("sqs.FifoThroughputLimit", "perQueue"),
         }
     if spec.dead_letter:
-        target = arn_of(region, account, spec.dead_letter)
-        attributes["RedrivePolicy"] = _redrive_policy(target, spec.max_attempts)
+        policy = _redrive_policy(arn(spec.dead_letter), spec.max_attempts)
+        attributes["RedrivePolicy"] = policy
     for name in ("Policy", "RedriveAllowPolicy", "KmsMasterKeyId", "KmsDataKeyReusePeriodSeconds"):
         if _LABEL + name in labels:
             attributes[name] = labels[_LABEL + name]
@@ -319,18 +312,6 @@ def attributes_of(
 
 
 # --- tags -----------------------------------------------------------------------------------------
-
-
-def checked_tags(tags: Mapping[str, str], queue: str) -> Mapping[str, str]:
-    """Check all tags that a queue is to have."""
-    if len(tags) > limits.SQS_MAX_TAGS:
-        raise SqsFault.invalid(f"Too many tags added for queue {queue}.")
-    for key, value in tags.items():
-        if not 1 <= len(key) <= 128:
-            raise SqsFault.invalid("Tag keys must be between 1 and 128 characters in length.")
-        if len(value) > 256:
-            raise SqsFault.invalid("Tag values must be at most 256 characters in length.")
-    return tags
 
 
 def tags_of(labels: Mapping[str, str]) -> dict[str, str]:
@@ -341,51 +322,70 @@ def tags_of(labels: Mapping[str, str]) -> dict[str, str]:
         return {}
 
 
-def with_tags(labels: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:
-    """Return labels with other tags."""
-    kept = {name: text for name, text in labels.items() if name != _TAGS}
-    if tags:
-        kept[_TAGS] = msgspec.json.encode(tags).decode()
+def with_tags(labels: dict[str, str], tags: Mapping[str, str], queue: str) -> dict[str, str]:
+    """Return labels with these tags, all that a queue is to have, which are checked."""
+    if len(tags) > limits.SQS_MAX_TAGS:
+        raise SqsFault.invalid(f"Too many tags added for queue {queue}.")
+    for key, value in tags.items():
+        if not 1 <= len(key) <= 128:
+            raise SqsFault.invalid(_TAG_KEYS)
+        if len(value) > 256:
+            raise SqsFault.invalid("Tag values must be at most 256 characters in length.")
+    return _with_document(labels, _TAGS, tags)
+
+
+def with_more_tags(labels: dict[str, str], request: SqsRequest, arn: str) -> dict[str, str]:
+    """Add the tags of a request to those among a queue's labels."""
+    if not request.tags:
+        raise SqsFault.missing("Tags")
+    return with_tags(labels, {**tags_of(labels), **request.tags}, arn.rpartition(":")[2])
+
+
+def without_tags(labels: dict[str, str], request: SqsRequest, _: str) -> dict[str, str]:
+    """Take the tags that a request names out of a queue's labels; missing ones are no error."""
+    gone = request.tag_keys
+    if not gone:
+        raise SqsFault.invalid(_TAG_KEYS)
+    left = {key: value for key, value in tags_of(labels).items() if key not in gone}
+    return _with_document(labels, _TAGS, left)
+
+
+def _with_document(
+    labels: dict[str, str], label: str, document: Mapping[str, Any] | None
+) -> dict[str, str]:
+    """Return labels with a document as JSON; without it, if it is empty."""
+    kept = {name: text for name, text in labels.items() if name != label}
+    if document:
+        kept[label] = msgspec.json.encode(document).decode()
     return kept
 
 
 # --- policies: kept and given back; little of them is checked -------------------------------------
 
 
-def with_permission(
-    labels: Mapping[str, str],
-    arn: str,
-    label: str | None,
-    accounts: list[str] | None,
-    actions: list[str] | None,
-) -> dict[str, str]:
+def with_permission(labels: dict[str, str], request: SqsRequest, arn: str) -> dict[str, str]:
     """Add a statement to the policy among a queue's labels."""
+    label, accounts, actions = request.label, request.aws_account_ids, request.actions
     if not label:
         raise SqsFault.missing("Label")
-    policy = _policy(labels) or {
+    policy = _document(labels, "Policy") or {
         "Version": "2012-10-17",
         "Id": f"{arn}/SQSDefaultPolicy",
-        "Statement": [],
     }
-    if any(each.get("Sid") == label for each in _statements(policy)):
+    statements = _statements(policy)
+    if any(each.get("Sid") == label for each in statements):
         raise SqsFault.value(label, "Label", "Already exists.")
     if not actions:
         raise SqsFault.missing("Actions")
     for action in actions:
         if action not in _ACTIONS:
-            raise SqsFault.value(
-                f"SQS:{action}",
-                "ActionName",
-                "Only the queue owner is allowed to invoke this action.",
-            )
+            reason = "Only the queue owner is allowed to invoke this action."
+            raise SqsFault.value(f"SQS:{action}", "ActionName", reason)
     if not accounts:
         raise SqsFault.value("[]", "PrincipalId", "Unable to verify.")
     if len(actions) > _MAX_ACTIONS:
-        raise SqsFault(
-            "OverLimit",
-            f"{len(actions)} Actions were found, maximum allowed is {_MAX_ACTIONS}.",
-            status=403,
-        )
+        text = f"{len(actions)} Actions were found, maximum allowed is {_MAX_ACTIONS}."
+        raise SqsFault("OverLimit", text, status=403)
     statement = {
         "Sid": label,
         "Effect": "Allow",
@@ -393,41 +393,35 @@ def with_permission(
         "Action": _one_or_all([f"SQS:{each}" for each in actions]),
         "Resource": arn,
     }
-    policy["Statement"] = [*_statements(policy), statement]
-    return {**labels, _POLICY: msgspec.json.encode(policy).decode()}
+    return _with_document(labels, _POLICY, {**policy, "Statement": [*statements, statement]})
 
 
-def without_permission(labels: Mapping[str, str], label: str | None) -> dict[str, str]:
+def without_permission(labels: dict[str, str], request: SqsRequest, _: str) -> dict[str, str]:
     """Take a statement out of the policy among a queue's labels."""
+    label = request.label
     if not label:
         raise SqsFault.missing("Label")
-    policy = _policy(labels)
+    policy = _document(labels, "Policy")
     statements = _statements(policy)
     left = [each for each in statements if each.get("Sid") != label]
     if len(left) == len(statements):
         raise SqsFault.value(label, "Label", "can't find label on existing policy.")
-    kept = {name: text for name, text in labels.items() if name != _POLICY}
-    if left:
-        kept[_POLICY] = msgspec.json.encode({**policy, "Statement": left}).decode()
-    return kept
+    return _with_document(labels, _POLICY, {**policy, "Statement": left} if left else None)
 
 
 def allows_source(labels: Mapping[str, str], source_arn: str) -> bool:
     """Whether a queue takes what fails in another, by its RedriveAllowPolicy."""
-    policy = _document(labels.get("sqs.RedriveAllowPolicy", ""))
+    policy = _document(labels, "RedriveAllowPolicy")
     permission = policy.get("redrivePermission", "allowAll")
     if permission == "byQueue":
         return source_arn in policy.get("sourceQueueArns", [])
     return bool(permission != "denyAll")
 
 
-def _policy(labels: Mapping[str, str]) -> dict[str, Any]:
-    return _document(labels.get(_POLICY, ""))
-
-
-def _document(text: str) -> dict[str, Any]:
+def _document(labels: Mapping[str, str], name: str) -> dict[str, Any]:
+    """Return the JSON object of an attribute; an empty one if there is none."""
     try:
-        document = msgspec.json.decode(text) if text else {}
+        document = msgspec.json.decode(labels.get(_LABEL + name) or "{}")
     except (msgspec.DecodeError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}

@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from penstock.wire.sqs.faults import SqsFault
+from penstock.wire.sqs.protocol import SqsFault
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

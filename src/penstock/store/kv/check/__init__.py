@@ -79,7 +79,7 @@ def audit(
     The caller must have the store to himself, as for a verb. After a repair the store's memory is
     rebuilt from disk. The audit does not repair a store of which a part can't be read.
     """
-    core = store.core
+    core = store
     repair = repair and not _unreadable(core)
     if repair:
         core.settle_quarantine(now_ms)
@@ -87,7 +87,7 @@ def audit(
         batch = core.engine.batch()
         core.active.come_due(batch, 0, 0)
         if len(batch):
-            core.commit(batch, list(core.queues.values()), now_ms)
+            core.commit(batch, list(core.by_name.values()), now_ms)
 
     def read(lost: set[int]) -> _Reading:
         reading = _Reading(core, repair=repair, now_ms=now_ms)
@@ -105,7 +105,7 @@ def audit(
             break
     if repair and first.found:
         core.load()
-        for queue in core.queues.values():
+        for queue in core.by_name.values():
             core.wake(queue)
     return _report(first, last, rounds)
 
@@ -148,10 +148,10 @@ def _report(first: Findings, last: Findings, rounds: int) -> AuditReport:
 
 def held_ids(store: KvStore, *, now_ms: int) -> dict[str, array[int]]:
     """Return the ids of the messages of every queue, in order, done and failed ones among them."""
-    reading = _Reading(store.core, repair=False, now_ms=now_ms)
+    reading = _Reading(store, repair=False, now_ms=now_ms)
     return {
         queue.name: array("Q", sorted(reading.read_queue(queue)))
-        for queue in store.core.queues.values()
+        for queue in store.by_name.values()
     }
 
 
@@ -183,7 +183,7 @@ class _Reading(tables.Rows):
         stages: tuple[tuple[bool, Callable[[], object]], ...] = (
             (False, lambda: self._cursors.update(tables.check_system(self))),
             (False, lambda: tables.check_queues(self)),
-            *((False, partial(self.read_queue, each)) for each in self.core.queues.values()),
+            *((False, partial(self.read_queue, each)) for each in self.core.by_name.values()),
             (False, self._check_strangers),
             (True, self._check_leases),
             (False, log.scan),
@@ -260,7 +260,7 @@ class _Reading(tables.Rows):
         """Check for rows of queues that are not there, and for keys that nothing uses."""
         known = {"payloads": [opendata.PAYLOAD, _REFERENCES], "dedup": [b"\x00", b"\x01"]}
         pointers = (_FAILED_INDEX, _MARKS, _ATTEMPTS)
-        for queue in self.core.queues.values():
+        for queue in self.core.by_name.values():
             ended = [opendata.DONE.prefix(queue.id), opendata.FAILED.prefix(queue.id)]
             for name, prefixes in (
                 ("unclaimed", [queue.number.to_bytes(4, "big")]),

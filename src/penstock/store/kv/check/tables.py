@@ -210,7 +210,7 @@ def check_queues(rows: Rows) -> None:
     """Check specs and coverage against memory, and that numbers are unique."""
     core, table = rows.core, rows.table("queues")
     numbers: dict[int, str] = {}
-    for queue in core.queues.values():
+    for queue in core.by_name.values():
         rows.count("queues")
         name, key, right = f"queue {queue.name}", _SPECS + queue.id, queue.spec
         live = core.coverage[queue.name].live
@@ -234,7 +234,7 @@ def check_queues(rows: Rows) -> None:
         numbers[queue.number] = queue.name
     check_sequence(rows, "default", _NUMBERS, max(numbers, default=0), "numbers of queues")
     prefixes = (_SPECS, COUNTS, _COVERAGE, _LISTING)
-    known = {prefix + queue.id for queue in core.queues.values() for prefix in prefixes}
+    known = {prefix + queue.id for queue in core.by_name.values() for prefix in prefixes}
     for key, value in scan(table):
         if key not in known:
             why = RefusedRow(Kind.STRANGER, "a row of a queue that is not there")

@@ -1,0 +1,386 @@
+"""The store as a whole: its log, whether it is right, what can be read of it, and its ring."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import closing
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from penstock.broker.reader import route_once
+from penstock.cli.common import (
+    STATES,
+    answer,
+    changes_store,
+    duration,
+    emit_json,
+    json_option,
+    open_store,
+    open_to_look,
+    plain,
+    progress_bar,
+    reads_store,
+    show,
+    show_fields,
+    show_table,
+    store_option,
+    wants_json,
+)
+from penstock.clock import SystemClock
+from penstock.errors import PenstockError
+from penstock.limits import MAX_RING_SIZE
+from penstock.salvage import SalvageReport, salvage
+from penstock.store.sql.location import parse_sql
+
+if TYPE_CHECKING:
+    from penstock.broker.broker import Broker
+    from penstock.broker.reader import Reader
+    from penstock.store.sql.inspect import ClusterStatus
+    from penstock.store.sql.store import SqlStore
+
+MAX_RANGES: Final = 20
+# Tokens that are shown of a large ring; JSON has them all.
+SHOWN: Final = 20
+# Between two looks at how far the re-hash has got.
+LOOK_S: Final = 1.0
+SWEEP_BUDGET: Final = 1_000
+
+
+# --- the log --------------------------------------------------------------------------------------
+
+
+@click.group("log")
+def log_group() -> None:
+    """Look at the metadata log, or change how it is kept."""
+
+
+@log_group.command("stats")
+@reads_store
+def log_stats(broker: Broker | Reader) -> None:
+    """Show offsets, logs, cursors and retention."""
+    show_fields(broker.log_stats(), "log", ":value")
+
+
+@log_group.command("configure")
+@click.option("--logs", type=int, help="Spread messages over so many logs from here on.")
+@click.option("--retention", type=duration, help="Keep the log for so long; 0: for ever.")
+@changes_store
+def configure(broker: Broker, logs: int | None, retention: int | None) -> None:
+    """Change the number of logs, or how long they are kept."""
+    show_fields(broker.configure_log(logs=logs, retention_ms=retention), "log", ":value")
+
+
+@log_group.command("read")
+@click.option("--log", "number", type=int, default=0, show_default=True, help="Which log.")
+@click.option("--begin", type=int, default=0, show_default=True, help="First offset.")
+@click.option("--limit", type=int, default=20, show_default=True, help="Messages at the most.")
+@reads_store
+def read(broker: Broker | Reader, number: int, begin: int, limit: int) -> None:
+    """Show what was published, in order."""
+    page = broker.read_log(number, begin=begin, limit=limit)
+    about = (":offset=message_id", "published=published_at_ms", "group")
+    show(page.records, (*about, ":priority", ":size", "attributes"), empty="nothing there")
+
+
+@click.command("route")
+@click.option("--limit", type=int, default=100_000, show_default=True,
+              help="Messages of each log at the most.")  # fmt: skip
+@changes_store
+def route(broker: Broker, limit: int) -> None:
+    """Put what the logs hold into the queues.
+
+    For a store whose routing is pipeline, where no pipeline does it.
+    """
+    count = route_once(broker, limit=limit)
+    stats = broker.log_stats()
+    answer(
+        {"read": count, "routed_up_to": stats.routed_up_to, "end": stats.end},
+        f"read {count} messages; routed up to offset {stats.routed_up_to} of {stats.end}",
+    )
+
+
+def _offset_or_time(value: str | None) -> int | datetime | None:
+    """Read an offset or a time of an option."""
+    if value is None:
+        return None
+    if value.isdecimal():
+        return int(value)
+    try:
+        return datetime.fromisoformat(value).astimezone()
+    except ValueError:
+        raise click.BadParameter(
+            f"{value!r} is neither an offset nor a time such as 2030-01-31T08:00:00+00:00"
+        ) from None
+
+
+@click.command("backfill")
+@click.argument("queue")
+@click.option("--from", "begin", metavar="OFFSET|TIME", help="By default all that is kept.")
+@click.option("--to", "end", metavar="OFFSET|TIME", help="By default all that has been routed.")
+@store_option
+def backfill(store: str, queue: str, begin: str | None, end: str | None) -> None:
+    """Fill a queue from the log with what it wants and has not had.
+
+    A backfill that was interrupted goes on where it stopped; nothing comes in twice.
+    """
+    first = _offset_or_time(begin)
+    with open_store(store) as broker, progress_bar(f"filling {queue}") as bar:
+        done = broker.backfill(
+            queue,
+            from_="earliest" if first is None else first,
+            to=_offset_or_time(end),
+            progress=None if bar is None else lambda sums, last: bar(sums.next, last),
+        )
+    text = f"looked at {done.scanned} messages, added {done.added} to {queue}"
+    if done.missing:
+        text += f"; {done.missing} have no payload any more"
+    answer(done, text)
+
+
+# --- check and salvage ---------------------------------------------------------------------------
+
+
+@click.command("check")
+@click.option("--repair", is_flag=True, help="Mend what can be mended.")
+@store_option
+@click.pass_context
+def check(ctx: click.Context, store: str, *, repair: bool) -> None:
+    """Read the whole store and hold it to its invariants.
+
+    Ends with 1 if anything is wrong, and not repaired. If a part of the store can't be read, the
+    rest is checked, and nothing is repaired.
+    """
+    if repair:
+        with open_store(store) as broker:
+            report = broker.check(repair=True)
+    else:
+        with open_to_look(store) as reader:
+            report = reader.check()
+    if wants_json():
+        emit_json({"ok": report.ok, **plain(report)})
+        ctx.exit(0 if report.ok else 1)
+    show_table(("checked", ":count"), sorted(report.checked.items()), empty="nothing is there")
+    if report.violations:
+        columns = ("violation=kind", "table", "key", "what=text", "repaired")
+        show_table(columns, report.violations)
+    found = sum(report.found.values())
+    count = f"{found} violations, {report.left} left" if found else "no violations"
+    click.echo(f"{count}, {len(report.notes)} notes")
+    if "unreadable" in report.found:
+        click.echo(
+            "A part of the store can't be read. What depends on it was not checked"
+            + (", and nothing was repaired" if repair else "")
+            + ". Restore a backup, or bring what can be read into a new store: "
+            "penstock salvage STORE TARGET"
+        )
+    ctx.exit(0 if report.ok else 1)
+
+
+class _SalvageFailed(click.ClickException):
+    exit_code = 2
+
+
+@click.command("salvage")
+@click.argument("store")
+@click.argument("target")
+@click.option("--drop-after", is_flag=True,
+              help="Leave out what the write-ahead log has behind its first damage.")  # fmt: skip
+@json_option
+@click.pass_context
+def salvage_command(ctx: click.Context, store: str, target: str, *, drop_after: bool) -> None:
+    """Read what can be read of the damaged STORE into a new one, TARGET.
+
+    Both are URLs, such as rocksdb:./data. STORE is not changed, and nobody may have it open. Ends
+    with 0 if everything was there, with 1 if something is lost or had to be repaired, with 2 if
+    nothing could be done.
+    """
+    # Rows that the audit puts away are in the report, not in thousands of lines before it.
+    store_log = logging.getLogger("penstock.store")
+    level = store_log.level
+    store_log.setLevel(logging.CRITICAL)
+    try:
+        with progress_bar("salvaging") as progress:
+            report = salvage(store, target, drop_after=drop_after, progress=progress)
+    except PenstockError as error:
+        raise _SalvageFailed(" ".join(str(error).split())) from error
+    finally:
+        store_log.setLevel(level)
+    if wants_json():
+        emit_json({"complete": report.complete, **plain(report)})
+    else:
+        _show_report(report)
+    ctx.exit(0 if report.complete else 1)
+
+
+def _show_report(report: SalvageReport) -> None:
+    rows = [
+        (
+            f"{each.name} (settings lost)" if each.settings_lost else each.name,
+            "?" if each.expected is None else each.expected,
+            *(each.found[state] for state in STATES),
+            each.put_back,
+            _ranges(each.lost),
+        )
+        for each in report.queues
+    ]
+    columns = ("queue", ":expected", *(f":{state}" for state in STATES), ":put back", "lost ids")
+    show_table(columns, rows, empty="no queues")
+    if report.unreadable:
+        show_table(("file", "table", "between", "why"), report.unreadable)
+    for note in report.notes:
+        click.echo(f"note: {note}")
+    if report.complete:
+        click.echo("everything was there")
+        return
+    there = sum(sum(each.found.values()) for each in report.queues)
+    put_back = sum(each.put_back for each in report.queues)
+    lost = sum(_count(each.lost) for each in report.queues)
+    expected = sum(
+        max(each.expected or 0, sum(each.found.values()) + _count(each.lost))
+        for each in report.queues
+    )
+    more = expected - there - lost
+    click.echo(
+        f"{there} messages are there, {put_back} of them put back; {lost} are lost for certain"
+        + (f", and {more} more by the queues' counters" if more else "")
+        + f"; {sum(report.repaired.values())} violations were repaired"
+    )
+    files = [each.file for each in report.unreadable]
+    if any(file.startswith("wal/") or file.endswith(".log") for file in files):
+        click.echo("A part of the log is lost: what nothing else tells of is not counted as lost.")
+
+
+def _count(ranges: list[tuple[int, int]]) -> int:
+    return sum(last - first + 1 for first, last in ranges)
+
+
+def _ranges(ranges: list[tuple[int, int]]) -> str:
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:MAX_RANGES]]
+    more = len(ranges) - len(shown)
+    return ", ".join(shown) + (f" and {more} more ranges" if more else "")
+
+
+# --- stores on a SQL database: tokens, zones and the ring -----------------------------------------
+
+
+@click.group("cluster")
+def cluster() -> None:
+    """Look at a store on a SQL database, and change its ring."""
+
+
+def _open_sql(url: str) -> closing[SqlStore]:
+    """Open a store that is there."""
+    place = parse_sql(url)
+    try:
+        from penstock.store.sql import store as sql  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error.name} is missing: pip install penstock[sql]") from None
+    clock = SystemClock()
+    return closing(
+        sql.open_store(
+            place,
+            store_id=0,
+            routing=None,
+            random=clock.random,
+            clock=clock.now_ms,
+            create=False,
+        )
+    )
+
+
+@cluster.command("status")
+@store_option
+def status(store: str) -> None:
+    """Show tokens, zones, and how far a change of the ring has got."""
+    with _open_sql(store) as opened:
+        _show_cluster(opened.cluster_status(opened.server_ms()), {})
+
+
+def _show_cluster(now: ClusterStatus, more: dict[str, Any]) -> None:
+    if wants_json():
+        emit_json({**plain(now), "rehashed": now.rehashed, **more})
+        return
+    rehash = "all have the token of this ring" if not now.old_tokens else (
+        f"{now.old_tokens:,} of {now.zones:,} have the token of another ring: "
+        f"{now.rehashed:.1%} re-hashed"
+    )  # fmt: skip
+    click.echo(
+        f"store {now.store_id}, routing {now.routing}; ring of {now.ring_size:,}, claims look at "
+        f"tokens below {now.ring_high:,}\n"
+        f"{now.zones:,} zones, {now.empty_zones:,} empty; {rehash}\n"
+        f"{now.vested:,} vested, the oldest for {now.oldest_lag_ms:,} ms\n"
+        f"{now.waiting:,} messages waiting, {now.in_flight:,} in flight"
+    )
+    fullest = sorted(now.tokens, key=lambda each: (-each.pointers, each.token))[:SHOWN]
+    rows = [
+        (each.token, f"{each.pointers:,}", f"{each.vested:,}", f"{each.oldest_lag_ms:,}",
+         "" if each.token < now.ring_size else "beyond the ring")
+        for each in sorted(fullest, key=lambda each: each.token)
+    ]  # fmt: skip
+    columns = (":token", ":pointers", ":vested", ":oldest lag ms", "")
+    show_table(columns, rows, empty="no token has pointers")
+    if len(now.tokens) > SHOWN:
+        click.echo(f"the fullest {SHOWN} of {len(now.tokens):,} tokens that have pointers")
+
+
+@cluster.command("resize")
+@click.argument("ring_size", metavar="N", type=int)
+@click.option("--wait", is_flag=True, help="Stay until no zone has a token of another ring.")
+@click.option("--timeout", metavar="DURATION", help="Wait no longer than this.")
+@store_option
+@click.pass_context
+def resize(
+    ctx: click.Context, ring_size: int, timeout: str | None, store: str, *, wait: bool
+) -> None:
+    """Set how many tokens new zones choose from; brokers may be running.
+
+    A zone keeps its token until it has been empty for half a minute. Ends with 1 if the time is
+    over before the last zone has the token of this ring.
+    """
+    timeout_ms = None if timeout is None else duration(timeout)
+    if not 1 <= ring_size <= MAX_RING_SIZE:
+        raise click.BadParameter(f"{ring_size} is not from 1 to {MAX_RING_SIZE:,}", param_hint="N")
+    with _open_sql(store) as opened:
+        opened.set_ring_size(ring_size, opened.server_ms())
+        if wait and _wait(opened, timeout_ms):
+            # Claims need not look at the tokens of the old ring any more.
+            opened.set_ring_size(ring_size, opened.server_ms())
+        collected = opened.zones.collected
+        now = opened.cluster_status(opened.server_ms())
+    _show_cluster(now, {"this_process": {"collected": collected}})
+    if wait and not wants_json():
+        click.echo(f"{collected:,} zones were collected by this process")
+    ctx.exit(1 if wait and now.old_tokens else 0)
+
+
+@cluster.command("split")
+@click.argument("queue")
+@store_option
+def split(queue: str, store: str) -> None:
+    """Give each token of QUEUE a range of its own, which another node may serve (CockroachDB)."""
+    with _open_sql(store) as opened:
+        made = opened.split_tokens(queue, opened.server_ms())
+    text = f"{queue} has a range for each of {made:,} tokens"
+    answer({"queue": queue, "ranges": made}, text)
+
+
+def _wait(store: SqlStore, timeout_ms: int | None) -> bool:
+    """Wait for the last zone of another ring to be collected; false if the time is over."""
+    end_ms = None if timeout_ms is None else store.server_ms() + timeout_ms
+    most = 0
+    with progress_bar("re-hashing") as progress:
+        while (old := store.count_old_tokens()[1]) > 0:
+            most = max(most, old)
+            if progress is not None:
+                progress(most - old, most)
+            if end_ms is not None and store.server_ms() >= end_ms:
+                return False
+            # No broker may be running that would collect them.
+            collected = store.zones.collected
+            store.sweep(store.server_ms(), SWEEP_BUDGET)
+            if store.zones.collected == collected:
+                threading.Event().wait(LOOK_S)
+    return True
