@@ -9,9 +9,12 @@ NPM := $(CLIENTS)/node/.installed
 FUZZ_SECONDS ?= 60
 # Much of the tests' time is waiting for disks, servers and clocks.
 WORKERS ?= $(shell expr 2 \* $$(nproc))
+# Tests start hundreds of Python processes: without bytecode each would compile the library anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-embedded test check lint types format bench bench-embedded bench-depth bench-fairness \
-  bench-routing bench-pipeline bench-server bench-server_sqs bench-engines bench-worker bench-cluster soak fuzz clients java docs clean
+.PHONY: demo demo-embedded test test-spark test-others check lint types format soak fuzz clients \
+  java docs clean bench bench-embedded bench-depth bench-fairness bench-routing bench-pipeline \
+  bench-server bench-server_sqs bench-engines bench-worker bench-cluster bench-retention
 
 demo: $(STAMP) java     ## publish, Spark pipeline, workers, report
 	$(BIN)/python examples/pipeline_demo.py
@@ -19,13 +22,18 @@ demo: $(STAMP) java     ## publish, Spark pipeline, workers, report
 demo-embedded: $(STAMP) ## the same without Spark: the broker inside one process
 	$(BIN)/python examples/demo.py
 
-test: $(STAMP) java clients ## the whole test suite, with lint and types
-	$(MAKE) lint types
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not spark and not soak"
+# All parts side by side, each of them printed when it has ended; one that fails makes all fail.
+test: $(STAMP)          ## the whole test suite, with lint and types
+	$(MAKE) --jobs=6 --keep-going --output-sync=target lint types test-spark test-others
+
+test-spark: $(STAMP) java ## the tests with Spark, in two sessions
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "spark and not soak"
 
+test-others: $(STAMP) clients ## the tests without Spark
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not spark and not soak"
+
 check: $(STAMP)         ## lint, types and the quick tests: under two minutes
-	$(MAKE) lint types
+	$(MAKE) --jobs=2 lint types
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not spark and not soak"
 
 lint: $(STAMP)
@@ -42,10 +50,10 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-soak: $(STAMP) java     ## many more examples of the state machine and of the crash tests
+soak: $(STAMP) java     ## every suite on every engine and design, many more examples, long tests
 	PENSTOCK_HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest tests/simulation tests/crash \
-	  tests/conformance tests/routing/test_conformance.py tests/native/test_conformance.py \
-	  tests/flight -m "not spark" -q
+	  tests/conformance tests/routing tests/native/test_conformance.py tests/flight \
+	  tests/filters tests/kv -m "not spark" -q
 	$(BIN)/python -m pytest -m soak -q
 
 fuzz: $(STAMP)          ## every parser under a coverage-guided fuzzer, FUZZ_SECONDS each
@@ -62,13 +70,15 @@ bench-embedded bench-depth bench-fairness bench-routing bench-pipeline bench-ser
 bench-server_sqs bench-engines bench-worker bench-cluster bench-retention: bench-%: $(STAMP)
 	$(BIN)/python benchmarks/$*.py
 
+# Nothing is compiled here: most modules of pandas, moto and the like are never imported, and those
+# that are compile then.
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Penstock needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Set PYTHON=python3.x"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "no virtual environment could be made; on Debian: apt-get install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable . --group dev
+	$(BIN)/python -m pip install --quiet --no-compile --editable . --group dev
 	@touch $@
 
 clients: $(AWSCLI) $(NPM) ## the AWS CLI and npm's SQS clients, which tests drive the server with
@@ -76,7 +86,7 @@ clients: $(AWSCLI) $(NPM) ## the AWS CLI and npm's SQS clients, which tests driv
 # In an environment of its own: it pins another botocore than boto3 does.
 $(AWSCLI): | $(STAMP)
 	$(PYTHON) -m venv $(CLIENTS)/awscli
-	$(CLIENTS)/awscli/bin/python -m pip install --quiet "awscli>=1.40"
+	$(CLIENTS)/awscli/bin/python -m pip install --quiet --no-compile "awscli>=1.40"
 	@touch $@
 
 $(NPM): tests/clients/node/package.json tests/clients/node/package-lock.json | $(STAMP)

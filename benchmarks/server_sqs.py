@@ -40,7 +40,7 @@ async def _serve(store: str, pipe: Connection, stop: Event) -> None:
         pipe.send(http.address)
         await asyncio.to_thread(stop.wait)
         service.close()
-        batcher.hand_back()
+        batcher.end_waits()
         await http.stop(1_000)
         await batcher.close()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -30,8 +28,6 @@ settings.load_profile(os.environ.get("PENSTOCK_HYPOTHESIS_PROFILE", "check"))
 def postgres() -> Iterator[PostgresServer]:
     """Have one server for all tests of this worker, which does not wait for its disk."""
     pytest.importorskip("psycopg", reason="psycopg is not installed")
-    if (root := str(Path(__file__).parent.parent)) not in sys.path:
-        sys.path.insert(0, root)
     from tests.sql.postgres import serving  # noqa: PLC0415 - psycopg may be missing
 
     yield from serving(durable=False)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
     import click
 
+# Files are parsed once, in one process.
+pytestmark = pytest.mark.xdist_group("tidy")
+
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "penstock"
 MODULES = sorted(SOURCE.rglob("*.py"))
@@ -142,8 +145,8 @@ def part_of(path: Path) -> str:
     return next((name for name in names if name in LAYERS), pieces[0])
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_imports_point_downward(path: Path) -> None:
+def upward_imports(path: Path) -> Iterator[str]:
+    """Name the imports of a file that LAYERS and CONFINED do not allow."""
     part = part_of(path)
     assert part in LAYERS, f"say in LAYERS what {part} may import"
     allowed = LAYERS[part] | {part}
@@ -151,10 +154,16 @@ def test_imports_point_downward(path: Path) -> None:
         library, _, rest = module.partition(".")
         if library == "penstock":
             target = rest or "__init__"
-            assert within(target, allowed), f"{part} must not import {target}"
+            if not within(target, allowed):
+                yield f"{name_of(path)}: {part} must not import {target}"
         elif library in CONFINED:
             inside = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
-            assert within(inside, CONFINED[library]), f"{part} must not import {library}"
+            if not within(inside, CONFINED[library]):
+                yield f"{name_of(path)}: {part} must not import {library}"
+
+
+def test_imports_point_downward() -> None:
+    assert [each for path in MODULES for each in upward_imports(path)] == []
 
 
 @pytest.mark.parametrize("then", ["", "penstock.open('memory:').close()"])
@@ -194,14 +203,12 @@ def clock_reads(tree: ast.Module) -> Iterator[str]:
                 yield f"{last}.{node.attr}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_only_the_clock_reads_time_and_chance(path: Path) -> None:
-    found = list(clock_reads(tree_of(path)))
-    if path == SOURCE / "clock.py":
-        assert "time.time_ns" in found
-        assert "random" in found
-    else:
-        assert found == []
+def test_only_the_clock_reads_time_and_chance() -> None:
+    found = {path: list(clock_reads(tree_of(path))) for path in MODULES}
+    of_the_clock = found.pop(SOURCE / "clock.py")
+    assert "time.time_ns" in of_the_clock
+    assert "random" in of_the_clock
+    assert {name_of(path): reads for path, reads in found.items() if reads} == {}
 
 
 # --- public names ---------------------------------------------------------------------------------
@@ -280,18 +287,21 @@ def test_public_names_are_documented(name: str) -> None:
                 assert inspect.getdoc(function), f"{name}.{member} has no docstring"
 
 
-@pytest.mark.parametrize("path", CODE, ids=name_of)
-def test_modules_say_what_they_own(path: Path) -> None:
-    if path in MODULES or path.parent == ROOT / "tests":
-        assert ast.get_docstring(tree_of(path))
+def test_modules_say_what_they_own() -> None:
+    must = [path for path in CODE if path in MODULES or path.parent == ROOT / "tests"]
+    assert [name_of(path) for path in must if not ast.get_docstring(tree_of(path))] == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_docstrings_name_a_noun_or_an_action(path: Path) -> None:
+def test_docstrings_name_a_noun_or_an_action() -> None:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = (node for node in ast.walk(tree_of(path)) if isinstance(node, kinds))
-    first_words = {(ast.get_docstring(node) or "-").split()[0] for node in nodes}
-    assert first_words.isdisjoint({"What", "Who", "Whoever", "Have"})
+    wrong = []
+    for path in MODULES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, kinds):
+                said = ast.get_docstring(node) or "-"
+                if said.split()[0] in {"What", "Who", "Whoever", "Have"}:
+                    wrong.append(f"{name_of(path)}: {said.splitlines()[0]}")
+    assert wrong == []
 
 
 # --- sizes ----------------------------------------------------------------------------------------
@@ -311,12 +321,11 @@ def lengths() -> Iterator[tuple[str, int, int]]:
 
 
 def test_files_and_functions_are_short() -> None:
+    found = list(lengths())
     asking = [
-        f"{name}: {lines}" for name, lines, most in lengths() if lines > (500 if most > 80 else 60)
+        f"{name}: {lines}" for name, lines, most in found if lines > (500 if most > 80 else 60)
     ]
-    too_long = [
-        f"{name}: {lines}, at most {most}" for name, lines, most in lengths() if lines > most
-    ]
+    too_long = [f"{name}: {lines}, at most {most}" for name, lines, most in found if lines > most]
     assert not too_long, f"too long: {too_long}; asking to be two: {asking}"
 
 
@@ -450,12 +459,11 @@ def test_the_way_of_a_message_is_short() -> None:
 # --- text -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "path", [*CODE, *DOCS, ROOT / "Makefile", ROOT / "pyproject.toml"], ids=name_of
-)
-def test_no_path_of_somebodys_machine(path: Path) -> None:
-    found = re.findall(r"""(?<![\w.])/(?:work|root|home|Users)/[^\s`'"]*""", path.read_text())
-    assert found == []
+def test_no_path_of_somebodys_machine() -> None:
+    path_on_a_machine = re.compile(r"""(?<![\w.])/(?:work|root|home|Users)/[^\s`'"]*""")
+    texts = [*CODE, *DOCS, ROOT / "Makefile", ROOT / "pyproject.toml"]
+    found = {name_of(path): path_on_a_machine.findall(path.read_text()) for path in texts}
+    assert {name: paths for name, paths in found.items() if paths} == {}
 
 
 @pytest.mark.parametrize("path", DOCS, ids=name_of)

@@ -15,33 +15,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from penstock import errors
+from penstock import errors, model
 from penstock.broker.broker import Broker
 from penstock.clock import Clock, ManualClock, SystemClock
 from penstock.errors import *  # noqa: F403 - every error is public
-from penstock.model import (
-    Assigned,
-    AssignStatus,
-    Attempt,
-    AttemptEnd,
-    Backfilled,
-    Cursor,
-    Delivery,
-    Entry,
-    LogPage,
-    LogRecord,
-    LogStats,
-    Message,
-    Ordering,
-    Outcome,
-    OutcomeStatus,
-    Page,
-    QueueSpec,
-    QueueStats,
-    State,
-    StoreStats,
-    SweepCounts,
-)
+from penstock.model import *  # noqa: F403 - its __all__ has the public nouns
 from penstock.urls import (
     open,  # noqa: A004 - penstock.open is the way in
     open_reader,
@@ -68,33 +46,12 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AssignStatus",
-    "Assigned",
-    "Attempt",
-    "AttemptEnd",
-    "Backfilled",
     "Broker",
     "Clock",
-    "Cursor",
-    "Delivery",
-    "Entry",
-    "LogPage",
-    "LogRecord",
-    "LogStats",
     "ManualClock",
-    "Message",
-    "Ordering",
-    "Outcome",
-    "OutcomeStatus",
-    "Page",
-    "QueueSpec",
-    "QueueStats",
     "Reader",
     "Retry",
     "Settled",
-    "State",
-    "StoreStats",
-    "SweepCounts",
     "SystemClock",
     "Worker",
     "WorkerStats",
@@ -106,3 +63,4 @@ __all__ = [
     "route_once",
 ]
 __all__ += errors.__all__
+__all__ += model.__all__

@@ -24,6 +24,30 @@ from typing import Final, Self, TypeAlias
 
 import msgspec
 
+__all__ = [
+    "AssignStatus",
+    "Assigned",
+    "Attempt",
+    "AttemptEnd",
+    "Backfilled",
+    "Cursor",
+    "Delivery",
+    "Entry",
+    "LogPage",
+    "LogRecord",
+    "LogStats",
+    "Message",
+    "Ordering",
+    "Outcome",
+    "OutcomeStatus",
+    "Page",
+    "QueueSpec",
+    "QueueStats",
+    "State",
+    "StoreStats",
+    "SweepCounts",
+]
+
 Value: TypeAlias = str | int | float | bool | None
 """A value of an attribute."""
 
@@ -422,7 +446,7 @@ class SweepCounts(msgspec.Struct, frozen=True, kw_only=True):
         return sum(counts)
 
 
-class Want(msgspec.Struct, frozen=True, gc=False):
+class LeaseRequest(msgspec.Struct, frozen=True, gc=False):
     """One claim: how many messages, for how long, for whom; ``lease`` is sixteen fresh bytes."""
 
     limit: int

@@ -220,11 +220,7 @@ def check_archived(begin: int, end: int, records: Sequence[tuple[LogRecord, byte
             )
         _check_message(
             Message(
-                payload or b"",
-                record.attributes,
-                record.group,
-                record.priority,
-                record.delay_ms,
+                payload or b"", record.attributes, record.group, record.priority, record.delay_ms
             )
         )
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from penstock.store.check_report import AuditReport
-from penstock.store.codec import opendata, records
+from penstock.store.codec import buckets, opendata, records
 from penstock.store.codec.opendata import encode_seq_block, payload_key, terminated
 from penstock.store.codec.stored import decode_lease, encode_lease
 from penstock.store.kv.check import Kind
@@ -301,7 +301,7 @@ def key_of(hand: Any, name: str, message_id: int) -> bytes:
     if hand.design == "indexed":
         return message_id.to_bytes(8, "big")
     for _, value in hand.rows("buckets", opendata.ACTIVE.prefix(name.encode())):
-        available, in_flight = records.decode_active(value)
+        available, in_flight = buckets.decode_active(value)
         for entry, _ in (*available, *in_flight):
             if entry[0] == message_id:
                 return entry[1].to_bytes(8, "big")  # type: ignore[union-attr]

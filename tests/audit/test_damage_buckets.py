@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.store.codec import opendata, records
+from penstock.store.codec import buckets as codec
+from penstock.store.codec import opendata
+from penstock.store.codec.buckets import decode_summary, encode_head, pack_summary
 from penstock.store.codec.opendata import payload_key
-from penstock.store.codec.records import decode_summary, encode_head, pack_summary
 from penstock.store.codec.stored import decode_lease
 from penstock.store.kv.check import Kind
 
@@ -27,17 +28,17 @@ def buckets(hand: Any, name: str) -> list[tuple[bytes, bytes]]:
     return rows
 
 
-def read(value: bytes) -> tuple[list[records.Available], list[records.InFlight]]:
-    available, in_flight = records.decode_active(value)
+def read(value: bytes) -> tuple[list[codec.Available], list[codec.InFlight]]:
+    available, in_flight = codec.decode_active(value)
     return [entry for entry, _ in available], [entry for entry, _ in in_flight]
 
 
 def write(
-    hand: Any, key: bytes, available: list[records.Available], in_flight: list[records.InFlight]
+    hand: Any, key: bytes, available: list[codec.Available], in_flight: list[codec.InFlight]
 ) -> None:
-    encoded = [records.encode_available(entry) for entry in available]
-    flying = [records.encode_in_flight(entry) for entry in in_flight]
-    hand.put("buckets", key, records.pack_active(encoded, flying))
+    encoded = [codec.encode_available(entry) for entry in available]
+    flying = [codec.encode_in_flight(entry) for entry in in_flight]
+    hand.put("buckets", key, codec.pack_active(encoded, flying))
 
 
 def summary_of(key: bytes) -> bytes:

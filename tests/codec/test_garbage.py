@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import CorruptRecord
 from penstock.model import QueueSpec
+from penstock.store.codec import buckets as bkt
 from penstock.store.codec import opendata as od
 from penstock.store.codec import records as rec
 from penstock.store.codec import stored
@@ -30,24 +31,24 @@ class Case(NamedTuple):
 
 CLAIM = od.make_id(2, 345)
 SPEC = QueueSpec(name="q", filter="a = 'ü'", description="d", dead_letter="dëad", labels={"a": "ü"})
-AVAILABLE = rec.Available(1, CLAIM, 2, b"meta", 3, 4, 5, "gröup")
-IN_FLIGHT = rec.InFlight(1, CLAIM, 2, 3, 4, b"meta", 5, 6, 7, "gröup", bytes(range(16)))
+AVAILABLE = bkt.Available(1, CLAIM, 2, b"meta", 3, 4, 5, "gröup")
+IN_FLIGHT = bkt.InFlight(1, CLAIM, 2, 3, 4, b"meta", 5, 6, 7, "gröup", bytes(range(16)))
 
 
 def pack_decoded(active: tuple[list[Any], list[Any]]) -> bytes:
     """Encode from the fields, not from the bytes that came along."""
-    return rec.pack_active(
-        [rec.encode_available(entry) for entry, _ in active[0]],
-        [rec.encode_in_flight(entry) for entry, _ in active[1]],
+    return bkt.pack_active(
+        [bkt.encode_available(entry) for entry, _ in active[0]],
+        [bkt.encode_in_flight(entry) for entry, _ in active[1]],
     )
 
 
 VALUES = {
     "active": Case(
-        rec.decode_active,
+        bkt.decode_active,
         pack_decoded,
-        rec.pack_active(
-            [rec.encode_available(AVAILABLE)] * 2, [rec.encode_in_flight(IN_FLIGHT)] * 2
+        bkt.pack_active(
+            [bkt.encode_available(AVAILABLE)] * 2, [bkt.encode_in_flight(IN_FLIGHT)] * 2
         ),
     ),
     "done": Case(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import CorruptRecord, InvalidInput
 from penstock.model import Ordering, QueueSpec
+from penstock.store.codec import buckets as bkt
 from penstock.store.codec import records as rec
 from penstock.store.codec.opendata import make_id
 
@@ -23,9 +24,9 @@ I64 = st.integers(-(2**63), 2**63 - 1)
 META = st.binary(max_size=12)
 TEXT = st.text(max_size=8)
 
-AVAILABLE = st.builds(rec.Available, U64, U64, U16, META, I64, U16, U8, TEXT)
+AVAILABLE = st.builds(bkt.Available, U64, U64, U16, META, I64, U16, U8, TEXT)
 IN_FLIGHT = st.builds(
-    rec.InFlight,
+    bkt.InFlight,
     U64,
     U64,
     I64,
@@ -74,17 +75,17 @@ def test_active() -> None:
         f"{ID} {CLAIM_HEX} 01 00 00 00 00 00 00 00 02 00 00 00 00 00 00 00 05 00 {HI}"
         f"ff ff ff ff ff ff ff ff 03 00 04 01 00 67 {LEASE_HEX}"
     )
-    available = rec.Available(7, CLAIM, 1, b"hi", 8, 3, 4, "g")
-    in_flight = rec.InFlight(7, CLAIM, 1, 2, 5, b"hi", -1, 3, 4, "g", LEASE)
-    assert rec.encode_available(available) == first
-    assert rec.encode_in_flight(in_flight) == second
-    value = rec.pack_active([first, first], [second])
+    available = bkt.Available(7, CLAIM, 1, b"hi", 8, 3, 4, "g")
+    in_flight = bkt.InFlight(7, CLAIM, 1, 2, 5, b"hi", -1, 3, 4, "g", LEASE)
+    assert bkt.encode_available(available) == first
+    assert bkt.encode_in_flight(in_flight) == second
+    value = bkt.pack_active([first, first], [second])
     assert value == bytes.fromhex("02 00") + first + first + bytes.fromhex("01 00") + second
-    decoded = rec.decode_active(value)
+    decoded = bkt.decode_active(value)
     assert decoded == ([(available, first), (available, first)], [(in_flight, second)])
-    assert isinstance(decoded[0][0][0], rec.Available)
-    assert isinstance(decoded[1][0][0], rec.InFlight)
-    assert rec.pack_active([], []) == bytes(4)
+    assert isinstance(decoded[0][0][0], bkt.Available)
+    assert isinstance(decoded[1][0][0], bkt.InFlight)
+    assert bkt.pack_active([], []) == bytes(4)
 
 
 def test_done() -> None:
@@ -191,10 +192,10 @@ def test_numbers_of_queues_have_32_bits(number: int) -> None:
 
 
 @given(st.lists(AVAILABLE, max_size=4), st.lists(IN_FLIGHT, max_size=4))
-def test_active_round_trip(available: list[rec.Available], in_flight: list[rec.InFlight]) -> None:
-    first = [rec.encode_available(entry) for entry in available]
-    second = [rec.encode_in_flight(entry) for entry in in_flight]
-    decoded = rec.decode_active(rec.pack_active(first, second))
+def test_active_round_trip(available: list[bkt.Available], in_flight: list[bkt.InFlight]) -> None:
+    first = [bkt.encode_available(entry) for entry in available]
+    second = [bkt.encode_in_flight(entry) for entry in in_flight]
+    decoded = bkt.decode_active(bkt.pack_active(first, second))
     assert decoded == (
         list(zip(available, first, strict=True)),
         list(zip(in_flight, second, strict=True)),
@@ -227,8 +228,8 @@ def test_an_array_holds_65535() -> None:
     too_long: list[Callable[[], bytes]] = [
         lambda: rec.encode_ended([done] * 65_536, failed=False),
         lambda: rec.encode_ended([done] * 65_536, failed=True),
-        lambda: rec.pack_active([b""] * 65_536, []),
-        lambda: rec.pack_active([], [b""] * 65_536),
+        lambda: bkt.pack_active([b""] * 65_536, []),
+        lambda: bkt.pack_active([], [b""] * 65_536),
     ]
     for encode in too_long:
         with pytest.raises(InvalidInput, match="65535"):

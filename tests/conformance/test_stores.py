@@ -4,13 +4,11 @@ The other combinations of a design and an engine run a short form, and ``make so
 them in full.
 """
 
-import os
-
 import pytest
+from tests.soaking import SOAK
 
 from penstock.testing.conformance import ShortUrlConformance, UrlConformance
 
-SOAK = os.environ.get("PENSTOCK_HYPOTHESIS_PROFILE") == "soak"
 Short = UrlConformance if SOAK else ShortUrlConformance
 
 

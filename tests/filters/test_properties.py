@@ -4,8 +4,9 @@ from fractions import Fraction
 from functools import reduce
 from typing import Any
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.soaking import examples
 
 from penstock.errors import InvalidFilter
 from penstock.filters import Matcher, Row, Value, canonical, parse
@@ -198,7 +199,7 @@ rows = st.builds(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@examples(100)
 @given(trees, st.lists(rows, min_size=1, max_size=4))
 def test_a_filter_says_what_the_tables_say(tree: Predicate, messages: list[Row]) -> None:
     # The tree is random and not in normal form: printing and parsing must not change its meaning.
@@ -208,7 +209,7 @@ def test_a_filter_says_what_the_tables_say(tree: Predicate, messages: list[Row])
         assert one.matches(row) is (truth_of(tree, row) is True)
 
 
-@settings(max_examples=250, deadline=None)
+@examples(100)
 @given(trees)
 def test_the_canonical_text_parses_to_the_same_tree(tree: Predicate) -> None:
     one = parse(canonical(tree))
@@ -217,7 +218,7 @@ def test_the_canonical_text_parses_to_the_same_tree(tree: Predicate) -> None:
     assert again.text == one.text
 
 
-@settings(max_examples=150, deadline=None)
+@examples(60)
 @given(
     st.lists(trees, min_size=1, max_size=8),
     st.lists(rows, min_size=1, max_size=6),
@@ -248,7 +249,7 @@ WORDS = """
 words = st.sampled_from(WORDS.split())
 
 
-@settings(max_examples=600, deadline=None)
+@examples(250)
 @given(st.lists(words, max_size=14).map(" ".join) | st.text(max_size=40))
 @example("a IN (1)(2)")
 @example("a IN ((1), (b)) IN (TRUE)")

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+from tests.soaking import SOAK
 
 import penstock
 from penstock import Message
@@ -22,7 +22,7 @@ PLACES = {"memory": "memory:", "rocksdb": "rocksdb:{}/store", "slatedb": "slated
 DESIGNS = ["indexed", "buckets"]
 # Each design on one engine; `make soak` has every combination.
 KINDS = ["rocksdb-indexed", "slatedb-buckets", "postgresql"]
-if os.environ.get("PENSTOCK_HYPOTHESIS_PROFILE") == "soak":
+if SOAK:
     KINDS = [*(f"{place}-{design}" for place in PLACES for design in DESIGNS), "postgresql"]
 
 

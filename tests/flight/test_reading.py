@@ -11,7 +11,7 @@ import pytest
 from penstock import InvalidFilter, InvalidInput, Message, QueueNotFound, limits
 from penstock.flight import TABLES, schema_of
 from penstock.flight.client import FlightStore
-from penstock.flight.tables import FILTERED, WITH_PAYLOAD
+from penstock.flight.tables import WITH_PAYLOAD
 from penstock.model import QueueSpec, State
 from penstock.server import in_process_server
 
@@ -283,7 +283,7 @@ def test_each_column_can_be_asked_for_alone(
 
 
 @SOME_KEPT
-@pytest.mark.parametrize("table", sorted(FILTERED))
+@pytest.mark.parametrize("table", sorted(WITH_PAYLOAD))
 @pytest.mark.parametrize(
     "text", ["n > 20 AND even", "\"group\" = 'g1' OR priority = 3", "size = 2", "n > 1000"]
 )

@@ -7,8 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.server.connections import Connections
-from penstock.server.http import Handler, HttpBounds, Request, Response
-from penstock.server.http.protocol import HttpConnection
+from penstock.server.http import HttpBounds, HttpConnection, Request, Response
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -87,11 +86,8 @@ class _Home:
         self.slots = Connections()
         self.connections: set[HttpConnection] = set()
 
-    def handler_of(self, method: str, path: str) -> Handler:
-        assert method
-        return self.handle
-
     def handle(self, request: Request) -> Response:
+        assert request.method
         assert len(request.body) <= self.bounds.body_bytes
         assert all(name == name.lower() for name in request.headers)
         said = f"{request.method} {request.path} {request.query} {request.headers}"

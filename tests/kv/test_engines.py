@@ -9,8 +9,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.soaking import examples
 
 from penstock.engines import Shape, rows_of
 from penstock.engines.memory import MemoryEngine, Overlay
@@ -390,7 +391,7 @@ def test_memory_agrees_with_a_dictionary(history: Sequence[Sequence[Change]]) ->
     agrees(engine, replay(engine, history))
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(history=histories)
 def test_rocksdb_agrees_with_a_dictionary(history: Sequence[Sequence[Change]]) -> None:
     with TemporaryDirectory() as place:
@@ -403,7 +404,7 @@ def test_rocksdb_agrees_with_a_dictionary(history: Sequence[Sequence[Change]]) -
         engine.close()
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(history=histories)
 def test_slatedb_agrees_with_a_dictionary(history: Sequence[Sequence[Change]]) -> None:
     with TemporaryDirectory() as place:

@@ -33,7 +33,7 @@ class Hall:
     def __init__(self, **sizes: int) -> None:
         self.sizes = MessageSizes()
         for queue, size in sizes.items():
-            self.sizes.saw(queue, size)
+            self.sizes.learn(queue, size)
         # As often as somebody is to look whether there is room now.
         self.freed: list[str] = []
         self.room = Backpressure(self.sizes, lambda: self.freed.append("look"))
@@ -59,14 +59,14 @@ class Hall:
 def test_sizes_go_up_at_once_and_down_by_and_by() -> None:
     sizes = MessageSizes()
     assert sizes.guess("q") == backpressure.UNKNOWN_MESSAGE_BYTES
-    sizes.saw("q", 100)
+    sizes.learn("q", 100)
     assert sizes.guess("q") == 100
-    sizes.saw("q", 5_000)
+    sizes.learn("q", 5_000)
     assert sizes.guess("q") == 5_000
-    sizes.saw("q", 100)
+    sizes.learn("q", 100)
     assert 4_000 < sizes.guess("q") < 5_000
     for _ in range(100):
-        sizes.saw("q", 100)
+        sizes.learn("q", 100)
     assert sizes.guess("q") == 100
 
 
@@ -74,7 +74,7 @@ def test_sizes_are_of_so_many_queues(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backpressure, "MAX_SIZES", 3)
     sizes = MessageSizes()
     for n in range(10):
-        sizes.saw(f"q{n}", n)
+        sizes.learn(f"q{n}", n)
         assert sizes.guess(f"q{n}") == n
         assert len(sizes._by_queue) <= 3
 
@@ -119,7 +119,7 @@ def test_held_requests_go_by_what_is_known_by_then() -> None:
     hall = Hall()
     asked = [hall.ask("q", 1_000) for _ in range(9)]
     assert [hall.admit(each) for each in asked] == [True] + [False] * 8
-    hall.sizes.saw("q", 100)
+    hall.sizes.learn("q", 100)
     assert hall.let_in() == asked[1:]
 
 
@@ -159,7 +159,7 @@ def test_who_turns_out_to_need_much_does_not_hold_up_the_others() -> None:
     growing, small = hall.ask("grows"), hall.ask("small")
     assert [hall.admit(each) for each in (growing, small)] == [False, False]
     hall.room.reopen()
-    hall.sizes.saw("grows", ALL)
+    hall.sizes.learn("grows", ALL)
     assert hall.let_in() == [small]
     assert hall.room.held == 1
 
@@ -242,7 +242,7 @@ def test_a_claim_is_withdrawn_while_it_is_put_off(served: Served) -> None:
 
         def refuse_and_withdraw(connection: NativeConnection) -> None:
             connection._backpressure.shut()
-            served.batcher._woken("q", 1)
+            served.batcher._wake_queue("q", 1)
             served.batcher._retry()
             assert connection._waits[1].refused
             connection._withdraw(wire.Cancel(2, 1))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from tests.native.serving import Remote
+from tests.soaking import SOAK
 
 from penstock.testing.conformance import ShortUrlConformance, UrlConformance
 from penstock.testing.routing import UrlRoutingConformance
@@ -15,9 +15,6 @@ from penstock.testing.suite.base import Suite
 if TYPE_CHECKING:
     from penstock.broker.broker import Broker
     from penstock.clock import Clock
-
-
-SOAK = os.environ.get("PENSTOCK_HYPOTHESIS_PROFILE") == "soak"
 
 
 class _Served(Suite):

@@ -4,13 +4,11 @@ The other combinations of a design and an engine run a short form, and ``make so
 them in full.
 """
 
-import os
-
 import pytest
+from tests.soaking import SOAK
 
 from penstock.testing.routing import ShortUrlRoutingConformance, UrlRoutingConformance
 
-SOAK = os.environ.get("PENSTOCK_HYPOTHESIS_PROFILE") == "soak"
 Short = UrlRoutingConformance if SOAK else ShortUrlRoutingConformance
 
 

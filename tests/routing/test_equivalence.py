@@ -6,8 +6,9 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.soaking import examples
 
 import penstock
 from penstock import Broker, ManualClock, Message, Ordering, State, route_once
@@ -198,7 +199,7 @@ def in_order(broker: Broker, queue: str) -> None:
 
 @pytest.mark.parametrize("design", DESIGNS)
 @given(traffic=operations)
-@settings(max_examples=60)
+@examples(25)
 def test_both_ways_give_the_queues_of_naive_evaluation(
     design: str, traffic: list[tuple[Any, ...]]
 ) -> None:
@@ -213,7 +214,7 @@ def test_both_ways_give_the_queues_of_naive_evaluation(
 @pytest.mark.parametrize("design", DESIGNS)
 def test_on_disk_as_well(design: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     @given(traffic=operations)
-    @settings(max_examples=40)
+    @examples(10)
     def run(traffic: list[tuple[Any, ...]]) -> None:
         place: Path = tmp_path_factory.mktemp("pair")
         pair = Pair(*(f"rocksdb:{place}/{n}?design={design}" for n in ("inline", "pipeline")))
@@ -243,7 +244,7 @@ def test_on_disk_as_well(design: str, tmp_path_factory: pytest.TempPathFactory) 
         max_size=10,
     )
 )
-@settings(max_examples=40)
+@examples(25)
 def test_a_filter_counts_from_the_position_it_is_given(
     design: str, steps: list[tuple[list[Message], str, float, int]]
 ) -> None:
@@ -287,7 +288,7 @@ def test_a_filter_counts_from_the_position_it_is_given(
         max_size=12,
     )
 )
-@settings(max_examples=60)
+@examples(25)
 def test_backfills_bring_everything_once(design: str, steps: list[Any]) -> None:
     clock = ManualClock()
     with penstock.open(f"memory:?design={design}", clock=clock, background=False) as broker:

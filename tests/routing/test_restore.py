@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.soaking import examples
 
 import penstock
 from penstock import InvalidInput, InvalidMessage, InvalidQueue, LogRecord, Message, State, limits
@@ -332,7 +333,7 @@ def test_notes_join_and_cover_what_was_noted(noted: Sequence[tuple[int, int, str
             assert (coverage.skip(at, text) != at) == (at in offsets)
 
 
-@settings(max_examples=60)
+@examples(25)
 @given(st.lists(spans, max_size=20), st.integers(0, 45))
 def test_what_is_forgotten_is_said_to_be(
     noted: Sequence[tuple[int, int, str]], earliest: int

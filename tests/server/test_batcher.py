@@ -172,7 +172,7 @@ def test_what_a_far_store_tells_adds_up(monkeypatch: pytest.MonkeyPatch) -> None
             while batcher.parked < 2:
                 await asyncio.sleep(0.001)
             # It counts what has come since it was asked last.
-            broker.listen(lambda queue, _: batcher._woken(queue, 1))
+            broker.listen(lambda queue, _: batcher._wake_queue(queue, 1))
             batcher._changing = True
             broker.publish([to("q")])
             broker.publish([to("q")])
@@ -281,7 +281,7 @@ def test_stopping_hands_claims_back(broker: Broker) -> None:
         waiting = batcher.claim("q", wait_ms=600_000)
         late = batcher.publish([to("q")])
         await asyncio.sleep(0)
-        batcher.hand_back()
+        batcher.end_waits()
         assert await late
         assert len(await waiting) <= 1
         assert await batcher.claim("q", wait_ms=600_000, limit=9) is not None

@@ -14,19 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock
-from penstock import wire as gateways
 from penstock.errors import InvalidInput
+from penstock.server import queueber
 from penstock.server.batcher import Batcher
-from penstock.server.queueber import QueueberListener
+from penstock.server.queueber import QueueberListener, item_id, lease_of, message_of
 from penstock.testing.checking import assert_clean
-from penstock.wire.queueber import item_id, lease_of, message_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
     from penstock import Broker
 
-SCHEMA: Any = capnp.load(str(Path(gateways.__path__[0]) / "queueber" / "rpc.capnp"))
+SCHEMA: Any = capnp.load(str(Path(queueber.__file__).with_suffix(".capnp")))
 
 
 @pytest.fixture(params=["indexed", "buckets"])

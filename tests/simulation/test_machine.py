@@ -5,40 +5,34 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
+from tests.soaking import examples
 
 from penstock.testing.machine import StoreMachine
 
-SOAK = os.environ.get("PENSTOCK_HYPOTHESIS_PROFILE") == "soak"
 
-
-def run(url: str, examples: int) -> None:
+def run(url: str, count: int) -> None:
     machine = type("Machine", (StoreMachine,), {"url": url})
     run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=5_000 if SOAK else examples, stateful_step_count=60, print_blob=True
-        ),
+        machine, settings=settings(examples(count), stateful_step_count=60, print_blob=True)
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("design", ["indexed", "buckets"])
 def test_memory(design: str) -> None:
-    run(f"memory:?design={design}", 100)
+    run(f"memory:?design={design}", 40)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("design", ["indexed", "buckets"])
 def test_rocksdb(design: str) -> None:
-    run("rocksdb:{place}/store?design=" + design, 12)
+    run("rocksdb:{place}/store?design=" + design, 6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("design", ["indexed", "buckets"])
 def test_slatedb(design: str) -> None:
-    run("slatedb+file://{place}/store?design=" + design, 5)
+    run("slatedb+file://{place}/store?design=" + design, 3)

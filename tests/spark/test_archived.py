@@ -12,7 +12,8 @@ pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 import penstock
 from penstock.errors import InvalidInput, QueueNotFound, StorageFailed, StoreMismatch
-from penstock.spark.archived import Runs
+from penstock.spark import archive as archives
+from penstock.spark.archive import Runs
 from penstock.spark.jobs import archive
 from penstock.spark.options import read_options
 from penstock.spark.reader import TableReader, spark_schema
@@ -190,9 +191,7 @@ def test_a_run_between_planning_and_reading(
     site.work(60)
     for table in TABLES:
         whole[table] += named(site.live(table))
-    from penstock.spark import archived  # noqa: PLC0415
-
-    ask = archived._queues
+    ask = archives._queues
     ran: list[Any] = []
 
     def run(client: Any) -> dict[str, int]:
@@ -200,7 +199,7 @@ def test_a_run_between_planning_and_reading(
             ran.append(site.archive(spark))
         return ask(client)
 
-    monkeypatch.setattr(archived, "_queues", run)
+    monkeypatch.setattr(archives, "_queues", run)
     for table in TABLES:
         assert named(site.rows(table)) == whole[table]
     assert ran[0].trimmed > 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.filters import Row, parse
 from penstock.flight.tables import schema_of
 from penstock.spark import matching
-from penstock.spark.matching import match_batch, match_packed, matcher_of
+from penstock.spark.matching import compiled, match_batch, matcher_of
 from penstock.store.codec.metadata import Metadata, encode_metadata
 
 FILTERS = {
@@ -111,7 +111,7 @@ def pairs(found: pa.RecordBatch) -> list[tuple[int, str]]:
 def test_batches_match_as_each_filter_does(messages: list[Given]) -> None:
     expected = naive(FILTERS, messages)
     assert pairs(match_batch(matcher_of(FILTERS), batch_of(messages))) == expected
-    assert pairs(match_packed(matcher_of(FILTERS), packed_of(messages))) == expected
+    assert pairs(match_batch(matcher_of(FILTERS), packed_of(messages))) == expected
 
 
 @given(st.lists(TEXTS, max_size=6), MESSAGES, st.integers(1, 5))
@@ -123,7 +123,7 @@ def test_any_filters_in_parts_of_any_size(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matching, "_AT_ONCE", at_once)
         assert pairs(match_batch(matcher_of(filters), batch_of(messages))) == expected
-        assert pairs(match_packed(matcher_of(filters), packed_of(messages))) == expected
+        assert pairs(match_batch(matcher_of(filters), packed_of(messages))) == expected
 
 
 def test_records_that_do_not_decode_match_nothing() -> None:
@@ -133,7 +133,7 @@ def test_records_that_do_not_decode_match_nothing() -> None:
         records = whole.column("metadata").to_pylist()
         records[1] = broken
         batch = whole.set_column(1, "metadata", pa.array(records, pa.binary()))
-        found = match_packed(matcher_of({"books": "kind = 'book'"}), batch)
+        found = match_batch(matcher_of({"books": "kind = 'book'"}), batch)
         assert pairs(found) == [(7, "books"), (9, "books")]
 
 
@@ -168,10 +168,10 @@ def test_what_a_transformation_has_left_null_is_unknown() -> None:
 
 
 def test_compiled_filters_are_kept_but_not_for_ever() -> None:
-    matching._matchers.clear()
+    compiled.cache_clear()
     first = matcher_of({"a": "x = 0"})
     assert matcher_of({"a": "x = 0"}) is first
     for number in range(20):
         matcher_of({"a": f"x = {number}"})
-    assert len(matching._matchers) <= 8
+    assert compiled.cache_info().currsize <= 8
     assert matcher_of({"a": "x = 19"}).match([Row({"x": 19})]) == [["a"]]

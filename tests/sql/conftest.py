@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def durable_postgres() -> Iterator[PostgresServer]:
     yield from serving(durable=True)
 

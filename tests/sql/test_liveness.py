@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import penstock
 from penstock import ManualClock, Message
-from penstock.model import Want
+from penstock.model import LeaseRequest
 from penstock.store.sql.store import SqlStore
 from penstock.testing.checking import assert_clean
 
@@ -27,8 +27,8 @@ def store_of(broker: Broker) -> SqlStore:
     return store
 
 
-def a_want(clock: ManualClock) -> Want:
-    return Want(1, 60_000, "", clock.lease_id())
+def a_want(clock: ManualClock) -> LeaseRequest:
+    return LeaseRequest(1, 60_000, "", clock.lease_id())
 
 
 def test_a_steady_publisher_is_seen_by_others(url: str) -> None:

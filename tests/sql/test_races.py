@@ -460,7 +460,7 @@ def test_an_ack_while_its_queue_is_deleted(race: Race) -> None:
     # Nothing is in flight for who purges: it comes after.
     second.broker._store.purge = lambda *_, **__: 0  # type: ignore[method-assign]
     second.broker.purge = lambda *_, **__: 0  # type: ignore[method-assign]
-    with before(second.database, "pick_items", lambda: first.broker.ack([delivery.receipt])):
+    with before(second.database, "clear_queue", lambda: first.broker.ack([delivery.receipt])):
         assert second.broker.delete_queue("q") == 1
 
 

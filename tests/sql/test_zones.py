@@ -11,8 +11,8 @@ from tests.waiting import wait_until
 
 import penstock
 from penstock import ManualClock, Message
-from penstock.model import Want
-from penstock.store.sql.claim import LOST_MAX, PATIENCE, PAUSE_MAX_MS, PLANS_MS, ClaimPacing
+from penstock.model import LeaseRequest
+from penstock.store.sql.claim import LOST_MAX, PATIENCE, PAUSE_MAX_MS, PLANS_MS, ClaimPace
 from penstock.store.sql.location import Tunables
 from penstock.store.sql.store import SqlStore
 from penstock.store.sql.zones import NEVER_MS, choose, token_of, walk
@@ -505,7 +505,7 @@ def test_a_claim_that_finds_no_zone_free_waits_a_little_and_gives_up(
     assert isinstance(claiming, SqlStore)
     claiming._pause = paused.append
     store.put("a")
-    wants = [Want(1, 1_000, "", store.clock.lease_id())]
+    wants = [LeaseRequest(1, 1_000, "", store.clock.lease_id())]
     with other.core.database.transaction():
         other.query("SELECT 1 FROM pointers FOR UPDATE")
         assert claiming.claim("q", wants, store.clock.now_ms()) == [[]]
@@ -516,21 +516,19 @@ def test_a_claim_that_finds_no_zone_free_waits_a_little_and_gives_up(
 
 
 def test_where_zones_are_scarce_fewer_are_taken_at_a_time() -> None:
-    pacing = ClaimPacing()
+    pace = ClaimPace(10)
 
     def note(wanted: int, won: int, passed: int) -> int:
-        pacing.note(7, 10, wanted=wanted, won=won, passed=passed)
-        return pacing.width(7, 10)
+        pace.note(wanted=wanted, won=won, passed=passed)
+        return pace.width
 
     assert note(10, 10, 5) == 10
     assert note(10, 8, 9) == 4
-    assert pacing.width(8, 10) == 10
-    assert pacing.width(7, 3) == 3
     assert note(4, 2, 9) == 1
-    pauses = [pacing.pause_ms(7)]
+    pauses = [pace.pause_ms]
     for _ in range(9):
         assert note(1, 0, 4) == 1
-        pauses.append(pacing.pause_ms(7))
+        pauses.append(pace.pause_ms)
     assert pauses == sorted(pauses)
     assert pauses[0] < pauses[-1] == pauses[-2] == PAUSE_MAX_MS
     # Not while others are met.
@@ -539,8 +537,7 @@ def test_where_zones_are_scarce_fewer_are_taken_at_a_time() -> None:
     assert widths == sorted(widths)
     assert set(widths) == set(range(1, 11))
     assert widths[PATIENCE - 2] == 1
-    assert pacing.pause_ms(7) == pacing.pause_ms(8)
-    assert not pacing._paces
+    assert pace.pause_ms == ClaimPace(10).pause_ms
 
 
 def test_collisions_are_counted_and_refusals_too(url: str, store: Store) -> None:

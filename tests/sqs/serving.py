@@ -68,7 +68,7 @@ def serving(
             started.set()
             await ask_to_stop.wait()
             service.close()
-            batcher.hand_back()
+            batcher.end_waits()
             await http.stop(60_000)
             await batcher.close()
         stop.set()

@@ -14,8 +14,8 @@ from penstock.clock import ManualClock
 from penstock.engines.memory import MemoryEngine
 from penstock.errors import CorruptRecord, InvalidInput
 from penstock.model import Ordering, QueueSpec, State
-from penstock.store.codec import opendata, records
-from penstock.store.codec.records import (
+from penstock.store.codec import buckets, opendata
+from penstock.store.codec.buckets import (
     Due,
     HeldGroup,
     LaneHead,
@@ -199,7 +199,7 @@ def test_claim_ids_place_messages_in_buckets_of_the_rfc() -> None:
         opendata.ACTIVE.key(b"q", 1 << 60),
         opendata.ACTIVE.key(b"q", 1 << 60 | 10),
     ]
-    available, in_flight = records.decode_active(bench.table.rows[bench.bucket_keys()[1]])
+    available, in_flight = buckets.decode_active(bench.table.rows[bench.bucket_keys()[1]])
     assert [entry.message_id for entry, _ in available] == [11, 12]
     assert in_flight == []
 
@@ -210,9 +210,9 @@ def test_in_flight_record_has_claim_and_lease() -> None:
     bench.now_ms += 5
     (item,) = bench.take(1)
     assert (item.attempts, item.lease) == (1, LEASE)
-    available, in_flight = records.decode_active(bench.table.rows[bench.bucket_keys()[0]])
+    available, in_flight = buckets.decode_active(bench.table.rows[bench.bucket_keys()[0]])
     assert available == []
-    assert in_flight[0][0] == records.InFlight(
+    assert in_flight[0][0] == buckets.InFlight(
         1, item.key, NOW + 5, NOW + 30_005, 1, b"m1", NOW, 0, 3, "g", LEASE
     )
 

@@ -20,7 +20,7 @@ from penstock.broker.runner import SWEEP_BUDGET, Runner
 from penstock.broker.verbs import ServedBroker
 from penstock.errors import InvalidInput, InvalidQueue, QueueExists, StorageFailed
 from penstock.filters import Matcher, Row, default_filter, parse
-from penstock.model import Message, Ordering, QueueSpec, State, Want
+from penstock.model import LeaseRequest, Message, Ordering, QueueSpec, State
 from penstock.store.contract import FiltersChanged
 from penstock.validation import (
     check_count,
@@ -228,7 +228,7 @@ class Broker(ServedBroker):
 
         def take(now_ms: int) -> list[Delivery]:
             held_ms = self._store.spec(queue).lease_ms if lease_ms is None else lease_ms
-            want = Want(limit, held_ms, consumer, self._clock.lease_id())
+            want = LeaseRequest(limit, held_ms, consumer, self._clock.lease_id())
             nonlocal taken
             taken = self._store.claim(queue, (want,), now_ms)[0]
             return taken
@@ -351,10 +351,7 @@ class Broker(ServedBroker):
                 return moved
 
     def purge(
-        self,
-        queue: str,
-        *,
-        states: Sequence[State | str] = (State.AVAILABLE, State.DELAYED),
+        self, queue: str, *, states: Sequence[State | str] = (State.AVAILABLE, State.DELAYED)
     ) -> int:
         """Remove the messages of a queue that are in one of the states; return how many.
 
@@ -462,9 +459,7 @@ def _check_dead_letter(store: FullStore, spec: QueueSpec) -> None:
         )
 
 
-def _predicate(
-    where: str | Callable[[Mapping[str, Value]], bool],
-) -> Callable[[Metadata], bool]:
+def _predicate(where: str | Callable[[Mapping[str, Value]], bool]) -> Callable[[Metadata], bool]:
     if isinstance(where, str):
         compiled = parse(where)
         return lambda m: compiled.matches(

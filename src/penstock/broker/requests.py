@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.model import Delivery, Message, Outcome, Want
+from penstock.model import Delivery, LeaseRequest, Message, Outcome
 from penstock.store.contract import FiltersChanged
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class RequestRunner(NamedTuple):
         try:
             lease_ms = self.store.spec(queue).lease_ms
             wants = [
-                Want(
+                LeaseRequest(
                     claim.limit,
                     lease_ms if claim.lease_ms is None else claim.lease_ms,
                     claim.consumer,

@@ -10,33 +10,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 import click
 import msgspec
 
-from penstock.cli.common import (
-    STATES,
-    answer,
-    changes_store,
-    duration,
-    emit_json,
-    json_option,
-    open_store,
-    options,
-    pairs_of,
-    plain,
-    preview,
-    progress_bar,
-    reads_store_beside,
-    show,
-    show_fields,
-    show_table,
-    store_option,
-    wants_json,
-    when,
-)
+from penstock.cli import common
+from penstock.cli.common import duration
 from penstock.errors import InvalidMessage
 from penstock.filters import Row, parse
 from penstock.model import Message, State, SweepCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from penstock.broker.broker import Broker
     from penstock.broker.reader import Reader
@@ -51,7 +32,7 @@ LINES_PER_PUBLISH: Final = 1_000
 def _attributes(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
     """Read numbers, booleans, null and quoted strings as JSON has them; the rest is text."""
     attributes: dict[str, Any] = {}
-    for name, text in pairs_of(given).items():
+    for name, text in common.pairs_of(given).items():
         try:
             value = msgspec.json.decode(text)
         except msgspec.DecodeError:
@@ -60,7 +41,7 @@ def _attributes(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -
     return attributes
 
 
-_message_options = options(
+_message_options = common.options(
     click.argument("payload", required=False),
     click.option(
         "--payload-file",
@@ -86,23 +67,23 @@ _message_options = options(
 
 @click.command("publish")
 @_message_options
-@store_option
+@common.store_option
 def publish(store: str, **given: Any) -> None:
     """Publish to every queue whose filter matches."""
     batches = _batches(**given)
-    with open_store(store) as broker:
+    with common.open_store(store) as broker:
         _publish(broker, batches)
 
 
 @click.command("send")
 @click.argument("queue")
 @_message_options
-@store_option
+@common.store_option
 def send(queue: str, store: str, **given: Any) -> None:
     """Publish straight to one queue."""
     given["attributes"]["queue"] = queue
     batches = _batches(**given)
-    with open_store(store) as broker:
+    with common.open_store(store) as broker:
         _publish(broker, _checked(broker, queue, batches))
 
 
@@ -146,7 +127,7 @@ def _checked(
 def _publish(broker: Broker, batches: Iterator[list[Message]]) -> None:
     ids = [message_id for batch in batches for message_id in broker.publish(batch)]
     count = f"message {ids[0]}" if len(ids) == 1 else f"{len(ids)} messages"
-    answer({"ids": ids}, f"published {count}")
+    common.answer({"ids": ids}, f"published {count}")
 
 
 @click.group("import")
@@ -168,7 +149,7 @@ def import_group() -> None:
 @click.option("--queue", required=True, help="The queue, made if it is not there.")
 @click.option("--batch", type=int, default=500, show_default=True, help="Items in one commit.")
 @click.option("--restart", is_flag=True, help="Forget what was imported before: all once more.")
-@json_option
+@common.json_option
 def import_queueber(path: Path, store: str, queue: str, batch: int, *, restart: bool) -> None:
     """Publish every item of a Queueber database to a queue, once.
 
@@ -180,18 +161,28 @@ def import_queueber(path: Path, store: str, queue: str, batch: int, *, restart: 
 
     # A wrong path must not leave an empty store behind.
     Source(path).close()
-    with open_store(store, make=True) as broker, progress_bar("importing") as progress:
+    with (
+        common.open_store(store, make=True) as broker,
+        common.progress_bar("importing") as progress,
+    ):
         report = run(path, broker, queue, batch=batch, progress=progress, restart=restart)
-    if wants_json():
-        emit_json({**plain(report), "imported": report.imported})
+    if common.wants_json():
+        common.emit_json({**common.plain(report), "imported": report.imported})
         return
     rows = [
         (name.replace("_", " "), value)
-        for name, value in plain(report).items()
+        for name, value in common.plain(report).items()
         if isinstance(value, int)
     ]
-    show_table((f"imported into {queue}", ":count"), [*rows, ("total", report.imported)])
-    show_table(("problem at=key", "what=reason"), report.problems)
+    common.show_table((f"imported into {queue}", ":count"), [*rows, ("total", report.imported)])
+    common.show_table(("problem at=key", "what=reason"), report.problems)
+
+
+def _state_option(states: list[str], default: State) -> Callable[[Any], Any]:
+    choice = click.Choice(states)
+    return click.option(
+        "--state", type=choice, default=default.value, show_default=True, help="Which messages."
+    )
 
 
 # --- looking --------------------------------------------------------------------------------------
@@ -199,35 +190,29 @@ def import_queueber(path: Path, store: str, queue: str, batch: int, *, restart: 
 
 @click.command("browse")
 @click.argument("queue")
-@click.option(
-    "--state",
-    type=click.Choice(STATES),
-    default=State.AVAILABLE.value,
-    show_default=True,
-    help="Which messages.",
-)
+@_state_option(common.STATES, State.AVAILABLE)
 @click.option("--limit", type=int, default=20, show_default=True, help="How many at most.")
 @click.option("--cursor", help="Go on after a page: what the page gave as its next cursor.")
-@reads_store_beside
+@common.reads_store_beside
 def browse(broker: Broker | Reader, queue: str, state: str, **given: Any) -> None:
     """Look at messages without claiming them."""
     page = broker.browse(queue, state=state, **given)
-    if wants_json():
-        emit_json({"entries": list(page), "next_cursor": page.next_cursor})
+    if common.wants_json():
+        common.emit_json({"entries": list(page), "next_cursor": page.next_cursor})
         return
     times = {"done": "ended", "failed": "ended", "in_flight": "lease ends"}
     moment = times.get(state, "visible")
-    show_table(
+    common.show_table(
         (":id", "payload", "attributes", "group", ":attempts", "published", moment, "note"),
         [
             (
                 entry.message_id,
-                preview(entry.payload),
+                common.preview(entry.payload),
                 msgspec.json.encode(entry.attributes).decode(),
                 entry.group,
                 entry.attempts,
-                when(entry.published_at_ms),
-                when(entry.ended_at_ms or entry.lease_deadline_ms or entry.visible_at_ms),
+                common.when(entry.published_at_ms),
+                common.when(entry.ended_at_ms or entry.lease_deadline_ms or entry.visible_at_ms),
                 entry.reason or entry.consumer,
             )
             for entry in page
@@ -241,12 +226,12 @@ def browse(broker: Broker | Reader, queue: str, state: str, **given: Any) -> Non
 @click.command("attempts")
 @click.argument("queue")
 @click.argument("message_id", type=int)
-@reads_store_beside
+@common.reads_store_beside
 def attempts(broker: Broker | Reader, queue: str, message_id: int) -> None:
     """Show every attempt at a message."""
     times = ("claimed=claimed_at_ms", "ended=ended_at_ms")
     columns = (":attempt=number", "consumer", *times, "how=end", "reason")
-    show(broker.attempts(queue, message_id), columns, empty="no attempts")
+    common.show(broker.attempts(queue, message_id), columns, empty="no attempts")
 
 
 # --- claiming and settling ------------------------------------------------------------------------
@@ -258,12 +243,12 @@ def attempts(broker: Broker | Reader, queue: str, message_id: int) -> None:
 @click.option("--lease", "lease_ms", type=duration, help="How long to hold them.")
 @click.option("--wait", "wait_ms", type=duration, default=0, help="Wait for the first so long.")
 @click.option("--consumer", default="penstock-cli", show_default=True, help="Who is claiming.")
-@changes_store
+@common.changes_store
 def claim(broker: Broker, queue: str, **given: Any) -> None:
     """Take messages under a lease."""
     about = (":id=message_id", "payload", "group", ":attempt=attempts")
     columns = (*about, "lease ends=lease_deadline_ms", "receipt")
-    show(broker.claim(queue, **given), columns, empty="nothing to claim")
+    common.show(broker.claim(queue, **given), columns, empty="nothing to claim")
 
 
 _receipts = click.argument("receipts", metavar="RECEIPT...", nargs=-1, required=True)
@@ -271,7 +256,7 @@ _receipts = click.argument("receipts", metavar="RECEIPT...", nargs=-1, required=
 
 @click.command("ack")
 @_receipts
-@changes_store
+@common.changes_store
 def ack(broker: Broker, receipts: tuple[str, ...]) -> None:
     """Settle messages as done."""
     _show_outcomes(broker.ack(receipts))
@@ -281,7 +266,7 @@ def ack(broker: Broker, receipts: tuple[str, ...]) -> None:
 @_receipts
 @click.option("--delay", "delay_ms", type=duration, help="Instead of the queue's back-off.")
 @click.option("--reason", default="", help="Why; kept in the history.")
-@changes_store
+@common.changes_store
 def release(broker: Broker, receipts: tuple[str, ...], **given: Any) -> None:
     """Give messages back, to be tried again or to fail."""
     _show_outcomes(broker.release(receipts, **given))
@@ -290,7 +275,7 @@ def release(broker: Broker, receipts: tuple[str, ...], **given: Any) -> None:
 @click.command("extend")
 @_receipts
 @click.option("--lease", "lease_ms", type=duration, required=True, help="From now, so long.")
-@changes_store
+@common.changes_store
 def extend(broker: Broker, receipts: tuple[str, ...], lease_ms: int) -> None:
     """Move the end of a lease."""
     _show_outcomes(broker.extend(receipts, lease_ms=lease_ms))
@@ -298,7 +283,7 @@ def extend(broker: Broker, receipts: tuple[str, ...], lease_ms: int) -> None:
 
 def _show_outcomes(outcomes: list[Outcome]) -> None:
     columns = ("receipt", "outcome=status", "lease ends=lease_deadline_ms")
-    show(outcomes, columns, empty="no receipts")
+    common.show(outcomes, columns, empty="no receipts")
     refused = sum(not outcome for outcome in outcomes)
     if refused:
         # A script must see that something was not settled.
@@ -316,30 +301,24 @@ _ids = click.option(
 @click.argument("queue")
 @_ids
 @click.option("--where", help='Only those that a filter selects, such as "price > 10".')
-@changes_store
+@common.changes_store
 def redrive(broker: Broker, queue: str, ids: tuple[int, ...], where: str | None) -> None:
     """Make failed messages available again."""
     count = broker.redrive(queue, message_ids=ids or None, where=where)
-    answer({"queue": queue, "redriven": count}, f"{count} messages are available again")
+    common.answer({"queue": queue, "redriven": count}, f"{count} messages are available again")
 
 
 @click.command("move")
 @click.argument("queue")
 @click.argument("to")
-@click.option(
-    "--state",
-    type=click.Choice([State.FAILED.value, State.AVAILABLE.value, State.DELAYED.value]),
-    default=State.FAILED.value,
-    show_default=True,
-    help="Which messages.",
-)
+@_state_option(["failed", "available", "delayed"], State.FAILED)
 @_ids
 @click.option("--limit", type=click.IntRange(1), help="At most so many.")
-@changes_store
+@common.changes_store
 def move(broker: Broker, queue: str, to: str, ids: tuple[int, ...], **given: Any) -> None:
     """Move messages into another queue."""
     count = broker.move(queue, to, message_ids=ids or None, **given)
-    answer({"queue": queue, "to": to, "moved": count}, f"moved {count} messages to {to}")
+    common.answer({"queue": queue, "to": to, "moved": count}, f"moved {count} messages to {to}")
 
 
 @click.command("purge")
@@ -347,14 +326,14 @@ def move(broker: Broker, queue: str, to: str, ids: tuple[int, ...], **given: Any
 @click.option(
     "--state",
     "states",
-    type=click.Choice(STATES),
+    type=click.Choice(common.STATES),
     multiple=True,
     default=(State.AVAILABLE.value, State.DELAYED.value),
     show_default=True,
     help="Which messages; can be repeated.",
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@changes_store
+@common.changes_store
 def purge(broker: Broker, queue: str, states: tuple[str, ...], *, yes: bool) -> None:
     """Remove messages by state."""
     broker.queue(queue)
@@ -362,15 +341,15 @@ def purge(broker: Broker, queue: str, states: tuple[str, ...], *, yes: bool) -> 
         which = ", ".join(states)
         click.confirm(f"Remove messages of {queue} that are {which}?", abort=True, err=True)
     count = broker.purge(queue, states=states)
-    answer({"queue": queue, "removed": count}, f"removed {count} messages")
+    common.answer({"queue": queue, "removed": count}, f"removed {count} messages")
 
 
 @click.command("sweep")
-@changes_store
+@common.changes_store
 def sweep(broker: Broker) -> None:
     """Do what is due: expiry, delays, retention."""
     sums: Counter[str] = Counter()
     while (counts := broker.sweep()).total:
         sums.update({name: n or 0 for name, n in msgspec.structs.asdict(counts).items()})
     summed = msgspec.convert({**sums, "next_due_ms": counts.next_due_ms}, SweepCounts)
-    show_fields(summed, "swept", skip="next_due_ms")
+    common.show_fields(summed, "swept", skip="next_due_ms")

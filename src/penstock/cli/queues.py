@@ -8,21 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from penstock.cli.common import (
-    answer,
-    changes_store,
-    duration,
-    emit_json,
-    json_option,
-    open_store,
-    options,
-    reads_store,
-    reads_store_beside,
-    show_fields,
-    show_table,
-    store_option,
-    wants_json,
-)
+from penstock.cli import common
+from penstock.cli.common import duration
 from penstock.clock import SystemClock
 from penstock.errors import StoreDamaged
 from penstock.filters import Explanation, Row, explain, parse
@@ -43,7 +30,12 @@ _SETTINGS: Final = (
     ("--backoff-cap", "backoff_cap_ms", duration, "Longest wait between attempts."),
     ("--delay", "delay_ms", duration, "Wait before a message can be claimed."),
     ("--done-retention", "done_retention_ms", duration, "Keep done messages; 0: for ever."),
-    ("--failed-retention", "failed_retention_ms", duration, "Keep failed ones; 0: for ever."),
+    (
+        "--failed-retention",
+        "failed_retention_ms",
+        duration,
+        "Keep failed ones; 0: for ever.",
+    ),
     ("--unclaimed-retention", "unclaimed_retention_ms", duration, "Keep unclaimed ones."),
     ("--bucket-exponent", "bucket_exponent", int, "Bucket size 10^n, in the buckets design."),
     ("--description", "description", str, "Words for people."),
@@ -62,7 +54,7 @@ def _labels(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> di
     return labels
 
 
-_settings = options(
+_settings = common.options(
     *(click.option(flag, name, type=kind, help=text) for flag, name, kind, text in _SETTINGS),
     click.option(
         "--label",
@@ -80,16 +72,16 @@ def _given(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @click.command("queues")
-@reads_store
+@common.reads_store
 def list_queues(broker: Broker | Reader) -> None:
     """List the queues."""
     specs = broker.queues()
-    if wants_json():
-        emit_json(specs)
+    if common.wants_json():
+        common.emit_json(specs)
         return
     counted, damage = _count(broker, [spec.name for spec in specs])
     depths = ("available", "delayed", "in_flight", "failed")
-    show_table(
+    common.show_table(
         ("queue", "ordering", "filter", ":available", ":delayed", ":in flight", ":failed"),
         [
             (
@@ -122,20 +114,20 @@ def _count(
 @click.argument("queue")
 @click.option("--fifo", is_flag=True, help="Deliver each group in order, one lease at a time.")
 @_settings
-@store_option
+@common.store_option
 def create(queue: str, store: str, *, fifo: bool, **settings: Any) -> None:
     """Make a queue."""
     ordering = "fifo" if fifo else "standard"
-    with open_store(store, make=True) as broker:
+    with common.open_store(store, make=True) as broker:
         spec = broker.create_queue(queue, ordering=ordering, **_given(settings))
-    show_fields(spec, spec.name, "setting", skip="name")
+    common.show_fields(spec, spec.name, "setting", skip="name")
 
 
 @click.command("update")
 @click.argument("queue")
 @_settings
 @click.option("--no-label", "dropped", metavar="NAME", multiple=True, help="Remove a label.")
-@store_option
+@common.store_option
 def update(
     queue: str, store: str, labels: dict[str, str], dropped: tuple[str, ...], **settings: Any
 ) -> None:
@@ -143,19 +135,19 @@ def update(
     changes = _given(settings)
     if not changes and not labels and not dropped:
         raise click.UsageError("nothing to change: give at least one setting")
-    with open_store(store) as broker:
+    with common.open_store(store) as broker:
         if labels or dropped:
             kept = {**broker.queue(queue).labels, **labels}
             changes["labels"] = {n: value for n, value in kept.items() if n not in dropped}
         spec = broker.update_queue(queue, **changes)
-    show_fields(spec, spec.name, "setting", skip="name")
+    common.show_fields(spec, spec.name, "setting", skip="name")
 
 
 @click.command("delete")
 @click.argument("queue")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("--drain", is_flag=True, help="Take nothing more in; remove it once it is empty.")
-@changes_store
+@common.changes_store
 def delete(broker: Broker, queue: str, *, yes: bool, drain: bool) -> None:
     """Remove a queue with every message in it."""
     broker.queue(queue)
@@ -166,24 +158,24 @@ def delete(broker: Broker, queue: str, *, yes: bool, drain: bool) -> None:
     text = f"removed queue {queue} with {removed} messages"
     if drain and still_there:
         text = f"queue {queue} takes nothing more in and goes once it is empty"
-    answer({"queue": queue, "removed": removed}, text)
+    common.answer({"queue": queue, "removed": removed}, text)
 
 
 @click.command("stats")
 @click.argument("queue", required=False)
-@reads_store_beside
+@common.reads_store_beside
 def stats(broker: Broker | Reader, queue: str | None) -> None:
     """Show depths and totals."""
     names = [spec.name for spec in broker.queues()] if queue is None else [queue]
     counted, damage = _count(broker, names)
     whole = broker.store_stats()
-    if wants_json():
-        emit_json({"queues": list(counted.values()), "store": whole})
+    if common.wants_json():
+        common.emit_json({"queues": list(counted.values()), "store": whole})
     else:
         for name, each in counted.items():
-            show_fields(each, name, skip="queue")
+            common.show_fields(each, name, skip="queue")
         if queue is None:
-            show_fields(whole, "store")
+            common.show_fields(whole, "store")
     if damage is not None:
         raise damage
 
@@ -219,7 +211,7 @@ def filter_group() -> None:
 @click.option(
     "--published-at", type=int, help="What it reads as published_at, in ms.  [default: now]"
 )
-@json_option
+@common.json_option
 def test(expression: str, published_at: int | None, **fields: Any) -> None:
     """Say whether a filter takes a message, and why: each condition with what it read.
 
@@ -227,8 +219,8 @@ def test(expression: str, published_at: int | None, **fields: Any) -> None:
     """
     at_ms = SystemClock().now_ms() if published_at is None else published_at
     found = explain(parse(expression), Row(published_at_ms=at_ms, **fields))
-    if wants_json():
-        emit_json({"matches": found.result is True, "explanation": _plain(found)})
+    if common.wants_json():
+        common.emit_json({"matches": found.result is True, "explanation": _plain(found)})
         return
     from rich.console import Console  # noqa: PLC0415 - a JSON answer does without
     from rich.tree import Tree  # noqa: PLC0415

@@ -18,21 +18,18 @@ from click.core import ParameterSource
 
 import penstock
 from penstock import limits
-from penstock.cli.common import (
-    answer,
-    duration,
-    emit_json,
-    json_option,
-    open_store,
-    options,
-    show_table,
-    store_option,
-    wants_json,
-)
+from penstock.cli import common
+from penstock.cli.common import duration
 from penstock.errors import InvalidInput, NotAllowed, PenstockError, StoreLocked
 from penstock.server import backup as backups
 from penstock.server import security
-from penstock.server.config import SETTINGS, Effective, configure_logs, load, parse_address
+from penstock.server.config import (
+    SETTINGS,
+    LoadedConfig,
+    configure_logs,
+    load,
+    parse_address,
+)
 from penstock.worker.outcome import resolve
 from penstock.worker.stats import serve_metrics
 
@@ -73,7 +70,7 @@ def _metavar(field: str, kind: Any) -> str:
     return _METAVARS.get(kind.__name__, "FILE" if field != "account_id" else "DIGITS")
 
 
-_settings = options(
+_settings = common.options(
     click.option(
         "--config", "config_file", metavar="FILE", help="Settings, TOML. [PENSTOCK_CONFIG]"
     ),
@@ -81,7 +78,7 @@ _settings = options(
 )
 
 
-def _effective(config_file: str | None, flags: dict[str, Any]) -> Effective:
+def _load(config_file: str | None, flags: dict[str, Any]) -> LoadedConfig:
     """Put file, environment and options together."""
     return load(file=config_file, environment=os.environ, flags=flags)
 
@@ -96,7 +93,7 @@ def serve(config_file: str | None, **flags: Any) -> None:
     again. Listeners are those that are named; if none is, native, HTTP and Flight at their usual
     ports of this machine.
     """
-    config = _effective(config_file, flags).config
+    config = _load(config_file, flags).config
     configure_logs(config.log_level, config.log_format)
     try:
         from penstock.server import process  # noqa: PLC0415 - needs an extra
@@ -114,20 +111,20 @@ def _print(line: str) -> None:
 
 
 @click.command("config")
-@json_option
+@common.json_option
 @_settings
 def config(config_file: str | None, **flags: Any) -> None:
     """Show the settings of a server and where each comes from."""
-    shown = _effective(config_file, flags).shown()
-    if wants_json():
-        emit_json({path: each._asdict() for path, each in shown.items()})
+    shown = _load(config_file, flags).texts()
+    if common.wants_json():
+        common.emit_json({path: each._asdict() for path, each in shown.items()})
         return
     words = {True: "true", False: "false"}
     rows = [
         (path, words[value] if isinstance(value, bool) else value, source)
         for path, (value, source) in shown.items()
     ]
-    show_table(("setting", "value", "from"), rows)
+    common.show_table(("setting", "value", "from"), rows)
 
 
 # --- work -----------------------------------------------------------------------------------------
@@ -154,7 +151,7 @@ def config(config_file: str | None, **flags: Any) -> None:
               default="info", show_default=True, help="What is logged.")  # fmt: skip
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text",
               show_default=True, help="How it is written.")  # fmt: skip
-@store_option
+@common.store_option
 def work(
     handler: str,
     queues: tuple[str, ...],
@@ -192,7 +189,7 @@ def work(
     stats = worker.stats()
     names = ("processed", "failed", "released", "lost", "stale")
     text = ", ".join(f"{name} {getattr(stats, name)}" for name in names)
-    answer(stats, text)
+    common.answer(stats, text)
 
 
 def _connect(url: str, stack: contextlib.ExitStack) -> Broker | Client:
@@ -244,7 +241,7 @@ def keys() -> None:
 @click.option("--sqs", is_flag=True, help="For SQS clients too: the file then holds the secret.")
 @click.option("--description", default="", help="Words for people.")
 @_keys_option
-@json_option
+@common.json_option
 def add(
     path: Path, key_id: str, permissions: tuple[str, ...], description: str, *, sqs: bool
 ) -> None:
@@ -256,8 +253,8 @@ def add(
     """
     secret = security.add_key(path, key_id, list(permissions), sqs=sqs, description=description)
     token = f"{key_id}:{secret}"
-    if wants_json():
-        emit_json({"key_id": key_id, "secret": secret, "token": token})
+    if common.wants_json():
+        common.emit_json({"key_id": key_id, "secret": secret, "token": token})
         return
     click.echo(f"key    {key_id}\nsecret {secret}\ntoken  {token}")
     click.echo("The secret is not shown again.", err=True)
@@ -267,19 +264,19 @@ def add(
 
 @keys.command("list")
 @_keys_option
-@json_option
+@common.json_option
 def list_keys(path: Path) -> None:
     """List the keys and what they may do; no secrets."""
     rows = [
         (key_id, key.permissions, bool(key.secret), key.description)
         for key_id, key in sorted(security.read_keys(path).items())
     ]
-    if wants_json():
+    if common.wants_json():
         names = ("key_id", "permissions", "sqs", "description")
-        emit_json([dict(zip(names, row, strict=True)) for row in rows])
+        common.emit_json([dict(zip(names, row, strict=True)) for row in rows])
         return
     texts = [(name, " ".join(may), "yes" if sqs else "no", text) for name, may, sqs, text in rows]
-    show_table(("key", "may", "sqs", "description"), texts, empty="there are no keys")
+    common.show_table(("key", "may", "sqs", "description"), texts, empty="there are no keys")
 
 
 @keys.command("remove")
@@ -373,7 +370,7 @@ def _make_backup(destination: Path, store: str | None) -> None:
     if store is None:
         raise click.UsageError("which store? Give --store URL, or --server URL if it is served")
     try:
-        with open_store(store) as broker:
+        with common.open_store(store) as broker:
             size = backups.backup(broker, destination)
     except StoreLocked as error:
         raise click.ClickException(

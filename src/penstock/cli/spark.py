@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from penstock.cli.common import (
-    answer,
-    duration,
-    emit_json,
-    json_option,
-    options,
-    pairs_of,
-    progress_bar,
-    show_table,
-    wants_json,
-)
+from penstock.cli import common
+from penstock.cli.common import duration
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -67,7 +58,7 @@ _location_option = click.option(
 _master_option = click.option(
     "--master", default="local[*]", show_default=True, help="Where Spark runs its tasks."
 )
-_spark_options = options(json_option, _location_option, _master_option)
+_spark_options = common.options(common.json_option, _location_option, _master_option)
 _queues_option = click.option(
     "--queue", "queues", multiple=True, help="Only this queue; may be repeated."
 )
@@ -126,22 +117,22 @@ def route(location: str, master: str, checkpoint: Path, max_offsets: int, *, onc
     except KeyboardInterrupt:
         query.stop()
     now = status(location)
-    answer(now, f"routed up to offset {now.routed_up_to} of {now.end}")
+    common.answer(now, f"routed up to offset {now.routed_up_to} of {now.end}")
 
 
 @pipeline.command("status")
-@json_option
+@common.json_option
 @_location_option
 def status(location: str) -> None:
     """Show how far the logs are routed; asks the broker, starts no Spark."""
     with _needs_spark():
         from penstock.spark.route import status as ask  # noqa: PLC0415
     now = ask(location)
-    if wants_json():
-        emit_json(now)
+    if common.wants_json():
+        common.emit_json(now)
         return
     click.echo(f"routing {now.routing}, epoch {now.epoch}, routed up to {now.routed_up_to}")
-    show_table(
+    common.show_table(
         (":log", ":cursor", ":end", ":lag"),
         [(log, at, now.end, now.lag[log]) for log, at in sorted(now.cursors.items())],
         empty="no logs",
@@ -165,10 +156,10 @@ def status(location: str) -> None:
 def backfill(location: str, master: str, queue: str, *, dry_run: bool, **given: Any) -> None:
     """Fill a queue from the log with what it wants and has not had."""
     job = _job("backfill", master)
-    with progress_bar(f"filling {queue}") as bar:
+    with common.progress_bar(f"filling {queue}") as bar:
         done = job(location, queue, dry_run=dry_run, progress=bar, **given)
     text = f"looked at {done.scanned} messages, {done.matched} match"
-    answer(done, text if dry_run else f"{text}, added {done.added} to {queue}")
+    common.answer(done, text if dry_run else f"{text}, added {done.added} to {queue}")
 
 
 @pipeline.command("archive")
@@ -200,7 +191,7 @@ def archive(
     )
     rows = ", ".join(f"{count} {table}" for table, count in done.rows.items())
     verb = "would archive" if dry_run else "archived"
-    answer(done, f"{verb} {rows}; trimmed {done.trimmed} messages")
+    common.answer(done, f"{verb} {rows}; trimmed {done.trimmed} messages")
 
 
 @pipeline.command("collect")
@@ -209,11 +200,11 @@ def archive(
 def collect(location: str, master: str, *, delete: bool) -> None:
     """Find payloads that nobody refers to any more, and free them."""
     job = _job("collect", master)
-    with progress_bar("asking the broker") as bar:
+    with common.progress_bar("asking the broker") as bar:
         done = job(location, dry_run=not delete, progress=bar)
     verb = "freed" if delete else "would free"
     text = f"{verb} {done.freed_messages} payloads, {done.freed_bytes} bytes"
-    answer(done, text)
+    common.answer(done, text)
 
 
 @pipeline.command("report")
@@ -224,8 +215,8 @@ def collect(location: str, master: str, *, delete: bool) -> None:
 def report(location: str, master: str, queues: tuple[str, ...], save: Path | None) -> None:
     """Show throughput, waiting, attempts and failures of each queue."""
     frames = _job("report", master)(location, queues=queues or None)
-    if wants_json():
-        emit_json({name: frame.toArrow().to_pylist() for name, frame in frames.items()})
+    if common.wants_json():
+        common.emit_json({name: frame.toArrow().to_pylist() for name, frame in frames.items()})
     else:
         counts = ("done", "failed", "available", "done_per_second", "attempts_mean")
         times = [
@@ -234,11 +225,11 @@ def report(location: str, master: str, queues: tuple[str, ...], save: Path | Non
         columns = ("queue", *counts, *times)
         rows = frames["queues"].select(*columns).collect()
         names = [name if name == "queue" else f":{name}" for name in columns]
-        show_table(names, [tuple(row) for row in rows], empty="no queues")
+        common.show_table(names, [tuple(row) for row in rows], empty="no queues")
     if save is not None:
         from penstock.spark.jobs import save_report  # noqa: PLC0415 - needs an extra
 
-        click.echo(f"written: {save_report(frames, save)}", err=wants_json())
+        click.echo(f"written: {save_report(frames, save)}", err=common.wants_json())
 
 
 @pipeline.command("redrive")
@@ -249,13 +240,13 @@ def report(location: str, master: str, queues: tuple[str, ...], save: Path | Non
 def redrive(location: str, master: str, queue: str, where: str | None, *, dry_run: bool) -> None:
     """Make the failed messages that a SQL condition selects available again."""
     job = _job("redrive", master)
-    with progress_bar(f"redriving {queue}") as bar:
+    with common.progress_bar(f"redriving {queue}") as bar:
         done = job(location, queue, where=where, dry_run=dry_run, progress=bar)
-    if wants_json():
-        emit_json(done)
+    if common.wants_json():
+        common.emit_json(done)
         return
     if dry_run:
-        show_table(
+        common.show_table(
             (":message", "failed", ":attempts", "reason", "group", "attributes"),
             [tuple(row.values()) for row in done.sample],
             empty="none is selected",
@@ -279,12 +270,12 @@ def publish(
 ) -> None:
     """Publish the rows of files, or of a SQL query, as messages."""
     for option, name in (("options", "NAME"), ("columns", "COLUMN")):
-        pairs = pairs_of(given[option], name)
+        pairs = common.pairs_of(given[option], name)
         given[option] = {each.strip(): value for each, value in pairs.items()}
     job = _job("publish", master)
-    with progress_bar("publishing") as bar:
+    with common.progress_bar("publishing") as bar:
         done = job(location, paths or None, dry_run=dry_run, progress=bar, **given)
     text = f"checked {done.rows} rows" if dry_run else f"published {done.published} rows"
     if done.duplicates:
         text += f"; {done.duplicates} had been published before"
-    answer(done, text)
+    common.answer(done, text)

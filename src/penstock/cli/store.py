@@ -11,24 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from penstock.broker.reader import route_once
-from penstock.cli.common import (
-    STATES,
-    answer,
-    changes_store,
-    duration,
-    emit_json,
-    json_option,
-    open_store,
-    open_to_look,
-    plain,
-    progress_bar,
-    reads_store,
-    show,
-    show_fields,
-    show_table,
-    store_option,
-    wants_json,
-)
+from penstock.cli import common
+from penstock.cli.common import duration
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
 from penstock.limits import MAX_RING_SIZE
@@ -58,37 +42,37 @@ def log_group() -> None:
 
 
 @log_group.command("stats")
-@reads_store
+@common.reads_store
 def log_stats(broker: Broker | Reader) -> None:
     """Show offsets, logs, cursors and retention."""
-    show_fields(broker.log_stats(), "log", ":value")
+    common.show_fields(broker.log_stats(), "log", ":value")
 
 
 @log_group.command("configure")
 @click.option("--logs", type=int, help="Spread messages over so many logs from here on.")
 @click.option("--retention", type=duration, help="Keep the log for so long; 0: for ever.")
-@changes_store
+@common.changes_store
 def configure(broker: Broker, logs: int | None, retention: int | None) -> None:
     """Change the number of logs, or how long they are kept."""
-    show_fields(broker.configure_log(logs=logs, retention_ms=retention), "log", ":value")
+    common.show_fields(broker.configure_log(logs=logs, retention_ms=retention), "log", ":value")
 
 
 @log_group.command("read")
 @click.option("--log", "number", type=int, default=0, show_default=True, help="Which log.")
 @click.option("--begin", type=int, default=0, show_default=True, help="First offset.")
 @click.option("--limit", type=int, default=20, show_default=True, help="Messages at the most.")
-@reads_store
+@common.reads_store
 def read(broker: Broker | Reader, number: int, begin: int, limit: int) -> None:
     """Show what was published, in order."""
     page = broker.read_log(number, begin=begin, limit=limit)
     about = (":offset=message_id", "published=published_at_ms", "group")
-    show(page.records, (*about, ":priority", ":size", "attributes"), empty="nothing there")
+    common.show(page.records, (*about, ":priority", ":size", "attributes"), empty="nothing there")
 
 
 @click.command("route")
 @click.option("--limit", type=int, default=100_000, show_default=True,
               help="Messages of each log at the most.")  # fmt: skip
-@changes_store
+@common.changes_store
 def route(broker: Broker, limit: int) -> None:
     """Put what the logs hold into the queues.
 
@@ -96,7 +80,7 @@ def route(broker: Broker, limit: int) -> None:
     """
     count = route_once(broker, limit=limit)
     stats = broker.log_stats()
-    answer(
+    common.answer(
         {"read": count, "routed_up_to": stats.routed_up_to, "end": stats.end},
         f"read {count} messages; routed up to offset {stats.routed_up_to} of {stats.end}",
     )
@@ -120,14 +104,14 @@ def _offset_or_time(value: str | None) -> int | datetime | None:
 @click.argument("queue")
 @click.option("--from", "begin", metavar="OFFSET|TIME", help="By default all that is kept.")
 @click.option("--to", "end", metavar="OFFSET|TIME", help="By default all that has been routed.")
-@store_option
+@common.store_option
 def backfill(store: str, queue: str, begin: str | None, end: str | None) -> None:
     """Fill a queue from the log with what it wants and has not had.
 
     A backfill that was interrupted goes on where it stopped; nothing comes in twice.
     """
     first = _offset_or_time(begin)
-    with open_store(store) as broker, progress_bar(f"filling {queue}") as bar:
+    with common.open_store(store) as broker, common.progress_bar(f"filling {queue}") as bar:
         done = broker.backfill(
             queue,
             from_="earliest" if first is None else first,
@@ -137,7 +121,7 @@ def backfill(store: str, queue: str, begin: str | None, end: str | None) -> None
     text = f"looked at {done.scanned} messages, added {done.added} to {queue}"
     if done.missing:
         text += f"; {done.missing} have no payload any more"
-    answer(done, text)
+    common.answer(done, text)
 
 
 # --- check and salvage ---------------------------------------------------------------------------
@@ -145,7 +129,7 @@ def backfill(store: str, queue: str, begin: str | None, end: str | None) -> None
 
 @click.command("check")
 @click.option("--repair", is_flag=True, help="Mend what can be mended.")
-@store_option
+@common.store_option
 @click.pass_context
 def check(ctx: click.Context, store: str, *, repair: bool) -> None:
     """Read the whole store and hold it to its invariants.
@@ -154,18 +138,20 @@ def check(ctx: click.Context, store: str, *, repair: bool) -> None:
     rest is checked, and nothing is repaired.
     """
     if repair:
-        with open_store(store) as broker:
+        with common.open_store(store) as broker:
             report = broker.check(repair=True)
     else:
-        with open_to_look(store) as reader:
+        with common.open_to_look(store) as reader:
             report = reader.check()
-    if wants_json():
-        emit_json({"ok": report.ok, **plain(report)})
+    if common.wants_json():
+        common.emit_json({"ok": report.ok, **common.plain(report)})
         ctx.exit(0 if report.ok else 1)
-    show_table(("checked", ":count"), sorted(report.checked.items()), empty="nothing is there")
+    common.show_table(
+        ("checked", ":count"), sorted(report.checked.items()), empty="nothing is there"
+    )
     if report.violations:
         columns = ("violation=kind", "table", "key", "what=text", "repaired")
-        show_table(columns, report.violations)
+        common.show_table(columns, report.violations)
     found = sum(report.found.values())
     count = f"{found} violations, {report.left} left" if found else "no violations"
     click.echo(f"{count}, {len(report.notes)} notes")
@@ -188,7 +174,7 @@ class _SalvageFailed(click.ClickException):
 @click.argument("target")
 @click.option("--drop-after", is_flag=True,
               help="Leave out what the write-ahead log has behind its first damage.")  # fmt: skip
-@json_option
+@common.json_option
 @click.pass_context
 def salvage_command(ctx: click.Context, store: str, target: str, *, drop_after: bool) -> None:
     """Read what can be read of the damaged STORE into a new one, TARGET.
@@ -202,14 +188,14 @@ def salvage_command(ctx: click.Context, store: str, target: str, *, drop_after: 
     level = store_log.level
     store_log.setLevel(logging.CRITICAL)
     try:
-        with progress_bar("salvaging") as progress:
+        with common.progress_bar("salvaging") as progress:
             report = salvage(store, target, drop_after=drop_after, progress=progress)
     except PenstockError as error:
         raise _SalvageFailed(" ".join(str(error).split())) from error
     finally:
         store_log.setLevel(level)
-    if wants_json():
-        emit_json({"complete": report.complete, **plain(report)})
+    if common.wants_json():
+        common.emit_json({"complete": report.complete, **common.plain(report)})
     else:
         _show_report(report)
     ctx.exit(0 if report.complete else 1)
@@ -220,16 +206,22 @@ def _show_report(report: SalvageReport) -> None:
         (
             f"{each.name} (settings lost)" if each.settings_lost else each.name,
             "?" if each.expected is None else each.expected,
-            *(each.found[state] for state in STATES),
+            *(each.found[state] for state in common.STATES),
             each.put_back,
             _ranges(each.lost),
         )
         for each in report.queues
     ]
-    columns = ("queue", ":expected", *(f":{state}" for state in STATES), ":put back", "lost ids")
-    show_table(columns, rows, empty="no queues")
+    columns = (
+        "queue",
+        ":expected",
+        *(f":{state}" for state in common.STATES),
+        ":put back",
+        "lost ids",
+    )
+    common.show_table(columns, rows, empty="no queues")
     if report.unreadable:
-        show_table(("file", "table", "between", "why"), report.unreadable)
+        common.show_table(("file", "table", "between", "why"), report.unreadable)
     for note in report.notes:
         click.echo(f"note: {note}")
     if report.complete:
@@ -292,7 +284,7 @@ def _open_sql(url: str) -> closing[SqlStore]:
 
 
 @cluster.command("status")
-@store_option
+@common.store_option
 def status(store: str) -> None:
     """Show tokens, zones, and how far a change of the ring has got."""
     with _open_sql(store) as opened:
@@ -300,8 +292,8 @@ def status(store: str) -> None:
 
 
 def _show_cluster(now: ClusterStatus, more: dict[str, Any]) -> None:
-    if wants_json():
-        emit_json({**plain(now), "rehashed": now.rehashed, **more})
+    if common.wants_json():
+        common.emit_json({**common.plain(now), "rehashed": now.rehashed, **more})
         return
     rehash = "all have the token of this ring" if not now.old_tokens else (
         f"{now.old_tokens:,} of {now.zones:,} have the token of another ring: "
@@ -321,7 +313,7 @@ def _show_cluster(now: ClusterStatus, more: dict[str, Any]) -> None:
         for each in sorted(fullest, key=lambda each: each.token)
     ]  # fmt: skip
     columns = (":token", ":pointers", ":vested", ":oldest lag ms", "")
-    show_table(columns, rows, empty="no token has pointers")
+    common.show_table(columns, rows, empty="no token has pointers")
     if len(now.tokens) > SHOWN:
         click.echo(f"the fullest {SHOWN} of {len(now.tokens):,} tokens that have pointers")
 
@@ -330,7 +322,7 @@ def _show_cluster(now: ClusterStatus, more: dict[str, Any]) -> None:
 @click.argument("ring_size", metavar="N", type=int)
 @click.option("--wait", is_flag=True, help="Stay until no zone has a token of another ring.")
 @click.option("--timeout", metavar="DURATION", help="Wait no longer than this.")
-@store_option
+@common.store_option
 @click.pass_context
 def resize(
     ctx: click.Context, ring_size: int, timeout: str | None, store: str, *, wait: bool
@@ -351,27 +343,27 @@ def resize(
         collected = opened.zones.collected
         now = opened.cluster_status(opened.server_ms())
     _show_cluster(now, {"this_process": {"collected": collected}})
-    if wait and not wants_json():
+    if wait and not common.wants_json():
         click.echo(f"{collected:,} zones were collected by this process")
     ctx.exit(1 if wait and now.old_tokens else 0)
 
 
 @cluster.command("split")
 @click.argument("queue")
-@store_option
+@common.store_option
 def split(queue: str, store: str) -> None:
     """Give each token of QUEUE a range of its own, which another node may serve (CockroachDB)."""
     with _open_sql(store) as opened:
         made = opened.split_tokens(queue, opened.server_ms())
     text = f"{queue} has a range for each of {made:,} tokens"
-    answer({"queue": queue, "ranges": made}, text)
+    common.answer({"queue": queue, "ranges": made}, text)
 
 
 def _wait(store: SqlStore, timeout_ms: int | None) -> bool:
     """Wait for the last zone of another ring to be collected; false if the time is over."""
     end_ms = None if timeout_ms is None else store.server_ms() + timeout_ms
     most = 0
-    with progress_bar("re-hashing") as progress:
+    with common.progress_bar("re-hashing") as progress:
         while (old := store.count_old_tokens()[1]) > 0:
             most = max(most, old)
             if progress is not None:

@@ -12,8 +12,8 @@ stand in double quotes if they are not plain words.
 
 ::
 
-    text ──parser──▶ tree ──evaluate──▶ one filter, one message
-                       └────matcher───▶ every filter, a batch of messages
+    text ──parser──▶ tree ──evaluate, like──▶ one filter, one message
+                       └────────matcher─────▶ every filter, a batch of messages
 
 This package owns the language and the matching. The router and the stores act on a match.
 """

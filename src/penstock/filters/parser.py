@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, NoReturn
 
 from penstock.errors import InvalidFilter
 from penstock.filters import tree
-from penstock.filters.evaluate import INT_MAX, Filter, PatternError, compile_like
+from penstock.filters.evaluate import INT_MAX, Filter
 from penstock.limits import (
     MAX_ATTRIBUTE_NAME_BYTES,
     MAX_FILTER_CHARS,
@@ -475,6 +475,8 @@ class _Group:
         return tree.In(self._value(part.parts[0], depth), tuple(items))
 
     def _like(self, part: _Part, depth: int) -> tree.Predicate:
+        from penstock.filters.like import PatternError, compile_like  # noqa: PLC0415
+
         operand, pattern_part, *escapes = part.parts
         escape = self._string(escapes[0], depth) if escapes else None
         if escape is not None and len(escape) != 1:

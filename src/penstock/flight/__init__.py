@@ -1,8 +1,9 @@
 """Arrow Flight: a store as tables of record batches, served and read.
 
 ``protocol`` has the commands and actions that server and client share, ``tables`` the schemas and
-the reading of tables, ``snapshots`` cuts a pinned store into parts; ``listener`` starts the
-``service``, ``client`` calls it. Needs pyarrow: nothing below the server imports this package.
+the reading of tables, ``snapshots`` cuts a pinned store into parts, ``writes`` takes rows that
+clients send; ``service`` answers, ``client`` calls it. Needs pyarrow: nothing below the server
+imports this package.
 """
 
 from __future__ import annotations

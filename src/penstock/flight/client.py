@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar
@@ -237,8 +238,8 @@ class FlightStore(Actions):
             try:
                 said = self._put(protocol.PublishCommand(), [batch], schema, again=again)
             except InvalidMessage as error:
-                raise _moved(error, published) from None
-            one = msgspec.json.decode(said[-1], type=Published)
+                raise _renumbered(error, published) from None
+            one = msgspec.json.decode(said, type=Published)
             published, duplicates = published + one.published, duplicates + one.duplicates
         return Published(published, duplicates)
 
@@ -251,26 +252,21 @@ class FlightStore(Actions):
         schema = pa.schema([("offset", pa.int64()), ("queue", pa.string())])
         self._put(protocol.StageCommand(stage, **stretch), batches, schema)
 
-    def fill_stage(
-        self, stage: str, batches: Iterable[pa.RecordBatch], *, queue: str, begin: int, end: int
-    ) -> None:
-        """Stage all messages (offset) of [begin, end) that a backfill puts into a queue."""
-        schema = pa.schema([("offset", pa.int64())])
-        self._put(protocol.FillStage(stage, queue, begin, end), batches, schema)
+    def fill_stage(self, stage: str, batches: Iterable[pa.RecordBatch], **stretch: Any) -> None:
+        """Stage all messages (offset) of a stretch that a backfill puts into a queue.
 
-    def restore(
-        self,
-        batches: Iterable[pa.RecordBatch],
-        *,
-        queue: str,
-        begin: int,
-        end: int,
-        filter: str | None = None,  # noqa: A002 - the word that users know
-    ) -> FilledCounts:
-        """Put archived messages (:data:`protocol.RESTORED`) of [begin, end) into a queue."""
-        command = protocol.RestoreCommand(queue, begin, end, filter)
-        said = self._put(command, batches, protocol.RESTORED)
-        return msgspec.json.decode(said[-1], type=FilledCounts)
+        ``stretch``: ``queue``, ``begin`` and ``end``.
+        """
+        schema = pa.schema([("offset", pa.int64())])
+        self._put(protocol.FillStage(stage, **stretch), batches, schema)
+
+    def restore(self, batches: Iterable[pa.RecordBatch], **stretch: Any) -> FilledCounts:
+        """Put archived messages (:data:`protocol.RESTORED`) of a stretch into a queue.
+
+        ``stretch``: ``queue``, ``begin``, ``end`` and ``filter``.
+        """
+        said = self._put(protocol.RestoreCommand(**stretch), batches, protocol.RESTORED)
+        return msgspec.json.decode(said, type=FilledCounts)
 
     # --- calls ---------------------------------------------------------------------------
 
@@ -292,29 +288,29 @@ class FlightStore(Actions):
         schema: pa.Schema,
         *,
         again: bool = True,
-    ) -> list[bytes]:
-        """Send batches; return the server's answers."""
+    ) -> bytes:
+        """Send batches; return the server's last answer."""
         # All at hand before the first is sent: a stage that ends early would be taken for whole.
         rows = list(batches)
         # A stage is answered once, at its end; the others after each batch.
         staged = isinstance(command, protocol.StageCommand | protocol.FillStage)
 
-        def call(client: fl.FlightClient) -> list[bytes]:
+        def call(client: fl.FlightClient) -> bytes:
             within = self._call(limits.MAX_WORK_CALL_MS)
             writer, reader = client.do_put(_descriptor(command), schema, within)
-            answers = []
+            answer = b""
             try:
                 for batch in rows:
                     writer.write_batch(batch)
                     if not staged and (said := reader.read()) is not None:
-                        answers.append(said.to_pybytes())
+                        answer = said.to_pybytes()
                 writer.done_writing()
                 while (said := reader.read()) is not None:
-                    answers.append(said.to_pybytes())
+                    answer = said.to_pybytes()
             finally:
                 # An error of the server shows itself here, whatever went wrong before.
                 writer.close()
-            return answers
+            return answer
 
         return self._again(call, again=again)
 
@@ -366,27 +362,24 @@ def _opened(
     A deadline would end the whole stream, however well it flows, and opening can't be cancelled:
     so another thread opens it.
     """
-    made: list[fl.FlightStreamReader] = []
-    failed: list[BaseException] = []
-    given_up = threading.Event()
+    opening: Future[fl.FlightStreamReader] = Future()
 
     def open_it() -> None:
         try:
-            made.append(client.do_get(fl.Ticket(ticket), options))
+            opening.set_result(client.do_get(fl.Ticket(ticket), options))
         except BaseException as error:
-            failed.append(error)
-        if made and given_up.is_set():
-            made[0].cancel()
+            opening.set_exception(error)
 
-    opening = threading.Thread(target=open_it, name="penstock-open", daemon=True)
-    opening.start()
-    opening.join(idle_ms / 1000)
-    if failed:
-        raise failed[0]
-    if not made:
-        given_up.set()
-        raise fl.FlightTimedOutError(f"a read did not begin within {idle_ms} ms")
-    return made[0]
+    def give_up(late: Future[fl.FlightStreamReader]) -> None:
+        if late.exception() is None:
+            late.result().cancel()
+
+    threading.Thread(target=open_it, name="penstock-open", daemon=True).start()
+    try:
+        return opening.result(idle_ms / 1000)
+    except TimeoutError:
+        opening.add_done_callback(give_up)
+        raise fl.FlightTimedOutError(f"a read did not begin within {idle_ms} ms") from None
 
 
 def _next_chunk(reader: fl.FlightStreamReader, idle_ms: int) -> fl.FlightStreamChunk | None:
@@ -421,7 +414,7 @@ def _portions(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             yield batch.slice(begin, step)
 
 
-def _moved(error: InvalidMessage, rows: int) -> InvalidMessage:
+def _renumbered(error: InvalidMessage, rows: int) -> InvalidMessage:
     """Count the rows of an error from the first of the publish, not of its portion."""
     text = _ROW.sub(lambda found: f"row {int(found[1]) + rows}", str(error))
     return InvalidMessage(

@@ -330,26 +330,22 @@ ACTIONS: Final[dict[str, Action[Any, Any]]] = {
 # --- errors ---------------------------------------------------------------------------------------
 
 
-class _Error(msgspec.Struct):
-    error: str
-    message: str
-
-
 def describe(error: PenstockError) -> tuple[str, bytes]:
     """Give an error as text and as JSON."""
     name, text = type(error).__name__, str(error)
     if len(text) > MAX_ERROR_CHARS:
         text = text[:MAX_ERROR_CHARS] + "…"
-    return f"{name}: {text}", encode(_Error(name, text))
+    return f"{name}: {text}", encode({"error": name, "message": text})
 
 
 def revive(extra: bytes | None) -> PenstockError | None:
     """Make an exception again from its JSON; None if it is not one of ours."""
     try:
-        found = msgspec.json.decode(extra or b"", type=_Error)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        found = msgspec.json.decode(extra or b"", type=dict[str, str])
+        name, message = found["error"], found["message"]
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError):
         return None
-    return error_named(found.error, found.message) or PenstockError(found.message)
+    return error_named(name, message) or PenstockError(message)
 
 
 def error_named(name: str, message: str) -> PenstockError | None:

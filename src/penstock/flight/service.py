@@ -167,11 +167,15 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         self._handlers: Final[dict[str, Callable[[Any], Any]]] = {
             "info": self._info,
             "filters": lambda options: broker.filters_at(options.offset),
-            "commit_stages": self._commit_stages,
+            "commit_stages": lambda options: commit(
+                broker, self.stages.get(options.stages), options.epoch
+            ),
             "drop_stages": lambda options: self.stages.drop(options.stages),
             "commit_fill": self._commit_fill,
             "backfill_plan": self._backfill_plan,
-            "watermarks": self._watermarks,
+            "watermarks": lambda _: msgspec.convert(
+                broker.log_stats(), protocol.Watermarks, from_attributes=True
+            ),
             "stats": self._stats,
         }
         super().__init__(
@@ -354,12 +358,8 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             __version__, info.store_id, info.design, info.routing, protocol.PROTOCOL
         )
 
-    def _commit_stages(self, options: Any) -> list[protocol.Committed]:
-        found = self.stages.get(list(dict.fromkeys(options.stages)))
-        return commit(self._broker, found, options.epoch)
-
     def _commit_fill(self, options: protocol.CommitFill) -> protocol.FilledCounts:
-        found = self.stages.get(list(dict.fromkeys(options.stages)))
+        found = self.stages.get(options.stages)
         if found and all(stage.committed for stage in found):
             return protocol.FilledCounts(0, 0, 0)
         offsets = fill_offsets(found, options)
@@ -380,10 +380,6 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         return self._broker.backfill_plan(
             options.queue, from_=from_, to=options.to, archived=options.archived
         )
-
-    def _watermarks(self, _: Any) -> protocol.Watermarks:
-        stats = self._broker.log_stats()
-        return protocol.Watermarks(stats.cursors, stats.routed_up_to, stats.earliest, stats.end)
 
     def _stats(self, _: Any) -> protocol.Stats:
         with self._broker.view(stats=True, marks=False) as pinned:

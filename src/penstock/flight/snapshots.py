@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -130,9 +131,11 @@ def of_queues(part: Part, queues: Sequence[str] | None) -> Part:
         return part
     if any(piece.queue is None for piece in part):
         raise InvalidInput("a part of the log, or of all messages, has no queues to choose from")
-    return [piece for piece in part if piece.queue in queues]
+    chosen = set(queues)
+    return [piece for piece in part if piece.queue in chosen]
 
 
+@dataclass(eq=False)
 class Snapshot:
     """A pinned store, with one table cut into parts for one reader.
 
@@ -140,23 +143,17 @@ class Snapshot:
     it shows.
     """
 
-    def __init__(
-        self,
-        pinned: PinnedStore,
-        parts: list[Part],
-        selection: Selection,
-        owner: str = "",
-        queues: Sequence[str] = (),
-    ) -> None:
-        self.name = ""
-        self.pinned = pinned
-        self.parts = parts
-        self.selection = selection
-        self.owner = owner
-        self.queues = queues
-        self.used_at_ms = 0
-        self.readers = 0
-        self.unread = set(range(len(parts)))
+    pinned: PinnedStore
+    parts: list[Part]
+    selection: Selection
+    owner: str
+    queues: Sequence[str]
+    name: str = ""
+    used_at_ms: int = 0
+    readers: int = 0
+
+    def __post_init__(self) -> None:
+        self.unread = set(range(len(self.parts)))
         # Of parts that are read a queue at a time: the queues that were.
         self._seen: dict[int, set[str]] = {}
 

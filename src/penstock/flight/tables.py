@@ -6,7 +6,7 @@ attributes of a message stay packed if no column and no filter needs them.
 
 from __future__ import annotations
 
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -96,9 +96,8 @@ TABLES: Final[dict[str, pa.Schema]] = {
     "groups": make_schema(f"queue string, group string, {_DEPTHS}, oldest_published_at time?"),
     "stats": make_schema("queue string?, metric string, value long?"),
 }
+# The tables of messages: they have payloads, and attributes to filter by.
 WITH_PAYLOAD: Final = frozenset({"log", "messages", "active", "done", "failed"})
-# The tables that have attributes to filter by.
-FILTERED: Final = WITH_PAYLOAD
 _PAYLOAD: Final = pa.field("payload", pa.binary())
 # The log's record as it is stored (store/codec/metadata.py), for callers that name this column: it
 # costs the broker no decoding. Records that do not decode are not left out.
@@ -162,7 +161,7 @@ def select(
 ) -> Selection:
     """Check a choice of rows and columns."""
     schema = schema_of(table, payload=payload, columns=columns)
-    if filter_text is not None and table not in FILTERED:
+    if filter_text is not None and table not in WITH_PAYLOAD:
         raise InvalidInput(f"table {table} has no attributes to filter by")
     return Selection(table, schema, None if filter_text is None else parse(filter_text))
 
@@ -172,12 +171,8 @@ def select(
 _encode_lines: Final = msgspec.json.Encoder().encode_lines
 _encode: Final = msgspec.json.Encoder().encode
 _FROM_METADATA: Final = {
-    "published_at": attrgetter("published_at_ms"),
-    "group": attrgetter("group"),
-    "priority": attrgetter("priority"),
-    "size": attrgetter("size"),
-    "delay_ms": attrgetter("delay_ms"),
-}
+    name: attrgetter(name) for name in ("group", "priority", "size", "delay_ms")
+} | {"published_at": attrgetter("published_at_ms")}
 
 
 def _column(selection: Selection, name: str, values: Sequence[Any]) -> pa.Array:
@@ -272,7 +267,7 @@ _PLACES: Final[dict[str, tuple[int, dict[str, int]]]] = {
 _LEASED: Final = {"lease_deadline": "deadline_ms", "consumer": "consumer"}
 
 
-def _with_record(
+def _record_batches(
     pinned: PinnedStore, piece: Piece, selection: Selection
 ) -> Iterator[pa.RecordBatch]:
     """Read rows that have the packed record of a message, in batches of bounded size."""
@@ -376,13 +371,13 @@ def _messages(pinned: PinnedStore, piece: Piece, selection: Selection) -> Iterat
         rows.append((message_id, payload))
         total += len(payload) if payloads else 0
         if len(rows) >= BATCH_ROWS or total >= BATCH_BYTES:
-            yield from _with_records(pinned, rows, selection)
+            yield from _payload_batch(pinned, rows, selection)
             rows, total = [], 0
     if rows:
-        yield from _with_records(pinned, rows, selection)
+        yield from _payload_batch(pinned, rows, selection)
 
 
-def _with_records(
+def _payload_batch(
     pinned: PinnedStore, rows: list[tuple[int, Any]], selection: Selection
 ) -> Iterator[pa.RecordBatch]:
     """Make a batch of payloads, with the records that the log still has of them."""
@@ -434,14 +429,9 @@ def _attempts(pinned: PinnedStore, piece: Piece, selection: Selection) -> Iterat
 
 def _pages(source: Iterable[Any]) -> Iterator[list[Any]]:
     """Gather rows until they make a batch."""
-    rows: list[Any] = []
-    for row in source:
-        rows.append(row)
-        if len(rows) >= BATCH_ROWS:
-            yield rows
-            rows = []
-    if rows:
-        yield rows
+    rows = iter(source)
+    while page := list(islice(rows, BATCH_ROWS)):
+        yield page
 
 
 def _ended_attempts(pinned: PinnedStore, piece: Piece) -> Iterator[tuple[Any, ...]]:
@@ -514,7 +504,7 @@ def _stats(pinned: PinnedStore, piece: Piece, selection: Selection) -> Iterator[
 
 
 _READERS: Final[dict[str, Callable[[PinnedStore, Piece, Selection], Iterator[pa.RecordBatch]]]] = {
-    **dict.fromkeys(_PLACES, _with_record),
+    **dict.fromkeys(_PLACES, _record_batches),
     "messages": _messages,
     "attempts": _attempts,
     "queues": _queues,

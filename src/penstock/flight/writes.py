@@ -409,10 +409,10 @@ class Stages:
             self._staged[name] = stage
 
     def get(self, names: Sequence[str]) -> list[Stage]:
-        """Return stages by name."""
+        """Return stages by name, each once."""
         with self._lock:
             found = []
-            for name in names:
+            for name in dict.fromkeys(names):
                 stage = self._staged.get(name)
                 if stage is None:
                     raise InvalidInput(

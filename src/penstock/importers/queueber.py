@@ -180,8 +180,12 @@ class _Import:
     def prepare(self, *, restart: bool) -> None:
         """Look at both sides, and make the queues that are missing."""
         specs = {spec.name: spec for spec in self._broker.queues()}
-        if self._progress_queue in specs:
-            self._check_routed()
+        log = self._broker.log_stats()
+        if self._progress_queue in specs and log.routed_up_to < log.end:
+            raise ImportFailed(
+                "messages of this store's log are not routed yet, among them perhaps the last "
+                "record of this import's progress: run the routing pipeline, then import again"
+            )
         if self._progress_queue in specs and not restart:
             self._saved = self._find_saved()
             self._imported_before = sum(self._saved.counts.get(kind, 0) for kind in _KINDS)
@@ -204,15 +208,6 @@ class _Import:
             max_attempts=limits.MAX_ATTEMPTS,
             done_retention_ms=1,
         )
-
-    def _check_routed(self) -> None:
-        """Make sure that every record of progress has come to its queue."""
-        log = self._broker.log_stats()
-        if log.routed_up_to < log.end:
-            raise ImportFailed(
-                "messages of this store's log are not routed yet, among them perhaps the last "
-                "record of this import's progress: run the routing pipeline, then import again"
-            )
 
     def _find_saved(self) -> _Saved:
         latest = self._saved

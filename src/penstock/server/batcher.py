@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_Made: TypeAlias = "tuple[Request, Future[Any]]"
+_Gathered: TypeAlias = "tuple[Request, Future[Any]]"
 
 # The most messages of one joint change, so that no request waits long behind others.
 MAX_JOINT_MESSAGES: Final = 2_000
@@ -83,14 +83,14 @@ class Batcher:
         self._loop = loop
         self._gathered: OrderedDict[Future[Any], Request] = OrderedDict()
         self._scheduled = False
-        # Requests that are gathered or not durable yet.
+        # Requests whose joint change is begun and not answered yet.
         self._under_way = 0
         # Claims that may wait, from their request to their answer; and the parked ones, by queue.
         self._waiting: dict[_WaitingClaim, Future[Any]] = {}
         self._parked: dict[str, dict[_WaitingClaim, None]] = {}
         # Queues that other threads have woken, until the loop comes to them.
-        self._news: dict[str | None, int | None] = {}
-        self._news_lock = threading.Lock()
+        self._woken_queues: dict[str | None, int | None] = {}
+        self._woken_lock = threading.Lock()
         # Whether claims may wait: not once the server is stopping.
         self.is_open = True
         # Set once the store is lost to this process: no request can be answered any more.
@@ -104,7 +104,7 @@ class Batcher:
             self._changer = ThreadPoolExecutor(1, thread_name_prefix="penstock-change")
         # Whether the thread makes a joint change.
         self._changing = False
-        broker.listen(self._woken)
+        broker.listen(self._wake_queue)
 
     @property
     def parked(self) -> int:
@@ -234,7 +234,7 @@ class Batcher:
 
     # --- stopping --------------------------------------------------------------------------
 
-    def hand_back(self) -> None:
+    def end_waits(self) -> None:
         """Answer claims that wait with nothing, and let none wait from now on."""
         self.is_open = False
         for claim in list(self._waiting):
@@ -242,8 +242,8 @@ class Batcher:
 
     async def close(self) -> None:
         """Wait for the requests under way. The broker stays open."""
-        self.hand_back()
-        while self._under_way:
+        self.end_waits()
+        while self._gathered or self._under_way:
             await asyncio.sleep(0.001)
         # On a thread: it takes the broker's lock, which a slow store may hold.
         await asyncio.to_thread(self.broker.listen, None)
@@ -261,7 +261,6 @@ class Batcher:
                 # It may wait long for its turn, and a cancelled request must not keep its bytes.
                 future.add_done_callback(self._drop)
         self._gathered[future] = request
-        self._under_way += 1
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._work)
@@ -270,19 +269,18 @@ class Batcher:
     def _drop(self, future: Future[Any]) -> None:
         """Drop a request that was cancelled before its turn."""
         request = self._gathered.pop(future, None)
-        if request is not None:
-            self._under_way -= 1
         if isinstance(request, Claim):
             # It may have been woken for a message that another claim could have.
-            self._woken(request.queue, 1)
+            self._wake_queue(request.queue, 1)
 
     def _work(self) -> None:
         """Make one joint change of the gathered requests."""
         joint, made = self._next()
+        self._under_way += len(made)
         if made and self._changer is not None:
             self._changing = True
             change = self._loop.run_in_executor(self._changer, self.broker.begin, joint)
-            change.add_done_callback(lambda change: self._changed(made, change))
+            change.add_done_callback(lambda change: self._end_change(made, change))
             return
         self._scheduled = bool(self._gathered)
         if self._scheduled:
@@ -295,13 +293,13 @@ class Batcher:
             # Whatever it was, every request gets its answer.
             self._answer(made, error)
             return
-        self._began(made, number)
+        self._answer_when_durable(made, number)
 
-    def _changed(self, made: list[_Made], change: Future[int]) -> None:
+    def _end_change(self, made: list[_Gathered], change: Future[int]) -> None:
         """Go on after a joint change of the thread."""
         error = change.exception()
         if error is None:
-            self._began(made, change.result())
+            self._answer_when_durable(made, change.result())
         else:
             self._answer(made, error if isinstance(error, Exception) else BrokerClosed(str(error)))
         self._changing = False
@@ -311,7 +309,7 @@ class Batcher:
         # Queues that were woken meanwhile may have claims that wait only now.
         self._retry()
 
-    def _began(self, made: list[_Made], number: int) -> None:
+    def _answer_when_durable(self, made: list[_Gathered], number: int) -> None:
         """Park claims that wait, and answer the other requests when the change is durable."""
         # At once: a wake-up from now on comes to the loop after this.
         if self._waiting:
@@ -321,17 +319,16 @@ class Batcher:
             answer: OnDurable = partial(self._loop.call_soon_threadsafe, self._answer, made)  # type: ignore[arg-type]
             self.broker.tell(number, answer)
 
-    def _next(self) -> tuple[Joint, list[_Made]]:
+    def _next(self) -> tuple[Joint, list[_Gathered]]:
         """Take the requests of one joint change, in the order of arrival."""
         joint = Joint()
-        made: list[_Made] = []
+        made: list[_Gathered] = []
         room = MAX_JOINT_MESSAGES
         gathered = self._gathered
         passed_on: dict[str, int] = {}
         while gathered and room > 0:
             future, request = gathered.popitem(last=False)
             if future.done():
-                self._under_way -= 1
                 if isinstance(request, Claim):
                     # As in _drop.
                     passed_on[request.queue] = passed_on.get(request.queue, 0) + 1
@@ -350,10 +347,10 @@ class Batcher:
                 room -= 1
             made.append((request, future))
         for queue, count in passed_on.items():
-            self._woken(queue, count)
+            self._wake_queue(queue, count)
         return joint, made
 
-    def _answer(self, made: list[_Made], failure: Exception | None) -> None:
+    def _answer(self, made: list[_Gathered], failure: Exception | None) -> None:
         """Answer every request of a joint change."""
         self._under_way -= len(made)
         for request, future in made:
@@ -400,7 +397,7 @@ class Batcher:
         if self._unpark(claim) and answer and future is not None and not future.done():
             future.set_result([])
 
-    def _woken(self, queue: str | None, available: int | None) -> None:
+    def _wake_queue(self, queue: str | None, available: int | None) -> None:
         """Note that a queue has something to claim; (None, None): the store is lost.
 
         The broker calls it on any thread, with its lock held.
@@ -409,17 +406,17 @@ class Batcher:
             self._loop.call_soon_threadsafe(self.lost.set)
         if not self._waiting:
             return
-        with self._news_lock:
-            first = not self._news
-            known = self._news.get(queue, 0)
+        with self._woken_lock:
+            first = not self._woken_queues
+            known = self._woken_queues.get(queue, 0)
             # One retry too many does no harm; one too few would wait for no reason.
             if known is None or available is None:
-                self._news[queue] = None
+                self._woken_queues[queue] = None
             elif self._changer is not None:
                 # A far store does not count again: it reports only the messages that came since.
-                self._news[queue] = known + available
+                self._woken_queues[queue] = known + available
             else:
-                self._news[queue] = max(known, available)
+                self._woken_queues[queue] = max(known, available)
         if first:
             self._loop.call_soon_threadsafe(self._retry)
 
@@ -427,11 +424,11 @@ class Batcher:
         """Retry claims that wait for a queue that was woken."""
         if self._changing:
             return
-        with self._news_lock:
-            news, self._news = self._news, {}
-        if None in news:
-            news = dict.fromkeys(self._parked)
-        for queue, available in news.items():
+        with self._woken_lock:
+            woken, self._woken_queues = self._woken_queues, {}
+        if None in woken:
+            woken = dict.fromkeys(self._parked)
+        for queue, available in woken.items():
             parked = list(self._parked.get(queue or "", {}))
             # As many as could get something, the first ones first; all, if the queue is gone.
             left = len(parked) if available is None else max(1, available)

@@ -181,43 +181,43 @@ SETTINGS: Final = {
 }
 
 
-class Sourced(NamedTuple):
+class SettingValue(NamedTuple):
     """A value and where it came from."""
 
     value: Any
     source: str
 
 
-class Effective(NamedTuple):
+class LoadedConfig(NamedTuple):
     """The outcome: the settings, and the source of each by its field."""
 
     config: Config
     sources: dict[str, str]
 
-    def shown(self) -> dict[str, Sourced]:
+    def texts(self) -> dict[str, SettingValue]:
         """Give every setting by its path, as text that is fit to be seen."""
         return {
-            setting.path: Sourced(_shown(getattr(self.config, field)), self.sources[field])
+            setting.path: SettingValue(_shown(getattr(self.config, field)), self.sources[field])
             for field, setting in SETTINGS.items()
         }
 
 
 def load(
     *, file: str | None = None, environment: Mapping[str, str], flags: Mapping[str, Any]
-) -> Effective:
+) -> LoadedConfig:
     """Put the settings together; later wins: defaults, file, environment, flags.
 
     ``flags`` are by field; those that are None were not given. ``file`` None means the one that
     PENSTOCK_CONFIG names, if any.
     """
-    raw: dict[str, Sourced] = {}
+    raw: dict[str, SettingValue] = {}
     file = file or environment.get("PENSTOCK_CONFIG") or None
     if file is not None:
         raw |= _from_file(Path(file))
     raw |= _from_environment(environment)
     for field, value in flags.items():
         if value is not None:
-            raw[field] = Sourced(value, SETTINGS[field].flag)
+            raw[field] = SettingValue(value, SETTINGS[field].flag)
     values = {field: _convert(SETTINGS[field], *sourced) for field, sourced in raw.items()}
     sources = dict.fromkeys(SETTINGS, "default") | {
         field: sourced.source for field, sourced in raw.items()
@@ -230,10 +230,10 @@ def load(
                 values[field], sources[field] = OFF, "default, as others are named"
     config = Config(**values)
     _check(config)
-    return Effective(config, sources)
+    return LoadedConfig(config, sources)
 
 
-def _from_file(path: Path) -> dict[str, Sourced]:
+def _from_file(path: Path) -> dict[str, SettingValue]:
     try:
         with path.open("rb") as file:
             tree = tomllib.load(file)
@@ -249,16 +249,16 @@ def _from_file(path: Path) -> dict[str, Sourced]:
             full = f"{name}.{rest}" if rest else name
             if full not in by_path:
                 raise InvalidInput(f"{path}: no setting {full!r:.100}{_nearest(full, by_path)}")
-            found[by_path[full]] = Sourced(each, f"file {path}")
+            found[by_path[full]] = SettingValue(each, f"file {path}")
     return found
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Sourced]:
+def _from_environment(environment: Mapping[str, str]) -> dict[str, SettingValue]:
     by_variable = {setting.variable: setting.field for setting in SETTINGS.values()}
     found = {}
     for name, value in environment.items():
         if name in by_variable:
-            found[by_variable[name]] = Sourced(value, name)
+            found[by_variable[name]] = SettingValue(value, name)
         elif name.startswith("PENSTOCK_") and name != "PENSTOCK_CONFIG":
             _refuse_misspelt(name, by_variable)
     return found

@@ -1,7 +1,10 @@
 """Queueber's clients: its one interface in Cap'n Proto RPC, over one queue of the store.
 
-Their protocol names no queue and knows no login, so the listener is given a queue, and is only
-for where everybody may use it. Times are whole seconds there. Every answer is durable.
+Their protocol, ``queueber.capnp``, names no queue and knows no login, so the listener is given a
+queue, and is only for where everybody may use it. Times are whole seconds there. Every answer is
+durable. An item's id is laid out as a UUID of version 8, and sorts in the order of publishing::
+
+    message id, bits 63-16 | 8 | bits 15-4 | 10 | bits 3-0, then 58 bits of 0
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -20,7 +24,6 @@ from penstock.errors import InvalidInput, InvalidReceipt, PenstockError, QueueNo
 from penstock.model import Message
 from penstock.server.connections import Listener
 from penstock.validation import check_count
-from penstock.wire.queueber import item_id, lease_data, lease_of, message_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -32,10 +35,33 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SCHEMA: Final = capnp.load(str(Path(__file__).parent.parent / "wire/queueber/rpc.capnp"))
+_SCHEMA: Final = capnp.load(str(Path(__file__).with_suffix(".capnp")))
 # What a message from a client may hold, in words of eight bytes: a publish, and some room.
 _TRAVERSAL_WORDS: Final = limits.MAX_PUBLISH_BYTES // 8 + (1 << 20)
 _CONSUMER: Final = "queueber"
+_ID_BYTES: Final = 16
+_ID_BITS: Final = 0x8 << 76 | 0b10 << 62
+_LEASE: Final = re.compile(rb"[0-9A-Za-z_-]{1,128}")
+
+
+def item_id(message_id: int) -> bytes:
+    """Return the id of a message as clients see it."""
+    value = message_id >> 16 << 80 | (message_id >> 4 & 0xFFF) << 64 | (message_id & 0xF) << 58
+    return (value | _ID_BITS).to_bytes(_ID_BYTES, "big")
+
+
+def message_of(data: bytes) -> int | None:
+    """Return the message that an id names; None if it is no id of ours."""
+    if len(data) != _ID_BYTES:
+        return None
+    value = int.from_bytes(data, "big")
+    message_id = value >> 80 << 16 | (value >> 64 & 0xFFF) << 4 | value >> 58 & 0xF
+    return message_id if item_id(message_id) == data else None
+
+
+def lease_of(data: bytes) -> str | None:
+    """Return the token of a lease; None if it is no lease of ours."""
+    return data.decode() if _LEASE.fullmatch(data) else None
 
 
 class QueueberListener(Listener):
@@ -237,7 +263,7 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
         for item, delivery in zip(items, deliveries, strict=True):
             item.contents = delivery.payload
             item.id = item_id(delivery.message_id)
-        answer.lease = lease_data(deliveries[0].lease) if deliveries else b""
+        answer.lease = deliveries[0].lease.encode() if deliveries else b""
 
     async def extend_context(self, context: Any) -> None:
         """Move the deadline of a whole lease; false if nothing is held under it."""

@@ -1,4 +1,4 @@
-"""Access keys, permissions, and TLS.
+"""Access keys, permissions, TLS, and the guard of a server without keys.
 
 A key has an id, a secret that was shown once when it was made, and permissions. Native clients,
 Flight and Cap'n Proto present ``ID:SECRET`` as a token, of which the file holds a salted hash. SQS
@@ -23,6 +23,7 @@ import tomllib
 from collections import OrderedDict
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_WAY_OUT: Final = "This server asks for no keys, so it takes no requests that "
 ACTIONS: Final = ("publish", "consume", "admin")
 _KEY_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _PATTERN: Final = re.compile(r"[A-Za-z0-9._*-]{1,80}")
@@ -439,3 +441,59 @@ def server_tls(certificate: Path, key: Path, client_ca: Path | None) -> ssl.SSLC
             f"{error.strerror or error}"
         ) from None
     return context
+
+
+# --- web pages ------------------------------------------------------------------------------------
+#
+# A server without keys trusts every client that can connect. A browser on the same machine can, and
+# does so for any page: by a form that posts to the server, or under a name of the page's own that
+# resolves to this machine. Browsers send headers that tell their requests from those of clients.
+
+
+class PageGuard:
+    """Says why a request is refused, or nothing.
+
+    ``host`` is the listener's: where only this machine can reach it, a request must name this
+    machine, or the host of ``url``, which is the address that the server is known by.
+    """
+
+    def __init__(self, host: str, url: str = "") -> None:
+        self._local = is_loopback(host)
+        self._known = _authority_of(url)
+        self._known_host = _host_of(self._known)
+
+    def __call__(self, headers: Mapping[str, str]) -> str | None:
+        """Return why a request with these headers is refused, or None."""
+        authority = headers.get("host", "").strip().lower()
+        if headers.get("sec-fetch-site", "").strip().lower() == "cross-site":
+            return _WAY_OUT + ("come from web pages of other sites (Sec-Fetch-Site: cross-site).")
+        origin = headers.get("origin")
+        if origin is not None and _authority_of(origin) not in {authority, self._known} - {""}:
+            return _WAY_OUT + ("come from web pages of other sites (Origin).")
+        if self._local and authority and not self._is_here(_host_of(authority)):
+            return _WAY_OUT + (
+                "name another host than this machine (Host): connect to localhost, set sqs.url to "
+                "the address that the server is known by, or use keys."
+            )
+        return None
+
+    def _is_here(self, host: str) -> bool:
+        return (
+            is_loopback(host)
+            or host.endswith(".localhost")
+            or bool(self._known_host and host == self._known_host)
+        )
+
+
+def _authority_of(url: str) -> str:
+    try:
+        return urlsplit(url.strip().lower()).netloc
+    except ValueError:
+        return ""
+
+
+def _host_of(authority: str) -> str:
+    """Return the host of ``host:port``; the brackets of an IPv6 address go."""
+    if authority.startswith("["):
+        return authority[1:].partition("]")[0]
+    return authority.rpartition(":")[0] if ":" in authority else authority

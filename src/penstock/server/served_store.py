@@ -30,7 +30,7 @@ from penstock.server.connections import (
     room_for_files,
 )
 from penstock.server.metrics import Metrics
-from penstock.server.security import Keys, is_loopback, server_tls
+from penstock.server.security import Keys, PageGuard, is_loopback, server_tls
 
 if TYPE_CHECKING:
     import ssl
@@ -178,7 +178,7 @@ class Server:
             return
         self._stopped, self._listening = True, False
         grace_ms = self.config.grace if grace_ms is None else grace_ms
-        self.batcher.hand_back()
+        self.batcher.end_waits()
         for watch in self._watches:
             watch.cancel()
         stops = [listener.stop(grace_ms) for listener in self._listeners.values()]
@@ -212,7 +212,7 @@ def _native(server: Server, host: str, port: int) -> Listener:
 
 def _http(server: Server, host: str, port: int) -> Listener:
     from penstock.server import admin  # noqa: PLC0415
-    from penstock.server.http import Http, HttpBounds, PageGuard  # noqa: PLC0415
+    from penstock.server.http import Http, HttpBounds  # noqa: PLC0415
     from penstock.server.sqs import SqsOptions, SqsService  # noqa: PLC0415
 
     config = server.config

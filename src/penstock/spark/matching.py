@@ -7,6 +7,7 @@ under the texts that they were made of.
 from __future__ import annotations
 
 import gc
+from functools import cache, lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
@@ -27,30 +28,36 @@ COLUMNS: Final = ("offset", "attributes_json", "group", "priority", "published_a
 """The columns of the log that :func:`match_batch` needs."""
 
 PACKED_COLUMNS: Final = ("offset", "metadata")
-"""The columns of the log that :func:`match_packed` needs: the broker decodes nothing for it."""
+"""The columns that it can do with instead: the broker decodes nothing for them."""
 
 MATCHES: Final = pa.schema([("offset", pa.int64()), ("queue", pa.string())])
 
-_KEPT: Final = 8
 # So few rows are let go of before the garbage collector takes them for something that lasts, and
 # goes through them again and again: twice as fast as a whole batch at once.
 _AT_ONCE: Final = 2_000
-_matchers: dict[frozenset[tuple[str, str]], Matcher[str]] = {}
-_frozen = False
 _decode: Final = msgspec.json.Decoder(dict[str, str | int | float | bool | None]).decode
 _decode_all: Final = msgspec.json.Decoder(list[dict[str, str | int | float | bool | None]]).decode
 
 
 def matcher_of(filters: Mapping[str, str]) -> Matcher[str]:
     """Return the matcher of these filters, compiled once in a process."""
-    key = frozenset(filters.items())
-    found = _matchers.get(key)
-    if found is None:
-        while len(_matchers) >= _KEPT:
-            del _matchers[next(iter(_matchers))]
-        found = Matcher({name: parse(text) for name, text in sorted(filters.items())})
-        _matchers[key] = found
-    return found
+    return compiled(frozenset(filters.items()))
+
+
+@lru_cache(maxsize=8)
+def compiled(filters: frozenset[tuple[str, str]]) -> Matcher[str]:
+    """Compile filters, given as pairs of a queue and its filter."""
+    return Matcher({name: parse(text) for name, text in sorted(filters)})
+
+
+@cache
+def freeze_imports() -> None:
+    """Keep the garbage collector away from the objects that imports have made, from now on.
+
+    Spark has a worker collect after every task. Going through the modules of Arrow, Spark and
+    Penstock takes longer than a small task does, and finds nothing.
+    """
+    gc.freeze()
 
 
 def match_batch(
@@ -58,47 +65,29 @@ def match_batch(
     batch: pa.RecordBatch,
     extra: Mapping[str, Sequence[Value]] | None = None,
 ) -> pa.RecordBatch:
-    """Return the pairs (offset, queue) of a batch of the log.
+    """Return the pairs (offset, queue) of a batch of the log, or of its metadata as stored.
 
     ``extra`` are values by name that count as attributes too, before those of the message.
     """
     found: list[pa.RecordBatch] = []
     for at in range(0, batch.num_rows, _AT_ONCE):
         part = batch.slice(at, _AT_ONCE)
-        added = {name: values[at : at + _AT_ONCE] for name, values in (extra or {}).items()}
-        found.append(_pairs(matcher, part.column("offset"), rows_of(part, added)))
-    return _joined(found)
-
-
-def match_packed(matcher: Matcher[str], batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the pairs (offset, queue) of a batch of the log with its metadata as stored."""
-    found: list[pa.RecordBatch] = []
-    for at in range(0, batch.num_rows, _AT_ONCE):
-        part = batch.slice(at, _AT_ONCE)
         offsets = part.column("offset")
-        decoded = decode_many(part.column("metadata").to_pylist())
-        if None in decoded:
-            # Nobody can route a record that does not decode.
-            offsets = offsets.filter(pa.array([each is not None for each in decoded]))
-        rows: list[RowTuple] = [
-            (each.attributes, each.group, each.priority, each.published_at_ms, each.size)
-            for each in decoded
-            if each is not None
-        ]
+        if "metadata" in batch.schema.names:
+            decoded = decode_many(part.column("metadata").to_pylist())
+            if None in decoded:
+                # Nobody can route a record that does not decode.
+                offsets = offsets.filter(pa.array([each is not None for each in decoded]))
+            rows: list[RowTuple] = [
+                (each.attributes, each.group, each.priority, each.published_at_ms, each.size)
+                for each in decoded
+                if each is not None
+            ]
+        else:
+            added = {name: values[at : at + _AT_ONCE] for name, values in (extra or {}).items()}
+            rows = rows_of(part, added)
         found.append(_pairs(matcher, offsets, rows))
-    return _joined(found)
-
-
-def freeze_imports() -> None:
-    """Keep the garbage collector away from the objects that imports have made.
-
-    Spark has a worker collect after every task. Going through the modules of Arrow, Spark and
-    Penstock takes longer than a small task does, and finds nothing.
-    """
-    global _frozen  # noqa: PLW0603 - a fact about this process
-    if not _frozen:
-        _frozen = True
-        gc.freeze()
+    return pa.concat_batches(found) if found else pa.RecordBatch.from_pylist([], MATCHES)
 
 
 def _pairs(matcher: Matcher[str], offsets: pa.Array, rows: list[RowTuple]) -> pa.RecordBatch:
@@ -107,10 +96,6 @@ def _pairs(matcher: Matcher[str], offsets: pa.Array, rows: list[RowTuple]) -> pa
     repeated = np.repeat(offsets.to_numpy(zero_copy_only=False), lengths)
     queues = pa.array(chain.from_iterable(routes), pa.string(), size=int(lengths.sum()))
     return pa.record_batch([pa.array(repeated, pa.int64()), queues], schema=MATCHES)
-
-
-def _joined(found: list[pa.RecordBatch]) -> pa.RecordBatch:
-    return pa.concat_batches(found) if found else pa.RecordBatch.from_pylist([], MATCHES)
 
 
 def rows_of(

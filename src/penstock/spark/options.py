@@ -182,7 +182,15 @@ def _parsed(options: Mapping[str, str], table: str) -> Options:
                 fields[field] = parse(text)
             except (KeyError, ValueError, msgspec.MsgspecError):
                 raise InvalidInput(f"{name} is {says}, not {text!r:.100}") from None
-    return Options(location=_location(options), table=table, **fields)
+    location = options.get("location") or os.environ.get(LOCATION_VARIABLE)
+    if not location:
+        raise InvalidInput(
+            "where is the broker? Give option('location', 'grpc://127.0.0.1:8815') or set "
+            f"{LOCATION_VARIABLE}"
+        )
+    # The key goes along to the executors, whose environment may be another.
+    located = locate(location, token=options.get("token"), ca=options.get("ca"))
+    return Options(location=located, table=table, **fields)
 
 
 def _lowered(given: Mapping[str, str], known: set[str]) -> dict[str, str]:
@@ -206,14 +214,3 @@ def _refuse(options: Mapping[str, str], names: set[str], why: str) -> None:
     wrong = sorted(names & set(options))
     if wrong:
         raise InvalidInput(f"options {', '.join(wrong)} {why}")
-
-
-def _location(options: Mapping[str, str]) -> str:
-    location = options.get("location") or os.environ.get(LOCATION_VARIABLE)
-    if not location:
-        raise InvalidInput(
-            "where is the broker? Give option('location', 'grpc://127.0.0.1:8815') or set "
-            f"{LOCATION_VARIABLE}"
-        )
-    # The key goes along to the executors, whose environment may be another.
-    return locate(location, token=options.get("token"), ca=options.get("ca"))

@@ -30,7 +30,7 @@ from pyspark.sql.streaming.datasource import (
 from penstock.errors import InvalidInput, StoreMismatch
 from penstock.flight.client import FlightStore
 from penstock.flight.tables import make_schema, schema_of
-from penstock.spark import archived
+from penstock.spark import archive
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -264,7 +264,7 @@ class TableReader(DataSourceReader):
                 wanted = [Stretch(*bounds) for bounds in options.stretches]
             return tasks(options, wanted, stats)
         if options.include_archive is not None:
-            return archived.plan(options, self._shape.names)
+            return archive.plan(options, self._shape.names)
         plan = client.plan_read(
             options.table,
             queue=options.queues,
@@ -282,7 +282,7 @@ class TableReader(DataSourceReader):
         elif isinstance(partition, LogPartition):
             batches = read_stretch(self._options, self._shape, partition)
         else:
-            batches = archived.read_part(self._options, self._shape.names, partition)
+            batches = archive.read_part(self._options, self._shape.names, partition)
         yield from map(self._shape.fit, batches)
 
 

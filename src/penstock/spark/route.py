@@ -52,7 +52,6 @@ from penstock.spark.matching import (
     PACKED_COLUMNS,
     freeze_imports,
     match_batch,
-    match_packed,
     matcher_of,
 )
 from penstock.spark.reader import (
@@ -120,18 +119,14 @@ def status(location: str) -> RouteStatus:
     0
     """
     client = FlightStore(location)
-    routing = client.info().routing
-    marks = client.watermarks()
-    cursors, routed_up_to, epoch = dict(marks.cursors), marks.routed_up_to, 0
-    if routing == "inline":
-        cursors, routed_up_to = dict.fromkeys(cursors, marks.end), marks.end
-    else:
-        epoch = client.route_plan(max_offsets=1).epoch
+    routing, marks = client.info().routing, client.watermarks()
+    inline = routing == "inline"
+    cursors = dict.fromkeys(marks.cursors, marks.end) if inline else marks.cursors
     return RouteStatus(
         routing=routing,
-        epoch=epoch,
+        epoch=0 if inline else client.route_plan(max_offsets=1).epoch,
         cursors=cursors,
-        routed_up_to=routed_up_to,
+        routed_up_to=marks.end if inline else marks.routed_up_to,
         end=marks.end,
         lag={log: max(0, marks.end - cursor) for log, cursor in cursors.items()},
     )
@@ -248,10 +243,11 @@ class RouteStreamReader(LogStreamReader):
         plan = client.route_plan(max_offsets=most_rows(limit))
         if self._options.epoch is not None and plan.epoch != self._options.epoch:
             raise fenced(self._options.epoch, plan.epoch)
+        last = limits.MAX_OFFSET if self._end is None else self._end
         todo = [
-            Stretch(stretch.log, stretch.begin, self._capped(stretch.end))
+            Stretch(stretch.log, stretch.begin, min(stretch.end, last))
             for stretch in plan.stretches
-            if stretch.begin < self._capped(stretch.end)
+            if stretch.begin < min(stretch.end, last)
         ]
         if not todo:
             self._planned = None
@@ -327,7 +323,7 @@ class RouteStreamReader(LogStreamReader):
                 until = end if live.until is None else min(end, live.until)
                 matcher = matcher_of(live.filters)
                 batches = client.read_log(log, begin, until, columns=PACKED_COLUMNS)
-                found = [match_packed(matcher, batch) for batch in batches]
+                found = [match_batch(matcher, batch) for batch in batches]
                 stages.append(new_stage())
                 client.stage(
                     stages[-1],
@@ -344,9 +340,6 @@ class RouteStreamReader(LogStreamReader):
                 client.drop_stages(stages)
             raise
         return stages
-
-    def _capped(self, end: int) -> int:
-        return end if self._end is None else min(end, self._end)
 
 
 def _logs(offset: Offset) -> Offset:

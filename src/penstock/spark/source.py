@@ -213,7 +213,7 @@ class BatchPublisher(DataSourceArrowWriter):
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Say how many there were: the tasks have published."""
-        _say(messages, "this write")
+        _log_counts(messages, "this write")
 
 
 class StreamPublisher(DataSourceStreamArrowWriter):
@@ -249,13 +249,13 @@ class StreamPublisher(DataSourceStreamArrowWriter):
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Say how many there were: the tasks have published."""
-        _say(messages, f"micro-batch {batchId}")
+        _log_counts(messages, f"micro-batch {batchId}")
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Do nothing: published messages stay, and the replay knows them by their dedup ids."""
 
 
-def _say(messages: list[WriterCommitMessage | None], what: str) -> None:
+def _log_counts(messages: list[WriterCommitMessage | None], what: str) -> None:
     known = [each for each in messages if isinstance(each, TaskCounts)]
     rows, duplicates = (sum(getattr(e, n) for e in known) for n in ("published", "duplicates"))
     logger.info("%s: %d published, %d of them duplicates", what, rows, duplicates)

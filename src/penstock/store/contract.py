@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         Cursor,
         Delivery,
         Filled,
+        LeaseRequest,
         LiveFilters,
         LogPage,
         LogRecord,
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
         State,
         StoreStats,
         SweepCounts,
-        Want,
     )
     from penstock.store.check_report import AuditReport
     from penstock.store.codec.metadata import Metadata
@@ -141,7 +141,9 @@ class Store(Protocol):
         routes that were made by filters which no longer count, it raises FiltersChanged.
         """
 
-    def claim(self, queue_name: str, wants: Sequence[Want], now_ms: int) -> list[list[Delivery]]:
+    def claim(
+        self, queue_name: str, wants: Sequence[LeaseRequest], now_ms: int
+    ) -> list[list[Delivery]]:
         """Take messages for several claims at once, each under a new lease of its own."""
 
     def ack(self, receipts: Sequence[str], *, queue_name: str | None, now_ms: int) -> list[Outcome]:

@@ -36,12 +36,7 @@ from penstock.broker.broker import Broker
 from penstock.clock import Clock, SystemClock
 from penstock.errors import BrokerClosed, InvalidInput, StoreFenced
 from penstock.urls import open as open_store
-from penstock.validation import (
-    check_count,
-    check_queue_name,
-    check_text,
-    cut_text,
-)
+from penstock.validation import check_count, check_queue_name, check_text, cut_text
 from penstock.worker.leases import Claimer, Heartbeat, Settler
 from penstock.worker.outcome import check_middleware, is_async, resolve
 from penstock.worker.pools import AsyncPool, Pool, ThreadPool

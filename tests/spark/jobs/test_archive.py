@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 from penstock.errors import InvalidInput, StorageFailed, StoreMismatch
-from penstock.spark.archived import Runs
+from penstock.spark.archive import Runs
 from penstock.spark.jobs import archive
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
-from penstock.spark.archived import Runs
+from penstock.spark.archive import Runs
 from penstock.spark.jobs import archive
 from penstock.spark.options import read_options
 from penstock.spark.reader import TableReader, spark_schema

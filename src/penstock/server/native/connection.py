@@ -58,8 +58,8 @@ class NativeConnection(asyncio.Protocol):
         # How long the client waits for an answer, and the timer of the first request at work.
         self._patience_s = limits.MAX_ANSWER_MS / 1000
         self._time_is_up: asyncio.TimerHandle | None = None
-        self._backpressure = Backpressure(listener.sizes, self._freed)
-        self._letting_in = False
+        self._backpressure = Backpressure(listener.sizes, self._schedule_held)
+        self._held_scheduled = False
         self._out: list[bytes] = []
         self._out_bytes = 0
         # Messages whose answer is not written yet.
@@ -68,7 +68,7 @@ class NativeConnection(asyncio.Protocol):
         self._stuck_since: float | None = None
         self._stuck_taken = 0
         self._leaving = False
-        self._deaf = False
+        self._ending = False
         self._made = self._heard = self._loop.time()
 
     @property
@@ -103,14 +103,14 @@ class NativeConnection(asyncio.Protocol):
             # A call that waits for a thread need not begin any more.
             if pending.future is not None and not pending.verb.batched:
                 pending.future.cancel()
-        self._let_claims_go()
+        self._end_claims()
         if self._time_is_up is not None:
             self._time_is_up.cancel()
 
     def data_received(self, data: bytes) -> None:
         """Take bytes in whatever pieces."""
         self._heard = self._loop.time()
-        if not self._deaf:
+        if not self._ending:
             self._reader.feed(data)
             self._work()
             if self._reader.pending or self._slot.held_bytes or self._stuck_since is not None:
@@ -119,7 +119,7 @@ class NativeConnection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """Close: a client that sends no more gets no answer either."""
         # Now, since closing takes as long as sending the answers before.
-        self._let_claims_go()
+        self._end_claims()
         return False
 
     def pause_writing(self) -> None:
@@ -165,7 +165,7 @@ class NativeConnection(asyncio.Protocol):
             len(self._at_work) >= limits.MAX_REQUESTS_AT_WORK
             or self._bytes_at_work >= limits.MAX_BYTES_AT_WORK
             or self._stuck_since is not None
-            or self._deaf
+            or self._ending
         ):
             return False
         listener = self._listener
@@ -192,7 +192,7 @@ class NativeConnection(asyncio.Protocol):
         except InvalidInput as error:
             self._farewell(error, final=self._principal is None)
             return
-        if wanted is not self._reading and not self._deaf:
+        if wanted is not self._reading and not self._ending:
             self._reading = wanted
             (transport.resume_reading if wanted else transport.pause_reading)()
 
@@ -313,15 +313,15 @@ class NativeConnection(asyncio.Protocol):
         pending.future = future
         future.add_done_callback(partial(self._answer, pending))
 
-    def _freed(self) -> None:
+    def _schedule_held(self) -> None:
         """Admit held requests in the next turn of the loop."""
-        if not self._letting_in:
-            self._letting_in = True
-            self._loop.call_soon(self._let_in)
+        if not self._held_scheduled:
+            self._held_scheduled = True
+            self._loop.call_soon(self._begin_held)
 
-    def _let_in(self) -> None:
+    def _begin_held(self) -> None:
         """Begin held requests, as far as there is room."""
-        self._letting_in = False
+        self._held_scheduled = False
         while (pending := self._backpressure.next()) is not None:
             self._run(pending)
         # Requests that failed at once have made room without a callback.
@@ -381,10 +381,10 @@ class NativeConnection(asyncio.Protocol):
     def _answer(self, pending: PendingRequest, future: Future[Any]) -> None:
         """Write the answer of a request, and go on with those that waited for room."""
         if pending.refused:
-            self._put_off(pending)
+            self._hold_again(pending)
             return
         request = pending.request
-        if self._deaf or self._transport is None or self._transport.is_closing():
+        if self._ending or self._transport is None or self._transport.is_closing():
             self._end(pending)
             self._take_back(request, future)
             return
@@ -411,19 +411,19 @@ class NativeConnection(asyncio.Protocol):
         if not self._reading:
             self.go_on()
 
-    def _put_off(self, pending: PendingRequest) -> None:
+    def _hold_again(self, pending: PendingRequest) -> None:
         """Hold a claim for which the batcher had something when there was no room."""
         pending.refused, pending.future = False, None
         if self._waits.get(pending.request.id) is not pending:
             # It was withdrawn, and answered, just now.
             return
-        if self._leaving or self._deaf or self._transport is None:
+        if self._leaving or self._ending or self._transport is None:
             self._end(pending)
             self._write(self._encoder.frame(wire.Undone(pending.request.id)))
             return
         self._hold(pending)
 
-    def _let_claims_go(self) -> None:
+    def _end_claims(self) -> None:
         """Cancel all claims: their messages go to other clients."""
         for pending in self._backpressure.clear():
             self._end(pending)
@@ -438,7 +438,7 @@ class NativeConnection(asyncio.Protocol):
         if kind is wire.Claim and self._out:
             self._unwritten += result
         if result and (kind is wire.Claim or (kind is wire.Browse and request.payloads)):
-            self._listener.sizes.saw(request.queue, size // len(result))
+            self._listener.sizes.learn(request.queue, size // len(result))
 
     def _take_back(self, request: wire.Request, future: Future[Any]) -> None:
         """Release messages whose answer can't be sent."""
@@ -467,7 +467,7 @@ class NativeConnection(asyncio.Protocol):
         return self._out_bytes + waiting
 
     def _write(self, frame: bytes) -> None:
-        if self._deaf:
+        if self._ending:
             return
         if not self._out:
             self._loop.call_soon(self._flush)
@@ -493,12 +493,12 @@ class NativeConnection(asyncio.Protocol):
         self._write(
             self._encoder.frame(wire.Bye("BrokerClosed", "the server is stopping", final=False))
         )
-        self._let_claims_go()
+        self._end_claims()
 
     def close(self) -> None:
         """Send the answers that are ready, then close."""
         self._flush()
-        self._deaf = True
+        self._ending = True
         if self._transport is not None:
             self._transport.close()
 
@@ -509,15 +509,15 @@ class NativeConnection(asyncio.Protocol):
 
     def _farewell(self, error: PenstockError, *, final: bool) -> None:
         """Say why, and give the other side a moment to read it."""
-        if self._deaf:
+        if self._ending:
             return
         failure = failure_of(0, error)
         self._write(self._encoder.frame(wire.Bye(failure.name, failure.message, final)))
         self._flush()
         # What still comes is read and dropped: closing over unread bytes would take the farewell
         # back before it is read.
-        self._deaf = True
-        self._let_claims_go()
+        self._ending = True
+        self._end_claims()
         self._reader = FrameReader(1)
         if self._transport is not None:
             if self._transport.can_write_eof():

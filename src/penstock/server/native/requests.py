@@ -220,7 +220,7 @@ class MessageSizes:
         """Return the assumed size of the next message."""
         return self._by_queue.get(queue, UNKNOWN_MESSAGE_BYTES)
 
-    def saw(self, queue: str, message_bytes: int) -> None:
+    def learn(self, queue: str, message_bytes: int) -> None:
         """Learn: up at once, down slowly, since the next may be as large as the largest."""
         known = self._by_queue.get(queue)
         if known is not None and message_bytes < known:
@@ -273,10 +273,10 @@ _Line: TypeAlias = "OrderedDict[PendingRequest, None]"
 class Backpressure:
     """The room for messages of one connection, and the requests that are held for it, in order."""
 
-    def __init__(self, sizes: MessageSizes, freed: Callable[[], None]) -> None:
-        """``freed`` is called when held requests may find room; it must only pass it on."""
+    def __init__(self, sizes: MessageSizes, schedule_held: Callable[[], None]) -> None:
+        """``schedule_held`` is called when held requests may find room; it must only pass it on."""
         self._sizes = sizes
-        self._freed = freed
+        self._schedule_held = schedule_held
         # Whether the client reads its answers: until it does, it gets no more.
         self._open = True
         # For little and for much: expected bytes, and held requests. Ordered dictionaries, since
@@ -367,4 +367,4 @@ class Backpressure:
 
     def _free(self) -> None:
         if self._open and (self._held[0] or self._held[1]):
-            self._freed()
+            self._schedule_held()

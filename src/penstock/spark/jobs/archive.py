@@ -10,7 +10,7 @@ is repeated after a crash at any point neither loses nor doubles a row. Attempts
 numbers: those of a message that was archived as failed, and redriven before it was trimmed, are
 looked for in the archive.
 
-The option ``includeArchive`` of the data source (``penstock.spark.archived``) reads it.
+The option ``includeArchive`` of the data source (``penstock.spark.archive``) reads it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, QueueNotFound, StorageFailed
 from penstock.flight.client import FlightStore
 from penstock.flight.tables import schema_of
-from penstock.spark.archived import Part, Reach, Run, Runs
+from penstock.spark.archive import Part, Reach, Run, Runs
 from penstock.spark.sessions import pinned, read
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ def archive(
     with runs.locked():
         runs.remove_leftovers()
         tell("chosen")
-        tables, born = job.choose(keep_ms, payload=payload)
-        run = job.write(tables, born, payload=payload)
+        tables, made_at = job.choose(keep_ms, payload=payload)
+        run = job.write(tables, made_at, payload=payload)
         trimmed = job.trim() if trim else 0
         tell("trimmed")
     counts = dict.fromkeys(tables, 0)
@@ -118,18 +118,18 @@ class _Job(NamedTuple):
 
     def choose(self, keep_ms: int, *, payload: bool) -> tuple[dict[str, DataFrame], dict[str, int]]:
         """Pin what is to be archived: ended messages first, then the attempts at them."""
-        at_ms, born = self.client.queues(self.queues)
+        at_ms, made_at = self.client.queues(self.queues)
         options = {"payload": "true"} if payload else {}
         tables = {}
         for state in self.states:
             rows = read(self.spark, self.location, state, queues=self.queues, **options)
             if keep_ms:
                 rows = self._older(rows, state, at_ms - keep_ms)
-            tables[state] = pinned(self._fresh(rows, self.runs.ends(state, born)))
+            tables[state] = pinned(self._fresh(rows, self.runs.ends(state, made_at)))
         now = self.client.queues().created_at_ms
-        if set(now) - set(born) or any(now.get(queue) != made for queue, made in born.items()):
+        if now != made_at:
             # A queue that was made anew meanwhile has rows here that nobody can tell apart.
-            sure = [queue for queue, made in born.items() if now.get(queue) == made]
+            sure = [queue for queue, time_ms in made_at.items() if now.get(queue) == time_ms]
             of_these = F.col("queue").isin(sure)
             tables = {state: rows.where(of_these) for state, rows in tables.items()}
         ended = [rows.select(*_MESSAGE) for rows in tables.values()]
@@ -137,7 +137,7 @@ class _Job(NamedTuple):
         attempts = read(self.spark, self.location, "attempts", queues=self.queues)
         attempts = attempts.where("ended_at IS NOT NULL").join(chosen, _MESSAGE, "left_semi")
         tables["attempts"] = self._new_attempts(chosen, pinned(attempts))
-        return tables, born
+        return tables, made_at
 
     def _fresh(self, rows: DataFrame, ends: Mapping[str, int]) -> DataFrame:
         """Leave out rows that are archived."""
@@ -184,14 +184,14 @@ class _Job(NamedTuple):
         return reader.parquet(*map(str, folders))
 
     def write(
-        self, tables: Mapping[str, DataFrame], born: Mapping[str, int], *, payload: bool
+        self, tables: Mapping[str, DataFrame], made_at: Mapping[str, int], *, payload: bool
     ) -> Run | None:
         """Write, verify and record one run; None if there is nothing to archive."""
         bounds = (F.min("sequence"), F.max("sequence") + 1, F.count("*"))
         reaches = [
             Reach(
                 queue=queue,
-                created_at_ms=born[queue],
+                created_at_ms=made_at[queue],
                 state=state,
                 begin=begin,
                 end=end,
@@ -202,7 +202,7 @@ class _Job(NamedTuple):
         ]
         if not reaches:
             return None
-        number = self.runs.next_number()
+        number = max((run.number for run in self.runs.runs), default=0) + 1
         expected: dict[str, list[Part]] = {}
         for table, frame in tables.items():
             dated = frame.withColumn("date", F.expr(_DATE.format(_ENDED[table])))

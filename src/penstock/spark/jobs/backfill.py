@@ -30,7 +30,7 @@ from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, PenstockError, StorageFailed
 from penstock.flight.client import FlightStore
 from penstock.flight.protocol import RESTORED
-from penstock.spark.archived import Runs
+from penstock.spark.archive import Runs
 from penstock.spark.matching import COLUMNS, match_batch, matcher_of
 from penstock.spark.reader import offset_at
 from penstock.spark.sessions import parallelism, pinned, read, translated
@@ -252,21 +252,21 @@ class _Past(NamedTuple):
         for begin, end in stretches:
             inside |= (F.col("message_id") >= begin) & (F.col("message_id") < end)
         for _ in range(_TRIES):
-            before = self._gone_back()
+            before = self._returned()
             tables = self._tables(("message_id", *_ABOUT), payload="true", filter=filter_)
             found = pinned(next(tables).where(inside))
             for each in tables:
                 found = found.unionByName(each.where(inside))
             best = F.max_by(F.struct(*_ABOUT), F.col("payload").isNotNull()).alias("m")
             once = pinned(found.groupBy("message_id").agg(best).select("message_id", "m.*"))
-            if self._gone_back() == before:
+            if self._returned() == before:
                 return once
         raise StorageFailed(
             "messages are redriven or moved all the time, so that some might be overlooked: run "
             "the backfill again when that has ended"
         )
 
-    def _gone_back(self) -> dict[str, tuple[int, int]]:
+    def _returned(self) -> dict[str, tuple[int, int]]:
         queues = self.client.stats().queues
         return {each.queue: (each.redriven_total, each.moved_in_total) for each in queues}
 
@@ -298,6 +298,7 @@ def _restored(
 def _windows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, int, pa.RecordBatch]]:
     """Cut batches into rows of bounded number and size: first id, id after the last, rows."""
     for batch in batches:
+        renamed = batch.select(["message_id", *_ABOUT]).rename_columns(RESTORED.names)
         ids = batch.column("message_id").to_pylist()
         sizes = pc.add(
             pc.fill_null(pc.binary_length(batch.column("payload")), 0),
@@ -307,12 +308,7 @@ def _windows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, int, pa.R
         for at, bytes_ in enumerate([*sizes, None]):
             over = bytes_ is None or at - start >= _MESSAGES or size + bytes_ > _BYTES
             if over and at > start:
-                yield ids[start], ids[at - 1] + 1, _shaped(batch.slice(start, at - start))
+                rows = renamed.slice(start, at - start).cast(RESTORED)
+                yield ids[start], ids[at - 1] + 1, rows
                 start, size = at, 0
             size += bytes_ or 0
-
-
-def _shaped(batch: pa.RecordBatch) -> pa.RecordBatch:
-    columns = [batch.column("message_id"), *(batch.column(name) for name in _ABOUT)]
-    cast = [column.cast(field.type) for column, field in zip(columns, RESTORED, strict=True)]
-    return pa.RecordBatch.from_arrays(cast, schema=RESTORED)

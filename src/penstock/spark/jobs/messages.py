@@ -219,7 +219,7 @@ def publish(
         ours = revived(error)
         if ours is not None:
             raise ours from None
-        raise InvalidInput(f"the rows can't be read or published: {_said(error)}") from None
+        raise InvalidInput(f"the rows can't be read or published: {_cause(error)}") from None
     return PublishReport(
         rows=count, published=taken - duplicates, duplicates=duplicates, dry_run=dry_run
     )
@@ -252,7 +252,7 @@ def _rows(
             .withColumn("_place", F.col("_metadata.file_name"))
         )
     except FROM_SPARK as error:
-        raise InvalidInput(f"can't be read: {_said(error)}") from None
+        raise InvalidInput(f"can't be read: {_cause(error)}") from None
 
 
 def _mapped(rows: DataFrame, columns: Mapping[str, str]) -> DataFrame:
@@ -344,7 +344,7 @@ def _wrong(row: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _said(error: Exception) -> str:
+def _cause(error: Exception) -> str:
     """Return the line of an error of Spark that says what was wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = (line for line in lines if line.startswith("Caused by:"))

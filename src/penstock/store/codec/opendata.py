@@ -153,6 +153,12 @@ def read_count(buf: bytes, pos: int, record: str) -> int:
     return int(count)
 
 
+def broken(record: str, index: int, count: int, error: Exception) -> CorruptRecord:
+    """Make the error of an element of an Array that can't be read."""
+    why = "text that is not UTF-8" if isinstance(error, UnicodeDecodeError) else "ends early"
+    return CorruptRecord(f"{record}: element {index} of {count}: {why}")
+
+
 def check_end(buf: bytes, pos: int, record: str) -> None:
     """Refuse bytes after the last field, and a last field that reaches past the bytes."""
     if pos != len(buf):

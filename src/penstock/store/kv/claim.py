@@ -11,7 +11,7 @@ import msgspec
 from penstock import limits
 from penstock.engines import get_each
 from penstock.errors import CorruptRecord, StoreDamaged
-from penstock.model import Delivery, Want
+from penstock.model import Delivery, LeaseRequest
 from penstock.store.codec.metadata import decode_many, decode_metadata
 from penstock.store.codec.opendata import PAYLOAD
 from penstock.store.kv.maintain import MaintainVerbs
@@ -36,7 +36,7 @@ UNREAD_BUDGET: Final = 1_000
 class _Claim(msgspec.Struct):
     """One of the claims that are served together, under a lease of its own."""
 
-    want: Want
+    want: LeaseRequest
     lease: bytes
     deadline_ms: int
     size: int = 0
@@ -49,7 +49,9 @@ class ClaimVerbs(MaintainVerbs):
     """``claim``."""
 
     @verb
-    def claim(self, queue_name: str, wants: Sequence[Want], now_ms: int) -> list[list[Delivery]]:
+    def claim(
+        self, queue_name: str, wants: Sequence[LeaseRequest], now_ms: int
+    ) -> list[list[Delivery]]:
         """Take messages for several claims in one scan and one commit, each under its own lease.
 
         They are served in order: the last ones may get nothing. A claim passes over unreadable
@@ -84,7 +86,7 @@ class ClaimVerbs(MaintainVerbs):
         return answers
 
     def _serve(
-        self, queue: Queue, wants: Sequence[Want], now_ms: int
+        self, queue: Queue, wants: Sequence[LeaseRequest], now_ms: int
     ) -> tuple[list[list[Delivery]], list[StoreDamaged]]:
         """Take messages; return the deliveries, and why some messages were passed over."""
         batch = self.begin()

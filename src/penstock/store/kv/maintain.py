@@ -68,6 +68,8 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
         if damage:
             self._look_again(now_ms)
             raise damage[0].anew()
+        # The budget was too small for these.
+        has_more = self.dead_letters.pending or self.listing or self._drained()
         return SweepCounts(
             leases_expired=leases,
             came_due=came_due,
@@ -75,7 +77,7 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
             moved=moved,
             removed=removed,
             dedup_forgotten=forgotten,
-            next_due_ms=now_ms if self._has_more() else self.next_due_ms(),
+            next_due_ms=now_ms if has_more else self.next_due_ms(),
         )
 
     def _look_again(self, now_ms: int) -> None:
@@ -97,32 +99,21 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
             self.commit(batch, (), now_ms)
         return forgotten
 
-    def _has_more(self) -> bool:
-        """Whether there is something to do at once, for which the budget was too small."""
-        return bool(self.dead_letters.pending or self.listing or self._drained())
-
     def next_due_ms(self) -> int | None:
         """Return when the next lease, delay, retention or dedup window is over."""
-        retention = self.retention.first()
-        times = (
-            self.leases.next_due_ms(),
-            self.active.next_due_ms(),
-            retention[0] if retention else None,
-            self.dedup.next_due_ms(),
-            self.log.next_due_ms(self.routed_up_to()),
-        )
-        return min((time for time in times if time is not None), default=None)
+        log_ms = self.log.next_due_ms(self.routed_up_to())
+        return self._earliest_ms(self.leases.next_due_ms(), self.dedup.next_due_ms(), log_ms)
 
     def soonest_ms(self) -> int | None:
         """Return a time before which no lease, delay or retention is over, from memory alone."""
         if self.dead_letters.pending or self.listing:
             return 0
+        return self._earliest_ms(self.leases.none_before_ms)
+
+    def _earliest_ms(self, *others: int | None) -> int | None:
+        """Return the earliest of the next delay's end, the next retention's, and other times."""
         retention = self.retention.first()
-        times = (
-            self.leases.none_before_ms,
-            self.active.next_due_ms(),
-            retention[0] if retention else None,
-        )
+        times = (*others, self.active.next_due_ms(), retention[0] if retention else None)
         return min((time for time in times if time is not None), default=None)
 
     @verb
@@ -148,19 +139,28 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
 
     @verb
     def _retain(self, queue: Queue, what: str, now_ms: int, limit: int) -> tuple[int, int]:
-        """Remove some of what is past one retention of a queue; give looked at, and removed."""
+        """Remove messages past one retention of a queue; return how many were due, and went."""
         batch = self.begin()
+        gone: Sequence[Item | Ended]
         if what == "unclaimed":
-            looked, gone = self._expire_unclaimed(batch, queue, now_ms, limit)
+            keys = self.take_unclaimed(batch, queue, now_ms, limit)
+            looked, kept_ms = len(keys), queue.spec.unclaimed_retention_ms
+            # A message may have been claimed and come back since the row was written.
+            gone = expired = [
+                item
+                for item in self.active.waiting(queue, list(dict.fromkeys(keys)))
+                if item is not None and kept_ms and item.visible_at_ms + kept_ms <= now_ms
+            ]
+            self.active.remove(batch, queue, expired)
         else:
             state, spec = State(what), queue.spec
             kept_ms = spec.done_retention_ms if state is State.DONE else spec.failed_retention_ms
-            ended = self.history.trim(batch, queue, state, limit, ended_by_ms=now_ms - kept_ms)
-            self.forget(batch, queue, ended)
-            looked = gone = len(ended)
+            gone = self.history.trim(batch, queue, state, limit, ended_by_ms=now_ms - kept_ms)
+            looked = len(gone)
+        self.forget(batch, queue, gone)
         self.commit(batch, (queue,), now_ms)
         self.schedule_retention(queue)
-        return looked, gone
+        return looked, len(gone)
 
     @verb
     def _trim_log(self, now_ms: int, budget: int) -> int:
@@ -182,21 +182,6 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
             self.commit(batch, (), now_ms)
             budget -= max(1, len(unrouted))
         return dropped
-
-    def _expire_unclaimed(
-        self, batch: Batch, queue: Queue, now_ms: int, limit: int
-    ) -> tuple[int, int]:
-        """Look at messages that were to expire by now; say how many, and how many have."""
-        keys = self.take_unclaimed(batch, queue, now_ms, limit)
-        kept_ms = queue.spec.unclaimed_retention_ms
-        # A message may have been claimed and come back since the row was written: judge it anew.
-        expired = [
-            item
-            for item in self.active.waiting(queue, list(dict.fromkeys(keys)))
-            if item is not None and kept_ms and item.visible_at_ms + kept_ms <= now_ms
-        ]
-        self._remove_waiting(batch, queue, expired)
-        return len(keys), len(expired)
 
     # --- purge and delete ------------------------------------------------------------------
 
@@ -242,25 +227,24 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
         self, queue: Queue, state: State, now_ms: int, room: int, before: int | None
     ) -> int:
         batch = self.begin()
+        gone: Sequence[Item | Ended]
         if state in {State.DONE, State.FAILED}:
             by_ms = now_ms if before is None else None
-            ended = self.history.trim(batch, queue, state, room, ended_by_ms=by_ms, before=before)
-            self.forget(batch, queue, ended)
-            count = len(ended)
+            gone = self.history.trim(batch, queue, state, room, ended_by_ms=by_ms, before=before)
         else:
             items, more = self.active.page(queue, state, b"", room)
             while not items and more is not None:
                 items, more = self.active.page(queue, state, more, room)
-            count = len(items)
+            gone = items
             if state is State.IN_FLIGHT:
                 self.abandon(batch, items)
                 self.active.settle(batch, queue, items)
-                self.forget(batch, queue, items)
             else:
-                self._remove_waiting(batch, queue, items)
-        if count or self.has_aside:
+                self.active.remove(batch, queue, items)
+        self.forget(batch, queue, gone)
+        if gone or self.has_aside:
             self.commit(batch, (queue,), now_ms)
-        return count
+        return len(gone)
 
     @verb
     def collect(self, message_ids: Sequence[int], now_ms: int, *, dry_run: bool) -> Collected:
@@ -330,10 +314,6 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
             if not waits and (not live or (live[-1].end or 0) <= routed_up_to):
                 found.append(name)
         return found
-
-    def _remove_waiting(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
-        self.active.remove(batch, queue, items)
-        self.forget(batch, queue, items)
 
     def forget(self, batch: Batch, queue: Queue, messages: Sequence[Item | Ended]) -> None:
         """Let go of the payloads and attempts of messages that were removed."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.errors import CorruptRecord, InvalidInput
 from penstock.limits import MAX_ATTEMPTS, MAX_BUCKET_EXPONENT, MAX_OFFSET
 from penstock.model import State
-from penstock.store.codec import opendata, records
+from penstock.store.codec import buckets, opendata, records
 from penstock.store.codec.stored import decode_lease, decode_stored_item
 from penstock.store.kv.history import sequence_of
 from penstock.store.kv.log import MetadataLog
@@ -220,7 +220,7 @@ class Pinned(AbstractContextManager["Pinned"]):
         return ((message_id, state, attempts, visible_at_ms, NO_LEASE, metadata),)
 
     def _bucket_rows(self, record: bytes) -> list[LiveRow]:
-        available, flying = records.decode_active(record)
+        available, flying = buckets.decode_active(record)
         rows: list[LiveRow] = [
             (
                 e.message_id,

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from functools import wraps
-from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -41,7 +41,7 @@ from penstock.store.kv.history import History
 from penstock.store.kv.log import MetadataLog, SeqBlocks
 from penstock.store.kv.queues import DeadLetters, Queue, QueueTable
 from penstock.store.kv.tables import Dedup, DueHeap, FirstKeys, Leases, Payloads
-from penstock.store.live import Beliefs, make_active_set
+from penstock.store.live import make_active_set
 from penstock.store.policy import Coverage, Stretch
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ class Core:
         )
         self.queue_numbers = SeqBlocks(self.system, b"\x02\x0cqueue", first=1)
         self._unclaimed = engine.table("unclaimed")
-        self._first_unclaimed = FirstKeys(self._unclaimed)
+        self.first_unclaimed = FirstKeys(self._unclaimed)
         # The last changes as (version, offset from which on): a page that was read before is judged
         # by them.
         self.filter_history: deque[tuple[int, int]] = deque(maxlen=10_000)
@@ -422,14 +422,14 @@ class Core:
             packed = b"".join(key.to_bytes(8, "big") for key in keys)
             row = _unclaimed_key(queue, due_ms) + packed[:8] + crc32(packed).to_bytes(4, "big")
             batch.put(row, packed, self._unclaimed.family)
-            self._first_unclaimed.note(queue.number4, row)
+            self.first_unclaimed.note(queue.number4, row)
             self.retention.lower((queue.number, "unclaimed"), due_ms)
 
     def take_unclaimed(self, batch: Batch, queue: Queue, now_ms: int, limit: int) -> list[int]:
         """Remove rows that are due, with up to about ``limit`` keys, and return those."""
         begin, end = queue.number4, _unclaimed_key(queue, now_ms + 1)
         keys: list[int] = []
-        for row, packed in self._first_unclaimed.scan(begin, end, limit):
+        for row, packed in self.first_unclaimed.scan(begin, end, limit):
             if len(keys) >= limit:
                 break
             batch.delete(row, self._unclaimed.family)
@@ -468,64 +468,10 @@ class Core:
     def _first_due_ms(self, queue: Queue, what: str, retention_ms: int) -> int | None:
         if what == "unclaimed":
             prefix = queue.number4
-            rows = self._first_unclaimed.scan(prefix, prefix + b"\xff" * 17, 1)
+            rows = self.first_unclaimed.scan(prefix, prefix + b"\xff" * 17, 1)
             return int.from_bytes(rows[0][0][4:12], "big") if rows else None
         first = self.history.first_ended_at_ms(queue, State(what)) if retention_ms else None
         return None if first is None else first + retention_ms
-
-    # --- what memory believes ----------------------------------------------------------------
-
-    def reread(self) -> Self:
-        """Read the store once more, as if it were opened now, beside this."""
-        identity = self.identity
-        fresh = type(self)(
-            self.engine,
-            identity.design,
-            store_id=identity.store_id,
-            routing=identity.routing,
-            now_ms=0,
-        )
-        # Looked up when first asked for.
-        fresh.leases.due(0, 1)
-        return fresh
-
-    def beliefs(self) -> Beliefs:
-        """Tell what memory believes of the store."""
-        found = Beliefs({}, {})
-        log = self.log
-        found.facts.update(
-            {
-                ("totals",): self.totals,
-                ("log",): (log.settings, log.segments),
-                ("sequences",): (log.ids.end, self.queue_numbers.end),
-                ("draining",): self.draining,
-                ("listing",): self.listing,
-            }
-        )
-        found.bounds["leases",] = self.leases.none_before_ms
-        first_keys = (
-            *(self._first_unclaimed, self.leases.first_keys, self.dedup.first_keys),
-            *(self.history.first_keys, self.log.first_keys, *self.active.first_keys),
-        )
-        for key in [key for each in first_keys for key in each.overrun()]:
-            found.facts["a key before the first one of its range", key.hex()] = True
-        for lease in self.leases.differing():
-            found.facts["a lease in memory that is not stored", lease.hex()] = True
-        for (number, what), due_ms in self.retention.items():
-            found.bounds["retention of queue", number, what] = due_ms
-        for name, queue in self.by_name.items():
-            covered = self.coverage[name]
-            found.facts[name, "spec"] = (queue.number, queue.spec)
-            found.facts[name, "counts"] = queue.counts
-            found.facts[name, "coverage"] = (covered.live, covered.backfilled, covered.draining)
-            if self.dead_letters.knows(queue):
-                found.bounds[name, "dead letters"] = 0
-            if self.history.may_have_marks(queue):
-                found.bounds[name, "moved here"] = 0
-            facts, bounds = self.active.beliefs(queue)
-            found.facts.update(((name, *key), value) for key, value in facts.items())
-            found.bounds.update(((name, *key), value) for key, value in bounds.items())
-        return found
 
 
 def _unclaimed_key(queue: Queue, due_ms: int) -> bytes:

@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock.errors import CorruptRecord
-from penstock.store.codec import opendata, records
-from penstock.store.codec.records import Due, encode_head, encode_held, pack_summary
+from penstock.store.codec import buckets, opendata
+from penstock.store.codec.buckets import Due, encode_head, encode_held, pack_summary
 from penstock.store.live import NO_LEASE, Item, count_attempt, group_of, lane_of, split_lane
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class OpenBucket:
     ) -> OpenBucket:
         """Open a bucket; ``is_late`` tells by claim id and time whether a message is delayed."""
         bucket = cls(queue, bucket_id)
-        available, in_flight = records.decode_active(value)
+        available, in_flight = buckets.decode_active(value)
         for entry, raw in available:
             message_id, claim_id, attempts, metadata, visible_at, forgiven, priority, group = entry
             lane = lane_of(group, priority)
@@ -133,7 +133,7 @@ class OpenBucket:
 
     def record(self) -> bytes:
         """Join the bucket's record."""
-        return records.pack_active(
+        return buckets.pack_active(
             list(self._waiting_bytes.values()), list(self._flight_bytes.values())
         )
 
@@ -224,7 +224,7 @@ class OpenBucket:
             priority,
             group,
         )
-        self._waiting_bytes[claim_id] = records.encode_available(_new(records.Available, fields))
+        self._waiting_bytes[claim_id] = buckets.encode_available(_new(buckets.Available, fields))
         if self._oldest is None or message_id < self._oldest:
             self._oldest = message_id
         if late:
@@ -291,7 +291,7 @@ class OpenBucket:
                 group,
                 lease,
             )
-            flight_bytes[claim_id] = records.encode_in_flight(_new(records.InFlight, fields))
+            flight_bytes[claim_id] = buckets.encode_in_flight(_new(buckets.InFlight, fields))
             taken.append(item)
         self._cut(lane, 0, count)
         self._hold(lane, count)
@@ -330,7 +330,7 @@ class OpenBucket:
             item.lease = lease
             # The lease is the last field of an element.
             raw = self._flight_bytes[claim_id]
-            self._flight_bytes[claim_id] = raw[: -records.LEASE_BYTES] + lease
+            self._flight_bytes[claim_id] = raw[: -buckets.LEASE_BYTES] + lease
 
     # --- parts -----------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from penstock.engines import rows_of
 from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.model import State
 from penstock.store.codec import opendata
-from penstock.store.codec.records import decode_summary
+from penstock.store.codec.buckets import decode_summary
 from penstock.store.kv.tables import DueHeap
 from penstock.store.live import Directories, group_of, lane_of
 from penstock.store.live.bucket import RANK_BITS, OpenBucket, Tally, make_tally, rank_of
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from penstock.engines import Batch, Table
-    from penstock.store.codec.records import Summary
+    from penstock.store.codec.buckets import Summary
     from penstock.store.kv.queues import Queue
     from penstock.store.live import Quarantine
 

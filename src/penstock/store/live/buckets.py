@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from penstock.errors import CorruptRecord, InvalidInput, StoreDamaged
 from penstock.model import State
 from penstock.store.codec import opendata
-from penstock.store.codec.records import decode_summary
+from penstock.store.codec.buckets import decode_summary
 from penstock.store.live import Beliefs, Item, group_of
 from penstock.store.live.bucket import RANK_BITS, OpenBucket
 from penstock.store.live.bucket_cache import BucketCache

@@ -4,10 +4,10 @@ After QuiCK: messages of one group of one queue are a *zone*; a queue of pointer
 zones have messages to claim; the pointer index p tells a publish, without touching Q_C, whether
 its zone has a pointer. No process owns anything, and every verb is one transaction::
 
-    schema.sql, queries.sql   the tables; every statement, by name (schema.py reads both)
+    schema.sql, queries.sql   the tables; every statement, by name
     location                  the URL, and its tunables; needs no driver
-    database                  a connection: repeated transactions, translated errors
-    session                   queues and settings as this process knows them
+    database                  a connection: repeated transactions, translated errors, statements
+    session                   queues and settings as this process knows them; all verbs are on it
     zones                     pointers and their tokens, and their collection
     publish                   publish; rows of messages that come into queues
     settle                    ack, release, extend; leases that expire
@@ -15,8 +15,7 @@ its zone has a pointer. No process owns anything, and every verb is one transact
     routing                   the metadata log: read, assign, fill queues from it
     queues                    create, change, drain, delete, purge, trim
     claim                     claim; the watch for messages of other processes
-    maintain                  sweep and retention
+    maintain                  sweep and retention; the invariants
     inspect, snapshot         browse and stats; one moment, to be read in bulk
-    check                     the invariants
-    store                     one class with all verbs, and open_store
+    store                     open_store; the tables; one class with all verbs
 """

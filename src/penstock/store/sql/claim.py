@@ -17,7 +17,7 @@ the claims that may still wait: if there are any they look, find nothing, and th
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock import limits
 from penstock.errors import CorruptRecord
@@ -31,7 +31,7 @@ from penstock.store.sql.zones import NEVER_MS, choose, walk
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.model import Want
+    from penstock.model import LeaseRequest
     from penstock.store.sql.database import Database
     from penstock.store.sql.session import SqlQueue
 
@@ -58,73 +58,33 @@ PAUSE_MAX_MS: Final = 40.0
 SHORTER: Final = 0.93
 
 
-class _Pace:
-    """Estimate of the contention in one queue: zones to take at a time, and the wait after none."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-        self.pause_ms = PAUSE_MIN_MS
-        # Visits that met no other process, since the width was last changed.
-        self.calm = 0
-
-
-class ClaimPacing:
-    """Per-queue estimate of contention.
+class ClaimPace:
+    """Estimate of the contention in one queue: zones to take at a time, and the wait after none.
 
     A zone is one claimer's at a time. Where zones are scarce a claim does not take all that are
     free. Nothing here waits or draws: the caller does.
     """
 
-    def __init__(self) -> None:
-        self._paces: dict[int, _Pace] = {}
+    def __init__(self, most: int) -> None:
+        self._most = self.width = most
+        self.pause_ms = PAUSE_MIN_MS
+        # Visits that met no other process, since the width was last changed.
+        self._calm = 0
 
-    def width(self, queue: int, most: int) -> int:
-        """Return how many zones of a queue to take at a time: ``most`` without contention."""
-        pace = self._paces.get(queue)
-        return most if pace is None else min(most, pace.width)
-
-    def pause_ms(self, queue: int) -> float:
-        """Return how long to wait after a visit in vain."""
-        pace = self._paces.get(queue)
-        return PAUSE_MIN_MS if pace is None else pace.pause_ms
-
-    def note(self, queue: int, most: int, *, wanted: int, won: int, passed: int) -> None:
+    def note(self, *, wanted: int, won: int, passed: int) -> None:
         """Learn from a visit: how many zones it wanted, won, and passed by."""
-        if queue not in self._paces and won == wanted:
-            return
-        pace = self._paces.setdefault(queue, _Pace(most))
-        longer = pace.pause_ms * (SHORTER if won else 2)
-        pace.pause_ms = min(PAUSE_MAX_MS, max(PAUSE_MIN_MS, longer))
+        longer = self.pause_ms * (SHORTER if won else 2)
+        self.pause_ms = min(PAUSE_MAX_MS, max(PAUSE_MIN_MS, longer))
         if won < wanted:
-            pace.width, pace.calm = max(1, won // 2), 0
+            self.width, self._calm = max(1, won // 2), 0
         elif not passed:
-            pace.calm += 1
-            if pace.calm == PATIENCE:
-                pace.width, pace.calm = pace.width + 1, 0
-        if pace.width >= most and pace.pause_ms <= PAUSE_MIN_MS:
-            del self._paces[queue]
+            self._calm += 1
+            if self._calm == PATIENCE:
+                self.width, self._calm = min(self._most, self.width + 1), 0
 
 
-class _Pointer(NamedTuple):
-    """A pointer that had vested when a claim looked at it."""
-
-    zone: bytes
-    token: int
-    vesting_ms: int
-    turn: int
-
-
-class _Visit(NamedTuple):
-    """The result of a visit.
-
-    ``moved``: the visit changed anything. ``won``: zones that were free, ``passed`` those before
-    the last of them that were not. ``left``: visited zones that have more to give.
-    """
-
-    moved: bool
-    won: int
-    passed: int
-    left: list[_Pointer]
+# A pointer that had vested when a claim looked at it: zone, token, when it vests, turn.
+_Pointer = tuple[Any, ...]
 
 
 class SqlClaim(SqlQueues):
@@ -132,14 +92,17 @@ class SqlClaim(SqlQueues):
 
     def __init__(self, database: Database, random: Callable[[], float]) -> None:
         super().__init__(database, random)
-        self._pacing = ClaimPacing()
+        # Number of a queue -> its contention.
+        self._paces: dict[int, ClaimPace] = {}
         self._pause: Callable[[float], object] = threading.Event().wait
         # Number of a queue -> until when it is watched.
         self._watched: dict[int, int] = {}
         self._now_ms = 0
         self._plans_ms = 0
 
-    def claim(self, queue_name: str, wants: Sequence[Want], now_ms: int) -> list[list[Delivery]]:
+    def claim(
+        self, queue_name: str, wants: Sequence[LeaseRequest], now_ms: int
+    ) -> list[list[Delivery]]:
         """Take messages for several claims, each under its own lease.
 
         They are served in order: those at the end may get nothing.
@@ -180,12 +143,12 @@ class SqlClaim(SqlQueues):
             now_ms=now_ms,
             count=self.tunables.peek_max,
         )
-        found = [_Pointer(*row) for row in rows]
-        return sorted(found, key=lambda pointer: (pointer.vesting_ms, pointer.turn))
+        return sorted(rows, key=lambda pointer: pointer[2:])
 
     def _take(self, queue: SqlQueue, claims: Sequence[_Claim], now_ms: int) -> bool:
         """Visit zones until claims are full or no zone is left; false if others were in the way."""
         tunables = self.tunables
+        pace = self._paces.setdefault(queue.number, ClaimPace(tunables.selection_max))
         found: list[_Pointer] = []
         # Whether there may be vested pointers beside those that were found.
         more = True
@@ -196,31 +159,25 @@ class SqlClaim(SqlQueues):
                 if not found:
                     return True
                 more = len(found) >= tunables.peek_max
-            most = tunables.selection_max
-            width = min(room, len(found), self._pacing.width(queue.number, most))
-            places = self._choose(len(found), width)
-            visit = self._visit(queue, claims, [found[at] for at in places], width, now_ms)
-            self._pacing.note(queue.number, most, wanted=width, won=visit.won, passed=visit.passed)
+            width = min(room, len(found), pace.width)
+            named = min(len(found), width + SPARE)
+            places: Sequence[int] = range(named)
+            if len(found) > tunables.selection_max and not tunables.sequential:
+                places = choose(len(found), named, self.random)
+            offered = [found[at] for at in places]
+            moved, won, passed, left = self._visit(queue, claims, offered, width, now_ms)
+            pace.note(wanted=width, won=won, passed=passed)
             # Zones that were passed by are looked at again: other processes have been there.
-            more = more or bool(visit.passed)
-            gone = set(places[: visit.won + visit.passed])
-            found = [pointer for at, pointer in enumerate(found) if at not in gone] + visit.left
-            if not visit.moved:
+            more = more or bool(passed)
+            gone = set(places[: won + passed])
+            found = [pointer for at, pointer in enumerate(found) if at not in gone] + left
+            if not moved:
                 lost += 1
                 if lost > LOST_MAX or any(claim.deliveries for claim in claims):
                     return lost <= LOST_MAX
                 found, more = [], True
-                pause_ms = self._pacing.pause_ms(queue.number) * (0.5 + self.random())
-                self._pause(pause_ms / 1000)
+                self._pause(pace.pause_ms * (0.5 + self.random()) / 1000)
         return True
-
-    def _choose(self, count: int, width: int) -> Sequence[int]:
-        """Choose zones to visit among those that were found, and some to spare."""
-        tunables = self.tunables
-        wanted = min(count, width + SPARE)
-        if count <= tunables.selection_max or tunables.sequential:
-            return range(wanted)
-        return choose(count, wanted, self.random)
 
     def _visit(
         self,
@@ -229,8 +186,12 @@ class SqlClaim(SqlQueues):
         offered: Sequence[_Pointer],
         width: int,
         now_ms: int,
-    ) -> _Visit:
-        """Visit the first zones that are free, and deliver the messages that they give."""
+    ) -> tuple[bool, int, int, list[_Pointer]]:
+        """Visit the first zones that are free, and deliver the messages that they give.
+
+        Return whether that changed anything, how many zones were free, how many before the last of
+        them were not, and the visited zones that have more to give.
+        """
         asked = []
         room = 0
         for claim in claims:
@@ -267,7 +228,7 @@ class SqlClaim(SqlQueues):
             expired = expired or has_expired
             moved = moved or vesting_ms > now_ms or message_id is not None
             if vesting_ms > now_ms:
-                self.zones.forget((queue.number, offered[nth - 1].zone))
+                self.zones.forget((queue.number, offered[nth - 1][0]))
             if message_id is not None and not by_lease[lease].deliver(
                 message_id, attempts, metadata, payload
             ):
@@ -284,7 +245,7 @@ class SqlClaim(SqlQueues):
             # Other claims that wait are to look again.
             self.wake(queue)
         left_over = [offered[at] for at, gives in sorted(visited.items()) if gives]
-        return _Visit(moved, len(visited), passed, left_over)
+        return moved, len(visited), passed, left_over
 
     # --- messages of other processes -------------------------------------------------------
 
@@ -326,7 +287,7 @@ class SqlClaim(SqlQueues):
 class _Claim:
     """One of the claims that are served together."""
 
-    def __init__(self, store_id: int, queue: SqlQueue, want: Want, now_ms: int) -> None:
+    def __init__(self, store_id: int, queue: SqlQueue, want: LeaseRequest, now_ms: int) -> None:
         self._queue = queue.name
         self._limit = want.limit
         self.lease = want.lease[:FAMILY_BYTES] + b"\0\0"

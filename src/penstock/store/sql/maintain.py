@@ -11,7 +11,8 @@ finds anything therefore looks twice, and reports what both have found.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -19,13 +20,14 @@ from penstock.model import State, SweepCounts
 from penstock.store.check_report import KEPT, AuditReport, Kind, Violation
 from penstock.store.policy import SEGMENT_MS
 from penstock.store.sql.claim import SqlClaim
+from penstock.store.sql.move import UNCLAIMED
 from penstock.store.sql.queues import CHUNK
 from penstock.store.sql.zones import NEVER_MS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.store.sql.session import SqlQueue, SqlSession
+    from penstock.store.sql.session import SqlQueue
 
 # How often a sweep looks for segments and for ended messages of other processes past retention.
 LOOK_MS: Final = 10_000
@@ -40,6 +42,27 @@ STUCK_MS: Final = 50
 SWEEP_MS: Final = 200
 SEARCH_MS: Final = 5_000
 FOLLOW_MS: Final = 60_000
+
+
+# The invariants: kind and table of the damage, what it is, and the statement that finds it. A
+# statement of the same name after ``mend_`` repairs it, but for zones, which get pointers.
+CHECKS: Final = (
+    (Kind.COUNTER, "queue_counts", "a counter does not match its rows", "wrong_counts"),
+    (Kind.ORPHAN_ENTRY, "pointers", "Q_C and the pointer index differ", "pointers_apart"),
+    (Kind.MISSING_ENTRY, "pointers", "a zone has items and no pointer", "zones_unpointed"),
+    (Kind.EARLY, "pointers", "a pointer vests later than its zone's earliest item",
+     "pointers_late"),
+    (Kind.REFERENCES, "messages", "a message's references do not match its queues", "wrong_refs"),
+    (Kind.PAYLOAD_MISSING, "messages", "a queue holds a message that is not there",
+     "messages_missing"),
+    (Kind.TWICE, "items", "a message is live, and done or failed as well", "items_twice"),
+    (Kind.STRANGER, "items", "a row belongs to no queue", "rows_of_no_queue"),
+    (Kind.ORPHAN_ATTEMPT, "attempts", "attempts at a message that the queue does not have",
+     "attempts_orphaned"),
+    (Kind.GARBAGE, "messages", "a message below the log that no queue holds", "messages_garbage"),
+    (Kind.SEQUENCE, "log_head", "the log has messages beyond its end", "log_beyond_end"),
+    (Kind.WRONG_FIELD, "items", "an item's marks contradict each other", "items_marked_wrong"),
+)  # fmt: skip
 
 
 class SqlMaintain(SqlClaim):
@@ -98,7 +121,7 @@ class SqlMaintain(SqlClaim):
         moved = self.move_dead_letters(now_ms, budget)
         removed += self._trim_ended(now_ms, budget)
         if unclaimed_ms <= now_ms:
-            removed += self.change(lambda: self._expire_unclaimed(now_ms, budget))
+            removed += self._remove_unclaimed(now_ms, budget)
         removed += self.trim_log(now_ms, budget) + self.remove_drained(now_ms)
         if dedup_ms <= now_ms:
             forgotten = len(ask("forget_dedup", now_ms=now_ms, count=budget))
@@ -169,52 +192,43 @@ class SqlMaintain(SqlClaim):
         while removed < budget:
             due = self._first_to_trim()
             count = 0
-            for queue, state, at_ms in due:
+            for queue, state, at_ms, kept_ms in due:
                 if at_ms <= now_ms and removed + count < budget:
                     room = min(CHUNK, budget - removed - count)
-                    spec, done = queue.spec, state is State.DONE
-                    kept_ms = spec.done_retention_ms if done else spec.failed_retention_ms
-                    count += self._trim(
-                        queue, state, now_ms, room, ended_before_ms=now_ms - kept_ms + 1
-                    )
+                    ended_before_ms = now_ms - kept_ms + 1
+                    count += self._trim(queue, state, now_ms, room, ended_before_ms=ended_before_ms)
             removed += count
             if not count:
-                self.retention_ms = min((at_ms for _, _, at_ms in due), default=None)
+                self.retention_ms = min((at_ms for _, _, at_ms, _ in due), default=None)
                 break
         return removed
 
-    def _first_to_trim(self) -> list[tuple[SqlQueue, State, int]]:
-        """Return when retention next has a message to remove, by queue and state."""
-        kept = [
-            queue
-            for queue in self.by_name.values()
-            if queue.spec.done_retention_ms or queue.spec.failed_retention_ms
-        ]
+    def _first_to_trim(self) -> list[tuple[SqlQueue, State, int, int]]:
+        """Return queue, state, when its first message is to be removed, and how long it is kept."""
+        queues = list(self.by_name.values())
         due = []
-        rows = self.database.ask("next_retention", queues=[queue.number for queue in kept])
-        for (_, done_ms, failed_ms), queue in zip(rows, kept, strict=True):
-            if done_ms is not None and queue.spec.done_retention_ms:
-                due.append((queue, State.DONE, done_ms + queue.spec.done_retention_ms))
-            if failed_ms is not None and queue.spec.failed_retention_ms:
-                due.append((queue, State.FAILED, failed_ms + queue.spec.failed_retention_ms))
+        rows = self.database.ask("next_retention", queues=[queue.number for queue in queues])
+        for (_, done_ms, failed_ms), queue in zip(rows, queues, strict=True):
+            for state, ended_ms, kept_ms in (
+                (State.DONE, done_ms, queue.spec.done_retention_ms),
+                (State.FAILED, failed_ms, queue.spec.failed_retention_ms),
+            ):
+                if ended_ms is not None and kept_ms:
+                    due.append((queue, state, ended_ms + kept_ms, kept_ms))
         return due
 
-    def _expire_unclaimed(self, now_ms: int, budget: int) -> int:
+    def _remove_unclaimed(self, now_ms: int, budget: int) -> int:
         """Remove messages that waited for longer than their queue keeps them; return how many."""
-        rows = self.database.run("expire_unclaimed", now_ms=now_ms, count=budget)
-        fifo = {(number, zone): now_ms for number, _, zone, rank in rows if rank < 0}
-        self.zones.lower(fifo, now_ms)
+        removed = 0
         gone: dict[int, list[int]] = {}
-        for number, message_id, _, _ in sorted(rows):
+        for number, message_id in self.database.ask("pick_unclaimed", now_ms=now_ms, count=budget):
             gone.setdefault(number, []).append(message_id)
-        for number, ids in gone.items():
-            self.add_counts(number, now_ms, live=-len(ids), removed=len(ids))
         for number, ids in gone.items():
             queue = self.numbered(number)
             if queue is not None:
-                self._forget_messages(queue, ids)
+                removed += self._remove_live(queue, ids, UNCLAIMED, now_ms)
                 self.wake(queue)
-        return len(rows)
+        return removed
 
     # --- retention of the log ----------------------------------------------------------------
 
@@ -257,11 +271,10 @@ class SqlMaintain(SqlClaim):
         return dropped
 
     def _drop_segments(self, now_ms: int) -> None:
-        head = self.lock_head()
+        self.lock_head()
         segments, retention_ms = self._segments(), self.settings.retention_ms
-        if len(segments) == 1 and segments[0][2] + SEGMENT_MS <= now_ms:
-            self.database.run("roll_segment", now_ms=now_ms)
-            self.head = head._replace(segment_ms=now_ms)
+        if len(segments) == 1:
+            self.begin_segment(now_ms)
             segments = self._segments()
         routed_up_to = self.routed_up_to()
         while len(segments) > 1:
@@ -271,133 +284,75 @@ class SqlMaintain(SqlClaim):
             self.database.run("drop_segment", number=segments[0][0])
             segments = segments[1:]
 
+    # --- the audit -----------------------------------------------------------------------------
+
     def audit(self, *, repair: bool, now_ms: int) -> AuditReport:
-        """Check the store's invariants; with ``repair``, mend the tables."""
+        """Check every invariant; with ``repair``, mend the rows that can be mended, look again."""
         with self.database.at_leisure():
-            return audit(self, repair=repair, now_ms=now_ms)
+            first: list[Violation] = self.change(lambda: self._find_damage(now_ms))
+            if first:
+                # Rows that another process was just committing are sound the second time.
+                again = set(self.change(lambda: self._find_damage(now_ms)))
+                first = [each for each in first if each in again]
+            left, rounds = first, 1
+            while repair and left and rounds < 4:
+                kinds = {each.kind for each in left}
+                self.change(lambda: self._mend(kinds, now_ms))  # noqa: B023
+                left = self.change(lambda: self._find_damage(now_ms))
+                rounds += 1
+            counted = self.database.run("count_rows")[0]
+        if repair and first:
+            self.reload()
+            for queue in self.by_name.values():
+                self.wake(queue)
+        still = {(each.kind, each.key) for each in left}
+        tables = ("queues", "items", "done", "failed", "messages", "zones")
+        return AuditReport(
+            checked=dict(zip(tables, counted, strict=True)),
+            found=dict(Counter(each.kind for each in first)),
+            violations=[
+                msgspec.structs.replace(v, repaired=repair and (v.kind, v.key) not in still)
+                for v in first[:KEPT]
+            ],
+            notes=[],
+            left=len(left),
+            rounds=rounds,
+        )
 
-
-# --- the audit ------------------------------------------------------------------------------------
-
-
-class Check(NamedTuple):
-    """One invariant: the statement that finds rows that break it, and the one that mends them."""
-
-    kind: Kind
-    table: str
-    text: str
-    find: str
-    mend: str | None
-
-
-CHECKS: Final = (
-    Check(Kind.COUNTER, "queue_counts", "a counter does not match its rows", "wrong_counts",
-          "mend_counts"),
-    Check(Kind.ORPHAN_ENTRY, "pointers", "Q_C and the pointer index differ", "pointers_apart",
-          "mend_pointers_apart"),
-    Check(Kind.MISSING_ENTRY, "pointers", "a zone has items and no pointer", "zones_unpointed",
-          None),
-    Check(Kind.EARLY, "pointers", "a pointer vests later than its zone's earliest item",
-          "pointers_late", "mend_pointers_late"),
-    Check(Kind.REFERENCES, "messages", "a message's references do not match its queues",
-          "wrong_refs", "mend_refs"),
-    Check(Kind.PAYLOAD_MISSING, "messages", "a queue holds a message that is not there",
-          "messages_missing", "mend_messages_missing"),
-    Check(Kind.TWICE, "items", "a message is live, and done or failed as well", "items_twice",
-          "mend_items_twice"),
-    Check(Kind.STRANGER, "items", "a row belongs to no queue", "rows_of_no_queue",
-          "mend_rows_of_no_queue"),
-    Check(Kind.ORPHAN_ATTEMPT, "attempts", "attempts at a message that the queue does not have",
-          "attempts_orphaned", "mend_attempts_orphaned"),
-    Check(Kind.GARBAGE, "messages", "a message below the log that no queue holds",
-          "messages_garbage", "mend_messages_garbage"),
-    Check(Kind.SEQUENCE, "log_head", "the log has messages beyond its end", "log_beyond_end",
-          "mend_log_beyond_end"),
-    Check(Kind.WRONG_FIELD, "items", "an item's marks contradict each other", "items_marked_wrong",
-          "mend_items_marked_wrong"),
-)  # fmt: skip
-
-
-def audit(session: SqlSession, *, repair: bool, now_ms: int) -> AuditReport:
-    """Check every invariant; with ``repair``, mend the rows that can be mended and look again."""
-    first = _read(session, now_ms)
-    if first:
-        # Rows that another process was just committing are sound the second time.
-        again = set(_read(session, now_ms))
-        first = [each for each in first if each in again]
-    left, rounds = first, 1
-    while repair and left and rounds < 4:
-        session.change(lambda: _mend(session, {each.kind for each in left}, now_ms))  # noqa: B023
-        left = _read(session, now_ms)
-        rounds += 1
-    if repair and first:
-        session.reload()
-        for queue in session.by_name.values():
-            session.wake(queue)
-    still = {(each.kind, each.key) for each in left}
-    found: dict[str, int] = {}
-    for each in first:
-        found[each.kind] = found.get(each.kind, 0) + 1
-    counted = session.database.run("count_rows")[0]
-    return AuditReport(
-        checked=dict(zip(("queues", "items", "done", "failed", "messages", "zones"), counted,
-                         strict=True)),
-        found=found,
-        violations=[
-            Violation(v.kind, v.table, v.key, v.text,
-                      repaired=repair and (v.kind, v.key) not in still)
-            for v in first[:KEPT]
-        ],
-        notes=[],
-        left=len(left),
-        rounds=rounds,
-    )  # fmt: skip
-
-
-def _read(session: SqlSession, now_ms: int) -> list[Violation]:
-    def work() -> list[Violation]:
-        session.lock_head()
-        if session.database.dialect == "postgresql":
+    def _find_damage(self, now_ms: int) -> list[Violation]:
+        self.lock_head()
+        if self.database.dialect == "postgresql":
             # These read whole tables, unlike all others.
-            session.database.execute("SET LOCAL enable_seqscan = on")
+            self.database.execute("SET LOCAL enable_seqscan = on")
         found = []
-        for check in CHECKS:
-            for key, told in session.database.run(
-                check.find, **_parameters(session, check.find, now_ms)
-            ):
-                text = f"{check.text}: {told}"
-                found.append(Violation(check.kind, check.table, bytes(key).hex(), text))
+        for kind, table, text, find in CHECKS:
+            for key, told, *_ in self._run_check(find, now_ms):
+                found.append(Violation(kind, table, bytes(key).hex(), f"{text}: {told}"))
         return found
 
-    found: list[Violation] = session.change(work)
-    return found
+    def _mend(self, kinds: set[Kind], now_ms: int) -> None:
+        self.lock_head()
+        for kind, _, _, find in CHECKS:
+            if kind not in kinds:
+                continue
+            if find != "zones_unpointed":
+                self._run_check(f"mend_{find}", now_ms)
+                continue
+            zones = {
+                (queue, zone): vesting_ms
+                for zone, _, queue, vesting_ms in self.database.run(find)
+                if queue in self.by_number
+            }
+            self.zones.ensure(zones, now_ms)
+        version = self.database.run("bump_zones")[0][0]
+        self.head = self.head._replace(zones_version=version)
 
-
-def _mend(session: SqlSession, kinds: set[Kind], now_ms: int) -> None:
-    session.lock_head()
-    for check in CHECKS:
-        if check.kind not in kinds:
-            continue
-        if check.mend is not None:
-            session.database.run(check.mend, **_parameters(session, check.mend, now_ms))
-        else:
-            session.zones.ensure(
-                {
-                    (queue, zone): vesting_ms
-                    for zone, _, queue, vesting_ms in session.database.run("zones_unpointed")
-                    if queue in session.by_number
-                },
-                now_ms,
-            )
-    version = session.database.run("bump_zones")[0][0]
-    session.head = session.head._replace(zones_version=version)
-
-
-def _parameters(session: SqlSession, name: str, now_ms: int) -> dict[str, int]:
-    known = {
-        "now_ms": now_ms,
-        "threshold_ms": session.tunables.threshold_ms,
-        "cool_ms": session.tunables.cool_ms,
-        "slot": session.slot,
-    }
-    return {each: known[each] for each in session.database.parameters(name)}
+    def _run_check(self, statement: str, now_ms: int) -> list[tuple[Any, ...]]:
+        known = {
+            "now_ms": now_ms,
+            "threshold_ms": self.tunables.threshold_ms,
+            "cool_ms": self.tunables.cool_ms,
+            "slot": self.slot,
+        }
+        names = self.database.parameters(statement)
+        return self.database.run(statement, **{name: known[name] for name in names})

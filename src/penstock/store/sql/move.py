@@ -13,7 +13,7 @@ from penstock.limits import MAX_ATTEMPTS, MAX_OFFSET
 from penstock.model import State
 from penstock.store import policy
 from penstock.store.codec.metadata import read_metadata
-from penstock.store.sql.publish import Arrival, add_items
+from penstock.store.sql.publish import Items, SqlPublish
 from penstock.store.sql.settle import SqlSettle
 
 if TYPE_CHECKING:
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 STEP_MESSAGES: Final = 1_000
 # A budget for everything that there is.
 ALL: Final = 1_000_000
-# As the statements number the states of live items; the last means all of them.
+# As the statements number the states of live items; then all, and those unclaimed for too long.
 STATES: Final = {State.AVAILABLE: 0, State.DELAYED: 1, State.IN_FLIGHT: 2}
-ANY_STATE: Final = 3
+ANY_STATE, UNCLAIMED = 3, 4
 
 
-class SqlMove(SqlSettle):
+class SqlMove(SqlSettle, SqlPublish):
     """The verbs that move messages between queues."""
 
     def __init__(self, database: Database, random: Callable[[], float]) -> None:
@@ -111,12 +111,11 @@ class SqlMove(SqlSettle):
         taken = self.database.run(
             "take_ended", queue=queue.number, message_ids=list(chosen), states=[True]
         )
-        arrivals = [
-            Arrival(queue, message_id, chosen[message_id], now_ms, attempts)
-            for message_id, attempts, _ in taken
-        ]
-        add_items(self, arrivals, now_ms)
-        count = len(arrivals)
+        items = Items()
+        for message_id, attempts, _ in taken:
+            items.add(queue, message_id, chosen[message_id], now_ms, attempts)
+        self.add_items(items, now_ms)
+        count = len(taken)
         self.add_counts(queue.number, now_ms, live=count, failed=-count, redriven=count)
         return count
 
@@ -194,7 +193,7 @@ class SqlMove(SqlSettle):
     # --- one step --------------------------------------------------------------------------
 
     def _page_failed(self, queue: SqlQueue, begin: int, count: int) -> list[tuple[Any, ...]]:
-        return self.database.run(
+        return self.database.ask(
             "page_ended", queue=queue.number, failed=True, begin=begin, end=MAX_OFFSET, count=count
         )
 
@@ -202,7 +201,7 @@ class SqlMove(SqlSettle):
         if state is State.FAILED:
             rows = self._page_failed(queue, 0, count)
             return [row[1] for row in rows if read_metadata(row[-1] or b"") is not None]
-        rows = self.database.run(
+        rows = self.database.ask(
             "pick_items", queue=queue.number, state=STATES[state], now_ms=now_ms, count=count
         )
         return [row[0] for row in rows]
@@ -244,13 +243,13 @@ class SqlMove(SqlSettle):
                 message_ids=arriving,
                 befores=befores,
             )
-            arrivals = []
+            items = Items()
             for message_id, first in zip(arriving, befores, strict=True):
                 attempts, vesting_ms = leaving[message_id]
                 attempts = min(first + attempts, MAX_ATTEMPTS)
                 vesting_ms = max(now_ms, vesting_ms)
-                arrivals.append(Arrival(to, message_id, known[message_id], vesting_ms, attempts))
-            add_items(self, arrivals, now_ms)
+                items.add(to, message_id, known[message_id], vesting_ms, attempts)
+            self.add_items(items, now_ms)
         self._count_moved(queue, to, state, len(ids), len(arriving), ended, now_ms)
         self.wake(to, len(ids))
         if queue.fifo:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 from zlib import crc32
 
 from penstock.errors import PenstockError
@@ -15,114 +15,51 @@ from penstock.store.sql.database import Refused, columns
 from penstock.store.sql.session import SqlSession
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from penstock.model import Message
     from penstock.store.codec.metadata import Head
     from penstock.store.sql.session import SqlQueue
+    from penstock.store.sql.zones import Zone
 
 # Attempts of a publish that find queues or dedup ids changed, before it fails.
 _TRIES: Final = 100
 
 
-class Arrival(NamedTuple):
-    """A message that comes into a queue, to be visible from a time on."""
+class Items:
+    """Messages that come into queues: rows of the table ``items``, and the zones that get them."""
 
-    queue: SqlQueue
-    message_id: int
-    metadata: Metadata | Head
-    vesting_ms: int
-    attempts: int = 0
-
-
-def rank_of(queue: SqlQueue, priority: int) -> int:
-    """Return the lane of a priority: the highest comes first, FIFO queues have none."""
-    return -1 if queue.fifo else 255 - priority
-
-
-def expiry_of(queue: SqlQueue, vesting_ms: int) -> int | None:
-    """Return when an unclaimed message that is visible from a time on is removed."""
-    retention_ms = queue.spec.unclaimed_retention_ms
-    return vesting_ms + retention_ms if retention_ms else None
-
-
-def add_items(session: SqlSession, arrivals: Sequence[Arrival], now_ms: int) -> None:
-    """Put messages into queues, in the caller's transaction; the caller counts them."""
-    if not arrivals:
-        return
-    zones: dict[tuple[int, bytes], int] = {}
-    rows = []
-    for queue, message_id, metadata, vesting_ms, attempts in arrivals:
-        zone = metadata.group.encode()
-        key = (queue.number, zone)
-        zones[key] = min(vesting_ms, zones.get(key, vesting_ms))
-        rank, expiry = rank_of(queue, metadata.priority), expiry_of(queue, vesting_ms)
-        rows.append(
-            (queue.number, message_id, zone, rank, vesting_ms, attempts, expiry, metadata.size)
-        )
-    session.zones.ensure(zones, now_ms)
-    names = ("queues", "message_ids", "zones", "ranks", "vestings", "attempts", "expiries", "sizes")
-    session.database.run("add_items", **columns(rows, *names), now_ms=now_ms)
-    for each in arrivals:
-        session.wake(each.queue)
-        if each.vesting_ms > now_ms:
-            session.due(each.vesting_ms)
-
-
-class _Batch:
-    """The rows of one publish."""
-
-    def __init__(self, session: SqlSession, now_ms: int) -> None:
-        self._session = session
-        self._now_ms = now_ms
-        # How many queues hold it, log, metadata, payload.
-        self.messages: list[tuple[int, int, bytes, bytes]] = []
-        # One for each queue of each message: queue, place of the message, zone, rank, when it is
-        # visible, when it expires, size.
-        self.items: list[tuple[int, int, bytes, int, int, int | None, int]] = []
-        self.by_queue: dict[str, int] = {}
+    def __init__(self) -> None:
+        # Queue, message id, zone, rank, when it is visible, attempts, when it expires, size.
+        self.rows: list[tuple[int, int, bytes, int, int, int, int | None, int]] = []
         # When the pointer of each zone must have vested.
-        self.wanted: dict[tuple[int, bytes], int] = {}
-        # Zones whose pointers the statement looked at: the others were relied on.
-        self.looked: Collection[tuple[int, bytes]] = ()
+        self.zones: dict[Zone, int] = {}
+        self.counts: dict[SqlQueue, int] = {}
 
-    def add(self, message: Message, names: Sequence[str]) -> None:
-        """Add a message with the names of its queues."""
-        session, now_ms = self._session, self._now_ms
-        nth, zone, size = len(self.messages), message.group.encode(), len(message.payload)
-        log = crc32(zone) % session.settings.changes[-1][1]
-        metadata = Metadata(
-            now_ms,
-            message.group,
-            message.priority,
-            size,
-            message.delay_ms,
-            dict(message.attributes),
-        )
-        self.messages.append((len(names), log, encode_metadata(metadata), message.payload))
-        for name in names:
-            queue = session.by_name.get(name)
-            if queue is None:
-                raise FiltersChanged
-            # A message's own delay counts if it has one; the queue's is the default.
-            vesting_ms = now_ms + (message.delay_ms or queue.spec.delay_ms)
-            rank, expiry = rank_of(queue, message.priority), expiry_of(queue, vesting_ms)
-            self.items.append((queue.number, nth, zone, rank, vesting_ms, expiry, size))
-            self.by_queue[name] = self.by_queue.get(name, 0) + 1
-            key = (queue.number, zone)
-            self.wanted[key] = min(vesting_ms, self.wanted.get(key, vesting_ms))
+    def add(
+        self,
+        queue: SqlQueue,
+        message_id: int,
+        about: Metadata | Head,
+        vesting_ms: int,
+        attempts: int = 0,
+    ) -> None:
+        """Add a message that is visible from a time on."""
+        zone, spec = about.group.encode(), queue.spec
+        # The highest priority comes first; FIFO queues have no lanes.
+        rank = -1 if queue.fifo else 255 - about.priority
+        retention_ms = spec.unclaimed_retention_ms
+        expiry_ms = vesting_ms + retention_ms if retention_ms else None
+        row = (queue.number, message_id, zone, rank, vesting_ms, attempts, expiry_ms, about.size)
+        self.rows.append(row)
+        key = (queue.number, zone)
+        self.zones[key] = min(vesting_ms, self.zones.get(key, vesting_ms))
+        self.counts[queue] = self.counts.get(queue, 0) + 1
 
     def columns(self) -> dict[str, list[Any]]:
-        """Return the rows as the statement takes them."""
-        counts = sorted(
-            (self._session.by_name[name].number, n) for name, n in self.by_queue.items()
-        )
-        items = ("queues", "nths", "zones", "ranks", "vestings", "expiries", "sizes")
-        return {
-            **columns(self.messages, "refs", "logs", "metadata", "payloads"),
-            **columns(self.items, *items),
-            **columns(counts, "count_queues", "count_numbers"),
-        }
+        """Return the rows as statements take them."""
+        names = ("queues", "message_ids", "zones", "ranks", "vestings", "attempts", "expiries")
+        return columns(self.rows, *names, "sizes")
 
 
 class SqlPublish(SqlSession):
@@ -169,11 +106,12 @@ class SqlPublish(SqlSession):
         version = self.head.specs_version
         self.refresh()
         if self.head.segment_ms <= now_ms - SEGMENT_MS:
-            self.change(lambda: self._begin_segment(now_ms))
+            self.change(lambda: self.begin_segment(now_ms))
         if self.head.specs_version != version and routed:
             raise FiltersChanged
 
-    def _begin_segment(self, now_ms: int) -> None:
+    def begin_segment(self, now_ms: int) -> None:
+        """Begin a new segment of the log if the last one is long enough."""
         if self.lock_head().segment_ms <= now_ms - SEGMENT_MS:
             self.database.run("roll_segment", now_ms=now_ms)
             self.head = self.head._replace(segment_ms=now_ms)
@@ -190,7 +128,10 @@ class SqlPublish(SqlSession):
         keys = [_dedup_key(message) for message in messages]
         known = self._known_dedup_ids(keys, now_ms)
         fresh: dict[tuple[bytes, bytes], int] = {}
-        batch = _Batch(self, now_ms)
+        # How many queues hold it, log, metadata, payload.
+        stored: list[tuple[int, int, bytes, bytes]] = []
+        # Of each queue of each message; message ids are counted from 0 here.
+        items = Items()
         # Ids of messages that are stored already; places in the batch of those that are not.
         places: list[tuple[int | None, int]] = []
         routed = repeat((), len(messages)) if routes is None else routes
@@ -200,30 +141,53 @@ class SqlPublish(SqlSession):
             elif key is not None and key in fresh:
                 places.append((None, fresh[key]))
             else:
-                places.append((None, len(batch.messages)))
+                places.append((None, len(stored)))
                 if key is not None:
-                    fresh[key] = len(batch.messages)
-                batch.add(message, names)
-        unrouted = 0 if routes is None else sum(not refs for refs, _, _, _ in batch.messages)
+                    fresh[key] = len(stored)
+                metadata = self._place(message, names, len(stored), items, now_ms)
+                log = crc32(message.group.encode()) % self.settings.changes[-1][1]
+                stored.append((len(names), log, encode_metadata(metadata), message.payload))
+        unrouted = 0 if routes is None else sum(not refs for refs, _, _, _ in stored)
         dedup_expires_ms = now_ms + dedup_window_ms
-        with self.zones.recheck_if_slow(batch.wanted, since_ms=now_ms):
+        with self.zones.recheck_if_slow(items.zones, since_ms=now_ms):
             first_id = self._send_batch(
-                batch,
+                items,
                 now_ms,
+                **columns(stored, "refs", "logs", "metadata", "payloads"),
+                count=len(stored),
                 token=token,
-                duplicates=len(messages) - len(batch.messages),
+                duplicates=len(messages) - len(stored),
                 unrouted=unrouted,
-                dedup_scopes=[scope for scope, _ in fresh],
-                dedup_ids=[dedup_id for _, dedup_id in fresh],
+                **columns(fresh, "dedup_scopes", "dedup_ids"),
                 dedup_nths=list(fresh.values()),
                 dedup_expires_ms=dedup_expires_ms,
             )
         if first_id is None:
             return None
-        self._note_published(batch, now_ms)
+        self._note_items(items, now_ms)
         if fresh:
             self.due(dedup_expires_ms)
         return [first_id + nth if found is None else found for found, nth in places]
+
+    def _place(
+        self, message: Message, names: Sequence[str], nth: int, items: Items, now_ms: int
+    ) -> Metadata:
+        """Add a message to the queues of its route; return its metadata."""
+        metadata = Metadata(
+            now_ms,
+            message.group,
+            message.priority,
+            len(message.payload),
+            message.delay_ms,
+            dict(message.attributes),
+        )
+        for name in names:
+            queue = self.by_name.get(name)
+            if queue is None:
+                raise FiltersChanged
+            # A message's own delay counts if it has one; the queue's is the default.
+            items.add(queue, nth, metadata, now_ms + (message.delay_ms or queue.spec.delay_ms))
+        return metadata
 
     def _known_dedup_ids(
         self, keys: Sequence[tuple[bytes, bytes] | None], now_ms: int
@@ -236,28 +200,33 @@ class SqlPublish(SqlSession):
         )
         return {given[nth - 1]: message_id for nth, message_id in rows}
 
-    def _send_batch(self, batch: _Batch, now_ms: int, **parameters: Any) -> int | None:
+    def _send_batch(self, items: Items, now_ms: int, **parameters: Any) -> int | None:
         """Run the statement; return the first id, or None if the knowledge was out of date."""
         # A second attempt may come much later: it relies on no pointer.
-        first = [self.zones.not_known_vested(batch.wanted, now_ms)]
+        first = [self.zones.not_known_vested(items.zones, now_ms)]
+        looked: dict[Zone, int] = {}
 
         def work() -> list[tuple[Any, ...]]:
-            wanted = first.pop() if first else batch.wanted
+            wanted = first.pop() if first else items.zones
             # In the order in which every process locks them.
-            zones = dict(sorted(wanted.items()))
-            batch.looked = zones.keys()
+            looked.clear()
+            looked.update(sorted(wanted.items()))
             return self.database.run(
                 "publish",
                 **parameters,
-                **batch.columns(),
-                count=len(batch.messages),
+                **items.columns(),
+                **columns(
+                    sorted((queue.number, count) for queue, count in items.counts.items()),
+                    "count_queues",
+                    "count_numbers",
+                ),
                 specs_version=self.head.specs_version,
                 zones_version=self.zones.version,
                 segment_length_ms=SEGMENT_MS,
                 slot=self.slot,
-                **columns(zones, "zone_queues", "zone_names"),
-                zone_tokens=[self.zones.token(zone) for zone in zones],
-                zone_vestings=list(zones.values()),
+                **columns(looked, "zone_queues", "zone_names"),
+                zone_tokens=[self.zones.token(zone) for zone in looked],
+                zone_vestings=list(looked.values()),
                 turn=self.take_turns(1),
                 stamp=self.stamp(),
                 threshold_ms=self.tunables.threshold_ms,
@@ -266,17 +235,26 @@ class SqlPublish(SqlSession):
 
         # A second attempt finds the token if the first was committed.
         rows = self.database.do(work, again=True)
-        return int(rows[0][0]) if rows else None
-
-    def _note_published(self, batch: _Batch, now_ms: int) -> None:
-        """Note vested pointers, queues to wake and times to sweep at."""
-        for zone, vesting_ms in batch.wanted.items():
+        if not rows:
+            return None
+        for zone, vesting_ms in looked.items():
             # Not those that were relied on: a steady publisher would rely on them for ever.
-            if vesting_ms <= now_ms and zone in batch.looked:
+            if vesting_ms <= now_ms:
                 self.zones.saw_vested(zone, now_ms)
-        for name, count in batch.by_queue.items():
-            self.wake(self.by_name[name], count)
-        for _, _, _, _, vesting_ms, expiry_ms, _ in batch.items:
+        return int(rows[0][0])
+
+    def add_items(self, items: Items, now_ms: int) -> None:
+        """Put messages into queues, in the caller's transaction; the caller counts them."""
+        if items.rows:
+            self.zones.ensure(items.zones, now_ms)
+            self.database.run("add_items", **items.columns(), now_ms=now_ms)
+            self._note_items(items, now_ms)
+
+    def _note_items(self, items: Items, now_ms: int) -> None:
+        """Note queues to wake and times to sweep at."""
+        for queue, count in items.counts.items():
+            self.wake(queue, count)
+        for _, _, _, _, vesting_ms, _, expiry_ms, _ in items.rows:
             if vesting_ms > now_ms:
                 self.due(vesting_ms)
             if expiry_ms is not None:

@@ -140,13 +140,19 @@ WHERE number = :number;
 -- Write what a queue has been filled from.
 UPDATE queues SET coverage = :coverage WHERE number = :number;
 
+-- name: clear_queue
+-- Remove the live messages of a queue, before its other rows: an ack that is under way is waited for,
+-- and the next statement sees the message that it has ended.
+DELETE FROM items WHERE queue = :number RETURNING message_id;
+
 -- name: remove_queue
--- Remove a queue's own rows. Its messages were removed before.
-WITH a AS (DELETE FROM queue_counts WHERE queue = :number),
-     b AS (DELETE FROM pointers WHERE queue = :number),
-     c AS (DELETE FROM pointer_index WHERE queue = :number),
-     d AS (DELETE FROM attempts WHERE queue = :number)
-DELETE FROM queues WHERE number = :number;
+-- Remove a queue with its other rows; tell which done and failed messages it held.
+WITH a AS (DELETE FROM pointers WHERE queue = :number),
+     b AS (DELETE FROM pointer_index WHERE queue = :number),
+     c AS (DELETE FROM attempts WHERE queue = :number),
+     d AS (DELETE FROM queue_counts WHERE queue = :number),
+     e AS (DELETE FROM queues WHERE number = :number)
+DELETE FROM ended WHERE queue = :number RETURNING message_id;
 
 -- name: sum_counts
 -- The depths and totals of one queue, or of each.
@@ -189,6 +195,19 @@ lowered AS (
 )
 
 -- === Publish
+
+-- part: given_items
+-- The messages that come into queues.
+unnest(:queues::bigint[], :message_ids::bigint[], :zones::bytea[], :ranks::bigint[],
+       :vestings::bigint[], :attempts::bigint[], :expiries::bigint[], :sizes::bigint[])
+    AS i (queue, message_id, zone, rank, vesting_ms, attempts, expires_at_ms, size)
+
+-- name: add_items
+-- Put messages into queues other than by publish. Their zones were made sure of before.
+INSERT INTO items
+SELECT i.queue, i.message_id, i.zone, i.rank, i.vesting_ms, NULL, i.attempts, i.attempts, 0,
+       i.vesting_ms, i.expires_at_ms, i.size, i.vesting_ms > :now_ms, ''
+FROM {given_items};
 
 -- name: find_dedup
 -- plan: once
@@ -239,11 +258,9 @@ WITH head AS (
         expires_at_ms = excluded.expires_at_ms
 ), placed AS (
     INSERT INTO items
-    SELECT i.queue, h.first_id + i.nth, i.zone, i.rank, i.vesting_ms, NULL, 0, 0, 0, i.vesting_ms,
-           i.expires_at_ms, i.size, i.vesting_ms > :now_ms, ''
-    FROM head h, unnest(:queues::bigint[], :nths::bigint[], :zones::bytea[], :ranks::bigint[],
-                        :vestings::bigint[], :expiries::bigint[], :sizes::bigint[])
-        AS i (queue, nth, zone, rank, vesting_ms, expires_at_ms, size)
+    SELECT i.queue, h.first_id + i.message_id, i.zone, i.rank, i.vesting_ms, NULL, i.attempts,
+           i.attempts, 0, i.vesting_ms, i.expires_at_ms, i.size, i.vesting_ms > :now_ms, ''
+    FROM head h, {given_items}
 ), counted AS (
     UPDATE queue_counts c
     SET live = live + n.number, enqueued_total = enqueued_total + n.number,
@@ -280,15 +297,6 @@ INSERT INTO log_segments
 SELECT coalesce((SELECT max(number) FROM log_segments), 0) + 1, next_offset, :now_ms FROM head;
 
 -- === Zones: Q_C and the pointer index
-
--- name: add_items
--- Put messages into queues other than by publish. Their zones were made sure of before.
-INSERT INTO items
-SELECT i.queue, i.message_id, i.zone, i.rank, i.vesting_ms, NULL, i.attempts, i.attempts, 0,
-       i.vesting_ms, i.expires_at_ms, i.size, i.vesting_ms > :now_ms, ''
-FROM unnest(:queues::bigint[], :message_ids::bigint[], :zones::bytea[], :ranks::bigint[],
-            :vestings::bigint[], :attempts::bigint[], :expiries::bigint[], :sizes::bigint[])
-    AS i (queue, message_id, zone, rank, vesting_ms, attempts, expires_at_ms, size);
 
 -- name: make_zones
 -- Give zones a pointer that have none.
@@ -532,20 +540,15 @@ SELECT a.nth, a.vesting_ms, EXISTS (SELECT 1 FROM held h WHERE h.zone = a.zone
 SELECT queue, zone, token FROM pointer_index
 WHERE empty_since_ms <= :before_ms ORDER BY empty_since_ms LIMIT :count;
 
--- name: lock_pointers
--- The first step of a collection, after log_head: zones that another process is at are left out.
-SELECT q.queue, q.zone FROM pointers q
-JOIN unnest(:queues::bigint[], :zones::bytea[], :tokens::bigint[]) AS z (queue, zone, token)
-    ON q.queue = z.queue AND q.zone = z.zone AND q.token = z.token
-FOR UPDATE OF q SKIP LOCKED;
-
 -- name: lock_zones
--- The second step: zones that another process holds, to put items in, are left out.
-SELECT p.queue, p.zone FROM pointer_index p
-JOIN unnest(:queues::bigint[], :zones::bytea[]) AS z (queue, zone)
-    ON p.queue = z.queue AND p.zone = z.zone
+-- The first step of a collection, after log_head: zones that another process visits, or holds to put
+-- items in, are left out.
+SELECT q.queue, q.zone
+FROM unnest(:queues::bigint[], :zones::bytea[], :tokens::bigint[]) AS z (queue, zone, token)
+JOIN pointers q ON q.queue = z.queue AND q.zone = z.zone AND q.token = z.token
+JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
 WHERE p.empty_since_ms <= :before_ms
-FOR UPDATE OF p SKIP LOCKED;
+FOR UPDATE OF q, p SKIP LOCKED;
 
 -- part: without_items
 -- Whether a zone of the pointer index is empty. Not EXISTS, which the planner may answer by reading
@@ -555,7 +558,7 @@ AND (SELECT 1 FROM items i WHERE i.queue = p.queue AND i.zone = p.zone AND i.ran
     IS NULL
 
 -- name: collect_zones
--- The third, which sees all that was committed before the locks were had: zones without items go.
+-- The second, which sees all that was committed before the locks were had: zones without items go.
 WITH gone AS (
     DELETE FROM pointer_index p
     USING unnest(:queues::bigint[], :zones::bytea[]) AS z (queue, zone)
@@ -569,7 +572,7 @@ WITH gone AS (
 SELECT queue, zone FROM gone;
 
 -- name: revive_zones
--- The fourth: zones that have items after all are looked at, and no longer taken for empty.
+-- The third: zones that have items after all are looked at, and no longer taken for empty.
 WITH looked AS (
     UPDATE pointers q SET vesting_ms = least(q.vesting_ms, :now_ms), lease_id = :stamp
     FROM unnest(:queues::bigint[], :zones::bytea[]) AS z (queue, zone)
@@ -793,16 +796,10 @@ RETURNING 1;
 DELETE FROM requests WHERE token = ANY (ARRAY(
     SELECT token FROM requests WHERE at_ms <= :before_ms LIMIT :count FOR UPDATE SKIP LOCKED));
 
--- name: expire_unclaimed
--- Remove messages that have waited for too long; tell of which queues.
-WITH old AS MATERIALIZED (
-    SELECT queue, message_id FROM items WHERE expires_at_ms <= :now_ms AND lease_id IS NULL
-    ORDER BY expires_at_ms LIMIT :count FOR UPDATE SKIP LOCKED
-)
-DELETE FROM items i
-USING old
-WHERE i.queue = old.queue AND i.message_id = old.message_id
-RETURNING i.queue, i.message_id, i.zone, i.rank;
+-- name: pick_unclaimed
+-- Messages that have waited for too long.
+SELECT queue, message_id FROM items WHERE expires_at_ms <= :now_ms AND lease_id IS NULL
+ORDER BY expires_at_ms LIMIT :count;
 
 -- name: reindex_unclaimed
 -- Compute again when waiting messages of a queue are removed.
@@ -852,11 +849,13 @@ FROM unnest(:message_ids::bigint[], :metadata::bytea[], :payloads::bytea[])
 -- === Looking, purging, moving
 
 -- part: in_state
--- Whether an item is in a state, as the clock says: 0 available, 1 delayed, 2 in flight, 3 any.
+-- Whether an item is in a state, as the clock says: 0 available, 1 delayed, 2 in flight, 3 any,
+-- 4 unclaimed for too long.
 CASE :state::integer
     WHEN 0 THEN lease_id IS NULL AND vesting_ms <= :now_ms
     WHEN 1 THEN lease_id IS NULL AND vesting_ms > :now_ms
     WHEN 2 THEN lease_id IS NOT NULL AND vesting_ms > :now_ms
+    WHEN 4 THEN lease_id IS NULL AND expires_at_ms <= :now_ms
     ELSE true END
 
 -- name: page_items
@@ -994,12 +993,9 @@ DELETE FROM log_segments WHERE number = :number RETURNING number;
 SELECT log, cursor FROM log_cursors ORDER BY log;
 
 -- name: lock_cursor
--- Lock a log's cursor until the commit.
-SELECT cursor FROM log_cursors WHERE log = :log FOR UPDATE;
-
--- name: make_cursor
--- Begin a log's cursor.
-INSERT INTO log_cursors VALUES (:log, :cursor) ON CONFLICT DO NOTHING;
+-- Lock a log's cursor until the commit; begin one if there is none.
+INSERT INTO log_cursors VALUES (:log, :cursor)
+ON CONFLICT (log) DO UPDATE SET cursor = log_cursors.cursor RETURNING cursor;
 
 -- name: move_cursor
 -- Move a log's cursor, and count messages that no queue took.
@@ -1084,7 +1080,7 @@ FROM {counted_queues} AS each
 WHERE (live, in_flight, done, failed) IS DISTINCT FROM
       (rows_live, rows_in_flight, rows_done, rows_failed);
 
--- name: mend_counts
+-- name: mend_wrong_counts
 -- One row of each queue makes up for the difference.
 UPDATE queue_counts n
 SET live = n.live + d.rows_live - d.live, in_flight = n.in_flight + d.rows_in_flight - d.in_flight,
@@ -1152,7 +1148,7 @@ FROM messages m
 LEFT JOIN {holders} AS h ON h.message_id = m.message_id
 WHERE m.refs <> coalesce(h.number, 0);
 
--- name: mend_refs
+-- name: mend_wrong_refs
 -- Count them again.
 UPDATE messages m SET refs = h.number
 FROM (

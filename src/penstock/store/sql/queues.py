@@ -142,21 +142,13 @@ class SqlQueues(SqlMove, SqlRouting):
             if queue is None or not database.run("lock_queue", number=queue.number):
                 return None, 0
             # No message can come any more, but a claim may end: its message is done or failed then.
-            live = database.run(
-                "pick_items", queue=queue.number, state=ANY_STATE, now_ms=now_ms, count=ALL
-            )
-            if live and drained:
+            if drained and self._has_live(queue, now_ms):
                 return None, 0
-            ids = [row[0] for row in live]
-            more = self._remove_items(queue, ids, ANY_STATE, now_ms) if ids else 0
-            ended = {"queue": queue.number, "before": _FOREVER, "count": ALL}
-            for failed in (False, True):
-                rows = database.run("trim_by_ended_at_ms", failed=failed, **ended)
-                self._forget_messages(queue, [row[0] for row in rows])
-                more += len(rows)
-            database.run("remove_queue", number=queue.number)
+            rows = database.run("clear_queue", number=queue.number)
+            rows += database.run("remove_queue", number=queue.number)
+            database.run("let_go", message_ids=[row[0] for row in rows])
             self.changed(now_ms, filters_from=end)
-            return queue, more
+            return queue, len(rows)
 
         queue, removed = self.change(work)
         if queue is not None:
@@ -192,14 +184,15 @@ class SqlQueues(SqlMove, SqlRouting):
             live = queue.coverage.live
             if live and (live[-1].end or 0) > routed_up_to:
                 continue
-            waits = self.database.run(
-                "pick_items", queue=queue.number, state=ANY_STATE, now_ms=now_ms, count=1
-            )
             pending = {each.number for each in self.with_dead_letters()}
-            if not waits and queue.number not in pending:
+            if queue.number not in pending and not self._has_live(queue, now_ms):
                 removed += self.purge(queue.name, (State.DONE, State.FAILED), now_ms)
                 removed += self._delete(queue.name, now_ms, drained=True)
         return removed
+
+    def _has_live(self, queue: SqlQueue, now_ms: int) -> bool:
+        found = {"queue": queue.number, "state": ANY_STATE, "now_ms": now_ms, "count": 1}
+        return bool(self.database.run("pick_items", **found))
 
     # --- purge and trim --------------------------------------------------------------------
 
@@ -230,7 +223,8 @@ class SqlQueues(SqlMove, SqlRouting):
             while limit is None or removed < limit:
                 room = CHUNK if limit is None else min(CHUNK, limit - removed)
                 if state in STATES:
-                    count = self._purge_live(queue, STATES[state], now_ms, room)
+                    ids = self._pick(queue, state, room, now_ms)
+                    count = self._remove_live(queue, ids, STATES[state], now_ms) if ids else 0
                 else:
                     count = self._trim(queue, state, now_ms, room, before=before)
                 removed += count
@@ -241,15 +235,10 @@ class SqlQueues(SqlMove, SqlRouting):
             self.wake(queue)
         return removed
 
-    def _purge_live(self, queue: SqlQueue, state: int, now_ms: int, count: int) -> int:
-        def work() -> int:
-            rows = self.database.run(
-                "pick_items", queue=queue.number, state=state, now_ms=now_ms, count=count
-            )
-            ids = [row[0] for row in rows]
-            return self._remove_items(queue, ids, state, now_ms) if ids else 0
-
-        return self.change(work)
+    def _remove_live(
+        self, queue: SqlQueue, message_ids: Sequence[int], state: int, now_ms: int
+    ) -> int:
+        return self.change(lambda: self._remove_items(queue, message_ids, state, now_ms))
 
     def _trim(
         self,
@@ -310,7 +299,7 @@ class SqlQueues(SqlMove, SqlRouting):
         log.error(
             "queue %s: messages %s have no payload; they are removed", queue.name, message_ids
         )
-        self.change(lambda: self._remove_items(queue, message_ids, ANY_STATE, now_ms))
+        self._remove_live(queue, message_ids, ANY_STATE, now_ms)
 
 
 def _spec_columns(spec: QueueSpec) -> dict[str, Any]:

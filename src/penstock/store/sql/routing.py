@@ -30,8 +30,7 @@ from penstock.model import (
 )
 from penstock.store import policy
 from penstock.store.codec.metadata import encode_metadata
-from penstock.store.sql.publish import Arrival, add_items
-from penstock.store.sql.session import SqlSession
+from penstock.store.sql.publish import Items, SqlPublish
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,7 +63,7 @@ def describe_log(
     )
 
 
-class SqlRouting(SqlSession):
+class SqlRouting(SqlPublish):
     """The verbs of the log, other than publish."""
 
     # When a sweep last looked for segments past retention, and when there will be some.
@@ -107,9 +106,8 @@ class SqlRouting(SqlSession):
         for _, start_offset, start_ms in segments:
             if start_ms <= time_ms:
                 begin = start_offset
-        found = self.database.run("offset_at", logs=self._logs(), earliest=begin, time_ms=time_ms)[
-            0
-        ][0]
+        told = {"logs": self._logs(), "earliest": begin, "time_ms": time_ms}
+        found = self.database.run("offset_at", **told)[0][0]
         return self.head.next_offset if found is None else int(found)
 
     # --- tailing -------------------------------------------------------------------------
@@ -177,11 +175,7 @@ class SqlRouting(SqlSession):
     ) -> Assigned:
         database = self.database
         earliest = self.earliest()
-        found = database.run("lock_cursor", log=log)
-        if not found:
-            database.run("make_cursor", log=log, cursor=earliest)
-            found = database.run("lock_cursor", log=log)
-        at = max(found[0][0], earliest)
+        at = max(database.run("lock_cursor", log=log, cursor=earliest)[0][0], earliest)
         if epoch is not None and epoch != database.run("read_epoch")[0][0]:
             return Assigned(AssignStatus.FENCED, at, 0)
         refusal = policy.refuse_page(cursor, at, earliest)
@@ -197,14 +191,14 @@ class SqlRouting(SqlSession):
             return Assigned(AssignStatus.OUTDATED, at, 0)
         begin = max(at, cursor.begin)
         rows = self._page(log, begin, cursor, assignments)
-        arrivals, refs = self._arrivals(rows, assignments, cursor.end, now_ms)
-        self._enqueue(arrivals, now_ms)
+        items, refs = self._items(rows, assignments, cursor.end, now_ms)
+        self._enqueue(items, now_ms)
         held = {message_id: count for message_id, count in refs.items() if count}
         if held:
             database.run("refer", message_ids=list(held), refs=list(held.values()))
         database.run("move_cursor", log=log, cursor=cursor.end, unrouted=len(refs) - len(held))
         status = AssignStatus.APPLIED if begin == cursor.begin else AssignStatus.TRIMMED
-        return Assigned(status, cursor.end, len(arrivals))
+        return Assigned(status, cursor.end, len(items.rows))
 
     def _page(
         self, log: int, begin: int, cursor: Cursor, assignments: Mapping[int, Sequence[str]]
@@ -222,30 +216,28 @@ class SqlRouting(SqlSession):
             raise InvalidInput(f"message {min(strangers)} is not in this page of log {log}")
         return rows
 
-    def _arrivals(
+    def _items(
         self, rows: Rows, assignments: Mapping[int, Sequence[str]], end: int, now_ms: int
-    ) -> tuple[list[Arrival], dict[int, int]]:
+    ) -> tuple[Items, dict[int, int]]:
         """Make items of a page's messages for the queues that still want them; count those."""
         queues = self.by_name
 
         def coverage(name: str) -> Coverage | None:
             return queues[name].coverage if name in queues else None
 
-        arrivals: list[Arrival] = []
+        items = Items()
         refs: dict[int, int] = {}
         for message_id, _, head, kept in policy.assigned(rows, assignments, coverage, end):
             refs[message_id] = len(kept)
-            arrivals += [_arrival(queues[name], message_id, head, now_ms) for name in kept]
-        return arrivals, refs
+            for name in kept:
+                _add_logged(items, queues[name], message_id, head, now_ms)
+        return items, refs
 
-    def _enqueue(self, arrivals: Sequence[Arrival], now_ms: int) -> None:
+    def _enqueue(self, items: Items, now_ms: int) -> None:
         """Put messages into queues, and count them."""
-        add_items(self, arrivals, now_ms)
-        counts: dict[int, int] = {}
-        for each in arrivals:
-            counts[each.queue.number] = counts.get(each.queue.number, 0) + 1
-        for number, count in sorted(counts.items()):
-            self.add_counts(number, now_ms, live=count, enqueued=count)
+        self.add_items(items, now_ms)
+        for queue, count in sorted(items.counts.items(), key=lambda each: each[0].number):
+            self.add_counts(queue.number, now_ms, live=count, enqueued=count)
 
     def take_epoch(self, now_ms: int) -> int:  # noqa: ARG002 - the contract's
         """Fence every pipeline that took an epoch before; return the new one."""
@@ -346,7 +338,10 @@ class SqlRouting(SqlSession):
                 rows = self._rows_of_all(start, stop, chosen)
             wanted = self._wanted(queue, rows)
             kept = self._hold(wanted, {each: body for each, (_, body) in archived.items()})
-            self._enqueue([_arrival(queue, each, wanted[each], now_ms) for each in kept], now_ms)
+            items = Items()
+            for each in kept:
+                _add_logged(items, queue, each, wanted[each], now_ms)
+            self._enqueue(items, now_ms)
             queue.coverage.note(start, stop, queue.spec.filter)
             self.put_coverage(queue)
             known = self.by_number.get(queue.number)
@@ -420,7 +415,7 @@ class SqlRouting(SqlSession):
                 settings.changes.append((end, wanted))
             for log in range(known, wanted):
                 # A log that was not there before holds nothing to be tailed.
-                self.database.run("make_cursor", log=log, cursor=end)
+                self.database.run("lock_cursor", log=log, cursor=end)
             self.database.run("put_log_settings", value=msgspec.msgpack.encode(settings))
             self.changed(now_ms)
             self.settings = settings
@@ -429,8 +424,10 @@ class SqlRouting(SqlSession):
         self.change(work)
 
 
-def _arrival(queue: SqlQueue, message_id: int, about: Metadata | Head, now_ms: int) -> Arrival:
-    """Make an item of a message of the log. A delay that is over leaves it visible now."""
+def _add_logged(
+    items: Items, queue: SqlQueue, message_id: int, about: Metadata | Head, now_ms: int
+) -> None:
+    """Add a message of the log. A delay that is over leaves it visible now."""
     # A message's own delay counts if it has one; the queue's is the default.
     vesting_ms = about.published_at_ms + (about.delay_ms or queue.spec.delay_ms)
-    return Arrival(queue, message_id, about, max(vesting_ms, now_ms))
+    items.add(queue, message_id, about, max(vesting_ms, now_ms))

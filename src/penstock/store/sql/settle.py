@@ -17,9 +17,10 @@ from penstock.store.sql.database import columns
 from penstock.store.sql.session import SLOTS, SqlSession
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.store.sql.session import SqlQueue
+    from penstock.store.sql.zones import Zone
 
 # As the table attempts has it; the last is that of an attempt under way.
 ACKED, RELEASED, EXPIRED = 0, 1, 2
@@ -46,32 +47,19 @@ class SqlSettle(SqlSession):
     def ack(self, receipts: Sequence[str], *, queue_name: str | None, now_ms: int) -> list[Outcome]:
         """Settle messages as done."""
         keys = self._keys(receipts, queue_name)
-        wanted = list(dict.fromkeys(keys))
         doubts = self.database.doubts
-        freed: dict[tuple[int, bytes], int] = {}
-
-        def work() -> list[tuple[Any, ...]]:
-            return self.database.run(
-                "ack", **_columns(wanted), **self._stamped(now_ms), slots=SLOTS
-            )
-
-        with self.zones.recheck_if_slow(freed):
-            rows = self.database.do(work, again=True) if wanted else []
-            # In a FIFO queue other items of the zone may be next.
-            freed |= {(row[0], row[4]): now_ms for row in rows if row[4] is not None}
-        judged = {(queue, message_id, lease): good for queue, message_id, lease, good, _ in rows}
+        # In a FIFO queue other items of the zone may be next.
+        judged = self._settle("ack", keys, OutcomeStatus.DONE, now_ms, now_ms, slots=SLOTS)
         if self.database.doubts > doubts:
-            judged |= {key: True for key, _ in self._settled_before(wanted, ACKED)}
-        if rows:
-            self.progress.commits += 1
-        for number in {key[0] for key, good in judged.items() if good}:
+            judged |= {key: OutcomeStatus.DONE for key, _ in self._settled_before(keys, ACKED)}
+        for number in {key[0] for key, status in judged.items() if status is OutcomeStatus.DONE}:
             queue = self.numbered(number)
             if queue is not None:
                 if queue.fifo:
                     self.wake(queue)
                 if queue.spec.done_retention_ms:
                     self.due_for_retention(now_ms + queue.spec.done_retention_ms)
-        return self._outcomes(receipts, keys, judged, OutcomeStatus.DONE)
+        return self._outcomes(receipts, keys, judged)
 
     def extend(
         self, receipts: Sequence[str] | str, *, lease_ms: int, queue_name: str | None, now_ms: int
@@ -83,25 +71,52 @@ class SqlSettle(SqlSession):
         if isinstance(receipts, str):
             receipts = list(self.held(receipts).values())
         keys = self._keys(receipts, queue_name)
-        wanted = list(dict.fromkeys(keys))
-        deadline_ms = now_ms + lease_ms
-        rows = []
-        sooner: dict[tuple[int, bytes], int] = {}
+        until_ms = now_ms + lease_ms
+        judged = self._settle(
+            "extend", keys, OutcomeStatus.EXTENDED, until_ms, now_ms, deadline_ms=until_ms
+        )
+        if keys:
+            self.due(until_ms)
+        return self._outcomes(receipts, keys, judged, until_ms)
+
+    def _settle(
+        self,
+        statement: str,
+        keys: Sequence[_Key],
+        status: OutcomeStatus,
+        zone_ms: int,
+        now_ms: int,
+        **parameters: int,
+    ) -> dict[_Key, OutcomeStatus]:
+        """Run a statement for receipts; return the status of each that was held.
+
+        ``zone_ms``: when the zones that the statement names must be looked at.
+        """
+        if not keys:
+            return {}
+        zones: dict[Zone, int] = {}
 
         def work() -> list[tuple[Any, ...]]:
-            told = {**_columns(wanted), **self._stamped(now_ms), "deadline_ms": deadline_ms}
-            return self.database.run("extend", **told)
+            return self.database.run(
+                statement,
+                **_columns(keys),
+                **parameters,
+                # Of each attempt its own.
+                slot=self.slot,
+                turn=self.take_turns(1),
+                stamp=self.stamp(),
+                now_ms=now_ms,
+                threshold_ms=0,
+            )
 
-        if wanted:
-            with self.zones.recheck_if_slow(sooner):
-                rows = self.database.do(work, again=True)
-                sooner |= {(row[0], row[4]): deadline_ms for row in rows if row[4] is not None}
-            self.progress.commits += 1
-            self.due(deadline_ms)
-        judged = {(queue, message_id, lease): good for queue, message_id, lease, good, _ in rows}
-        return self._outcomes(
-            receipts, keys, judged, OutcomeStatus.EXTENDED, deadline_ms=deadline_ms
-        )
+        with self.zones.recheck_if_slow(zones):
+            rows = self.database.do(work, again=True)
+            zones |= {(row[0], row[4]): zone_ms for row in rows if row[4] is not None}
+        self.progress.commits += 1
+        return {
+            (queue, message_id, lease): status if good else OutcomeStatus.EXPIRED
+            for queue, message_id, lease, good, _ in rows
+        }
 
     def held(self, token: str) -> dict[int, str]:
         """Return the receipts of the messages held under a lease, by message id."""
@@ -127,28 +142,26 @@ class SqlSettle(SqlSession):
     ) -> list[Outcome]:
         """Give messages back, to be tried again after a delay or (out of attempts) to fail."""
         keys = self._keys(receipts, queue_name)
-        wanted = list(dict.fromkeys(keys))
-        judged: dict[_Key, bool] = {}
-        failed: set[_Key] = set()
+        judged: dict[_Key, OutcomeStatus] = {}
         doubts = self.database.doubts
 
         def work() -> None:
             judged.clear()
-            failed.clear()
             ended = []
-            for row in self.database.run("lock_held", **_columns(wanted)):
+            for row in self.database.run("lock_held", **_columns(keys)):
                 number, message_id, lease, vesting_ms, attempts, forgiven, zone, since_ms = row
                 queue = self.numbered(number)
                 key = (number, message_id, lease)
-                judged[key] = vesting_ms > now_ms and queue is not None
-                if queue is None or not judged[key]:
+                if vesting_ms <= now_ms or queue is None:
+                    judged[key] = OutcomeStatus.EXPIRED
                     continue
+                judged[key] = OutcomeStatus.RETRYING
                 until_ms: int | None
                 if unseen:
                     until_ms = since_ms
                 elif is_exhausted(queue.spec, attempts, forgiven):
                     until_ms = None
-                    failed.add(key)
+                    judged[key] = OutcomeStatus.FAILED
                 elif delay_ms is None:
                     until_ms = now_ms + backoff_ms(queue.spec, attempts - forgiven, random)
                 else:
@@ -156,14 +169,12 @@ class SqlSettle(SqlSession):
                 ended.append(_Ended(number, message_id, zone, until_ms))
             self._end(ended, RELEASED, reason, now_ms, unseen=unseen)
 
-        if wanted:
+        if keys:
             self.change(work, again=True)
         if self.database.doubts > doubts:
-            for key, has_failed in self._settled_before(wanted, RELEASED):
-                judged[key] = True
-                if has_failed:
-                    failed.add(key)
-        return self._outcomes(receipts, keys, judged, OutcomeStatus.RETRYING, failed=failed)
+            for key, failed in self._settled_before(keys, RELEASED):
+                judged[key] = OutcomeStatus.FAILED if failed else OutcomeStatus.RETRYING
+        return self._outcomes(receipts, keys, judged)
 
     def expire(self, now_ms: int, budget: int, queue: SqlQueue | None = None) -> tuple[int, int]:
         """End leases whose deadline has come; return how many, and how many messages failed."""
@@ -293,12 +304,6 @@ class SqlSettle(SqlSession):
         rows = self.database.run("find_ended", **_columns(keys), ending=ending)
         return [((queue, message_id, lease), over) for queue, message_id, lease, over in rows]
 
-    def _stamped(self, now_ms: int) -> dict[str, Any]:
-        """Return the parameters of a statement that writes pointers; again for each attempt."""
-        turn, stamp = self.take_turns(1), self.stamp()
-        own = {"slot": self.slot, "turn": turn, "stamp": stamp}
-        return {**own, "now_ms": now_ms, "threshold_ms": 0}
-
     def _keys(self, receipts: Sequence[str], queue_name: str | None) -> list[_Key]:
         keys = [
             (token.queue, message_id, token.family + b"\0\0")
@@ -320,29 +325,20 @@ class SqlSettle(SqlSession):
         self,
         receipts: Sequence[str],
         keys: Sequence[_Key],
-        judged: dict[_Key, bool],
-        status: OutcomeStatus,
-        *,
+        judged: dict[_Key, OutcomeStatus],
         deadline_ms: int | None = None,
-        failed: Collection[_Key] = (),
     ) -> list[Outcome]:
+        """Return an outcome for each receipt; of one that is named twice the second is stale."""
         outcomes = []
-        seen: set[_Key] = set()
         for receipt, key in zip(receipts, keys, strict=True):
-            good = judged.get(key)
-            if good is None or key in seen:
-                outcomes.append(Outcome(receipt, OutcomeStatus.STALE))
-            elif not good:
-                outcomes.append(Outcome(receipt, OutcomeStatus.EXPIRED))
-            elif key in failed:
-                outcomes.append(Outcome(receipt, OutcomeStatus.FAILED))
-            else:
-                outcomes.append(Outcome(receipt, status, deadline_ms))
-            if good:
-                seen.add(key)
+            status = judged.get(key, OutcomeStatus.STALE)
+            extended = status is OutcomeStatus.EXTENDED
+            outcomes.append(Outcome(receipt, status, deadline_ms if extended else None))
+            if status is not OutcomeStatus.EXPIRED:
+                judged.pop(key, None)
         self.stale_receipts += sum(not outcome.ok for outcome in outcomes)
         return outcomes
 
 
 def _columns(keys: Sequence[_Key]) -> dict[str, list[Any]]:
-    return columns(keys, "queues", "message_ids", "leases")
+    return columns(dict.fromkeys(keys), "queues", "message_ids", "leases")

@@ -23,7 +23,6 @@ from penstock.store.sql.database import Database, read_sql
 from penstock.store.sql.inspect import SqlInspect
 from penstock.store.sql.location import without_password
 from penstock.store.sql.maintain import SqlMaintain
-from penstock.store.sql.publish import SqlPublish
 from penstock.store.sql.session import row_lost
 from penstock.store.sql.snapshot import SqlSnapshots
 
@@ -199,7 +198,7 @@ def _make_instance(database: Database, store_id: int, routing: str | None) -> No
 # --- the store ------------------------------------------------------------------------------------
 
 
-class SqlStore(SqlPublish, SqlMaintain, SqlInspect, SqlSnapshots):
+class SqlStore(SqlMaintain, SqlInspect, SqlSnapshots):
     """A store on a SQL database.
 
     Its verbs are methods of the classes that it inherits from, each in the module of its kind.
@@ -262,9 +261,8 @@ class SqlStore(SqlPublish, SqlMaintain, SqlInspect, SqlSnapshots):
         def work() -> None:
             self.lock_head()
             self.database.run("put_ring_size", value=ring_size)
-            self.ring_high = self.database.run("put_ring_high")[0][0]
             self.ring_size = ring_size
-            self.changed(now_ms)
+            self.zones.put_ring_high(now_ms)
 
         self.change(work)
 

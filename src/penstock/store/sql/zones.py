@@ -69,12 +69,7 @@ def walk(ring_high: int, random: Callable[[], float]) -> list[int]:
 
 def choose(count: int, wanted: int, random: Callable[[], float]) -> Sequence[int]:
     """Choose which of ``count`` pointers to visit, at random."""
-    places = list(range(count))
-    # The first steps of a shuffle.
-    for at in range(wanted):
-        other = at + int(random() * (count - at))
-        places[at], places[other] = places[other], places[at]
-    return places[:wanted]
+    return sorted(range(count), key=lambda _: random())[:wanted]
 
 
 class Zones:
@@ -232,9 +227,10 @@ class Zones:
         size, high, used = session.database.ask("ring_in_use")[0]
         # By half or to the end: every process reads its queues again for it.
         if high > size and (used == size or used * 2 <= high):
-            session.change(lambda: self._put_ring_high(now_ms), again=True)
+            session.change(lambda: self.put_ring_high(now_ms), again=True)
 
-    def _put_ring_high(self, now_ms: int) -> None:
+    def put_ring_high(self, now_ms: int) -> None:
+        """Let claims look at the tokens that zones have, in the caller's transaction."""
         session = self._session
         session.lock_head()
         session.ring_high = session.database.run("put_ring_high")[0][0]
@@ -243,10 +239,8 @@ class Zones:
     def _collect(self, found: list[tuple[int, bytes, int]], before_ms: int) -> list[Zone]:
         session, database = self._session, self._session.database
         session.lock_head()
-        held = database.run("lock_pointers", **columns(found, "queues", "zones", "tokens"))
-        if held:
-            names = columns(held, "queues", "zones")
-            held = database.run("lock_zones", **names, before_ms=before_ms)
+        names = columns(found, "queues", "zones", "tokens")
+        held = database.run("lock_zones", **names, before_ms=before_ms)
         if not held:
             return []
         rows = database.run("collect_zones", **columns(held, "queues", "zones"))

@@ -43,7 +43,13 @@ from penstock.store.codec import opendata, records
 from penstock.store.codec.opendata import SEQ_BLOCK_KEY, terminated
 from penstock.store.codec.stored import decode_lease, encode_lease
 from penstock.store.kv.check import tables
-from penstock.store.kv.check.live import BucketsAudit, IndexedAudit, Place, QueueMessages
+from penstock.store.kv.check.live import (
+    BucketsAudit,
+    IndexedAudit,
+    Place,
+    QueueMessages,
+    wrong_beliefs,
+)
 from penstock.store.kv.check.tables import LARGE_PAGE, LAST, DerivedRows, LogAudit, RefusedRow, scan
 from penstock.store.kv.queues import Counts, decode_counts, encode_counts
 from penstock.store.kv.state import SHARED_TABLES
@@ -546,18 +552,7 @@ class _Reading(tables.Rows):
         # Reads that met a damaged record have counted it off, to be written with the next commit.
         if self.found or self.core.has_aside:
             return
-        believed, true = self.core.beliefs(), self.core.reread().beliefs()
-        wrong = {
-            key: f"memory has {believed.facts.get(key)!r:.200}, disk {true.facts.get(key)!r:.200}"
-            for key in believed.facts.keys() | true.facts.keys()
-            if believed.facts.get(key) != true.facts.get(key)
-        }
-        for key, lowest in true.bounds.items():
-            says = believed.bounds.get(key)
-            if says is None or says > lowest:
-                wrong[key] = f"memory looks from {says!r:.200} on, and the disk has {lowest!r:.200}"
-        for key, text in sorted(wrong.items(), key=repr):
-            name = ": ".join(map(str, key))
+        for name, text in wrong_beliefs(self.core):
             self.violate(Kind.MEMORY, "memory", name.encode(), f"{name}: {text}")
 
 

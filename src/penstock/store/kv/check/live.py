@@ -7,17 +7,16 @@ from them: the visibility index and the counts of FIFO groups, or the summaries 
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import CorruptRecord
 from penstock.limits import MAX_ATTEMPTS, MAX_DURATION_MS
 from penstock.model import State
 from penstock.store.check_report import Kind
-from penstock.store.codec import opendata, records
-from penstock.store.codec.records import Summary, decode_summary
+from penstock.store.codec import buckets, opendata
 from penstock.store.codec.stored import decode_stored_item, encode_stored_item
 from penstock.store.kv.check.tables import LARGE_PAGE, DerivedRows, RefusedRow
-from penstock.store.live import NO_LEASE, Item, group_of, lane_of
+from penstock.store.live import NO_LEASE, Beliefs, Item, group_of, lane_of
 from penstock.store.live.bucket import OpenBucket
 from penstock.store.live.indexed_directory import pack_main, pack_slot, timer_key
 
@@ -26,9 +25,10 @@ if TYPE_CHECKING:
 
     from penstock.store.kv.check.tables import Rows
     from penstock.store.kv.queues import Queue
+    from penstock.store.kv.state import Core
 
 _PAGE = 1_000
-_Entry = records.Available | records.InFlight
+_Entry = buckets.Available | buckets.InFlight
 # The key of a live message, and whether it is in flight.
 Place = tuple[int, bool]
 
@@ -194,8 +194,8 @@ class BucketsAudit:
         prefix, summary_prefix = self.prefixes(messages.queue)["buckets"]
         summaries = DerivedRows(self._rows, "buckets", summary_prefix)
         misplaced: list[_Entry] = []
-        buckets = self._rows.parse("buckets", prefix, "buckets", _parse_bucket, page=LARGE_PAGE)
-        for key, (entries, value) in buckets:
+        found = self._rows.parse("buckets", prefix, "buckets", _parse_bucket, page=LARGE_PAGE)
+        for key, (entries, value) in found:
             if not entries:
                 text = f"queue {name}: a bucket without messages"
                 self._rows.violate(Kind.EMPTY, "buckets", key, text)
@@ -209,7 +209,7 @@ class BucketsAudit:
         summaries.finish(f"queue {name}: a summary without its bucket")
         for entry in misplaced:
             if entry.message_id not in messages.attempts:
-                lease = entry.lease if isinstance(entry, records.InFlight) else None
+                lease = entry.lease if isinstance(entry, buckets.InFlight) else None
                 item = Item(
                     entry.claim_id, entry.message_id, lane_of(entry.group, entry.priority),
                     entry.attempts, entry.forgiven, entry.visible_at, entry.metadata,
@@ -259,7 +259,7 @@ class BucketsAudit:
         summary_key = opendata.SUMMARY.key(queue.id, bucket_id)
         present = summaries.table.get(summary_key)
         try:
-            told = None if present is None else decode_summary(present)
+            told = None if present is None else buckets.decode_summary(present)
         except CorruptRecord:
             told = None
         # Only the summary says whether a message whose time has come is still delayed.
@@ -268,7 +268,7 @@ class BucketsAudit:
             queue, bucket_id, value, lambda claim, time: time > messages.floor_ms or claim in late
         )
         right = bucket.summary()
-        is_same = told is not None and _sorted(told) == _sorted(decode_summary(right))
+        is_same = told is not None and _sorted(told) == _sorted(buckets.decode_summary(right))
         text = f"queue {queue.name}: a summary that its bucket does not agree with"
         summaries.expect(summary_key, present if is_same else right, present, text)
         self._rows.count("available messages", len(bucket.waiting))
@@ -283,7 +283,7 @@ def _parse_bucket(key: bytes, value: bytes) -> tuple[list[_Entry], bytes]:
     _, bucket_id = opendata.ACTIVE.parse(key)
     if opendata.bucket_of(bucket_id) != bucket_id:
         raise RefusedRow(Kind.STRANGER, f"{bucket_id:#x} is a claim id, not that of a bucket")
-    available, in_flight = records.decode_active(value)
+    available, in_flight = buckets.decode_active(value)
     return [*(entry for entry, _ in available), *(entry for entry, _ in in_flight)], value
 
 
@@ -292,13 +292,77 @@ def _bucket_id(key: bytes) -> int:
 
 
 def _pack(entries: Collection[_Entry]) -> bytes:
-    return records.pack_active(
-        [records.encode_available(e) for e in entries if isinstance(e, records.Available)],
-        [records.encode_in_flight(e) for e in entries if isinstance(e, records.InFlight)],
+    return buckets.pack_active(
+        [buckets.encode_available(e) for e in entries if isinstance(e, buckets.Available)],
+        [buckets.encode_in_flight(e) for e in entries if isinstance(e, buckets.InFlight)],
     )
 
 
-def _sorted(summary: Summary) -> tuple[object, ...]:
+def _sorted(summary: buckets.Summary) -> tuple[object, ...]:
     """Return a summary without the order of its lists, which depends on the past."""
     late, heads, held = sorted(summary.late), sorted(summary.heads), sorted(summary.held)
     return (*summary[:4], summary.due, late, heads, held)
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def wrong_beliefs(core: Core) -> list[tuple[str, str]]:
+    """Compare memory with a memory that is read anew; return what differs, and how."""
+    identity = core.identity
+    fresh = type(core)(
+        core.engine,
+        identity.design,
+        store_id=identity.store_id,
+        routing=identity.routing,
+        now_ms=0,
+    )
+    # Looked up when first asked for.
+    fresh.leases.due(0, 1)
+    believed, true = _beliefs(core), _beliefs(fresh)
+    wrong = {
+        key: f"memory has {believed.facts.get(key)!r:.200}, disk {true.facts.get(key)!r:.200}"
+        for key in believed.facts.keys() | true.facts.keys()
+        if believed.facts.get(key) != true.facts.get(key)
+    }
+    for key, lowest in true.bounds.items():
+        says = believed.bounds.get(key)
+        if says is None or says > lowest:
+            wrong[key] = f"memory looks from {says!r:.200} on, and the disk has {lowest!r:.200}"
+    return [(": ".join(map(str, key)), text) for key, text in sorted(wrong.items(), key=repr)]
+
+
+def _beliefs(core: Core) -> Beliefs:
+    """Return what the memory of a store believes of its disk."""
+    log = core.log
+    facts: dict[tuple[Any, ...], Any] = {
+        ("totals",): core.totals,
+        ("log",): (log.settings, log.segments),
+        ("sequences",): (log.ids.end, core.queue_numbers.end),
+        ("draining",): core.draining,
+        ("listing",): core.listing,
+    }
+    bounds: dict[tuple[Any, ...], Any] = {("leases",): core.leases.none_before_ms}
+    first_keys = (
+        *(core.first_unclaimed, core.leases.first_keys, core.dedup.first_keys),
+        *(core.history.first_keys, log.first_keys, *core.active.first_keys),
+    )
+    for key in [key for each in first_keys for key in each.overrun()]:
+        facts["a key before the first one of its range", key.hex()] = True
+    for lease in core.leases.differing():
+        facts["a lease in memory that is not stored", lease.hex()] = True
+    for (number, what), due_ms in core.retention.items():
+        bounds["retention of queue", number, what] = due_ms
+    for name, queue in core.by_name.items():
+        covered = core.coverage[name]
+        facts[name, "spec"] = (queue.number, queue.spec)
+        facts[name, "counts"] = queue.counts
+        facts[name, "coverage"] = (covered.live, covered.backfilled, covered.draining)
+        if core.dead_letters.knows(queue):
+            bounds[name, "dead letters"] = 0
+        if core.history.may_have_marks(queue):
+            bounds[name, "moved here"] = 0
+        live = core.active.beliefs(queue)
+        facts.update(((name, *key), value) for key, value in live.facts.items())
+        bounds.update(((name, *key), value) for key, value in live.bounds.items())
+    return Beliefs(facts, bounds)

@@ -155,12 +155,12 @@ class Runs:
                 ends[key] = max(reach.end, ends.get(key, 0))
         return ends
 
-    def ends(self, state: str, born: Mapping[str, int]) -> dict[str, int]:
+    def ends(self, state: str, made_at: Mapping[str, int]) -> dict[str, int]:
         """Return below which sequence all is archived of queues that were made at these times."""
         return {
             queue: end
             for (queue, created_at_ms, of), end in self.reached().items()
-            if of == state and born.get(queue) == created_at_ms
+            if of == state and made_at.get(queue) == created_at_ms
         }
 
     def folder(self, table: str, number: int) -> Path:
@@ -181,22 +181,12 @@ class Runs:
             if any(part.table == table for part in run.parts)
         ]
 
-    def remove_leftovers(self) -> int:
-        """Remove folders of runs that did not come to their end; return how many."""
+    def remove_leftovers(self) -> None:
+        """Remove folders of runs that did not come to their end."""
         known = {f"run={run.number:06}" for run in self.runs}
-        left = [
-            folder
-            for table in TABLES
-            for folder in (self.place / table).glob("run=*")
-            if folder.name not in known
-        ]
-        for folder in left:
-            shutil.rmtree(folder)
-        return len(left)
-
-    def next_number(self) -> int:
-        """Return the number of the next run."""
-        return max((run.number for run in self.runs), default=0) + 1
+        for folder in (each for table in TABLES for each in (self.place / table).glob("run=*")):
+            if folder.name not in known:
+                shutil.rmtree(folder)
 
     def record(self, run: Run) -> None:
         """Make a run count: its files first reach the disk, then its name appears at once."""
@@ -274,14 +264,14 @@ def plan(options: Options, columns: Sequence[str]) -> list[InputPartition]:
     for _ in range(_TRIES):
         runs = Runs.existing(options.include_archive or "")
         runs.check_store(client.info().store_id)
-        born = _queues(client)
-        live = _live(client, options, columns, runs, born)
+        made_at = _queues(client)
+        live = _live(client, options, columns, runs, made_at)
         again = Runs.existing(options.include_archive or "")
         same = [run.number for run in runs.runs] == [run.number for run in again.runs]
         # A queue that was made anew meanwhile has a history of its own.
         now = _queues(client)
-        if same and all(now.get(queue) == born.get(queue) for queue in _archived(runs)):
-            return _partitions(client, options, runs, born, live)
+        if same and all(now.get(queue) == made_at.get(queue) for queue in _archived(runs)):
+            return _partitions(client, options, runs, made_at, live)
     raise StorageFailed(
         f"the archive {options.include_archive} or its queues have changed {_TRIES} times while a "
         "read was planned: try again when no archive job is running"
@@ -301,14 +291,14 @@ def _live(
     options: Options,
     columns: Sequence[str],
     runs: Runs,
-    born: Mapping[str, int],
+    made_at: Mapping[str, int],
 ) -> list[bytes]:
     wanted = options.queues
     for queue in wanted or ():
-        if queue not in born and queue not in _archived(runs):
+        if queue not in made_at and queue not in _archived(runs):
             raise QueueNotFound(f"no queue named {queue!r:.100}, nor is one archived")
     # One that is no longer there may still have an archive.
-    there = None if wanted is None else [queue for queue in wanted if queue in born]
+    there = None if wanted is None else [queue for queue in wanted if queue in made_at]
     if there == []:
         return []
     attempts = options.table == "attempts"
@@ -328,7 +318,7 @@ def _partitions(
     client: FlightStore,
     options: Options,
     runs: Runs,
-    born: Mapping[str, int],
+    made_at: Mapping[str, int],
     live: Sequence[bytes],
 ) -> list[InputPartition]:
     files = [
@@ -338,11 +328,11 @@ def _partitions(
         if part.table == options.table and (options.queues is None or part.queue in options.queues)
     ]
     if options.table != "attempts":
-        ends = runs.ends(options.table, born)
+        ends = runs.ends(options.table, made_at)
         made: list[InputPartition] = [FreshPartition(ticket, ends) for ticket in live]
         dealt = _dealt([(each.rows, each) for each in files], options.partitions)
         return made + [ArchivedPartition(some) for some in dealt]
-    there = born if options.queues is None else set(options.queues) & set(born)
+    there = made_at if options.queues is None else set(options.queues) & set(made_at)
     queues: dict[str, list[_Files]] = {queue: [] for queue in sorted(there)}
     for each in files:
         queues.setdefault(each.queue, []).append(each)

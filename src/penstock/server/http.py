@@ -1,7 +1,8 @@
-"""HTTP/1.1 on one connection: a thin protocol on httptools.
+"""HTTP/1.1, a thin protocol on httptools, and the listener that SQS and the admin pages share.
 
 A connection answers one request at a time; requests that are pipelined behind it wait, bounded, and
-are answered in order. Bad input is answered once, and the connection closed.
+are answered in order. Bad input is answered once, and the connection closed. One timer for all
+connections checks their deadlines, so that an idle one costs nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import lru_cache, partial
 from http import HTTPStatus
 from math import inf
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
@@ -19,15 +21,19 @@ import httptools
 import msgspec
 
 from penstock import limits
+from penstock.server.connections import Listener
 
 if TYPE_CHECKING:
-    from penstock.server.connections import Slot
-    from penstock.server.http import Http
+    from collections.abc import Mapping
+    from ssl import SSLContext
+
+    from penstock.server.connections import Connections, Slot
 
 log = logging.getLogger(__name__)
 
 _SLICE_BYTES: Final = 16 * 1024
 _LINGER_MS: Final = 2_000
+_MAX_HEAD_BYTES: Final = limits.HTTP_MAX_HEADERS_BYTES + limits.HTTP_MAX_REQUEST_LINE_BYTES
 # Bytes that a header takes in memory beside its own.
 _HEADER_BYTES: Final = 200
 _STATUS_LINES: Final = {
@@ -35,16 +41,10 @@ _STATUS_LINES: Final = {
 }
 
 
-# Clients send the same few names over and over: what they are called here, by how they come.
-_NAMES: Final[dict[bytes, str]] = {}
-_MAX_NAMES: Final = 1_000
-
-
-def _name_of(name: bytes) -> str:
-    text = name.decode("latin-1").lower()
-    if len(_NAMES) < _MAX_NAMES and len(name) < 64:
-        _NAMES[name] = text
-    return text
+@lru_cache(maxsize=1_000)
+def _name_of(header: bytes) -> str:
+    """Return the name of a header in lower case; clients send the same few over and over."""
+    return header.decode("latin-1").lower()
 
 
 class Request(msgspec.Struct, gc=False):
@@ -65,12 +65,11 @@ class Request(msgspec.Struct, gc=False):
     on_left: Callable[[], object] | None = None
     # The service calls it once it knows the sender: by a key, or since there are none.
     trust: Callable[[], None] = lambda: None
-
-    def leave(self) -> None:
-        """Note that the client has closed its side."""
-        self.left = True
-        if self.on_left is not None:
-            self.on_left()
+    # For the connection: whether it is of HTTP/1.0, whether the connection outlives it, and the
+    # bytes that it takes.
+    old: bool = False
+    keep: bool = True
+    size: int = 0
 
 
 class Response(msgspec.Struct):
@@ -82,6 +81,7 @@ class Response(msgspec.Struct):
     headers: tuple[tuple[str, str], ...] = ()
 
 
+_FAILED: Final = Response(500, b"internal error\n")
 Handler: TypeAlias = Callable[[Request], Response | Awaitable[Response]]
 
 
@@ -99,11 +99,10 @@ class HttpConnection(asyncio.Protocol):
     """One client. The callbacks that start with ``on_`` are the parser's."""
 
     __slots__ = (
-        "_after_body", "_answering", "_asked", "_body", "_body_bytes", "_close_after",
-        "_head_fed", "_headers", "_held_bytes", "_http", "_in_head", "_in_request", "_loop",
-        "_parser", "_peer", "_pending", "_read_paused", "_refusal", "_request_bytes", "_shut",
-        "_slot", "_transport", "_unfed", "_unparsed", "_unsent_bytes", "_url", "_write_paused",
-        "deadline",
+        "_answering", "_asked", "_body", "_close_after", "_head_fed", "_headers", "_held_bytes",
+        "_http", "_in_head", "_in_request", "_loop", "_parser", "_peer", "_pending",
+        "_read_paused", "_refusal", "_request_bytes", "_shut", "_slot", "_transport", "_unfed",
+        "_unparsed", "_unparsed_method", "_unsent_bytes", "_url", "_write_paused", "deadline",
     )  # fmt: skip
 
     def __init__(self, http: Http, loop: asyncio.AbstractEventLoop, slot: Slot) -> None:
@@ -113,9 +112,8 @@ class HttpConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._peer = ""
-        # Requests that have come in whole, each with whether the connection outlives it, whether
-        # it is of HTTP/1.0, and the bytes that it takes.
-        self._pending: deque[tuple[Request, bool, bool, int]] = deque()
+        # Requests that have come in whole.
+        self._pending: deque[Request] = deque()
         # Bytes that have come and are not answered; and those of the request that comes in.
         self._held_bytes = 0
         self._request_bytes = 0
@@ -125,14 +123,13 @@ class HttpConnection(asyncio.Protocol):
         # The request that is being answered.
         self._asked: Request | None = None
         self._unfed = b""
-        # The rest of a body that the parser does not read, and how to go on after it.
+        # The rest of a body that the parser does not read, and the method of its request.
         self._unparsed = 0
-        self._after_body = (b"", False, True)
+        self._unparsed_method = b""
         self._url = b""
         self._headers: dict[str, str] = {}
         self._head_fed = 0
         self._body: bytes | bytearray = b""
-        self._body_bytes = 0
         self._in_request = False
         self._in_head = True
         self._refusal: tuple[int, str] | None = None
@@ -162,7 +159,7 @@ class HttpConnection(asyncio.Protocol):
         self._http.forget(self)
         self._http.slots.leave(self._slot)
         self._shut = True
-        self._let_go()
+        self._drop_input()
         # The parser knows this connection, and a task that was cancelled does: neither must keep
         # it, since the garbage collector comes late.
         del self._parser
@@ -170,7 +167,7 @@ class HttpConnection(asyncio.Protocol):
         if answering is not None:
             answering.cancel()
 
-    def _let_go(self) -> None:
+    def _drop_input(self) -> None:
         """Drop everything that has come."""
         self._pending.clear()
         self._unfed = self._body = self._url = b""
@@ -183,9 +180,6 @@ class HttpConnection(asyncio.Protocol):
         self._held_bytes = max(0, self._held_bytes + more)
         self._http.slots.hold(self._slot, self._held_bytes)
         return not self._shut
-
-    def _trust(self) -> None:
-        self._http.slots.trust(self._slot)
 
     @property
     def idle(self) -> bool:
@@ -201,9 +195,7 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse the bytes."""
-        if self._shut:
-            return
-        if not self._held(len(data)):
+        if self._shut or not self._held(len(data)):
             return
         if self._unfed:
             data = self._unfed + data
@@ -220,7 +212,9 @@ class HttpConnection(asyncio.Protocol):
             return False
         self._close_after = True
         if self._asked is not None:
-            self._asked.leave()
+            self._asked.left = True
+            if self._asked.on_left is not None:
+                self._asked.on_left()
         self._due_in(limits.HTTP_HALF_CLOSED_MS)
         return True
 
@@ -246,7 +240,6 @@ class HttpConnection(asyncio.Protocol):
         self._url = b""
         self._headers = {}
         self._body = b""
-        self._body_bytes = 0
         self._in_head = True
         self._in_request = True
 
@@ -258,7 +251,8 @@ class HttpConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header; of one that comes twice, the values are joined."""
-        key = _NAMES.get(name) or _name_of(name)
+        # A stranger's long names are not kept.
+        key = _name_of(name) if len(name) < 64 else _name_of.__wrapped__(name)
         headers = self._headers
         text = value.decode("latin-1")
         headers[key] = f"{headers[key]},{text}" if key in headers else text
@@ -281,18 +275,13 @@ class HttpConnection(asyncio.Protocol):
         length = headers.get("content-length", "")
         if length.isdigit() and int(length[:20]) > self._http.bounds.body_bytes:
             self._refuse_later(413, f"a body has at most {self._http.bounds.body_bytes} bytes")
-        elif (
-            headers.get("expect", "").lower() == "100-continue"
-            and self._refusal is None
-            and self._answering is None
-            and not self._pending
-        ):
+        busy = self._refusal is not None or self._answering is not None or self._pending
+        if headers.get("expect", "").lower() == "100-continue" and not busy:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, part: bytes) -> None:
         """Take a part of the body."""
-        self._body_bytes += len(part)
-        if self._body_bytes > self._http.bounds.body_bytes:
+        if len(self._body) + len(part) > self._http.bounds.body_bytes:
             self._refuse_later(413, f"a body has at most {self._http.bounds.body_bytes} bytes")
         elif self._refusal is None:
             if not self._body:
@@ -309,7 +298,7 @@ class HttpConnection(asyncio.Protocol):
         length = self._headers.get("content-length", "0")
         if self._parser.should_upgrade() and self._refusal is None and length != "0":
             self._unparsed = int(length)
-            self._after_body = (self._parser.get_method(), False, True)
+            self._unparsed_method = self._parser.get_method()
             return
         self._take(
             self._parser.get_method(),
@@ -323,15 +312,6 @@ class HttpConnection(asyncio.Protocol):
             self._refusal = (status, reason)
 
     # --- reading -----------------------------------------------------------------------------
-
-    def _take_unparsed(self, part: bytes) -> None:
-        """Read on in the body of a request that offered another protocol."""
-        self._unparsed -= len(part)
-        self.on_body(part)
-        if not self._unparsed:
-            method, old, keep = self._after_body
-            self._take(method, old=old, keep=keep)
-            self._next()
 
     def _take(self, method: bytes, *, old: bool, keep: bool) -> None:
         self._in_request = False
@@ -350,13 +330,15 @@ class HttpConnection(asyncio.Protocol):
             bytes(self._body),
             self._peer,
             self._http.secure,
-            trust=self._trust,
+            trust=partial(self._http.slots.trust, self._slot),
+            old=old,
+            keep=keep,
+            size=self._request_bytes + _HEADER_BYTES * len(self._headers),
         )
-        size = self._request_bytes + _HEADER_BYTES * len(self._headers)
-        if not self._held(size - self._request_bytes):
+        if not self._held(request.size - self._request_bytes):
             return
         self._request_bytes = 0
-        self._pending.append((request, keep, old, size))
+        self._pending.append(request)
         # From here on it is the request's alone, and goes when that is answered.
         self._body, self._headers = b"", {}
 
@@ -373,7 +355,12 @@ class HttpConnection(asyncio.Protocol):
             at += len(part)
             self._request_bytes += len(part)
             if self._unparsed:
-                self._take_unparsed(part)
+                # The body of a request that offered another protocol.
+                self._unparsed -= len(part)
+                self.on_body(part)
+                if not self._unparsed:
+                    self._take(self._unparsed_method, old=False, keep=True)
+                    self._next()
                 continue
             if self._in_head:
                 self._head_fed += len(part)
@@ -390,13 +377,7 @@ class HttpConnection(asyncio.Protocol):
                 self._refuse_later(status, "this is not HTTP")
             except ValueError:
                 self._refuse_later(400, "this is not HTTP")
-            if (
-                self._refusal is None
-                and self._in_request
-                and self._in_head
-                and self._head_fed
-                > limits.HTTP_MAX_HEADERS_BYTES + limits.HTTP_MAX_REQUEST_LINE_BYTES
-            ):
+            if self._in_request and self._in_head and self._head_fed > _MAX_HEAD_BYTES:
                 self._refuse_later(431, "the headers are too long")
             self._next()
 
@@ -408,12 +389,8 @@ class HttpConnection(asyncio.Protocol):
     def _go_on(self) -> None:
         """Answer what waits, then read on."""
         self._next()
-        if (
-            self._read_paused
-            and not self._write_paused
-            and not self._shut
-            and len(self._pending) < limits.HTTP_MAX_PIPELINED
-        ):
+        stopped = self._write_paused or self._shut
+        if self._read_paused and not stopped and len(self._pending) < limits.HTTP_MAX_PIPELINED:
             self._read_paused = False
             self._transport.resume_reading()
             if self._unfed:
@@ -425,31 +402,23 @@ class HttpConnection(asyncio.Protocol):
     def _next(self) -> None:
         """Answer the requests that wait, up to the first that takes its time."""
         while self._pending and self._answering is None and not self._write_paused:
-            request, keep, old, size = self._pending.popleft()
+            request = self._pending.popleft()
             self.deadline = inf
             request.left = self._close_after
             try:
-                result = self._http.handler_of(request.method, request.path)(request)
+                result = self._http.handle(request)
             except Exception:
                 log.exception("a handler failed for %s %s", request.method, request.path[:100])
-                result = Response(500, b"internal error\n")
+                result = _FAILED
             if isinstance(result, Response):
-                self._answer(request, result, keep=keep, old=old)
-                self._held(-size)
+                self._answer(request, result)
                 continue
             self._asked = request
-            self._answering = self._loop.create_task(self._serve(result, request, keep, old, size))
+            self._answering = self._loop.create_task(self._serve(result, request))
         if self._refusal is not None and self._answering is None and not self._pending:
             self._refuse(*self._refusal)
 
-    async def _serve(
-        self,
-        result: Awaitable[Response],
-        request: Request,
-        keep: bool,  # noqa: FBT001
-        old: bool,  # noqa: FBT001
-        size: int,
-    ) -> None:
+    async def _serve(self, result: Awaitable[Response], request: Request) -> None:
         try:
             response = await result
         except asyncio.CancelledError:
@@ -457,37 +426,37 @@ class HttpConnection(asyncio.Protocol):
             raise
         except Exception:
             log.exception("a handler failed for %s %s", request.method, request.path[:100])
-            response = Response(500, b"internal error\n")
+            response = _FAILED
         self._answering = self._asked = None
-        self._answer(request, response, keep=keep, old=old)
-        self._held(-size)
+        self._answer(request, response)
         self._go_on()
 
-    def _answer(self, request: Request, response: Response, *, keep: bool, old: bool) -> None:
-        if self._transport.is_closing():
-            return
-        # A client that has closed its side still gets the answers to its requests.
-        last = not keep or self._http.stopping or (self._close_after and not self._pending)
-        self._write(response, head_only=request.method == "HEAD", last=last, old=old)
-        if last:
-            self._shut = True
-            self._pending.clear()
-            self._transport.close()
-        else:
-            self._rest()
+    def _answer(self, request: Request, response: Response) -> None:
+        if not self._transport.is_closing():
+            # A client that has closed its side still gets the answers to its requests.
+            stop = self._http.stopping or (self._close_after and not self._pending)
+            last = stop or not request.keep
+            self._write(response, request, last=last)
+            if last:
+                self._shut = True
+                self._pending.clear()
+                self._transport.close()
+            else:
+                self._rest()
+        self._held(-request.size)
 
-    def _write(self, response: Response, *, head_only: bool, last: bool, old: bool) -> None:
+    def _write(self, response: Response, request: Request | None, *, last: bool) -> None:
         head = _STATUS_LINES.get(response.status, f"HTTP/1.1 {response.status} \r\n")
         for name, value in response.headers:
             head += f"{name}: {value}\r\n"
         if last:
             head += "Connection: close\r\n"
-        elif old:
+        elif request is not None and request.old:
             head += "Connection: keep-alive\r\n"
-        head += (
-            f"Content-Type: {response.content_type}\r\nContent-Length: {len(response.body)}\r\n\r\n"
-        )
+        head += f"Content-Type: {response.content_type}\r\n"
+        head += f"Content-Length: {len(response.body)}\r\n\r\n"
         data = head.encode("latin-1", "replace")
+        head_only = request is not None and request.method == "HEAD"
         self._transport.write(data if head_only else data + response.body)
 
     def _rest(self) -> None:
@@ -512,9 +481,8 @@ class HttpConnection(asyncio.Protocol):
         if self._shut or self._transport.is_closing():
             return
         self._shut = True
-        self._let_go()
-        response = Response(status, f"{reason}\n".encode())
-        self._write(response, head_only=False, last=True, old=False)
+        self._drop_input()
+        self._write(Response(status, f"{reason}\n".encode()), None, last=True)
         if not self._http.secure and self._transport.can_write_eof():
             self._transport.write_eof()
             if self._read_paused:
@@ -527,8 +495,8 @@ class HttpConnection(asyncio.Protocol):
     def overdue(self) -> None:
         """End a connection whose deadline has passed."""
         self.deadline = inf
-        half_a_request = self._in_request and self._answering is None and not self._write_paused
-        if half_a_request and not self._shut:
+        waiting = self._answering is None and not self._write_paused and not self._shut
+        if self._in_request and waiting:
             self._refuse(408, "the request took too long")
         else:
             self.abort()
@@ -542,8 +510,89 @@ class HttpConnection(asyncio.Protocol):
     def abort(self) -> None:
         """Close at once."""
         self._shut = True
-        self._let_go()
+        self._drop_input()
         self._transport.abort()
 
     def _due_in(self, ms: int) -> None:
         self.deadline = self._loop.time() + ms / 1000
+
+
+class Http(Listener):
+    """A listener: hands requests to the handler of their method and path, or to the fallback.
+
+    A ``guard`` is given the headers of any request before that, and may say why it is refused.
+    """
+
+    protocol = "http"
+
+    def __init__(
+        self,
+        routes: Mapping[tuple[str, str], Handler],
+        fallback: Handler,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: SSLContext | None = None,
+        bounds: HttpBounds | None = None,
+        slots: Connections | None = None,
+        guard: Callable[[Mapping[str, str]], str | None] | None = None,
+    ) -> None:
+        super().__init__(host, port, tls=tls, slots=slots)
+        self.bounds = bounds or HttpBounds()
+        self.handshake_seconds = self.bounds.first_byte_ms / 1000
+        _, *deadlines_ms = msgspec.structs.astuple(self.bounds)
+        self._check_seconds = min(0.5, min(deadlines_ms) / 4000)
+        self.secure = tls is not None
+        self._routes = routes
+        self._fallback = fallback
+        self._guard = guard
+        self._timer: asyncio.TimerHandle | None = None
+        self._empty = asyncio.Event()
+        self.stopping = False
+
+    def make_connection(self, slot: Slot) -> HttpConnection:
+        """Make the connection that has a slot."""
+        return HttpConnection(self, asyncio.get_running_loop(), slot)
+
+    async def start(self) -> None:
+        """Bind, and accept connections from now on."""
+        await super().start()
+        self._check()
+
+    async def stop(self, grace_ms: int) -> None:
+        """Accept no more, answer requests for up to ``grace_ms``, then close."""
+        self.stopping = True
+        self.close()
+        for connection in list(self.connections):
+            connection.finish()
+        if self.connections:
+            self._empty.clear()
+            try:
+                await asyncio.wait_for(self._empty.wait(), grace_ms / 1000)
+            except TimeoutError:
+                for connection in list(self.connections):
+                    connection.abort()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def handle(self, request: Request) -> Response | Awaitable[Response]:
+        """Answer a request; the handler of GET answers HEAD too."""
+        why = None if self._guard is None else self._guard(request.headers)
+        if why is not None:
+            return Response(403, f"{why}\n".encode())
+        key = ("GET" if request.method == "HEAD" else request.method, request.path)
+        return self._routes.get(key, self._fallback)(request)
+
+    def forget(self, connection: HttpConnection) -> None:
+        """Remove a connection that has ended."""
+        self.connections.discard(connection)
+        if not self.connections:
+            self._empty.set()
+
+    def _check(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for connection in list(self.connections):
+            if connection.deadline <= now:
+                connection.overdue()
+        self._timer = loop.call_later(self._check_seconds, self._check)
