@@ -24,10 +24,10 @@ demo-embedded: $(STAMP) ## the same without Spark: the broker inside one process
 
 # All parts side by side, each of them printed when it has ended; one that fails makes all fail.
 test: $(STAMP)          ## the whole test suite, with lint and types
-	$(MAKE) --jobs=6 --keep-going --output-sync=target lint types test-spark test-others
+	$(MAKE) --jobs=6 --keep-going --output-sync=target --no-print-directory lint types test-spark test-others
 
 test-spark: $(STAMP) java ## the tests with Spark, in two sessions
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "spark and not soak"
+	$(BIN)/python -m pytest tests/spark -n 2 --dist loadfile -m "spark and not soak"
 
 test-others: $(STAMP) clients ## the tests without Spark
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not spark and not soak"

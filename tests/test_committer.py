@@ -165,7 +165,6 @@ def test_a_queue_that_is_gone_after_reopening_gets_no_messages(tmp_path: Path) -
         def lose_one() -> None:
             # As if the log had ended before this queue.
             loaded()
-            store.coverage.pop("doubtful", None)  # type: ignore[attr-defined]
             store.by_name.pop("doubtful", None)  # type: ignore[attr-defined]
             loads.append(None)
 

@@ -81,11 +81,15 @@ LAYERS = {
     "wire": {*GROUND, "validation"},
     "client": {*GROUND, "clock", "store", "validation", "wire"},
     "urls": {*GROUND, "broker", "client", "clock", "engines", "store"},
-    "salvage": {*GROUND, "clock", "engines", "filters", "store", "urls"},
+    "places": {*GROUND, "broker", "clock", "engines", "urls"},
+    "salvage": {*GROUND, "clock", "engines", "filters", "places", "store", "urls"},
     "worker": {*GROUND, "broker", "client", "clock", "store.policy", "urls", "validation"},
-    "__init__": {*GROUND, "broker", "client", "clock", "urls", "worker"},
+    "__init__": {*GROUND, "broker", "client", "clock", "places", "urls", "worker"},
     "importers": {*GROUND, "__init__", "broker", "clock", "filters", "store.codec", "validation"},
-    "server": {*BROKER, "__init__", "broker", "engines.disk", "flight.service", "urls", "wire"},
+    "server": {
+        *BROKER,
+        *("__init__", "broker", "engines.disk", "flight.service", "places", "wire"),
+    },
     "flight": {*BROKER, "__init__", "broker", "server.metrics", "server.security"},
     "spark": {
         *GROUND,
@@ -111,7 +115,7 @@ CONFINED = {
     "psycopg": {"store.sql"},
     "hypothesis": {"testing"},
     "pytest": {"testing"},
-    "pyarrow": {"flight", "server.served_store", "spark"},
+    "pyarrow": {"flight", "spark"},
     "pyspark": {"spark", "cli"},
     "click": {"cli"},
     "rich": {"cli"},
@@ -481,6 +485,15 @@ def test_links_lead_somewhere(path: Path) -> None:
 def anchors_of(path: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+def test_tests_with_spark_are_where_make_looks_for_them() -> None:
+    marked = [
+        path for path in (ROOT / "tests").rglob("test_*.py") if "mark.spark" in path.read_text()
+    ]
+    marked.remove(Path(__file__))
+    assert marked
+    assert [name_of(path) for path in marked if ROOT / "tests" / "spark" not in path.parents] == []
 
 
 def test_every_decision_is_listed_and_has_its_parts() -> None:

@@ -20,20 +20,19 @@ from penstock.broker.broker import Broker
 from penstock.clock import Clock, ManualClock, SystemClock
 from penstock.errors import *  # noqa: F403 - every error is public
 from penstock.model import *  # noqa: F403 - its __all__ has the public nouns
-from penstock.urls import (
-    open,  # noqa: A004 - penstock.open is the way in
-    open_reader,
-)
+from penstock.urls import open  # noqa: A004 - penstock.open is the way in
 
 if TYPE_CHECKING:
     from penstock.broker.reader import Reader, route_once
     from penstock.client import connect, connect_async
+    from penstock.places import open_reader
     from penstock.worker import Retry, Settled, Worker, WorkerStats
 else:
     # Loaded when used: a process that opens a store of its own needs none of these.
     _LAZY = {
         **dict.fromkeys(("Reader", "route_once"), "penstock.broker.reader"),
         **dict.fromkeys(("connect", "connect_async"), "penstock.client"),
+        "open_reader": "penstock.places",
         **dict.fromkeys(("Retry", "Settled", "Worker", "WorkerStats"), "penstock.worker"),
     }
 

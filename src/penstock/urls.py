@@ -38,9 +38,7 @@ from penstock.store.live import LIVE_TABLES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.broker.reader import Reader
     from penstock.engines import Engine, Shape
-    from penstock.engines.slatedb.files import OwnerHeartbeat
     from penstock.engines.slatedb.location import SlateLocation
     from penstock.store.contract import FullStore
     from penstock.store.sql.store import SqlStore
@@ -55,7 +53,7 @@ DESIGNS: Final[Mapping[str, Mapping[str, Shape]]] = {
 DEFAULT_DESIGN: Final = "indexed"
 # Where every operation is dear.
 DEFAULT_SLATEDB_DESIGN: Final = "buckets"
-_IDENTITY_KEY: Final = b"meta"
+IDENTITY_KEY: Final = b"meta"
 
 
 def open(  # noqa: A001 - penstock.open is the way in
@@ -107,7 +105,7 @@ def open(  # noqa: A001 - penstock.open is the way in
                 sql.follow(partial(clock.follow, sql.server_ms))
             store, checkpoint = sql, sql.checkpoint
         else:
-            engine, design = _open_engine(_parse(url), routing, create=create)
+            engine, design = open_engine(parse_url(url), routing, create=create)
             opened.callback(engine.close)
             store = make_store(engine, design, clock, routing)
             checkpoint = engine.checkpoint
@@ -145,7 +143,7 @@ def _open_sql(
     )
 
 
-def _open_engine(url: _StoreUrl, routing: str | None, *, create: bool) -> tuple[Engine, str]:
+def open_engine(url: StoreUrl, routing: str | None, *, create: bool) -> tuple[Engine, str]:
     """Open the engine that a URL names; return it with the design of its store."""
     if url.scheme == "memory":
         from penstock.engines.memory import MemoryEngine  # noqa: PLC0415
@@ -156,94 +154,15 @@ def _open_engine(url: _StoreUrl, routing: str | None, *, create: bool) -> tuple[
         from penstock.engines.rocksdb.engine import RocksEngine  # noqa: PLC0415
 
         path = Path(url.place)
-        design = _rocksdb_design(path, url.design, create=create)
+        design = rocksdb_design(path, url.design, create=create)
         tables, reserve = DESIGNS[design], url.numbers.get("min_free_bytes")
         return RocksEngine(path, tables, mark=design, min_free_bytes=reserve), design
-    place = _slatedb_place(url)
+    place = slatedb_place(url)
     from penstock.engines.slatedb.engine import SlateEngine  # noqa: PLC0415
 
     # Opening takes the store from its owner, so reasons not to open it are looked for before.
-    design = _slatedb_design(place, url, routing, create=create)
+    design = slatedb_design(place, url, routing, create=create)
     return SlateEngine(place, DESIGNS[design], flush_ms=url.numbers.get("flush_ms")), design
-
-
-def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
-    """Open a store on object storage for reading, as it is now, whoever owns it.
-
-    The owner is not asked and not disturbed. Needs the same credentials as a broker: a mark in the
-    database keeps the files of this moment for as long as the reader is open.
-    """
-    place = place_to_read(url)
-    from penstock.broker.reader import Reader  # noqa: PLC0415
-    from penstock.engines.memory import Overlay  # noqa: PLC0415
-    from penstock.engines.slatedb.reader import ReaderMoved, SlateReader, peek  # noqa: PLC0415
-
-    clock = clock or SystemClock()
-    # The reasons not to open it are reasons not to read it.
-    peek(place, "default", _IDENTITY_KEY)
-    below = SlateReader(place)
-    try:
-        while True:
-            try:
-                record = below.table("default").get(_IDENTITY_KEY) or b""
-                design = _check_identity(url, record, _parse(url).design, None).design
-                engine = Overlay(below, DESIGNS[design])
-                return Reader(make_store(engine, design, clock), clock)
-            except ReaderMoved:
-                # Once at most before its first interval is over.
-                below.settle()
-    except BaseException:
-        below.close()
-        raise
-
-
-def open_copy(path: Path) -> Reader:
-    """Open a backup, or a store on RocksDB that no process has open; nothing of it is changed."""
-    from penstock.broker.reader import Reader  # noqa: PLC0415
-    from penstock.engines.memory import Overlay  # noqa: PLC0415
-    from penstock.engines.rocksdb.engine import RocksReader  # noqa: PLC0415
-
-    design = _rocksdb_design(path, create=False)
-    tables = DESIGNS[design]
-    clock = SystemClock()
-    below = RocksReader(path, tables)
-    try:
-        return Reader(make_store(Overlay(below, tables), design, clock), clock)
-    except BaseException:
-        below.close()
-        raise
-
-
-def place_to_read(url: str) -> SlateLocation:
-    """Return where a store is that can be read beside its owner; nothing is made or opened."""
-    named = _parse(url)
-    if not named.scheme.startswith("slatedb"):
-        raise InvalidUrl(f"{url!r:.200} can't be read beside its owner: slatedb+file, slatedb+s3")
-    place = _slatedb_place(named)
-    if place.holds_something_else():
-        raise StoreMismatch(f"{place.root} is not empty and holds no SlateDB database")
-    if place.kind == "file" and not Path(place.root).is_dir():
-        raise StoreMismatch(f"{place} holds no store")
-    return place
-
-
-def watch_owner(url: str, *, routing: str | None = None, check: bool = True) -> OwnerHeartbeat:
-    """Watch whether a store on object storage has an owner, for a process that would be the next.
-
-    With ``check``, reasons not to open the store are raised now.
-    """
-    named = _parse(url)
-    if not named.scheme.startswith("slatedb"):
-        raise InvalidUrl(
-            f"{url!r:.200} has no standby: that is for stores on object storage, slatedb+s3 and "
-            "slatedb+file"
-        )
-    place = _slatedb_place(named)
-    from penstock.engines.slatedb.files import OwnerHeartbeat  # noqa: PLC0415
-
-    if check:
-        _slatedb_design(place, named, routing)
-    return OwnerHeartbeat(place)
 
 
 def make_store(engine: Engine, design: str, clock: Clock, routing: str | None = None) -> KvStore:
@@ -257,29 +176,7 @@ def make_store(engine: Engine, design: str, clock: Clock, routing: str | None = 
     )
 
 
-def make_engine(url: str, design: str) -> Engine:
-    """Make a database for a store of a design where nothing is."""
-    named = _parse(url)
-    if named.design not in {None, design}:
-        raise StoreMismatch(f"{url!r:.200}: the store has the {design} design")
-    if named.scheme.startswith("slatedb"):
-        place = _slatedb_place(named)
-        from penstock.engines.slatedb.reader import peek  # noqa: PLC0415
-
-        if peek(place, "default", _IDENTITY_KEY) is not None:
-            raise StoreMismatch(f"{place} is not empty")
-    return _open_engine(named._replace(design=design), None, create=True)[0]
-
-
-def locate(url: str) -> Path | SlateLocation:
-    """Return the directory of a RocksDB store, or the location of a SlateDB store; open nothing."""
-    named = _parse(url)
-    if named.scheme == "memory":
-        raise InvalidUrl("memory: leaves nothing behind")
-    return Path(named.place) if named.scheme == "rocksdb" else _slatedb_place(named)
-
-
-def _rocksdb_design(path: Path, asked: str | None = None, *, create: bool) -> str:
+def rocksdb_design(path: Path, asked: str | None = None, *, create: bool) -> str:
     """Return the design of the store at ``path``, or of one that may be made there."""
     from penstock.engines.rocksdb.files import read_mark  # noqa: PLC0415
 
@@ -298,27 +195,28 @@ def _rocksdb_design(path: Path, asked: str | None = None, *, create: bool) -> st
     return found
 
 
-def _slatedb_design(
-    place: SlateLocation, url: _StoreUrl, routing: str | None, *, create: bool = True
+def slatedb_design(
+    place: SlateLocation, url: StoreUrl, routing: str | None, *, create: bool = True
 ) -> str:
     """Return the design of the store at a place, or of one that may be made there."""
     from penstock.engines.slatedb.reader import peek  # noqa: PLC0415
 
     if not create and place.kind == "file" and not Path(place.root).is_dir():
         raise _no_store(place)
-    found = peek(place, "default", _IDENTITY_KEY)
+    found = peek(place, "default", IDENTITY_KEY)
     if found is None or found.record is None:
         if not create:
             raise _no_store(place)
         return url.design or DEFAULT_SLATEDB_DESIGN
-    return _check_identity(str(place), found.record, url.design, routing).design
+    return check_identity(str(place), found.record, url.design, routing).design
 
 
 def _no_store(place: object) -> StoreMismatch:
     return StoreMismatch(f"there is no store at {place}; 'penstock create' makes one")
 
 
-def _slatedb_place(url: _StoreUrl) -> SlateLocation:
+def slatedb_place(url: StoreUrl) -> SlateLocation:
+    """Return where a SlateDB store is; nothing is opened."""
     try:
         from penstock.engines.slatedb.location import parse_location  # noqa: PLC0415
     except ModuleNotFoundError as error:
@@ -326,7 +224,7 @@ def _slatedb_place(url: _StoreUrl) -> SlateLocation:
     return parse_location(url.scheme, url.place, os.environ)
 
 
-def _check_identity(place: str, record: bytes, design: str | None, routing: str | None) -> Identity:
+def check_identity(place: str, record: bytes, design: str | None, routing: str | None) -> Identity:
     """Compare the store at a place with the design and routing asked for; return its identity."""
     try:
         found = msgspec.msgpack.decode(record, type=Identity)
@@ -356,7 +254,7 @@ _NUMBERS: Final = {
 }
 
 
-class _StoreUrl(NamedTuple):
+class StoreUrl(NamedTuple):
     """A URL of a store that is not on a SQL database, in its parts."""
 
     scheme: str
@@ -365,7 +263,8 @@ class _StoreUrl(NamedTuple):
     numbers: dict[str, int]
 
 
-def _parse(url: object) -> _StoreUrl:
+def parse_url(url: object) -> StoreUrl:
+    """Take the URL of a store that is not on a SQL database apart; raise if it names none."""
     if isinstance(url, list | tuple):
         from penstock.store.sql.location import SEVERAL  # noqa: PLC0415
 
@@ -399,7 +298,7 @@ def _parse(url: object) -> _StoreUrl:
         _, most, allowed = _NUMBERS[name]
         if not (text.isdecimal() and int(text) <= most):
             raise InvalidUrl(f"{name} {text!r:.100}: {allowed}")
-    return _StoreUrl(scheme, place, design, {name: int(text) for name, text in texts.items()})
+    return StoreUrl(scheme, place, design, {name: int(text) for name, text in texts.items()})
 
 
 def _check_directory(place: str) -> None:

@@ -11,7 +11,6 @@ import penstock
 from penstock import Message
 from penstock.clock import ManualClock
 from penstock.model import State
-from penstock.store import check_report as audit_report
 from penstock.store.codec import opendata, records
 from penstock.store.codec.opendata import payload_key
 from penstock.store.codec.stored import (
@@ -21,6 +20,7 @@ from penstock.store.codec.stored import (
     encode_stored_item,
 )
 from penstock.store.kv.check import Kind, audit
+from penstock.store.kv.check import tables as audit_tables
 from penstock.store.kv.queues import Counts, Queue, QueueTable
 from penstock.testing.checking import assert_clean
 
@@ -125,7 +125,7 @@ def test_violations_are_bounded_and_all_counted(
     make_hand: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hand = make_hand("memory", "indexed", "inline")
-    monkeypatch.setattr(audit_report, "KEPT", 10)
+    monkeypatch.setattr(audit_tables, "KEPT", 10)
     for message_id in range(1_000, 1_050):
         hand.put("payloads", payload_key(message_id), b"?")
     report = check(hand)
@@ -140,7 +140,7 @@ def test_violations_are_bounded_and_all_counted(
 
 def test_repairs_commit_in_bounded_batches(make_hand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hand = make_hand("memory", "indexed", "inline")
-    monkeypatch.setattr(audit_report, "_BATCH_CHANGES", 7)
+    monkeypatch.setattr(audit_tables, "_BATCH_CHANGES", 7)
     for message_id in range(1_000, 1_050):
         hand.put("payloads", payload_key(message_id), b"?")
     sizes: list[int] = []

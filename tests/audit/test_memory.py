@@ -32,7 +32,7 @@ def high_front(hand: Any) -> None:
 
 
 def other_filter(hand: Any) -> None:
-    hand.core.coverage["plain"].live[-1].filter = "x = 1"
+    hand.queue("plain").coverage.live[-1].filter = "x = 1"
 
 
 def no_delays(hand: Any) -> None:

@@ -18,6 +18,9 @@ from penstock.server.security import add_key
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+# It reads the description of SQS once, not for each client.
+BOTO = boto3.session.Session()
+
 __all__ = ["ROOT", "Served", "eventually", "pause"]
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +99,7 @@ class Served:
 
     def sqs(self) -> Any:
         """Return a boto3 client."""
-        return boto3.session.Session().client(
+        return BOTO.client(
             "sqs",
             region_name="us-east-1",
             aws_access_key_id=self.key_id,

@@ -7,7 +7,7 @@ import pytest
 from penstock import limits
 from penstock.errors import InvalidFilter
 from penstock.filters import Row, parse
-from penstock.filters.like import compile_like
+from penstock.filters.evaluate import compile_like
 from penstock.filters.tree import And, Or
 
 REFUSED = {

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.filters.like import PatternError, compile_like
+from penstock.filters.evaluate import PatternError, compile_like
 
 
 def oracle(pattern: str, text: str) -> bool:

@@ -125,7 +125,7 @@ def test_a_large_fill_goes_in_bounded_steps(
     assert broker.stats("q").available == count
     # One stretch, not one for each step.
     kept: Any = broker._store
-    coverage = kept.core.queue("q").coverage if on_sql else kept.coverage["q"]
+    coverage = (kept.core if on_sql else kept).queue("q").coverage
     assert len(coverage.backfilled) == 1
 
 

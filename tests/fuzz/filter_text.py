@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock import filters
 from penstock.errors import InvalidFilter
-from penstock.filters.evaluate import Row
+from penstock.filters import Row
 
 __all__ = ["SEEDS", "one"]
 

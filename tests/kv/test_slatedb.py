@@ -33,7 +33,8 @@ from penstock.errors import (
     StoreFenced,
     StoreMismatch,
 )
-from penstock.urls import DESIGNS, open_reader
+from penstock.places import open_reader
+from penstock.urls import DESIGNS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

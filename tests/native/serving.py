@@ -7,6 +7,7 @@ import socket
 import ssl
 import subprocess
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
@@ -17,6 +18,8 @@ from penstock.client.calls import Verb, Verbs
 from penstock.clock import SystemClock
 from penstock.model import Message
 from penstock.server.batcher import Batcher
+from penstock.server.connections import Connections
+from penstock.server.metrics import Metrics
 from penstock.server.native import NativeListener
 from penstock.wire import native as wire
 from penstock.wire.native import FrameReader
@@ -75,6 +78,12 @@ def tls_contexts(place: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     return server_side, trusting
 
 
+def served_by(batcher: Batcher, **options: Any) -> Any:
+    """Make a stand-in for the server of a listener: its keys, TLS context and counters."""
+    given = {"keys": None, "tls": None, "metrics": Metrics(), "connections": Connections()}
+    return SimpleNamespace(batcher=batcher, **{**given, **options})
+
+
 class Served:
     """An open broker, served on a free port until it is stopped; the broker stays open."""
 
@@ -87,7 +96,7 @@ class Served:
         clock: Clock | None = None,
         **options: Any,
     ) -> None:
-        """Start to serve; ``options`` are those of :class:`NativeListener`."""
+        """Start to serve; ``options`` are those of :func:`served_by`."""
         self.broker = broker
         self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(
@@ -98,7 +107,8 @@ class Served:
 
         async def start() -> tuple[Batcher, NativeListener]:
             batcher = Batcher(broker, asyncio.get_running_loop())
-            listener = NativeListener(batcher, host, port, clock=clock or SystemClock(), **options)
+            server = served_by(batcher, clock=clock or SystemClock(), **options)
+            listener = NativeListener(server, host, port)
             try:
                 await listener.start()
             except BaseException:

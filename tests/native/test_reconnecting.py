@@ -277,21 +277,13 @@ def test_a_server_that_restarts(tmp_path: Path) -> None:
 
 
 KILLED = """
-import asyncio, sys, uvloop, penstock
-from penstock.clock import SystemClock
-from penstock.server.batcher import Batcher
-from penstock.server.native import NativeListener
+import sys, threading, penstock
+from penstock.server import running
 
-async def main():
-    broker = penstock.open(sys.argv[1])
+with penstock.open(sys.argv[1]) as broker, running(broker, native="127.0.0.1:0") as server:
     broker.create_queue("q")
-    batcher = Batcher(broker, asyncio.get_running_loop())
-    listener = NativeListener(batcher, "127.0.0.1", 0, clock=SystemClock())
-    await listener.start()
-    print(listener.address[1], flush=True)
-    await asyncio.sleep(600)
-
-uvloop.run(main())
+    print(server.addresses["native"][1], flush=True)
+    threading.Event().wait(600)
 """
 
 

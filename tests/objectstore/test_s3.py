@@ -16,8 +16,8 @@ from penstock.engines.slatedb import engine as engine_module
 from penstock.engines.slatedb.engine import SlateEngine
 from penstock.engines.slatedb.files import check_objects
 from penstock.engines.slatedb.location import SlateLocation
+from penstock.places import open_reader, place_to_read
 from penstock.testing.checking import assert_clean
-from penstock.urls import open_reader, place_to_read
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,11 +22,11 @@ from tests.ports import free_ports
 import penstock
 from penstock import InvalidInput, InvalidUrl, PenstockError, StorageFailed, SystemClock
 from penstock.engines.slatedb import engine as engine_module
+from penstock.places import watch_owner
 from penstock.server import config as configuring
 from penstock.server import process, running
 from penstock.server.process import Silence, until_silent
 from penstock.testing.auditor import Kind
-from penstock.urls import watch_owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -165,7 +165,7 @@ def test_steps_are_bounded_and_go_on(
     done = broker.restore("q", 1, end, kept)
     assert counts(done) == (count - RESTORE_MESSAGES, RESTORE_MESSAGES, 0)
     assert broker.stats("q").available == count
-    coverage = broker._store.coverage["q"]  # type: ignore[attr-defined]
+    coverage = broker._store.by_name["q"].coverage  # type: ignore[attr-defined]
     assert len(coverage.backfilled) == 1
     monkeypatch.setattr("penstock.store.policy.RESTORE_BYTES", 10)
     broker.create_queue("bytes", filter="n < 9")
@@ -226,7 +226,7 @@ def test_old_stretches_go_and_the_queue_says_what_it_knows(
     for number in range(6):
         kept += publish(broker, 2)
         broker.update_queue("q", filter=f"n < -{number + 1}")
-    coverage = broker._store.coverage["q"]  # type: ignore[attr-defined]
+    coverage = broker._store.by_name["q"].coverage  # type: ignore[attr-defined]
     assert len(coverage.live) == 7
     assert coverage.known_from == 0, "the log needs them all"
     end = let_go(broker, clock)
@@ -262,7 +262,7 @@ def test_a_record_of_before_knows_what_the_log_keeps(clock: ManualClock) -> None
             core.load()
             # Of nothing at all not even that is known.
             known_from = end if record else core.log.end
-            assert core.coverage["q"].known_from == known_from
+            assert core.by_name["q"].coverage.known_from == known_from
         with pytest.raises(InvalidInput, match="has forgotten"):
             broker.backfill_plan("q", archived=True)
 

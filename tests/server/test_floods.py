@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
     from tests.server.conftest import Certificates, Process
 
+# It reads the description of SQS once, not for each client.
+BOTO = boto3.session.Session()
+
 pytestmark = pytest.mark.slow
 
 MEGABYTE = 1024 * 1024
@@ -54,7 +57,7 @@ def native_url(server: Process) -> str:
 
 def sqs_of(server: Process, token: str) -> Any:
     key_id, _, secret = token.partition(":")
-    return boto3.session.Session().client(
+    return BOTO.client(
         "sqs",
         region_name="us-east-1",
         aws_access_key_id=key_id,

@@ -24,7 +24,7 @@ from tests.waiting import wait_until
 
 import penstock
 from penstock import InvalidInput, Message, NotAllowed, PenstockError, QueueNotFound
-from penstock import wire as gateways
+from penstock import server as gateways
 from penstock.client.calls import Verb, Verbs
 from penstock.flight import TABLES
 from penstock.flight.client import FlightStore
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from penstock.server import Server
+
+# It reads the description of SQS once, not for each client.
+BOTO = boto3.session.Session()
 
 QUEUES = ("a", "b")
 # Without a key, with keys for one queue or for a pattern, and with those for all of them.
@@ -341,7 +344,7 @@ def on(operation: str, **arguments: Any) -> Callable[[Any, World, str], Any]:
 
 def sqs_of(world: World, key: str) -> Any:
     key_id, _, secret = world.tokens[key].partition(":")
-    return boto3.session.Session().client(
+    return BOTO.client(
         "sqs",
         region_name="us-east-1",
         aws_access_key_id=key_id,
@@ -639,7 +642,7 @@ def test_queueber_has_no_keys_and_one_queue(tmp_path: Path) -> None:
         running("memory:", capnp="127.0.0.1:0", keys=path),
     ):
         pass
-    path = Path(gateways.__path__[0]) / "queueber" / "rpc.capnp"
+    path = Path(gateways.__path__[0]) / "queueber.capnp"
     methods: Any = capnp.load(str(path))
     assert set(methods.Queue.schema.method_names) == {"add", "poll", "remove", "extend"}
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from penstock.server.security import Keys
     from penstock.server.sqs import Observer
 
+# It reads the description of SQS once, not for each client.
+BOTO = boto3.session.Session()
+
 
 class Served(NamedTuple):
     broker: Broker
@@ -112,4 +115,4 @@ def client_of(served: Served, **options: Any) -> Any:
         "config": Config(retries={"max_attempts": 0}, read_timeout=60, max_pool_connections=64),
         **options,
     }
-    return boto3.session.Session().client("sqs", **settings)
+    return BOTO.client("sqs", **settings)

@@ -338,8 +338,8 @@ def test_settings_are_checked(option: str, value: Any) -> None:
 
 def test_settings_that_are_left_open() -> None:
     worker = Worker("memory:", "q", "tests.work.handlers:nothing", concurrency=7)
-    assert worker._prefetch == 7
-    assert worker._consumer
+    assert worker._settings.prefetch == 7
+    assert worker._settings.consumer
 
 
 def test_counters() -> None:

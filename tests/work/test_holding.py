@@ -32,7 +32,7 @@ from penstock.worker.leases import (
     UnsettledReceipts,
 )
 from penstock.worker.outcome import ACK, Action
-from penstock.worker.state import WorkerState
+from penstock.worker.state import WorkerSettings, WorkerState
 from penstock.worker.stats import WorkerCounters
 from penstock.worker.worker import is_final
 
@@ -244,29 +244,18 @@ def test_a_queue_is_looked_at_again(
     caplog.set_level(logging.INFO)
     counters = WorkerCounters(clock, lambda _: None)
     heartbeat = Heartbeat(broker, clock, counters)
-    state = WorkerState(
-        1,
-        1,
-        clock=clock,
-        counters=counters,
-        heartbeat=heartbeat,
-        settler=Settler(broker, clock, counters, heartbeat),
-        on_idle=lambda: None,
-    )
 
     def made(lease_ms: int | None = None, *, fifo: bool = True) -> Claimer:
-        return Claimer(
-            broker,
-            "q",
-            state,
-            lease_ms=lease_ms,
-            consumer="",
-            fifo=fifo,
-            dequeue_max=100,
-            wait_ms=0,
-            scan_interval_ms=100,
-            on_end=lambda: None,
+        state = WorkerState(
+            WorkerSettings(print, lease_ms=lease_ms),
+            1,
+            clock=clock,
+            counters=counters,
+            heartbeat=heartbeat,
+            settler=Settler(broker, clock, counters, heartbeat),
+            on_idle=lambda: None,
         )
+        return Claimer(broker, "q", state, fifo=fifo, on_end=lambda: None)
 
     claimer = made()
     assert claimer.lease_ms == MINUTE_MS

@@ -144,7 +144,7 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
 
 def test_what_the_command_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr("penstock.cli.work.configure_logs", lambda *_: None)
+    monkeypatch.setattr("penstock.cli.server.configure_logs", lambda *_: None)
     url, _ = prepared(tmp_path, 0)
 
     def refused(*command: object, code: int = 1) -> str:

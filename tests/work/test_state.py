@@ -9,7 +9,7 @@ import pytest
 from penstock import Delivery, ManualClock, Outcome, OutcomeStatus
 from penstock.worker.leases import Heartbeat, Settler
 from penstock.worker.outcome import ACK, Action
-from penstock.worker.state import WorkerState
+from penstock.worker.state import WorkerSettings, WorkerState
 from penstock.worker.stats import WorkerCounters
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class Parts:
         self.heartbeat = Heartbeat(broker, self.clock, counters)
         self.settler = Settler(broker, self.clock, counters, self.heartbeat)
         self.state = WorkerState(
+            WorkerSettings(print, prefetch=prefetch),
             slots,
-            prefetch,
             clock=self.clock,
             counters=counters,
             heartbeat=self.heartbeat,

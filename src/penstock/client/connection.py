@@ -49,6 +49,8 @@ REPEAT_SHARE: Final = 0.8
 # The share of a call's patience that the server may use up: the rest is for the way there and back.
 ANSWER_SHARE: Final = 0.9
 
+# The decoder of a type of answers.
+_decoder: Final = cache(msgspec.msgpack.Decoder)
 # Errors for what can't be put into bytes.
 _UNSENDABLE: Final[dict[type[wire.Request], type[InvalidInput]]] = {
     wire.Publish: errors.InvalidMessage,
@@ -458,11 +460,6 @@ class ClientConnection:
     def _give_up(self, why: str) -> None:
         self.why = why
         self.hang_up = True
-
-
-@cache
-def _decoder(answer: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(answer)
 
 
 def _rest(call: Call[Any]) -> str:

@@ -12,17 +12,24 @@ stand in double quotes if they are not plain words.
 
 ::
 
-    text ──parser──▶ tree ──evaluate, like──▶ one filter, one message
-                       └────────matcher─────▶ every filter, a batch of messages
+    text ──parser──▶ tree ──evaluate──▶ one filter, one message
+                       └────matcher───▶ every filter, a batch of messages
 
 This package owns the language and the matching. The router and the stores act on a match.
 """
 
 from __future__ import annotations
 
-from penstock.filters.evaluate import Explanation, Filter, Row, RowTuple, explain
+from penstock.filters.filter import (
+    Explanation,
+    Filter,
+    Row,
+    RowTuple,
+    default_filter,
+    explain,
+    parse,
+)
 from penstock.filters.matcher import Matcher
-from penstock.filters.parser import default_filter, parse
 from penstock.filters.tree import canonical
 from penstock.model import Value
 

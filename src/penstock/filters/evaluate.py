@@ -17,37 +17,17 @@ The typing rules, all of which end in *unknown* and never in an error:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from functools import cached_property, lru_cache
+from collections.abc import Callable
+from functools import lru_cache
 from math import isfinite
-from typing import Any, Final, NamedTuple, TypeAlias
-
-from msgspec import Struct
+from typing import Any, Final, TypeAlias
 
 from penstock.filters import tree
+from penstock.filters.filter import Explanation, RowTuple, Test
 from penstock.model import Value
 
 INT_MAX: Final = 2**63 - 1
 
-RowTuple: TypeAlias = tuple[Mapping[str, Value], str, int, int, int]
-"""The fields of :class:`Row` as a plain tuple, which is quicker to make for every message."""
-
-
-class Row(NamedTuple):
-    """A message as filters see it. ``size`` is that of its payload in bytes.
-
-    A filter reads ``group``, ``priority``, ``published_at`` and ``size`` from here; every other
-    name, ``queue`` among them, is an attribute.
-    """
-
-    attributes: Mapping[str, Value]
-    group: str = ""
-    priority: int = 0
-    published_at_ms: int = 0
-    size: int = 0
-
-
-Test: TypeAlias = Callable[[RowTuple], bool | None]
 _Reader: TypeAlias = Callable[[RowTuple], Value]
 _Order: TypeAlias = Callable[[Any, Any], bool]
 
@@ -134,77 +114,14 @@ def _joined(tests: list[Test], *, decisive: bool) -> Test:
     return joined
 
 
-class Filter:
-    """A filter that has been checked. Equal filters have equal trees, however they were written."""
-
-    def __init__(self, predicate: tree.Predicate) -> None:
-        self.tree: Final = predicate
-
-    @cached_property
-    def text(self) -> str:
-        """The canonical text, which parses to the same tree."""
-        return tree.canonical(self.tree)
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """Every name the filter reads: attributes, and fields such as ``priority``."""
-        return tree.names(self.tree)
-
-    def evaluate(self, row: RowTuple) -> bool | None:
-        """Return True, False, or None for unknown."""
-        return self._evaluate(row)
-
-    def matches(self, row: RowTuple) -> bool:
-        """Return whether the filter is true of the message; unknown is not."""
-        return self._match(row) is True
-
-    @cached_property
-    def _evaluate(self) -> Test:
-        return compile_predicate(self.tree)
-
-    @cached_property
-    def _match(self) -> Test:
-        return compile_match(self.tree)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Filter) and self.tree == other.tree
-
-    def __hash__(self) -> int:
-        return hash(self.tree)
-
-    def __repr__(self) -> str:
-        return f"parse({self.text!r})"
-
-    def __reduce__(self) -> tuple[type[Filter], tuple[tree.Predicate]]:
-        """Travel as a tree: the compiled tests can't be pickled."""
-        return Filter, (self.tree,)
-
-
-class Explanation(Struct, frozen=True):
-    """Why a filter did or did not take a message: the result of one condition of the filter.
-
-    ``result`` is True, False or None for unknown. An atom such as ``price > 10`` gives in
-    ``values`` the values it read, as ``("price", 12)``; AND, OR and NOT give ``parts`` instead.
-    """
-
-    text: str
-    result: bool | None
-    values: tuple[tuple[str, Value], ...] = ()
-    parts: tuple[Explanation, ...] = ()
-
-
-def explain(filter: Filter, row: RowTuple) -> Explanation:  # noqa: A002 - the noun it is about
-    """Return the filter's result on a message, with that of every condition in it."""
-    return _explain(filter.tree, row)
-
-
-def _explain(node: tree.Predicate, row: RowTuple) -> Explanation:
+def explain_node(node: tree.Predicate, row: RowTuple) -> Explanation:
+    """Return the result of a condition on a message, with those of the conditions in it."""
     text, result = tree.canonical(node), compile_predicate(node)(row)
     match node:
         case tree.And(terms) | tree.Or(terms):
-            return Explanation(text, result, parts=tuple(_explain(term, row) for term in terms))
+            return Explanation(text, result, parts=tuple(explain_node(term, row) for term in terms))
         case tree.Not(operand):
-            return Explanation(text, result, parts=(_explain(operand, row),))
+            return Explanation(text, result, parts=(explain_node(operand, row),))
         case _:
             read = tree.Attr | tree.Arith | tree.Neg
             found = [part for part in tree.children(node) if isinstance(part, read)]
@@ -304,9 +221,6 @@ def _in(node: tree.In) -> Test:
 
 
 def _like(node: tree.Like) -> Test:
-    # Imported here, and by the parser: few processes have a filter with LIKE.
-    from penstock.filters.like import compile_like  # noqa: PLC0415
-
     read = _reader(node.operand)
     fits = compile_like(node.pattern, node.escape)
 
@@ -373,3 +287,101 @@ def _in_range(value: Value) -> bool:
     if type(value) is int:
         return -INT_MAX - 1 <= value <= INT_MAX
     return type(value) is float and isfinite(value)
+
+
+# --- LIKE -----------------------------------------------------------------------------------
+#
+# Every pattern costs time linear in the text: there is no backtracking. The pattern is cut at every
+# ``%`` into pieces. The first and the last are held against the two ends of the text; each piece
+# between them is taken at its earliest place after the one before, which is always right because
+# ``%`` takes any run of characters. A piece of plain characters is found by ``str.find``; one with
+# ``_`` in it by shift-and: one bit for every place in the piece, all of them moved on together for
+# each character of the text.
+
+# The characters of a piece, with None for "any one character".
+_Piece: TypeAlias = list[str | None]
+# Finds a piece in a text, from a place on and before an end; -1 if it is not there.
+_Finder: TypeAlias = Callable[[str, int, int], int]
+
+_ANY: Final = None
+
+
+class PatternError(ValueError):
+    """A pattern whose escape character stands before something it can't escape."""
+
+
+def compile_like(pattern: str, escape: str | None = None) -> Callable[[str], bool]:
+    """Return the test of a text against the pattern."""
+    pieces = _cut(pattern, escape)
+    if len(pieces) == 1:
+        fits, size = _fits(pieces[0]), len(pieces[0])
+        return lambda text: len(text) == size and fits(text, 0)
+    head, *middle, tail = pieces
+    head_fits, tail_fits = _fits(head), _fits(tail)
+    head_chars, tail_chars = len(head), len(tail)
+    least_chars = sum(map(len, pieces))
+    steps = [(_finder(piece), len(piece)) for piece in middle if piece]
+
+    def test(text: str) -> bool:
+        if len(text) < least_chars:
+            return False
+        end = len(text) - tail_chars
+        if not (head_fits(text, 0) and tail_fits(text, end)):
+            return False
+        start = head_chars
+        for find, chars in steps:
+            start = find(text, start, end)
+            if start < 0:
+                return False
+            start += chars
+        return True
+
+    return test
+
+
+def _cut(pattern: str, escape: str | None) -> list[_Piece]:
+    pieces: list[_Piece] = [[]]
+    characters = iter(pattern)
+    for character in characters:
+        if character == escape:
+            escaped = next(characters, None)
+            if escaped is None or escaped not in ("%", "_", escape):
+                raise PatternError(f"{escape!r} must stand before %, _ or another {escape!r}")
+            pieces[-1].append(escaped)
+        elif character == "%":
+            pieces.append([])
+        else:
+            pieces[-1].append(_ANY if character == "_" else character)
+    return pieces
+
+
+def _fits(piece: _Piece) -> Callable[[str, int], bool]:
+    """Return the test for a piece at one place; the text must be long enough to hold it."""
+    if _ANY not in piece:
+        plain = "".join(map(str, piece))
+        return lambda text, start: text.startswith(plain, start)
+    wanted = [(offset, character) for offset, character in enumerate(piece) if character]
+    return lambda text, start: all(text[start + offset] == char for offset, char in wanted)
+
+
+def _finder(piece: _Piece) -> _Finder:
+    if _ANY not in piece:
+        plain = "".join(map(str, piece))
+        return lambda text, start, end: text.find(plain, start, end)
+    anywhere = sum(1 << place for place, character in enumerate(piece) if character is _ANY)
+    masks = {
+        character: anywhere | sum(1 << place for place, own in enumerate(piece) if own == character)
+        for character in piece
+        if character is not _ANY
+    }
+    done = 1 << (len(piece) - 1)
+
+    def find(text: str, start: int, end: int) -> int:
+        state = 0
+        for place in range(start, end):
+            state = ((state << 1) | 1) & masks.get(text[place], anywhere)
+            if state & done:
+                return place + 1 - len(piece)
+        return -1
+
+    return find

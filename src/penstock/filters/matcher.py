@@ -21,7 +21,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from penstock.filters import tree
-from penstock.filters.evaluate import Filter, RowTuple, Test, compile_match
+from penstock.filters.filter import Filter, RowTuple, Test
 from penstock.model import Value
 
 K = TypeVar("K", bound=Hashable)
@@ -137,7 +137,12 @@ class Matcher(Generic[K]):
             rank = self._next_rank
             self._next_rank += 1
         plan, rest = self._plan_filter(one.tree)
-        entry: _Entry[K] = (key, None if rest is None else compile_match(rest))
+        test = None
+        if rest is not None:
+            from penstock.filters.evaluate import compile_match  # noqa: PLC0415
+
+            test = compile_match(rest)
+        entry: _Entry[K] = (key, test)
         self._filed[key] = _Filed(one, rank, plan.places if plan else None)
         if plan is None:
             self._always = self._with_entry(self._always, entry)

@@ -13,7 +13,8 @@ from typing import Final, NamedTuple, NoReturn
 
 from penstock.errors import InvalidFilter
 from penstock.filters import tree
-from penstock.filters.evaluate import INT_MAX, Filter
+from penstock.filters.evaluate import INT_MAX, PatternError, compile_like
+from penstock.filters.filter import Filter
 from penstock.limits import (
     MAX_ATTRIBUTE_NAME_BYTES,
     MAX_FILTER_CHARS,
@@ -44,8 +45,6 @@ _TOKEN: Final = re.compile(
     """,
     re.VERBOSE,
 )
-# The shape of nearly every queue's filter, at a fiftieth of the cost.
-_DEFAULT: Final = re.compile(rf"queue = '([\w.\-]{{0,{MAX_FILTER_LITERAL_CHARS}}})'")
 _AFTER_NUMBER: Final = re.compile(r"[\w.]")
 _UNSTORABLE: Final = re.compile("[\x00\ud800-\udfff]")
 _HINTS: Final = {
@@ -79,24 +78,13 @@ class _Part(NamedTuple):
     parts: tuple[_Part, ...] = ()
 
 
-def parse(text: str) -> Filter:
-    """Return the filter that the text says.
-
-    Raises InvalidFilter, with the line, the column and the offending text, for anything that is
-    not in the filter language or is beyond a bound in :mod:`penstock.limits`.
-    """
-    if found := _DEFAULT.fullmatch(text):
-        return Filter(tree.Compare("=", tree.Attr("queue"), tree.Text(found[1])))
+def parse_text(text: str) -> Filter:
+    """Return the filter that the text says; see :func:`penstock.filters.parse`."""
     parsed = Filter(_parse_tree(text))
     if len(parsed.text) > MAX_FILTER_CHARS:
         problem = f"written out in full, the filter has more than {MAX_FILTER_CHARS} characters"
         _reject(text, 0, len(text), problem)
     return parsed
-
-
-def default_filter(queue_name: str) -> str:
-    """Return the filter of a queue made without one: messages sent to it by name."""
-    return tree.canonical(tree.Compare("=", tree.Attr("queue"), tree.Text(queue_name)))
 
 
 def _parse_tree(text: str) -> tree.Predicate:
@@ -475,8 +463,6 @@ class _Group:
         return tree.In(self._value(part.parts[0], depth), tuple(items))
 
     def _like(self, part: _Part, depth: int) -> tree.Predicate:
-        from penstock.filters.like import PatternError, compile_like  # noqa: PLC0415
-
         operand, pattern_part, *escapes = part.parts
         escape = self._string(escapes[0], depth) if escapes else None
         if escape is not None and len(escape) != 1:

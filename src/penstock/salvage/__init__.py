@@ -28,6 +28,7 @@ from penstock.engines import rows_of
 from penstock.errors import CorruptRecord, InvalidUrl, StorageFailed, StoreDamaged
 from penstock.filters import parse
 from penstock.model import Ordering, QueueSpec, State
+from penstock.places import locate, make_engine
 from penstock.store.codec.metadata import Metadata, decode_metadata, encode_metadata, read_metadata
 from penstock.store.codec.opendata import PAYLOAD, parse_entry_key, payload_key, read_terminated
 from penstock.store.codec.records import decode_queue_spec
@@ -36,7 +37,7 @@ from penstock.store.kv.check import audit, held_ids
 from penstock.store.kv.queues import Counts, Queue, QueueTable, decode_counts
 from penstock.store.kv.state import FORMAT, Identity
 from penstock.store.live import Item, lane_of
-from penstock.urls import DESIGNS, locate, make_engine, make_store
+from penstock.urls import DESIGNS, make_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -413,7 +414,7 @@ class _Salvage:
                     _item(message_id, encoded)
                     for message_id, encoded in rows
                     if not _has(held[queue.name], message_id)
-                    and _had(store, queue, message_id, encoded, compiled)
+                    and _had(queue, message_id, encoded, compiled)
                 ]
                 self._enqueue(store, queue, items, now_ms, put_back)
                 for item in items:
@@ -517,15 +518,13 @@ def _log_rows(store: KvStore, *, routed: bool) -> Iterator[tuple[int, bytes]]:
             yield from entry
 
 
-def _had(
-    store: KvStore, queue: Queue, message_id: int, encoded: bytes, compiled: dict[str, Filter]
-) -> bool:
+def _had(queue: Queue, message_id: int, encoded: bytes, compiled: dict[str, Filter]) -> bool:
     """Whether a queue has had a message: by its coverage, or else by its filter."""
     found = read_metadata(encoded)
     if found is None:
         return False
     row = (found.attributes, found.group, found.priority, found.published_at_ms, found.size)
-    coverage = store.coverage[queue.name]
+    coverage = queue.coverage
     if (coverage.known_from or 0) <= message_id:
         return coverage.had(row, message_id, compiled)
     return parse(queue.spec.filter).matches(row)

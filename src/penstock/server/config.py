@@ -285,16 +285,12 @@ def _convert(setting: Setting, value: Any, source: str) -> Any:
     try:
         return msgspec.convert(value, setting.kind, strict=False, dec_hook=_special)
     except msgspec.ValidationError as error:
-        text = _choices(setting.kind) or str(error)
+        text = str(error)
+        choices = typing.get_args(setting.kind)[0]
+        if typing.get_origin(choices) is Literal:
+            text = f"it is {' or '.join(each for each in typing.get_args(choices) if each)}"
         shown = "" if repr(value) in text else f", not {value!r:.100}"
         raise InvalidInput(f"{setting.path} (from {source}): {text}{shown}") from None
-
-
-def _choices(kind: Any) -> str:
-    inner = typing.get_args(kind)[0]
-    if typing.get_origin(inner) is not Literal:
-        return ""
-    return f"it is {' or '.join(each for each in typing.get_args(inner) if each)}"
 
 
 def _special(kind: type, value: Any) -> Any:

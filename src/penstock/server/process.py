@@ -25,6 +25,7 @@ import msgspec
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, StorageFailed
+from penstock.places import watch_owner
 from penstock.server import config as configuring
 from penstock.server.config import OFF, Address, Config
 from penstock.server.connections import bind, raise_file_limit
@@ -37,7 +38,6 @@ from penstock.server.served_store import (
     tls_of,
 )
 from penstock.store.sql.location import without_password
-from penstock.urls import watch_owner
 
 if TYPE_CHECKING:
     import ssl

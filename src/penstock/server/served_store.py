@@ -198,16 +198,7 @@ class Server:
 def _native(server: Server, host: str, port: int) -> Listener:
     from penstock.server.native import NativeListener  # noqa: PLC0415 - only if it is wanted
 
-    return NativeListener(
-        server.batcher,
-        host,
-        port,
-        clock=server.clock,
-        keys=server.keys,
-        tls=server.tls,
-        metrics=server.metrics,
-        slots=server.connections,
-    )
+    return NativeListener(server, host, port)
 
 
 def _http(server: Server, host: str, port: int) -> Listener:

@@ -4,7 +4,7 @@
 :class:`BulkStore` the verbs that read or remove many messages; a broker works on all three
 (:class:`FullStore`).
 
-Verbs are batch first and are told ``now_ms``. A verb returns when its change is applied and
+Verbs are batch first and get ``now_ms``. A verb returns when its change is applied and
 visible; the change is durable once ``sync`` was called after ``progress.commits`` had reached its
 number, or at once if the store is ``durable_on_commit``. The caller lets one thread at a time in,
 except for ``sync``, ``health`` and ``recover``. The caller has checked the arguments. A verb that
@@ -240,7 +240,7 @@ class Store(Protocol):
         """Return which store this is."""
 
     def health(self, *, disk: bool = False) -> Health:
-        """Return whether the store answers and the cost of sharing it; measure the disk if told."""
+        """Return whether the store answers, the cost of sharing it, and (``disk``) the room."""
 
     def recover(self, alone: AbstractContextManager[None]) -> None:
         """Make a store that is away take writes again, or raise why it does not.

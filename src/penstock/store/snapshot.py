@@ -1,7 +1,7 @@
 """The tables of a store as they were at one moment, for bulk reads.
 
 ``tables`` asks for no more than this, so that it need not know how a store keeps its rows. Several
-threads may read one :class:`PinnedStore` at a time, a page each in turn; whoever made it closes it.
+threads may read one :class:`PinnedStore` at a time, a page each in turn; its maker closes it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PinnedStore(AbstractContextManager["PinnedStore"], Protocol):
 
     # --- ranges, of which each row is in exactly one
     def about(self, table: str, queue: str) -> int:
-        """Say about how many rows a queue has in active, attempts, done or failed."""
+        """Return about how many rows a queue has in active, attempts, done or failed."""
 
     def cut(self, table: str, queue: str, count: int, least: int = 0) -> Iterator[Keys]:
         """Cut a queue's rows of one of these into about ``count`` ranges, neighbours together.
@@ -105,7 +105,7 @@ class PinnedStore(AbstractContextManager["PinnedStore"], Protocol):
         """Read live messages; of keys that were cut for attempts, maybe those in flight alone."""
 
     def leases(self, rows: Sequence[LiveRow]) -> list[LeaseHolder | None]:
-        """Say who holds each of some live messages; None: nobody, or nobody knows."""
+        """Return the lease of each live message; None: no lease holds it, or it can't be read."""
 
     def ended_rows(
         self, state: State, keys: Keys, low: int, high: int
@@ -123,7 +123,7 @@ class PinnedStore(AbstractContextManager["PinnedStore"], Protocol):
         """Return which of the messages any queue still holds, in whatever state."""
 
     def close(self) -> None:
-        """Let go of what is pinned; who still reads is told so."""
+        """Let go of the pinned tables; a reader that goes on gets an error."""
 
 
 def cut_range(low: int, high: int, count: int) -> Iterator[tuple[int, int]]:

@@ -29,8 +29,8 @@ class RoutingConformance(FanOutSuite, TailingSuite, LogsSuite, BackfillSuite, Mo
     """All of routing."""
 
 
-class ShortRoutingConformance(FanOutSuite, LogsSuite):
-    """Which queues a message goes to, and the logs: for combinations of tested parts."""
+class ShortRoutingConformance(FanOutSuite):
+    """The queues that a message goes to; the log is the same in every design."""
 
 
 class UrlRoutingConformance(OnUrl, RoutingConformance):

@@ -67,12 +67,7 @@ class Claimer:
         queue: str,
         state: WorkerState,
         *,
-        lease_ms: int | None,
-        consumer: str,
         fifo: bool,
-        dequeue_max: int,
-        wait_ms: int,
-        scan_interval_ms: int,
         on_end: Callable[[], None],
     ) -> None:
         """Read the queue's settings; a FIFO queue is refused without ``fifo``."""
@@ -81,12 +76,8 @@ class Claimer:
         self._state = state
         self._clock = state.clock
         self._activity = state.counters.activity(f"claiming from {queue}")
-        self._own_lease_ms = lease_ms
-        self._consumer = consumer
+        self._settings = state.settings
         self._fifo = fifo
-        self._dequeue_max = dequeue_max
-        self._wait_ms = wait_ms
-        self._scan_interval_ms = scan_interval_ms
         # A client has no such verb: its server counts collisions, for all its clients.
         self._contention: Callable[[], Contention | None] = getattr(
             broker, "contention", lambda: None
@@ -113,7 +104,7 @@ class Claimer:
         while room := self._state.wait_for_room():
             began = self._clock.seconds()
             try:
-                deliveries = self.claim(min(room, self._dequeue_max))
+                deliveries = self.claim(min(room, self._settings.dequeue_max))
                 if deliveries:
                     self._state.add(deliveries, lease_ms=self.lease_ms)
                 collisions = self._collisions() - self._old_collisions
@@ -125,7 +116,7 @@ class Claimer:
             if not deliveries:
                 jitter = 1 + JITTER * (2 * self._clock.random() - 1)
                 took_ms = (self._clock.seconds() - began) * 1000
-                self._state.pause(int(self._scan_interval_ms * jitter - took_ms))
+                self._state.pause(int(self._settings.scan_interval_ms * jitter - took_ms))
         self.ended = True
         self._on_end()
 
@@ -144,8 +135,8 @@ class Claimer:
             self._queue,
             limit=1 if self._in_order else limit,
             lease_ms=self.lease_ms,
-            wait_ms=self._wait_ms,
-            consumer=self._consumer,
+            wait_ms=self._settings.wait_ms,
+            consumer=self._settings.consumer,
         )
         self._read_settings_at = read_settings_at
         return deliveries
@@ -161,7 +152,8 @@ class Claimer:
                 "ended, and the next message of its group would run beside it. Use "
                 "mode='processes' or an async function, or no time limit"
             )
-        self.lease_ms = spec.lease_ms if self._own_lease_ms is None else self._own_lease_ms
+        lease_ms = self._settings.lease_ms
+        self.lease_ms = spec.lease_ms if lease_ms is None else lease_ms
         self._read_settings_at = self._clock.seconds() + READ_SETTINGS_MS / 1000
 
 

@@ -26,9 +26,8 @@ from penstock.worker.outcome import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from penstock.worker.outcome import Handler
     from penstock.worker.state import Task, WorkerState
 
 log = logging.getLogger("penstock.worker")
@@ -40,29 +39,17 @@ class Pool(ABC):
     can_cut = True
     """Whether :meth:`cut` ends handlers that run."""
 
-    def __init__(
-        self,
-        state: WorkerState,
-        handler: Handler | str,
-        middleware: Sequence[object],
-        *,
-        concurrency: int,
-        time_limit_ms: int | None,
-        on_broken: Callable[[BaseException], None],
-    ) -> None:
+    def __init__(self, state: WorkerState, on_broken: Callable[[BaseException], None]) -> None:
         """``on_broken`` is called if a thread of the pool ends by an error."""
         self._state = state
-        self._handler = handler
-        self._middleware = middleware
-        self._concurrency = concurrency
-        self._time_limit_ms = time_limit_ms
+        self._settings = state.settings
         self._on_broken = on_broken
         self._cutting = False
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Start the threads."""
-        self._start_threads(self._concurrency)
+        self._start_threads(self._settings.concurrency)
 
     @abstractmethod
     def cut(self) -> None:
@@ -100,9 +87,9 @@ class ThreadPool(Pool):
 
     def start(self) -> None:
         """Start the threads."""
-        self._function = resolve(self._handler)
-        if self._time_limit_ms is not None:
-            tick = partial(self._state.release_overdue, self._time_limit_ms)
+        self._function = resolve(self._settings.handler)
+        if self._settings.time_limit_ms is not None:
+            tick = partial(self._state.release_overdue, self._settings.time_limit_ms)
             self._limits = Ticker("penstock-limits", tick, self._state.clock)
             self._state.on_begun = self._limits.wake_idle
         super().start()
@@ -120,7 +107,9 @@ class ThreadPool(Pool):
 
     def _run(self) -> None:
         while (task := self._state.take()) is not None:
-            self._state.finish(task, handle(self._function, self._middleware, task.delivery))
+            self._state.finish(
+                task, handle(self._function, self._settings.middleware, task.delivery)
+            )
 
 
 class AsyncPool(Pool):
@@ -128,7 +117,7 @@ class AsyncPool(Pool):
 
     def start(self) -> None:
         """Start the loop."""
-        self._function = resolve(self._handler)
+        self._function = resolve(self._settings.handler)
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -178,7 +167,7 @@ class AsyncPool(Pool):
 
     def _take(self) -> None:
         """Begin messages until all slots are taken."""
-        while not self._cutting and len(self._tasks) < self._concurrency:
+        while not self._cutting and len(self._tasks) < self._settings.concurrency:
             task = self._state.take(wait=False)
             if task is None:
                 return
@@ -198,11 +187,13 @@ class AsyncPool(Pool):
             task.cancel()
 
     async def _work(self, task: Task) -> None:
-        limit_ms = self._time_limit_ms
+        limit_ms = self._settings.time_limit_ms
         limit = asyncio.timeout(None if limit_ms is None else limit_ms / 1000)
         try:
             async with limit:
-                settlement = await handle_async(self._function, self._middleware, task.delivery)
+                settlement = await handle_async(
+                    self._function, self._settings.middleware, task.delivery
+                )
         except (TimeoutError, asyncio.CancelledError):
             settlement = CUT_OFF
         except BaseException as error:

@@ -212,7 +212,7 @@ class ProcessPool(Pool):
 
     def join(self, within_ms: int) -> None:
         """Wait until the children have gone."""
-        super().join(within_ms + LEAVE_MS * self._concurrency)
+        super().join(within_ms + LEAVE_MS * self._settings.concurrency)
         self.cut()
         atexit.unregister(self.cut)
 
@@ -229,7 +229,7 @@ class ProcessPool(Pool):
             if task is None:
                 self._end(child)
                 return
-            settlement = child.run(task.delivery, self._time_limit_ms)
+            settlement = child.run(task.delivery, self._settings.time_limit_ms)
             if settlement is not None and not child.spent:
                 self._state.finish(task, settlement)
                 continue
@@ -270,7 +270,7 @@ class ProcessPool(Pool):
             if self._cutting or (self._state.closing and self._state.idle):
                 return "no child process is needed"
             try:
-                child = Child(self._handler, self._middleware)
+                child = Child(self._settings.handler, self._settings.middleware)
             except Exception as error:
                 return f"no child process can be started: {error}"
             self._children.add(child)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock import limits
 from penstock.worker.outcome import CUT_OFF, Action, Settlement, over_limit
@@ -29,12 +29,29 @@ if TYPE_CHECKING:
     from penstock.clock import Clock
     from penstock.model import Delivery
     from penstock.worker.leases import Heartbeat, Settler
+    from penstock.worker.outcome import Handler
     from penstock.worker.stats import WorkerCounters
 
 log = logging.getLogger("penstock.worker")
 
 NOT_BEGUN: Final = Settlement(Action.GIVE_BACK, reason="not begun: the worker was stopped")
 STRANDED: Final = Settlement(Action.GIVE_BACK, reason="not begun: no handler is free")
+
+
+class WorkerSettings(NamedTuple):
+    """The options of a :class:`~penstock.Worker`, which checks and describes them."""
+
+    handler: Handler | str
+    middleware: tuple[object, ...] = ()
+    concurrency: int = 1
+    prefetch: int = 1
+    lease_ms: int | None = None
+    time_limit_ms: int | None = None
+    consumer: str = ""
+    drain_ms: int = 0
+    dequeue_max: int = 100
+    wait_ms: int = 0
+    scan_interval_ms: int = 100
 
 
 class HandlerEnd(Enum):
@@ -61,8 +78,8 @@ class WorkerState:
 
     def __init__(
         self,
+        settings: WorkerSettings,
         slots: int,
-        prefetch: int,
         *,
         clock: Clock,
         heartbeat: Heartbeat,
@@ -71,8 +88,8 @@ class WorkerState:
         on_idle: Callable[[], None],
     ) -> None:
         """``on_idle`` is called when a closing worker has nothing left to do."""
+        self.settings = settings
         self._slots = slots
-        self._prefetch = prefetch
         self.clock = clock
         self._heartbeat = heartbeat
         self._settler = settler
@@ -111,9 +128,10 @@ class WorkerState:
     def room(self) -> int:
         """Return how many more to claim now: none while more than half of the prefetch waits."""
         no_slot = self._slots <= self._detached
-        if self.closing or no_slot or len(self._waiting) > self._prefetch // 2:
+        prefetch = self.settings.prefetch
+        if self.closing or no_slot or len(self._waiting) > prefetch // 2:
             return 0
-        return max(0, self._slots + self._prefetch - len(self._waiting) - len(self._running))
+        return max(0, self._slots + prefetch - len(self._waiting) - len(self._running))
 
     def wait_for_room(self) -> int:
         """Return how many messages to claim; 0 if the worker is closing."""

@@ -36,11 +36,11 @@ from penstock.broker.broker import Broker
 from penstock.clock import Clock, SystemClock
 from penstock.errors import BrokerClosed, InvalidInput, StoreFenced
 from penstock.urls import open as open_store
-from penstock.validation import check_count, check_queue_name, check_text, cut_text
+from penstock.validation import check_count, check_optional, check_queue_name, check_text, cut_text
 from penstock.worker.leases import Claimer, Heartbeat, Settler
 from penstock.worker.outcome import check_middleware, is_async, resolve
 from penstock.worker.pools import AsyncPool, Pool, ThreadPool
-from penstock.worker.state import WorkerState
+from penstock.worker.state import WorkerSettings, WorkerState
 from penstock.worker.stats import WorkerCounters
 
 if TYPE_CHECKING:
@@ -95,39 +95,40 @@ class Worker:
         clock: Clock | None = None,
     ) -> None:
         """Check the options; nothing is opened before :meth:`run` or :meth:`start`."""
-        self._concurrency = check_count(concurrency, "concurrency", 1, limits.MAX_CONCURRENCY)
         if mode not in {"threads", "processes"}:
             raise InvalidInput(f"mode {mode!r:.100}: 'threads' or 'processes'")
         self._mode = mode
-        if lease_ms is not None:
-            check_count(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
-        self._lease_ms = lease_ms
-        if time_limit_ms is not None:
-            check_count(time_limit_ms, "time_limit_ms", low=1)
-        self._time_limit_ms = time_limit_ms
+        check_optional(lease_ms, "lease_ms", 1, limits.MAX_LEASE_MS)
+        check_optional(time_limit_ms, "time_limit_ms", 1)
+        check_count(concurrency, "concurrency", 1, limits.MAX_CONCURRENCY)
         prefetch = concurrency if prefetch is None else prefetch
-        self._prefetch = check_count(prefetch, "prefetch", 0, limits.MAX_CLAIM_LIMIT)
-        self._drain_ms = check_count(drain_ms, "drain_ms")
-        self._dequeue_max = check_count(dequeue_max, "dequeue_max", 1, limits.MAX_CLAIM_LIMIT)
-        self._wait_ms = check_count(wait_ms, "wait_ms", high=limits.MAX_WAIT_MS)
-        self._scan_interval_ms = check_count(scan_interval_ms, "scan_interval_ms", low=1)
         if consumer is None:
             consumer = cut_text(f"{socket.gethostname()}-{os.getpid()}", limits.MAX_CONSUMER_BYTES)
-        self._consumer = check_text(consumer, "consumer", limits.MAX_CONSUMER_BYTES)
+        self._settings = WorkerSettings(
+            handler,
+            tuple(middleware),
+            concurrency=concurrency,
+            prefetch=check_count(prefetch, "prefetch", 0, limits.MAX_CLAIM_LIMIT),
+            lease_ms=lease_ms,
+            time_limit_ms=time_limit_ms,
+            consumer=check_text(consumer, "consumer", limits.MAX_CONSUMER_BYTES),
+            drain_ms=check_count(drain_ms, "drain_ms"),
+            dequeue_max=check_count(dequeue_max, "dequeue_max", 1, limits.MAX_CLAIM_LIMIT),
+            wait_ms=check_count(wait_ms, "wait_ms", high=limits.MAX_WAIT_MS),
+            scan_interval_ms=check_count(scan_interval_ms, "scan_interval_ms", 1),
+        )
         self._queues = list(dict.fromkeys([queue] if isinstance(queue, str) else queue))
         if not self._queues:
             raise InvalidInput("a worker needs at least one queue")
         for name in self._queues:
             check_queue_name(name)
-        self._handler = handler
-        self._middleware = tuple(middleware)
         self._function = resolve(handler)
-        check_middleware(self._function, self._middleware)
+        check_middleware(self._function, self._settings.middleware)
         if mode == "processes":
             # Loaded when used: threads need nothing of multiprocessing.
             from penstock.worker.processes import check_sendable  # noqa: PLC0415
 
-            check_sendable(handler, self._middleware)
+            check_sendable(handler, self._settings.middleware)
         self._store = store
         self._clock = clock or SystemClock()
         self._broker: Broker | None = None
@@ -237,7 +238,7 @@ class Worker:
             self._ended.set()
             raise
         names = ", ".join(self._queues)
-        log.info("working on %s: %d %s", names, self._concurrency, self._mode)
+        log.info("working on %s: %d %s", names, self._settings.concurrency, self._mode)
 
     def _make_parts(self, broker: Broker) -> None:
         clock = self._clock
@@ -245,9 +246,9 @@ class Worker:
         self._heartbeat = Heartbeat(broker, clock, counters)
         self._settler = Settler(broker, clock, counters, self._heartbeat)
         self._state = WorkerState(
+            self._settings,
             # A child process is a slot once it is ready.
-            0 if self._mode == "processes" else self._concurrency,
-            self._prefetch,
+            0 if self._mode == "processes" else self._settings.concurrency,
             clock=clock,
             counters=counters,
             heartbeat=self._heartbeat,
@@ -262,30 +263,12 @@ class Worker:
 
             make_pool = ProcessPool
         # A thread over its time limit goes on beside the handler of its group's next message.
-        fifo = make_pool is not ThreadPool or self._time_limit_ms is None
+        fifo = make_pool is not ThreadPool or self._settings.time_limit_ms is None
         self._claimers = [
-            Claimer(
-                broker,
-                queue,
-                self._state,
-                lease_ms=self._lease_ms,
-                consumer=self._consumer,
-                fifo=fifo,
-                dequeue_max=self._dequeue_max,
-                wait_ms=self._wait_ms,
-                scan_interval_ms=self._scan_interval_ms,
-                on_end=self._report_idle,
-            )
+            Claimer(broker, queue, self._state, fifo=fifo, on_end=self._report_idle)
             for queue in self._queues
         ]
-        self._pool = make_pool(
-            self._state,
-            self._handler,
-            self._middleware,
-            concurrency=self._concurrency,
-            time_limit_ms=self._time_limit_ms,
-            on_broken=self._report_broken,
-        )
+        self._pool = make_pool(self._state, self._report_broken)
 
     def _start_parts(self) -> None:
         try:
@@ -340,7 +323,7 @@ class Worker:
             return error
         back = self._state.close()
         log.info("stopping: %d messages are finished, %d given back", self._state.counts[0], back)
-        until = self._clock.seconds() + self._drain_ms / 1000
+        until = self._clock.seconds() + self._settings.drain_ms / 1000
         while not self._drained():
             left = until - self._clock.seconds()
             if left <= 0:

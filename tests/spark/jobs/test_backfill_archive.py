@@ -205,7 +205,7 @@ def test_what_is_refused(
     other.broker.create_queue("late", filter="n >= 0")
     with pytest.raises(StoreMismatch, match="archive of store"):
         backfill(past.spark, other.location, "late", archive=past.place)
-    coverage = past.broker._store.coverage["late"]  # type: ignore[attr-defined]
+    coverage = past.broker._store.by_name["late"].coverage  # type: ignore[attr-defined]
     coverage.known_from = 5
     with pytest.raises(InvalidInput, match="has forgotten what it has had below offset 5"):
         past.fill("late")

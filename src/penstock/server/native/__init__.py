@@ -17,14 +17,11 @@ from penstock.server.security import ANYONE
 from penstock.wire import native as wire
 
 if TYPE_CHECKING:
-    import ssl
     from asyncio import AbstractEventLoop
 
-    from penstock.clock import Clock
-    from penstock.server.batcher import Batcher
-    from penstock.server.connections import Connections, Slot
-    from penstock.server.metrics import Metrics
-    from penstock.server.security import Keys, Principal
+    from penstock.server.connections import Slot
+    from penstock.server.security import Principal
+    from penstock.server.served_store import Server
 
 CHECK_SECONDS: Final = 1.0
 # The dedup window that clients assume; the welcome tells of a shorter one.
@@ -37,23 +34,12 @@ class NativeListener(Listener):
     protocol = "native"
     connections: set[NativeConnection]
 
-    def __init__(
-        self,
-        batcher: Batcher,
-        host: str,
-        port: int,
-        *,
-        clock: Clock,
-        keys: Keys | None = None,
-        tls: ssl.SSLContext | None = None,
-        metrics: Metrics | None = None,
-        slots: Connections | None = None,
-    ) -> None:
-        super().__init__(host, port, tls=tls, slots=slots)
-        self.batcher = batcher
-        self.clock = clock
-        self.keys = keys
-        self.metrics = metrics
+    def __init__(self, server: Server, host: str, port: int) -> None:
+        super().__init__(host, port, tls=server.tls, slots=server.connections)
+        self.batcher = server.batcher
+        self.clock = server.clock
+        self.keys = server.keys
+        self.metrics = server.metrics
         self.encoder = wire.Encoder()
         self.sizes = MessageSizes()
         # Bytes of requests at work, of all connections; and the connections that wait for fewer.

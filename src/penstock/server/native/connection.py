@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from penstock import limits
 from penstock.errors import InvalidInput, NotAllowed, PenstockError, ServerUnreachable
-from penstock.server.native.requests import VERBS, Backpressure, PendingRequest
+from penstock.server.native.requests import (
+    VERBS,
+    WITH_MESSAGES,
+    Backpressure,
+    PendingRequest,
+    answer_bytes,
+)
 from penstock.server.security import ANYONE
 from penstock.validation import check_count
 from penstock.wire import native as wire
@@ -34,8 +40,6 @@ log = logging.getLogger(__name__)
 # How long the client has to read a farewell before the connection is closed.
 LINGER_SECONDS: Final = 1.0
 WANTS_A_KEY: Final = "this server wants a key: token='KEY:SECRET'"
-# Answers to these hold messages, whose size is not known before.
-WITH_MESSAGES: Final = frozenset({wire.Claim, wire.Browse})
 
 
 class NativeConnection(asyncio.Protocol):
@@ -238,8 +242,8 @@ class NativeConnection(asyncio.Protocol):
             pending.until = pending.began + request.wait_ms / 1000
             self._waits[request.id] = pending
         else:
-            if verb.weight is not None and kind not in WITH_MESSAGES:
-                pending.size += verb.weight(request, 0)
+            if kind is wire.ReadLog:
+                pending.size += answer_bytes(request)
             self._at_work[pending] = None
             if self._time_is_up is None and kind not in wire.LONG:
                 self._watch_time(pending)
@@ -397,8 +401,10 @@ class NativeConnection(asyncio.Protocol):
                 frames = self._encoder.result(request.id, result)
                 for frame in frames:
                     self._write(frame)
-                if type(request) in WITH_MESSAGES:
-                    self._note_messages(request, result, sum(map(len, frames)))
+                if type(request) is wire.Claim and self._out:
+                    self._unwritten += result
+                if result and type(request) in WITH_MESSAGES and getattr(request, "payloads", True):
+                    self._listener.sizes.learn(request.queue, sum(map(len, frames)) // len(result))
             except Exception as unwritable:
                 error = unwritable
                 self._take_back(request, future)
@@ -432,14 +438,6 @@ class NativeConnection(asyncio.Protocol):
             if pending.future is not None:
                 pending.future.cancel()
 
-    def _note_messages(self, request: Any, result: Any, size: int) -> None:
-        """Remember the messages of an answer until it is written, and their size."""
-        kind = type(request)
-        if kind is wire.Claim and self._out:
-            self._unwritten += result
-        if result and (kind is wire.Claim or (kind is wire.Browse and request.payloads)):
-            self._listener.sizes.learn(request.queue, size // len(result))
-
     def _take_back(self, request: wire.Request, future: Future[Any]) -> None:
         """Release messages whose answer can't be sent."""
         if future.cancelled() or future.exception() is not None:
@@ -454,10 +452,9 @@ class NativeConnection(asyncio.Protocol):
         self._count(pending, type(error).__name__)
 
     def _count(self, pending: PendingRequest, outcome: str) -> None:
-        metrics = self._listener.metrics
-        if metrics is not None:
-            seconds = self._loop.time() - pending.began
-            metrics.request("native", type(pending.request).__name__, seconds, outcome)
+        seconds = self._loop.time() - pending.began
+        name = type(pending.request).__name__
+        self._listener.metrics.request("native", name, seconds, outcome)
 
     # --- writing -------------------------------------------------------------------------------
 

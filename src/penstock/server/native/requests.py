@@ -42,6 +42,8 @@ SMALL_BYTES: Final = 512 * 1024
 # The least that an answer counts for, should messages be larger than those before.
 LEAST_BYTES: Final = limits.MAX_BYTES_AT_WORK // limits.MAX_REQUESTS_AT_WORK
 MAX_SIZES: Final = 10_000
+# Answers to these hold messages, whose size is not known before.
+WITH_MESSAGES: Final = frozenset({wire.Claim, wire.Browse})
 # The assumed size of a record of the log.
 RECORD_BYTES: Final = 256
 
@@ -49,28 +51,15 @@ RECORD_BYTES: Final = 256
 # --- verbs ---------------------------------------------------------------------------------------
 
 
-def _by_limit(request: wire.Claim, message_bytes: int) -> int:
-    return max(0, request.limit) * message_bytes
-
-
-def _by_page(request: wire.Browse, message_bytes: int) -> int:
-    return max(0, request.limit) * (message_bytes if request.payloads else RECORD_BYTES)
-
-
-def _by_records(request: wire.ReadLog, _message_bytes: int) -> int:
-    return max(0, request.limit) * RECORD_BYTES
-
-
 class Verb(NamedTuple):
     """How a request is checked and run.
 
-    ``weight`` estimates the bytes of its answer from the size of a message; None: few. ``batched``:
-    the batcher gathers it with others and begins it at once, where others wait for a thread.
+    ``batched``: the batcher gathers it with others and begins it at once, where others wait for a
+    thread.
     """
 
     check: Callable[[Any, Any], None]
     run: Callable[[Batcher, PendingRequest, Principal], Future[Any]]
-    weight: Callable[[Any, int], int] | None = None
     batched: bool = False
 
 
@@ -181,11 +170,11 @@ def _settle(verb: Callable[..., Any]) -> Any:
 
 VERBS: Final[dict[type[Any], Verb]] = {
     wire.Publish: Verb(_publishes, _publish, batched=True),
-    wire.Claim: Verb(_consumes, _claim, _by_limit, batched=True),
+    wire.Claim: Verb(_consumes, _claim, batched=True),
     wire.Ack: Verb(_settles, _settle(Batcher.ack), batched=True),
     wire.Release: Verb(_settles, _settle(Batcher.release), batched=True),
     wire.Extend: Verb(_settles, _settle(Batcher.extend), batched=True),
-    wire.Browse: Verb(_consumes, _call(_browse), _by_page),
+    wire.Browse: Verb(_consumes, _call(_browse)),
     wire.Attempts: Verb(_consumes, _call(Broker.attempts)),
     wire.Stats: Verb(_consumes, _call(Broker.stats)),
     wire.StoreStats: Verb(_looks, _call(Broker.store_stats)),
@@ -197,7 +186,7 @@ VERBS: Final[dict[type[Any], Verb]] = {
     wire.Redrive: Verb(_administers, _call(Broker.redrive)),
     wire.Purge: Verb(_administers, _call(Broker.purge)),
     wire.Move: Verb(_moves, _call(Broker.move)),
-    wire.ReadLog: Verb(_looks, _call(Broker.read_log), _by_records),
+    wire.ReadLog: Verb(_looks, _call(Broker.read_log)),
     wire.Assign: Verb(_administers, _call(Broker.assign)),
     wire.TakeEpoch: Verb(_administers, _call(Broker.take_epoch)),
     wire.Backfill: Verb(_administers, _call(_backfill)),
@@ -208,6 +197,12 @@ VERBS: Final[dict[type[Any], Verb]] = {
 
 
 # --- back-pressure -------------------------------------------------------------------------------
+
+
+def answer_bytes(request: wire.Claim | wire.Browse | wire.ReadLog, message_bytes: int = 0) -> int:
+    """Estimate the answer to a claim, a browse or a read of the log by the size of a message."""
+    messages = type(request) in WITH_MESSAGES and getattr(request, "payloads", True)
+    return max(0, request.limit) * (message_bytes if messages else RECORD_BYTES)
 
 
 class MessageSizes:
@@ -350,9 +345,7 @@ class Backpressure:
         return held
 
     def _needed(self, pending: PendingRequest) -> int:
-        request, weight = pending.request, pending.verb.weight
-        assert weight is not None, "only requests for messages ask for room"
-        expected = weight(request, self._sizes.guess(request.queue))
+        expected = answer_bytes(pending.request, self._sizes.guess(pending.request.queue))
         return max(LEAST_BYTES, min(expected, limits.MAX_CLAIM_BYTES))
 
     def _take(self, pending: PendingRequest, needed: int) -> bool:

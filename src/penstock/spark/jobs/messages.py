@@ -347,5 +347,5 @@ def _wrong(row: Mapping[str, Any]) -> str | None:
 def _cause(error: Exception) -> str:
     """Return the line of an error of Spark that says what was wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = (line for line in lines if line.startswith("Caused by:"))
-    return " ".join(islice(named, 1)) or (lines[0] if lines else type(error).__name__)
+    causes = (line for line in lines if line.startswith("Caused by:"))
+    return next(causes, lines[0] if lines else type(error).__name__)

@@ -25,7 +25,6 @@ from penstock.engines import rows_of
 from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.model import Attempt, AttemptEnd, State
 from penstock.store.codec import opendata
-from penstock.store.codec.opendata import terminated
 from penstock.store.codec.records import (
     AttemptRecord,
     decode_attempt,
@@ -42,8 +41,8 @@ if TYPE_CHECKING:
     from penstock.store.kv.queues import Queue
     from penstock.store.live import Item, Quarantine
 
-_FAILED_INDEX: Final = b"\x02\x0a"
-_MARKS: Final = b"\x02\x15"
+_FAILED_INDEX: Final = opendata.QueueKeys(b"\x02\x0a", ">Q", "failed index key")
+_MARKS: Final = opendata.QueueKeys(b"\x02\x15", ">Q", "mark's key")
 _ENDS: Final = (AttemptEnd.ACKED, AttemptEnd.RELEASED, AttemptEnd.EXPIRED)
 _CODES: Final = {end: code for code, end in enumerate(_ENDS)}
 _INDEX_BYTES: Final = 2
@@ -76,7 +75,7 @@ class History:
 
     def load(self, queue: Queue) -> None:
         """Find out whether a queue has messages that were moved here."""
-        prefix = _marks_prefix(queue)
+        prefix = _MARKS.prefix(queue.id)
         try:
             has_some = bool(self._table.scan(prefix, prefix + b"\xff" * 9, 1))
         except StoreDamaged:
@@ -116,7 +115,7 @@ class History:
             ]
             batch.put(key, encode_ended(entries, failed=failed), self._table.family)
             for item in chunk if failed else ():
-                batch.put(_failed_index(queue, item.message_id), key, self._table.family)
+                batch.put(_FAILED_INDEX.key(queue.id, item.message_id), key, self._table.family)
             start, number = start + len(chunk), number + len(chunk)
         if failed:
             counts.next_failed, counts.failed = number, counts.failed + count
@@ -151,21 +150,13 @@ class History:
         found = []
         for key, record in rows_of(self._table, prefix, prefix + b"\xff\xff\xff"):
             try:
-                stored = decode_attempt(record)
-                end = _ENDS[stored.outcome]
+                claimed_at, consumer, ended_at, outcome, reason = decode_attempt(record)
+                end = _ENDS[outcome]
             except (CorruptRecord, IndexError) as error:
                 self._quarantine("history", key, record, str(error))
                 continue
-            found.append(
-                Attempt(
-                    int.from_bytes(key[-2:], "big"),
-                    stored.consumer,
-                    stored.claimed_at,
-                    stored.ended_at,
-                    end,
-                    stored.reason,
-                )
-            )
+            number = int.from_bytes(key[-2:], "big")
+            found.append(Attempt(number, consumer, claimed_at, ended_at, end, reason))
         return found
 
     def page(
@@ -190,7 +181,7 @@ class History:
 
     def find_failed(self, queue: Queue, message_ids: Sequence[int]) -> list[Ended]:
         """Look failed messages up by id; unknown ids are left out."""
-        keys = [_failed_index(queue, message_id) for message_id in message_ids]
+        keys = [_FAILED_INDEX.key(queue.id, message_id) for message_id in message_ids]
         parts = {part for part in self._table.multi_get(keys) if part is not None}
         wanted = set(message_ids)
         return [
@@ -232,7 +223,7 @@ class History:
             return
         queue.counts.failed -= len(entries)
         for entry in entries:
-            batch.delete(_failed_index(queue, entry.message_id), self._table.family)
+            batch.delete(_FAILED_INDEX.key(queue.id, entry.message_id), self._table.family)
 
     def trim(
         self,
@@ -274,9 +265,8 @@ class History:
             for attempt in range(1, attempts + 1):
                 delete(prefix + (message_id << 16 | attempt).to_bytes(10, "big"), family)
         if self.may_have_marks(queue):
-            marks = _marks_prefix(queue)
             for message_id, _ in messages:
-                delete(marks + message_id.to_bytes(8, "big"), family)
+                delete(_MARKS.key(queue.id, message_id), family)
 
     # --- from one queue to another ---------------------------------------------------------
 
@@ -300,9 +290,8 @@ class History:
 
     def mark(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
         """Note that messages have come in by a move, and their keys."""
-        prefix = _marks_prefix(queue)
         for item in items:
-            key = prefix + item.message_id.to_bytes(8, "big")
+            key = _MARKS.key(queue.id, item.message_id)
             batch.put(key, item.key.to_bytes(8, "big"), self._table.family)
         self._marked.add(queue.number)
 
@@ -314,8 +303,7 @@ class History:
         """Return those messages that a move has brought into a queue, and the keys they got."""
         if not self.may_have_marks(queue) or not message_ids:
             return {}
-        prefix = _marks_prefix(queue)
-        keys = [prefix + message_id.to_bytes(8, "big") for message_id in message_ids]
+        keys = [_MARKS.key(queue.id, message_id) for message_id in message_ids]
         return {
             message_id: int.from_bytes(record, "big")
             for message_id, record in zip(message_ids, self._table.multi_get(keys), strict=True)
@@ -324,13 +312,8 @@ class History:
 
     def clear(self, batch: Batch, queue: Queue) -> None:
         """Delete whatever a queue that is deleted may still have here."""
-        for prefix in (
-            opendata.DONE.prefix(queue.id),
-            opendata.FAILED.prefix(queue.id),
-            opendata.ATTEMPTS.prefix(queue.id),
-            _FAILED_INDEX + terminated(queue.id),
-            _marks_prefix(queue),
-        ):
+        for keys in (*_KEYS.values(), opendata.ATTEMPTS, _FAILED_INDEX, _MARKS):
+            prefix = keys.prefix(queue.id)
             batch.delete_range(prefix, prefix + b"\xff" * 17, self._table.family)
 
     def first_ended_at_ms(self, queue: Queue, state: State) -> int | None:
@@ -400,17 +383,9 @@ def _run(queue: bytes, state: State, exponent: int) -> tuple[bytes, bytes]:
     return prefix + begin.to_bytes(8, "big"), prefix + end.to_bytes(8, "big")
 
 
-def _marks_prefix(queue: Queue) -> bytes:
-    return _MARKS + terminated(queue.id)
-
-
 @lru_cache(maxsize=64)
 def _attempt(
     claimed_at_ms: int, consumer: str, ended_at_ms: int, outcome: int, reason: str
 ) -> bytes:
     """Encode how an attempt went; those of claims that were made together mostly went alike."""
     return encode_attempt(AttemptRecord(claimed_at_ms, consumer, ended_at_ms, outcome, reason))
-
-
-def _failed_index(queue: Queue, message_id: int) -> bytes:
-    return _FAILED_INDEX + terminated(queue.id) + message_id.to_bytes(8, "big")

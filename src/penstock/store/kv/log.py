@@ -249,7 +249,10 @@ class MetadataLog:
     # --- retention -----------------------------------------------------------------------
 
     def next_due_ms(self, routed_up_to: int) -> int | None:
-        """Return when retention has something to do: a segment to drop, or to close."""
+        """Return when retention has something to do: to drop the oldest segment, or close the only.
+
+        A segment is dropped when it was routed to its end.
+        """
         if not self.segments or not self.settings.retention_ms:
             return None
         if len(self.segments) > 1:
@@ -258,15 +261,6 @@ class MetadataLog:
             return following.start_ms + self.settings.retention_ms if routed else None
         newest = self.segments[-1]
         return newest.start_ms + SEGMENT_MS if newest.start_offset < self.end else None
-
-    def droppable(self, now_ms: int, routed_up_to: int) -> Segment | None:
-        """Return the oldest segment if it is past retention and was routed to its end."""
-        retention_ms = self.settings.retention_ms
-        if not retention_ms or len(self.segments) < 2:
-            return None
-        following = self.segments[1]
-        over = following.start_ms + retention_ms <= now_ms
-        return self.segments[0] if over and following.start_offset <= routed_up_to else None
 
     def drop(self, batch: Batch, segment: Segment, limit: int) -> list[int]:
         """Return messages of a segment that no queue took, of up to ``limit`` publishes.

@@ -165,22 +165,20 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
     @verb
     def _trim_log(self, now_ms: int, budget: int) -> int:
         """Close a segment that is old enough, and drop the oldest that is past retention."""
-        log = self.log
-        routed_up_to = self.routed_up_to()
-        due_ms = log.next_due_ms(routed_up_to)
-        if due_ms is None or due_ms > now_ms:
-            return 0
-        if len(log.segments) == 1:
-            batch = self.begin()
-            log.roll(batch, log.end, now_ms)
-            self.commit(batch, (), now_ms)
+        log, routed_up_to = self.log, self.routed_up_to()
         dropped = 0
-        while budget > 0 and (segment := log.droppable(now_ms, routed_up_to)) is not None:
+        while budget > 0:
+            due_ms = log.next_due_ms(routed_up_to)
+            if due_ms is None or due_ms > now_ms:
+                break
             batch = self.begin()
-            unrouted = log.drop(batch, segment, min(CHUNK, budget))
-            dropped += self.payloads.drop_unheld(batch, unrouted)
+            if len(log.segments) == 1:
+                log.roll(batch, log.end, now_ms)
+            else:
+                unrouted = log.drop(batch, log.segments[0], min(CHUNK, budget))
+                dropped += self.payloads.drop_unheld(batch, unrouted)
+                budget -= max(1, len(unrouted))
             self.commit(batch, (), now_ms)
-            budget -= max(1, len(unrouted))
         return dropped
 
     # --- purge and delete ------------------------------------------------------------------
@@ -196,13 +194,9 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
         before: int | None = None,
         created_at_ms: int | None = None,
     ) -> int:
-        """Remove messages of a queue by state, up to a limit; return how many.
-
-        ``before``: only done or failed ones whose sequence number is below it. Sequences of a queue
-        that was deleted and made anew begin anew: nothing is removed if the queue was not made at
-        ``created_at_ms``.
-        """
+        """Remove messages of a queue by state, up to a limit; return how many."""
         queue = self.queue(queue_name)
+        # Sequences of a queue that was deleted and made anew begin anew.
         if created_at_ms is not None and queue.spec.created_at_ms != created_at_ms:
             return 0
         if before is None:
@@ -262,14 +256,11 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
 
     @verb
     def delete_queue(self, queue_name: str, now_ms: int, *, drain: bool = False) -> int:
-        """Remove a queue with everything in it; return how many messages were removed.
-
-        ``drain``: let no more messages in; a sweep removes the queue once nothing waits in it.
-        """
+        """Remove a queue, or (``drain``) have a sweep remove it once nothing waits in it."""
         queue = self.queue(queue_name)
         if drain:
             batch = self.begin()
-            coverage = self.coverage[queue.name]
+            coverage = queue.coverage
             coverage.close(self.log.end)
             coverage.draining = True
             self.put_coverage(batch, queue, coverage)
@@ -307,8 +298,8 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
         routed_up_to = self.routed_up_to()
         found = []
         for name in sorted(self.draining):
-            queue, live = self.by_name[name], self.coverage[name].live
-            counts = queue.counts
+            queue = self.by_name[name]
+            counts, live = queue.counts, queue.coverage.live
             waits = counts.available or counts.delayed or counts.in_flight
             waits = waits or queue.number in self.dead_letters.pending
             if not waits and (not live or (live[-1].end or 0) <= routed_up_to):
@@ -373,7 +364,7 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
                 f"{self.log.end} (the end of the log), not from {begin}"
             )
         retention_changed = spec.unclaimed_retention_ms != queue.spec.unclaimed_retention_ms
-        coverage = self.coverage[queue.name]
+        coverage = queue.coverage
         filter_changed = spec.filter != queue.spec.filter or from_offset is not None
         if filter_changed and coverage.draining:
             raise InvalidQueue(f"queue {queue.name!r} is draining: its filter can't be changed")

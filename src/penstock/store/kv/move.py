@@ -89,7 +89,7 @@ class MoveVerbs(SettleVerbs):
         while moved < budget and self.dead_letters.pending:
             queue = self.by_number[next(iter(self.dead_letters.pending))]
             to = self.by_name.get(queue.spec.dead_letter)
-            if to is None or self.coverage[to.name].draining:
+            if to is None or to.coverage.draining:
                 self.dead_letters.park(queue)
                 continue
             moved += self._move(queue, to, State.FAILED, None, budget - moved, now_ms)
@@ -109,10 +109,7 @@ class MoveVerbs(SettleVerbs):
         after: bytes,
         now_ms: int,
     ) -> tuple[int, bytes | None]:
-        """Make failed messages available again, by ids or a page of them, if they are selected.
-
-        Say how many, and where the next page begins.
-        """
+        """Make failed messages available again; return how many, and where the next page begins."""
         queue = self.queue(queue_name)
         self.catch_up(now_ms, ALL)
         further: bytes | None = None
@@ -157,7 +154,7 @@ class MoveVerbs(SettleVerbs):
     ) -> int:
         """Move messages in a state into another queue: all, by ids, so many; return how many."""
         queue, to = self.queue(queue_name), self.queue(to_name)
-        policy.check_move(queue_name, to_name, draining=self.coverage[to_name].draining)
+        policy.check_move(queue_name, to_name, draining=to.coverage.draining)
         self.catch_up(now_ms, ALL)
         return self._move(queue, to, state, message_ids, limit, now_ms)
 
@@ -296,7 +293,7 @@ class MoveVerbs(SettleVerbs):
         ended: dict[State, dict[int, Ended]] = {State.DONE: {}, State.FAILED: {}}
         shared = self.payloads.shared([origin.message_id for origin, _ in leaving])
         marks = self.history.marks(to, sorted(shared))
-        coverage = self.coverage[to.name]
+        coverage = to.coverage
         known_from = coverage.known_from or 0
         rest = []
         for origin, m in leaving:

@@ -75,24 +75,14 @@ _pack_counts: Final = Struct(f"<{len(Counts.__struct_fields__)}Q")
 class Queue:
     """A queue while its store is open. ``id`` is its name as bytes, for the RFC's keys."""
 
-    __slots__ = (
-        "attempts_prefix",
-        "counts",
-        "counts_key",
-        "fifo",
-        "id",
-        "name",
-        "number",
-        "number4",
-        "spec",
-    )
-
     def __init__(self, spec: QueueSpec, number: int, counts: Counts) -> None:
         self.name = spec.name
         self.id = spec.name.encode()
         self.number = number
         self.counts = counts
         self.spec = spec
+        # Which offsets it has been filled from; its store reads them when it takes the queue in.
+        self.coverage = Coverage([])
         self.fifo = spec.ordering is Ordering.FIFO
         # Every claim and every ack needs these beginnings of keys.
         self.number4 = number.to_bytes(4, "big")
@@ -184,14 +174,14 @@ class QueueTable:
 
     def put_counts(self, batch: Batch, queue: Queue) -> None:
         """Write a queue's counters."""
-        values = msgspec.structs.astuple(queue.counts)
         try:
-            packed = _pack_counts.pack(*values)
+            record = encode_counts(queue.counts)
         except struct_error:
             # A wrong counter must not stop its queue; a check sets it right.
             log.exception("queue %s: a counter is below zero: %s", queue.name, queue.counts)
-            packed = _pack_counts.pack(*(max(0, value) for value in values))
-        batch.put(queue.counts_key, _COUNTS_VERSION + packed, self._table.family)
+            values = msgspec.structs.astuple(queue.counts)
+            record = encode_counts(Counts(*(max(0, value) for value in values)))
+        batch.put(queue.counts_key, record, self._table.family)
 
     def coverage(self, queue: Queue) -> Coverage:
         """Read which offsets a queue has been filled from."""
@@ -222,10 +212,8 @@ class QueueTable:
 
     def remove(self, batch: Batch, queue: Queue) -> None:
         """Delete a queue's records."""
-        batch.delete(_COVERAGE + queue.id, self._table.family)
-        batch.delete(_LISTING + queue.id, self._table.family)
-        batch.delete(_SPECS + queue.id, self._table.family)
-        batch.delete(_COUNTS + queue.id, self._table.family)
+        for head in (_COVERAGE, _LISTING, _SPECS, _COUNTS):
+            batch.delete(head + queue.id, self._table.family)
 
 
 def encode_counts(counts: Counts) -> bytes:

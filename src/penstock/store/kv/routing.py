@@ -8,7 +8,7 @@
 
 A tailing process reads a page of a log, matches it, and hands the assignments back with the
 page's cursor. Assignments and cursor commit together, so a page that comes again (a replay, a
-second tailer) changes nothing and is told so; one that overlaps is trimmed to what is new.
+second tailer) changes nothing, and its answer says so; of one that overlaps, the new part counts.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from penstock.model import LogRecord
+    from penstock.store.policy import Coverage
 
 _CURSOR: Final = b"\x02\x12"
 _EPOCH: Final = b"\x02\x14"
@@ -76,12 +77,7 @@ class RoutingVerbs(PublishVerbs):
 
     @verb
     def read_log(self, log: int, begin: int | None, limit: int) -> LogPage:
-        """Read a page of a log from an offset (or the log's cursor) on.
-
-        A page ends where the live filters change. Where the number of logs changes it ends until
-        every log has been assigned up to there, so that a group that moves to another log keeps
-        its order.
-        """
+        """Read a page of a log; it ends where the live filters or the number of logs change."""
         at = self.cursor(log)
         begin = max(at if begin is None else begin, self.log.earliest)
         filters, until = self._filters_at(begin)
@@ -139,7 +135,7 @@ class RoutingVerbs(PublishVerbs):
         placed: list[Item] = []
         routes: list[Sequence[str]] = []
         for message_id, encoded, head, names in policy.assigned(
-            rows, assignments, self.coverage.get, cursor.end
+            rows, assignments, self._coverage_of, cursor.end
         ):
             lane, due_ms = lane_of(head.group, head.priority), head.published_at_ms + head.delay_ms
             placed.append(Item(message_id, message_id, lane, 0, 0, due_ms, encoded))
@@ -168,10 +164,7 @@ class RoutingVerbs(PublishVerbs):
 
     @verb
     def route_plan(self, max_offsets: int | None) -> RoutePlan:
-        """Say what may be matched next, in all not further than ``max_offsets`` from the slowest.
-
-        The slowest log decides where the others stop, so that logs stay in step.
-        """
+        """Return the stretches that a router may match next."""
         cursors = {log: self.cursor(log) for log in range(self.log.all_logs)}
         changes = self.log.settings.changes
         return RoutePlan(
@@ -189,6 +182,10 @@ class RoutingVerbs(PublishVerbs):
         filters, until = self._filters_at(offset)
         return LiveFilters(dict(filters), self.totals.filters_version, until)
 
+    def _coverage_of(self, queue_name: str) -> Coverage | None:
+        queue = self.by_name.get(queue_name)
+        return None if queue is None else queue.coverage
+
     def _filters_at(self, offset: int) -> tuple[Mapping[str, str], int | None]:
         """Return the filters that are live at an offset, and the offset at which they change."""
         begin, until, version, live = self.filters_asked
@@ -198,7 +195,8 @@ class RoutingVerbs(PublishVerbs):
             and (until is None or offset < until)
         ):
             return live, until
-        live, begin, until = policy.filters_at(self.coverage.items(), offset)
+        coverages = [(name, queue.coverage) for name, queue in self.by_name.items()]
+        live, begin, until = policy.filters_at(coverages, offset)
         self.filters_asked = (begin, until, self.totals.filters_version, live)
         return live, until
 
@@ -232,12 +230,9 @@ class RoutingVerbs(PublishVerbs):
     def backfill_plan(
         self, queue_name: str, begin: int, end: int, *, archived: bool = False
     ) -> BackfillPlan:
-        """Return what of [begin, end) a queue has not been filled from by its present filter.
-
-        With ``archived`` that begins below the log.
-        """
+        """Return the stretches that a queue has not been filled from by its present filter."""
         queue = self.queue(queue_name)
-        coverage = self.coverage[queue.name]
+        coverage = queue.coverage
         text = queue.spec.filter
         end = min(end, self.routed_up_to())
         # Offsets begin at 1.
@@ -258,15 +253,10 @@ class RoutingVerbs(PublishVerbs):
         offsets: Sequence[int] | None = None,
         records: Sequence[tuple[LogRecord, bytes | None]] | None = None,
     ) -> Filled:
-        """Do one step of filling a queue from [begin, end); go on from ``next``.
-
-        ``offsets`` (in the log) or ``records`` (archived, each with its payload if that is known)
-        are all messages of it that ``filter_text`` has matched elsewhere, ascending. Without either
-        the store matches the log itself. Coverage decides which messages the queue has had.
-        """
+        """Do one step of filling a queue; its coverage says which messages the queue has had."""
         log = self.log
         queue = self.queue(queue_name)
-        coverage, text = self.coverage[queue.name], queue.spec.filter
+        coverage, text = queue.coverage, queue.spec.filter
         policy.check_fill(queue_name, queue.spec, coverage, filter_text)
         sizes: list[int] | None = None
         archived: dict[int, tuple[LogRecord, bytes | None]] = {}

@@ -91,7 +91,10 @@ class SettleVerbs(Core):
             for holding in holdings:
                 holding.queue.counts.released_total += len(holding.items)
                 if unseen:
-                    self._take_back(batch, holding, now_ms)
+                    self._leave_lease(batch, holding)
+                    for item in holding.items:
+                        uncount_attempt(item)
+                    self._put_back(batch, holding.queue, holding.items, now_ms)
                     continue
                 self._end(batch, holding, AttemptEnd.RELEASED, reason, now_ms)
                 spec = holding.queue.spec
@@ -212,11 +215,8 @@ class SettleVerbs(Core):
         by_lease: dict[bytes, set[bytes]] = {}
         for item in items:
             by_lease.setdefault(item.lease, set()).add(item.key.to_bytes(8, "big"))
-        names = list(by_lease)
-        for name, record in zip(names, self.leases.get(names), strict=True):
-            lease = self._decode_lease(name, record)
-            if lease is not None:
-                self.leases.let_go(batch, name, lease, by_lease[name])
+        for name, lease in self.leases.read(list(by_lease), self.quarantine).items():
+            self.leases.let_go(batch, name, lease, by_lease[name])
 
     # --- parts -----------------------------------------------------------------------------
 
@@ -241,17 +241,10 @@ class SettleVerbs(Core):
             gone = {item.key.to_bytes(8, "big") for item in holding.items}
             leases.let_go(batch, holding.name, lease, gone)
 
-    def _take_back(self, batch: Batch, holding: Holding, now_ms: int) -> None:
-        """Put messages back as if they had not been claimed."""
-        self._leave_lease(batch, holding)
-        for item in holding.items:
-            uncount_attempt(item)
-        self._put_back(batch, holding.queue, holding.items, now_ms)
-        self.wake(holding.queue)
-
     def _put_back(self, batch: Batch, queue: Queue, items: list[Item], now_ms: int) -> None:
         self.active.put_back(batch, queue, items, now_ms)
         self.note_unclaimed(batch, queue, items)
+        self.wake(queue)
 
     def _retry_or_fail(
         self, batch: Batch, holding: Holding, reason: str, now_ms: int
@@ -273,7 +266,7 @@ class SettleVerbs(Core):
                 due_ms = now_ms + queue.spec.failed_retention_ms
                 self.retention.lower((queue.number, State.FAILED.value), due_ms)
             self.dead_letters.note(queue)
-        self.wake(queue)
+            self.wake(queue)
         return failed
 
     def _move_deadline(
@@ -340,9 +333,8 @@ class SettleVerbs(Core):
                 holdings[name] = None if lease is None else Holding(queue, name, lease, [])
                 if lease is None:
                     unknown.append(name)
-        for name, record in zip(unknown, self.leases.get(unknown) if unknown else (), strict=True):
-            lease = self._decode_lease(name, record)
-            if lease is not None:
+        if unknown:
+            for name, lease in self.leases.read(unknown, self.quarantine).items():
                 holdings[name] = Holding(queue, name, lease, [])
         seen: set[int] = set()
         for (index, family, key), item in zip(rows, found, strict=True):

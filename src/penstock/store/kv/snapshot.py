@@ -2,7 +2,7 @@
 
 Everything is read from the view, so writers go on meanwhile. Several threads may read one
 :class:`Pinned`: a lock lets them take turns, a page at a time. A record that does not decode is
-left out and told of in the log; putting it aside is for the store's own readers.
+left out and named in the process's log; the store's own readers put it aside.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from penstock.errors import CorruptRecord, InvalidInput
 from penstock.limits import MAX_ATTEMPTS, MAX_BUCKET_EXPONENT, MAX_OFFSET
 from penstock.model import State
 from penstock.store.codec import buckets, opendata, records
-from penstock.store.codec.stored import decode_lease, decode_stored_item
+from penstock.store.codec.stored import decode_stored_item
 from penstock.store.kv.history import sequence_of
 from penstock.store.kv.log import MetadataLog
 from penstock.store.kv.queues import QueueTable
-from penstock.store.kv.tables import pages_of
+from penstock.store.kv.tables import Leases, pages_of
 from penstock.store.live import NO_LEASE
 from penstock.store.snapshot import Depths, Keys, LeaseHolder, cut_range
 
@@ -67,7 +67,7 @@ class Pinned(AbstractContextManager["Pinned"]):
         self.totals = totals
         self.stats = stats
         self._payloads = self.table("payloads")
-        self._leases = self.table("leases")
+        self._leases = Leases(self.table("leases"), self.table("lease_expiry"))
 
     # Read when they are first asked for: while a store is pinned, its other callers wait.
 
@@ -107,7 +107,7 @@ class Pinned(AbstractContextManager["Pinned"]):
         self.close()
 
     def close(self) -> None:
-        """Let go of what the view pins; who still reads is told so."""
+        """Close the view; a reader that goes on gets an error."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -125,7 +125,7 @@ class Pinned(AbstractContextManager["Pinned"]):
     # --- ranges of keys --------------------------------------------------------------------
 
     def about(self, table: str, queue: str) -> int:
-        """Say about how many rows a queue has in active, attempts, done or failed."""
+        """Return about how many rows a queue has in active, attempts, done or failed."""
         counts = self._queues[queue].counts
         if table == "active":
             return counts.available + counts.delayed + counts.in_flight
@@ -239,17 +239,12 @@ class Pinned(AbstractContextManager["Pinned"]):
         return rows
 
     def leases(self, rows: Sequence[LiveRow]) -> list[LeaseHolder | None]:
-        """Say who holds each of some live messages; None: nobody, or nobody knows."""
+        """Return the lease of each live message; None: no lease holds it, or it can't be read."""
         names = sorted({row[4] for row in rows if row[1] == _IN_FLIGHT})
-        found: dict[bytes, LeaseHolder] = {}
-        for name, record in zip(names, self._leases.multi_get(names), strict=True):
-            if record is not None:
-                try:
-                    lease = decode_lease(record)
-                except CorruptRecord as error:
-                    self._leave_out("leases", name, record, str(error))
-                else:
-                    found[name] = LeaseHolder(lease.consumer, lease.claimed_at_ms, lease.expiry_ms)
+        found = {
+            name: LeaseHolder(lease.consumer, lease.claimed_at_ms, lease.expiry_ms)
+            for name, lease in self._leases.read(names, self._leave_out).items()
+        }
         return [found.get(row[4]) for row in rows]
 
     def ended_rows(
@@ -364,7 +359,7 @@ def _ranges(design: str, table: str, queue: Queue) -> list[tuple[str, bytes, int
         live = [(name, number, 0) for name in ("available", "in_progress")]
     if table == "active":
         return live
-    # Running attempts are told from what is in flight.
+    # Running attempts are made from the messages in flight.
     running = [each for each in live if each[0] != "available"]
     return [("history", opendata.ATTEMPTS.prefix(queue.id), 2), *running]
 

@@ -230,7 +230,6 @@ class Core:
         self.filter_history: deque[tuple[int, int]] = deque(maxlen=10_000)
         self.by_name: dict[str, Queue] = {}
         self.by_number: dict[int, Queue] = {}
-        self.coverage: dict[str, Coverage] = {}
         # Named apart, so that a sweep need not look at every queue.
         self.draining: set[str] = set()
         # (queue number, what) -> when its retention next has something to do
@@ -261,17 +260,17 @@ class Core:
     def adopt(self, queue: Queue) -> None:
         """Take a queue into memory."""
         try:
-            self.coverage[queue.name] = self.queue_table.coverage(queue)
+            coverage = self.queue_table.coverage(queue)
         except CorruptRecord as error:
             self.quarantine("queues", b"\x02\x13" + queue.id, b"", str(error))
             # What it has had is forgotten; what it wants from here on is not.
             live = Stretch(self.log.end, None, queue.spec.filter)
-            self.coverage[queue.name] = Coverage([live], known_from=self.log.end)
-        known = self.coverage[queue.name]
-        if known.known_from is None:
-            told = known.live or known.backfilled
-            known.known_from = self.log.earliest if told else self.log.end
-        if self.coverage[queue.name].draining:
+            coverage = Coverage([live], known_from=self.log.end)
+        if coverage.known_from is None:
+            is_filled = coverage.live or coverage.backfilled
+            coverage.known_from = self.log.earliest if is_filled else self.log.end
+        queue.coverage = coverage
+        if coverage.draining:
             self.draining.add(queue.name)
         listing = self.queue_table.listing(queue)
         if listing is not None:
@@ -286,7 +285,7 @@ class Core:
     def drop(self, queue: Queue) -> None:
         """Let go of a deleted queue."""
         self.wake(queue)
-        del self.by_name[queue.name], self.by_number[queue.number], self.coverage[queue.name]
+        del self.by_name[queue.name], self.by_number[queue.number]
         self.draining.discard(queue.name)
         self.listing.pop(queue.name, None)
         self.active.forget(queue)
@@ -345,7 +344,7 @@ class Core:
     def put_coverage(self, batch: Batch, queue: Queue, coverage: Coverage) -> None:
         """Write what a queue has been filled from."""
         coverage.bound(self.log.earliest)
-        self.coverage[queue.name] = coverage
+        queue.coverage = coverage
         if coverage.draining:
             self.draining.add(queue.name)
         self.queue_table.put_coverage(batch, queue, coverage)
@@ -364,7 +363,7 @@ class Core:
     # --- quarantine ----------------------------------------------------------------------
 
     def take_unread(self, queue: Queue) -> list[StoreDamaged]:
-        """Tell of the messages that a claim has just passed over, and give the reasons."""
+        """Log the messages that a claim has just passed over, and return the reasons."""
         met, self.active.unread = self.active.unread, []
         for error in met:
             log.error("queue %s: passed over a message that can't be read: %s", queue.name, error)

@@ -45,11 +45,10 @@ class KvStore(ClaimVerbs, InspectVerbs):
     def queues(self) -> list[LiveQueue]:
         """Return all queues, by name."""
         end = self.log.end
-        found = []
-        for name, queue in sorted(self.by_name.items()):
-            coverage = self.coverage[name]
-            found.append(LiveQueue(queue.spec, coverage.filter_at(end), coverage.draining))
-        return found
+        return [
+            LiveQueue(queue.spec, queue.coverage.filter_at(end), queue.coverage.draining)
+            for _, queue in sorted(self.by_name.items())
+        ]
 
     @verb
     def spec(self, queue_name: str) -> QueueSpec:

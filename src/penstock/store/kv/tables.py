@@ -30,17 +30,18 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 import msgspec
 
 from penstock.engines import get_each, rows_of, scan_readable
-from penstock.errors import StoreDamaged
+from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.store.codec.opendata import payload_key, terminated
 from penstock.store.codec.stored import LeaseRecord, decode_lease, encode_lease
 from penstock.store.policy import dedup_scope
 from penstock.store.receipts import FAMILY_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from penstock.engines import Batch, Table
     from penstock.model import Message
+    from penstock.store.live import Quarantine
 
 log = logging.getLogger(__name__)
 
@@ -160,10 +161,6 @@ class DueHeap(Generic[K]):
     def get(self, key: K) -> int | None:
         """Return the rank of a key."""
         return self.ranks.get(key)
-
-    def items(self) -> Iterable[tuple[K, int]]:
-        """Return every key with its rank."""
-        return self.ranks.items()
 
     def first(self) -> tuple[int, K] | None:
         """Return the lowest rank and its key."""
@@ -330,9 +327,16 @@ class Leases:
         # Leases of recent claims, as the table has them: an ack that follows reads nothing.
         self.recent: dict[bytes, LeaseRecord] = {}
 
-    def get(self, names: list[bytes]) -> list[bytes | None]:
-        """Read the encoded records of leases."""
-        return self._leases.multi_get(names)
+    def read(self, names: list[bytes], quarantine: Quarantine) -> dict[bytes, LeaseRecord]:
+        """Read leases by name; one that does not decode is left out and put aside."""
+        found = {}
+        for name, record in zip(names, self._leases.multi_get(names), strict=True):
+            if record is not None:
+                try:
+                    found[name] = decode_lease(record)
+                except CorruptRecord as error:
+                    quarantine("leases", name, record, str(error))
+        return found
 
     def get_each(self, names: list[bytes]) -> Sequence[bytes | StoreDamaged | None]:
         """Read the encoded records of leases; for an unreadable one, return the error."""
@@ -411,7 +415,7 @@ class Leases:
     def differing(self) -> Iterator[bytes]:
         """Give the leases in memory that are not as the table has them: there must be none."""
         names = list(self.recent)
-        for name, record in zip(names, self.get(names), strict=True):
+        for name, record in zip(names, self._leases.multi_get(names), strict=True):
             if record is None or decode_lease(record) != self.recent[name]:
                 yield name
 

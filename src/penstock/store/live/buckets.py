@@ -4,7 +4,7 @@ This is OpenData-Queue's layout. All of a queue's live messages are in its activ
 
     table buckets
     02 02 | queue | bucket u64      active bucket v2: available and in-flight messages
-    02 09 | queue | bucket u64      its summary (codec/summaries.py), written whenever it changes
+    02 09 | queue | bucket u64      its summary (codec/buckets.py), written whenever it changes
 
 A message's key is its claim id: four bits of exponent, the queue's at the time, and a number from
 one sequence per queue. It places the message in a bucket, where it stays while it lives, retries

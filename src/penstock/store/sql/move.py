@@ -295,4 +295,4 @@ class SqlMove(SqlSettle, SqlPublish):
             rows = self.database.run("take_ended", **own, states=[True])
             return {message_id: (attempts, now_ms) for message_id, attempts, _ in rows}
         rows = self.database.run("remove_items", **own, state=STATES[state], now_ms=now_ms)
-        return {row[0]: (row[4], row[5]) for row in rows}
+        return {row[0]: (row[3], row[4]) for row in rows}

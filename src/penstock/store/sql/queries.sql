@@ -926,7 +926,7 @@ WITH picked AS (
 )
 DELETE FROM items i USING picked p
 WHERE i.queue = :queue AND i.message_id = p.message_id
-RETURNING i.message_id, i.zone, i.rank, i.lease_id IS NOT NULL, i.attempts, i.vesting_ms, i.size;
+RETURNING i.message_id, i.zone, i.lease_id IS NOT NULL, i.attempts, i.vesting_ms;
 
 -- name: pick_items
 -- The ids of items in a state, lowest first.
@@ -1024,14 +1024,15 @@ CROSS JOIN LATERAL (
     ORDER BY l.message_id LIMIT 1
 ) AS each;
 
--- name: unheld
--- Which messages of some ids no queue holds, and how large they are.
-SELECT message_id, octet_length(payload) FROM messages
+-- name: find_unheld
+-- The sizes of those of some messages that no queue holds.
+SELECT octet_length(payload) FROM messages
 WHERE message_id = ANY (:message_ids::bigint[]) AND refs = 0;
 
 -- name: drop_messages
--- Remove messages that no queue holds.
-DELETE FROM messages WHERE message_id = ANY (:message_ids::bigint[]) AND refs = 0;
+-- The same, and remove them.
+DELETE FROM messages WHERE message_id = ANY (:message_ids::bigint[]) AND refs = 0
+RETURNING octet_length(payload);
 
 -- === The audit. What finds gives a key and a text for each thing that is wrong.
 

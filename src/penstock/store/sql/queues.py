@@ -238,7 +238,20 @@ class SqlQueues(SqlMove, SqlRouting):
     def _remove_live(
         self, queue: SqlQueue, message_ids: Sequence[int], state: int, now_ms: int
     ) -> int:
-        return self.change(lambda: self._remove_items(queue, message_ids, state, now_ms))
+        """Remove live messages that are in a state; return how many."""
+        wanted = {"queue": queue.number, "message_ids": list(message_ids), "state": state}
+
+        def work() -> int:
+            rows = self.database.run("remove_items", **wanted, now_ms=now_ms)
+            ids = [row[0] for row in rows]
+            if queue.fifo:
+                self.zones.lower({(queue.number, row[1]): now_ms for row in rows}, now_ms)
+            leased, count = sum(row[2] for row in rows), len(ids)
+            self.add_counts(queue.number, now_ms, live=-count, in_flight=-leased, removed=count)
+            self._forget_messages(queue, ids)
+            return count
+
+        return self.change(work)
 
     def _trim(
         self,
@@ -269,25 +282,6 @@ class SqlQueues(SqlMove, SqlRouting):
             return len(rows)
 
         return self.change(work)
-
-    def _remove_items(
-        self, queue: SqlQueue, message_ids: Sequence[int], state: int, now_ms: int
-    ) -> int:
-        """Remove live messages, in the caller's transaction; return how many."""
-        rows = self.database.run(
-            "remove_items",
-            queue=queue.number,
-            message_ids=list(message_ids),
-            state=state,
-            now_ms=now_ms,
-        )
-        ids = [row[0] for row in rows]
-        if queue.fifo:
-            self.zones.lower({(queue.number, row[1]): now_ms for row in rows}, now_ms)
-        leased = sum(row[3] for row in rows)
-        self.add_counts(queue.number, now_ms, live=-len(ids), in_flight=-leased, removed=len(ids))
-        self._forget_messages(queue, ids)
-        return len(ids)
 
     def _forget_messages(self, queue: SqlQueue, message_ids: Sequence[int]) -> None:
         """Remove the attempts at messages that leave a queue, and payloads that no queue holds."""

@@ -35,7 +35,7 @@ _Key = tuple[int, int, bytes]
 class _Ended(NamedTuple):
     """An item whose attempt ends; ``vesting_ms``: from when on it waits again, None: it fails."""
 
-    queue: int
+    queue: SqlQueue
     message_id: int
     zone: bytes
     vesting_ms: int | None
@@ -166,7 +166,7 @@ class SqlSettle(SqlSession):
                     until_ms = now_ms + backoff_ms(queue.spec, attempts - forgiven, random)
                 else:
                     until_ms = now_ms + delay_ms
-                ended.append(_Ended(number, message_id, zone, until_ms))
+                ended.append(_Ended(queue, message_id, zone, until_ms))
             self._end(ended, RELEASED, reason, now_ms, unseen=unseen)
 
         if keys:
@@ -178,35 +178,29 @@ class SqlSettle(SqlSession):
 
     def expire(self, now_ms: int, budget: int, queue: SqlQueue | None = None) -> tuple[int, int]:
         """End leases whose deadline has come; return how many, and how many messages failed."""
-        if not self.database.ask("any_expired", now_ms=now_ms):
-            return 0, 0
         leases = failures = 0
-        while budget > 0:
-            count = min(EXPIRE_CHUNK, budget)
-            one, failed, items = self.change(
-                lambda: self._expire(now_ms, count, queue)  # noqa: B023
-            )
-            leases, failures, budget = leases + one, failures + failed, budget - items
-            if items < EXPIRE_CHUNK:
-                break
-        return leases, failures
+        only = None if queue is None else queue.number
+        more = bool(self.database.ask("any_expired", now_ms=now_ms))
 
-    def _expire(self, now_ms: int, count: int, queue: SqlQueue | None) -> tuple[int, int, int]:
-        """End some expired items; return how many leases, failures and items they were."""
-        rows = self.database.run(
-            "lock_expired",
-            now_ms=now_ms,
-            count=count,
-            queue=None if queue is None else queue.number,
-            most_attempts=MAX_ATTEMPTS,
-        )
-        ended = [
-            _Ended(number, message_id, zone, None if is_over else now_ms)
-            for number, message_id, _, zone, is_over in rows
-        ]
-        self._end(ended, EXPIRED, "lease expired", now_ms)
-        failures = sum(each.vesting_ms is None for each in ended)
-        return len({row[2] for row in rows}), failures, len(rows)
+        def work() -> list[tuple[Any, ...]]:
+            count = min(EXPIRE_CHUNK, budget)
+            own = {"queue": only, "count": count, "most_attempts": MAX_ATTEMPTS}
+            rows = self.database.run("lock_expired", now_ms=now_ms, **own)
+            ended = [
+                _Ended(of, message_id, zone, None if is_over else now_ms)
+                for number, message_id, _, zone, is_over in rows
+                if (of := self.numbered(number)) is not None
+            ]
+            self._end(ended, EXPIRED, "lease expired", now_ms)
+            return rows
+
+        while more and budget > 0:
+            rows = self.change(work)
+            leases += len({row[2] for row in rows})
+            failures += sum(row[4] for row in rows)
+            budget -= len(rows)
+            more = len(rows) == EXPIRE_CHUNK
+        return leases, failures
 
     # --- the end of attempts ---------------------------------------------------------------
 
@@ -224,15 +218,16 @@ class SqlSettle(SqlSession):
         ``unseen``: the attempt did not count, and is not written down. Pointers are written before
         counters, as everywhere.
         """
-        if ended and not unseen:
+        rows = [(each.queue.number, each.message_id, each.vesting_ms) for each in ended]
+        if rows and not unseen:
             self.database.run(
                 "end_attempts",
-                **columns(ended, "queues", "message_ids"),
+                **columns(rows, "queues", "message_ids"),
                 ending=ending,
                 reason=(reason if ending == RELEASED else "").encode(),
                 now_ms=now_ms,
             )
-        back = [(each[0], each[1], each[3]) for each in ended if each.vesting_ms is not None]
+        back = [row for row in rows if row[2] is not None]
         if back:
             self.database.run(
                 "give_back",
@@ -240,35 +235,33 @@ class SqlSettle(SqlSession):
                 taken_back=int(unseen),
                 now_ms=now_ms,
             )
-        zones: dict[tuple[int, bytes], int] = {}
-        by_queue: dict[int, list[_Ended]] = {}
+        zones: dict[Zone, int] = {}
+        by_queue: dict[SqlQueue, list[_Ended]] = {}
         for each in ended:
-            by_queue.setdefault(each.queue, []).append(each)
-            queue = self.numbered(each.queue)
-            fifo = queue is not None and queue.fifo
-            if each.vesting_ms is not None:
-                self.due(each.vesting_ms)
-                if queue is not None and queue.spec.unclaimed_retention_ms:
-                    self.due(each.vesting_ms + queue.spec.unclaimed_retention_ms)
-            elif not fifo:
+            queue, vesting_ms = each.queue, each.vesting_ms
+            by_queue.setdefault(queue, []).append(each)
+            if vesting_ms is not None:
+                self.due(vesting_ms)
+                if queue.spec.unclaimed_retention_ms:
+                    self.due(vesting_ms + queue.spec.unclaimed_retention_ms)
+            elif not queue.fifo:
                 continue
             # The zone of a FIFO queue is free of the item now, even if it is delayed itself. Not in
             # the past: a zone takes its turn behind those that wait.
-            zone_ms = now_ms if fifo or each.vesting_ms is None else max(each.vesting_ms, now_ms)
-            key = (each.queue, each.zone)
+            zone_ms = now_ms if queue.fifo or vesting_ms is None else max(vesting_ms, now_ms)
+            key = (queue.number, each.zone)
             zones[key] = min(zone_ms, zones.get(key, zone_ms))
         self.zones.lower(zones, now_ms)
-        for number, items in sorted(by_queue.items()):
-            self._count_ended(number, items, ending, reason, now_ms)
+        for queue, items in sorted(by_queue.items(), key=lambda own: own[0].number):
+            self._count_ended(queue, items, ending, reason, now_ms)
 
     def _count_ended(
-        self, number: int, items: Sequence[_Ended], ending: int, reason: str, now_ms: int
+        self, queue: SqlQueue, items: Sequence[_Ended], ending: int, reason: str, now_ms: int
     ) -> None:
         """Count ended attempts of a queue, and let the items fail that are out of attempts."""
-        queue = self.numbered(number)
         failed = sorted(each.message_id for each in items if each.vesting_ms is None)
         first = self.add_counts(
-            number,
+            queue.number,
             now_ms,
             live=-len(failed),
             in_flight=-len(items),
@@ -278,23 +271,22 @@ class SqlSettle(SqlSession):
             lease_expired=len(items) if ending == EXPIRED else 0,
             sequences=len(failed),
         )
-        if queue is not None:
-            self.wake(queue, len(items))
+        self.wake(queue, len(items))
         if not failed:
             return
         self.database.run(
             "fail",
-            queue=number,
+            queue=queue.number,
             message_ids=failed,
             first=first,
             slot=self.slot,
             slots=SLOTS,
-            reason=(reason if queue is None else fail_reason(queue.spec, reason)).encode(),
+            reason=fail_reason(queue.spec, reason).encode(),
             now_ms=now_ms,
         )
-        if queue is not None and queue.spec.failed_retention_ms:
+        if queue.spec.failed_retention_ms:
             self.due_for_retention(now_ms + queue.spec.failed_retention_ms)
-        if queue is not None and queue.spec.dead_letter:
+        if queue.spec.dead_letter:
             self.due(now_ms)
 
     # --- receipts --------------------------------------------------------------------------

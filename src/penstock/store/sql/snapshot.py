@@ -28,7 +28,6 @@ from a mark on was given out, all of it is done again; the locks see to it that 
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -53,6 +52,8 @@ if TYPE_CHECKING:
     from penstock.store.sql.database import Database
     from penstock.store.sql.session import SqlSession
 
+# Connections that are kept for the next snapshot: to make one takes tens of milliseconds.
+SPARE: Final = 4
 # A server closes a snapshot that no client reads; this is for servers that hang.
 IDLE_MS: Final = MAX_VIEW_IDLE_MS + 60_000
 _BEGIN: Final = (
@@ -80,13 +81,13 @@ class SqlPinned:
         session: SqlSession,
         head: LogHead,
         at_ms: int,
-        on_close: Callable[[SqlPinned], None],
+        let_go: Callable[..., None],
         *,
         stats: bool,
     ) -> None:
         self._database = database
         self._lock = threading.Lock()
-        self._on_close = on_close
+        self._let_go = let_go
         self._closed = ""
         self.at_ms = at_ms
         self.store_id = f"{session.store_id:08x}"
@@ -113,10 +114,12 @@ class SqlPinned:
                 self._end()
 
     def _end(self) -> None:
-        with suppress(PenstockError):
+        whole = True
+        try:
             self._database.execute("ROLLBACK")
-        self._database.close()
-        self._on_close(self)
+        except PenstockError:
+            whole = False
+        self._let_go(self, self._database, whole=whole)
 
     def _run(self, name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
         with self._lock:
@@ -337,33 +340,52 @@ def _numbers(keys: Keys) -> tuple[int, int, int]:
 
 
 class SqlSnapshots(SqlMove):
-    """Makes snapshots, each on a connection of its own."""
+    """Makes snapshots, and keeps the connections that they are read on."""
 
     def __init__(self, database: Database, random: Callable[[], float]) -> None:
         super().__init__(database, random)
+        self._pins_lock = threading.Lock()
+        self._spare: list[Database] = []
         self._pinned: set[SqlPinned] = set()
+        self._closed = False
 
     def pin(self, now_ms: int, *, stats: bool = False, marks: bool = True) -> SqlPinned:
         """Make a snapshot; leases that are over are ended before, as before browse."""
         self.refresh(now_ms)
         self.catch_up(now_ms, ALL)
-        database = self.database.another()
+        with self._pins_lock:
+            database = self._spare.pop() if self._spare else self.database.another()
         try:
             # Here, and not inside the repeated part: waiting for a connection holds up other calls.
             database.connect()
             head = self.database.do(lambda: self._begin_snapshot(database, marks=marks), again=True)
-            pinned = SqlPinned(database, self, head, now_ms, self._pinned.discard, stats=stats)
+            pinned = SqlPinned(database, self, head, now_ms, self._unpin, stats=stats)
         except BaseException:
             database.close()
             raise
-        self._pinned.add(pinned)
+        with self._pins_lock:
+            self._pinned.add(pinned)
         return pinned
 
     def close(self) -> None:
         """Close every snapshot and every connection; a later read of a snapshot fails."""
-        for each in list(self._pinned):
+        with self._pins_lock:
+            self._closed = True
+            pinned = list(self._pinned)
+        for each in pinned:
             each.close()
+        for database in self._spare:
+            database.close()
         self.database.close()
+
+    def _unpin(self, pinned: SqlPinned, database: Database, *, whole: bool) -> None:
+        """Take a connection back, whose transaction has ended."""
+        with self._pins_lock:
+            self._pinned.discard(pinned)
+            if whole and not self._closed and len(self._spare) < SPARE:
+                self._spare.append(database)
+                return
+        database.close()
 
     def _begin_snapshot(self, database: Database, *, marks: bool) -> LogHead:
         # A transaction that an attempt before this one has begun.

@@ -287,14 +287,9 @@ class SqlStore(SqlMaintain, SqlInspect, SqlSnapshots):
     ) -> Collected:
         """Delete payloads that no queue refers to."""
         ids = [message_id for message_id in message_ids if message_id < 1 << 63]
-
-        def work() -> Collected:
-            rows = self.database.run("unheld", message_ids=ids)
-            if rows and not dry_run:
-                self.database.run("drop_messages", message_ids=[row[0] for row in rows])
-            return Collected(len(rows), sum(row[1] for row in rows))
-
-        return self.change(work)
+        name = "find_unheld" if dry_run else "drop_messages"
+        sizes = self.change(lambda: self.database.run(name, message_ids=ids))
+        return Collected(len(sizes), sum(size for (size,) in sizes))
 
     # --- time and durability ---------------------------------------------------------------
 

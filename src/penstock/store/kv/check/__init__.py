@@ -38,7 +38,7 @@ import msgspec
 from penstock.engines import damaged, rows_of
 from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.model import State
-from penstock.store.check_report import KEPT, AuditReport, Findings, Kind, Violation
+from penstock.store.check_report import KEPT, AuditReport, Kind, Violation
 from penstock.store.codec import opendata, records
 from penstock.store.codec.opendata import SEQ_BLOCK_KEY, terminated
 from penstock.store.codec.stored import decode_lease, encode_lease
@@ -135,7 +135,7 @@ def _unreadable(core: Core) -> list[StoreDamaged]:
     return found
 
 
-def _report(first: Findings, last: Findings, rounds: int) -> AuditReport:
+def _report(first: tables.Rows, last: tables.Rows, rounds: int) -> AuditReport:
     seen, left = ({(v.kind, v.table, v.key) for v in each.violations} for each in (first, last))
     violations = [
         msgspec.structs.replace(v, repaired=rounds > 1 and (v.kind, v.table, v.key) not in left)

@@ -351,10 +351,10 @@ def _beliefs(core: Core) -> Beliefs:
         facts["a key before the first one of its range", key.hex()] = True
     for lease in core.leases.differing():
         facts["a lease in memory that is not stored", lease.hex()] = True
-    for (number, what), due_ms in core.retention.items():
+    for (number, what), due_ms in core.retention.ranks.items():
         bounds["retention of queue", number, what] = due_ms
     for name, queue in core.by_name.items():
-        covered = core.coverage[name]
+        covered = queue.coverage
         facts[name, "spec"] = (queue.number, queue.spec)
         facts[name, "counts"] = queue.counts
         facts[name, "coverage"] = (covered.live, covered.backfilled, covered.draining)

@@ -18,7 +18,7 @@ from penstock.engines import rows_of
 from penstock.errors import CorruptRecord, InvalidFilter
 from penstock.filters import parse
 from penstock.limits import MAX_DURATION_MS
-from penstock.store.check_report import Findings, Kind
+from penstock.store.check_report import KEPT, Kind, Violation
 from penstock.store.codec import opendata, records
 from penstock.store.codec.metadata import Metadata, decode_metadata
 from penstock.store.codec.opendata import decode_seq_block, encode_seq_block, increment
@@ -27,7 +27,7 @@ from penstock.store.policy import Coverage, LogSettings, Stretch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from penstock.engines import Table
+    from penstock.engines import Batch, Table
     from penstock.store.kv.queues import Queue
     from penstock.store.kv.state import Core
 
@@ -37,6 +37,9 @@ T = TypeVar("T")
 LAST: Final = b"\xff" * 16
 # Rows of many messages are large: few are read at a time.
 LARGE_PAGE: Final = 64
+# Bounds of one commit of repairs.
+_BATCH_CHANGES: Final = 1_000
+_BATCH_BYTES: Final = 4 * 1024 * 1024
 # Keys of the rows that hold many messages.
 _OF_MANY: Final = {
     "buckets": (opendata.ACTIVE.parse,),
@@ -69,15 +72,77 @@ def scan(table: Table, prefix: bytes = b"", *, page: int = 1000) -> Iterator[tup
     return rows_of(table, *span(prefix), page=page)
 
 
-class Rows(Findings):
-    """Reads rows. ``known_lost``: messages without payload, by the reading before this one."""
+class Rows:
+    """Reads rows; keeps the violations that one reading of the store finds, and their repairs.
+
+    ``known_lost``: messages without payload, by the reading before this one.
+    """
 
     def __init__(self, core: Core, *, repair: bool, now_ms: int) -> None:
-        super().__init__(core, repair=repair, now_ms=now_ms)
+        self.core = core
+        self.repair = repair
+        self.now_ms = now_ms
+        self.checked, self.found = dict[str, int](), dict[str, int]()
+        self.violations, self.notes = list[Violation](), list[Violation]()
+        # A check without repair needs no store that can be written.
+        self._batch: Batch | None = None
+        self._bytes = 0
         self.known_lost: set[int] = set()
         # Messages with a row in the quarantine; and whether it has rows of unknown messages.
         self.quarantined_ids: set[int] = set()
         self.quarantined_many = False
+
+    def table(self, name: str) -> Table:
+        """Return a table of the store."""
+        return self.core.engine.table(name)
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Count things that the audit looked at."""
+        self.checked[what] = self.checked.get(what, 0) + number
+
+    def violate(self, kind: Kind, table: str, key: bytes, text: str) -> None:
+        """Report a violation."""
+        self.found[kind] = self.found.get(kind, 0) + 1
+        if len(self.violations) < KEPT:
+            self.violations.append(Violation(kind, table, key.hex(), text))
+
+    def mend(self, kind: Kind, table: str, key: bytes, right: bytes | None, text: str) -> None:
+        """Report a violation; repair it by the right row, None to delete it."""
+        self.violate(kind, table, key, text)
+        self.write(table, key, right)
+
+    def compare(
+        self, table: str, key: bytes, present: bytes | None, right: bytes | None, text: str,
+        kind: Kind | None = None,
+    ) -> None:  # fmt: skip
+        """Compare a row with the right one, None if there is none; report and repair it."""
+        if present != right:
+            told = Kind.ORPHAN_ENTRY if right is None else Kind.WRONG_FIELD
+            told = kind or (Kind.MISSING_ENTRY if present is None else told)
+            self.mend(told, table, key, right, text)
+
+    def write(self, table: str, key: bytes, right: bytes | None) -> None:
+        """Repair: write a row, or delete it."""
+        if self.repair:
+            batch, family = self._room(len(key) + len(right or b"")), self.table(table).family
+            if right is None:
+                batch.delete(key, family)
+            else:
+                batch.put(key, right, family)
+
+    def _room(self, size: int) -> Batch:
+        is_full = self._batch and len(self._batch) >= _BATCH_CHANGES
+        if self._batch is None or is_full or self._bytes >= _BATCH_BYTES:
+            self.flush()
+            self._batch = self.core.engine.batch()
+        self._bytes += size
+        return self._batch
+
+    def flush(self) -> None:
+        """Commit the repairs so far."""
+        if self._batch is not None:
+            self.core.commit(self._batch, (), self.now_ms)
+        self._batch, self._bytes = None, 0
 
     def parse(
         self, table: str, where: bytes | tuple[bytes, bytes], what: str,
@@ -213,7 +278,7 @@ def check_queues(rows: Rows) -> None:
     for queue in core.by_name.values():
         rows.count("queues")
         name, key, right = f"queue {queue.name}", _SPECS + queue.id, queue.spec
-        live = core.coverage[queue.name].live
+        live = queue.coverage.live
         if not _parses(right.filter):
             # The filter that the queue was last filled by is as good.
             if live and _parses(live[-1].filter):
@@ -258,7 +323,7 @@ def _check_coverage(rows: Rows, queue: Queue) -> None:
         fault = str(error)
     if not fault:
         return
-    known = core.coverage[queue.name]
+    known = queue.coverage
     reopened = [Stretch(each.begin, None, wanted) for each in known.live[-1:]]
     # If nothing is known of the past, the queue takes messages from here on.
     candidates = (

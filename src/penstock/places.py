@@ -1,0 +1,125 @@
+"""Stores where they are: read beside their owner, watched by a standby, copied, salvaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.broker.reader import Reader
+from penstock.clock import Clock, SystemClock
+from penstock.errors import InvalidUrl, StoreMismatch
+from penstock.urls import (
+    DESIGNS,
+    IDENTITY_KEY,
+    check_identity,
+    make_store,
+    open_engine,
+    parse_url,
+    rocksdb_design,
+    slatedb_design,
+    slatedb_place,
+)
+
+if TYPE_CHECKING:
+    from penstock.engines import Engine
+    from penstock.engines.slatedb.files import OwnerHeartbeat
+    from penstock.engines.slatedb.location import SlateLocation
+
+
+def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
+    """Open a store on object storage for reading, as it is now, whoever owns it.
+
+    The owner is not asked and not disturbed. Needs the same credentials as a broker: a mark in the
+    database keeps the files of this moment for as long as the reader is open.
+    """
+    place = place_to_read(url)
+    from penstock.engines.memory import Overlay  # noqa: PLC0415
+    from penstock.engines.slatedb.reader import ReaderMoved, SlateReader, peek  # noqa: PLC0415
+
+    clock = clock or SystemClock()
+    # The reasons not to open it are reasons not to read it.
+    peek(place, "default", IDENTITY_KEY)
+    below = SlateReader(place)
+    try:
+        while True:
+            try:
+                record = below.table("default").get(IDENTITY_KEY) or b""
+                design = check_identity(url, record, parse_url(url).design, None).design
+                engine = Overlay(below, DESIGNS[design])
+                return Reader(make_store(engine, design, clock), clock)
+            except ReaderMoved:
+                # Once at most before its first interval is over.
+                below.settle()
+    except BaseException:
+        below.close()
+        raise
+
+
+def open_copy(path: Path) -> Reader:
+    """Open a backup, or a store on RocksDB that no process has open; nothing of it is changed."""
+    from penstock.engines.memory import Overlay  # noqa: PLC0415
+    from penstock.engines.rocksdb.engine import RocksReader  # noqa: PLC0415
+
+    design = rocksdb_design(path, create=False)
+    tables = DESIGNS[design]
+    clock = SystemClock()
+    below = RocksReader(path, tables)
+    try:
+        return Reader(make_store(Overlay(below, tables), design, clock), clock)
+    except BaseException:
+        below.close()
+        raise
+
+
+def place_to_read(url: str) -> SlateLocation:
+    """Return where a store is that can be read beside its owner; nothing is made or opened."""
+    named = parse_url(url)
+    if not named.scheme.startswith("slatedb"):
+        raise InvalidUrl(f"{url!r:.200} can't be read beside its owner: slatedb+file, slatedb+s3")
+    place = slatedb_place(named)
+    if place.holds_something_else():
+        raise StoreMismatch(f"{place.root} is not empty and holds no SlateDB database")
+    if place.kind == "file" and not Path(place.root).is_dir():
+        raise StoreMismatch(f"{place} holds no store")
+    return place
+
+
+def watch_owner(url: str, *, routing: str | None = None, check: bool = True) -> OwnerHeartbeat:
+    """Watch whether a store on object storage has an owner, for a process that would be the next.
+
+    With ``check``, reasons not to open the store are raised now.
+    """
+    named = parse_url(url)
+    if not named.scheme.startswith("slatedb"):
+        raise InvalidUrl(
+            f"{url!r:.200} has no standby: that is for stores on object storage, slatedb+s3 and "
+            "slatedb+file"
+        )
+    place = slatedb_place(named)
+    from penstock.engines.slatedb.files import OwnerHeartbeat  # noqa: PLC0415
+
+    if check:
+        slatedb_design(place, named, routing)
+    return OwnerHeartbeat(place)
+
+
+def make_engine(url: str, design: str) -> Engine:
+    """Make a database for a store of a design where nothing is."""
+    named = parse_url(url)
+    if named.design not in {None, design}:
+        raise StoreMismatch(f"{url!r:.200}: the store has the {design} design")
+    if named.scheme.startswith("slatedb"):
+        place = slatedb_place(named)
+        from penstock.engines.slatedb.reader import peek  # noqa: PLC0415
+
+        if peek(place, "default", IDENTITY_KEY) is not None:
+            raise StoreMismatch(f"{place} is not empty")
+    return open_engine(named._replace(design=design), None, create=True)[0]
+
+
+def locate(url: str) -> Path | SlateLocation:
+    """Return the directory of a RocksDB store, or the location of a SlateDB store; open nothing."""
+    named = parse_url(url)
+    if named.scheme == "memory":
+        raise InvalidUrl("memory: leaves nothing behind")
+    return Path(named.place) if named.scheme == "rocksdb" else slatedb_place(named)
