@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from common import describe, directory, show
 
 import penstock
-from penstock.engines.rocksdb.engine import RocksEngine
+from penstock.engines.rocksdb import RocksEngine
 from penstock.urls import DESIGNS
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from common import describe, directory, show
 import penstock
 from penstock.broker.broker import Broker
 from penstock.clock import SystemClock
-from penstock.engines.rocksdb.engine import RocksEngine
-from penstock.engines.slatedb.engine import SlateEngine
-from penstock.engines.slatedb.location import SlateLocation, parse_location
+from penstock.engines.rocksdb import RocksEngine
+from penstock.engines.slatedb import SlateEngine
+from penstock.engines.slatedb.binding import SlateLocation, parse_location
 from penstock.urls import DESIGNS, make_store
 
 PAYLOAD = b"x" * 1000

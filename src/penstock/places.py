@@ -22,8 +22,8 @@ from penstock.urls import (
 
 if TYPE_CHECKING:
     from penstock.engines import Engine
-    from penstock.engines.slatedb.files import OwnerHeartbeat
-    from penstock.engines.slatedb.location import SlateLocation
+    from penstock.engines.slatedb.binding import SlateLocation
+    from penstock.engines.slatedb.objects import OwnerHeartbeat
 
 
 def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
@@ -34,7 +34,7 @@ def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
     """
     place = place_to_read(url)
     from penstock.engines.memory import Overlay  # noqa: PLC0415
-    from penstock.engines.slatedb.reader import ReaderMoved, SlateReader, peek  # noqa: PLC0415
+    from penstock.engines.slatedb.objects import ReaderMoved, SlateReader, peek  # noqa: PLC0415
 
     clock = clock or SystemClock()
     # The reasons not to open it are reasons not to read it.
@@ -58,12 +58,12 @@ def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
 def open_copy(path: Path) -> Reader:
     """Open a backup, or a store on RocksDB that no process has open; nothing of it is changed."""
     from penstock.engines.memory import Overlay  # noqa: PLC0415
-    from penstock.engines.rocksdb.engine import RocksReader  # noqa: PLC0415
+    from penstock.engines.rocksdb import open_for_reading  # noqa: PLC0415
 
     design = rocksdb_design(path, create=False)
     tables = DESIGNS[design]
     clock = SystemClock()
-    below = RocksReader(path, tables)
+    below = open_for_reading(path, tables)
     try:
         return Reader(make_store(Overlay(below, tables), design, clock), clock)
     except BaseException:
@@ -96,7 +96,7 @@ def watch_owner(url: str, *, routing: str | None = None, check: bool = True) -> 
             "slatedb+file"
         )
     place = slatedb_place(named)
-    from penstock.engines.slatedb.files import OwnerHeartbeat  # noqa: PLC0415
+    from penstock.engines.slatedb.objects import OwnerHeartbeat  # noqa: PLC0415
 
     if check:
         slatedb_design(place, named, routing)
@@ -110,7 +110,7 @@ def make_engine(url: str, design: str) -> Engine:
         raise StoreMismatch(f"{url!r:.200}: the store has the {design} design")
     if named.scheme.startswith("slatedb"):
         place = slatedb_place(named)
-        from penstock.engines.slatedb.reader import peek  # noqa: PLC0415
+        from penstock.engines.slatedb.objects import peek  # noqa: PLC0415
 
         if peek(place, "default", IDENTITY_KEY) is not None:
             raise StoreMismatch(f"{place} is not empty")

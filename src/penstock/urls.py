@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from penstock.engines import Engine, Shape
-    from penstock.engines.slatedb.location import SlateLocation
+    from penstock.engines.slatedb.binding import SlateLocation
     from penstock.store.contract import FullStore
     from penstock.store.sql.store import SqlStore
 
@@ -151,14 +151,14 @@ def open_engine(url: StoreUrl, routing: str | None, *, create: bool) -> tuple[En
         design = url.design or DEFAULT_DESIGN
         return MemoryEngine(DESIGNS[design]), design
     if url.scheme == "rocksdb":
-        from penstock.engines.rocksdb.engine import RocksEngine  # noqa: PLC0415
+        from penstock.engines.rocksdb import RocksEngine  # noqa: PLC0415
 
         path = Path(url.place)
         design = rocksdb_design(path, url.design, create=create)
         tables, reserve = DESIGNS[design], url.numbers.get("min_free_bytes")
         return RocksEngine(path, tables, mark=design, min_free_bytes=reserve), design
     place = slatedb_place(url)
-    from penstock.engines.slatedb.engine import SlateEngine  # noqa: PLC0415
+    from penstock.engines.slatedb import SlateEngine  # noqa: PLC0415
 
     # Opening takes the store from its owner, so reasons not to open it are looked for before.
     design = slatedb_design(place, url, routing, create=create)
@@ -199,16 +199,16 @@ def slatedb_design(
     place: SlateLocation, url: StoreUrl, routing: str | None, *, create: bool = True
 ) -> str:
     """Return the design of the store at a place, or of one that may be made there."""
-    from penstock.engines.slatedb.reader import peek  # noqa: PLC0415
+    from penstock.engines.slatedb.objects import peek  # noqa: PLC0415
 
     if not create and place.kind == "file" and not Path(place.root).is_dir():
         raise _no_store(place)
     found = peek(place, "default", IDENTITY_KEY)
-    if found is None or found.record is None:
+    if not found:
         if not create:
             raise _no_store(place)
         return url.design or DEFAULT_SLATEDB_DESIGN
-    return check_identity(str(place), found.record, url.design, routing).design
+    return check_identity(str(place), found, url.design, routing).design
 
 
 def _no_store(place: object) -> StoreMismatch:
@@ -218,7 +218,7 @@ def _no_store(place: object) -> StoreMismatch:
 def slatedb_place(url: StoreUrl) -> SlateLocation:
     """Return where a SlateDB store is; nothing is opened."""
     try:
-        from penstock.engines.slatedb.location import parse_location  # noqa: PLC0415
+        from penstock.engines.slatedb.binding import parse_location  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise InvalidUrl(f"{url.scheme}: needs SlateDB: pip install 'penstock[slatedb]'") from error
     return parse_location(url.scheme, url.place, os.environ)

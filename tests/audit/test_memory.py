@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.store.kv.check import Kind
-from penstock.store.live.indexed_directory import Held
+from penstock.store.live.indexed_directory import HeldGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +52,7 @@ def held_by_nothing(hand: Any) -> None:
     if hand.design == "indexed":
         directory = active._directories[number]
         group, lanes = directory.ring.popitem()
-        directory.held[group] = Held(0, lanes)
+        directory.held[group] = HeldGroup(0, lanes)
     else:
         directory = active._directories[number]
         directory.block(next(iter(directory.ring)))

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import penstock
 from penstock import Message, State
 from penstock.clock import ManualClock
-from penstock.engines.rocksdb.engine import RocksEngine
+from penstock.engines.rocksdb import RocksEngine
+from penstock.engines.slatedb import _TO_ROWS
 from penstock.engines.slatedb.binding import call
-from penstock.engines.slatedb.engine import _TO_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,8 +6,9 @@ import json
 
 import msgspec
 
+from penstock.server.sqs import OPERATIONS
 from penstock.wire.sqs import messages, protocol, queues
-from penstock.wire.sqs.protocol import OPERATIONS, SqsFault
+from penstock.wire.sqs.protocol import SqsFault
 
 __all__ = ["SEEDS", "one"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree as ET
 
+from penstock.server.sqs import OPERATIONS
 from penstock.wire.sqs import protocol
 from penstock.wire.sqs.protocol import SqsFault
 
@@ -25,7 +26,7 @@ def one(data: bytes) -> None:
     text = data.decode("latin-1")
     try:
         fields = protocol.query_fields(text)
-        operation = protocol.query_operation(fields)
+        operation = protocol.query_operation(fields, OPERATIONS)
         protocol.decode_query(operation, fields)
     except SqsFault as fault:
         ET.fromstring(protocol.encode_query_fault(fault, "id"))

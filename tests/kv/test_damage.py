@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.damaging import compact, files_of, flip
 
-from penstock.engines import Shape, damaged
-from penstock.engines.rocksdb.engine import RocksEngine
-from penstock.engines.slatedb.engine import SlateEngine
-from penstock.engines.slatedb.location import SlateLocation
+from penstock.engines import Shape, damage_error
+from penstock.engines.rocksdb import RocksEngine
+from penstock.engines.slatedb import SlateEngine
+from penstock.engines.slatedb.binding import SlateLocation
 from penstock.errors import StorageFailed, StoreDamaged
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def test_slatedb_raises_too(tmp_path: Path) -> None:
 
 
 def test_the_error_shows_keys_in_hex_and_names_in_letters() -> None:
-    error = damaged("queues", b"", b"\x00\x00orders", "Corruption")
+    error = damage_error("queues", b"", b"\x00\x00orders", "Corruption")
     assert str(error) == (
         "table 'queues' can't be read between the first key and 00006f7264657273 (..orders): "
         "Corruption"

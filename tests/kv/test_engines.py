@@ -15,9 +15,9 @@ from tests.soaking import examples
 
 from penstock.engines import Shape, rows_of
 from penstock.engines.memory import MemoryEngine, Overlay
-from penstock.engines.rocksdb.engine import RocksEngine
-from penstock.engines.slatedb.engine import SlateEngine
-from penstock.engines.slatedb.location import SlateLocation
+from penstock.engines.rocksdb import RocksEngine
+from penstock.engines.slatedb import SlateEngine
+from penstock.engines.slatedb.binding import SlateLocation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -422,7 +422,7 @@ def test_an_overlay_reads_changes_and_rows_as_one_table() -> None:
     keys = [b"%02d" % n for n in range(40)]
     below.table("t").rows.update({key: b"below" for key in keys if int(key) % 3})
     changes = {key: (None if int(key) % 4 == 0 else b"") for key in keys if int(key) % 2 == 0}
-    overlay = Overlay(below, ["t"])
+    overlay = Overlay(below.view(), ["t"])
     table = overlay.table("t")
     batch = overlay.batch()
     for key, value in changes.items():

@@ -16,9 +16,8 @@ import pytest
 import rocksdict
 
 import penstock
-from penstock.engines import Shape
-from penstock.engines.rocksdb import engine as rocksdb
-from penstock.engines.rocksdb.engine import RocksEngine
+from penstock.engines import Shape, rocksdb
+from penstock.engines.rocksdb import RocksEngine
 from penstock.errors import InvalidUrl, StorageFailed, StoreDamaged, StoreLocked, StoreMismatch
 from penstock.urls import DESIGNS
 
@@ -34,7 +33,7 @@ import os, resource, sys
 from pathlib import Path
 from penstock.errors import PenstockError
 from penstock.engines import Shape
-from penstock.engines.rocksdb.engine import RocksEngine
+from penstock.engines.rocksdb import RocksEngine
 
 engine = RocksEngine(Path(sys.argv[1]), {"default": Shape.SYSTEM, "things": Shape.VALUES})
 

@@ -17,8 +17,8 @@ from click.testing import CliRunner
 import penstock
 from penstock.cli.main import cli as main
 from penstock.engines import Shape
+from penstock.engines.rocksdb import RocksEngine
 from penstock.engines.rocksdb.check import check_log, read_records
-from penstock.engines.rocksdb.engine import RocksEngine
 from penstock.engines.rocksdb.files import creation
 from penstock.errors import StoreDamaged, StoreLocked, StoreMismatch
 

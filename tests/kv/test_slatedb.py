@@ -17,13 +17,19 @@ from tests.waiting import wait_until
 
 import penstock
 from penstock import Message
-from penstock.engines import Shape
+from penstock.engines import Shape, slatedb
 from penstock.engines.memory import Overlay
-from penstock.engines.slatedb import engine as slatedb
-from penstock.engines.slatedb.binding import FILLER, CallTimeout, call, call_all, filled
-from penstock.engines.slatedb.engine import SlateEngine
-from penstock.engines.slatedb.location import SlateLocation, parse_location
-from penstock.engines.slatedb.reader import NoDatabase, ReaderMoved, SlateReader, peek
+from penstock.engines.slatedb import SlateEngine
+from penstock.engines.slatedb.binding import (
+    FILLER,
+    CallTimeout,
+    SlateLocation,
+    call,
+    call_all,
+    make_batch,
+    parse_location,
+)
+from penstock.engines.slatedb.objects import NoDatabase, ReaderMoved, SlateReader, peek
 from penstock.engines.slatedb.tables import SILENCE_S, UNKNOWN, ReadCache
 from penstock.errors import (
     InvalidInput,
@@ -185,7 +191,7 @@ def test_a_store_of_tomorrow_is_refused_and_not_taken_over(
 def test_a_layout_of_tomorrow_is_refused(place: SlateLocation) -> None:
     owner = SlateEngine(place, TABLES)
     layout = msgspec.msgpack.encode((2, ["default"]))
-    call(owner._db.write(filled([(b"\0layout", layout)])), SILENCE_S)
+    call(owner._db.write(make_batch([(b"\0layout", layout)])), SILENCE_S)
     owner.sync()
     with pytest.raises(StoreMismatch, match=r"layout 2.*use a newer one"):
         peek(place, "default", b"meta")
@@ -258,7 +264,7 @@ def test_a_copy_is_refused(engine: SlateEngine, tmp_path: Path) -> None:
 
 
 def test_a_long_log_is_made_short(place: SlateLocation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engines.slatedb.engine._LONG_LOG", 5)
+    monkeypatch.setattr("penstock.engines.slatedb._LONG_LOG", 5)
     engine = SlateEngine(place, TABLES)
     for number in range(6):
         put(engine, **{f"k{number}": "v"})
@@ -404,7 +410,7 @@ def test_both_ways_of_filling_a_batch_write_the_same(place: SlateLocation) -> No
     found = []
     for name, filler in (("one", FILLER), ("two", None)):
         db: Db = call(DbBuilder(name, place.store()).build(), SILENCE_S)
-        call(db.write(filled(rows_and_deletes, filler)), SILENCE_S)
+        call(db.write(make_batch(rows_and_deletes, filler)), SILENCE_S)
         keys = [b"a", b"\0nul", b"empty", b"gone"]
         found.append(call_all([db.get(key) for key in keys], SILENCE_S))
         call(db.shutdown(), SILENCE_S)

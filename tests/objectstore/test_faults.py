@@ -13,7 +13,7 @@ from tests.objectstore.test_owners import QUEUES, acked, judge, wait
 
 import penstock
 from penstock import BrokerClosed, PenstockError, StorageFailed, SystemClock
-from penstock.engines.slatedb import engine as engine_module
+from penstock.engines import slatedb as engine_module
 from penstock.testing.auditor import Kind
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from tests.waiting import wait_until
 import penstock
 from penstock import InvalidUrl, Message, StorageFailed, StoreDamaged, StoreMismatch, SystemClock
 from penstock.engines import Shape
-from penstock.engines.slatedb import engine as engine_module
-from penstock.engines.slatedb.engine import SlateEngine
-from penstock.engines.slatedb.files import check_objects
-from penstock.engines.slatedb.location import SlateLocation
+from penstock.engines import slatedb as engine_module
+from penstock.engines.slatedb import SlateEngine
+from penstock.engines.slatedb.binding import SlateLocation
+from penstock.engines.slatedb.objects import check_objects
 from penstock.places import open_reader, place_to_read
 from penstock.testing.checking import assert_clean
 

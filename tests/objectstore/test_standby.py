@@ -21,7 +21,7 @@ from tests.ports import free_ports
 
 import penstock
 from penstock import InvalidInput, InvalidUrl, PenstockError, StorageFailed, SystemClock
-from penstock.engines.slatedb import engine as engine_module
+from penstock.engines import slatedb as engine_module
 from penstock.places import watch_owner
 from penstock.server import config as configuring
 from penstock.server import process, running
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from penstock import Broker
-    from penstock.engines.slatedb.files import OwnerHeartbeat
+    from penstock.engines.slatedb.objects import OwnerHeartbeat
 
 ROOT = Path(__file__).parents[2]
 # Long enough for an owner that has stalled not to be taken for one that is gone.

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import penstock
 from penstock import InvalidInput, Message, StorageFailed, StoreDamaged, StoreMismatch
 from penstock.cli.main import cli as main
-from penstock.engines.rocksdb.engine import RocksEngine
+from penstock.engines.rocksdb import RocksEngine
 from penstock.flight.client import FlightStore
 from penstock.server import backup as backups
 from penstock.server.security import add_key

@@ -35,9 +35,9 @@ from penstock.server import admin as operations
 from penstock.server import running
 from penstock.server.native.requests import VERBS
 from penstock.server.security import add_key
+from penstock.server.sqs import OPERATIONS
 from penstock.wire import native as wire
 from penstock.wire.sqs.messages import handle_of
-from penstock.wire.sqs.protocol import OPERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

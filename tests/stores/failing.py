@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.broker.broker import Broker
 from penstock.engines.memory import MemoryEngine
-from penstock.engines.rocksdb.engine import RocksEngine
+from penstock.engines.rocksdb import RocksEngine
 from penstock.urls import DESIGNS, make_store
 
 if TYPE_CHECKING:

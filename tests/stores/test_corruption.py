@@ -8,7 +8,7 @@ import pytest
 
 from penstock import Broker, ManualClock, Message, PenstockError, State
 from penstock.engines.memory import MemoryEngine
-from penstock.engines.rocksdb.engine import RocksEngine
+from penstock.engines.rocksdb import RocksEngine
 from penstock.urls import DESIGNS, make_store
 
 if TYPE_CHECKING:

@@ -30,12 +30,7 @@ _SETTINGS: Final = (
     ("--backoff-cap", "backoff_cap_ms", duration, "Longest wait between attempts."),
     ("--delay", "delay_ms", duration, "Wait before a message can be claimed."),
     ("--done-retention", "done_retention_ms", duration, "Keep done messages; 0: for ever."),
-    (
-        "--failed-retention",
-        "failed_retention_ms",
-        duration,
-        "Keep failed ones; 0: for ever.",
-    ),
+    ("--failed-retention", "failed_retention_ms", duration, "Keep failed ones; 0: for ever."),
     ("--unclaimed-retention", "unclaimed_retention_ms", duration, "Keep unclaimed ones."),
     ("--bucket-exponent", "bucket_exponent", int, "Bucket size 10^n, in the buckets design."),
     ("--description", "description", str, "Words for people."),

@@ -23,13 +23,7 @@ from penstock.cli.common import duration
 from penstock.errors import InvalidInput, NotAllowed, PenstockError, StoreLocked
 from penstock.server import backup as backups
 from penstock.server import security
-from penstock.server.config import (
-    SETTINGS,
-    LoadedConfig,
-    configure_logs,
-    load,
-    parse_address,
-)
+from penstock.server.config import SETTINGS, configure_logs, load, parse_address
 from penstock.worker.outcome import resolve
 from penstock.worker.stats import serve_metrics
 
@@ -78,11 +72,6 @@ _settings = common.options(
 )
 
 
-def _load(config_file: str | None, flags: dict[str, Any]) -> LoadedConfig:
-    """Put file, environment and options together."""
-    return load(file=config_file, environment=os.environ, flags=flags)
-
-
 @click.command("serve")
 @_settings
 def serve(config_file: str | None, **flags: Any) -> None:
@@ -93,7 +82,7 @@ def serve(config_file: str | None, **flags: Any) -> None:
     again. Listeners are those that are named; if none is, native, HTTP and Flight at their usual
     ports of this machine.
     """
-    config = _load(config_file, flags).config
+    config = load(file=config_file, environment=os.environ, flags=flags).config
     configure_logs(config.log_level, config.log_format)
     try:
         from penstock.server import process  # noqa: PLC0415 - needs an extra
@@ -115,7 +104,7 @@ def _print(line: str) -> None:
 @_settings
 def config(config_file: str | None, **flags: Any) -> None:
     """Show the settings of a server and where each comes from."""
-    shown = _load(config_file, flags).texts()
+    shown = load(file=config_file, environment=os.environ, flags=flags).texts()
     if common.wants_json():
         common.emit_json({path: each._asdict() for path, each in shown.items()})
         return

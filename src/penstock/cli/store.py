@@ -273,12 +273,7 @@ def _open_sql(url: str) -> closing[SqlStore]:
     clock = SystemClock()
     return closing(
         sql.open_store(
-            place,
-            store_id=0,
-            routing=None,
-            random=clock.random,
-            clock=clock.now_ms,
-            create=False,
+            place, store_id=0, routing=None, random=clock.random, clock=clock.now_ms, create=False
         )
     )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from penstock.errors import StoreDamaged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -73,17 +73,19 @@ class Table(Protocol):
         """Read up to ``limit`` pairs of [begin, end), descending."""
 
 
-class View(Protocol):
+class View:
     """All tables as they were at one moment. Reading it blocks nobody; close it soon.
 
-    One thread at a time may use a view.
+    ``close`` drops the files that it pins. One thread at a time may use a view.
     """
+
+    def __init__(self, tables: Mapping[str, Table], close: Callable[[], None]) -> None:
+        self.tables = tables
+        self.close = close
 
     def table(self, name: str) -> Table:
         """Return a table as it was."""
-
-    def close(self) -> None:
-        """Drop the view and the files that it pins."""
+        return self.tables[name]
 
 
 class Engine(Protocol):
@@ -191,17 +193,17 @@ def scan_readable(
     return found, None
 
 
-def damaged(table: str, begin: bytes, end: bytes, why: str) -> StoreDamaged:
+def damage_error(table: str, begin: bytes, end: bytes, why: str) -> StoreDamaged:
     """Make the error of an unreadable range of keys: part of [begin, end), or all of it."""
     return StoreDamaged(
-        f"table {table!r} can't be read between {_shown(begin)} and {_shown(end)}: {why}",
+        f"table {table!r} can't be read between {_show_key(begin)} and {_show_key(end)}: {why}",
         table=table,
         begin=begin,
         end=end,
     )
 
 
-def _shown(key: bytes) -> str:
+def _show_key(key: bytes) -> str:
     """Show a key to an operator: in hex, and as text if there is any in it."""
     text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in key)
     readable = max(map(len, text.split("."))) >= _READABLE

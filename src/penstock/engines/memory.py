@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sortedcontainers import SortedDict
 
+from penstock.engines import View
 from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from penstock.engines import Batch, Table, View
+    from penstock.engines import Batch, Table
     from penstock.errors import PenstockError
 
 _UNCHANGED: Final[Any] = object()
@@ -56,7 +57,9 @@ class MemoryTable:
         """Read up to ``limit`` pairs of [begin, end), descending."""
         return self._scan(begin, end, limit, back=True)
 
-    def _scan(self, begin: bytes, end: bytes, limit: int, *, back: bool) -> Any:
+    def _scan(
+        self, begin: bytes, end: bytes, limit: int, *, back: bool
+    ) -> Sequence[tuple[bytes, bytes]]:
         keys = self.rows.irange(begin, end, inclusive=(True, False), reverse=back)
         return [(key, self.rows[key]) for key in islice(keys, limit)]
 
@@ -81,21 +84,6 @@ class MemoryBatch:
 
     def __len__(self) -> int:
         return len(self.changes)
-
-
-class MemoryView:
-    """Copies of all tables."""
-
-    def __init__(self, tables: Mapping[str, MemoryTable]) -> None:
-        self._tables = {name: table.copy() for name, table in tables.items()}
-
-    def table(self, name: str) -> MemoryTable:
-        """Return a table as it was."""
-        return self._tables[name]
-
-    def close(self) -> None:
-        """Drop the copies."""
-        self._tables.clear()
 
 
 class MemoryEngine:
@@ -133,9 +121,10 @@ class MemoryEngine:
                 for doomed in list(table.rows.irange(key, end, inclusive=(True, False))):
                     del table.rows[doomed]
 
-    def view(self) -> MemoryView:
+    def view(self) -> View:
         """Copy the present state."""
-        return MemoryView(self._tables)
+        copies = {name: table.copy() for name, table in self._tables.items()}
+        return View(copies, copies.clear)
 
     def sync(self) -> None:
         """Do nothing: memory is as durable as it gets."""
@@ -177,7 +166,9 @@ class OverlayTable(MemoryTable):
         """Return the table as it is now."""
         return OverlayTable(self._below, self.rows.copy())
 
-    def _scan(self, begin: bytes, end: bytes, limit: int, *, back: bool) -> Any:
+    def _scan(
+        self, begin: bytes, end: bytes, limit: int, *, back: bool
+    ) -> Sequence[tuple[bytes, bytes]]:
         found: list[tuple[bytes, bytes]] = []
         while len(found) < limit and begin < end:
             wanted = limit - len(found)

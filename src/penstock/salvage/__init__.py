@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from penstock.filters import Filter
-    from penstock.salvage.source import SalvageSource
+    from penstock.salvage.source import Damage, SalvageSource
     from penstock.store.kv.store import KvStore
 
 __all__ = ["SalvageReport", "SalvagedQueue", "Unreadable", "salvage"]
@@ -251,6 +251,9 @@ class _Salvage:
         self._settings_lost: set[str] = set()
         # By queue: messages that were in it for certain.
         self._lost: dict[str, set[int]] = {}
+        # By queue: how many messages were put into it again.
+        self._put_back: dict[str, int] = {}
+        self._now_ms = clock.now_ms()
         self._engine = make_engine(url, self._design)
 
     def run(self, progress: Callable[[int, int], None] | None) -> SalvageReport:
@@ -258,8 +261,7 @@ class _Salvage:
         try:
             self._copy(progress or (lambda _done, _total: None))
             self._complete()
-            store = make_store(self._engine, self._design, self._clock)
-            report = self._mend(store)
+            report = self._mend(make_store(self._engine, self._design, self._clock))
             self._engine.sync()
         finally:
             self._engine.close()
@@ -294,7 +296,7 @@ class _Salvage:
         if not seen.identity:
             store_id = seen.store_id or int.from_bytes(self._clock.lease_id()[-4:], "big")
             routing = "pipeline" if seen.routed_by_pipeline else "inline"
-            identity = Identity(FORMAT, self._design, store_id, self._clock.now_ms(), routing)
+            identity = Identity(FORMAT, self._design, store_id, self._now_ms, routing)
             record = msgspec.msgpack.encode(identity)
             batch.put(_META, record, self._engine.table("default").family)
             self._source.notes.append("the store's identity is lost and was made anew")
@@ -309,7 +311,7 @@ class _Salvage:
     # --- messages --------------------------------------------------------------------------
 
     def _mend(self, store: KvStore) -> SalvageReport:
-        now_ms = max(self._clock.now_ms(), store.info().time_floor_ms)
+        now_ms = self._now_ms = max(self._clock.now_ms(), store.info().time_floor_ms)
         expected = {
             name: sum(_states(queue.counts).values())
             for name, queue in store.by_name.items()
@@ -318,12 +320,12 @@ class _Salvage:
         before, references = set(self._quarantined()), self._references()
         first = last = audit(store, repair=True, now_ms=now_ms, keep_payloads=True)
         self._note_expelled(store, before)
-        put_back = self._put_back(store, references, now_ms)
-        if first.found or put_back:
+        self._restore(store, references)
+        if first.found or self._put_back:
             last = audit(store, repair=True, now_ms=now_ms)
         if not last.ok:
             raise StoreDamaged(f"{last.left} violations are left: {last.violations[:3]}")
-        self._note_unlisted(store, now_ms)
+        self._note_unlisted(store)
         return SalvageReport(
             rows=self._rows,
             queues=[
@@ -331,13 +333,16 @@ class _Salvage:
                     name=name,
                     expected=expected.get(name),
                     found=_states(queue.counts),
-                    put_back=put_back.get(name, 0),
+                    put_back=self._put_back.get(name, 0),
                     lost=_ranges(self._lost.get(name, ())),
                     settings_lost=name in self._settings_lost,
                 )
                 for name, queue in sorted(store.by_name.items())
             ],
-            unreadable=self._unreadable(),
+            unreadable=[
+                Unreadable(each.file, each.table, self._between(each), each.text)
+                for each in dict.fromkeys(self._source.damage)
+            ],
             repaired=first.found,
             notes=list(dict.fromkeys(self._source.notes)),
         )
@@ -370,39 +375,38 @@ class _Salvage:
                 "that would tell can't be read"
             )
 
-    def _note_unlisted(self, store: KvStore, now_ms: int) -> None:
+    def _note_unlisted(self, store: KvStore) -> None:
         """Note the messages that an index or a lease names, and that no queue has now."""
         damaged = {each.table for each in self._source.damage}
         if self._design != "indexed" or damaged & {None, "visibility_index", "leases"}:
             # Where rows are lost, older ones may be out of date. With buckets there is no index,
             # and leases name messages by other numbers.
             return
-        held = held_ids(store, now_ms=now_ms)
+        held = held_ids(store, now_ms=self._now_ms)
         for number, ids in self._seen.listed.items():
             queue = store.by_number.get(number)
             if queue is not None:
                 lost = {each for each in ids if not _has(held[queue.name], each)}
                 self._lost.setdefault(queue.name, set()).update(lost)
 
-    def _put_back(
-        self, store: KvStore, references: Mapping[int, int], now_ms: int
-    ) -> dict[str, int]:
+    def _restore(self, store: KvStore, references: Mapping[int, int]) -> None:
         """Put messages whose payload is there into the queues that have lost them.
 
         ``references`` says how many queues had a message, if not one.
         """
-        held = held_ids(store, now_ms=now_ms)
+        held = held_ids(store, now_ms=self._now_ms)
         absent: set[int] = set()
         without_queue: dict[int, bytes | None] = {}
-        for message_id in self._payload_ids():
+        prefix = PAYLOAD
+        for key, _ in rows_of(self._engine.table("payloads"), prefix, prefix + _END, page=64):
+            message_id = int.from_bytes(key[2:], "big")
             holders = sum(_has(ids, message_id) for ids in held.values())
             if holders < references.get(message_id, 1):
                 absent.add(message_id)
                 if not holders:
                     without_queue[message_id] = None
-        put_back: dict[str, int] = {}
         if not absent:
-            return put_back
+            return
         for message_id, _ in _log_rows(store, routed=False):
             absent.discard(message_id)
             without_queue.pop(message_id, None)
@@ -416,68 +420,42 @@ class _Salvage:
                     if not _has(held[queue.name], message_id)
                     and _had(queue, message_id, encoded, compiled)
                 ]
-                self._enqueue(store, queue, items, now_ms, put_back)
+                self._enqueue(store, queue, items)
                 for item in items:
                     without_queue.pop(item.message_id, None)
         if without_queue:
-            self._keep_without_queue(store, without_queue, now_ms, put_back)
-        return put_back
+            self._keep_without_queue(store, without_queue)
 
-    def _keep_without_queue(
-        self,
-        store: KvStore,
-        messages: Mapping[int, bytes | None],
-        now_ms: int,
-        put_back: dict[str, int],
-    ) -> None:
+    def _keep_without_queue(self, store: KvStore, messages: Mapping[int, bytes | None]) -> None:
         """Put messages whose queue is unknown into a queue of their own."""
         if _SALVAGED not in store.by_name:
-            store.create_queue(QueueSpec(name=_SALVAGED, filter=f"queue = '{_SALVAGED}'"), now_ms)
+            spec = QueueSpec(name=_SALVAGED, filter=f"queue = '{_SALVAGED}'")
+            store.create_queue(spec, self._now_ms)
         queue = store.queue(_SALVAGED)
         payloads = self._engine.table("payloads")
         for rows in _pages((each, messages[each] or b"") for each in sorted(messages)):
             items = []
             for message_id, known in rows:
                 size = len(payloads.get(payload_key(message_id)) or b"")
-                nothing = encode_metadata(Metadata(now_ms, "", 0, size, 0, {}))
+                nothing = encode_metadata(Metadata(self._now_ms, "", 0, size, 0, {}))
                 items.append(_item(message_id, known or nothing))
-            self._enqueue(store, queue, items, now_ms, put_back)
+            self._enqueue(store, queue, items)
 
-    def _enqueue(
-        self,
-        store: KvStore,
-        queue: Queue,
-        items: Sequence[Item],
-        now_ms: int,
-        put_back: dict[str, int],
-    ) -> None:
+    def _enqueue(self, store: KvStore, queue: Queue, items: Sequence[Item]) -> None:
         if items:
             batch = self._engine.batch()
-            store.enqueue(batch, queue, items, now_ms, late=True)
-            store.commit(batch, (queue,), now_ms)
-            put_back[queue.name] = put_back.get(queue.name, 0) + len(items)
-
-    def _payload_ids(self) -> Iterator[int]:
-        prefix = PAYLOAD
-        rows = rows_of(self._engine.table("payloads"), prefix, prefix + _END, page=64)
-        return (int.from_bytes(key[2:], "big") for key, _ in rows)
+            store.enqueue(batch, queue, items, self._now_ms, late=True)
+            store.commit(batch, (queue,), self._now_ms)
+            self._put_back[queue.name] = self._put_back.get(queue.name, 0) + len(items)
 
     def _references(self) -> dict[int, int]:
         rows = rows_of(self._engine.table("payloads"), _REFERENCES, _REFERENCES + _END)
         return {int.from_bytes(key[2:], "big"): int.from_bytes(value, "big") for key, value in rows}
 
-    def _unreadable(self) -> list[Unreadable]:
-        return [
-            Unreadable(
-                each.file, each.table, self._between(each.table, each.begin, each.end), each.text
-            )
-            for each in dict.fromkeys(self._source.damage)
-        ]
-
-    def _between(self, table: str | None, begin: bytes, end: bytes | None) -> str:
-        if table is None:
+    def _between(self, damage: Damage) -> str:
+        if damage.table is None:
             return ""
-        ends = [self._describe(table, key) for key in (begin, end or b"")]
+        ends = [self._describe(damage.table, key) for key in (damage.begin, damage.end or b"")]
         return f"{ends[0] or 'the first key'} to {ends[1] or 'the last key'}"
 
     def _describe(self, table: str, key: bytes) -> str:

@@ -19,21 +19,23 @@ from __future__ import annotations
 import contextlib
 import re
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import rocksdict as rocks
 
 from penstock.engines.rocksdb import check
 from penstock.engines.rocksdb.check import Manifest, TableFile, check_log
-from penstock.engines.rocksdb.files import read_synced, release, reserved, unowned
+from penstock.engines.rocksdb.files import keep_others_out, read_synced, release, reserve
+from penstock.engines.rocksdb.tables import AFTER_ALL, RocksTable
 from penstock.errors import StorageFailed, StoreDamaged
-from penstock.salvage.source import SalvageSource, next_readable
+from penstock.salvage.source import SalvageSource, walk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from penstock.engines.rocksdb.check import LogCheck
+    from penstock.salvage.source import Row
 
 _BYTEWISE: Final = b"leveldb.BytewiseComparator"
 # Above every sequence number and file number that a store comes to.
@@ -127,7 +129,7 @@ class RocksSource(SalvageSource):
         # By the files that are left out: the others, opened as a database.
         self._open: dict[frozenset[int], rocks.Rdict] = {}
         self._held = contextlib.ExitStack()
-        self._held.enter_context(_kept_closed(path))
+        self._held.enter_context(_keep_closed(path))
         self._on_disk = {int(p.stem): p.resolve() for p in path.glob("*.sst") if p.stem.isdigit()}
         self._logs = {int(p.stem): p for p in sorted(path.glob("*.log")) if p.stem.isdigit()}
         manifest = self._read_manifest()
@@ -150,9 +152,9 @@ class RocksSource(SalvageSource):
         self._open.clear()
         self._held.close()
 
-    def rows(self, table: str) -> Iterator[tuple[bytes, bytes]]:
+    def rows(self, table: str) -> Iterator[Row]:
         """Read every readable row of a table, ascending."""
-        return self._rows(table, b"", None, frozenset())
+        return self._rows(table, b"", AFTER_ALL, frozenset())
 
     # --- which files count -----------------------------------------------------------------
 
@@ -293,27 +295,17 @@ class RocksSource(SalvageSource):
 
     # --- rows ------------------------------------------------------------------------------
 
-    def _rows(
-        self, table: str, begin: bytes, end: bytes | None, without: frozenset[int]
-    ) -> Iterator[tuple[bytes, bytes]]:
-        column = self._database(without).get_column_family(table)
-        while True:
-            rows: Any = column.iter()
-            rows.seek(begin)
-            while (key := rows.key()) is not None and (end is None or key < end):
-                yield key, rows.value()
-                begin = key + b"\0"
-                rows.next()
-            why = _failure(rows)
-            if why is None:
-                return
-            resume = next_readable(lambda key: _look(column, key), begin, end)
-            file = self._unreadable_file(table, begin, without, why)
-            self._add_damaged_file(file, begin, resume, why)
-            yield from self._rows(table, begin, resume, without | {file.number})
-            if resume is None or resume == end:
-                return
-            begin = resume
+    def _rows(self, table: str, begin: bytes, end: bytes, without: frozenset[int]) -> Iterator[Row]:
+        """Read every readable row of [begin, end), without some of the files."""
+        rows = self._table(table, without)
+
+        def pass_over(first: bytes, resume: bytes, error: StorageFailed) -> Iterator[Row]:
+            why = _DIRECTORY.sub("", str(error.__cause__)).strip()
+            file = self._unreadable_file(table, first, without, why)
+            self._add_damaged_file(file, first, resume, why)
+            return self._rows(table, first, resume, without | {file.number})
+
+        return walk(lambda key, limit: rows.scan(key, end, limit), begin, end, pass_over)
 
     def _unreadable_file(
         self, table: str, begin: bytes, without: frozenset[int], why: str
@@ -326,13 +318,19 @@ class RocksSource(SalvageSource):
                 return file
         for file in files:
             alone = frozenset(each.number for each in self._files) - {file.number}
-            if not _look(self._database(alone).get_column_family(table), begin)[0]:
+            try:
+                self._table(table, alone).scan(begin, AFTER_ALL, 1)
+            except StorageFailed:
                 return file
         raise StorageFailed(f"RocksDB failed: {why}")
 
+    def _table(self, name: str, without: frozenset[int]) -> RocksTable:
+        """Open a table of a database that has all files but some."""
+        if without not in self._open:
+            self._open[without] = self._database(without)
+        return RocksTable(self._open[without], name, lambda _name: None)
+
     def _database(self, without: frozenset[int]) -> rocks.Rdict:
-        if without in self._open:
-            return self._open[without]
         path = self._scratch / f"rows{len(self._open)}"
         path.mkdir()
         files = [file for file in self._files if file.number not in without]
@@ -350,23 +348,22 @@ class RocksSource(SalvageSource):
         columns = {name: rocks.Options(raw_mode=True) for name in self.tables}
         mode = rocks.AccessType.read_only()
         try:
-            database = rocks.Rdict(str(path), options, columns, access_type=mode)
+            return rocks.Rdict(str(path), options, columns, access_type=mode)
         except Exception as error:
             raise StoreDamaged(f"nothing of {self._path} can be read: {error}") from error
-        self._open[without] = database
-        return database
 
     def _add_damaged_file(self, file: TableFile, begin: bytes, end: bytes | None, why: str) -> None:
         """Note unreadable rows of a file, within the keys that it can hold."""
         first, last = _span(file)
-        end = last if end is None or (last is not None and last < end) else end
+        if end is None or end == AFTER_ALL or (last is not None and last < end):
+            end = last
         self.add_damage(file.name, why, self._families.get(file.family), max(begin, first), end)
 
 
 @contextlib.contextmanager
-def _kept_closed(path: Path) -> Iterator[None]:
+def _keep_closed(path: Path) -> Iterator[None]:
     """Keep this and other processes from opening a directory; raise if one has it open."""
-    with reserved(path) as inode, unowned(path):
+    with reserve(path) as inode, keep_others_out(path):
         yield
     release(inode)
 
@@ -374,20 +371,3 @@ def _kept_closed(path: Path) -> Iterator[None]:
 def _span(file: TableFile) -> tuple[bytes, bytes | None]:
     """Return between which keys a file has rows, if that is known."""
     return file.smallest[:-8], file.largest[:-8] + b"\0" if file.largest else None
-
-
-def _look(column: rocks.Rdict, key: bytes) -> tuple[bool, bytes | None]:
-    # An iterator that has failed may fail again at intact blocks: a new one for each look.
-    rows: Any = column.iter()
-    rows.seek(key)
-    found: bytes | None = rows.key()
-    return _failure(rows) is None, found
-
-
-def _failure(rows: Any) -> str | None:
-    """Return why an iterator has stopped; None if there is nothing more."""
-    try:
-        rows.status()
-    except Exception as error:
-        return _DIRECTORY.sub("", str(error)).strip()
-    return None

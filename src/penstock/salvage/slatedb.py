@@ -19,23 +19,21 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from slatedb.uniffi import AdminBuilder, Error, ReaderMode, RowEntryKind, SlateDbWalReader
 
-from penstock.engines.slatedb.binding import CallTimeout, call
-from penstock.engines.slatedb.engine import LAYOUT_KEY, read_layout
-from penstock.engines.slatedb.files import log_object
-from penstock.engines.slatedb.location import SlateLocation, translate_open
-from penstock.engines.slatedb.reader import build
-from penstock.engines.slatedb.tables import SILENCE_S, Rows
+from penstock.engines.slatedb.binding import CallTimeout, SlateLocation, call, translate_open
+from penstock.engines.slatedb.objects import build, log_object
+from penstock.engines.slatedb.tables import LAYOUT_KEY, SILENCE_S, Rows, read_layout
 from penstock.errors import PenstockError, StorageFailed, StoreDamaged
-from penstock.salvage.source import SalvageSource, next_readable
+from penstock.salvage.source import SalvageSource, walk
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
 
     from slatedb.uniffi import DbReader, RowEntry
 
+    from penstock.salvage.source import Row
+
 T = TypeVar("T")
 
-_PAGE: Final = 500
 _END: Final = b"\xff" * 300
 _OBJECT: Final = re.compile(r"((?:compacted|wal)/\w+\.sst)")
 
@@ -44,9 +42,8 @@ class SlateSource(SalvageSource):
     """The readable rows of a SlateDB database."""
 
     def __init__(self, location: SlateLocation, scratch: Path, *, drop_after: bool = False) -> None:
-        super().__init__()
-        self._original = location
-        self._location = _linked(location, scratch) if location.kind == "file" else location
+        self._location = _link_objects(location, scratch) if location.kind == "file" else location
+        super().__init__(scratch=self._location.root, original=location.root)
         self._drop_after = drop_after
         # By key: its value in the log, or None if it was deleted.
         self._log: dict[bytes, bytes | None] = {}
@@ -65,7 +62,7 @@ class SlateSource(SalvageSource):
         """The names of the known tables."""
         return list(self._families)
 
-    def rows(self, table: str) -> Iterator[tuple[bytes, bytes]]:
+    def rows(self, table: str) -> Iterator[Row]:
         """Read every readable row of a table."""
         family = self._families[table]
         for key, value in self._in_files(family, table):
@@ -103,49 +100,20 @@ class SlateSource(SalvageSource):
             else:
                 return reader
 
-    def _in_files(self, family: bytes, table: str) -> Iterator[tuple[bytes, bytes]]:
+    def _in_files(self, family: bytes, table: str) -> Iterator[Row]:
         """Read every readable row of a table that is in a file of rows."""
-        begin, end, limit = family, family + _END, _PAGE
+        end = family + _END
 
-        def look(key: bytes) -> tuple[bool, bytes | None]:
-            try:
-                rows = self._rows.scan(key, end, 1)
-            except StorageFailed:
-                return False, None
-            return True, rows[0][0] if rows else None
+        def pass_over(begin: bytes, resume: bytes, error: StorageFailed) -> Iterator[Row]:
+            named = _OBJECT.search(str(error))
+            until = None if resume == end else resume[1:]
+            self.add_damage(named[1] if named else "", str(error), table, begin[1:], until)
+            return iter(())
 
-        while True:
-            try:
-                rows = self._rows.scan(begin, end, limit)
-            except StorageFailed as error:
-                if limit > 1:
-                    # One by one, up to the damage.
-                    limit = 1
-                    continue
-                resume = next_readable(look, begin, end) or end
-                named = _OBJECT.search(str(error))
-                until = None if resume == end else resume[1:]
-                self.add_damage(named[1] if named else "", str(error), table, begin[1:], until)
-                if resume == end:
-                    return
-                begin, limit = resume, _PAGE
-                continue
-            yield from rows
-            if len(rows) < limit:
-                return
-            begin = rows[-1][0] + b"\0"
+        def scan(key: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+            return self._rows.scan(key, end, limit)
 
-    def add_damage(
-        self,
-        file: str,
-        text: str,
-        table: str | None = None,
-        begin: bytes = b"",
-        end: bytes | None = None,
-    ) -> None:
-        """Note unreadable rows, with the original directory for the scratch one."""
-        text = text.replace(self._location.root, self._original.root)
-        super().add_damage(file, text, table, begin, end)
+        return walk(scan, family, end, pass_over)
 
     def _read_log(self, flushed: int, last_seq: int) -> None:
         """Read every object of the log, also of rows that are in files of rows already."""
@@ -186,7 +154,7 @@ class SlateSource(SalvageSource):
             translate_open(error, self._location)
 
 
-def _linked(location: SlateLocation, scratch: Path) -> SlateLocation:
+def _link_objects(location: SlateLocation, scratch: Path) -> SlateLocation:
     """Make a directory of links to the objects."""
     root = Path(location.root)
     if not root.is_dir() or location.holds_something_else():

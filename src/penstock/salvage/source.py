@@ -5,9 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from penstock.errors import StorageFailed
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+Row = tuple[bytes, bytes]
+_PAGE: Final = 500
 # How many places between two readable rows are tried for more of them.
 _SAMPLES: Final = 64
 
@@ -28,11 +32,14 @@ class Damage(NamedTuple):
 class SalvageSource(ABC):
     """A database of which files may be missing or damaged. A source never changes it.
 
+    Reasons name the directory ``original`` where the library names ``scratch``.
+
     ``damage`` lists unreadable rows, and grows while rows are read; ``notes`` tell of faults that
     have cost nothing, or whose cost is unknown.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: str = "", original: str = "") -> None:
+        self._scratch_root, self._original_root = scratch, original
         self.damage: list[Damage] = []
         self.notes: list[str] = []
 
@@ -42,7 +49,7 @@ class SalvageSource(ABC):
         """The names of the known tables."""
 
     @abstractmethod
-    def rows(self, table: str) -> Iterator[tuple[bytes, bytes]]:
+    def rows(self, table: str) -> Iterator[Row]:
         """Read every readable row of a table."""
 
     @abstractmethod
@@ -50,35 +57,57 @@ class SalvageSource(ABC):
         """Close the files."""
 
     def add_damage(
-        self,
-        file: str,
-        text: str,
-        table: str | None = None,
-        begin: bytes = b"",
+        self, file: str, text: str, table: str | None = None, begin: bytes = b"",
         end: bytes | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Note unreadable rows."""
+        text = text.replace(self._scratch_root, self._original_root)
         self.damage.append(Damage(file, table, begin, end, text))
 
 
-def next_readable(
-    look: Callable[[bytes], tuple[bool, bytes | None]], begin: bytes, end: bytes | None
-) -> bytes | None:
+def walk(
+    scan: Callable[[bytes, int], Sequence[Row]], begin: bytes, end: bytes,
+    pass_over: Callable[[bytes, bytes, StorageFailed], Iterator[Row]],
+) -> Iterator[Row]:  # fmt: skip
+    """Read every readable row of [begin, end).
+
+    ``scan`` reads up to so many rows from a key on. ``pass_over`` notes the unreadable rows of a
+    range, and gives the rows that stand for them.
+    """
+    limit = _PAGE
+    while begin != end:
+        try:
+            rows = scan(begin, limit)
+        except StorageFailed as error:
+            if limit > 1:
+                # One by one, up to the damage.
+                limit = 1
+                continue
+            resume = _next_readable(scan, begin, end)
+            yield from pass_over(begin, resume, error)
+            begin, limit = resume, _PAGE
+            continue
+        yield from rows
+        begin = rows[-1][0] + b"\0" if len(rows) == limit else end
+
+
+def _next_readable(scan: Callable[[bytes, int], Sequence[Row]], begin: bytes, end: bytes) -> bytes:
     """Find the first key of [begin, end) from which on rows can be read again; else ``end``.
 
-    ``look`` tells whether the first row at or after a key can be read, and its key if there is
-    one. Keys are taken for numbers: the distance is doubled until a place can be read, and then
-    halved to where that begins. In between some places are tried for readable rows; a few rows
-    between two unreadable blocks may still be missed.
+    Keys are taken for numbers: the distance is doubled until a place can be read, and then halved
+    to where that begins. In between some places are tried for readable rows; a few rows between two
+    unreadable blocks may still be missed.
     """
     width = len(begin) + 8
     low = int.from_bytes(begin.ljust(width, b"\0"), "big")
-    top = (1 << 8 * width) - 1
-    if end is not None:
-        top = min(top, int.from_bytes(end[:width].ljust(width, b"\0"), "big"))
+    top = int.from_bytes(end[:width].ljust(width, b"\0"), "big")
 
     def readable(position: int) -> bool:
-        return look(position.to_bytes(width, "big"))[0]
+        try:
+            scan(position.to_bytes(width, "big"), 1)
+        except StorageFailed:
+            return False
+        return True
 
     def border(bad: int, good: int) -> int:
         while good - bad > 1:
@@ -97,5 +126,5 @@ def next_readable(
         if sooner is None:
             break
         good = border(sooner - stride, sooner)
-    key = look(good.to_bytes(width, "big"))[1]
-    return end if key is None or (end is not None and key >= end) else key
+    rows = scan(good.to_bytes(width, "big"), 1)
+    return rows[0][0] if rows else end

@@ -62,7 +62,9 @@ class Principal(msgspec.Struct, eq=False):
 
     def may(self, action: str, queue: str | None = None) -> bool:
         """Whether an action on a queue is allowed; ``None`` or ``*`` is one on all queues."""
-        return _allows(self.grants, action, _asked(queue))
+        # No queue has a longer name, and a stranger's is not cached.
+        known = queue if queue and len(queue) <= limits.MAX_QUEUE_NAME_CHARS else "*"
+        return _allows(self.grants, action, known)
 
     def check(self, action: str, queue: str | None = None) -> None:
         """Raise NotAllowed if an action on a queue is not allowed."""
@@ -78,11 +80,6 @@ class Principal(msgspec.Struct, eq=False):
 
 ANYONE: Final = Principal("", tuple((action, "*") for action in ACTIONS))
 """The principal of every request when authentication is off."""
-
-
-def _asked(queue: str | None) -> str:
-    """Return the name to look up: no queue has a longer one, and a stranger's is not cached."""
-    return queue if queue and len(queue) <= limits.MAX_QUEUE_NAME_CHARS else "*"
 
 
 @lru_cache(maxsize=16_384)
@@ -135,7 +132,11 @@ def check_settings(principal: Principal, name: str, settings: Mapping[str, Any])
         return
     principal.check("admin", name)
     text = settings.get("filter")
-    if isinstance(text, str) and not principal.may("admin") and not _is_default(text, name):
+    if (
+        isinstance(text, str)
+        and not principal.may("admin")
+        and parse(text).text != default_filter(name)
+    ):
         raise NotAllowed(
             f"key {principal.key_id!r} may not give queue {name!r:.100} a filter of its own: that "
             "takes admin on all queues"
@@ -143,10 +144,6 @@ def check_settings(principal: Principal, name: str, settings: Mapping[str, Any])
     target = settings.get("dead_letter")
     if isinstance(target, str) and target:
         check_target(principal, target)
-
-
-def _is_default(text: str, name: str) -> bool:
-    return parse(text).text == default_filter(name)
 
 
 class Key(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -466,14 +463,14 @@ class PageGuard:
         """Return why a request with these headers is refused, or None."""
         authority = headers.get("host", "").strip().lower()
         if headers.get("sec-fetch-site", "").strip().lower() == "cross-site":
-            return _WAY_OUT + ("come from web pages of other sites (Sec-Fetch-Site: cross-site).")
+            return f"{_WAY_OUT}come from web pages of other sites (Sec-Fetch-Site: cross-site)."
         origin = headers.get("origin")
         if origin is not None and _authority_of(origin) not in {authority, self._known} - {""}:
-            return _WAY_OUT + ("come from web pages of other sites (Origin).")
+            return f"{_WAY_OUT}come from web pages of other sites (Origin)."
         if self._local and authority and not self._is_here(_host_of(authority)):
-            return _WAY_OUT + (
-                "name another host than this machine (Host): connect to localhost, set sqs.url to "
-                "the address that the server is known by, or use keys."
+            return (
+                f"{_WAY_OUT}name another host than this machine (Host): connect to localhost, set "
+                "sqs.url to the address that the server is known by, or use keys."
             )
         return None
 

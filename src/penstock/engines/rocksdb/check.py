@@ -26,13 +26,13 @@ import google_crc32c
 from penstock.engines.rocksdb.files import (
     CURRENT,
     IDENTITY,
-    damaged_store,
     file_names,
+    keep_others_out,
     log_name,
     log_numbers,
     os_errors_as,
     read_synced,
-    unowned,
+    unusable_store,
 )
 from penstock.errors import StoreMismatch
 
@@ -305,7 +305,7 @@ def check_files(path: Path, tables: Collection[str], *, is_copy: bool = False) -
 
     Raise StoreLocked if the store is open. A copy made by RocksDB may have no identity of its own.
     """
-    with os_errors_as(f"can't read the store at {path}"), unowned(path):
+    with os_errors_as(f"can't read the store at {path}"), keep_others_out(path):
         names = file_names(path)
         missing = [name for name in _ALWAYS if name not in names]
         if is_copy and IDENTITY in missing:
@@ -313,16 +313,16 @@ def check_files(path: Path, tables: Collection[str], *, is_copy: bool = False) -
         if not any(name.startswith("OPTIONS-") for name in names):
             missing.append("OPTIONS-*")
         if CURRENT in missing:
-            raise damaged_store(path, f"{_listed(missing)} missing")
+            raise unusable_store(path, f"{_join_names(missing)} missing")
         manifest = read_manifest(path)
         lost = sorted(set(tables) - set(manifest.families.values()))
         if lost:
-            raise damaged_store(path, f"its MANIFEST has nothing of the tables {', '.join(lost)}")
+            raise unusable_store(path, f"its MANIFEST has nothing of the tables {', '.join(lost)}")
         for file in manifest.files.values():
             if file.name not in names:
                 missing.append(file.name)
             elif (size := (path / file.name).stat().st_size) != file.size:
-                raise damaged_store(path, f"{file.name} has {size} bytes instead of {file.size}")
+                raise unusable_store(path, f"{file.name} has {size} bytes instead of {file.size}")
         # The logs with changes that may not be in files of rows.
         logs = [number for number in log_numbers(path) if number >= manifest.oldest_log]
         synced, synced_size = read_synced(path)
@@ -333,14 +333,14 @@ def check_files(path: Path, tables: Collection[str], *, is_copy: bool = False) -
         elif synced and synced >= manifest.oldest_log and synced not in logs:
             missing.append(log_name(synced))
         if missing:
-            raise damaged_store(path, f"{_listed(missing)} missing")
+            raise unusable_store(path, f"{_join_names(missing)} missing")
         checks = {number: _check_log(path / log_name(number)) for number in logs}
         wrong = _log_damage(checks, manifest.last_sequence, synced, synced_size)
         if wrong is not None:
-            raise damaged_store(path, f"{wrong} (with --drop-after, salvage leaves that out)")
+            raise unusable_store(path, f"{wrong} (with --drop-after, salvage leaves that out)")
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{', '.join(names[:_NAMED])}{more} {'is' if len(names) == 1 else 'are'}"
 
@@ -349,20 +349,20 @@ def read_manifest(path: Path) -> Manifest:
     """Read the MANIFEST of a closed store; raise StoreDamaged if it is damaged."""
     current = (path / CURRENT).read_bytes()
     if not _MANIFEST_NAME.fullmatch(current):
-        raise damaged_store(path, f"{CURRENT} names no MANIFEST but {current[:100]!r}")
+        raise unusable_store(path, f"{CURRENT} names no MANIFEST but {current[:100]!r}")
     name = current.decode().strip()
     try:
         data = (path / name).read_bytes()
         manifest = Manifest(data)
     except FileNotFoundError:
-        raise damaged_store(path, f"{name} is missing") from None
+        raise unusable_store(path, f"{name} is missing") from None
     except ValueError as error:
         raise StoreMismatch(f"{path / name} can't be read: {error}") from None
     # A tail torn by a crash names no file that a confirmed change is in.
     resumes, behind = find_behind(data, manifest.end)
     if resumes is not None:
         wrong = f"{name} is damaged at byte {manifest.end}, with {behind} records behind that"
-        raise damaged_store(path, wrong)
+        raise unusable_store(path, wrong)
     return manifest
 
 

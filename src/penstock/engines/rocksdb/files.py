@@ -50,7 +50,7 @@ _SYNCED_NUMBERS: Final = Struct("<QQ")
 _open_here: dict[tuple[int, int], object] = {}
 
 
-def damaged_store(path: Path, wrong: object) -> StoreDamaged:
+def unusable_store(path: Path, wrong: object) -> StoreDamaged:
     """Make the error of a store that is not opened; it says how to go on."""
     return StoreDamaged(
         f"{path} holds a damaged store: {wrong}. Nothing was changed. Restore a backup, or read "
@@ -96,14 +96,14 @@ def read_mark(path: Path, marks: Mapping[str, Collection[str]]) -> str | None:
         if not any(map(_ROCKSDB_FILE.fullmatch, names)):
             raise StoreMismatch(f"{path} is not empty and holds no RocksDB database")
         if CURRENT not in names:
-            raise damaged_store(path, f"{_MARK} is missing or empty, and {CURRENT} is missing")
+            raise unusable_store(path, f"{_MARK} is missing or empty, and {CURRENT} is missing")
         # Imported here, and by the engine: a store that is just made has nothing to check.
         from penstock.engines.rocksdb.check import read_manifest  # noqa: PLC0415
 
         families = set(read_manifest(path).families.values())
     for mark, tables in marks.items():
         if set(tables) == families:
-            raise damaged_store(path, f"{_MARK} is missing or empty, and should say {mark!r}")
+            raise unusable_store(path, f"{_MARK} is missing or empty, and should say {mark!r}")
     raise StoreMismatch(
         f"{path} holds a RocksDB database that is not a Penstock store (its column families: "
         f"{', '.join(sorted(families))}); to bring a Queueber database in, use 'penstock import "
@@ -163,7 +163,7 @@ def write_owner(path: Path) -> None:
         (path / OWNER).write_bytes(msgspec.json.encode(owner))
 
 
-def locked(path: Path) -> StoreLocked:
+def lock_error(path: Path) -> StoreLocked:
     """Make the error of a directory that is open already; it names the owner if one is noted."""
     text = "open in another process"
     with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -176,13 +176,13 @@ def locked(path: Path) -> StoreLocked:
 
 
 @contextlib.contextmanager
-def reserved(path: Path) -> Iterator[tuple[int, int]]:
+def reserve(path: Path) -> Iterator[tuple[int, int]]:
     """Keep the rest of this process from opening a directory, for good if the block ends well."""
     found = path.stat()
     inode = found.st_dev, found.st_ino
     mine = object()
     if _open_here.setdefault(inode, mine) is not mine:
-        raise locked(path)
+        raise lock_error(path)
     try:
         yield inode
     except BaseException:
@@ -196,7 +196,7 @@ def release(inode: tuple[int, int]) -> None:
 
 
 @contextlib.contextmanager
-def unowned(path: Path) -> Iterator[None]:
+def keep_others_out(path: Path) -> Iterator[None]:
     """Keep other processes from opening the database; raise StoreLocked if one has it open.
 
     Not for a database that this process has open: closing the file would end RocksDB's own lock.
@@ -208,7 +208,7 @@ def unowned(path: Path) -> Iterator[None]:
         except FileNotFoundError:
             pass
         except BlockingIOError:
-            raise locked(path) from None
+            raise lock_error(path) from None
         yield
 
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import rocksdict as rocks
 
-from penstock.engines import damaged
+from penstock.engines import damage_error
 from penstock.errors import DiskFull, StorageFailed, StoreDamaged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
 # Words of the operating system when there is no room, as RocksDB passes them on.
 _NO_SPACE: Final = ("No space left", "File too large", "Disk quota exceeded")
@@ -28,7 +28,7 @@ _NOT_READ: Final = ("Corruption", "While pread", "for random read")
 # Up to this many rows, a scan is faster without the binding's generator.
 _FEW_ROWS: Final = 16
 # After every key of every table.
-_AFTER_ALL: Final = b"\xff" * 64
+AFTER_ALL: Final = b"\xff" * 64
 
 
 class RocksTable:
@@ -146,22 +146,6 @@ class RocksViewTable:
         return _descending(self._open(), self._table, begin, end, limit)
 
 
-class RocksView:
-    """All column families as they were at one moment."""
-
-    def __init__(self, tables: Mapping[str, RocksTable]) -> None:
-        self._tables = {name: RocksViewTable(table) for name, table in tables.items()}
-
-    def table(self, name: str) -> RocksViewTable:
-        """Return a table as it was."""
-        return self._tables[name]
-
-    def close(self) -> None:
-        """Drop the iterators of all tables."""
-        for table in self._tables.values():
-            table.close()
-
-
 def _ascending(
     rows: Any, table: RocksTable, begin: bytes, end: bytes, limit: int
 ) -> list[tuple[bytes, bytes]]:
@@ -220,7 +204,7 @@ def _reset(rows: Any) -> None:
     RocksDB may repeat its error for intact blocks until the iterator has been at the end.
     """
     with contextlib.suppress(Exception):
-        rows.seek(_AFTER_ALL)
+        rows.seek(AFTER_ALL)
 
 
 def is_full(error: Exception) -> bool:
@@ -236,7 +220,7 @@ def translate(error: Exception, table: str = "", begin: bytes = b"", end: bytes 
     if is_full(error):
         raise DiskFull(f"no space left for the store: {text}") from error
     if table and any(sign in text for sign in _DAMAGED):
-        raise damaged(table, begin, end, text) from error
+        raise damage_error(table, begin, end, text) from error
     if any(sign in text for sign in _NOT_READ):
         raise StoreDamaged(f"files of the store can't be read: {text}") from error
     raise StorageFailed(f"RocksDB failed: {text}") from error

@@ -10,12 +10,12 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
+import msgspec
 from slatedb.uniffi import DurabilityLevel, Error, IterationOrder, KeyRange, ScanOptions
 
-from penstock.engines import damaged
-from penstock.engines.slatedb.binding import CallTimeout, call_all
-from penstock.engines.slatedb.location import translate
-from penstock.errors import StorageFailed, StoreDamaged
+from penstock.engines import damage_error
+from penstock.engines.slatedb.binding import CallTimeout, call_all, translate
+from penstock.errors import StorageFailed, StoreDamaged, StoreMismatch
 from penstock.limits import MAX_OBJECT_STORE_SILENCE_MS
 
 if TYPE_CHECKING:
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 
     from slatedb.uniffi import Db, DbReader, DbSnapshot, KeyValue
 
-    from penstock.engines.slatedb.location import SlateLocation
+    from penstock.engines.slatedb.binding import SlateLocation
 
 T = TypeVar("T")
 RowSource: TypeAlias = "Db | DbSnapshot | DbReader"
 
 SILENCE_S: Final = MAX_OBJECT_STORE_SILENCE_MS / 1000
+LAYOUT_KEY: Final = b"\0layout"
+LAYOUT: Final = 1
 # From this many keys on, keys that lie close together are read by one scan.
 _SCAN_FROM: Final = 4
 # The cost of an entry of the cache beside its bytes.
@@ -123,11 +125,34 @@ def _dense(keys: list[bytes]) -> tuple[bytes, bytes] | None:
     return (first, last + b"\0") if span < 2 * len(keys) + 16 else None
 
 
-class _Unknown:
-    """The answer of the cache for a key that it does not know."""
+def families_of(rows: Rows, location: SlateLocation) -> dict[str, bytes]:
+    """Read which tables a database has, and their bytes; none if it is empty."""
+    record = rows.get(LAYOUT_KEY)
+    if record is None:
+        if rows.scan(b"\0", b"\xff" * 8, 1):
+            raise StoreMismatch(f"{location} holds a SlateDB database that is not a Penstock store")
+        return {}
+    return read_layout(record, location)
 
 
-UNKNOWN: Final = _Unknown()
+def read_layout(record: bytes, location: SlateLocation) -> dict[str, bytes]:
+    """Decode which tables a database has, and their bytes."""
+    try:
+        version, names = msgspec.msgpack.decode(record, type=tuple[int, list[str]])
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise StoreMismatch(
+            f"{location}: the list of its tables does not decode: {error}"
+        ) from error
+    if version > LAYOUT:
+        raise StoreMismatch(
+            f"{location} has layout {version}; this version of Penstock reads up to {LAYOUT}: "
+            "use a newer one"
+        )
+    return {name: bytes([at]) for at, name in enumerate(names, 1)}
+
+
+# The answer of the cache for a key that it does not know.
+UNKNOWN: Final[Any] = object()
 
 
 class ReadCache:
@@ -146,7 +171,7 @@ class ReadCache:
         # Another thread may read while one commits: the rows that it reads may be old by then.
         self.commits = 0
 
-    def get_all(self, keys: Sequence[bytes]) -> list[bytes | _Unknown | None]:
+    def get_all(self, keys: Sequence[bytes]) -> list[Any]:
         """Look keys up: the value, None for a key known to be absent, or UNKNOWN."""
         known = self._values
         return [known.get(key, UNKNOWN) for key in keys]
@@ -209,13 +234,13 @@ class SlateTable:
         self._rows.check()
         known = cache.get_all(wanted)
         if UNKNOWN not in known:
-            return known  # type: ignore[return-value]
+            return known
         commits = cache.commits
         pairs = list(zip(wanted, known, strict=True))
         missing = list({key: None for key, value in pairs if value is UNKNOWN})
         found = dict(zip(missing, self._get_all(missing), strict=True))
         cache.put(found.items(), commits)
-        return [found[key] if value is UNKNOWN else value for key, value in pairs]  # type: ignore[misc]
+        return [found[key] if value is UNKNOWN else value for key, value in pairs]
 
     def scan(
         self, begin: bytes, end: bytes, limit: int, order: IterationOrder | None = None
@@ -239,7 +264,7 @@ class SlateTable:
         try:
             yield
         except StoreDamaged as error:
-            raise damaged(self._name, begin, end, str(error)) from error
+            raise damage_error(self._name, begin, end, str(error)) from error
 
 
 class SlateBatch:
@@ -269,19 +294,6 @@ class SlateBatch:
         return len(self.rows) + len(self.ranges)
 
 
-class SlateView:
-    """All tables of a source, such as a snapshot of the library: as they were at one moment."""
-
-    def __init__(self, rows: Rows, families: Mapping[str, bytes]) -> None:
-        self._rows = rows
-        self.tables = {
-            name: SlateTable(rows, name, family, None) for name, family in families.items()
-        }
-
-    def table(self, name: str) -> SlateTable:
-        """Return a table as it was."""
-        return self.tables[name]
-
-    def close(self) -> None:
-        """Drop the snapshot."""
-        self._rows.close()
+def make_tables(rows: Rows, families: Mapping[str, bytes]) -> dict[str, SlateTable]:
+    """Make the tables of a source that does not change, such as a snapshot of the library."""
+    return {name: SlateTable(rows, name, family, None) for name, family in families.items()}

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 Operation: TypeAlias = "Callable[[SqsCall, SqsRequest], Awaitable[Answer]]"
 
-_OPERATIONS: Final[dict[str, Operation]] = {
+OPERATIONS: Final[dict[str, Operation]] = {
     "AddPermission": partial(queues.relabel, wire.with_permission),
     "CancelMessageMoveTask": queues.cancel_move,
     "ChangeMessageVisibility": messages.change_visibility,
@@ -71,7 +71,6 @@ _OPERATIONS: Final[dict[str, Operation]] = {
     "TagQueue": partial(queues.relabel, wire.with_more_tags),
     "UntagQueue": partial(queues.relabel, wire.without_tags),
 }
-assert _OPERATIONS.keys() == protocol.OPERATIONS
 _NOBODY: Final = Principal("")
 _NO_PAGE: Final = Response(
     404,
@@ -85,6 +84,17 @@ _ANSWER_SECONDS: Final[dict[str, float | None]] = {
     "PurgeQueue": None,
 }
 _XML, _JSON = protocol.QUERY_CONTENT, protocol.JSON_CONTENT
+# Error of the broker: code, text and status of the fault. The first that fits counts.
+_FAULTS: Final = (
+    (QueueNotFound, "QueueDoesNotExist", "The specified queue does not exist.", 400),
+    (NotAllowed, "AccessDeniedException", "{}", 403),
+    (InvalidReceipt, "ReceiptHandleIsInvalid", "The input receipt handle is invalid.", 400),
+    (QueueExists, "QueueNameExists", "{}", 400),
+    (InvalidInput, "InvalidParameterValueException", "{}", 400),
+    (BrokerClosed, "ServiceUnavailable", "The server is stopping.", 503),
+    # The runner logs a store that can't be used, once.
+    (StorageFailed, "ServiceUnavailable", "The store failed: {}.", 503),
+)
 _signing_key: Final = lru_cache(maxsize=1_024)(signature.signing_key)
 
 
@@ -155,15 +165,15 @@ class SqsService:
             principal = self._principal(request)
             request.trust()
             if target is not None:
-                operation = protocol.json_operation(target)
+                operation = protocol.json_operation(target, OPERATIONS)
                 asked = protocol.decode_json(request.body)
             else:
                 fields = _fields(request)
-                operation = protocol.query_operation(fields)
+                operation = protocol.query_operation(fields, OPERATIONS)
                 asked = protocol.decode_query(operation, fields)
             call = SqsCall(self, principal, self._base_url(request), request)
             async with asyncio.timeout(_ANSWER_SECONDS.get(operation, _MOST_SECONDS)):
-                answer = await _OPERATIONS[operation](call, asked)
+                answer = await OPERATIONS[operation](call, asked)
             if xml:
                 body, kind = protocol.encode_query(operation, answer, request_id), _XML
             else:
@@ -193,9 +203,15 @@ class SqsService:
         if self._keys is None:
             return ANYONE
         claim = signature.parse(request.headers.get("authorization"))
-        found = self._keys.secret_of(claim.key_id)
-        if found is None and self._keys.keeps_no_secret(claim.key_id):
-            self._log_key(claim.key_id)
+        key_id = claim.key_id
+        found = self._keys.secret_of(key_id)
+        if key_id not in self._logged and self._keys.keeps_no_secret(key_id):
+            # Once: a stranger may name a key as often as it likes.
+            self._logged.add(key_id)
+            log.warning(
+                "key %s was not made with --sqs: its signatures can't be checked, make it anew",
+                key_id,
+            )
         # An unknown key takes the same steps, so that time does not tell which keys there are.
         secret, principal = found or ("", _NOBODY)
         key = _signing_key(secret, claim.date, claim.region, claim.service)
@@ -219,15 +235,6 @@ class SqsService:
             raise SqsFault("UnrecognizedClientException", text, status=403)
         return principal
 
-    def _log_key(self, key_id: str) -> None:
-        # Once: a stranger may name a key as often as it likes.
-        if key_id not in self._logged:
-            self._logged.add(key_id)
-            log.warning(
-                "key %s was not made with --sqs: its signatures can't be checked, make it anew",
-                key_id,
-            )
-
     def _base_url(self, request: Request) -> str:
         base = self.options.url
         if not base:
@@ -250,28 +257,14 @@ def _fields(request: Request) -> dict[str, str]:
 
 def _fault_of(error: Exception, operation: str) -> SqsFault:
     """Make an error of the broker one of SQS."""
-    match error:
-        case SqsFault():
-            return error
-        case QueueNotFound():
-            return SqsFault.no_queue()
-        case NotAllowed():
-            return SqsFault("AccessDeniedException", str(error), status=403)
-        case InvalidReceipt():
-            return SqsFault("ReceiptHandleIsInvalid", "The input receipt handle is invalid.")
-        case QueueExists():
-            return SqsFault("QueueNameExists", str(error))
-        case InvalidInput():
-            return SqsFault.invalid(str(error))
-        case BrokerClosed():
-            return SqsFault("ServiceUnavailable", "The server is stopping.", status=503)
-        case StorageFailed():
-            # The runner logs a store that can't be used, once.
-            return SqsFault("ServiceUnavailable", f"The store failed: {error}.", status=503)
+    if isinstance(error, SqsFault):
+        return error
+    for kind, code, text, status in _FAULTS:
+        if isinstance(error, kind):
+            return SqsFault(code, text.format(error), status=status)
     log.error("%s failed", operation, exc_info=error)
-    return SqsFault(
-        "InternalFailure", "The request failed because of an error of the server.", status=500
-    )
+    text = "The request failed because of an error of the server."
+    return SqsFault("InternalFailure", text, status=500)
 
 
 def _refused(

@@ -393,10 +393,7 @@ def _shown(
     attributes, kept = messages.shown_attributes(delivery.attributes)
     chosen = messages.select(attributes, wanted)
     if encoded:
-        chosen = {
-            **chosen,
-            messages.ENCODING_ATTRIBUTE: AttributeValue("String", "base64"),
-        }
+        chosen = {**chosen, messages.ENCODING_ATTRIBUTE: AttributeValue("String", "base64")}
     if chosen:
         shown["MessageAttributes"] = chosen
         shown["MD5OfMessageAttributes"] = messages.md5_of_attributes(chosen)

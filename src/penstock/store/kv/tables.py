@@ -360,7 +360,8 @@ class Leases:
         if len(self.recent) >= RECENT_LEASES:
             self.recent.clear()
         self.recent[name] = record
-        self.first_keys.note(b"", index_key)
+        if index_key < self.first_keys.get(b"", b""):
+            self.first_keys[b""] = index_key
         self.none_before_ms = min(self.none_before_ms, deadline_ms)
 
     def delete(self, batch: Batch, name: bytes, index_key: bytes) -> None:

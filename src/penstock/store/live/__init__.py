@@ -18,6 +18,7 @@ import msgspec
 from penstock.engines import Shape
 from penstock.limits import MAX_ATTEMPTS
 from penstock.store.codec.opendata import read_terminated, terminated
+from penstock.store.kv.tables import DueHeap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -121,8 +122,10 @@ class Beliefs(NamedTuple):
     bounds: dict[tuple[Any, ...], Any]
 
 
-class ActiveSet(Protocol):
+class ActiveSet(Protocol[D]):
     """Available, delayed and in-flight messages of all queues of a store.
+
+    Each design has a directory of each queue (``D``), and the methods without a body here.
 
     ``healed`` counts index or directory entries that had no message and were removed.
     ``first_keys`` are those of its tables.
@@ -137,12 +140,27 @@ class ActiveSet(Protocol):
     unread: list[StoreDamaged]
     damage: dict[int, StoreDamaged]
     first_keys: Sequence[FirstKeys]
+    _directories: Directories[D]
+    _queues: dict[int, Queue]
+    # By queue number: no message comes due before this.
+    _due: DueHeap[int]
+    _quarantine: Quarantine
+
+    def __init__(self, quarantine: Quarantine, first_keys: Sequence[FirstKeys] = ()) -> None:
+        self._quarantine, self.first_keys = quarantine, first_keys
+        self.healed, self.passed, self.unread = 0, set(), []
+        self._directories, self._queues, self._due = Directories(), {}, DueHeap()
+        self.damage = self._directories.damage
 
     def load(self, queue: Queue) -> None:
         """Rebuild what memory keeps about a queue from what is on disk."""
 
     def forget(self, queue: Queue) -> None:
         """Drop what memory keeps about a queue that was deleted."""
+        self._directories.pop(queue.number, None)
+        self.damage.pop(queue.number, None)
+        self._queues.pop(queue.number, None)
+        self._due.set(queue.number, None)
 
     def add(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
         """Put messages in: available, or delayed if ``visible_at_ms`` is after now.
@@ -151,12 +169,7 @@ class ActiveSet(Protocol):
         """
 
     def take(
-        self,
-        batch: Batch,
-        queue: Queue,
-        limit: int,
-        grants: Iterator[Grant],
-        now_ms: int,
+        self, batch: Batch, queue: Queue, limit: int, grants: Iterator[Grant], now_ms: int
     ) -> list[Item]:
         """Move up to ``limit`` available messages to in flight, each under the next of the grants.
 
@@ -189,9 +202,23 @@ class ActiveSet(Protocol):
 
     def come_due(self, batch: Batch, now_ms: int, budget: int) -> list[tuple[Queue, int]]:
         """Make delayed messages available whose time has come; say how many, by queue."""
+        moved: list[tuple[Queue, int]] = []
+        while budget > 0 and (first := self._due.first()) and first[0] <= now_ms:
+            queue = self._queues[first[1]]
+            count = self._come_due(batch, queue, now_ms, budget)
+            queue.counts.delayed -= count
+            queue.counts.available += count
+            budget -= count
+            moved.append((queue, count))
+        return moved
+
+    def _come_due(self, batch: Batch, queue: Queue, now_ms: int, budget: int) -> int:
+        """Move due messages of a queue, note when the next one is due, and return how many."""
 
     def next_due_ms(self) -> int | None:
         """Return when the next delayed message comes due."""
+        first = self._due.first()
+        return first[0] if first else None
 
     def ready_groups(self, queue: Queue) -> int:
         """Return how many groups a claim would visit (possibly in vain)."""
@@ -214,7 +241,7 @@ class ActiveSet(Protocol):
         """Tell what memory believes of a queue's messages."""
 
 
-def make_active_set(design: str, engine: Engine, quarantine: Quarantine) -> ActiveSet:
+def make_active_set(design: str, engine: Engine, quarantine: Quarantine) -> ActiveSet[Any]:
     """Make the active set of a design; a process loads only the designs that it uses."""
     if design == "indexed":
         from penstock.store.live.indexed import IndexedActive  # noqa: PLC0415

@@ -120,9 +120,9 @@ class OpenBucket:
         claims = bucket.waiting.keys() | bucket.flight.keys()
         for claim_id in claims:
             if not bucket_id <= claim_id < end:
-                raise CorruptRecord(f"active v2: claim {claim_id:#x} is not of bucket {number}")
+                raise CorruptRecord(f"active bucket: claim {claim_id:#x} is not of bucket {number}")
         if len(claims) != len(available) + len(in_flight):
-            raise CorruptRecord("active v2: a claim stands twice in its bucket")
+            raise CorruptRecord("active bucket: a claim stands twice in its bucket")
         bucket.late.sort()
         for lane, positions in bucket.lanes.items():
             positions.sort()

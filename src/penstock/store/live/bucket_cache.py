@@ -30,7 +30,7 @@ from penstock.model import State
 from penstock.store.codec import opendata
 from penstock.store.codec.buckets import decode_summary
 from penstock.store.kv.tables import DueHeap
-from penstock.store.live import Directories, group_of, lane_of
+from penstock.store.live import ActiveSet, group_of, lane_of
 from penstock.store.live.bucket import RANK_BITS, OpenBucket, Tally, make_tally, rank_of
 
 if TYPE_CHECKING:
@@ -156,14 +156,14 @@ class BucketDirectory:
                 self.ring[group] = None
 
     def drop(self, bucket_id: int) -> Tally:
-        """Remove an unreadable bucket, whatever it held; return its tally."""
+        """Remove a bucket, if it is there, whatever it held; return its tally."""
         for lane in [lane for lanes in self.lanes.values() for lane in lanes]:
             self.set_head(lane, bucket_id, None)
         for group, counts in list(self.held.items()):
             self.unhold(group, bucket_id, counts.get(bucket_id, 0))
         self.late.set(bucket_id, None)
         self.oldest.set(bucket_id, None)
-        row: Tally = self.buckets.pop(bucket_id)
+        row: Tally = self.buckets.pop(bucket_id, make_tally(0, 0, 0))
         return row
 
     def _ranking(self, lane: bytes) -> DueHeap[int]:
@@ -174,22 +174,15 @@ class BucketDirectory:
         return ranking
 
 
-class BucketCache:
+class BucketCache(ActiveSet[BucketDirectory]):
     """Reads and writes buckets, and keeps the directories right.
 
-    ``healed`` counts the summaries that were wrong, or had no bucket. ``passed`` has the messages
-    (queue number, claim id) that claims pass over.
+    ``healed`` counts the summaries that were wrong, or had no bucket.
     """
 
     def __init__(self, table: Table, quarantine: Quarantine) -> None:
+        super().__init__(quarantine)
         self._table = table
-        self._quarantine = quarantine
-        self.healed = 0
-        self.passed: set[tuple[int, int]] = set()
-        self._directories: Directories[BucketDirectory] = Directories()
-        self._queues: dict[int, Queue] = {}
-        # queue number -> when its first delayed message comes due
-        self._due: DueHeap[int] = DueHeap()
         # (queue number, bucket id) -> bucket, the longest unused first
         self._open: OrderedDict[tuple[int, int], OpenBucket] = OrderedDict()
         self._open_bytes = 0
@@ -207,7 +200,8 @@ class BucketCache:
         try:
             directory = self._directories[queue.number] = BucketDirectory()
             self._queues[queue.number] = queue
-            prefix = opendata.SUMMARY.prefix(queue.id)
+            prefix, counts = opendata.SUMMARY.prefix(queue.id), queue.counts
+            told = counts.available, counts.delayed, counts.in_flight
             damaged = []
             for key, value in rows_of(self._table, prefix, prefix + _AFTER):
                 bucket_id = int.from_bytes(key[-8:], "big")
@@ -218,25 +212,21 @@ class BucketCache:
             for bucket_id, why in damaged:
                 record = self._table.get(opendata.ACTIVE.key(queue.id, bucket_id))
                 self._rebuild(queue, bucket_id, record, why)
-            counts = queue.counts
-            if directory.totals() != (counts.available, counts.delayed, counts.in_flight):
+            if directory.totals() != told:
                 self._check_all(queue)
-                counts.available, counts.delayed, counts.in_flight = directory.totals()
+            counts.available, counts.delayed, counts.in_flight = directory.totals()
         except StoreDamaged as error:
             # A bucket that the directory does not know would be written over.
             log.error("queue %s: its buckets are not known: %s", queue.name, str(error))  # noqa: TRY400
             self.forget(queue)
-            self._directories.damage[queue.number] = error.anew()
+            self.damage[queue.number] = error.anew()
         else:
             directory.start_turns()
             self._set_due(queue)
 
     def forget(self, queue: Queue) -> None:
         """Drop a queue's directory and close its buckets."""
-        self._directories.pop(queue.number, None)
-        self._directories.damage.pop(queue.number, None)
-        self._queues.pop(queue.number, None)
-        self._due.set(queue.number, None)
+        super().forget(queue)
         self._batch = None
         for key in [key for key in self._open if key[0] == queue.number]:
             self._close(key)
@@ -260,18 +250,14 @@ class BucketCache:
             return None
         record = self._table.get(opendata.ACTIVE.key(queue.id, bucket_id))
         if record is None:
-            self._lose(queue, bucket_id)
-            self._note_healed(queue, bucket_id, "its bucket is gone")
+            self._mend(queue, bucket_id, None, "its bucket is gone")
             return None
-        try:
-            bucket = OpenBucket.decode(queue, bucket_id, record, self._lateness(queue, bucket_id))
-        except CorruptRecord as error:
-            self._lose(queue, bucket_id)
-            self._put_aside(queue, bucket_id, record, str(error))
+        bucket = self._decode(queue, bucket_id, record, self._lateness(queue, bucket_id))
+        if bucket is None:
+            self._mend(queue, bucket_id, None, None)
             return None
         if bucket.tally() != known:
-            self._lose(queue, bucket_id)
-            self._regain(queue, bucket)
+            self._mend(queue, bucket_id, bucket, "it did not agree")
         self._keep(queue, bucket)
         if self.passed:
             self._hide(queue, bucket)
@@ -373,57 +359,46 @@ class BucketCache:
         for key, record in rows_of(self._table, prefix, prefix + _AFTER, page=_CHECK_PAGE):
             bucket_id = int.from_bytes(key[-8:], "big")
             unseen.discard(bucket_id)
-            known = directory.buckets.get(bucket_id)
-            if known is None:
-                self._rebuild(queue, bucket_id, record, "there was none")
-                continue
-            try:
-                bucket = OpenBucket.decode(
-                    queue, bucket_id, record, self._lateness(queue, bucket_id)
-                )
-            except CorruptRecord:
-                # It is put aside when it is opened.
-                continue
-            if bucket.tally() != known:
-                directory.drop(bucket_id)
-                self._rebuild(queue, bucket_id, record, "it did not agree")
+            known, why = directory.buckets.get(bucket_id), "there was none"
+            if known is not None:
+                is_late = self._lateness(queue, bucket_id)
+                try:
+                    bucket = OpenBucket.decode(queue, bucket_id, record, is_late)
+                except CorruptRecord:
+                    # It is put aside when it is opened.
+                    continue
+                if bucket.tally() == known:
+                    continue
+                why = "it did not agree"
+            self._rebuild(queue, bucket_id, record, why)
         for bucket_id in unseen:
-            directory.drop(bucket_id)
             self._rebuild(queue, bucket_id, None, "its bucket is gone")
 
     def _rebuild(self, queue: Queue, bucket_id: int, record: bytes | None, why: str) -> None:
-        """Make a summary anew from its bucket, while the directory is being made."""
-        self._note_healed(queue, bucket_id, why)
-        self._mending[opendata.SUMMARY.key(queue.id, bucket_id)] = None
-        if record is None:
-            return
-        try:
-            bucket = OpenBucket.decode(queue, bucket_id, record, _by_time(queue))
-        except CorruptRecord as error:
-            self._put_aside(queue, bucket_id, record, str(error))
-            return
-        self._adopt(queue, bucket)
+        """Make a summary anew from its bucket, by the latest time that the queue has seen."""
+        is_late = _by_time(queue)
+        bucket = None if record is None else self._decode(queue, bucket_id, record, is_late)
+        self._mend(queue, bucket_id, bucket, why)
 
-    def _adopt(self, queue: Queue, bucket: OpenBucket) -> BucketDirectory:
-        """Add a bucket to the directory, and its summary to those to be written."""
-        summary = self._mending[bucket.summary_key] = bucket.summary()
+    def _mend(
+        self, queue: Queue, bucket_id: int, bucket: OpenBucket | None, why: str | None
+    ) -> None:
+        """Make directory and counters agree with a bucket; None: go on without it.
+
+        Its summary is written with the next batch. ``why`` tells of a summary that was wrong.
+        """
         directory = self._directories[queue.number]
-        directory.adopt(bucket.id, decode_summary(summary))
-        return directory
-
-    def _lose(self, queue: Queue, bucket_id: int) -> None:
-        """Go on without a bucket."""
-        lost = self._directories[queue.number].drop(bucket_id)
         self._mending[opendata.SUMMARY.key(queue.id, bucket_id)] = None
-        self._add_to_counts(queue, lost, -1)
-
-    def _regain(self, queue: Queue, bucket: OpenBucket) -> None:
-        """Add a bucket as it is, after its summary was found wrong."""
-        self._note_healed(queue, bucket.id, "it did not agree")
-        directory = self._adopt(queue, bucket)
-        for lane in bucket.lanes:
-            directory.set_head(lane, bucket.id, bucket.head(lane))
-        self._add_to_counts(queue, bucket.tally(), 1)
+        self._add_to_counts(queue, directory.drop(bucket_id), -1)
+        if bucket is not None:
+            summary = self._mending[bucket.summary_key] = bucket.summary()
+            directory.adopt(bucket_id, decode_summary(summary))
+            for lane in bucket.lanes:
+                directory.set_head(lane, bucket_id, bucket.head(lane))
+            self._add_to_counts(queue, bucket.tally(), 1)
+        if why is not None:
+            self.healed += 1
+            log.warning("queue %s: summary of bucket %#x mended: %s", queue.name, bucket_id, why)
 
     def _add_to_counts(self, queue: Queue, tally: Tally, sign: int) -> None:
         queue.counts.available += sign * tally.ready
@@ -431,16 +406,21 @@ class BucketCache:
         queue.counts.in_flight += sign * tally.in_flight
         self._set_due(queue)
 
-    def _put_aside(self, queue: Queue, bucket_id: int, record: bytes, why: str) -> None:
-        self._quarantine("buckets", opendata.ACTIVE.key(queue.id, bucket_id), record, why)
-        # Its key is deleted with a later commit: nothing may be written there again.
-        exponent, number = opendata.split_id(bucket_id)
-        end = number + opendata.capacity(exponent)
-        queue.counts.next_claim = max(queue.counts.next_claim, end)
-
-    def _note_healed(self, queue: Queue, bucket_id: int, why: str) -> None:
-        self.healed += 1
-        log.warning("queue %s: summary of bucket %#x mended: %s", queue.name, bucket_id, why)
+    def _decode(
+        self, queue: Queue, bucket_id: int, record: bytes,
+        is_late: Callable[[int, int], bool] | None,
+    ) -> OpenBucket | None:  # fmt: skip
+        """Decode a bucket, or put its record into the quarantine."""
+        try:
+            return OpenBucket.decode(queue, bucket_id, record, is_late)
+        except CorruptRecord as error:
+            key = opendata.ACTIVE.key(queue.id, bucket_id)
+            self._quarantine("buckets", key, record, str(error))
+            # Its key is deleted with a later commit: nothing may be written there again.
+            exponent, number = opendata.split_id(bucket_id)
+            end = number + opendata.capacity(exponent)
+            queue.counts.next_claim = max(queue.counts.next_claim, end)
+            return None
 
 
 def _by_time(queue: Queue) -> Callable[[int, int], bool]:

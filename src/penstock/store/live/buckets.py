@@ -3,7 +3,7 @@
 This is OpenData-Queue's layout. All of a queue's live messages are in its active buckets::
 
     table buckets
-    02 02 | queue | bucket u64      active bucket v2: available and in-flight messages
+    02 02 | queue | bucket u64      active bucket: available and in-flight messages
     02 09 | queue | bucket u64      its summary (codec/buckets.py), written whenever it changes
 
 A message's key is its claim id: four bits of exponent, the queue's at the time, and a number from
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from penstock.engines import Batch, Engine
     from penstock.store.kv.queues import Queue
-    from penstock.store.kv.tables import FirstKeys
     from penstock.store.live import Grant, Quarantine
 
 _NO_PRIORITY: Final = b"\xff"
@@ -46,9 +45,6 @@ class BucketActive(BucketCache):
 
     def __init__(self, engine: Engine, quarantine: Quarantine) -> None:
         super().__init__(engine.table("buckets"), quarantine)
-        self.damage = self._directories.damage
-        self.unread: list[StoreDamaged] = []
-        self.first_keys: Sequence[FirstKeys] = ()
 
     def ready_groups(self, queue: Queue) -> int:
         """Return how many groups have something to claim; FIFO: something waiting."""
@@ -126,20 +122,12 @@ class BucketActive(BucketCache):
         return late
 
     def come_due(self, batch: Batch, now_ms: int, budget: int) -> list[tuple[Queue, int]]:
-        """Count delayed messages as ready in the order of their times; only summaries change."""
+        """Write mended summaries, also if nothing is due."""
         self._begin(batch)
-        moved: list[tuple[Queue, int]] = []
-        while budget > 0 and (first := self._due.first()) and first[0] <= now_ms:
-            queue = self._queues[first[1]]
-            count = self._come_due(batch, queue, now_ms, budget)
-            queue.counts.delayed -= count
-            queue.counts.available += count
-            self._set_due(queue)
-            budget -= count
-            moved.append((queue, count))
-        return moved
+        return super().come_due(batch, now_ms, budget)
 
     def _come_due(self, batch: Batch, queue: Queue, now_ms: int, budget: int) -> int:
+        """Count delayed messages as ready in the order of their times; only summaries change."""
         directory = self._directories[queue.number]
         touched: dict[int, OpenBucket] = {}
         count = 0
@@ -165,12 +153,8 @@ class BucketActive(BucketCache):
             count += 1
         for bucket in touched.values():
             self._write_summary(batch, queue, bucket)
+        self._set_due(queue)
         return count
-
-    def next_due_ms(self) -> int | None:
-        """Return when the next delayed message comes due."""
-        first = self._due.first()
-        return first[0] if first else None
 
     # --- claim ---------------------------------------------------------------------------
 
@@ -208,14 +192,9 @@ class BucketActive(BucketCache):
         return taken
 
     def _visit(
-        self,
-        queue: Queue,
-        group: bytes,
-        changed: dict[int, OpenBucket],
-        limit: int,
-        grants: Iterator[Grant],
-        now_ms: int,
-    ) -> list[Item]:
+        self, queue: Queue, group: bytes, changed: dict[int, OpenBucket], limit: int,
+        grants: Iterator[Grant], now_ms: int,
+    ) -> list[Item]:  # fmt: skip
         """Take up to ``limit`` messages of a group: lane after lane, each in order of rank."""
         directory = self._directories[queue.number]
         taken: list[Item] = []

@@ -16,8 +16,8 @@ from penstock.errors import CorruptRecord, InvalidInput, StoreDamaged
 from penstock.limits import MAX_ATTEMPTS
 from penstock.model import State
 from penstock.store.codec.stored import encode_stored_item, with_lease
-from penstock.store.kv.tables import DueHeap, FirstKeys
-from penstock.store.live import NO_LEASE, Directories, Item, count_attempt, group_of
+from penstock.store.kv.tables import FirstKeys
+from penstock.store.live import NO_LEASE, ActiveSet, Item, count_attempt, group_of
 from penstock.store.live.indexed_directory import (
     DELAYED,
     KNOWN_KEYS,
@@ -52,7 +52,7 @@ _NO_PRIORITY: Final = b"\xff"
 _REGION_BYTES: Final = 5
 
 
-class IndexedActive:
+class IndexedActive(ActiveSet[Directory]):
     """The active set of the indexed design."""
 
     def __init__(self, engine: Engine, quarantine: Quarantine) -> None:
@@ -60,31 +60,21 @@ class IndexedActive:
         self._in_progress = engine.table("in_progress")
         self._index = engine.table("visibility_index")
         self._groups = engine.table("groups")
-        self._quarantine = quarantine
-        self._directories: Directories[Directory] = Directories()
-        self.damage = self._directories.damage
-        self.passed: set[tuple[int, int]] = set()
-        self.unread: list[StoreDamaged] = []
-        self._queues: dict[int, Queue] = {}
-        # No message of a queue has a timer before this.
-        self._due: DueHeap[int] = DueHeap()
         first_keys = [FirstKeys(each) for each in (self._available, self._in_progress, self._index)]
         self._first_available, self._first_in_progress, self._first_timer = first_keys
-        self.first_keys: Sequence[FirstKeys] = first_keys
+        super().__init__(quarantine, first_keys)
         self._recent = Recent()
         # FIFO queues that lost a message in flight to corruption: which group is unknown.
         self._recount: set[int] = set()
-        self.healed = 0
 
     # --- memory --------------------------------------------------------------------------
 
     def load(self, queue: Queue) -> None:
         """Find out which groups are held, which lanes are in use, and what is due first."""
         self._recent.clear()
+        self.forget(queue)
         directory = self._directories[queue.number] = Directory(queue.number, self._groups)
         self._queues[queue.number] = queue
-        self.damage.pop(queue.number, None)
-        self._due.set(queue.number, None)
         for find in (self._find_held, self._find_timer, lambda _, it: it.find_lanes(self._index)):
             try:
                 find(queue, directory)
@@ -104,13 +94,6 @@ class IndexedActive:
         delayed = DELAYED + directory.prefix[1:]
         first = self._first_timer.scan(delayed, past(delayed), 1)
         self._due.set(queue.number, visible_at_of_timer(first[0][0]) if first else None)
-
-    def forget(self, queue: Queue) -> None:
-        """Drop a queue's directory."""
-        self._directories.pop(queue.number, None)
-        self.damage.pop(queue.number, None)
-        self._queues.pop(queue.number, None)
-        self._due.set(queue.number, None)
 
     def ready_groups(self, queue: Queue) -> int:
         """Return how many groups have something to claim, as far as memory knows."""
@@ -139,13 +122,7 @@ class IndexedActive:
             key = prefix + lane + pack_slot(0 if fifo else visible_at, message_id)
             main = pack_main(number, message_id)
             record = encode_stored_item(
-                item.metadata,
-                key,
-                main[4:],
-                item.attempts,
-                item.forgiven,
-                visible_at,
-                NO_LEASE,
+                item.metadata, key, main[4:], item.attempts, item.forgiven, visible_at, NO_LEASE
             )
             put(main, record, available)
             if visible_at > now_ms:
@@ -178,36 +155,24 @@ class IndexedActive:
         queue.counts.delayed += delayed
         queue.counts.available += len(items) - delayed
 
-    def come_due(self, batch: Batch, now_ms: int, budget: int) -> list[tuple[Queue, int]]:
+    def _come_due(self, batch: Batch, queue: Queue, now_ms: int, budget: int) -> int:
         """Move index entries from delayed to ready, in the order in which they came due."""
-        moved: list[tuple[Queue, int]] = []
-        while budget > 0 and (first := self._due.first()) and first[0] <= now_ms:
-            number = first[1]
-            queue, directory = self._queues[number], self._directories[number]
-            prefix = DELAYED + queue.number4
-            # One more than the budget tells when the next is due.
-            try:
-                rows = self._first_timer.scan(prefix, past(prefix), budget + 1)
-            except StoreDamaged as error:
-                self.damage[number] = error.anew()
-                rows, _ = scan_readable(self._index, prefix, past(prefix), budget + 1)
-            count = 0
-            for key, value in rows[:budget]:
-                if visible_at_of_timer(key) > now_ms:
-                    break
-                count += 1
-                self._move_due(batch, queue, directory, key, value)
-            rest = rows[count:]
-            self._due.set(number, visible_at_of_timer(rest[0][0]) if rest else None)
-            budget -= count
-            queue.counts.delayed -= count
-            queue.counts.available += count
-            moved.append((queue, count))
-        return moved
+        prefix = DELAYED + queue.number4
+        # One more than the budget tells when the next is due.
+        try:
+            rows = self._first_timer.scan(prefix, past(prefix), budget + 1)
+        except StoreDamaged as error:
+            self.damage[queue.number] = error.anew()
+            rows, _ = scan_readable(self._index, prefix, past(prefix), budget + 1)
+        due = list(takewhile(lambda row: visible_at_of_timer(row[0]) <= now_ms, rows[:budget]))
+        for key, value in due:
+            self._move_due(batch, queue, key, value)
+        rest = rows[len(due) :]
+        self._due.set(queue.number, visible_at_of_timer(rest[0][0]) if rest else None)
+        return len(due)
 
-    def _move_due(
-        self, batch: Batch, queue: Queue, directory: Directory, key: bytes, value: bytes
-    ) -> None:
+    def _move_due(self, batch: Batch, queue: Queue, key: bytes, value: bytes) -> None:
+        directory = self._directories[queue.number]
         batch.delete(key, self._index.family)
         main, lane = main_of(key), value[12:]
         if value[:12] != main or not lane:
@@ -225,11 +190,6 @@ class IndexedActive:
         directory.offer(lane, ready)
         directory.unblock(group_of(lane))
 
-    def next_due_ms(self) -> int | None:
-        """Return when the next delayed message comes due."""
-        first = self._due.first()
-        return first[0] if first else None
-
     # --- claim ---------------------------------------------------------------------------
 
     def take(
@@ -238,7 +198,7 @@ class IndexedActive:
         queue: Queue,
         limit: int,
         grants: Iterator[Grant],
-        now_ms: int,  # noqa: ARG002 - what is delayed has a timer
+        now_ms: int,  # noqa: ARG002
     ) -> list[Item]:
         """Visit groups in turn until the limit is reached or no group has more."""
         directory = self._directories[queue.number]
@@ -337,11 +297,7 @@ class IndexedActive:
         return next((at for at, timer in enumerate(found) if timer is not None), len(rows))
 
     def _move_to_in_progress(
-        self,
-        batch: Batch,
-        queue: Queue,
-        rows: list[tuple[bytes, bytes]],
-        grants: Iterator[Grant],
+        self, batch: Batch, queue: Queue, rows: list[tuple[bytes, bytes]], grants: Iterator[Grant]
     ) -> list[Item]:
         directory = self._directories[queue.number]
         put, delete = batch.put, batch.delete

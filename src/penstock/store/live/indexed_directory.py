@@ -84,7 +84,7 @@ def past(prefix: bytes) -> bytes:
     return prefix + PAST
 
 
-class Held:
+class HeldGroup:
     """A FIFO group that can't be claimed from, and where its lane goes on.
 
     It has ``count`` messages in flight, or (0) a head that is not visible yet.
@@ -111,7 +111,7 @@ class Directory:
         self.prefix = READY + number.to_bytes(4, "big")
         # group -> {lane: lowest key that may be alive}; the first group is next in turn
         self.ring: OrderedDict[bytes, dict[bytes, bytes]] = OrderedDict()
-        self.held: dict[bytes, Held] = {}
+        self.held: dict[bytes, HeldGroup] = {}
         self.known: dict[bytes, list[bytes]] = {}
 
     def all_lanes(self) -> Iterator[dict[bytes, bytes]]:
@@ -129,10 +129,10 @@ class Directory:
         number = self.prefix[1:]
         uncounted = False
         for key, record in rows_of(self._groups, number, past(number)):
-            self.held[key[4:]] = Held(int.from_bytes(record, "big"), {})
+            self.held[key[4:]] = HeldGroup(int.from_bytes(record, "big"), {})
             if len(record) != 4:
                 quarantine("groups", key, record, f"{len(record)} bytes, not 4")
-                self.held[key[4:]] = Held(1, {})
+                self.held[key[4:]] = HeldGroup(1, {})
                 uncounted = True
         return uncounted
 
@@ -216,7 +216,7 @@ class Directory:
 
     def hold(self, batch: Batch, group: bytes, count: int, lanes: dict[bytes, bytes]) -> None:
         """Take a FIFO group out of turn: it has messages in flight, or a head that is delayed."""
-        self.held[group] = Held(count, lanes)
+        self.held[group] = HeldGroup(count, lanes)
         if count:
             self._put_held(batch, group, count)
 

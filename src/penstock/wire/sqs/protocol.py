@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from urllib.parse import parse_qsl
 
 import msgspec
 
 from penstock import limits
+
+if TYPE_CHECKING:
+    from collections.abc import Container
 
 # --- faults ---------------------------------------------------------------------------------------
 
@@ -95,18 +98,6 @@ class SqsFault(Exception):
 
 # --- requests -------------------------------------------------------------------------------------
 
-OPERATIONS: Final = frozenset(
-    {
-        *("AddPermission", "RemovePermission", "TagQueue", "UntagQueue", "ListQueueTags"),
-        *("CreateQueue", "DeleteQueue", "PurgeQueue", "GetQueueUrl", "ListQueues"),
-        *("GetQueueAttributes", "SetQueueAttributes", "ListDeadLetterSourceQueues"),
-        *("StartMessageMoveTask", "CancelMessageMoveTask", "ListMessageMoveTasks"),
-        *("SendMessage", "SendMessageBatch", "ReceiveMessage"),
-        *("DeleteMessage", "DeleteMessageBatch"),
-        *("ChangeMessageVisibility", "ChangeMessageVisibilityBatch"),
-    }
-)
-
 
 class AttributeValue(msgspec.Struct, rename="pascal", gc=False, omit_defaults=True):
     """The value of a message attribute."""
@@ -183,10 +174,10 @@ _DECODE: Final = msgspec.json.Decoder(SqsRequest, strict=False).decode
 encode_json: Final = msgspec.json.Encoder().encode
 
 
-def json_operation(target: str) -> str:
-    """Read the operation's name from the header."""
+def json_operation(target: str, known: Container[str]) -> str:
+    """Read the operation's name from the header; a known one."""
     name = target[len(_TARGET) :] if target.startswith(_TARGET) else ""
-    if name not in OPERATIONS:
+    if name not in known:
         raise _unknown(target, 404)
     return name
 
@@ -257,12 +248,12 @@ def query_fields(text: str) -> dict[str, str]:
     return fields
 
 
-def query_operation(fields: dict[str, str]) -> str:
-    """Read the operation's name."""
+def query_operation(fields: dict[str, str], known: Container[str]) -> str:
+    """Read the operation's name; a known one."""
     name = fields.get("Action")
     if name is None:
         raise SqsFault("MissingAction", "The request must contain the parameter Action.")
-    if name not in OPERATIONS:
+    if name not in known:
         raise _unknown(name, 400)
     return name
 
@@ -294,8 +285,7 @@ def _tree(fields: dict[str, str]) -> Tree:
 def _shape(kind: type[SqsEntry], tree: Tree, entry: str) -> Tree:
     """Bring a tree of form fields into the shape of a struct; ``entry``: the name of entries."""
     shaped: Tree = {}
-    for field in msgspec.structs.fields(kind):
-        name = field.encode_name
+    for name in kind.__struct_encode_fields__:
         if name in _LISTS:
             items = _numbered(tree.get(_LISTS[name]))
             if items:

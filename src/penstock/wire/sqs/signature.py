@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote, unquote
 
@@ -25,7 +25,7 @@ _HEADER: Final = re.compile(
     rf"{_ALGORITHM} +Credential=([^/,\s]+)/(\d{{8}})/([^/,\s]+)/([^/,\s]+)/aws4_request,"
     r"\s*SignedHeaders=([a-z0-9\-_;]+),\s*Signature=([0-9a-f]{64})"
 )
-_DATE: Final = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)Z")
+_DATE: Final = re.compile(r"\d{8}T\d{6}Z")
 _SPACES: Final = re.compile(r"\s+")
 _SLASHES: Final = re.compile(r"/+")
 _UNSIGNED: Final = "UNSIGNED-PAYLOAD"
@@ -154,12 +154,10 @@ def _payload_hash(announced: str | None, body: bytes, *, unsigned: bool) -> str:
 
 
 def _check_time(claim: Claim, stamp: str, now_ms: int) -> None:
-    match = _DATE.fullmatch(stamp)
-    if match is None or not stamp.startswith(claim.date):
+    if not _DATE.fullmatch(stamp) or not stamp.startswith(claim.date):
         raise _refused("X-Amz-Date must be given as YYYYMMDDTHHMMSSZ, of the credential's day.")
     try:
-        year, month, day, hour, minute, second = map(int, match.groups())
-        signed_at = datetime(year, month, day, hour, minute, second, tzinfo=UTC)
+        signed_at = datetime.fromisoformat(stamp)
     except ValueError:
         raise _refused(f"X-Amz-Date {stamp} is no time.") from None
     skew_ms = now_ms - round(signed_at.timestamp() * 1000)

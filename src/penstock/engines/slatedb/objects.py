@@ -1,4 +1,4 @@
-"""The objects of a SlateDB database: checks before it is opened, fsync, its owner's heartbeat.
+"""The objects of a SlateDB database: checks before it is opened, readers beside its owner.
 
 ::
 
@@ -8,31 +8,53 @@
 
 The library begins with the first object of the log that it finds, takes the next missing one for
 the log's end, one of no bytes for the mark of a new writer, and a location without a manifest for
-an empty one: it would go on there, and objects behind would be lost. Nothing is written here. In a
-directory every file is looked for. The library can't list a bucket: there the check asks for the
-log object by object and probes beyond its end; a missing file of rows is met when it is read.
+an empty one: it would go on there, and objects behind would be lost. In a directory the check looks
+for every file. The library can't list a bucket: there the check asks for the log object by object
+and probes beyond its end; a missing file of rows is met when it is read.
+
+Nothing here writes rows, and nothing disturbs the owner. A reader that is to keep to one moment
+makes the library write a *checkpoint* into the manifest, so that files which the owner has replaced
+are kept meanwhile; :func:`peek` does not even do that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from slatedb.uniffi import AdminBuilder, Error, SlateDbWalReader
+from slatedb.uniffi import (
+    AdminBuilder,
+    DbReaderBuilder,
+    Error,
+    ReaderMode,
+    ReaderOptions,
+    SlateDbWalReader,
+)
 
+from penstock.clock import SystemClock
+from penstock.engines import View
 from penstock.engines.disk import sync_path
-from penstock.engines.slatedb.binding import CallTimeout, call, call_all
-from penstock.engines.slatedb.location import NO_DATABASE, translate_open
-from penstock.errors import StoreDamaged
+from penstock.engines.slatedb.binding import (
+    NO_DATABASE,
+    CallTimeout,
+    call,
+    call_all,
+    translate_open,
+)
+from penstock.engines.slatedb.tables import SILENCE_S, Rows, families_of, make_tables
+from penstock.errors import StorageFailed, StoreDamaged, StoreMismatch
+from penstock.limits import MAX_READER_SNAPSHOT_MS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from slatedb.uniffi import ObjectStore, VersionedManifest
+    from slatedb.uniffi import DbReader, ObjectStore, VersionedManifest
 
-    from penstock.engines.slatedb.location import SlateLocation
+    from penstock.engines import Table
+    from penstock.engines.slatedb.binding import SlateLocation
 
 _ANSWER_S: Final = 60.0
 # A store that takes longer says nothing about the owner.
@@ -44,6 +66,11 @@ TRUNCATED: Final = "WAL was truncated"
 _SHOWN: Final = 5
 # Objects of the log in a bucket that are asked for at the same time.
 _AT_ONCE: Final = 32
+# Few: wrong credentials and missing buckets are reported soon.
+_RETRIES: Final = 2
+_MEMORY_BYTES: Final = 64 << 20
+# The library polls once right after it has opened a reader, and then only after the interval.
+_SETTLE_S: Final = 0.05
 
 
 def log_object(number: int) -> str:
@@ -105,10 +132,10 @@ def _missing_files(
     missing += [log_object(number) for number in numbers if number not in log]
     # An owner may have written some while the directory was listed.
     missing = [name for name in missing if not (root / name).exists()]
-    return missing or _emptied(SlateDbWalReader(location.path, store), manifest, log)
+    return missing or _empty_objects(SlateDbWalReader(location.path, store), manifest, log)
 
 
-def _emptied(
+def _empty_objects(
     logs: SlateDbWalReader, manifest: VersionedManifest, sizes: dict[int, int]
 ) -> list[str]:
     """Name the empty objects between which changes are missing: these were no marks of writers."""
@@ -158,6 +185,126 @@ def _sequences(logs: SlateDbWalReader, numbers: Sequence[int]) -> list[int] | No
             raise
         return None
     return sorted(row.seq for each in found if each is not None for row in each.rows)
+
+
+# --- readers --------------------------------------------------------------------------------------
+
+
+class ReaderMoved(StorageFailed):
+    """The library has moved a reader on to a later moment: rows read before are of another."""
+
+
+class NoDatabase(StoreMismatch):
+    """There is no database at the location yet."""
+
+
+class SlateReader(View):
+    """A database as it was when the reader was opened.
+
+    It keeps to that moment for :data:`~penstock.limits.MAX_READER_SNAPSHOT_MS`, then refuses. A
+    reader that is not ``pinned`` is for a single record, of whatever moment.
+    """
+
+    def __init__(
+        self, location: SlateLocation, *, pinned: bool = True, replay: bool = True
+    ) -> None:
+        self.location = location
+        self._pinned = pinned
+        self._seconds = SystemClock().seconds
+        self._until_s = self._seconds() + MAX_READER_SNAPSHOT_MS / 1000
+        mode = ReaderMode.MANAGED_CHECKPOINT() if pinned else ReaderMode.FOLLOW_LATEST()
+        self._reader = build(location, mode, replay=replay)
+        self._moment = 0
+        self.settle()
+        try:
+            self._rows = Rows(self._reader, location, self.check)
+            families = families_of(self._rows, location)
+        except BaseException:
+            self._shut_down()
+            raise
+        super().__init__(make_tables(self._rows, families), self._close)
+
+    def settle(self) -> None:
+        """Take the present state of the library's reader for the moment to keep to."""
+        if self._pinned:
+            threading.Event().wait(_SETTLE_S)
+        self._moment = self._reader.status().durable_seq
+
+    def check(self) -> None:
+        """Raise if the library's reader has moved on, or if its moment is too long ago."""
+        if self._pinned and self._reader.status().durable_seq != self._moment:
+            raise ReaderMoved(f"{self.location}: the reader has moved on; open it again")
+        if self._seconds() > self._until_s:
+            raise StorageFailed(
+                f"{self.location} was opened for reading more than "
+                f"{MAX_READER_SNAPSHOT_MS // 60_000} minutes ago: open it again"
+            )
+
+    def table(self, name: str) -> Table:
+        """Return a table of the database."""
+        if name not in self.tables:
+            raise StoreMismatch(f"{self.location} has no table {name!r}: use another version")
+        return self.tables[name]
+
+    def _close(self) -> None:
+        """Drop the checkpoint."""
+        self._shut_down()
+        self._rows.close()
+
+    def _shut_down(self) -> None:
+        with contextlib.suppress(Error, CallTimeout):
+            call(self._reader.shutdown(), SILENCE_S)
+
+
+def build(location: SlateLocation, mode: ReaderMode, *, replay: bool) -> DbReader:
+    """Open the library's reader; with ``replay``, it reads the log too."""
+    builder = DbReaderBuilder(location.path, location.store())
+    builder.with_reader_mode(mode)
+    builder.with_options(
+        ReaderOptions(
+            # A poll would move the reader on; it would also renew the checkpoint.
+            manifest_poll_interval_ms=MAX_READER_SNAPSHOT_MS,
+            checkpoint_lifetime_ms=3 * MAX_READER_SNAPSHOT_MS,
+            max_memtable_bytes=_MEMORY_BYTES,
+            skip_wal_replay=not replay,
+            object_store_max_retries=_RETRIES,
+        )
+    )
+    try:
+        return call(builder.build(), SILENCE_S)
+    except (Error, CallTimeout) as error:
+        if isinstance(error, Error.Data) and NO_DATABASE in error.message:
+            raise NoDatabase(f"{location} holds no store") from error
+        translate_open(error, location)
+
+
+def peek(location: SlateLocation, table: str, key: bytes) -> bytes | None:
+    """Read one record without writing anything: empty if it is missing; None: no database.
+
+    Raises every reason not to open the database: a bucket that is not there, refused credentials,
+    files of something else, missing objects.
+    """
+    if location.holds_something_else():
+        raise StoreMismatch(f"{location.root} is not empty and holds no SlateDB database")
+    if location.kind == "file":
+        check_objects(location)
+    record = None
+    # A record that was written long ago is in a file of rows; otherwise the log is read too.
+    for replay in (False, True):
+        try:
+            reader = SlateReader(location, pinned=False, replay=replay)
+        except NoDatabase:
+            check_objects(location)
+            return None
+        with contextlib.closing(reader):
+            if table in reader.tables:
+                record = reader.table(table).get(key)
+        if record is not None:
+            break
+    if location.kind == "s3":
+        # After the reader has got through: of a wrong bucket or key the library never tires here.
+        check_objects(location)
+    return record or b""
 
 
 # --- the log while somebody writes it -------------------------------------------------------------
