@@ -201,7 +201,7 @@ class QueueSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a queue. A retention of 0 keeps for ever.
 
     What fails is moved into the queue ``dead_letter``, if one is named. ``labels`` are kept for
-    whoever set them; they mean nothing here.
+    the caller that set them; they mean nothing here.
     """
 
     name: str

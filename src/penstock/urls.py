@@ -84,10 +84,10 @@ def open(  # noqa: A001 - penstock.open is the way in
     if str(url).startswith(("penstock:", "penstocks:")):
         if (durability, dedup_window_ms, background, routing) != ("fsync", 300_000, True, None):
             raise InvalidUrl(f"{url!r:.200} is a server: what its store does is its own setting")
-        # Imported here: who opens a store of its own need not load what a client needs.
+        # Imported here: a process that opens a store of its own needs no client.
         from penstock.client import connect  # noqa: PLC0415
 
-        # It has the verbs of a broker, so that who is given either need not know which.
+        # A client has the verbs of a broker: its user need not know which of the two it is.
         return cast(Broker, connect(str(url), clock=clock))
     clock = clock or SystemClock()
     relaxed = durability == "relaxed"

@@ -112,9 +112,7 @@ def test_a_payload_that_is_gone_is_missing(broker: penstock.Broker, store: Fligh
     assert (counts.added, counts.already, counts.missing) == (0, 0, 5)
 
 
-def test_a_large_fill_goes_in_bounded_steps(
-    broker: penstock.Broker, store: FlightStore, *, on_sql: bool
-) -> None:
+def test_a_large_fill_goes_in_bounded_steps(broker: penstock.Broker, store: FlightStore) -> None:
     count = FILL_WINDOW + FILL_MESSAGES * 2 + 10
     publish(broker, count)
     broker.create_queue("q", filter="n >= 0")
@@ -125,8 +123,7 @@ def test_a_large_fill_goes_in_bounded_steps(
     assert broker.stats("q").available == count
     # One stretch, not one for each step.
     kept: Any = broker._store
-    coverage = (kept.core if on_sql else kept).queue("q").coverage
-    assert len(coverage.backfilled) == 1
+    assert len(kept.queue("q").coverage.backfilled) == 1
 
 
 def test_a_fill_that_was_interrupted_goes_on(
@@ -257,8 +254,7 @@ def forget_log(broker: penstock.Broker, clock: ManualClock) -> None:
 
 def orphan(broker: penstock.Broker, message_ids: Iterable[int]) -> None:
     """Make payloads that nobody holds, as a fault might."""
-    store: Any = broker._store
-    core = getattr(store, "core", store)
+    core: Any = broker._store
     if not hasattr(core, "engine"):
         for message_id in message_ids:
             core.database.execute(f"INSERT INTO messages VALUES ({message_id}, 0, '', 'lost')")

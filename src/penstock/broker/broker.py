@@ -76,7 +76,7 @@ class Broker(ServedBroker):
         self._inline = store.info().routing == "inline"
         self._restored = []
         self._matcher, self._live = Matcher(), {}
-        self._matched = -1
+        self._follow_filters()
         self._runner = Runner(store, clock, relaxed=relaxed, background=background)
 
     def __enter__(self) -> Self:

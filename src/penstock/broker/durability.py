@@ -56,7 +56,7 @@ class Committer:
         self._relaxed = relaxed
         lock = threading.Lock()
         self._condition = threading.Condition(lock)
-        # The committer waits here, apart from those who wait for it.
+        # The committer waits here, apart from the callers that wait for it.
         self._work = threading.Condition(lock)
         self._wanted = 0
         # Commits up to here are durable, but for those in between the numbers of a failure.
@@ -113,7 +113,7 @@ class Committer:
                 while not self._relaxed and self._wanted <= self._settled and not self._closed:
                     self._work.wait()
                 closed = self._closed
-            # Everything committed by now is covered, whoever asked for it.
+            # Everything committed by now is covered, also changes that nobody waits for.
             number = self._committed()
             if number > self._settled:
                 self._sync_up_to(number)
@@ -130,7 +130,7 @@ class Committer:
         except StoreFenced as error:
             self.fail(number, error)
         except Exception as error:
-            # Whatever it was: those who wait must be told, or they would for ever.
+            # Whatever it was: callers that wait must get it, or they would wait for ever.
             log.error(  # noqa: TRY400 - what is known has no need of a traceback
                 "%d commits may or may not be durable: the store could not be synced: %s",
                 commits,
