@@ -25,14 +25,14 @@ from penstock.urls import open  # noqa: A004 - penstock.open is the way in
 if TYPE_CHECKING:
     from penstock.broker.reader import Reader, route_once
     from penstock.client import connect, connect_async
-    from penstock.places import open_reader
+    from penstock.readers import open_reader
     from penstock.worker import Retry, Settled, Worker, WorkerStats
 else:
     # Loaded when used: a process that opens a store of its own needs none of these.
     _LAZY = {
         **dict.fromkeys(("Reader", "route_once"), "penstock.broker.reader"),
         **dict.fromkeys(("connect", "connect_async"), "penstock.client"),
-        "open_reader": "penstock.places",
+        "open_reader": "penstock.readers",
         **dict.fromkeys(("Retry", "Settled", "Worker", "WorkerStats"), "penstock.worker"),
     }
 

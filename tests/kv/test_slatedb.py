@@ -39,7 +39,7 @@ from penstock.errors import (
     StoreFenced,
     StoreMismatch,
 )
-from penstock.places import open_reader
+from penstock.readers import open_reader
 from penstock.urls import DESIGNS
 
 if TYPE_CHECKING:

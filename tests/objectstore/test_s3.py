@@ -16,7 +16,7 @@ from penstock.engines import slatedb as engine_module
 from penstock.engines.slatedb import SlateEngine
 from penstock.engines.slatedb.binding import SlateLocation
 from penstock.engines.slatedb.objects import check_objects
-from penstock.places import open_reader, place_to_read
+from penstock.readers import open_reader, place_to_read
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from tests.ports import free_ports
 import penstock
 from penstock import InvalidInput, InvalidUrl, PenstockError, StorageFailed, SystemClock
 from penstock.engines import slatedb as engine_module
-from penstock.places import watch_owner
+from penstock.readers import watch_owner
 from penstock.server import config as configuring
 from penstock.server import process, running
 from penstock.server.process import Silence, until_silent

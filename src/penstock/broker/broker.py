@@ -223,7 +223,8 @@ class Broker(ServedBroker):
         check_count(limit, "limit", 1, limits.MAX_CLAIM_LIMIT)
         check_count(wait_ms, "wait_ms", 0, limits.MAX_WAIT_MS)
         check_text(consumer, "consumer", limits.MAX_CONSUMER_BYTES)
-        check_optional(lease_ms, "lease_ms", 1, limits.MAX_LEASE_MS)
+        if lease_ms is not None:
+            check_count(lease_ms, "lease_ms", 1, limits.MAX_LEASE_MS)
         taken: list[Delivery] = []
 
         def take(now_ms: int) -> list[Delivery]:

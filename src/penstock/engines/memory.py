@@ -51,16 +51,12 @@ class MemoryTable:
 
     def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), ascending."""
-        return self._scan(begin, end, limit, back=False)
+        keys = self.rows.irange(begin, end, inclusive=(True, False))
+        return [(key, self.rows[key]) for key in islice(keys, limit)]
 
     def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), descending."""
-        return self._scan(begin, end, limit, back=True)
-
-    def _scan(
-        self, begin: bytes, end: bytes, limit: int, *, back: bool
-    ) -> Sequence[tuple[bytes, bytes]]:
-        keys = self.rows.irange(begin, end, inclusive=(True, False), reverse=back)
+        keys = self.rows.irange(begin, end, inclusive=(True, False), reverse=True)
         return [(key, self.rows[key]) for key in islice(keys, limit)]
 
 
@@ -165,6 +161,14 @@ class OverlayTable(MemoryTable):
     def copy(self) -> OverlayTable:
         """Return the table as it is now."""
         return OverlayTable(self._below, self.rows.copy())
+
+    def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
+        """Read up to ``limit`` pairs of [begin, end), ascending."""
+        return self._scan(begin, end, limit, back=False)
+
+    def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
+        """Read up to ``limit`` pairs of [begin, end), descending."""
+        return self._scan(begin, end, limit, back=True)
 
     def _scan(
         self, begin: bytes, end: bytes, limit: int, *, back: bool

@@ -28,7 +28,7 @@ from penstock.engines import rows_of
 from penstock.errors import CorruptRecord, InvalidUrl, StorageFailed, StoreDamaged
 from penstock.filters import parse
 from penstock.model import Ordering, QueueSpec, State
-from penstock.places import locate, make_engine
+from penstock.readers import locate, make_engine
 from penstock.store.codec.metadata import Metadata, decode_metadata, encode_metadata, read_metadata
 from penstock.store.codec.opendata import PAYLOAD, parse_entry_key, payload_key, read_terminated
 from penstock.store.codec.records import decode_queue_spec

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from penstock.clock import SystemClock
 from penstock.engines.disk import sync_path
 from penstock.errors import InvalidInput, PenstockError, StorageFailed, StoreMismatch
-from penstock.places import open_copy
+from penstock.readers import open_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

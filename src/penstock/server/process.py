@@ -25,7 +25,7 @@ import msgspec
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, StorageFailed
-from penstock.places import watch_owner
+from penstock.readers import watch_owner
 from penstock.server import config as configuring
 from penstock.server.config import OFF, Address, Config
 from penstock.server.connections import bind, raise_file_limit

@@ -1,4 +1,4 @@
-"""Stores where they are: read beside their owner, watched by a standby, copied, salvaged."""
+"""Ways to open a store without owning it: for reading, to watch its owner, for a salvage."""
 
 from __future__ import annotations
 
