@@ -187,7 +187,7 @@ def test_what_is_young_is_kept_though_its_number_is_low(
     store: Any = broker._store
 
     def finish(slot: int, count: int) -> list[int]:
-        store.core.slot = slot
+        store.slot = slot
         held = broker.claim("q", limit=count)
         assert all(broker.ack([each.receipt for each in held]))
         return [each.message_id for each in held]

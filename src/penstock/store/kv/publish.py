@@ -37,13 +37,14 @@ class PublishVerbs(Core):
         Without routes they go into the log alone, for a tailer to route.
         """
         payload_bytes = 0
-        keyed: list[Message] = []
+        dedup_keys: list[bytes] = []
         for message in messages:
             payload_bytes += len(message.payload)
             if message.dedup_id is not None:
-                keyed.append(message)
+                dedup_keys.append(self.dedup.key(message, message.dedup_id))
         batch = self.begin(len(messages), payload_bytes)
-        known = self.dedup.known(keyed, now_ms) if keyed else {}
+        known = self.dedup.known(dedup_keys, now_ms) if dedup_keys else {}
+        keys_left = iter(dedup_keys)
         fresh: dict[bytes, int] = {}
         first_id = next_id = self.log.ids.allocate(batch, len(messages))
         put, payloads = batch.put, self.payloads.table.family
@@ -55,7 +56,7 @@ class PublishVerbs(Core):
         routed = repeat((), len(messages)) if routes is None else routes
         for message, names in zip(messages, routed, strict=True):
             if message.dedup_id is not None:
-                dedup_key = self.dedup.key(message)
+                dedup_key = next(keys_left)
                 known_id = known.get(dedup_key)
                 if known_id is not None:
                     self.totals.duplicates += 1

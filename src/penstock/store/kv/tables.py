@@ -261,15 +261,13 @@ class Dedup:
         self._table = table
         self.first_keys = FirstKeys(table)
 
-    def key(self, message: Message) -> bytes:
-        """Return the key of a message that has a dedup id."""
-        assert message.dedup_id is not None
-        return b"\x00" + terminated(dedup_scope(message)) + message.dedup_id.encode()
+    def key(self, message: Message, dedup_id: str) -> bytes:
+        """Return the key of a message's dedup id."""
+        return b"\x00" + terminated(dedup_scope(message)) + dedup_id.encode()
 
-    def known(self, messages: Sequence[Message], now_ms: int) -> dict[bytes, int]:
-        """Return keys of these messages and the ids under which the window knows them."""
+    def known(self, keys: list[bytes], now_ms: int) -> dict[bytes, int]:
+        """Return the keys that the window knows, with their message ids."""
         known = {}
-        keys = [self.key(message) for message in messages]
         for key, record in zip(keys, self._table.multi_get(keys), strict=True):
             # A record that is no pair is as good as none: it is written over.
             if record is not None and len(record) == _pair.size:
