@@ -22,15 +22,17 @@ demo: $(STAMP) java     ## publish, Spark pipeline, workers, report
 demo-embedded: $(STAMP) ## the same without Spark: the broker inside one process
 	$(BIN)/python examples/demo.py
 
-# All parts side by side, each of them printed when it has ended; one that fails makes all fail.
+# The tests of Spark come last: they would take the two cores from tests that wait for each other.
 test: $(STAMP)          ## the whole test suite, with lint and types
-	$(MAKE) --jobs=6 --keep-going --output-sync=target --no-print-directory lint types test-spark test-others
-
-test-spark: $(STAMP) java ## the tests with Spark, in two sessions
-	$(BIN)/python -m pytest tests/spark -n 2 --dist loadfile -m "spark and not soak"
+	$(MAKE) --jobs=4 --output-sync=target --no-print-directory lint types clients java
+	$(MAKE) --no-print-directory test-others
+	$(MAKE) --no-print-directory test-spark
 
 test-others: $(STAMP) clients ## the tests without Spark
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not spark and not soak"
+
+test-spark: $(STAMP) java ## the tests with Spark, in two sessions
+	$(BIN)/python -m pytest tests/spark -n 2 --dist loadfile -m "spark and not soak"
 
 check: $(STAMP)         ## lint, types and the quick tests: under two minutes
 	$(MAKE) --jobs=2 lint types

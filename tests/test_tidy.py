@@ -335,26 +335,26 @@ def test_files_and_functions_are_short() -> None:
 
 # Part of the library, tests' helpers aside: its most lines of Python and SQL. Only ever lowered.
 BUDGETS = {
-    ".": 1_950,
-    "broker": 2_050,
-    "cli": 2_190,
-    "client": 1_610,
-    "engines": 3_280,
+    ".": 1_860,
+    "broker": 1_980,
+    "cli": 2_030,
+    "client": 1_520,
+    "engines": 3_230,
     "filters": 1_570,
-    "flight": 2_840,
-    "importers": 770,
-    "salvage": 1_260,
-    "server": 7_140,
-    "spark": 4_140,
-    "store": 1_220,
-    "store/codec": 1_440,
-    "store/kv": 6_270,
-    "store/live": 2_410,
-    "store/sql": 6_770,
-    "wire": 2_120,
-    "worker": 2_340,
+    "flight": 2_660,
+    "importers": 740,
+    "salvage": 1_210,
+    "server": 6_750,
+    "spark": 3_750,
+    "store": 1_140,
+    "store/codec": 1_220,
+    "store/kv": 5_850,
+    "store/live": 2_370,
+    "store/sql": 6_170,
+    "wire": 1_870,
+    "worker": 2_290,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 51_310, 36_310, 197, 17_310
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 48_120, 33_770, 161, 12_280
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock
