@@ -81,14 +81,14 @@ LAYERS = {
     "wire": {*GROUND, "validation"},
     "client": {*GROUND, "clock", "store", "validation", "wire"},
     "urls": {*GROUND, "broker", "client", "clock", "engines", "store"},
-    "places": {*GROUND, "broker", "clock", "engines", "urls"},
-    "salvage": {*GROUND, "clock", "engines", "filters", "places", "store", "urls"},
+    "readers": {*GROUND, "broker", "clock", "engines", "urls"},
+    "salvage": {*GROUND, "clock", "engines", "filters", "readers", "store", "urls"},
     "worker": {*GROUND, "broker", "client", "clock", "store.policy", "urls", "validation"},
-    "__init__": {*GROUND, "broker", "client", "clock", "places", "urls", "worker"},
+    "__init__": {*GROUND, "broker", "client", "clock", "readers", "urls", "worker"},
     "importers": {*GROUND, "__init__", "broker", "clock", "filters", "store.codec", "validation"},
     "server": {
         *BROKER,
-        *("__init__", "broker", "engines.disk", "flight.service", "places", "wire"),
+        *("__init__", "broker", "engines.disk", "flight.service", "readers", "wire"),
     },
     "flight": {*BROKER, "__init__", "broker", "server.metrics", "server.security"},
     "spark": {

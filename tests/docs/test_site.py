@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+# One process builds it for all tests.
+pytestmark = pytest.mark.xdist_group("site")
+
 ROOT = Path(__file__).parents[2]
 # Elements that make a browser fetch something, with a foreign address.
 FETCHES = re.compile(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"(?:https?:)?//[^\"]+\"")

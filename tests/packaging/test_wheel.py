@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+# One process builds it for all tests.
+pytestmark = pytest.mark.xdist_group("wheel")
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("penstock", "pyspark_penstock")
 
