@@ -188,7 +188,6 @@ class Child:
         self.process.join(LEAVE_MS / 1000)
         self.process.kill()
         self.process.join()
-        self.process.close()
 
 
 class ProcessPool(Pool):
@@ -214,6 +213,7 @@ class ProcessPool(Pool):
         """Wait until the children have gone."""
         super().join(within_ms + LEAVE_MS * self._settings.concurrency)
         self.cut()
+        super().join(LEAVE_MS)
         atexit.unregister(self.cut)
 
     @property
@@ -281,6 +281,8 @@ class ProcessPool(Pool):
         return why
 
     def _end(self, child: Child) -> None:
-        with self._lock:
-            self._children.discard(child)
         child.end()
+        with self._lock:
+            # Until here a cut could still kill it.
+            self._children.discard(child)
+            child.process.close()
