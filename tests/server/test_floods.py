@@ -187,6 +187,7 @@ def buffered(server: Process, token: str) -> float:
 
 FILES = 256
 FLOOD = 400
+BURST = 50
 
 
 def closed(connection: socket.socket) -> bool:
@@ -254,15 +255,17 @@ def test_a_flood_of_idle_connections_leaves_the_store_its_files(
 def test_flights_connections_leave_the_store_its_files(
     serve: Callable[..., Process], tmp_path: Path, token: str
 ) -> None:
-    # gRPC takes what comes, and is told to let go afterwards: until then it takes more room.
+    # gRPC takes what comes, and is told to let go afterwards: until then it takes more room. A
+    # burst of hundreds may take all of it for a moment, as docs/server.md says.
     keys = ("--keys", str(tmp_path / "keys.toml"))
     server = serve(*keys, "--durability", "relaxed", native=True, files=2 * FILES)
     with ExitStack() as stack:
         client = stack.enter_context(penstock.connect(native_url(server), token=token))
         client.create_queue("q")
-        for _ in range(2 * FLOOD):
-            stack.enter_context(connect(server.ports["flight"]))
-        wait_until(lambda: server.open_files < 2 * FILES * 3 // 4)
+        for _ in range(2 * FLOOD // BURST):
+            for _ in range(BURST):
+                stack.enter_context(connect(server.ports["flight"]))
+            wait_until(lambda: server.open_files < 2 * FILES * 3 // 4)
         check_that_all_goes_on(server, token, client)
 
 
