@@ -346,15 +346,15 @@ BUDGETS = {
     "salvage": 1_210,
     "server": 6_750,
     "spark": 3_750,
-    "store": 1_140,
+    "store": 1_160,
     "store/codec": 1_220,
-    "store/kv": 5_850,
+    "store/kv": 5_840,
     "store/live": 2_370,
-    "store/sql": 6_170,
+    "store/sql": 6_150,
     "wire": 1_870,
     "worker": 2_290,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 48_120, 33_770, 161, 12_280
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 48_120, 33_770, 161, 12_290
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

@@ -67,7 +67,7 @@ def _check_message(message: Message) -> int:
             f"payload has {len(payload)} bytes; at most {limits.MAX_PAYLOAD_BYTES}"
         )
     _check_attributes(message.attributes)
-    # What most messages leave at its default is checked by one comparison.
+    # One comparison checks a field that most messages leave at its default.
     if message.group != "":
         check_text(message.group, "group", limits.MAX_GROUP_BYTES, InvalidMessage)
     if type(message.priority) is not int or message.priority:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SCHEMA: Final = capnp.load(str(Path(__file__).with_suffix(".capnp")))
-# What a message from a client may hold, in words of eight bytes: a publish, and some room.
+# The most words of eight bytes in a message from a client: a publish, and some room.
 _TRAVERSAL_WORDS: Final = limits.MAX_PUBLISH_BYTES // 8 + (1 << 20)
 _CONSUMER: Final = "queueber"
 _ID_BYTES: Final = 16

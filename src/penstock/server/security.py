@@ -448,7 +448,7 @@ def server_tls(certificate: Path, key: Path, client_ca: Path | None) -> ssl.SSLC
 
 
 class PageGuard:
-    """Says why a request is refused, or nothing.
+    """A check of headers that refuses requests of web pages.
 
     ``host`` is the listener's: where only this machine can reach it, a request must name this
     machine, or the host of ``url``, which is the address that the server is known by.

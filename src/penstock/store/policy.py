@@ -15,7 +15,7 @@ import msgspec
 from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue
 from penstock.filters import parse
 from penstock.limits import MAX_ATTEMPTS, MAX_COVERAGE_STRETCHES
-from penstock.model import AssignStatus, LogRecord, LogStretch
+from penstock.model import AssignStatus, BackfillPlan, LogRecord, LogStretch
 from penstock.store.codec.metadata import (
     Head,
     Metadata,
@@ -205,13 +205,28 @@ def is_outdated(cursor: Cursor, version: int, history: Sequence[tuple[int, int]]
     return any(at > read_at and offset < cursor.end for at, offset in history)
 
 
-def check_assigned(cursor: Cursor, assignments: Mapping[int, Sequence[str]]) -> None:
-    """Refuse assignments of messages outside of their page."""
+def check_page(
+    log: int, cursor: Cursor, assignments: Mapping[int, Sequence[str]], log_end: int
+) -> None:
+    """Refuse assignments of messages outside of their page, and a page beyond the log's end."""
     for message_id in (min(assignments), max(assignments)) if assignments else ():
         if not cursor.begin <= message_id < cursor.end:
             raise InvalidInput(
                 f"message {message_id} is not in the page [{cursor.begin}, {cursor.end})"
             )
+    if log_end < cursor.end:
+        raise InvalidInput(
+            f"log {log} ends at offset {log_end}; the cursor to assign is {cursor.end}"
+        )
+
+
+def check_assigned(
+    log: int, begin: int, assignments: Mapping[int, Sequence[str]], page: Iterable[int]
+) -> None:
+    """Refuse assignments of messages from ``begin`` on that are not among the page's ids."""
+    strangers = {each for each in assignments if each >= begin}.difference(page)
+    if strangers:
+        raise InvalidInput(f"message {min(strangers)} is not in this page of log {log}")
 
 
 def assigned(
@@ -310,7 +325,7 @@ class Coverage(msgspec.Struct):
             if stretch.end is not None and stretch.end <= earliest
         )[:over]
         if ends:
-            # Those that end below the last one to go would be of no use without it.
+            # A stretch that ends below the last one to go would be of no use without it.
             self.known_from = max(self.known_from or 0, ends[-1])
             self.live = [s for s in self.live if s.end is None or s.end > ends[-1]]
             self.backfilled = [s for s in self.backfilled if s.end is None or s.end > ends[-1]]
@@ -405,6 +420,18 @@ def check_known(coverage: Coverage, queue_name: str, begin: int) -> None:
             f"queue {queue_name!r} has forgotten what it has had below offset {known_from}, so "
             f"that messages might come twice: an archive can fill it from offset {known_from} on"
         )
+
+
+def backfill_plan(
+    spec: QueueSpec, coverage: Coverage, begin: int, end: int, earliest: int, *, archived: bool
+) -> BackfillPlan:
+    """Return the stretches of [begin, end) that a queue was not filled from by its filter."""
+    text = spec.filter
+    # Offsets begin at 1.
+    at = max(begin, 1 if archived else earliest)
+    if archived and at < earliest:
+        check_known(coverage, spec.name, at)
+    return BackfillPlan(coverage.missing(at, end, text), text, end, earliest)
 
 
 def fill_step(

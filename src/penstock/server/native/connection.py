@@ -511,8 +511,8 @@ class NativeConnection(asyncio.Protocol):
         failure = failure_of(0, error)
         self._write(self._encoder.frame(wire.Bye(failure.name, failure.message, final)))
         self._flush()
-        # What still comes is read and dropped: closing over unread bytes would take the farewell
-        # back before it is read.
+        # The connection reads and drops further bytes: closing over unread ones would take the
+        # farewell back before the client reads it.
         self._ending = True
         self._end_claims()
         self._reader = FrameReader(1)

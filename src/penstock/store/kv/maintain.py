@@ -211,7 +211,7 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
                     break
         if before is None:
             if limit is None or removed < limit:
-                # What memory knew of groups and lanes is void.
+                # Groups and lanes in memory are void.
                 self.active.load(queue)
             self.wake(queue)
         self.schedule_retention(queue)

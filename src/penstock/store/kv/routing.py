@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from penstock.errors import InvalidInput
 from penstock.model import (
     Assigned,
     AssignStatus,
@@ -120,18 +119,10 @@ class RoutingVerbs(PublishVerbs):
             refusal = AssignStatus.OUTDATED
         if refusal is not None:
             return Assigned(refusal, at, 0)
-        policy.check_assigned(cursor, assignments)
+        policy.check_page(log, cursor, assignments, self.log.end)
         begin = max(at, cursor.begin)
-        if self.log.end < cursor.end:
-            raise InvalidInput(
-                f"log {log} ends at offset {self.log.end}; the cursor to assign is {cursor.end}"
-            )
         rows = [row for entry in self.log.entries(log, begin, cursor.end) for row in entry]
-        ids = [row[0] for row in rows]
-        if not assignments.keys() <= set(ids):
-            strangers = {i for i in assignments if i >= begin}.difference(ids)
-            if strangers:
-                raise InvalidInput(f"message {min(strangers)} is not in this page of log {log}")
+        policy.check_assigned(log, begin, assignments, (row[0] for row in rows))
         placed: list[Item] = []
         routes: list[Sequence[str]] = []
         for message_id, encoded, head, names in policy.assigned(
@@ -232,14 +223,10 @@ class RoutingVerbs(PublishVerbs):
     ) -> BackfillPlan:
         """Return the stretches that a queue has not been filled from by its present filter."""
         queue = self.queue(queue_name)
-        coverage = queue.coverage
-        text = queue.spec.filter
         end = min(end, self.routed_up_to())
-        # Offsets begin at 1.
-        at = max(begin, 1 if archived else self.log.earliest)
-        if archived and at < self.log.earliest:
-            policy.check_known(coverage, queue_name, at)
-        return BackfillPlan(coverage.missing(at, end, text), text, end, self.log.earliest)
+        return policy.backfill_plan(
+            queue.spec, queue.coverage, begin, end, self.log.earliest, archived=archived
+        )
 
     @verb
     def fill(

@@ -210,7 +210,7 @@ class Pinned(AbstractContextManager["Pinned"]):
             yield rows
 
     def _waiting(self, visible_at_ms: int) -> str:
-        # What had come due was moved over when this was pinned, so that time alone tells.
+        # The pin moved messages that had come due, so that time alone tells.
         return _DELAYED if visible_at_ms > self.at_ms else _AVAILABLE
 
     def _waiting_row(self, record: bytes) -> tuple[LiveRow]:

@@ -263,7 +263,7 @@ class Core:
             coverage = self.queue_table.coverage(queue)
         except CorruptRecord as error:
             self.quarantine("queues", b"\x02\x13" + queue.id, b"", str(error))
-            # What it has had is forgotten; what it wants from here on is not.
+            # The queue has lost which messages it has had; it takes messages from here on.
             live = Stretch(self.log.end, None, queue.spec.filter)
             coverage = Coverage([live], known_from=self.log.end)
         if coverage.known_from is None:

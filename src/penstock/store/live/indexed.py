@@ -212,7 +212,7 @@ class IndexedActive(ActiveSet[Directory]):
             keys: list[tuple[bytes, bytes]] = []
             for visit in range(visits):
                 group, lanes = next(iter(ring.items()))
-                # What one group does not use is shared among those after it.
+                # Groups after this one share the room that it does not use.
                 room = (want - len(keys)) // (visits - visit)
                 if queue.fifo:
                     keys += self._visit_fifo(batch, queue, group, room)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.errors import InvalidInput
 from penstock.model import (
     Assigned,
     AssignStatus,
@@ -190,7 +189,9 @@ class SqlRouting(SqlPublish):
         if policy.is_outdated(cursor, self.head.filters_version, self.filter_changes):
             return Assigned(AssignStatus.OUTDATED, at, 0)
         begin = max(at, cursor.begin)
-        rows = self._page(log, begin, cursor, assignments)
+        policy.check_page(log, cursor, assignments, self.head.next_offset)
+        rows = self._rows(log, begin, cursor.end, cursor.end - begin)
+        policy.check_assigned(log, begin, assignments, (row[0] for row in rows))
         items, refs = self._items(rows, assignments, cursor.end, now_ms)
         self._enqueue(items, now_ms)
         held = {message_id: count for message_id, count in refs.items() if count}
@@ -199,22 +200,6 @@ class SqlRouting(SqlPublish):
         database.run("move_cursor", log=log, cursor=cursor.end, unrouted=len(refs) - len(held))
         status = AssignStatus.APPLIED if begin == cursor.begin else AssignStatus.TRIMMED
         return Assigned(status, cursor.end, len(items.rows))
-
-    def _page(
-        self, log: int, begin: int, cursor: Cursor, assignments: Mapping[int, Sequence[str]]
-    ) -> Rows:
-        """Read the messages to assign, and refuse those that are not there."""
-        policy.check_assigned(cursor, assignments)
-        end = self.head.next_offset
-        if end < cursor.end:
-            raise InvalidInput(
-                f"log {log} ends at offset {end}; the cursor to assign is {cursor.end}"
-            )
-        rows = self._rows(log, begin, cursor.end, cursor.end - begin)
-        strangers = {i for i in assignments if i >= begin}.difference(row[0] for row in rows)
-        if strangers:
-            raise InvalidInput(f"message {min(strangers)} is not in this page of log {log}")
-        return rows
 
     def _items(
         self, rows: Rows, assignments: Mapping[int, Sequence[str]], end: int, now_ms: int
@@ -287,14 +272,11 @@ class SqlRouting(SqlPublish):
         # A fill by another process changes no version.
         self.reload()
         queue = self.queue(queue_name)
-        text, coverage = queue.spec.filter, queue.coverage
         stats = self._log()
         end = min(end, stats.routed_up_to)
-        # Offsets begin at 1.
-        at = max(begin, 1 if archived else stats.earliest)
-        if archived and at < stats.earliest:
-            policy.check_known(coverage, queue_name, at)
-        return BackfillPlan(coverage.missing(at, end, text), text, end, stats.earliest)
+        return policy.backfill_plan(
+            queue.spec, queue.coverage, begin, end, stats.earliest, archived=archived
+        )
 
     def fill(
         self,

@@ -122,7 +122,7 @@ def _is_there(database: Database) -> bool:
 def _present(database: Database) -> set[str]:
     """Return the parts of the schema, as :func:`_parts` names them, and tables without columns."""
     rows = database.execute(
-        # Those that the user may not even see as well: they are not to be made again.
+        # Tables that the user may not even see count as well: they are not to be made again.
         "SELECT c.relname::text, c.relkind IN ('i', 'I'), a.attname::text "
         "FROM pg_catalog.pg_class c "
         "JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace "

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.model import Delivery, Value
 
 RESERVED: Final = "sqs"
-# Says of a body that it is base64, since it has bytes that SQS has no text for.
+# The attribute of a body in base64, which has bytes that SQS has no text for.
 ENCODING_ATTRIBUTE: Final = "penstock.encoding"
 _ROUTING: Final = "queue"
 _OWN: Final = frozenset({RESERVED, _ROUTING})

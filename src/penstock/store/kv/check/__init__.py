@@ -480,7 +480,7 @@ class _Reading(tables.Rows):
                 cursor = self._cursors.get(number, 0)
                 has_cursor = cursor is not None and cursor <= end
                 is_assigned = holders or _COUNT in known
-                # What was assigned, or is gone, tells where a lost cursor was.
+                # A message that was assigned, or is gone, tells where a lost cursor was.
                 if is_assigned or (not has_cursor and _PAYLOAD not in known):
                     assigned[number] = id_
                 if not is_assigned:
