@@ -7,28 +7,29 @@ CLIENTS := $(VENV)/clients
 AWSCLI := $(CLIENTS)/awscli/.installed
 NPM := $(CLIENTS)/node/.installed
 FUZZ_SECONDS ?= 60
+PYTHONS ?= python3.12 python3.13 python3.14
 # Much of the tests' time is waiting for disks, servers and clocks.
 WORKERS ?= $(shell expr 2 \* $$(nproc))
 # Tests start hundreds of Python processes: without bytecode each would compile the library anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-embedded test test-spark test-others check lint types format soak fuzz clients \
-  java docs clean bench bench-embedded bench-depth bench-fairness bench-routing bench-pipeline \
+.PHONY: demo demo-embedded test test-spark test-others check pythons lint types format soak fuzz clients \
+  java browser docs wheel clean bench bench-embedded bench-depth bench-fairness bench-routing bench-pipeline \
   bench-server bench-server_sqs bench-engines bench-worker bench-cluster bench-retention
 
-demo: $(STAMP) java     ## publish, Spark pipeline, workers, report
-	$(BIN)/python examples/pipeline_demo.py
+demo: $(STAMP) java     ## publish, Spark pipeline, workers, report; KEEP=1 leaves the console open
+	$(BIN)/python examples/pipeline_demo.py $(if $(KEEP),--keep)
 
 demo-embedded: $(STAMP) ## the same without Spark: the broker inside one process
 	$(BIN)/python examples/demo.py
 
 # The tests of Spark come last: they would take the two cores from tests that wait for each other.
 test: $(STAMP)          ## the whole test suite, with lint and types
-	$(MAKE) --jobs=4 --output-sync=target --no-print-directory lint types clients java
+	$(MAKE) --jobs=4 --output-sync=target --no-print-directory lint types clients java browser
 	$(MAKE) --no-print-directory test-others
 	$(MAKE) --no-print-directory test-spark
 
-test-others: $(STAMP) clients ## the tests without Spark
+test-others: $(STAMP) clients browser ## the tests without Spark
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not spark and not soak"
 
 test-spark: $(STAMP) java ## the tests with Spark, in two sessions
@@ -38,12 +39,24 @@ check: $(STAMP)         ## lint, types and the quick tests: under two minutes
 	$(MAKE) --jobs=2 lint types
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not spark and not soak"
 
+pythons:                ## lint, types and the quick tests on every Python of PYTHONS that is there
+	@for each in $(PYTHONS); do \
+	  version=$$($$each -c "import sys; print('%d.%d' % sys.version_info[:2])" 2>/dev/null) || \
+	    { echo "$$each is not installed"; continue; }; \
+	  $(MAKE) --no-print-directory check PYTHON=$$each VENV=.venv-$$version || exit 1; \
+	done
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-docs: $(STAMP)          ## the documentation site, into build/site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+# Not --quiet: that hides warnings, and so makes --strict mute.
+docs: $(STAMP)          ## tables of the docs from the code; the documentation site, into build/site
+	$(BIN)/python -m tests.docs.tables
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+wheel: docs             ## the wheel and the source distribution, into dist; the wheel has the site
+	$(BIN)/python -m hatchling build
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -106,6 +119,17 @@ java:
 	    apt-get update -q && apt-get install -q -y --no-install-recommends openjdk-17-jre-headless; \
 	  else \
 	    echo "Spark needs a Java runtime; on Debian: apt-get install openjdk-17-jre-headless"; exit 1; \
+	  fi; }
+
+# The console is tested in a real browser. Root on Debian gets it installed; others are told.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -q && \
+	    apt-get install -q -y --no-install-recommends chromium chromium-driver fonts-dejavu-core; \
+	  else \
+	    echo "no Chromium: the tests of the console are skipped, or fail on CI; on Debian:" \
+	      "apt-get install chromium chromium-driver"; \
 	  fi; }
 
 clean:
