@@ -21,13 +21,21 @@
     │   ├── StoreDamaged          ... because what is on disk can't be read (the message says where)
     │   ├── StoreFenced           ... because another broker has opened the store and owns it now
     │   └── ServerUnreachable     no broker answers at the other end of the network
-    └── ImportFailed          a foreign database that can't be read
+    ├── ImportFailed          a foreign database that can't be read
+    └── MissingExtra          a library of an extra is not installed (the message names the extra)
 
 A stale receipt is not an error: ``ack``, ``release`` and ``extend`` answer with an
 :class:`~penstock.model.Outcome` for each receipt.
 """
 
 from __future__ import annotations
+
+from contextlib import contextmanager
+from string import ascii_lowercase, digits
+from typing import TYPE_CHECKING, Final, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterable, Iterator
 
 __all__ = [
     "BrokerClosed",
@@ -40,6 +48,7 @@ __all__ = [
     "InvalidQueue",
     "InvalidReceipt",
     "InvalidUrl",
+    "MissingExtra",
     "NotAllowed",
     "PenstockError",
     "QueueExists",
@@ -51,6 +60,11 @@ __all__ = [
     "StoreLocked",
     "StoreMismatch",
 ]
+
+
+# Names that are suggested have up to so many letters, of these: a server tries every mistake.
+_MOST_LETTERS: Final = 40
+_LETTERS: Final = f"{ascii_lowercase}{digits}._-"
 
 
 class PenstockError(Exception):
@@ -94,9 +108,63 @@ class InvalidUrl(InvalidInput):
 class QueueNotFound(PenstockError, KeyError):
     """No queue of that name."""
 
+    _name: object = ""
+    _names: Container[str] = ()
+
+    @classmethod
+    def among(cls, name: str, names: Container[str]) -> Self:
+        """Make the error for a name that is not among those that there are."""
+        error = cls(f"no queue named {name!r:.100}")
+        error._name, error._names = name, names
+        return error
+
+    def suggestion(self, sees: Callable[[str], bool] = lambda _: True) -> str:
+        """Return "; did you mean 'orders'?" if such a queue is there and the caller sees it.
+
+        The error does not say it by itself: a server must not tell a client the names of queues
+        that its key has no permission for.
+        """
+        for near in one_mistake_away(self._name):
+            if near in self._names and sees(near):
+                return f"; did you mean {near!r}?"
+        return ""
+
+    def suggest(self) -> None:
+        """Add the suggestion to the message, for a caller that sees all queues."""
+        self.args = (f"{self}{self.suggestion()}",)
+        self._names = ()
+
     def __str__(self) -> str:
         """Undo KeyError's quoting of its message."""
         return str(self.args[0]) if self.args else ""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return "did you mean 'design'?", or which of the few known words there are."""
+    from difflib import get_close_matches  # noqa: PLC0415 - for an error alone
+
+    words = sorted(known)
+    near = get_close_matches(word[:100], words, 1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"known: {', '.join(words)}"
+
+
+def one_mistake_away(name: object) -> list[str]:
+    """Return the names that this one may be a mistyped form of.
+
+    The mistakes: two letters in the wrong order, one too many, one that is missing, a wrong one.
+    """
+    # A mistake in a shorter name leaves nothing of it; a longer one takes a server too much time.
+    if not isinstance(name, str) or not 2 < len(name) <= _MOST_LETTERS:
+        return []
+    cuts = [(name[:at], name[at:]) for at in range(len(name) + 1)]
+    ends = [(before, end) for before, after in cuts for end in (after, after[1:])]
+    return [
+        *(before + after[1:2] + after[:1] + after[2:] for before, after in cuts),
+        *(before + end for before, end in ends),
+        *(before + letter + end for before, end in ends for letter in _LETTERS),
+    ]
 
 
 class QueueExists(PenstockError):
@@ -168,3 +236,23 @@ class ServerUnreachable(StorageFailed, ConnectionError):
 
 class ImportFailed(PenstockError):
     """A foreign database can't be read."""
+
+
+class MissingExtra(PenstockError, ImportError):
+    """A library is not installed that an extra of Penstock brings; the message names the extra."""
+
+
+@contextmanager
+def needs_extra(extra: str, user: str) -> Iterator[None]:
+    """Wrap the import of a library of an extra; raise MissingExtra if it is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("penstock"):
+            # A mistake of this package: no extra brings it.
+            raise
+        raise MissingExtra(
+            f"{user} needs the module {error.name}: pip install 'penstock[{extra}]', or "
+            f"'.[{extra}]' in a checkout",
+            name=error.name,
+        ) from None

@@ -33,6 +33,7 @@ MAX_JOINT_CLAIM_BYTES: Final = 256 * 1024 * 1024
 MAX_PAGE_BYTES: Final = 64 * 1024 * 1024
 MAX_RECEIPTS: Final = 10_000
 MAX_BROWSE_LIMIT: Final = 10_000
+MAX_STATS_LIMIT: Final = 1_000
 MAX_CURSOR_BYTES: Final = 2_048
 MAX_CONSUMER_BYTES: Final = 256
 # Longer reasons are cut, not refused: an error text must never stop its release.
@@ -65,6 +66,10 @@ MAX_VIEW_IDLE_MS: Final = 600_000
 # When there is no room for another, a snapshot that has waited so long for its reader may go.
 MIN_VIEW_IDLE_MS: Final = 10_000
 MAX_PARTITIONS: Final = 1_024
+MAX_SNAPSHOT_READS: Final = 256
+SNAPSHOT_GUESS_MS: Final = 2_000
+MAX_SNAPSHOT_WAIT_MS: Final = 30_000
+MAX_REMEMBERED_FRAMES: Final = 1_000
 MAX_STAGES: Final = 10_000
 MAX_STAGED_BYTES: Final = 256 * 1024 * 1024
 MAX_STAGE_IDLE_MS: Final = 3_600_000
@@ -201,3 +206,25 @@ MAX_DATABASE_REPEATS: Final = 20
 # Snapshots that a server keeps for readers at one time: each is a connection, and a database has
 # about a hundred for all that use it.
 MAX_DATABASE_VIEWS: Final = 32
+
+# --- the console --------------------------------------------------------------------------------
+CONSOLE_MAX_FORM_BYTES: Final = 512 * 1024
+CONSOLE_MAX_FORM_FIELDS: Final = 2_000
+# How long a page waits for the store.
+CONSOLE_MAX_ANSWER_MS: Final = 20_000
+CONSOLE_MAX_SESSIONS: Final = 1_000
+# A session ends when its visitor asks for nothing for so long, and in any case after the second.
+CONSOLE_SESSION_IDLE_MS: Final = 3_600_000
+CONSOLE_SESSION_MS: Final = 12 * 3_600_000
+# Logins whose key is checked at a time, and pages that are shown live.
+CONSOLE_MAX_LOGINS: Final = 4
+CONSOLE_MAX_STREAMS: Final = 100
+# Queues of a page, and queues whose last hour is remembered: 60 numbers each.
+CONSOLE_PAGE_QUEUES: Final = 100
+CONSOLE_MAX_HISTORIES: Final = 10_000
+# Messages that one page looks at, queues that it looks for a message in, the newest messages that a
+# filter is tried on, and the bytes of a payload that it shows.
+CONSOLE_MAX_SCAN: Final = 10_000
+CONSOLE_MAX_PLACES: Final = 50
+CONSOLE_LOG_SAMPLE: Final = 1_000
+CONSOLE_PREVIEW_BYTES: Final = 64 * 1024

@@ -75,12 +75,15 @@ def place_to_read(url: str) -> SlateLocation:
     """Return where a store is that can be read beside its owner; nothing is made or opened."""
     named = parse_url(url)
     if not named.scheme.startswith("slatedb"):
-        raise InvalidUrl(f"{url!r:.200} can't be read beside its owner: slatedb+file, slatedb+s3")
+        raise InvalidUrl(
+            f"{url!r:.200} can't be read beside its owner: that works on object storage alone "
+            "(slatedb+s3, slatedb+file); ask the server that owns it, or read a backup"
+        )
     place = slatedb_place(named)
     if place.holds_something_else():
         raise StoreMismatch(f"{place.root} is not empty and holds no SlateDB database")
     if place.kind == "file" and not Path(place.root).is_dir():
-        raise StoreMismatch(f"{place} holds no store")
+        raise StoreMismatch(f"{place} holds no store: look at the URL again")
     return place
 
 
@@ -103,17 +106,25 @@ def watch_owner(url: str, *, routing: str | None = None, check: bool = True) -> 
     return OwnerHeartbeat(place)
 
 
+def note_server(url: str, served_at: str) -> None:
+    """Note beside a RocksDB store where it is served, for the errors of other processes."""
+    if url.startswith("rocksdb:"):
+        from penstock.engines.rocksdb.files import write_owner  # noqa: PLC0415
+
+        write_owner(Path(parse_url(url).place), served_at)
+
+
 def make_engine(url: str, design: str) -> Engine:
     """Make a database for a store of a design where nothing is."""
     named = parse_url(url)
     if named.design not in {None, design}:
-        raise StoreMismatch(f"{url!r:.200}: the store has the {design} design")
+        raise StoreMismatch(f"{url!r:.200}: the store has the {design} design: leave ?design= out")
     if named.scheme.startswith("slatedb"):
         place = slatedb_place(named)
         from penstock.engines.slatedb.objects import peek  # noqa: PLC0415
 
         if peek(place, "default", IDENTITY_KEY) is not None:
-            raise StoreMismatch(f"{place} is not empty")
+            raise StoreMismatch(f"{place} is not empty: name a place where nothing is yet")
     return open_engine(named._replace(design=design), None, create=True)[0]
 
 
@@ -121,5 +132,5 @@ def locate(url: str) -> Path | SlateLocation:
     """Return the directory of a RocksDB store, or the location of a SlateDB store; open nothing."""
     named = parse_url(url)
     if named.scheme == "memory":
-        raise InvalidUrl("memory: leaves nothing behind")
+        raise InvalidUrl("memory: keeps nothing once its process has ended: name a store on disk")
     return Path(named.place) if named.scheme == "rocksdb" else slatedb_place(named)

@@ -29,7 +29,7 @@ import msgspec
 
 from penstock.broker.broker import Broker
 from penstock.clock import Clock, FollowingClock, SystemClock
-from penstock.errors import InvalidUrl, StoreMismatch
+from penstock.errors import InvalidUrl, StoreMismatch, did_you_mean, needs_extra
 from penstock.limits import MAX_FLUSH_MS, MAX_OFFSET
 from penstock.store.kv.state import FORMAT, SHARED_TABLES, Identity
 from penstock.store.kv.store import KvStore
@@ -65,6 +65,7 @@ def open(  # noqa: A001 - penstock.open is the way in
     routing: Literal["inline", "pipeline"] | None = None,
     clock: Clock | None = None,
     create: bool = True,
+    tracing: bool = False,
 ) -> Broker:
     """Open a store, making it if it is not there.
 
@@ -76,19 +77,30 @@ def open(  # noqa: A001 - penstock.open is the way in
     into their queues as they are published, ``pipeline`` leaves that to a process that tails the
     metadata log (:func:`penstock.route_once`, or the Spark pipeline).
     ``background=False`` starts no sweeper thread: call :meth:`Broker.sweep` yourself.
+    ``tracing`` makes OpenTelemetry spans of what is published, and puts their context into the
+    messages (:mod:`penstock.tracing`).
     """
     if durability not in {"fsync", "relaxed"}:
-        raise InvalidUrl(f"durability {durability!r:.100}: 'fsync' or 'relaxed'")
+        raise InvalidUrl(f"durability is 'fsync' or 'relaxed', not {durability!r:.100}")
     if routing not in {None, "inline", "pipeline"}:
-        raise InvalidUrl(f"routing {routing!r:.100}: 'inline' or 'pipeline'")
+        raise InvalidUrl(f"routing is 'inline' or 'pipeline', not {routing!r:.100}")
     if str(url).startswith(("penstock:", "penstocks:")):
         if (durability, dedup_window_ms, background, routing) != ("fsync", 300_000, True, None):
-            raise InvalidUrl(f"{url!r:.200} is a server: what its store does is its own setting")
+            raise InvalidUrl(
+                f"{url!r:.200} is a server, which has opened its store already: durability, "
+                "dedup_window_ms, background and routing are settings of 'penstock serve'"
+            )
         # Imported here: a process that opens a store of its own needs no client.
         from penstock.client import connect  # noqa: PLC0415
 
         # A client has the verbs of a broker: its user need not know which of the two it is.
-        return cast(Broker, connect(str(url), clock=clock))
+        return cast(Broker, connect(str(url), clock=clock, tracing=tracing))
+    kind = Broker
+    if tracing:
+        # Imported here: it needs an extra.
+        from penstock.tracing import traced  # noqa: PLC0415
+
+        kind = traced(Broker)
     clock = clock or SystemClock()
     relaxed = durability == "relaxed"
     with ExitStack() as opened:
@@ -109,7 +121,7 @@ def open(  # noqa: A001 - penstock.open is the way in
             opened.callback(engine.close)
             store = make_store(engine, design, clock, routing)
             checkpoint = engine.checkpoint
-        broker = Broker(
+        broker = kind(
             store,
             clock=clock,
             relaxed=relaxed,
@@ -127,10 +139,8 @@ def _open_sql(
     from penstock.store.sql.location import parse_sql  # noqa: PLC0415
 
     named = parse_sql(url)
-    try:
+    with needs_extra("sql", f"a store at {named.dialect}:"):
         from penstock.store.sql.store import open_store  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        raise InvalidUrl(f"{named.dialect}: needs psycopg: pip install 'penstock[sql]'") from error
     return open_store(
         named,
         store_id=int.from_bytes(clock.lease_id()[-4:], "big"),
@@ -191,7 +201,9 @@ def rocksdb_design(path: Path, asked: str | None = None, *, create: bool) -> str
             "does not know: use a newer one; or mend the file PENSTOCK, if that was damaged"
         )
     if asked not in {None, found}:
-        raise StoreMismatch(f"{path} holds a store of the {found} design, not {asked}")
+        raise StoreMismatch(
+            f"{path} holds a store of the {found} design, not {asked}: leave ?design= out"
+        )
     return found
 
 
@@ -217,10 +229,8 @@ def _no_store(place: object) -> StoreMismatch:
 
 def slatedb_place(url: StoreUrl) -> SlateLocation:
     """Return where a SlateDB store is; nothing is opened."""
-    try:
+    with needs_extra("slatedb", f"a store at {url.scheme}:"):
         from penstock.engines.slatedb.binding import parse_location  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        raise InvalidUrl(f"{url.scheme}: needs SlateDB: pip install 'penstock[slatedb]'") from error
     return parse_location(url.scheme, url.place, os.environ)
 
 
@@ -236,10 +246,12 @@ def check_identity(place: str, record: bytes, design: str | None, routing: str |
             f"this version of Penstock reads up to {FORMAT}: use a newer one"
         )
     if design is not None and design != found.design:
-        raise StoreMismatch(f"{place} holds a store of the {found.design} design, not {design}")
+        raise StoreMismatch(
+            f"{place} holds a store of the {found.design} design, not {design}: leave ?design= out"
+        )
     if routing is not None and routing != found.routing:
         raise StoreMismatch(
-            f"{place} routes {found.routing}, it was opened with routing={routing!r}"
+            f"{place} was made with routing={found.routing!r}: it can't be opened with {routing!r}"
         )
     return found
 
@@ -249,8 +261,8 @@ def check_identity(place: str, record: bytes, design: str | None, routing: str |
 _SCHEMES: Final = ("memory", "rocksdb", "slatedb+file", "slatedb+s3")
 # Option that is a number: the schemes that take it, its bound, and what an error says of it.
 _NUMBERS: Final = {
-    "flush_ms": ("slatedb", MAX_FLUSH_MS, f"milliseconds, up to {MAX_FLUSH_MS}"),
-    "min_free_bytes": ("rocksdb", MAX_OFFSET, "a number of bytes; 0: no reserve"),
+    "flush_ms": ("slatedb", MAX_FLUSH_MS, f"0 to {MAX_FLUSH_MS} milliseconds"),
+    "min_free_bytes": ("rocksdb", MAX_OFFSET, "a number of bytes, 0 for no reserve"),
 }
 
 
@@ -274,8 +286,9 @@ def parse_url(url: object) -> StoreUrl:
     if not colon or scheme not in _SCHEMES:
         from penstock.store.sql.location import without_password  # noqa: PLC0415
 
+        hint = f"a directory is named by rocksdb:{url!s:.100}; " if url and not colon else ""
         raise InvalidUrl(
-            f"no store is named by {without_password(str(url))!r:.200}; known are memory:, "
+            f"no store is named by {without_password(str(url))!r:.200}; {hint}known are memory:, "
             "rocksdb:PATH, slatedb+file:///DIR, slatedb+s3://BUCKET/PREFIX, postgresql://HOST/DB, "
             "cockroachdb://HOST/DB and penstock://HOST:PORT"
         )
@@ -284,21 +297,18 @@ def parse_url(url: object) -> StoreUrl:
     if scheme == "memory" and place:
         raise InvalidUrl(f"memory: takes no place, got {place!r:.100}")
     options = dict(parse_qsl(query, keep_blank_values=True))
+    numbers = [name for name, (schemes, _, _) in _NUMBERS.items() if scheme.startswith(schemes)]
+    for unknown in options.keys() - {"design", *numbers}:
+        hint = did_you_mean(unknown, ["design", *numbers])
+        raise InvalidUrl(f"{scheme}: has no option {unknown!r:.100} ({url!r:.200}); {hint}")
     design = options.pop("design", None)
-    texts = {
-        name: options.pop(name)
-        for name, (schemes, _, _) in _NUMBERS.items()
-        if name in options and scheme.startswith(schemes)
-    }
-    if options:
-        raise InvalidUrl(f"unknown option {next(iter(options))!r:.100} in {url!r:.200}: design")
     if design is not None and design not in DESIGNS:
-        raise InvalidUrl(f"no design {design!r:.100}; there are {', '.join(DESIGNS)}")
-    for name, text in texts.items():
+        raise InvalidUrl(f"there is no design {design!r:.100}; {did_you_mean(design, DESIGNS)}")
+    for name, text in options.items():
         _, most, allowed = _NUMBERS[name]
         if not (text.isdecimal() and int(text) <= most):
-            raise InvalidUrl(f"{name} {text!r:.100}: {allowed}")
-    return StoreUrl(scheme, place, design, {name: int(text) for name, text in texts.items()})
+            raise InvalidUrl(f"{name} is {text!r:.100} in {url!r:.200}; it must be {allowed}")
+    return StoreUrl(scheme, place, design, {name: int(text) for name, text in options.items()})
 
 
 def _check_directory(place: str) -> None:

@@ -41,7 +41,8 @@ def check_messages(messages: Iterable[Message]) -> list[Message]:
     batch = list(messages)
     if len(batch) > limits.MAX_PUBLISH_MESSAGES:
         raise InvalidInput(
-            f"{len(batch)} messages in one publish; at most {limits.MAX_PUBLISH_MESSAGES}"
+            f"{len(batch)} messages in one publish; at most {limits.MAX_PUBLISH_MESSAGES}: "
+            "publish in several calls"
         )
     total = 0
     for index, message in enumerate(batch):
@@ -51,7 +52,8 @@ def check_messages(messages: Iterable[Message]) -> list[Message]:
             raise InvalidMessage(f"message {index}: {error}") from None
     if total > limits.MAX_PUBLISH_BYTES:
         raise InvalidInput(
-            f"{total} bytes of payload in one publish; at most {limits.MAX_PUBLISH_BYTES}"
+            f"{total} bytes of payload in one publish; at most {limits.MAX_PUBLISH_BYTES}: "
+            "publish in several calls"
         )
     return batch
 
@@ -61,12 +63,14 @@ def _check_message(message: Message) -> int:
         raise InvalidMessage(f"expected a penstock.Message, got {type(message).__name__}")
     payload = message.payload
     if type(payload) is not bytes:
-        raise InvalidMessage(f"payload must be bytes, not {type(payload).__name__}")
+        kind = type(payload).__name__
+        hint = ": encode the text" if kind == "str" else ""
+        raise InvalidMessage(f"payload must be bytes, not {kind}{hint}")
     if len(payload) > limits.MAX_PAYLOAD_BYTES:
         raise InvalidMessage(
             f"payload has {len(payload)} bytes; at most {limits.MAX_PAYLOAD_BYTES}"
         )
-    _check_attributes(message.attributes)
+    check_attributes(message.attributes)
     # One comparison checks a field that most messages leave at its default.
     if message.group != "":
         check_text(message.group, "group", limits.MAX_GROUP_BYTES, InvalidMessage)
@@ -81,7 +85,8 @@ def _check_message(message: Message) -> int:
     return len(payload)
 
 
-def _check_attributes(attributes: Mapping[str, Any]) -> None:
+def check_attributes(attributes: Mapping[str, Any]) -> None:
+    """Refuse attributes that a message may not have: of another type, or too many or too long."""
     if not isinstance(attributes, dict | Mapping):
         raise InvalidMessage(f"attributes must be a mapping, not {type(attributes).__name__}")
     if len(attributes) > limits.MAX_ATTRIBUTES:
@@ -142,7 +147,7 @@ def check_spec(spec: QueueSpec) -> QueueSpec:
     """Check every setting of a queue."""
     check_queue_name(spec.name)
     if not isinstance(spec.ordering, Ordering):
-        raise InvalidQueue(f"ordering {spec.ordering!r:.100}: 'standard' or 'fifo'")
+        raise InvalidQueue(f"ordering is 'standard' or 'fifo', not {spec.ordering!r:.100}")
     for name, (low, high) in _SETTING_BOUNDS.items():
         check_count(getattr(spec, name), name, low, high, InvalidQueue)
     check_text(spec.description, "description", limits.MAX_DESCRIPTION_BYTES, InvalidQueue)
@@ -223,6 +228,13 @@ def check_archived(begin: int, end: int, records: Sequence[tuple[LogRecord, byte
                 payload or b"", record.attributes, record.group, record.priority, record.delay_ms
             )
         )
+
+
+def check_states(states: Iterable[State | str]) -> list[State]:
+    """Return the states that were named; a single one is to be in a list."""
+    if isinstance(states, str):
+        raise InvalidInput(f"states must be a list of states, not {states!r:.100} alone")
+    return [check_state(state) for state in states]
 
 
 def check_state(state: State | str) -> State:

@@ -210,7 +210,7 @@ def test_a_broker_without_a_sweeper_is_back_with_a_sweep(disk: SmallDisk) -> Non
         assert broker.browse("q")[0].payload == b"kept"
         assert broker.stats("q").available == len(broker.browse("q", limit=10_000))
         # What was pinned went with the database that it was of.
-        with pytest.raises(StorageFailed, match="the store was, or was reopened"):
+        with pytest.raises(StorageFailed, match="the store was closed, or opened again"):
             list(pinned.payload_rows(0, 1_000))
         pinned.close()
 

@@ -67,7 +67,7 @@ def said(child: subprocess.Popen[str]) -> str:
 def test_the_owner_file_names_this_process_while_the_engine_is_open(tmp_path: Path) -> None:
     engine = RocksEngine(tmp_path, TABLES)
     owner = json.loads((tmp_path / OWNER).read_bytes())
-    assert owner == {"pid": os.getpid(), "host": socket.gethostname()}
+    assert owner == {"pid": os.getpid(), "host": socket.gethostname(), "served_at": ""}
     engine.close()
     assert not (tmp_path / OWNER).exists()
 
@@ -244,7 +244,7 @@ def test_a_store_of_the_other_design_is_refused(tmp_path: Path, made: str, asked
 
 def test_a_store_keeps_how_it_routes(tmp_path: Path) -> None:
     penstock.open(f"rocksdb:{tmp_path}", routing="pipeline", background=False).close()
-    with pytest.raises(StoreMismatch, match="routes pipeline"):
+    with pytest.raises(StoreMismatch, match="made with routing='pipeline'"):
         penstock.open(f"rocksdb:{tmp_path}", routing="inline", background=False)
     with penstock.open(f"rocksdb:{tmp_path}", background=False) as broker:
         assert broker.log_stats().routing == "pipeline"

@@ -195,11 +195,21 @@ def scan_readable(
 
 def damage_error(table: str, begin: bytes, end: bytes, why: str) -> StoreDamaged:
     """Make the error of an unreadable range of keys: part of [begin, end), or all of it."""
-    return StoreDamaged(
-        f"table {table!r} can't be read between {_show_key(begin)} and {_show_key(end)}: {why}",
-        table=table,
-        begin=begin,
-        end=end,
+    text = damage_text(describe_range(table, begin, end, why))
+    return StoreDamaged(text, table=table, begin=begin, end=end)
+
+
+def describe_range(table: str, begin: bytes, end: bytes, why: str) -> str:
+    """Describe an unreadable range of keys to an operator."""
+    return f"table {table!r} can't be read between {_show_key(begin)} and {_show_key(end)}: {why}"
+
+
+def damage_text(why: str) -> str:
+    """Say what damage means to a user and what to do; the engine's own words come last."""
+    return (
+        "a part of the store can't be read, because its files are damaged; nothing was changed. "
+        "'penstock check' shows how much it is; restore a backup, or bring what can be read into a "
+        f"new store with 'penstock salvage' ({why})"
     )
 
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import rocksdict as rocks
 
-from penstock.errors import CorruptRecord, ImportFailed
+from penstock.errors import CorruptRecord, ImportFailed, needs_extra
 from penstock.store import codec
 
 if TYPE_CHECKING:
@@ -240,13 +240,8 @@ class Source:
 
 
 def _schema() -> Any:
-    try:
+    with needs_extra("queueber", "reading a Queueber database"):
         capnp = importlib.import_module("capnp")
-    except ImportError as error:
-        raise ImportFailed(
-            "reading Queueber's records needs pycapnp, which is not installed: "
-            "pip install 'penstock[queueber]'"
-        ) from error
     return capnp.load(str(Path(codec.__path__[0]) / "queueber.capnp"))
 
 

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock import limits
-from penstock.errors import InvalidInput, NotAllowed
+from penstock.errors import InvalidInput, NotAllowed, QueueNotFound
 from penstock.filters import default_filter, parse
 
 if TYPE_CHECKING:
@@ -66,6 +66,10 @@ class Principal(msgspec.Struct, eq=False):
         known = queue if queue and len(queue) <= limits.MAX_QUEUE_NAME_CHARS else "*"
         return _allows(self.grants, action, known)
 
+    def sees(self, queue: str) -> bool:
+        """Whether the name of a queue may be told: some action on it is allowed."""
+        return any(self.may(action, queue) for action in ACTIONS)
+
     def check(self, action: str, queue: str | None = None) -> None:
         """Raise NotAllowed if an action on a queue is not allowed."""
         if not self.may(action, queue):
@@ -89,6 +93,13 @@ def _allows(grants: tuple[tuple[str, str], ...], action: str, queue: str) -> boo
         and (pattern == "*" or re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), queue))
         for granted, pattern in grants
     )
+
+
+def told(error: BaseException, principal: Principal | None) -> BaseException:
+    """Return an error as a client gets it: of an unknown queue, with the nearest that it sees."""
+    if isinstance(error, QueueNotFound) and principal is not None:
+        return QueueNotFound(f"{error}{error.suggestion(principal.sees)}")
+    return error
 
 
 def check_publish(principal: Principal, messages: Iterable[Message]) -> None:

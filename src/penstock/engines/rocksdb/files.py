@@ -94,7 +94,9 @@ def read_mark(path: Path, marks: Mapping[str, Collection[str]]) -> str | None:
         if unfinished:
             return None
         if not any(map(_ROCKSDB_FILE.fullmatch, names)):
-            raise StoreMismatch(f"{path} is not empty and holds no RocksDB database")
+            raise StoreMismatch(
+                f"{path} is not empty and holds no RocksDB database: name another directory"
+            )
         if CURRENT not in names:
             raise unusable_store(path, f"{_MARK} is missing or empty, and {CURRENT} is missing")
         # Imported here, and by the engine: a store that is just made has nothing to check.
@@ -154,11 +156,15 @@ def creation(path: Path, mark: str) -> Iterator[None]:
 class _Owner(msgspec.Struct):
     pid: int
     host: str
+    served_at: str = ""
 
 
-def write_owner(path: Path) -> None:
-    """Note this process as the owner, for error messages; RocksDB's lock keeps others out."""
-    owner = _Owner(pid=os.getpid(), host=socket.gethostname())
+def write_owner(path: Path, served_at: str = "") -> None:
+    """Note this process as the owner, for error messages; RocksDB's lock keeps others out.
+
+    ``served_at`` is the URL of the server that it is, if it is one.
+    """
+    owner = _Owner(pid=os.getpid(), host=socket.gethostname(), served_at=served_at)
     with contextlib.suppress(OSError):
         (path / OWNER).write_bytes(msgspec.json.encode(owner))
 
@@ -172,6 +178,8 @@ def lock_error(path: Path) -> StoreLocked:
             text = f"already open in this process (pid {owner.pid}): share one broker"
         else:
             text = f"open in process {owner.pid} on {owner.host}: one process owns a store"
+            if owner.served_at:
+                text += f", and this one serves it at {owner.served_at}"
     return StoreLocked(f"{path} is {text}")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import rocksdict as rocks
 
-from penstock.engines import damage_error
+from penstock.engines import damage_error, damage_text
 from penstock.errors import DiskFull, StorageFailed, StoreDamaged
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class RocksViewTable:
 
     def _open(self) -> Any:
         if self._iterator is None:
-            raise StorageFailed("what was being read is closed: the store was, or was reopened")
+            raise StorageFailed("the store was closed, or opened again, while it was being read")
         return self._iterator
 
     def get(self, key: bytes) -> bytes | None:
@@ -222,5 +222,5 @@ def translate(error: Exception, table: str = "", begin: bytes = b"", end: bytes 
     if table and any(sign in text for sign in _DAMAGED):
         raise damage_error(table, begin, end, text) from error
     if any(sign in text for sign in _NOT_READ):
-        raise StoreDamaged(f"files of the store can't be read: {text}") from error
+        raise StoreDamaged(damage_text(text)) from error
     raise StorageFailed(f"RocksDB failed: {text}") from error

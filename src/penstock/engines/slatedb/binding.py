@@ -30,6 +30,7 @@ from slatedb.uniffi import (
 )
 from slatedb.uniffi import slatedb as binding
 
+from penstock.engines import damage_text
 from penstock.errors import InvalidUrl, StorageFailed, StoreDamaged, StoreFenced
 
 if TYPE_CHECKING:
@@ -131,10 +132,7 @@ def translate(error: BaseException, location: SlateLocation) -> NoReturn:
     if isinstance(error, Error.Closed) and error.reason is CloseReason.FENCED:
         raise fence_error(location) from error
     if isinstance(error, Error.Data):
-        raise StoreDamaged(
-            f"{location} can't be read: {_words(error)}. Restore a copy of its objects, or save "
-            "the rest with 'penstock salvage'"
-        ) from error
+        raise StoreDamaged(damage_text(f"{location}: {_words(error)}")) from error
     raise StorageFailed(f"{location}: SlateDB failed: {_words(error)}") from error
 
 

@@ -264,7 +264,7 @@ class SlateTable:
         try:
             yield
         except StoreDamaged as error:
-            raise damage_error(self._name, begin, end, str(error)) from error
+            raise damage_error(self._name, begin, end, str(error.__cause__ or error)) from error
 
 
 class SlateBatch:

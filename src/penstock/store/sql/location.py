@@ -114,7 +114,7 @@ def parse_sql(url: str) -> SqlPlace:
         raise InvalidUrl(f"{dialect}: options are ?NAME=VALUE&NAME=VALUE; a ? elsewhere is %3F")
     schema = options.pop("schema", "penstock")
     if not re.fullmatch(r"[a-z_][a-z0-9_]{0,62}", schema) or schema.startswith("pg_"):
-        raise InvalidUrl(f"schema {schema!r:.100}: lower case letters, digits and _")
+        raise InvalidUrl(f"schema is {schema!r:.100}; it must be lower case letters, digits and _")
     # Where contention is expensive, pointers are spread from the beginning.
     spread = 16 if dialect == "cockroachdb" else 1
     ring_size = _number(options, "ring_size", 1, MAX_RING_SIZE) or spread
@@ -142,5 +142,5 @@ def _number(options: dict[str, str], name: str, least: int, most: int) -> int | 
     if text is None:
         return None
     if not (text.isdecimal() and text.isascii() and least <= int(text) <= most):
-        raise InvalidUrl(f"{name} {text!r:.100}: from {least} to {most}")
+        raise InvalidUrl(f"{name} is {text!r:.100}; it must be from {least} to {most}")
     return int(text)

@@ -99,7 +99,9 @@ class SqlPublish(SqlSession):
                 # It had been committed before queues were changed, and its answer was lost.
                 return self._ids_of_request(token, messages, now_ms)
             self._refresh_for_publish(now_ms, routed=routes is not None)
-        raise PenstockError("queues are being changed faster than messages can be published")
+        raise PenstockError(
+            "nothing was published, since queues are changed all the time: try again"
+        )
 
     def _refresh_for_publish(self, now_ms: int, *, routed: bool) -> None:
         """Read queues again after a refused publish; begin a log segment if that is due."""

@@ -186,7 +186,7 @@ class SqlSession:
             self.refresh()
         queue = self.by_name.get(name)
         if queue is None:
-            raise QueueNotFound(f"no queue named {name!r}")
+            raise QueueNotFound.among(name, self.by_name)
         return queue
 
     def numbered(self, number: int) -> SqlQueue | None:
@@ -200,7 +200,7 @@ class SqlSession:
         number = self.queue(name).number
         rows = self.database.run("lock_queue", number=number)
         if not rows:
-            raise QueueNotFound(f"no queue named {name!r}")
+            raise QueueNotFound.among(name, self.by_name)
         return decode_queue(number, *rows[0])
 
     def adopt(self, queue: SqlQueue) -> None:

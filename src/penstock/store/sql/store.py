@@ -192,7 +192,9 @@ def _make_instance(database: Database, store_id: int, routing: str | None) -> No
     if found not in {"inline", "pipeline"}:
         raise StoreMismatch(f"the store routes {found!r:.100}, which is not known")
     if routing is not None and found != routing:
-        raise StoreMismatch(f"the store routes {found}, it was opened with routing={routing!r}")
+        raise StoreMismatch(
+            f"the store was made with routing={found!r}: it can't be opened with {routing!r}"
+        )
 
 
 # --- the store ------------------------------------------------------------------------------------
@@ -256,7 +258,7 @@ class SqlStore(SqlMaintain, SqlInspect, SqlSnapshots):
     def set_ring_size(self, ring_size: int, now_ms: int) -> None:
         """Give new zones a token of another ring; zones that are there keep theirs."""
         if not 1 <= ring_size <= MAX_RING_SIZE:
-            raise InvalidInput(f"ring_size {ring_size}: from 1 to {MAX_RING_SIZE}")
+            raise InvalidInput(f"ring_size is {ring_size}; it must be from 1 to {MAX_RING_SIZE}")
 
         def work() -> None:
             self.lock_head()
