@@ -244,7 +244,10 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A message as ``browse`` shows it. Times that do not apply to its state are None."""
+    """A message as ``browse`` shows it. Times that do not apply to its state are None.
+
+    ``size`` is that of its payload in bytes; an older server does not tell.
+    """
 
     message_id: int
     queue: str
@@ -260,6 +263,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     consumer: str | None = None
     ended_at_ms: int | None = None
     reason: str = ""
+    size: int = 0
 
 
 class Page(tuple[Entry, ...]):  # noqa: SLOT001 - a tuple with an attribute

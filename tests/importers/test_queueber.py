@@ -17,7 +17,7 @@ from tests.damaging import files_of, flip
 
 import penstock
 from penstock import ManualClock
-from penstock.errors import ImportFailed, InvalidInput
+from penstock.errors import ImportFailed, InvalidInput, MissingExtra
 from penstock.importers import queueber_source as keys
 from penstock.importers.queueber import ID_ATTRIBUTE, import_queueber, progress_queue
 from penstock.store import codec
@@ -530,7 +530,7 @@ def test_without_pycapnp(
 ) -> None:
     fill(tmp_path / "q", 1)
     monkeypatch.setitem(sys.modules, "capnp", None)
-    with pytest.raises(ImportFailed, match=r"pip install 'penstock\[queueber\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install 'penstock\[queueber\]'"):
         import_queueber(tmp_path / "q", broker, "orders")
 
 

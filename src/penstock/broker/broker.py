@@ -9,6 +9,7 @@ that only look, those of the metadata log and those for a server are in
 from __future__ import annotations
 
 import logging
+from collections import deque
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
@@ -18,7 +19,14 @@ import msgspec
 from penstock import limits
 from penstock.broker.runner import SWEEP_BUDGET, Runner
 from penstock.broker.verbs import ServedBroker
-from penstock.errors import InvalidInput, InvalidQueue, QueueExists, StorageFailed
+from penstock.errors import (
+    InvalidInput,
+    InvalidQueue,
+    QueueExists,
+    QueueNotFound,
+    StorageFailed,
+    did_you_mean,
+)
 from penstock.filters import Matcher, Row, default_filter, parse
 from penstock.model import LeaseRequest, Message, Ordering, QueueSpec, State
 from penstock.store.contract import FiltersChanged
@@ -31,6 +39,7 @@ from penstock.validation import (
     check_receipts,
     check_spec,
     check_state,
+    check_states,
     check_text,
 )
 
@@ -43,12 +52,14 @@ if TYPE_CHECKING:
     from penstock.model import Delivery, Outcome, SweepCounts, Value
     from penstock.store.check_report import AuditReport
     from penstock.store.codec.metadata import Metadata
-    from penstock.store.contract import FullStore
+    from penstock.store.contract import FullStore, LiveQueue
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Batches of routing that are remembered, for a look.
+SHOWN_BATCHES: Final = 10
 # Messages that a verb over many takes before it lets others in.
 MASS_STEP: Final = 2_000
 
@@ -75,6 +86,7 @@ class Broker(ServedBroker):
         self._checkpoint = checkpoint
         self._inline = store.info().routing == "inline"
         self._restored = []
+        self.routed_batches = deque(maxlen=SHOWN_BATCHES)
         self._matcher, self._live = Matcher(), {}
         self._follow_filters()
         self._runner = Runner(store, clock, relaxed=relaxed, background=background)
@@ -128,15 +140,12 @@ class Broker(ServedBroker):
         spec = _make_spec({**settings, "filter": compiled.text, "ordering": ordering}, name)
 
         def create(now_ms: int) -> QueueSpec:
-            known = {queue.spec.name: queue for queue in self._store.queues()}
-            if name in known:
-                if known[name].draining:
+            known = _find_queue(self._store, name)
+            if known is not None:
+                if known.draining:
                     raise QueueExists(f"queue {name!r} is draining: it is not gone yet")
-                if _settings_of(known[name].spec) != _settings_of(spec):
-                    raise QueueExists(
-                        f"queue {name!r} exists with other settings: use update_queue()"
-                    )
-                return known[name].spec
+                _check_same_settings(known.spec, spec)
+                return known.spec
             _check_dead_letter(self._store, spec)
             fresh = msgspec.structs.replace(spec, created_at_ms=now_ms)
             self._store.create_queue(fresh, now_ms)
@@ -352,13 +361,20 @@ class Broker(ServedBroker):
                 return moved
 
     def purge(
-        self, queue: str, *, states: Sequence[State | str] = (State.AVAILABLE, State.DELAYED)
+        self,
+        queue: str,
+        *,
+        states: Sequence[State | str] = (State.AVAILABLE, State.DELAYED),
+        message_ids: Iterable[int] | None = None,
     ) -> int:
         """Remove the messages of a queue that are in one of the states; return how many.
 
-        In flight ones are removed only if asked for; their receipts become stale.
+        In flight ones are removed only if asked for; their receipts become stale. Failed ones can
+        be removed by ``message_ids``.
         """
-        checked = [check_state(state) for state in states]
+        checked = check_states(states)
+        if message_ids is not None:
+            return self._purge_failed(queue, checked, check_ids(list(message_ids)))
         stats = self.stats(queue)
         # Messages that come into the queue meanwhile must not keep this going for ever.
         depth = sum(getattr(stats, state.value) for state in set(checked))
@@ -370,6 +386,14 @@ class Broker(ServedBroker):
             removed += one
             if one < MASS_STEP or removed >= depth:
                 return removed
+
+    def _purge_failed(self, queue: str, states: list[State], ids: list[int]) -> int:
+        if states != [State.FAILED]:
+            raise InvalidInput("only failed messages can be purged by their ids: states=['failed']")
+        self.queue(queue)
+        parts = [ids[at : at + MASS_STEP] for at in range(0, len(ids), MASS_STEP)]
+        remove = partial(self._store.purge, queue, states)
+        return sum(self._runner.apply(partial(remove, message_ids=part)) for part in parts)
 
     def trim(
         self, queue: str, *, state: State | str, before: int, created_at_ms: int | None = None
@@ -432,8 +456,8 @@ def _settings_of(spec: QueueSpec) -> dict[str, Any]:
 def _make_spec(settings: dict[str, Any], name: str) -> QueueSpec:
     unknown = sorted(set(settings) - _SETTINGS)
     if unknown:
-        known = ", ".join(sorted(_SETTINGS - {"name"}))
-        raise InvalidQueue(f"unknown setting {unknown[0]!r}; there are {known}")
+        hint = did_you_mean(unknown[0], _SETTINGS - {"name"})
+        raise InvalidQueue(f"a queue has no setting {unknown[0]!r:.100}; {hint}")
     with suppress(ValueError):
         settings["ordering"] = Ordering(settings["ordering"])
     spec = check_spec(QueueSpec(**{**settings, "name": name}))
@@ -441,11 +465,34 @@ def _make_spec(settings: dict[str, Any], name: str) -> QueueSpec:
     return msgspec.structs.replace(spec, labels=dict(spec.labels))
 
 
+def _find_queue(store: FullStore, name: str) -> LiveQueue | None:
+    """Return a queue, or None; looks through all of them only if there is one of the name."""
+    try:
+        store.spec(name)
+    except QueueNotFound:
+        return None
+    return next((queue for queue in store.queues() if queue.spec.name == name), None)
+
+
+def _check_same_settings(present: QueueSpec, asked: QueueSpec) -> None:
+    """Refuse to make a queue that is there with other settings; say which."""
+    there, wanted = (msgspec.to_builtins(_settings_of(each)) for each in (present, asked))
+    other = "; ".join(
+        f"{name} is {there[name]!r:.100} there, {wanted[name]!r:.100} was asked for"
+        for name in sorted(there)
+        if there[name] != wanted[name]
+    )
+    if other:
+        kept = present.ordering is not asked.ordering
+        hint = "its ordering can't be changed" if kept else "use update_queue()"
+        raise QueueExists(f"queue {asked.name!r} exists with other settings: {other}; {hint}")
+
+
 def _check_dead_letter(store: FullStore, spec: QueueSpec) -> None:
     """Refuse a dead letter queue that could not take failed messages."""
     if not spec.dead_letter:
         return
-    known = {queue.spec.name: queue for queue in store.queues()}.get(spec.dead_letter)
+    known = _find_queue(store, spec.dead_letter)
     if known is None:
         raise InvalidQueue(
             f"no queue named {spec.dead_letter!r}: a dead letter queue must be made first"

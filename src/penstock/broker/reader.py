@@ -14,6 +14,7 @@ import msgspec
 from penstock import limits
 from penstock.broker.verbs import StoreReader
 from penstock.clock import TimeGuard
+from penstock.errors import QueueNotFound
 from penstock.filters import Matcher, parse
 
 if TYPE_CHECKING:
@@ -81,7 +82,11 @@ class Reader(StoreReader):
 
     def _look(self, read: Callable[[int], T]) -> T:
         with self._lock:
-            return read(self._guard.now_ms(self._clock.now_ms()))
+            try:
+                return read(self._guard.now_ms(self._clock.now_ms()))
+            except QueueNotFound as error:
+                error.suggest()
+                raise
 
 
 def route_once(broker: Broker, *, limit: int = 10_000) -> int:

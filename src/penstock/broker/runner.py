@@ -21,6 +21,7 @@ from penstock.clock import TimeGuard
 from penstock.errors import (
     BrokerClosed,
     PenstockError,
+    QueueNotFound,
     ServerUnreachable,
     StorageFailed,
     StoreDamaged,
@@ -135,6 +136,9 @@ class Runner:
         except BaseException as error:
             if isinstance(error, StoreFenced):
                 self._note_loss(error)
+            elif isinstance(error, QueueNotFound) and self._listener is None:
+                # No server is in between, whose clients may not see every queue.
+                error.suggest()
             self.note_error()
             raise
         finally:

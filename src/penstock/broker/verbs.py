@@ -10,7 +10,7 @@ from bisect import bisect_left
 from datetime import datetime
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from penstock import limits
 from penstock.errors import InvalidInput, InvalidMessage
@@ -29,6 +29,7 @@ from penstock.validation import (
 )
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from penstock.broker.durability import Durability, OnDurable
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from penstock.broker.runner import OnWoken, Outage, Runner
     from penstock.clock import Clock
     from penstock.errors import PenstockError
+    from penstock.filters import RowTuple
     from penstock.model import (
         Assigned,
         Attempt,
@@ -57,6 +59,15 @@ if TYPE_CHECKING:
     from penstock.store.snapshot import PinnedStore
 
 T = TypeVar("T")
+
+
+class RoutedBatch(NamedTuple):
+    """A stretch of a log that was assigned: when, which, and what came of it."""
+
+    at_ms: int
+    log: int
+    cursor: Cursor
+    assigned: Assigned
 
 
 class StoreReader(ABC):
@@ -84,15 +95,28 @@ class StoreReader(ABC):
         limit: int = 100,
         cursor: str | None = None,
         payloads: bool = True,
+        message_id: int | None = None,
     ) -> Page:
-        """Look at messages without leasing them; go on with ``cursor=page.next_cursor``."""
+        """Look at messages without leasing them; go on with ``cursor=page.next_cursor``.
+
+        With ``message_id`` the page has that message alone, in whatever state it is, if the queue
+        has it.
+        """
         check_count(limit, "limit", 1, limits.MAX_BROWSE_LIMIT)
         checked = check_state(state)
         if cursor is not None:
             check_text(cursor, "cursor", limits.MAX_CURSOR_BYTES)
+        if message_id is not None:
+            check_ids([message_id])
         return self._look(
             lambda now_ms: self._store.browse(
-                queue, checked, limit=limit, cursor=cursor, payloads=payloads, now_ms=now_ms
+                queue,
+                checked,
+                limit=limit,
+                cursor=cursor,
+                payloads=payloads,
+                now_ms=now_ms,
+                message_id=message_id,
             )
         )
 
@@ -128,6 +152,8 @@ class LogBroker(StoreReader):
     _inline: bool
     # Messages restored since each collection that is under way has looked.
     _restored: list[set[int]]
+    # The last batches that a pipeline has assigned through this broker, the newest first.
+    routed_batches: deque[RoutedBatch]
 
     def _look(self, read: Callable[[int], T]) -> T:
         return self._runner.apply(read, durable=False)
@@ -149,9 +175,13 @@ class LogBroker(StoreReader):
             raise InvalidInput("this store routes inline: there is nothing to assign")
         check_count(log, "log", 0, limits.MAX_LOGS)
         check_assignments(cursor, assignments)
-        return self._runner.apply(
-            lambda now_ms: self._store.assign(log, cursor, assignments, now_ms, epoch=epoch)
-        )
+
+        def change(now_ms: int) -> Assigned:
+            done = self._store.assign(log, cursor, assignments, now_ms, epoch=epoch)
+            self.routed_batches.appendleft(RoutedBatch(now_ms, log, cursor, done))
+            return done
+
+        return self._runner.apply(change)
 
     def take_epoch(self) -> int:
         """Fence every pipeline that took an epoch before; name the new one in ``assign``."""
@@ -529,6 +559,16 @@ class ServedBroker(LogBroker):
                 f"queue {target!r} takes messages where {spec.filter}; this one does not match"
             )
         return routes if self._inline else []
+
+    def takers(self, row: RowTuple) -> list[str]:
+        """Return the queues whose filters would take a message now."""
+
+        def match(_: int) -> list[str]:
+            if self._matched != self._store.progress.filter_changes:
+                self._follow_filters()
+            return self._matcher.match([row])[0]
+
+        return self._look(match)
 
     def _follow_filters(self) -> None:
         """Bring the matcher up to the live filters, whichever process has changed them."""

@@ -210,8 +210,14 @@ class Store(Protocol):
         cursor: str | None,
         payloads: bool,
         now_ms: int,
+        message_id: int | None = None,
     ) -> Page:
-        """Read a page of messages in a state."""
+        """Read a page of messages in a state.
+
+        ``message_id``: read that message alone, in whatever state it is. State, limit and cursor
+        mean nothing then. A done message is found by the attempt that acked it, and one that waits
+        in a large queue of buckets only where messages of its age mostly are.
+        """
 
     def attempts(self, queue_name: str, message_id: int, now_ms: int) -> list[Attempt]:
         """Return every attempt at a message."""
@@ -344,11 +350,12 @@ class BulkStore(Protocol):
         limit: int | None = None,
         before: int | None = None,
         created_at_ms: int | None = None,
+        message_ids: Sequence[int] | None = None,
     ) -> int:
         """Remove messages by state, up to a limit; return how many.
 
         ``before``: only done or failed messages whose sequence number is below it, and none if the
-        queue was not made at ``created_at_ms``.
+        queue was not made at ``created_at_ms``. ``message_ids``: only those, which have failed.
         """
 
     def collect(self, message_ids: Sequence[int], now_ms: int, *, dry_run: bool) -> Collected:

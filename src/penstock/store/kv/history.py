@@ -17,7 +17,9 @@ being the part's rounded down to the bucket's capacity.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import lru_cache
+from itertools import takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock import limits
@@ -200,6 +202,34 @@ class History:
             page, after = self.page(queue, State.DONE, after, 1_000)
             found += [entry for entry in page if entry.message_id in wanted]
         return found
+
+    def find_acked(self, queue: Queue, message_id: int) -> list[Ended]:
+        """Look a done message up by the attempt that acked it."""
+        acked = [each for each in self.attempts(queue, message_id) if each.end is AttemptEnd.ACKED]
+        for exponent in range(limits.MAX_BUCKET_EXPONENT + 1) if acked else ():
+            for entry in self._done_at(queue, exponent, acked[-1].ended_at_ms or 0):
+                if entry.message_id == message_id:
+                    return [entry]
+        return []
+
+    def _done_at(self, queue: Queue, exponent: int, time_ms: int) -> Iterator[Ended]:
+        """Find the messages of a run that were done at a time: its parts lie in that order."""
+        begin, end = _run(queue.id, State.DONE, exponent)
+        capacity = opendata.capacity(exponent)
+
+        def entries_from(number: int) -> Iterator[Ended]:
+            bucket = opendata.make_id(exponent, number - number % capacity)
+            key = begin[:-8] + bucket.to_bytes(8, "big") + number.to_bytes(8, "big")
+            for part, record in rows_of(self._table, key, end, page=1):
+                yield from self._decode(queue, State.DONE, part, record)
+
+        def time_from(number: int) -> int:
+            return next((entry.ended_at_ms for entry in entries_from(number)), limits.MAX_OFFSET)
+
+        if first := self.first_keys.scan(begin, end, 1):
+            numbers = range(sequence_of(first[0][0]), queue.counts.next_done)
+            number = numbers.start + bisect_left(numbers, time_ms, key=time_from)
+            yield from takewhile(lambda e: e.ended_at_ms <= time_ms, entries_from(number))
 
     def take(self, batch: Batch, queue: Queue, state: State, entries: Sequence[Ended]) -> None:
         """Remove messages from their parts: they are live again, here or in another queue."""

@@ -11,7 +11,7 @@ from penstock.store.codec.metadata import decode_heads, decode_metadata, read_me
 from penstock.store.kv.move import ALL, MoveVerbs
 from penstock.store.kv.queues import Counts
 from penstock.store.kv.state import verb
-from penstock.store.live import Item
+from penstock.store.live import NO_LEASE, Item
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from penstock.store.kv.queues import Queue
 
 
+# Buckets that one message is looked for in: others wait meanwhile.
+MOST_BUCKETS: Final = 64
 # Counters of a queue that its stats have under the same name.
 _COUNTED: Final = [n for n in QueueStats.__struct_fields__ if n in Counts.__struct_fields__]
 
@@ -38,12 +40,18 @@ class InspectVerbs(MoveVerbs):
         cursor: str | None,
         payloads: bool,
         now_ms: int,
+        message_id: int | None = None,
     ) -> Page:
-        """Read a page of messages in a state."""
+        """Read a page of messages in a state, or one message in whatever state it is."""
         queue = self.queue(queue_name)
         after = _parse_cursor(cursor, queue, state)
         self.catch_up(now_ms, ALL)
-        found, following = self.page(queue, state, after, limit)
+        found: Sequence[Item | Ended]
+        following: bytes | None = None
+        if message_id is None:
+            found, following = self.page(queue, state, after, limit)
+        else:
+            state, found = self._find(queue, message_id, now_ms)
         if payloads and (fitting := _fitting(found)) < len(found):
             found, following = self.page(queue, state, after, fitting)
         bodies: list[bytes | None] = [None] * len(found)
@@ -58,6 +66,20 @@ class InspectVerbs(MoveVerbs):
         self.settle_quarantine(now_ms)
         head = _cursor_head(queue, state)
         return Page(entries, None if following is None else head + following.hex())
+
+    def _find(
+        self, queue: Queue, message_id: int, now_ms: int
+    ) -> tuple[State, Sequence[Item | Ended]]:
+        """Look a message up, and say in which state it is."""
+        if failed := self.history.find_failed(queue, [message_id]):
+            return State.FAILED, failed
+        if done := self.history.find_acked(queue, message_id):
+            return State.DONE, done
+        live = self.active.live(queue, [message_id], MOST_BUCKETS)
+        if live and live[0].lease != NO_LEASE:
+            return State.IN_FLIGHT, live
+        delayed = bool(live) and live[0].visible_at_ms > now_ms
+        return State.DELAYED if delayed else State.AVAILABLE, live
 
     @verb
     def attempts(self, queue_name: str, message_id: int, now_ms: int) -> list[Attempt]:
@@ -147,6 +169,7 @@ def _entry(
         consumer=lease.consumer if lease else None,
         ended_at_ms=ended.ended_at_ms if ended else None,
         reason=ended.reason if ended else "",
+        size=metadata.size,
     )
 
 

@@ -193,6 +193,7 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
         limit: int | None = None,
         before: int | None = None,
         created_at_ms: int | None = None,
+        message_ids: Sequence[int] | None = None,
     ) -> int:
         """Remove messages of a queue by state, up to a limit; return how many."""
         queue = self.queue(queue_name)
@@ -201,6 +202,8 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
             return 0
         if before is None:
             self.catch_up(now_ms, ALL if limit is None else limit)
+        if message_ids is not None:
+            return self._purge_failed(queue, message_ids, now_ms)
         removed = 0
         for state in states:
             while limit is None or removed < limit:
@@ -216,6 +219,16 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
             self.wake(queue)
         self.schedule_retention(queue)
         return removed
+
+    def _purge_failed(self, queue: Queue, message_ids: Sequence[int], now_ms: int) -> int:
+        """Remove failed messages by their ids; return how many."""
+        gone = self.history.find_failed(queue, message_ids)
+        if gone:
+            batch = self.begin()
+            self.history.take(batch, queue, State.FAILED, gone)
+            self.forget(batch, queue, gone)
+            self.commit(batch, (queue,), now_ms)
+        return len(gone)
 
     def _purge_chunk(
         self, queue: Queue, state: State, now_ms: int, room: int, before: int | None

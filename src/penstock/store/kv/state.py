@@ -155,8 +155,7 @@ class Core:
             self.load()
         except StoreDamaged as error:
             raise StoreDamaged(
-                f"{error}. The store can't do without that: restore a backup, or bring what can be "
-                "read into a new store: penstock salvage STORE TARGET",
+                f"the store can't be opened: {error}",
                 table=error.table,
                 begin=error.begin,
                 end=error.end,
@@ -182,13 +181,14 @@ class Core:
             )
         if identity.design != design:
             raise StoreMismatch(
-                f"the store has the {identity.design} design, it was opened as {design}"
+                f"the store has the {identity.design} design: it can't be opened as {design}"
             )
         if identity.routing not in {"inline", "pipeline"}:
             raise StoreMismatch(f"the store routes {identity.routing!r:.100}, which is not known")
         if routing is not None and identity.routing != routing:
             raise StoreMismatch(
-                f"the store routes {identity.routing}, it was opened with routing={routing!r}"
+                f"the store was made with routing={identity.routing!r}: it can't be opened with "
+                f"{routing!r}"
             )
         return identity
 
@@ -298,7 +298,7 @@ class Core:
         """Look a queue up by name."""
         queue = self.by_name.get(name)
         if queue is None:
-            raise QueueNotFound(f"no queue named {name!r}")
+            raise QueueNotFound.among(name, self.by_name)
         return queue
 
     def page(

@@ -182,8 +182,12 @@ class ActiveSet(Protocol[D]):
     def find(self, queue: Queue, keys: Sequence[int]) -> list[Item | None]:
         """Look messages up in flight."""
 
-    def live(self, queue: Queue, message_ids: Sequence[int]) -> list[Item]:
-        """Look messages up by their ids, waiting or in flight; may have to read all there are."""
+    def live(self, queue: Queue, message_ids: Sequence[int], most: int | None = None) -> list[Item]:
+        """Look messages up by their ids, waiting or in flight; may have to read all there are.
+
+        ``most``: if nothing leads to them, read only so many rows, those that are most likely to
+        have the newest of them.
+        """
 
     def in_flight_by_message(self, queue: Queue, message_id: int) -> Item | None:
         """Look a message up in flight by its id."""

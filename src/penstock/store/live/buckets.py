@@ -262,19 +262,24 @@ class BucketActive(BucketCache):
             found.append(None if item is None else replace(item))
         return found
 
-    def live(self, queue: Queue, message_ids: Sequence[int]) -> list[Item]:
-        """Look messages up by their ids, in every bucket that may have one of them."""
+    def live(self, queue: Queue, message_ids: Sequence[int], most: int | None = None) -> list[Item]:
+        """Look messages up by their ids, in the buckets that may have one of them."""
         wanted, highest = set(message_ids), max(message_ids, default=0)
         directory = self._directories[queue.number]
-        found = []
-        for bucket_id in list(directory.buckets):
+        oldest = directory.oldest.get
+        likely = [
+            bucket_id
+            for bucket_id, known in directory.buckets.items()
+            if known.in_flight or (oldest(bucket_id) or highest + 1) <= highest
+        ]
+        # Messages mostly come into buckets in the order of their ids.
+        likely.sort(key=lambda bucket_id: abs((oldest(bucket_id) or highest) - highest))
+        found: list[Item] = []
+        for bucket_id in likely[:most]:
+            if len(found) == len(wanted):
+                break
             # Opening a bucket may remove it, or another.
-            known = directory.buckets.get(bucket_id)
-            oldest = directory.oldest.get(bucket_id)
-            is_late = oldest is None or oldest > highest
-            if known is None or (is_late and not known.in_flight):
-                continue
-            bucket = self._bucket(queue, bucket_id)
+            bucket = self._bucket(queue, bucket_id) if bucket_id in directory.buckets else None
             if bucket is not None:
                 items = (*bucket.waiting.values(), *bucket.flight.values())
                 found += [replace(item) for item in items if item.message_id in wanted]

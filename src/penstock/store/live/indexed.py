@@ -392,7 +392,12 @@ class IndexedActive(ActiveSet[Directory]):
                 found[at] = self._item(queue, State.IN_FLIGHT, main, record)
         return found
 
-    def live(self, queue: Queue, message_ids: Sequence[int]) -> list[Item]:
+    def live(
+        self,
+        queue: Queue,
+        message_ids: Sequence[int],
+        most: int | None = None,  # noqa: ARG002
+    ) -> list[Item]:
         """Look messages up by their ids, which are their keys here."""
         found = [*self.waiting(queue, message_ids), *self.find(queue, message_ids)]
         return [item for item in found if item is not None]

@@ -11,7 +11,7 @@ from penstock.errors import InvalidInput
 from penstock.limits import MAX_OFFSET, MAX_PAGE_BYTES
 from penstock.model import Attempt, AttemptEnd, Entry, Page, QueueStats, State, StoreStats
 from penstock.store.codec.metadata import decode_metadata, read_metadata
-from penstock.store.sql.move import ALL, STATES, SqlMove
+from penstock.store.sql.move import ALL, ANY_STATE, STATES, SqlMove
 from penstock.store.sql.settle import ENDINGS
 from penstock.store.sql.zones import token_of
 
@@ -120,12 +120,15 @@ class SqlInspect(SqlMove):
         cursor: str | None,
         payloads: bool,
         now_ms: int,
+        message_id: int | None = None,
     ) -> Page:
-        """Read a page of messages in a state."""
+        """Read a page of messages in a state, or one message in whatever state it is."""
         queue = self._caught_up(queue_name, now_ms)
         begin = _parse_cursor(cursor, queue, state) + 1
         span = {"queue": queue.number, "begin": begin, "end": MAX_OFFSET, "count": limit + 1}
-        if state in STATES:
+        if message_id is not None:
+            state, rows = self._find(queue, message_id, now_ms)
+        elif state in STATES:
             rows = self.database.ask("page_items", **span, state=STATES[state], now_ms=now_ms)
         else:
             rows = self.database.ask("page_ended", **span, failed=state is State.FAILED)
@@ -151,6 +154,23 @@ class SqlInspect(SqlMove):
             ]
         head = _cursor_head(queue, state)
         return Page(entries, None if following is None else f"{head}{following:016x}")
+
+    def _find(
+        self, queue: SqlQueue, message_id: int, now_ms: int
+    ) -> tuple[State, list[tuple[Any, ...]]]:
+        """Look a message up, and say in which state it is."""
+        if message_id >= MAX_OFFSET:
+            return State.DONE, []
+        span = {"queue": queue.number, "begin": message_id, "end": message_id + 1, "count": 1}
+        rows = self.database.ask("page_items", **span, state=ANY_STATE, now_ms=now_ms)
+        if not rows:
+            rows = self.database.ask("ended_message", queue=queue.number, message_id=message_id)
+            failed = bool(rows) and rows[0][0]
+            return State.FAILED if failed else State.DONE, [row[1:] for row in rows]
+        _, _, _, vesting_ms, is_leased, *_ = rows[0]
+        if is_leased:
+            return State.IN_FLIGHT, rows
+        return State.DELAYED if vesting_ms > now_ms else State.AVAILABLE, rows
 
     def attempts(self, queue_name: str, message_id: int, now_ms: int) -> list[Attempt]:
         """Return every attempt at a message, the running one last."""
@@ -256,6 +276,7 @@ def _entry(queue: SqlQueue, state: State, row: tuple[Any, ...], metadata: Metada
         priority=metadata.priority,
         attempts=attempts,
         published_at_ms=metadata.published_at_ms,
+        size=metadata.size,
         **more,
     )
 

@@ -875,6 +875,12 @@ FROM ended e
 WHERE e.queue = :queue AND e.failed = :failed AND e.sequence >= :begin AND e.sequence < :end
 ORDER BY e.sequence LIMIT :count;
 
+-- name: ended_message
+-- A done or failed message, and which of both it is.
+SELECT e.failed, e.sequence, e.message_id, e.attempts, e.ended_at_ms, e.reason,
+       (SELECT m.metadata FROM messages m WHERE m.message_id = e.message_id)
+FROM ended e WHERE e.queue = :queue AND e.message_id = :message_id;
+
 -- name: payloads
 -- plan: once
 -- Read payloads.

@@ -205,11 +205,12 @@ class SqlQueues(SqlMove, SqlRouting):
         limit: int | None = None,
         before: int | None = None,
         created_at_ms: int | None = None,
+        message_ids: Sequence[int] | None = None,
     ) -> int:
         """Remove messages in one of the states, up to a limit; return how many.
 
         ``before``: only done or failed ones whose sequence number is below it, and none if the
-        queue was not made at ``created_at_ms``.
+        queue was not made at ``created_at_ms``. ``message_ids``: only those, which have failed.
         """
         # Another process may have made the queue again, under another number.
         self.refresh()
@@ -218,6 +219,8 @@ class SqlQueues(SqlMove, SqlRouting):
             return 0
         if before is None:
             self.catch_up(now_ms, ALL, queue)
+        if message_ids is not None:
+            return self._purge_failed(queue, message_ids, now_ms)
         removed = 0
         for state in states:
             while limit is None or removed < limit:
@@ -280,6 +283,18 @@ class SqlQueues(SqlMove, SqlRouting):
                 self.add_counts(queue.number, now_ms, removed=len(ids), **gone)
                 self._forget_messages(queue, ids)
             return len(rows)
+
+        return self.change(work)
+
+    def _purge_failed(self, queue: SqlQueue, message_ids: Sequence[int], now_ms: int) -> int:
+        """Remove failed messages by their ids; return how many."""
+        wanted = {"queue": queue.number, "message_ids": list(message_ids), "states": [True]}
+
+        def work() -> int:
+            ids = [row[0] for row in self.database.run("take_ended", **wanted)]
+            self.add_counts(queue.number, now_ms, failed=-len(ids), removed=len(ids))
+            self._forget_messages(queue, ids)
+            return len(ids)
 
         return self.change(work)
 

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.errors import InvalidInput, QueueNotFound
 from penstock.model import Message, OutcomeStatus, State
-from penstock.testing.suite.base import YEAR_MS, Suite, receipts_of
+from penstock.testing.suite.base import HOUR_MS, YEAR_MS, Suite, receipts_of
 
 __all__ = ["KeepingSuite"]
 
@@ -72,6 +73,51 @@ class KeepingSuite(Suite):
         (entry,) = broker.browse("q", payloads=False)
         assert entry.payload is None
         assert entry.attributes == {"queue": "q"}
+
+    def test_browse_one_message_in_every_state(self) -> None:
+        """A message is found by its id, as the page of its state has it."""
+        broker = self.start(max_attempts=1)
+        ids = self.put(*(b"%d" % n for n in range(40)))
+        for n in range(10):
+            # Messages that were acked at different times, several of them at the same.
+            broker.ack(receipts_of(self.take(2)))
+            self.clock.advance(n % 3)
+        for n in range(5):
+            self.fail_one(f"reason {n}")
+        self.take(5)
+        ids += self.put(b"later", delay_ms=HOUR_MS)
+        entries = [entry for state in State for entry in self.everything(state)]
+        assert sorted(entry.message_id for entry in entries) == sorted(ids)
+        for entry in entries:
+            assert list(broker.browse("q", message_id=entry.message_id)) == [entry]
+        (bare,) = broker.browse("q", message_id=ids[0], payloads=False)
+        assert (bare.payload, bare.size) == (None, 1)
+        for unknown in (ids[-1] + 1, 0, (1 << 63) - 1, (1 << 64) - 1):
+            assert list(broker.browse("q", message_id=unknown)) == []
+        broker.purge("q", states=["done"])
+        assert list(broker.browse("q", message_id=ids[0])) == []
+
+    def test_browse_one_message_after_retention_and_a_move(self) -> None:
+        """Done messages before it may be gone, and it may have been done before elsewhere."""
+        broker = self.start(max_attempts=1, done_retention_ms=HOUR_MS)
+        broker.create_queue("other", filter="false = true")
+        ids = self.put(*(b"%d" % n for n in range(6)))
+        broker.ack(receipts_of(self.take(3)))
+        self.clock.advance(HOUR_MS - 1)
+        failed = self.fail_one("no")
+        broker.ack(receipts_of(self.take(1)))
+        self.clock.advance(1)
+        broker.sweep()
+        assert [list(broker.browse("q", message_id=id_)) for id_ in ids[:3]] == [[], [], []]
+        (done,) = broker.browse("q", message_id=ids[4])
+        assert (done.state, done.payload) == (State.DONE, b"4")
+        broker.move("q", "other", message_ids=[failed.message_id])
+        assert list(broker.browse("q", message_id=failed.message_id)) == []
+        (moved,) = broker.browse("other", message_id=failed.message_id)
+        assert (moved.state, moved.queue) == (State.AVAILABLE, "other")
+        broker.ack(receipts_of(self.take(1, queue="other")))
+        (moved,) = broker.browse("other", message_id=failed.message_id)
+        assert moved.state is State.DONE
 
     def test_browse_changes_nothing_and_leases_nothing(self) -> None:
         self.start(max_attempts=2)
@@ -155,6 +201,24 @@ class KeepingSuite(Suite):
         after = dict(zip([s.value for s in State], self.depth(), strict=True))
         assert after == {**before, state: 0}
         assert self.everything(state) == []
+
+    def test_purge_failed_messages_by_ids(self) -> None:
+        """Only failed messages go, with their attempts, and no payload stays behind."""
+        broker = self.start(max_attempts=1)
+        ids = self.put(*(b"%d" % n for n in range(6)))
+        failed = [self.fail_one("no").message_id for _ in range(4)]
+        assert broker.purge("q", states=["failed"], message_ids=[*failed[:2], ids[5], 12345]) == 2
+        assert [entry.message_id for entry in self.everything("failed")] == failed[2:]
+        assert self.depth() == (2, 0, 0, 0, 2)
+        assert broker.stats("q").removed_total == 2
+        assert broker.attempts("q", failed[0]) == []
+        assert self.payload_kept(failed[0]) in {False, None}
+        assert broker.purge("q", states=["failed"], message_ids=failed[:2]) == 0
+        for states in (["available"], ["failed", "done"], []):
+            with self.refused(InvalidInput, states):
+                broker.purge("q", states=states, message_ids=ids)
+        with self.refused(QueueNotFound):
+            broker.purge("unknown", states=["failed"], message_ids=[])
 
     def test_purge_takes_what_waits(self) -> None:
         broker = self.start(max_attempts=2)

@@ -35,7 +35,7 @@ from zlib import crc32
 
 import msgspec
 
-from penstock.engines import damage_error, rows_of
+from penstock.engines import describe_range, rows_of
 from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.model import State
 from penstock.store.check_report import KEPT, AuditReport, Kind, Violation
@@ -131,7 +131,8 @@ def _unreadable(core: Core) -> list[StoreDamaged]:
                     end = rows[-1][0]
             except StoreDamaged as back:
                 end = back.end
-            found.append(damage_error(name, error.begin, end, str(error.__cause__)))
+            text = describe_range(name, error.begin, end, str(error.__cause__))
+            found.append(StoreDamaged(text, table=name, begin=error.begin, end=end))
     return found
 
 
