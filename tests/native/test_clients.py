@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from penstock.client import AsyncClient, Client
 
-OWN = {"ping"}
+# Verbs that a broker of this process has no need of.
+OWN = {"all_stats", "backup", "ping"}
 
 
 def message(body: bytes = b"", **fields: Any) -> Message:

@@ -463,6 +463,23 @@ def test_a_withdrawn_claim_is_cancelled_and_what_came_is_given_back(
     assert (back.unseen, back.delay_ms) == ((False, 0) if version == 1 else (True, None))
 
 
+def test_an_older_server_is_not_sent_requests_that_it_can_not_know(talk: Talk) -> None:
+    talk.core.welcome = wire.Welcome(2, "test", "s", {})
+    newer = (
+        calls.sweep(),
+        next(calls.all_stats()),
+        calls.backup("x"),
+        calls.browse("q", message_id=1),
+        calls.purge("q", states=["failed"], message_ids=[1]),
+    )
+    for number, call in enumerate(newer):
+        talk.call(str(number), call)
+        assert not talk.sent()
+        assert "the server speaks version 2" in str(talk.results[str(number)])
+    talk.call("old", calls.browse("q"))
+    assert talk.sent() == [wire.Browse(talk.core._next_id - 1, "q")]
+
+
 def test_dedup_ids_are_made_once_and_are_all_different() -> None:
     talk = Talk(dedup=True)
     talk.greet()

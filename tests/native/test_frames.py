@@ -133,7 +133,7 @@ def test_any_request_with_an_id_is_read_or_answered(
         assert answer.name == "InvalidInput"
         assert answer.message
     else:
-        assert 1 <= kind <= 26
+        assert 1 <= kind <= 29
 
 
 def test_more_fields_than_a_request_has_are_refused() -> None:

@@ -67,7 +67,7 @@ def test_a_newer_client_is_spoken_to_in_the_servers_version(served: Served) -> N
         encoder.frame((0, "somebody", 1)),
         encoder.frame((0, wire.MAGIC, 0)),
         encoder.frame(wire.Ping(1)),
-        b"GET / HTTP/1.1\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         (limits.MAX_HELLO_BYTES + 1).to_bytes(4, "big"),
         b"\x00\x00\x00\x00",
         b"\x00\x00\x00\x01\xc1",
@@ -515,6 +515,31 @@ def test_requests_are_counted() -> None:
         ("native", "CreateQueue", "ok"),
         ("native", "Stats", "QueueNotFound"),
     ]
+
+
+def test_the_stats_of_many_queues_take_few_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_STATS_LIMIT", 10)
+    counted: list[str] = []
+
+    class Counts:
+        def request(self, protocol: str, operation: str, seconds: float, outcome: str) -> None:
+            counted.append(operation)
+
+    with (
+        penstock.open("memory:") as broker,
+        Served(broker, metrics=Counts()) as served,
+        penstock.connect(served.url) as client,
+    ):
+        assert client.all_stats() == []
+        names = [f"q{number:02}" for number in range(25)]
+        for name in names:
+            broker.create_queue(name)
+        broker.send("q24", b"x")
+        counted.clear()
+        found = client.all_stats()
+    assert [each.queue for each in found] == names
+    assert [each.available for each in found] == [0] * 24 + [1]
+    assert counted == ["AllStats"] * 3
 
 
 def test_a_server_that_is_gone(served: Served) -> None:

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 BOTO = boto3.session.Session()
 
 QUEUES = ("a", "b")
+# Names of backups are used once.
+BACKUPS = itertools.count()
 # Without a key, with keys for one queue or for a pattern, and with those for all of them.
 KEYS: dict[str, list[str]] = {
     "nobody": [],
@@ -281,6 +283,9 @@ NATIVE = [
     row("ConfigureLog", lambda c, *_: c.configure_log(), "admin:*"),
     row("LogStats", lambda c, *_: c.log_stats(), LOOK),
     row("Info", lambda c, *_: c.info(), LOOK),
+    row("AllStats", lambda c, *_: c.all_stats(), LOOK),
+    row("Sweep", lambda c, *_: c.sweep(), "admin:*"),
+    row("Backup", lambda c, *_: c.backup(f"n{next(BACKUPS)}"), "admin:*"),
 ]
 
 
@@ -541,6 +546,9 @@ FLIGHT = [
     row("LogTicket", lambda s, *_: list(s.read(s.log_ticket(0, 1, 2))), LOOK),
     row("get_schema", lambda s, *_: s.schema("active"), KNOWN),
     row("info", lambda s, *_: s.info(), LOOK),
+    row("check_read", lambda s, *_: s.check_read("active"), LOOK),
+    row("hold_snapshot", lambda s, *_: s.hold_snapshot(), LOOK),
+    row("drop_snapshot", lambda s, *_: s.drop_snapshot(s.hold_snapshot().snapshot), LOOK),
     row("log_stats", lambda s, *_: s.log_stats(), LOOK),
     row("route_plan", but(lambda s, *_: s.route_plan(), "inline"), LOOK),
     row("filters", lambda s, *_: s.filters(1), LOOK),
@@ -605,7 +613,6 @@ def test_a_snapshot_is_read_by_what_its_key_may_now(world: World) -> None:
 
 # --- pages and Queueber ---------------------------------------------------------------------------
 
-BACKUPS = itertools.count()
 
 PAGES = [
     row("GET /health", lambda ask, *_: ask("GET", "/health"), EVERYBODY),

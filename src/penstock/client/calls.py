@@ -36,6 +36,7 @@ from penstock.model import (
     State,
     StoreInfo,
     StoreStats,
+    SweepCounts,
     Value,
 )
 from penstock.validation import (
@@ -46,6 +47,7 @@ from penstock.validation import (
     check_queue_name,
     check_receipts,
     check_state,
+    check_states,
     cut_text,
 )
 from penstock.wire import native as wire
@@ -170,9 +172,16 @@ def browse(
     limit: int = 100,
     cursor: str | None = None,
     payloads: bool = True,
+    message_id: int | None = None,
 ) -> Call[Page]:
-    """Look at messages without leasing them; go on with ``cursor=page.next_cursor``."""
-    request = wire.Browse(0, queue, check_state(state).value, limit, cursor, bool(payloads))
+    """Look at messages without leasing them; go on with ``cursor=page.next_cursor``.
+
+    With ``message_id`` the page has that message alone, in whatever state it is.
+    """
+    if message_id is not None:
+        check_ids([message_id])
+    checked = check_state(state).value
+    request = wire.Browse(0, queue, checked, limit, cursor, bool(payloads), message_id)
     return Call(request, wire.Entries, finish=lambda page: Page(page.entries, page.next_cursor))
 
 
@@ -192,6 +201,17 @@ def store_stats() -> Call[StoreStats]:
     return Call(wire.StoreStats(0), StoreStats)
 
 
+def all_stats() -> Plan[list[QueueStats]]:
+    """Return the stats of all queues, by name; those that damage hides are left out."""
+    found: list[QueueStats] = []
+    after: str | None = ""
+    while after is not None:
+        page = yield Call(wire.AllStats(0, after, limits.MAX_STATS_LIMIT), wire.StatsPage)
+        found += page.stats
+        after = page.after
+    return found
+
+
 def redrive(
     queue: str,
     *,
@@ -206,11 +226,15 @@ def redrive(
 
 
 def purge(
-    queue: str, *, states: Sequence[State | str] = (State.AVAILABLE, State.DELAYED)
+    queue: str,
+    *,
+    states: Sequence[State | str] = (State.AVAILABLE, State.DELAYED),
+    message_ids: Iterable[int] | None = None,
 ) -> Call[int]:
     """Remove the messages of a queue that are in one of the states; return how many."""
-    checked = [check_state(state).value for state in states]
-    return Call(wire.Purge(0, queue, checked), int, Repeat.NEVER)
+    checked = [state.value for state in check_states(states)]
+    ids = None if message_ids is None else check_ids(list(message_ids))
+    return Call(wire.Purge(0, queue, checked, ids), int, Repeat.NEVER)
 
 
 def move(
@@ -333,6 +357,16 @@ def info() -> Call[StoreInfo]:
     return Call(wire.Info(0), StoreInfo)
 
 
+def sweep(*, budget: int = 1_000) -> Call[SweepCounts]:
+    """Do what is due now, which the server does by itself a little later."""
+    return Call(wire.Sweep(0, budget), SweepCounts)
+
+
+def backup(name: str) -> Call[tuple[str, int]]:
+    """Copy the store into the server's backup directory; return the path there and the bytes."""
+    return Call(wire.Backup(0, name), tuple[str, int], Repeat.NEVER)
+
+
 def ping() -> Call[int]:
     """Return the server's time in milliseconds."""
     return Call(wire.Ping(0), int)
@@ -429,4 +463,7 @@ class Verbs:
     configure_log = Verb(configure_log)
     log_stats = Verb(log_stats)
     info = Verb(info)
+    all_stats = Verb(all_stats)
+    sweep = Verb(sweep)
+    backup = Verb(backup)
     ping = Verb(ping)

@@ -19,6 +19,7 @@ from penstock.client.connection import Options, Phase
 from penstock.client.transport import open_transport, target_of
 from penstock.clock import Clock, SystemClock
 from penstock.errors import BrokerClosed
+from penstock.tracing import traced
 
 if TYPE_CHECKING:
     import ssl
@@ -38,18 +39,22 @@ def connect(
     patience_ms: int = 10_000,
     name: str = "",
     clock: Clock | None = None,
+    tracing: bool = False,
 ) -> Client:
     """Connect to a server: ``penstock://HOST:PORT``. Its verbs are those of a broker.
 
-    ``token`` is ``KEY:SECRET``, if the server wants one; ``tls`` True, or a context of your own.
+    ``token`` is ``KEY:SECRET``, if the server wants one; the URL may have it instead:
+    ``penstock://KEY:SECRET@HOST:PORT``. ``tls`` is True, or a context of your own.
     A connection that is lost is made again; a call waits ``patience_ms`` for that, and as long for
     its answer once it is sent, beside the ``wait_ms`` of a claim: then it raises ServerUnreachable,
     and the server begins nothing of it any more. ``dedup`` gives every message that has none a
     dedup id, so that a publish whose answer was lost is sent again and not doubled. ``name`` tells
-    the server who this is, for its log.
+    the server who this is, for its log. ``tracing`` makes OpenTelemetry spans of what is published,
+    and puts their context into the messages (:mod:`penstock.tracing`).
     """
-    options = Options(token=token, name=name, patience_ms=patience_ms, dedup=dedup)
-    return Client(target_of(url, tls), options, clock or SystemClock())
+    target, options = _resolved(url, tls, token, name=name, patience_ms=patience_ms, dedup=dedup)
+    kind = traced(Client) if tracing else Client
+    return kind(target, options, clock or SystemClock())
 
 
 async def connect_async(
@@ -61,10 +66,23 @@ async def connect_async(
     patience_ms: int = 10_000,
     name: str = "",
     clock: Clock | None = None,
+    tracing: bool = False,
 ) -> AsyncClient:
     """Connect to a server from asyncio; the parameters are those of :func:`penstock.connect`."""
-    options = Options(token=token, name=name, patience_ms=patience_ms, dedup=dedup)
-    return AsyncClient(await open_transport(target_of(url, tls), options, clock or SystemClock()))
+    target, options = _resolved(url, tls, token, name=name, patience_ms=patience_ms, dedup=dedup)
+    kind = traced(AsyncClient, awaited=True) if tracing else AsyncClient
+    return kind(await open_transport(target, options, clock or SystemClock()))
+
+
+def _resolved(
+    url: str,
+    tls: bool | ssl.SSLContext,  # noqa: FBT001 - a union
+    token: str,
+    **options: Any,
+) -> tuple[Target, Options]:
+    """Read the URL; its key is that of the connection, unless another is given."""
+    target = target_of(url, tls)
+    return target, Options(token=token or target.token, **options)
 
 
 class AsyncClient(Verbs, Awaiting):

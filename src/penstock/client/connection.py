@@ -58,6 +58,13 @@ _UNSENDABLE: Final[dict[type[wire.Request], type[InvalidInput]]] = {
     wire.UpdateQueue: errors.InvalidQueue,
 }
 
+_NATIVE: Final = f"penstock:// needs the native port, {wire.DEFAULT_PORT} unless it was set"
+_FOREIGN: Final = {
+    "HTTP": f"speaks HTTP, for SQS clients and browsers: {_NATIVE}",
+    "gRPC": f"speaks gRPC, for Arrow Flight and Spark: {_NATIVE}",
+    "TLS": "speaks TLS: connect to penstocks://, or with tls=",
+}
+
 Callback = Callable[[Any, BaseException | None], None]
 """Called once with the result of a call, or its error."""
 
@@ -124,6 +131,8 @@ class ClientConnection:
         self._tries = 0
         self._away_since_ms = now_ms
         self.why = "no connection yet"
+        # Which protocol the server speaks, if it is another than this one, and what to try.
+        self.foreign = ""
         # The error of a server that has lost its store: the client leaves it.
         self._fenced = ""
         self._max_frame_bytes = limits.MAX_FRAME_BYTES
@@ -245,6 +254,10 @@ class ClientConnection:
     def received(self, data: bytes, now_ms: int) -> None:
         """Take bytes from the server."""
         self._heard_ms, self._asked_ms = now_ms, None
+        if self.phase is Phase.GREETING and (spoken := wire.protocol_of(data)):
+            self.foreign = _FOREIGN[spoken]
+            self._give_up(f"the server {self.foreign}")
+            return
         reader = self._reader
         reader.feed(data)
         try:
@@ -407,7 +420,7 @@ class ClientConnection:
             if call.finish is not None:
                 result = call.finish(result)
         except wire.UNREADABLE as error:
-            self._fail(pending, ServerUnreachable(f"an answer that can't be read: {error}"))
+            self._fail(pending, ServerUnreachable(f"the server's answer can't be read: {error}"))
             return
         if pending.repeated and call.repeat is Repeat.SETTLES:
             result = doubtful(result)
@@ -438,7 +451,8 @@ class ClientConnection:
             self._fail(pending, kind(f"{type(request).__name__} can't be sent: {error}"))
             return
         if len(frame) > self._max_frame_bytes:
-            text = f"{len(frame)} bytes; the server takes {self._max_frame_bytes} at once"
+            most = self._max_frame_bytes
+            text = f"a call of {len(frame)} bytes; the server takes {most}: send less at once"
             self._fail(pending, InvalidInput(text))
             return
         pending.since_ms = now_ms

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import socket
 import ssl
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from penstock.client.connection import ClientConnection, Options, Phase
 from penstock.errors import BrokerClosed, InvalidUrl, ServerUnreachable
@@ -41,30 +42,48 @@ _CUT_OFF: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 
 
 class Target(NamedTuple):
-    """The address of a server, and the TLS context for it."""
+    """The address of a server, the TLS context for it, and the key that its URL names."""
 
     host: str
     port: int
     tls: ssl.SSLContext | None
+    token: str = ""
 
 
 def target_of(url: str, tls: bool | ssl.SSLContext) -> Target:  # noqa: FBT001 - a union
-    """Read ``penstock://HOST[:PORT]``; ``penstocks`` is the same over TLS."""
+    """Read ``penstock://[KEY:SECRET@]HOST[:PORT]``; ``penstocks`` is the same over TLS."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except (ValueError, AttributeError, TypeError):
         host, port = None, None
+    # A secret is not for the eyes of those who read an error.
+    shown = repr(re.sub(r"//.*@", "//...@", str(url), flags=re.DOTALL))
     if host is None or parts.scheme not in {"penstock", "penstocks"}:
-        raise InvalidUrl(f"{url!r:.200} names no server: penstock://HOST:PORT")
-    if parts.path.strip("/") or parts.query or parts.fragment or parts.username:
-        raise InvalidUrl(f"{url!r:.200}: only a host and a port can be given: penstock://HOST:PORT")
+        raise InvalidUrl(f"{shown:.200} names no server; the URL of one is penstock://HOST:PORT")
+    if parts.path.strip("/") or parts.query or parts.fragment:
+        raise InvalidUrl(
+            f"{shown:.200} has more than a host and a port; the URL of a server is "
+            "penstock://HOST:PORT"
+        )
+    token = ""
+    if parts.username is not None:
+        token = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
     context = None
     if isinstance(tls, ssl.SSLContext):
         context = tls
     elif tls or parts.scheme == "penstocks":
         context = ssl.create_default_context()
-    return Target(host, port or DEFAULT_PORT, context)
+    return Target(host, port or DEFAULT_PORT, context, token)
+
+
+def _tls_failure(where: str, error: ssl.SSLError) -> str:
+    """Describe why there is no TLS with a server, and what to try, as far as the error tells."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the certificate of {where} is not trusted: give tls= a context that does ({error})"
+    if error.reason == "WRONG_VERSION_NUMBER":
+        return f"{where} does not speak TLS: connect to penstock://{where} ({error})"
+    return f"no TLS with {where}: {error}"
 
 
 async def open_transport(target: Target, options: Options, clock: Clock) -> Transport:
@@ -200,7 +219,10 @@ class Transport(asyncio.Protocol):
                     left_ms = begun_ms + self.connection.options.patience_ms - now_ms
                     if left_ms <= 0:
                         self._fail(
-                            ServerUnreachable(f"no server at {self._where}: {connection.why}")
+                            ServerUnreachable(
+                                f"no server at {self._where}: {connection.why}; is 'penstock "
+                                "serve' running there?"
+                            )
                         )
                         return
                     pause_ms = min(pause_ms, left_ms)
@@ -238,7 +260,7 @@ class Transport(asyncio.Protocol):
         return f"{self.target.host}:{self.target.port}"
 
     async def _connect(self) -> None:
-        host, port, tls = self.target
+        host, port, tls, _ = self.target
         new = not self._ready.done()
         if new and self._suspect and await self._speaks_tls():
             text = f"{self._where} speaks TLS: connect to penstocks://{self._where}, or with tls="
@@ -258,7 +280,7 @@ class Transport(asyncio.Protocol):
             elif new and isinstance(error, ssl.SSLError) and not isinstance(error, _CUT_OFF):
                 # A server that came back with a wrong certificate may yet be mended; one that
                 # was never right is an error at once.
-                self._fail(ServerUnreachable(f"no TLS with {self._where}: {why}"))
+                self._fail(ServerUnreachable(_tls_failure(self._where, error)))
             else:
                 self.connection.lost(why, self.now_ms())
 
@@ -269,7 +291,7 @@ class Transport(asyncio.Protocol):
         tried = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), hello, server_hostname="x")
         with contextlib.suppress(ssl.SSLWantReadError):
             tried.do_handshake()
-        host, port, _ = self.target
+        host, port, *_ = self.target
         try:
             async with asyncio.timeout(PROBE_SECONDS):
                 reader, writer = await asyncio.open_connection(host, port)
@@ -297,6 +319,8 @@ class Transport(asyncio.Protocol):
         if not self._ready.done():
             if self.connection.phase is Phase.READY:
                 self._ready.set_result(None)
+            elif self.connection.foreign:
+                self._fail(ServerUnreachable(f"{self._where} {self.connection.foreign}"))
             elif self.connection.phase is Phase.CLOSED:
                 failure = self.connection.failure or BrokerClosed("the client was closed")
                 self._ready.set_exception(failure)
@@ -307,7 +331,10 @@ class Transport(asyncio.Protocol):
         self._transport = None
         if self.connection.phase is Phase.GREETING and self.target.tls is None:
             self._suspect = True
-        why = self.connection.why if self.connection.hang_up else str(exc or "the server closed it")
+        closed = "the server closed it"
+        if self.connection.phase is Phase.GREETING:
+            closed = "it closed the connection at the greeting: is this its native port?"
+        why = self.connection.why if self.connection.hang_up else str(exc or closed)
         self.connection.lost(why, self.now_ms())
         self._gone.set()
         self.flush()

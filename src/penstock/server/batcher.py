@@ -80,6 +80,8 @@ class Batcher:
 
     def __init__(self, broker: Broker, loop: AbstractEventLoop) -> None:
         self.broker = broker
+        # Where clients may have backups made; empty: nowhere.
+        self.backup_directory = ""
         self._loop = loop
         self._gathered: OrderedDict[Future[Any], Request] = OrderedDict()
         self._scheduled = False
@@ -140,7 +142,8 @@ class Batcher:
             check_count(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
         if wait_ms and len(self._waiting) >= limits.MAX_ALL_WAITING_CLAIMS:
             raise InvalidInput(
-                f"{limits.MAX_ALL_WAITING_CLAIMS} claims wait already, at this server"
+                f"{limits.MAX_ALL_WAITING_CLAIMS} claims wait already at this server: claim with "
+                "a shorter wait_ms"
             )
         if not wait_ms or not self.is_open:
             return self._gather(Claim(queue, limit, lease_ms, consumer))

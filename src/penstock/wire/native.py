@@ -24,13 +24,13 @@ from msgspec import Meta, Raw
 
 from penstock import errors, limits
 from penstock.errors import InvalidFilter, InvalidInput, PenstockError
-from penstock.model import Backfilled, Cursor, Entry, Message
+from penstock.model import Backfilled, Cursor, Entry, Message, QueueStats
 
 if TYPE_CHECKING:
     from asyncio import Transport
 
 MAGIC: Final = "penstock"
-VERSION: Final = 2
+VERSION: Final = 3
 OLDEST_VERSION: Final = 1
 DEFAULT_PORT: Final = 8814
 HEADER_BYTES: Final = 4
@@ -103,13 +103,14 @@ class Extend(Request, tag=5):
 
 
 class Browse(Request, tag=6):
-    """Answered with :class:`Entries`."""
+    """Answered with :class:`Entries`. ``message_id`` since version 3."""
 
     queue: str
     state: str = "available"
     limit: int = 100
     cursor: str | None = None
     payloads: bool = True
+    message_id: int | None = None
 
 
 class Attempts(Request, tag=7):
@@ -170,10 +171,11 @@ class Redrive(Request, tag=15):
 
 
 class Purge(Request, tag=16):
-    """Remove messages in some states."""
+    """Remove messages in some states. ``message_ids`` since version 3."""
 
     queue: str
     states: list[str]
+    message_ids: list[int] | None = None
 
 
 class Move(Request, tag=17):
@@ -241,6 +243,38 @@ class Cancel(Request, tag=26):
     """
 
     claim: int
+
+
+class AllStats(Request, tag=27):
+    """Since version 3: the stats of up to ``limit`` queues whose names come behind ``after``.
+
+    Answered with :class:`StatsPage`.
+    """
+
+    after: str = ""
+    limit: int = 1_000
+
+
+class Sweep(Request, tag=28):
+    """Since version 3; answered with the counts of one sweep."""
+
+    budget: int = 1_000
+
+
+class Backup(Request, tag=29):
+    """Since version 3: copy the store into the server's backup directory, under a name.
+
+    Answered with the path on the server's machine, and the bytes.
+    """
+
+    name: str
+
+
+class StatsPage(msgspec.Struct, array_like=True):
+    """Stats of queues, without those that damage hides; the name to go on after, or None."""
+
+    stats: list[QueueStats]
+    after: str | None
 
 
 class Entries(msgspec.Struct, array_like=True):
@@ -324,7 +358,7 @@ class Undone(msgspec.Struct, array_like=True, tag=5, frozen=True, gc=False):
 
 # Requests that take as long as there are messages, in steps each of which ends in time: their whole
 # has no deadline.
-LONG: Final = frozenset({DeleteQueue, Redrive, Purge, Move, Backfill})
+LONG: Final = frozenset({DeleteQueue, Redrive, Purge, Move, Backfill, Backup})
 ServerFrame: TypeAlias = Welcome | Result | Failure | Part | Bye | Undone
 
 
@@ -384,12 +418,21 @@ def read_request(frame: memoryview | bytes) -> Request | Failure:
     return Failure(head.id, "InvalidInput", why)
 
 
+# The version that has a request first, or the last field of one.
+_SINCE: Final[dict[type[Request], int]] = {AllStats: 3, Sweep: 3, Backup: 3}
+_LAST_FIELD_SINCE: Final[dict[type[Request], int]] = {Release: 2, Browse: 3, Purge: 3}
+
+
 def spoken(request: Request, version: int) -> object:
-    """Return a request as a version of the protocol has it."""
-    if version < 2 and isinstance(request, Release):
-        delay_ms = 0 if request.unseen else request.delay_ms
-        return (4, request.id, request.receipts, delay_ms, request.reason, request.queue)
-    return request
+    """Return a request as a version of the protocol has it; ValueError: it has no such request."""
+    kind = type(request)
+    shorter = _LAST_FIELD_SINCE.get(kind, 1) > version
+    *fields, last = msgspec.structs.astuple(request)
+    if _SINCE.get(kind, 1) > version or (shorter and kind is not Release and last is not None):
+        raise ValueError(f"the server speaks version {version} of the protocol: upgrade it")
+    if isinstance(request, Release) and shorter and request.unseen:
+        fields[2] = 0
+    return (request.__struct_config__.tag, *fields) if shorter else request
 
 
 class Encoder:
@@ -461,11 +504,35 @@ class FrameReader:
         self.pending -= HEADER_BYTES + size
         return memoryview(self._now)[begin : self._at]
 
+    @property
+    def next_bytes(self) -> bytes:
+        """The first bytes that were not taken: the length of a frame, if they are of one."""
+        return self._now[self._at : self._at + HEADER_BYTES]
+
     def _join(self) -> None:
         """Move the bytes of ``_later`` behind those of ``_now`` that were not taken."""
         self._now = b"".join((memoryview(self._now)[self._at :], self._later))
         self._at = 0
         self._later = bytearray()
+
+
+# --- other protocols, which the other side speaks at a wrong port -------------------------------
+
+_METHODS: Final = (b"GET ", b"HEAD", b"POST", b"PUT ", b"DELE", b"OPTI", b"PATC", b"CONN", b"TRAC")
+_BEGINNINGS: Final = {
+    **dict.fromkeys((b"HTTP", *_METHODS), "HTTP"),
+    b"PRI ": "gRPC",
+    **{bytes((kind, 3, minor)): "TLS" for kind in (0x15, 0x16) for minor in range(5)},
+}
+# The first frame of an HTTP/2 server behind its length: settings, no flags, stream 0.
+_SETTINGS: Final = b"\x04\0\0\0\0\0"
+
+
+def protocol_of(begin: bytes) -> str:
+    """Return which protocol the first bytes of a connection are of; "" for one that is unknown."""
+    if begin[3:9] == _SETTINGS:
+        return "gRPC"
+    return _BEGINNINGS.get(begin[:4]) or _BEGINNINGS.get(begin[:3], "")
 
 
 # --- errors: sent by the name of their class, and raised as the same class ------------------------

@@ -22,7 +22,7 @@ from penstock.server.native.requests import (
     PendingRequest,
     answer_bytes,
 )
-from penstock.server.security import ANYONE
+from penstock.server.security import ANYONE, told
 from penstock.validation import check_count
 from penstock.wire import native as wire
 from penstock.wire.native import FrameReader, failure_of, progress_of
@@ -39,6 +39,15 @@ log = logging.getLogger(__name__)
 
 # How long the client has to read a farewell before the connection is closed.
 LINGER_SECONDS: Final = 1.0
+# For HTTP clients that came to this port. SQS clients read JSON.
+_NOT_HTTP_BODY: Final = (
+    b'{"__type": "InvalidAddress", "message": "this is the native port, for clients that connect to'
+    b' penstock://; HTTP and SQS have another port of this server (8816 unless it was set)"}\n'
+)
+_NOT_HTTP: Final = (
+    b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%b" % (len(_NOT_HTTP_BODY), _NOT_HTTP_BODY)
+)
 WANTS_A_KEY: Final = "this server wants a key: token='KEY:SECRET'"
 
 
@@ -92,7 +101,10 @@ class NativeConnection(asyncio.Protocol):
         self._listener.connections.add(self)
         self._slot.holder = self
         if self._slot.full:
-            self._farewell(PenstockError("too many connections"), final=False)
+            self._farewell(
+                PenstockError("too many connections: share clients, or raise limits.connections"),
+                final=False,
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - whatever it was
         """Cancel the claims that wait: their messages go to other clients."""
@@ -194,7 +206,13 @@ class NativeConnection(asyncio.Protocol):
                 else:
                     self._begin(frame)
         except InvalidInput as error:
-            self._farewell(error, final=self._principal is None)
+            spoken = "" if self._principal else wire.protocol_of(self._reader.next_bytes)
+            if spoken:
+                log.info("a client speaks %s to the native port", spoken)
+            if spoken == "HTTP":
+                self._end_with(_NOT_HTTP)
+            else:
+                self._farewell(error, final=self._principal is None)
             return
         if wanted is not self._reading and not self._ending:
             self._reading = wanted
@@ -448,7 +466,8 @@ class NativeConnection(asyncio.Protocol):
     def _fail(self, pending: PendingRequest, error: BaseException) -> None:
         if not isinstance(error, PenstockError):
             log.error("%s failed", type(pending.request).__name__, exc_info=error)
-        self._write(self._encoder.frame(failure_of(pending.request.id, error)))
+        failure = failure_of(pending.request.id, told(error, self._principal))
+        self._write(self._encoder.frame(failure))
         self._count(pending, type(error).__name__)
 
     def _count(self, pending: PendingRequest, outcome: str) -> None:
@@ -509,7 +528,11 @@ class NativeConnection(asyncio.Protocol):
         if self._ending:
             return
         failure = failure_of(0, error)
-        self._write(self._encoder.frame(wire.Bye(failure.name, failure.message, final)))
+        self._end_with(self._encoder.frame(wire.Bye(failure.name, failure.message, final)))
+
+    def _end_with(self, last: bytes) -> None:
+        """Write the last bytes of the connection, and read no more requests."""
+        self._write(last)
         self._flush()
         # The connection reads and drops further bytes: closing over unread ones would take the
         # farewell back before the client reads it.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from asyncio import Future, TimerHandle
 from collections import OrderedDict
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -24,9 +25,11 @@ import msgspec
 
 from penstock import limits
 from penstock.broker.broker import Broker
-from penstock.errors import NotAllowed, PenstockError
+from penstock.errors import NotAllowed, PenstockError, QueueNotFound, StoreDamaged
+from penstock.server.backup import backup_into
 from penstock.server.batcher import Batcher
 from penstock.server.security import check_publish, check_receipts_of, check_settings, check_target
+from penstock.validation import check_count
 from penstock.wire import native as wire
 
 if TYPE_CHECKING:
@@ -88,6 +91,10 @@ def _administers(principal: Principal, request: Any) -> None:
     principal.check("admin", getattr(request, "queue", None) or getattr(request, "name", None))
 
 
+def _administers_all(principal: Principal, _request: Any) -> None:
+    principal.check("admin")
+
+
 def _configures(principal: Principal, request: wire.CreateQueue | wire.UpdateQueue) -> None:
     changes = request.settings if isinstance(request, wire.CreateQueue) else request.changes
     check_settings(principal, request.name, changes)
@@ -131,6 +138,27 @@ def _call(verb: Callable[..., Any]) -> Any:
 def _browse(broker: Broker, **fields: Any) -> wire.Entries:
     page = broker.browse(**fields)
     return wire.Entries(list(page), page.next_cursor)
+
+
+def _all_stats(broker: Broker, after: str, limit: int) -> wire.StatsPage:
+    check_count(limit, "limit", 1, limits.MAX_STATS_LIMIT)
+    names = [spec.name for spec in broker.queues() if spec.name > after]
+    stats = []
+    for name in names[:limit]:
+        # Queues come and go meanwhile, and one that is damaged has an error of its own.
+        with suppress(QueueNotFound, StoreDamaged):
+            stats.append(broker.stats(name))
+    return wire.StatsPage(stats, names[limit - 1] if len(names) > limit else None)
+
+
+def _backup(batcher: Batcher, pending: PendingRequest, _: Principal) -> Future[Any]:
+    name = pending.request.name
+
+    def copy(broker: Broker) -> tuple[str, int]:
+        path, size = backup_into(broker, batcher.backup_directory, name)
+        return str(path), size
+
+    return batcher.call(copy, long=True)
 
 
 class _StepDoneError(Exception):
@@ -193,6 +221,9 @@ VERBS: Final[dict[type[Any], Verb]] = {
     wire.ConfigureLog: Verb(_administers, _call(Broker.configure_log)),
     wire.LogStats: Verb(_looks, _call(Broker.log_stats)),
     wire.Info: Verb(_looks, _call(Broker.info)),
+    wire.AllStats: Verb(_looks, _call(_all_stats)),
+    wire.Sweep: Verb(_administers, _call(Broker.sweep)),
+    wire.Backup: Verb(_administers_all, _backup),
 }
 
 
