@@ -156,7 +156,10 @@ def _import(handler: str) -> Handler:
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
-            raise InvalidInput(f"there is no module {missing!r:.200}") from None
+            raise InvalidInput(
+                f"there is no module {missing!r:.200} where Python looks: run in its directory, "
+                "or set PYTHONPATH"
+            ) from None
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise InvalidInput(
             f"module {module_name!r:.200} can't be imported: {type(error).__name__}: {error} "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, needs_extra
 from penstock.model import OutcomeStatus, QueueSpec
 from penstock.store.policy import backoff_ms
 from penstock.worker.outcome import Action
@@ -239,7 +239,8 @@ class Activity:
 @contextmanager
 def serve_metrics(stats: Callable[[], WorkerStats], host: str, port: int) -> Iterator[int]:
     """Serve the Prometheus page inside ``with``; give the port: a free one if 0 was asked for."""
-    from prometheus_client import CollectorRegistry, start_http_server  # noqa: PLC0415 - an extra
+    with needs_extra("server", "a worker's page of metrics"):
+        from prometheus_client import CollectorRegistry, start_http_server  # noqa: PLC0415
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(stats))

@@ -93,15 +93,21 @@ class Worker:
         wait_ms: int = 500,
         scan_interval_ms: int = 100,
         clock: Clock | None = None,
+        tracing: bool = False,
     ) -> None:
         """Check the options; nothing is opened before :meth:`run` or :meth:`start`."""
         if mode not in {"threads", "processes"}:
-            raise InvalidInput(f"mode {mode!r:.100}: 'threads' or 'processes'")
+            raise InvalidInput(f"mode is 'threads' or 'processes', not {mode!r:.100}")
         self._mode = mode
         check_optional(lease_ms, "lease_ms", 1, limits.MAX_LEASE_MS)
         check_optional(time_limit_ms, "time_limit_ms", 1)
         check_count(concurrency, "concurrency", 1, limits.MAX_CONCURRENCY)
         prefetch = concurrency if prefetch is None else prefetch
+        if tracing:
+            # Loaded when used: it needs an extra.
+            from penstock.tracing import TraceMiddleware  # noqa: PLC0415
+
+            middleware = (TraceMiddleware(), *middleware)
         if consumer is None:
             consumer = cut_text(f"{socket.gethostname()}-{os.getpid()}", limits.MAX_CONSUMER_BYTES)
         self._settings = WorkerSettings(
