@@ -88,7 +88,7 @@ def test_what_is_refused(store: Path, tmp_path: Path) -> None:
         backups.backup(broker, tmp_path / "copy")
         locked = cli("backup", tmp_path / "other", "--store", f"rocksdb:{store}")
         assert locked.exit_code == 1
-        assert "penstock backup NAME --server" in locked.stderr
+        assert "ask that process: --url penstock://" in locked.stderr
     with pytest.raises(InvalidInput, match="is not empty"):
         backups.restore(tmp_path / "copy", full)
     with pytest.raises(StoreMismatch, match="is not a backup"):
@@ -150,7 +150,7 @@ def test_a_backup_is_verified_and_stays_as_it_is(store: Path, tmp_path: Path) ->
 def test_a_mistyped_name_is_not_made_into_a_backup(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("PENSTOCK_STORE", "PENSTOCK_SERVER"):
+    for name in ("PENSTOCK_STORE", "PENSTOCK_URL"):
         monkeypatch.setenv(name, f"rocksdb:{store}")
         verified = cli("backup", tmp_path / "cpoy", "--verify")
         assert verified.exit_code == 1
@@ -287,15 +287,15 @@ def test_backups_under_load_and_a_kill(
 ) -> None:
     with penstock.open(f"rocksdb:{tmp_path}/db") as broker:
         broker.create_queue("q")
-    server = serve("--backup-directory", str(tmp_path / "backups"))
+    server = serve("--native", "127.0.0.1:0", "--backup-directory", str(tmp_path / "backups"))
     load = Load(server.flight)
-    place = f"http://127.0.0.1:{server.ports['http']}"
+    place = f"penstock://127.0.0.1:{server.ports['native']}"
     bounds = []
     for number in range(3):
         wait_until(lambda: load.answered > 10 * (number + 1))  # noqa: B023 - asked at once
         before = load.answered
         if number < 2:
-            made = cli("backup", f"b{number}", "--server", place, "--verify")
+            made = cli("backup", f"b{number}", "--url", place, "--verify")
             assert made.exit_code == 0, made.stderr
             assert "is sound" in made.stdout
         else:
@@ -329,18 +329,21 @@ def test_the_server_wants_a_key_for_it(serve: Callable[..., Any], tmp_path: Path
     keys = tmp_path / "keys.toml"
     root = f"root:{add_key(keys, 'root', ['all'])}"
     low = f"low:{add_key(keys, 'low', ['consume:*'])}"
-    server = serve("--keys", str(keys), "--backup-directory", str(tmp_path / "backups"))
-    place = f"http://127.0.0.1:{server.ports['http']}"
-    ended = cli("backup", "one", "--server", place)
+    native = ("--native", "127.0.0.1:0")
+    server = serve(*native, "--keys", keys, "--backup-directory", tmp_path / "backups")
+    place = f"penstock://127.0.0.1:{server.ports['native']}"
+    ended = cli("backup", "one", "--url", place)
     assert ended.exit_code == 1
-    assert "wants authorization" in ended.stderr
-    ended = cli("backup", "one", "--server", place, PENSTOCK_TOKEN=low)
+    assert "wants a key: PENSTOCK_TOKEN='KEY:SECRET'" in ended.stderr
+    ended = cli("backup", "one", "--url", place, PENSTOCK_TOKEN=low)
     assert "key 'low' may not admin on all queues" in ended.stderr
     assert not (tmp_path / "backups").exists()
-    assert cli("backup", "one", "--server", place, PENSTOCK_TOKEN=root).exit_code == 0
-    ended = cli("backup", "one", "--server", place, PENSTOCK_TOKEN=root)
+    assert cli("backup", "one", "--url", place, PENSTOCK_TOKEN=root).exit_code == 0
+    ended = cli("backup", "one", "--url", place, PENSTOCK_TOKEN=root)
     assert "is there already" in ended.stderr
-    ended = cli("backup", "one", "--server", "grpc://x")
-    assert "is not a server's address" in ended.stderr
-    ended = cli("backup", "one", "--server", "http://127.0.0.1:9")
-    assert "no answer from" in ended.stderr
+    ended = cli("backup", "two", "--url", place.replace("//", f"//{root}@"))
+    assert ended.exit_code == 0, ended.stderr
+    ended = cli("backup", "one", "--url", "grpc://x")
+    assert "no store is named by" in ended.stderr
+    ended = cli("backup", "one", "--url", "penstock://127.0.0.1:9")
+    assert (ended.exit_code, "no server at" in ended.stderr) == (3, True)

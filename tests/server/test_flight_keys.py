@@ -13,6 +13,7 @@ import penstock
 from penstock import InvalidInput, Message, NotAllowed
 from penstock.errors import ServerUnreachable
 from penstock.flight.client import FlightStore
+from penstock.flight.protocol import ReadCommand
 from penstock.server import running
 from penstock.server.security import add_key
 from penstock.spark.options import read_options, write_options
@@ -141,6 +142,36 @@ def test_a_key_that_holds_every_snapshot_makes_room_for_others(
     with pytest.raises(InvalidInput, match="has expired"):
         list(greedy.read(tickets[0]))
     assert list(greedy.read(tickets[1]))
+
+
+def test_snapshots_that_readers_share_show_a_key_its_queues(
+    server: Server, keys: dict[str, str]
+) -> None:
+    worker, viewer, root = (
+        FlightStore(server.location("flight"), token=keys[name])
+        for name in ("worker", "viewer", "root")
+    )
+    held = viewer.hold_snapshot().snapshot
+    run = worker.check_read("active", queue="orders")
+    with pytest.raises(NotAllowed):
+        worker.check_read("active")
+
+    def tickets(table: str, queue: str | None) -> tuple[bytes, bytes]:
+        command = ReadCommand(table, queue=queue)
+        action = worker.action_ticket("frame", "1", 0, command=command, run=run)
+        return worker.snapshot_ticket(held, 0, command), action
+
+    of_snapshot, of_action = tickets("active", "orders")
+    for store, ticket in ((viewer, of_snapshot), (viewer, of_action), (worker, of_action)):
+        assert sum(batch.num_rows for batch in store.read(ticket)) == 1
+    for table, queue in (("active", "mail"), ("active", None), ("log", None)):
+        with pytest.raises(NotAllowed):
+            list(worker.read(tickets(table, queue)[1]))
+    for call in (root.hold_snapshot, root.drop_snapshot):
+        with pytest.raises(NotAllowed, match="did not ask for this snapshot"):
+            call(held)
+    with pytest.raises(NotAllowed, match="did not ask for this snapshot"):
+        list(root.read(of_snapshot))
 
 
 def test_foreign_clients_log_in_as_flight_has_it(server: Server, keys: dict[str, str]) -> None:

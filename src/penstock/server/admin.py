@@ -115,7 +115,7 @@ class _Pages:
             asked = msgspec.json.decode(request.body, type=_Backup)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidInput(str(error)) from None
-        directory = self._server.config.backup_directory
+        directory = self._server.batcher.backup_directory
         # On the batcher's threads: those of the pages must be free, however long it takes.
         path, size = await self._server.batcher.call(
             lambda broker: backup_into(broker, directory, asked.name), long=True

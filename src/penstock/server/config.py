@@ -30,7 +30,7 @@ from penstock.server.security import is_loopback
 from penstock.store.sql.location import without_password
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 SECTIONS: Final = ("auth", "backup", "limits", "listen", "log", "metrics", "sqs", "tls")
 LISTENERS: Final = ("native", "http", "flight", "capnp")
@@ -40,7 +40,7 @@ FLAGS: Final = {
     "auth_keys": "--keys",
     "metrics_enabled": "--metrics",
 }
-OFF: Final = "off"
+ON, OFF = "on", "off"
 UNITS_MS: Final = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _UNITS_BYTES: Final = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 _AMOUNT: Final = re.compile(r"(\d{1,15}) ?([A-Za-z]*)")
@@ -66,6 +66,12 @@ class Address(str):
     __slots__ = ()
 
 
+class ConsolePlace(str):
+    """``on`` (at the HTTP listener), ``off``, or ``HOST:PORT``."""
+
+    __slots__ = ()
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that can be set about a server, checked; :data:`_ABOUT` describes each field."""
 
@@ -85,6 +91,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     listen_flight: Address = Address("127.0.0.1:8815")
     listen_capnp: Address = Address(OFF)
     capnp_queue: str = "queueber"
+    console: ConsolePlace = ConsolePlace("on")
     port_file: str = ""
     tls_certificate: str = ""
     tls_key: str = ""
@@ -108,42 +115,44 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def addresses(self) -> dict[str, tuple[str, int]]:
         """Return host and port of each listener that is not off."""
         texts = {name: getattr(self, f"listen_{name}") for name in LISTENERS}
+        texts["console"] = OFF if self.console == ON else self.console
         return {name: parse_address(text) for name, text in texts.items() if text != OFF}
 
 
 _ABOUT: Final = {
     "store": "The store, such as rocksdb:./data; made if it is not there.",
     "durability": "When a verb returns: relaxed waits for no disk.",
-    "routing": "How a store that is made now routes.",
+    "routing": "Routing of a new store.",
     "dedup_window": "How long a dedup id is remembered.",
-    "min_free_bytes": "What new messages leave free on the disk of a RocksDB store.",
+    "min_free_bytes": "Bytes that new messages leave free on the disk of a RocksDB store.",
     "standby": "Wait until a store on object storage has no owner, then take it over.",
     "standby_after": "How long the owner gives no sign of life before it is taken for gone.",
     "account_id": "The account in the ARNs and URLs of SQS queues.",
     "sqs_region": "The region in the ARNs of SQS queues.",
-    "sqs_url": "What SQS queue URLs begin with; empty: the address that was asked.",
+    "sqs_url": "Beginning of SQS queue URLs; empty: the address that a request came to.",
     "sqs_done_retention": "How long queues that are made over SQS remember deleted messages.",
     "listen_native": "Where to serve native clients.",
     "listen_http": "Where to serve SQS, /metrics, /health, /ready and /admin.",
     "listen_flight": "Where to serve Arrow Flight.",
     "listen_capnp": "Where to serve Queueber's clients.",
     "capnp_queue": "The queue that Queueber's clients use; made if it is not there.",
-    "port_file": "A file that gets the port, or a line NAME PORT for each.",
+    "console": "Where the web console is: on (at the HTTP listener), off, or at its own address.",
+    "port_file": "A file that gets the port, or a line NAME PORT for each listener.",
     "tls_certificate": "The server's certificate chain, PEM.",
     "tls_key": "The certificate's private key, PEM.",
-    "tls_client_ca": "Who signs the clients' certificates: mutual TLS.",
-    "auth_mode": "Who needs a key: auto (unless only this machine can connect), off or required.",
+    "tls_client_ca": "Certificate authority of the clients' certificates: mutual TLS.",
+    "auth_mode": "Who needs a key; auto: everybody, unless only this machine can connect.",
     "auth_keys": "The keys file; 'penstock keys' writes it.",
-    "backup_directory": "Where 'penstock backup --server' may write.",
-    "grace": "How long a stop waits for what is in hand.",
-    "log_level": "What is logged.",
-    "log_format": "How it is written.",
+    "backup_directory": "Where 'penstock backup' may have a server write.",
+    "grace": "How long a stopping server waits for requests at work.",
+    "log_level": "Lowest level that is logged.",
+    "log_format": "Format of a log line.",
     "log_access": "Log every request at info; at debug if off.",
     "metrics_enabled": "Serve /metrics.",
     "metrics_queues": "Queues with series of their own.",
     "tracing": "Make OpenTelemetry spans; needs penstock[tracing].",
     "limits_connections": "Connections of all listeners together.",
-    "limits_body": "The body of an HTTP request.",
+    "limits_body": "Largest body of an HTTP request, in bytes.",
     "limits_first_byte": "Time until the first byte of a connection.",
     "limits_request": "Time for an HTTP request to come in whole.",
     "limits_idle": "Time that a connection may be silent.",
@@ -241,6 +250,8 @@ def _from_file(path: Path) -> dict[str, SettingValue]:
         raise InvalidInput(f"the file {path} can't be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidInput(f"the file {path} is not TOML: {error}") from None
+    # The command line's own section.
+    tree.pop("client", None)
     by_path = {setting.path: setting.field for setting in SETTINGS.values()}
     found = {}
     for name, value in tree.items():
@@ -298,11 +309,13 @@ def _special(kind: type, value: Any) -> Any:
         return Duration(amount(value, UNITS_MS, "a duration such as 250ms, 30s, 5m or 2h"))
     if kind is Size:
         return Size(amount(value, _UNITS_BYTES, "a size such as 64KB or 16MB"))
+    choices = [ON, OFF] if kind is ConsolePlace else [OFF]
     if not isinstance(value, str):
-        raise ValueError("it is an address such as 127.0.0.1:8815, or off")  # noqa: TRY004
-    if value != OFF:
-        parse_address(value)
-    return Address(value)
+        words = " or ".join(choices)
+        raise ValueError(f"it is an address such as 127.0.0.1:8815, or {words}")  # noqa: TRY004
+    if value not in choices:
+        parse_address(value, choices)
+    return kind(value)
 
 
 def amount(value: Any, units: Mapping[str, int], what: str) -> int:
@@ -313,11 +326,12 @@ def amount(value: Any, units: Mapping[str, int], what: str) -> int:
     return int(found[1]) * units[found[2]]
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Split ``HOST:PORT``; an IPv6 host may be in brackets."""
+def parse_address(text: str, choices: Sequence[str] = (OFF,)) -> tuple[str, int]:
+    """Split ``HOST:PORT``; an IPv6 host may be in brackets. Other choices are for the error."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65_535:
-        raise InvalidInput(f"{text!r:.100} is not an address such as 127.0.0.1:8815, nor off")
+        words = " nor ".join(choices)
+        raise InvalidInput(f"{text!r:.100} is not an address such as 127.0.0.1:8815, nor {words}")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -348,8 +362,9 @@ def authenticates(config: Config) -> bool:
     )
     for name, (host, _) in config.addresses().items():
         if not is_loopback(host):
+            field = name if name == "console" else f"listen_{name}"
             raise InvalidInput(
-                f"listen.{name} {getattr(config, f'listen_{name}')} can be reached from other "
+                f"{SETTINGS[field].path} {getattr(config, field)} can be reached from other "
                 f"machines, {no_keys}; or listen on 127.0.0.1; or, if everybody may do everything, "
                 "say --auth off"
             )

@@ -15,12 +15,17 @@ from bisect import bisect_left
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
 from penstock import limits
-from penstock.errors import PenstockError, QueueNotFound, StoreDamaged
+from penstock.errors import PenstockError, QueueNotFound, StoreDamaged, needs_extra
 from penstock.model import QueueStats
+
+with needs_extra("server", "the server"):
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+    )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -61,10 +66,10 @@ _STORE: Final = {
     "quarantined_total": "Records that did not decode.",
     "healed_total": "Records mended since the store was opened.",
     "stale_receipts_total": "Receipts refused since the store was opened.",
-    "unreadable_total": "Messages passed over by claims since then: the disk can't read them.",
+    "unreadable_total": "Unreadable messages that claims passed over since the store was opened.",
 }
 # Of stores that processes share, of which others have no series.
-_CONTENTION: Final = {
+CONTENTION: Final = {
     "collisions": ("collisions", "Zones that another process came to before a claim did."),
     "collected": ("pointers_collected", "Pointers of empty zones that were removed."),
     "repeated": ("transactions_repeated", "Transactions that the database had undone."),
@@ -187,7 +192,8 @@ class Metrics:
         for key, buckets, seconds in sorted(requests):
             histogram.add_metric(key, buckets, seconds)
         yield histogram
-        yield _counter("connections_refused", "Connections turned away.", refused, "protocol")
+        about = "Connections refused, or closed to make room."
+        yield _counter("connections_refused", about, refused, "protocol")
         for gauge in self._gauges():
             yield _gauge(*gauge)
         if self._broker is not None:
@@ -197,10 +203,10 @@ class Metrics:
         sound, figures = healthy(broker), self._figures
         contention, free = broker.contention(), broker.free_bytes()
         if contention is not None:
-            for field, (name, about) in _CONTENTION.items():
+            for field, (name, about) in CONTENTION.items():
                 yield _counter(name, about, getattr(contention, field))
         if free is not None:
-            yield _gauge("store_free_bytes", "Free on the store's disk.", free)
+            yield _gauge("store_free_bytes", "Free bytes on the disk of a RocksDB store.", free)
         yield _gauge("store_healthy", "1 if the store answers and syncing works.", sound)
         # Of a store that can't be asked old figures would pass for present ones.
         if sound and figures is not None:
@@ -242,7 +248,7 @@ def _by_queue(broker: Broker, most: int) -> Iterator[Metric]:
             continue
         except StoreDamaged:
             unreadable += 1
-    yield _gauge("queues", "Queues.", len(counted) + unreadable)
+    yield _gauge("queues", "Queues of the store.", len(counted) + unreadable)
     yield _gauge("queues_unreadable", "Queues whose figures can't be read.", unreadable)
     shown = _deepest(counted, most)
     depth = GaugeMetricFamily(
@@ -253,7 +259,7 @@ def _by_queue(broker: Broker, most: int) -> Iterator[Metric]:
             depth.add_metric([stats.queue, state], getattr(stats, state))
     yield depth
     ages = {stats.queue: (stats.oldest_age_ms or 0) / 1000 for stats in shown}
-    yield _gauge("queue_oldest_seconds", "Age of the oldest message that waits.", ages, "queue")
+    yield _gauge("queue_oldest_seconds", "Age of the oldest waiting message.", ages, "queue")
     for field, about in _TOTALS.items():
         totals = {stats.queue: getattr(stats, field) for stats in shown}
         yield _counter(f"queue_{field}", about, totals, "queue")
@@ -286,11 +292,11 @@ def _store(broker: Broker) -> Iterator[Metric]:
         for number, cursor in sorted(log.cursors.items())
     }
     yield _gauge("routing_lag", "Messages of a log that are not routed yet.", behind, "log")
-    yield _gauge("log_messages", "Offsets kept.", log.kept)
+    yield _gauge("log_messages", "Messages in the metadata log.", log.kept)
     cost = broker.durability()
-    yield _counter("syncs", "Syncs of the store.", cost.syncs)
-    yield _counter("synced_commits", "Commits made durable; over syncs: the group.", cost.commits)
-    yield _counter("sync_seconds", "Time spent in syncs.", cost.seconds)
+    yield _counter("syncs", "Calls of fsync.", cost.syncs)
+    yield _counter("synced_commits", "Commits that syncs have covered.", cost.commits)
+    yield _counter("sync_seconds", "Seconds spent in syncs.", cost.seconds)
 
 
 def healthy(broker: Broker) -> bool:

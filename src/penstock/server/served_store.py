@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import penstock
 from penstock.broker.broker import Broker
 from penstock.clock import SystemClock
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, did_you_mean, needs_extra
+from penstock.readers import note_server
 from penstock.server import config as configuring
 from penstock.server.batcher import Batcher
 from penstock.server.config import LISTENERS, OFF, Config, tls_files
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from penstock.clock import Clock
+    from penstock.server.console import Console
     from penstock.server.metrics import Gauge
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class Server:
         )
         self.connections = Connections(config.limits_connections, turned_away=self.metrics.refused)
         self.batcher: Batcher
+        self.console: Console | None = None
         self.addresses: dict[str, tuple[str, int]] = {}
         self.closing: list[Callable[[], None]] = []
         self._listeners: dict[str, Listener] = {}
@@ -79,7 +82,8 @@ class Server:
             self.batcher = TracedBatcher(self.broker, loop)
         else:
             self.batcher = Batcher(self.broker, loop)
-        self.metrics.watch(self.broker, seconds=self.clock.seconds, gauges=self._gauges)
+        self.batcher.backup_directory = self.config.backup_directory
+        self.metrics.watch(self.broker, seconds=self.clock.seconds, gauges=self.gauges)
         try:
             load_protocols(self.config)
             for name, (host, port) in self.config.addresses().items():
@@ -91,6 +95,8 @@ class Server:
         except BaseException:
             await self.stop(grace_ms=0)
             raise
+        if "native" in self.addresses:
+            note_server(self.config.store, self.location("native"))
         self._warn()
         self._make_room()
         self._watches = [loop.create_task(self._watch_keys())]
@@ -110,14 +116,15 @@ class Server:
             file_limit() - room_for_files(),
         )
 
-    def _gauges(self) -> Iterator[Gauge]:
+    def gauges(self) -> Iterator[Gauge]:
+        """Give the gauges of connections and claims."""
         # gRPC keeps the connections of Flight to itself.
         listeners = self._listeners.items()
         count = {name: len(each.connections) for name, each in listeners if name != "flight"}
         yield "connections", "Open connections.", count, "protocol"
-        yield "connections_max", "Connections that there may be.", self.connections.most
-        yield "buffered_bytes", "Sent by clients, and not done.", self.connections.held_bytes
-        yield "parked_claims", "Claims that wait.", self.batcher.parked
+        yield "connections_max", "Most connections at a time.", self.connections.most
+        yield "buffered_bytes", "Bytes of unfinished requests.", self.connections.held_bytes
+        yield "parked_claims", "Claims that wait for a message.", self.batcher.parked
 
     def _warn(self) -> None:
         exposed = [name for name, (host, _) in self.addresses.items() if not is_loopback(host)]
@@ -226,8 +233,13 @@ def _http(server: Server, host: str, port: int) -> Listener:
         request_ms=int(config.limits_request),
         idle_ms=int(config.limits_idle),
     )
+    routes = admin.routes(server)
+    console = None
+    if config.console == configuring.ON:
+        console = _make_console(server)
+        routes["GET", "/"] = routes["GET", "/console"] = console.beside(service.handle)
     return Http(
-        admin.routes(server),
+        routes,
         service.handle,
         host=host,
         port=port,
@@ -235,6 +247,32 @@ def _http(server: Server, host: str, port: int) -> Listener:
         bounds=bounds,
         slots=server.connections,
         guard=PageGuard(host, config.sqs_url) if server.keys is None else None,
+        tree=None if console is None else (console.prefix, console.handle),
+    )
+
+
+def _make_console(server: Server) -> Console:
+    with needs_extra("server", "the console (--console off does without)"):
+        from penstock.server.console import Console  # noqa: PLC0415 - only if it is wanted
+
+    console = server.console = Console(server)
+    console.start()
+    return console
+
+
+def _console(server: Server, host: str, port: int) -> Listener:
+    from penstock.server.http import Http, Response  # noqa: PLC0415
+
+    console = _make_console(server)
+    return Http(
+        {("GET", "/"): console.beside(None)},
+        lambda _: Response(404, b"The console is at /console/.\n"),
+        host=host,
+        port=port,
+        tls=server.tls,
+        slots=server.connections,
+        guard=PageGuard(host, server.config.sqs_url) if server.keys is None else None,
+        tree=(console.prefix, console.handle),
     )
 
 
@@ -294,6 +332,7 @@ _KINDS: Final = {
     "http": _Kind(
         _http, ("penstock.server.admin", "penstock.server.sqs"), "server", "http", "https"
     ),
+    "console": _Kind(_console, ("penstock.server.console",), "server", "http", "https"),
     "flight": _Kind(_FlightService, ("penstock.flight.service",), "flight", "grpc", "grpc+tls"),
     "capnp": _Kind(_capnp, ("penstock.server.queueber",), "queueber", "capnp", "capnp"),
 }
@@ -302,13 +341,9 @@ _KINDS: Final = {
 def load_protocols(config: Config) -> None:
     """Import the modules of every protocol that is to be served."""
     for name in config.addresses():
-        try:
+        with needs_extra(_KINDS[name].extra, f"serving {name}"):
             for module in _KINDS[name].modules:
                 importlib.import_module(module)
-        except ImportError as error:
-            raise InvalidInput(
-                f"{error}: serving {name} needs pip install 'penstock[{_KINDS[name].extra}]'"
-            ) from None
 
 
 def tls_of(config: Config) -> ssl.SSLContext | None:
@@ -391,6 +426,6 @@ def _config(url: str, settings: dict[str, Any]) -> Config:
     for name, value in settings.items():
         field = short.get(name, name)
         if field not in configuring.SETTINGS:
-            raise InvalidInput(f"no setting {name!r:.100}; there are {', '.join([*short])} …")
+            raise InvalidInput(f"no setting {name!r:.100}; {did_you_mean(name, short)}")
         flags[field] = str(value) if isinstance(value, Path) else value
     return configuring.load(environment={}, flags={**flags, "store": url}).config

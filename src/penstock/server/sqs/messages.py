@@ -246,7 +246,7 @@ def check_visibility(seconds: int) -> int:
 
 
 async def receive(call: SqsCall, request: SqsRequest) -> Answer:
-    """Take messages."""
+    """Claim messages, for the visibility timeout."""
     view = await call.view_of(request, "consume")
     name = view.name
     limit, visibility_s, wait_s = _checked(view, request)
@@ -471,7 +471,7 @@ async def change_visibility(call: SqsCall, request: SqsRequest) -> Answer:
 
 
 async def change_visibility_batch(call: SqsCall, request: SqsRequest) -> Answer:
-    """Change several."""
+    """Change when several messages become visible again."""
     view = await call.view_of(request, "consume")
     entries = check_entries(request, "ChangeMessageVisibilityBatch")
     faults: list[SqsFault | None] = [None] * len(entries)

@@ -97,7 +97,7 @@ async def purge(call: SqsCall, request: SqsRequest) -> Answer:
 
 
 async def set_attributes(call: SqsCall, request: SqsRequest) -> Answer:
-    """Change settings."""
+    """Change settings of a queue."""
     name = call.queue_of(request, "admin")
     if not request.attributes:
         raise SqsFault.missing("Attributes")
@@ -128,7 +128,7 @@ async def relabel(
 
 
 async def get_attributes(call: SqsCall, request: SqsRequest) -> Answer:
-    """Return settings and depth."""
+    """Return settings and depth of a queue."""
     name = call.queue_of(request, *_ANY)
     names = request.attribute_names or []
     wire.check_readable(names)
@@ -158,7 +158,7 @@ async def get_url(call: SqsCall, request: SqsRequest) -> Answer:
 
 
 async def list_queues(call: SqsCall, request: SqsRequest) -> Answer:
-    """List the queues that the asker may do something with."""
+    """List the queues that the caller may do something with."""
     prefix = request.queue_name_prefix or ""
     names = [name for name in await call.sqs.queues.specs() if name.startswith(prefix)]
     page = _page(call, request, names, "QueueUrls")
@@ -284,7 +284,7 @@ class MoveTask(msgspec.Struct, kw_only=True):
 
 
 async def start_move(call: SqsCall, request: SqsRequest) -> Answer:
-    """Begin to move."""
+    """Begin to move messages of a dead letter queue."""
     sqs = call.sqs
     source = _source_of(call, request)
     destination = ""

@@ -1,0 +1,236 @@
+"""The figures of all queues, read by one thread and shared by everybody who looks.
+
+While somebody looks, the thread asks about queue after queue, over and over, and works a twentieth
+of the time: between two questions the others get in. While nobody does, it samples the store once a
+minute, and of the queues as many as it can within 20 ms; those are the lines of the last hour.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from array import array
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from penstock import limits
+from penstock.errors import PenstockError, QueueNotFound, StoreDamaged
+from penstock.model import QueueStats
+from penstock.server.batcher import FAR
+from penstock.server.metrics import healthy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from penstock.broker.broker import Broker
+
+log = logging.getLogger(__name__)
+
+MINUTES: Final = 60
+COUNTS: Final = ("available", "delayed", "in_flight", "failed")
+# How long a look counts, and the pause between two passes over all queues meanwhile.
+_WATCHED_SECONDS, _PASS_SECONDS = 60.0, 2.0
+_IDLE_SECONDS, _IDLE_WORK_SECONDS = 60.0, 0.02
+# The first pass after a while is not held back for so long, since somebody waits for it.
+_EAGER_SECONDS, _SLICE_SECONDS = 0.1, 0.0005
+# For each second of work: so long a pause, and so long until the queues are listed again.
+_FIRST_PAUSE, _PAUSE = 1, 19
+_LIST_PAUSE, _IDLE_LIST_PAUSE = 100, 10_000
+# Rates are those of the last 10 to 20 seconds while somebody looks, otherwise of minutes.
+_RATE_SECONDS, _OLD_SECONDS = 10.0, 150.0
+
+
+class History:
+    """A number for each minute of the last hour; minutes that nobody has noted are left out."""
+
+    __slots__ = ("_minute", "_values")
+
+    def __init__(self) -> None:
+        self._values = array("f", [math.nan] * MINUTES)
+        self._minute = 0
+
+    def put(self, minute: int, value: float) -> None:
+        """Note the number of a minute."""
+        for passed in range(max(self._minute + 1, minute - MINUTES + 1), minute):
+            self._values[passed % MINUTES] = math.nan
+        self._minute = max(self._minute, minute)
+        self._values[minute % MINUTES] = value
+
+    def values(self, minute: int) -> list[float]:
+        """Return the numbers up to a minute, the oldest first; NaN: none is known."""
+        known = range(self._minute - MINUTES + 1, self._minute + 1)
+        wanted = range(minute - MINUTES + 1, minute + 1)
+        return [self._values[at % MINUTES] if at in known else math.nan for at in wanted]
+
+
+class QueueFigures(msgspec.Struct, eq=False):
+    """The last figures of a queue; rates are messages in a second, None while not known."""
+
+    stats: QueueStats
+    came: float | None = None
+    done: float | None = None
+    history: History | None = None
+    # Up to two samples that rates are counted from: seconds, messages that came, and done ones.
+    samples: list[tuple[float, int, int]] = []
+
+
+def totals_of(figures: Iterable[QueueFigures]) -> dict[str, float]:
+    """Sum the figures of some queues."""
+    known = list(figures)
+    sums: dict[str, float] = {"queues": len(known)}
+    sums |= {name: sum(getattr(each.stats, name) for each in known) for name in COUNTS}
+    return sums | {
+        "came": sum(each.came or 0 for each in known),
+        "done": sum(each.done or 0 for each in known),
+    }
+
+
+class Figures:
+    """The last figures of every queue, and the thread that reads them."""
+
+    def __init__(self, broker: Broker, seconds: Callable[[], float]) -> None:
+        self._broker = broker
+        self._seconds = seconds
+        self._far = broker.info().design in FAR
+        self.queues: dict[str, QueueFigures] = {}
+        # Names of all queues; more than there are figures of, until a pass is complete.
+        self.names: list[str] = []
+        self.complete = False
+        # Of all queues, since the last pass.
+        self.totals = totals_of([])
+        # Messages published in a second, and messages in all queues.
+        self.published, self.waiting = History(), History()
+        self._published = (0.0, -1)
+        self._looked = self._list_at = -math.inf
+        self._histories = self._next_idle = 0
+        self._read, self._wake, self._stopped = (threading.Event() for _ in range(3))
+
+    def start(self) -> None:
+        """Begin to sample."""
+        threading.Thread(target=self._run, name="penstock-figures", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ask the broker no more."""
+        self._stopped.set()
+        self._wake.set()
+
+    @property
+    def minute(self) -> int:
+        """The present minute of histories."""
+        return int(self._seconds() // 60)
+
+    @property
+    def _watched(self) -> bool:
+        return self._seconds() < self._looked + _WATCHED_SECONDS
+
+    def look(self, seconds: float = 0.0) -> None:
+        """Note that somebody looks; from a thread, wait so long if there are no fresh figures."""
+        before, self._looked = self._watched, self._seconds()
+        if not before:
+            self._read.clear()
+            self._wake.set()
+        self._read.wait(seconds)
+
+    def note(self, stats: QueueStats) -> QueueFigures:
+        """Take figures of a queue that were just read, and return what is known of it."""
+        now, came = self._seconds(), stats.enqueued_total + stats.moved_in_total
+        figures = self.queues.setdefault(stats.queue, QueueFigures(stats))
+        figures.stats = stats
+        if figures.history is None and self._histories < limits.CONSOLE_MAX_HISTORIES:
+            figures.history = History()
+            self._histories += 1
+        if figures.history is not None:
+            figures.history.put(self.minute, stats.available + stats.delayed + stats.in_flight)
+        samples = figures.samples
+        if samples and now > samples[-1][0] + _OLD_SECONDS:
+            samples.clear()
+        if not samples or now >= samples[-1][0] + _RATE_SECONDS:
+            samples.append((now, came, stats.acked_total))
+            del samples[:-2]
+        since, came_then, done_then = samples[0]
+        known = now > since + 1
+        figures.came = max(0, came - came_then) / (now - since) if known else None
+        figures.done = max(0, stats.acked_total - done_then) / (now - since) if known else None
+        return figures
+
+    # --- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            watched = self._watched
+            try:
+                if healthy(self._broker):
+                    self._sample_store()
+                    if watched:
+                        self._pass()
+                    elif not self._far:
+                        self._sample_queues()
+            except PenstockError as error:
+                log.debug("no figures: %s", error)
+            except Exception:
+                log.exception("figures could not be read")
+            self._wake.wait(_PASS_SECONDS if watched else _IDLE_SECONDS)
+            self._wake.clear()
+
+    def _list(self, pause: int) -> None:
+        begin = self._seconds()
+        if begin < self._list_at and self.names:
+            return
+        self.names = [spec.name for spec in self._broker.queues()]
+        now = self._seconds()
+        self._list_at = now + pause * (now - begin)
+        for gone in self.queues.keys() - set(self.names):
+            self._forget(gone)
+
+    def _forget(self, name: str) -> None:
+        figures = self.queues.pop(name, None)
+        self._histories -= figures is not None and figures.history is not None
+
+    def _ask(self, name: str) -> None:
+        try:
+            self.note(self._broker.stats(name))
+        except (QueueNotFound, StoreDamaged):
+            self._forget(name)
+
+    def _end_pass(self) -> None:
+        self.complete, self.totals = True, totals_of(list(self.queues.values()))
+        depth = sum(self.totals[name] for name in ("available", "delayed", "in_flight"))
+        self.waiting.put(self.minute, depth)
+
+    def _pass(self) -> None:
+        """Ask about every queue, a slice of them at a time."""
+        first = not self._read.is_set()
+        eager_until = self._seconds() + (_EAGER_SECONDS if first else 0)
+        self._list(_LIST_PAUSE)
+        begin = self._seconds()
+        for name in self.names:
+            self._ask(name)
+            now = self._seconds()
+            if now >= max(begin + _SLICE_SECONDS, eager_until):
+                worked = now - max(begin, eager_until)
+                if self._stopped.wait(worked * (_FIRST_PAUSE if first else _PAUSE)):
+                    return
+                begin = self._seconds()
+        self._end_pass()
+        self._read.set()
+
+    def _sample_queues(self) -> None:
+        """Ask about as many queues as there is time for, and about the next ones next time."""
+        self._list(_IDLE_LIST_PAUSE)
+        until = self._seconds() + _IDLE_WORK_SECONDS
+        for at in range(len(self.names)):
+            self._ask(self.names[(self._next_idle + at) % len(self.names)])
+            if self._seconds() > until or self._stopped.is_set():
+                self._next_idle = (self._next_idle + at + 1) % len(self.names)
+                return
+        self._end_pass()
+
+    def _sample_store(self) -> None:
+        now, count = self._seconds(), self._broker.store_stats().published_total
+        since, before = self._published
+        if before >= 0 and now > since + 1:
+            self.published.put(self.minute, (count - before) / (now - since))
+        if before < 0 or now >= since + _RATE_SECONDS:
+            self._published = now, count

@@ -1,0 +1,231 @@
+"""Pages of a message: payload, attributes, attempts, queues; and changes of many messages."""
+
+from __future__ import annotations
+
+from codecs import getincrementaldecoder
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
+from penstock.errors import InvalidInput
+from penstock.limits import CONSOLE_PREVIEW_BYTES
+from penstock.model import State
+from penstock.server.console import reads
+from penstock.server.console.queues import read_search, read_state
+from penstock.server.console.visits import (
+    CHANGE_QUEUE,
+    HEADERS,
+    SEE_ALL,
+    SEE_QUEUE,
+    NoSuchPage,
+    Route,
+    link,
+    redirect,
+)
+from penstock.server.http import Response
+from penstock.server.security import check_target
+
+if TYPE_CHECKING:
+    from penstock.broker.broker import Broker
+    from penstock.server.console import Console
+    from penstock.server.console.visits import Visit
+
+VIEWS: Final = ("json", "text", "hex")
+_HEX_BYTES: Final = 4 * 1024
+_HEX_LINE: Final = 16
+_Decoder: Final = getincrementaldecoder("utf-8")
+
+
+# --- payloads -------------------------------------------------------------------------------------
+
+
+class Preview(NamedTuple):
+    """A payload as text: how it is written, and whether it was cut."""
+
+    view: str
+    text: str
+    is_cut: bool
+
+
+def preview(payload: bytes, view: str = "") -> Preview:
+    """Write a payload as JSON, as text or in hexadecimal; by default as the first that fits."""
+    if view not in VIEWS:
+        view = "json" if _pretty(payload) else "text" if _is_text(payload) else "hex"
+    if view == "json" and (pretty := _pretty(payload)):
+        return Preview(view, *_cut(pretty))
+    if view == "hex":
+        lines = [
+            f"{at:08x}  {part.hex(' '):{_HEX_LINE * 3 - 1}}  {_ascii(part)}"
+            for at in range(0, min(len(payload), _HEX_BYTES), _HEX_LINE)
+            if (part := payload[at : at + _HEX_LINE])
+        ]
+        return Preview(view, "\n".join(lines), len(payload) > _HEX_BYTES)
+    return Preview("text", *_cut(payload))
+
+
+def _pretty(payload: bytes) -> bytes:
+    """Indent JSON; nothing if it is none, or too long."""
+    if not payload or len(payload) > CONSOLE_PREVIEW_BYTES:
+        return b""
+    try:
+        msgspec.json.decode(payload)
+        return msgspec.json.format(payload, indent=2)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return b""
+
+
+def _is_text(payload: bytes) -> bool:
+    whole = len(payload) <= CONSOLE_PREVIEW_BYTES
+    try:
+        # A character at the cut may lack its end.
+        return "\0" not in _Decoder().decode(payload[:CONSOLE_PREVIEW_BYTES], final=whole)
+    except UnicodeDecodeError:
+        return False
+
+
+def _cut(body: bytes) -> tuple[str, bool]:
+    text = body[:CONSOLE_PREVIEW_BYTES].decode(errors="replace")
+    # Characters that can't be seen, or turn the direction of others, are named.
+    named = (c if c.isprintable() or c in "\n\t" else f"\\u{ord(c):04x}" for c in text)
+    return "".join(named), len(body) > CONSOLE_PREVIEW_BYTES
+
+
+def _ascii(part: bytes) -> str:
+    return "".join(chr(byte) if 32 <= byte < 127 else "." for byte in part)
+
+
+# --- one message ----------------------------------------------------------------------------------
+
+
+def span(found: reads.Whereabouts, now_ms: int) -> tuple[int, int]:
+    """Return when the life of a message began, and when it ended in its queues, or now."""
+    begin_ms = now_ms if found.row is None else found.row.published_at_ms
+    ends = [place.entry.ended_at_ms or now_ms for place in found.places]
+    return begin_ms, max([begin_ms + 1, *ends])
+
+
+def _message_id(visit: Visit) -> int:
+    text = visit.names["message"]
+    if not text.isdecimal() or len(text) > 20 or int(text) >= 1 << 64:
+        raise NoSuchPage(f"{text[:100]!r} is not the id of a message: that is a number.")
+    return int(text)
+
+
+async def message_page(console: Console, visit: Visit) -> Response:
+    """Show a message: its payload, and its life in all its queues."""
+    queue, message_id = visit.queue, _message_id(visit)
+    other = visit.query.get("why", "").strip()
+    if other:
+        visit.principal.check_any(SEE_ALL.actions, other)
+    now_ms = console.server.clock.now_ms()
+
+    def read(broker: Broker) -> dict[str, Any]:
+        here, found = reads.find_message(broker, queue, message_id, visit.may_see)
+        if found.row is None:
+            raise NoSuchPage(f"Message {message_id} is in no queue that you may see.")
+        body = None if here is None else here.payload
+        why = reads.explain_place(broker, other, message_id, found.row) if other else None
+        return {
+            "here": here,
+            "found": found,
+            "row": found.row,
+            "preview": None if body is None else preview(body, visit.query.get("view", "")),
+            "span": span(found, now_ms),
+            "why": why,
+        }
+
+    values = await console.look(read)
+    return console.render(
+        "message.html", visit, message_id=message_id, views=VIEWS, now_ms=now_ms, **values
+    )
+
+
+async def payload(console: Console, visit: Visit) -> Response:
+    """Send a payload as a file, which no browser shows as a page."""
+    queue, message_id = visit.queue, _message_id(visit)
+    page = await console.look(lambda broker: broker.browse(queue, message_id=message_id))
+    if not page or page[0].payload is None:
+        raise NoSuchPage(f"Queue {queue} does not have message {message_id}.")
+    disposition = ("content-disposition", f'attachment; filename="message-{message_id}.bin"')
+    return Response(200, page[0].payload, "application/octet-stream", (*HEADERS, disposition))
+
+
+# --- many messages --------------------------------------------------------------------------------
+
+ACTIONS: Final = {
+    "redrive": frozenset({State.FAILED}),
+    "move": frozenset({State.FAILED, State.AVAILABLE, State.DELAYED}),
+    "purge": frozenset(State),
+}
+
+
+class Wish(msgspec.Struct):
+    """A change that a visitor wants: of the messages of some ids, or (None) of all in a state."""
+
+    action: str
+    state: State
+    to: str
+    message_ids: list[int] | None
+    count: int = 0
+    is_cut: bool = False
+
+
+def _read_wish(broker: Broker, visit: Visit) -> Wish:
+    """Read a change from a form, and find the messages that it is about."""
+    form = visit.form
+    action, state, scope = form.get("action", ""), read_state(form), form.get("scope", "")
+    if state not in ACTIONS.get(action, ()):
+        raise InvalidInput(f"{state.value} messages can't be changed by {action!r:.40}")
+    wish = Wish(action, state, form.get("to", "").strip() if action == "move" else "", None)
+    if wish.action == "move":
+        check_target(visit.principal, wish.to)
+        broker.queue(wish.to)
+    search = read_search(form)
+    if scope == "chosen":
+        wish.message_ids = _read_ids(visit)
+        wish.count = len(wish.message_ids)
+    elif scope == "found" and search.test is not None:
+        if search.error is not None:
+            raise search.error
+        found = reads.scan(broker, visit.queue, state, where=search.test)
+        wish.message_ids = [entry.message_id for entry in found.entries]
+        wish.count, wish.is_cut = len(wish.message_ids), found.next_cursor is not None
+    elif scope in {"found", "all"}:
+        wish.count = getattr(broker.stats(visit.queue), state.value)
+    else:
+        raise InvalidInput("say which messages: the selected ones, those found, or all")
+    if wish.message_ids is not None and action == "purge" and state is not State.FAILED:
+        raise InvalidInput(f"{state.value} messages can only be purged all together")
+    return wish
+
+
+def _read_ids(visit: Visit) -> list[int]:
+    texts = ",".join(visit.values("ids")).split(",")
+    if not all(text.isdecimal() and len(text) <= 20 for text in texts):
+        raise InvalidInput("no messages are selected")
+    return sorted({int(text) for text in texts})
+
+
+def _do(broker: Broker, queue: str, wish: Wish) -> int:
+    if wish.action == "redrive":
+        return broker.redrive(queue, message_ids=wish.message_ids)
+    if wish.action == "move":
+        return broker.move(queue, wish.to, state=wish.state, message_ids=wish.message_ids)
+    return broker.purge(queue, states=[wish.state], message_ids=wish.message_ids)
+
+
+async def act(console: Console, visit: Visit) -> Response:
+    """Ask whether messages are to be redriven, moved or purged; do it once that is confirmed."""
+    wish = await console.look(lambda broker: _read_wish(broker, visit))
+    if "confirmed" not in visit.form:
+        return console.render("confirm.html", visit, queue=visit.queue, wish=wish)
+    count = await console.change(lambda broker: _do(broker, visit.queue, wish))
+    query = {"state": wish.state.value, "did": wish.action, "count": count}
+    return redirect(visit, link("queues", visit.queue, **query))
+
+
+ROUTES: Final = [
+    Route("GET", "/queues/{queue}/messages/{message}", SEE_QUEUE, message_page),
+    Route("GET", "/queues/{queue}/messages/{message}/payload", SEE_QUEUE, payload),
+    Route("POST", "/queues/{queue}/act", CHANGE_QUEUE, act),
+]

@@ -1,0 +1,544 @@
+"""HTTP/1.1: a thin protocol on httptools, with its requests and answers.
+
+A connection answers one request at a time; requests that are pipelined behind it wait, bounded, and
+are answered in order. Bad input is answered once, and the connection closed. The listener is in
+:mod:`penstock.server.http`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from functools import lru_cache, partial
+from http import HTTPStatus
+from math import inf
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+from penstock import limits
+
+if TYPE_CHECKING:
+    from penstock.server.connections import Slot
+    from penstock.server.http import Http
+
+log = logging.getLogger(__name__)
+
+_SLICE_BYTES: Final = 16 * 1024
+_LINGER_MS: Final = 2_000
+_MAX_HEAD_BYTES: Final = limits.HTTP_MAX_HEADERS_BYTES + limits.HTTP_MAX_REQUEST_LINE_BYTES
+# Bytes that a header takes in memory beside its own.
+_HEADER_BYTES: Final = 200
+_STATUS_LINES: Final = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus
+}
+
+
+@lru_cache(maxsize=1_000)
+def _name_of(header: bytes) -> str:
+    """Return the name of a header in lower case; clients send the same few over and over."""
+    return header.decode("latin-1").lower()
+
+
+class Request(msgspec.Struct, gc=False):
+    """A request that has come in whole. Header names are in lower case.
+
+    ``left``: the client sends nothing more and may be gone, so that nothing is to be taken from a
+    queue for it. A handler that waits sets ``on_left`` as a callback, and must set it back.
+    """
+
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]
+    body: bytes
+    peer: str
+    secure: bool = False
+    left: bool = False
+    on_left: Callable[[], object] | None = None
+    # The service calls it once it knows the sender: by a key, or since there are none.
+    trust: Callable[[], None] = lambda: None
+    # For the connection: whether it is of HTTP/1.0, whether the connection outlives it, and the
+    # bytes that it takes.
+    old: bool = False
+    keep: bool = True
+    size: int = 0
+
+
+class Response(msgspec.Struct):
+    """An answer. Content-Length and Connection are seen to by the protocol.
+
+    Parts of a ``stream`` follow the body until it ends, which ends the connection. A client that
+    reads too slowly misses parts.
+    """
+
+    status: int = 200
+    body: bytes = b""
+    content_type: str = "text/plain; charset=utf-8"
+    headers: tuple[tuple[str, str], ...] = ()
+    stream: AsyncGenerator[bytes, None] | None = None
+
+
+_FAILED: Final = Response(500, b"internal error\n")
+Handler: TypeAlias = Callable[[Request], Response | Awaitable[Response]]
+
+
+class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
+    """The bounds of a listener."""
+
+    body_bytes: int = limits.HTTP_MAX_BODY_BYTES
+    first_byte_ms: int = limits.HTTP_FIRST_BYTE_MS
+    request_ms: int = limits.HTTP_REQUEST_MS
+    idle_ms: int = limits.HTTP_IDLE_MS
+    stalled_write_ms: int = limits.HTTP_STALLED_WRITE_MS
+
+
+class HttpConnection(asyncio.Protocol):
+    """One client. The callbacks that start with ``on_`` are the parser's."""
+
+    __slots__ = (
+        "_answering", "_asked", "_body", "_close_after", "_head_fed", "_headers",
+        "_held_bytes", "_http", "_in_head", "_in_request", "_loop", "_parser", "_peer",
+        "_pending", "_read_paused", "_refusal", "_request_bytes", "_shut", "_slot",
+        "_streaming", "_transport", "_unfed", "_unparsed", "_unparsed_method",
+        "_unsent_bytes", "_url", "_write_paused", "deadline",
+    )  # fmt: skip
+
+    def __init__(self, http: Http, loop: asyncio.AbstractEventLoop, slot: Slot) -> None:
+        self._http = http
+        self._loop = loop
+        self._slot = slot
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport = cast(asyncio.Transport, None)
+        self._peer = ""
+        # Requests that have come in whole.
+        self._pending: deque[Request] = deque()
+        # Bytes that have come and are not answered; and those of the request that comes in.
+        self._held_bytes = 0
+        self._request_bytes = 0
+        # Of an answer that its client does not take.
+        self._unsent_bytes = 0
+        self._answering: asyncio.Task[None] | None = None
+        # The request that is being answered.
+        self._asked: Request | None = None
+        self._unfed = b""
+        # The rest of a body that the parser does not read, and the method of its request.
+        self._unparsed = 0
+        self._unparsed_method = b""
+        self._url = b""
+        self._headers: dict[str, str] = {}
+        self._head_fed = 0
+        self._body: bytes | bytearray = b""
+        self._in_request = False
+        self._in_head = True
+        self._refusal: tuple[int, str] | None = None
+        self._close_after = False
+        # No more requests are read: it was refused, or is being closed.
+        self._shut = False
+        self._read_paused = False
+        self._write_paused = False
+        self._streaming = False
+        self.deadline = inf
+
+    # --- the transport's callbacks -----------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take a connection, unless there are too many."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=limits.HTTP_WRITE_HIGH_WATER_BYTES)
+        peer = transport.get_extra_info("peername")
+        self._peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else ""
+        self._slot.holder = self
+        self._http.connections.add(self)
+        self._due_in(self._http.bounds.first_byte_ms)
+        if self._slot.full or self._http.stopping:
+            self._refuse(503, "too many connections")
+
+    def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
+        """Stop working for a client that has gone."""
+        self._http.forget(self)
+        self._http.slots.leave(self._slot)
+        self._shut = True
+        self._drop_input()
+        # The parser knows this connection, and a task that was cancelled does: neither must keep
+        # it, since the garbage collector comes late.
+        del self._parser
+        answering, self._answering = self._answering, None
+        if answering is not None:
+            answering.cancel()
+
+    def _drop_input(self) -> None:
+        """Drop everything that has come."""
+        self._pending.clear()
+        self._unfed = self._body = self._url = b""
+        self._headers = {}
+        self._held(-self._held_bytes)
+
+    def _held(self, more: int) -> bool:
+        """Count more or fewer bytes that are held; False: they were too many, and refused."""
+        # Not below zero: they may have been dropped since.
+        self._held_bytes = max(0, self._held_bytes + more)
+        self._http.slots.hold(self._slot, self._held_bytes)
+        return not self._shut
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being answered."""
+        return self._answering is None
+
+    def refuse(self, why: str) -> None:
+        """Make way for others: they have more in hand than there may be."""
+        if self._shut or self._write_paused or not self.idle:
+            self.abort()
+        else:
+            self._refuse(503, why)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse the bytes."""
+        if self._shut or not self._held(len(data)):
+            return
+        if self._unfed:
+            data = self._unfed + data
+            self._unfed = b""
+        if not self._in_request:
+            self._in_request = True
+            if self._answering is None and not self._write_paused:
+                self._due_in(self._http.bounds.request_ms)
+        self._feed(data)
+
+    def eof_received(self) -> bool:
+        """Answer the request at work, if that does not take long: the client sends no more."""
+        if self._http.secure or self._answering is None or self._streaming:
+            return False
+        self._close_after = True
+        if self._asked is not None:
+            self._asked.left = True
+            if self._asked.on_left is not None:
+                self._asked.on_left()
+        self._due_in(limits.HTTP_HALF_CLOSED_MS)
+        return True
+
+    def pause_writing(self) -> None:
+        """Take no more from a client that does not read."""
+        self._write_paused = True
+        self._due_in(self._http.bounds.stalled_write_ms)
+        self._hold_reading()
+        self._unsent_bytes = self._transport.get_write_buffer_size()
+        self._held(self._unsent_bytes)
+
+    def resume_writing(self) -> None:
+        """Go on with a client that reads again."""
+        self._write_paused = False
+        self._held(-self._unsent_bytes)
+        self._rest()
+        self._go_on()
+
+    # --- the parser's callbacks --------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """Begin a request."""
+        self._url = b""
+        self._headers = {}
+        self._body = b""
+        self._in_head = True
+        self._in_request = True
+
+    def on_url(self, part: bytes) -> None:
+        """Take a part of the target."""
+        self._url += part
+        if len(self._url) > limits.HTTP_MAX_REQUEST_LINE_BYTES:
+            self._refuse_later(431, "the request line is too long")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; of one that comes twice, the values are joined."""
+        # A stranger's long names are not kept.
+        key = _name_of(name) if len(name) < 64 else _name_of.__wrapped__(name)
+        headers = self._headers
+        text = value.decode("latin-1")
+        headers[key] = f"{headers[key]},{text}" if key in headers else text
+
+    def on_headers_complete(self) -> None:
+        """Decide by the headers whether the body is wanted."""
+        self._in_head = False
+        headers = self._headers
+        version = self._parser.get_http_version()
+        if len(headers) > limits.HTTP_MAX_HEADERS:
+            self._refuse_later(431, "too many headers")
+        elif version not in {"1.1", "1.0"}:
+            self._refuse_later(505, "HTTP/1.1 is spoken here")
+        elif version == "1.1" and "host" not in headers:
+            self._refuse_later(400, "a Host header is required")
+        elif self._parser.should_upgrade() and (
+            self._parser.get_method() == b"CONNECT" or "transfer-encoding" in headers
+        ):
+            self._refuse_later(400, "no other protocol is spoken here")
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length[:20]) > self._http.bounds.body_bytes:
+            self._refuse_later(413, f"a body has at most {self._http.bounds.body_bytes} bytes")
+        busy = self._refusal is not None or self._answering is not None or self._pending
+        if headers.get("expect", "").lower() == "100-continue" and not busy:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, part: bytes) -> None:
+        """Take a part of the body."""
+        if len(self._body) + len(part) > self._http.bounds.body_bytes:
+            self._refuse_later(413, f"a body has at most {self._http.bounds.body_bytes} bytes")
+        elif self._refusal is None:
+            if not self._body:
+                self._body = part
+            elif isinstance(self._body, bytearray):
+                self._body += part
+            else:
+                self._body = bytearray(self._body) + part
+
+    def on_message_complete(self) -> None:
+        """Take a request that is whole, but for a body that the parser leaves to others."""
+        self._in_head = True
+        self._head_fed = 0
+        length = self._headers.get("content-length", "0")
+        if self._parser.should_upgrade() and self._refusal is None and length != "0":
+            self._unparsed = int(length)
+            self._unparsed_method = self._parser.get_method()
+            return
+        self._take(
+            self._parser.get_method(),
+            old=self._parser.get_http_version() == "1.0",
+            keep=self._parser.should_upgrade() or self._parser.should_keep_alive(),
+        )
+
+    def _refuse_later(self, status: int, reason: str) -> None:
+        """Refuse the request when those before it are answered; the first reason counts."""
+        if self._refusal is None:
+            self._refusal = (status, reason)
+
+    # --- reading -----------------------------------------------------------------------------
+
+    def _take(self, method: bytes, *, old: bool, keep: bool) -> None:
+        self._in_request = False
+        if self._refusal is not None or self._shut:
+            return
+        target = self._url.decode("latin-1")
+        if not target.startswith("/"):
+            split = urlsplit(target)
+            target = (split.path or "/") + (f"?{split.query}" if split.query else "")
+        path, _, query = target.partition("?")
+        request = Request(
+            method.decode("latin-1"),
+            path,
+            query,
+            self._headers,
+            bytes(self._body),
+            self._peer,
+            self._http.secure,
+            trust=partial(self._http.slots.trust, self._slot),
+            old=old,
+            keep=keep,
+            size=self._request_bytes + _HEADER_BYTES * len(self._headers),
+        )
+        if not self._held(request.size - self._request_bytes):
+            return
+        self._request_bytes = 0
+        self._pending.append(request)
+        # From here on it is the request's alone, and goes when that is answered.
+        self._body, self._headers = b"", {}
+
+    def _feed(self, data: bytes) -> None:
+        at = 0
+        while at < len(data) and not self._shut:
+            if len(self._pending) >= limits.HTTP_MAX_PIPELINED:
+                self._unfed = data[at:]
+                self._hold_reading()
+                return
+            part = data[at : at + _SLICE_BYTES] if at or len(data) > _SLICE_BYTES else data
+            if self._unparsed:
+                part = part[: self._unparsed]
+            at += len(part)
+            self._request_bytes += len(part)
+            if self._unparsed:
+                # The body of a request that offered another protocol.
+                self._unparsed -= len(part)
+                self.on_body(part)
+                if not self._unparsed:
+                    self._take(self._unparsed_method, old=False, keep=True)
+                    self._next()
+                continue
+            if self._in_head:
+                self._head_fed += len(part)
+            try:
+                self._parser.feed_data(part)
+            except httptools.HttpParserUpgrade as upgrade:
+                # Some clients offer HTTP/2 with every request. The offer is not taken; the parser,
+                # which thinks that it was, is done with its work.
+                at -= len(part) - upgrade.args[0]
+                self._request_bytes -= len(part) - upgrade.args[0]
+                self._parser = httptools.HttpRequestParser(self)
+            except httptools.HttpParserError as error:
+                status = 505 if "version" in str(error).lower() else 400
+                self._refuse_later(status, "this is not HTTP")
+            except ValueError:
+                self._refuse_later(400, "this is not HTTP")
+            if self._in_request and self._in_head and self._head_fed > _MAX_HEAD_BYTES:
+                self._refuse_later(431, "the headers are too long")
+            self._next()
+
+    def _hold_reading(self) -> None:
+        if not self._read_paused and not self._transport.is_closing():
+            self._read_paused = True
+            self._transport.pause_reading()
+
+    def _go_on(self) -> None:
+        """Answer what waits, then read on."""
+        self._next()
+        stopped = self._write_paused or self._shut
+        if self._read_paused and not stopped and len(self._pending) < limits.HTTP_MAX_PIPELINED:
+            self._read_paused = False
+            self._transport.resume_reading()
+            if self._unfed:
+                data, self._unfed = self._unfed, b""
+                self._feed(data)
+
+    # --- answering ---------------------------------------------------------------------------
+
+    def _next(self) -> None:
+        """Answer the requests that wait, up to the first that takes its time."""
+        while self._pending and self._answering is None and not self._write_paused:
+            request = self._pending.popleft()
+            self.deadline = inf
+            request.left = self._close_after
+            try:
+                result = self._http.handle(request)
+            except Exception:
+                log.exception("a handler failed for %s %s", request.method, request.path[:100])
+                result = _FAILED
+            if isinstance(result, Response):
+                self._answer(request, result)
+                continue
+            self._asked = request
+            self._answering = self._loop.create_task(self._serve(result, request))
+        if self._refusal is not None and self._answering is None and not self._pending:
+            self._refuse(*self._refusal)
+
+    async def _serve(self, result: Awaitable[Response], request: Request) -> None:
+        try:
+            response = await result
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+        except Exception:
+            log.exception("a handler failed for %s %s", request.method, request.path[:100])
+            response = _FAILED
+        if response.stream is not None:
+            await self._send_stream(request, response, response.stream)
+            return
+        self._answering = self._asked = None
+        self._answer(request, response)
+        self._go_on()
+
+    async def _send_stream(
+        self, request: Request, response: Response, stream: AsyncGenerator[bytes, None]
+    ) -> None:
+        """Send the parts of a stream as they come, until it ends or the connection does."""
+        self._streaming = True
+        self._write(response, request, last=True)
+        self._held(-request.size)
+        async with aclosing(stream):
+            if request.method != "HEAD" and not self._http.stopping:
+                async for part in stream:
+                    if self._transport.is_closing():
+                        break
+                    if not self._write_paused:
+                        self._transport.write(part)
+        self._shut = True
+        self._transport.close()
+
+    def _answer(self, request: Request, response: Response) -> None:
+        if not self._transport.is_closing():
+            # A client that has closed its side still gets the answers to its requests.
+            stop = self._http.stopping or (self._close_after and not self._pending)
+            last = stop or not request.keep
+            self._write(response, request, last=last)
+            if last:
+                self._shut = True
+                self._pending.clear()
+                self._transport.close()
+            else:
+                self._rest()
+        self._held(-request.size)
+
+    def _write(self, response: Response, request: Request | None, *, last: bool) -> None:
+        head = _STATUS_LINES.get(response.status, f"HTTP/1.1 {response.status} \r\n")
+        for name, value in response.headers:
+            head += f"{name}: {value}\r\n"
+        if last:
+            head += "Connection: close\r\n"
+        elif request is not None and request.old:
+            head += "Connection: keep-alive\r\n"
+        head += f"Content-Type: {response.content_type}\r\n"
+        if response.stream is None:
+            head += f"Content-Length: {len(response.body)}\r\n"
+        head += "\r\n"
+        data = head.encode("latin-1", "replace")
+        head_only = request is not None and request.method == "HEAD"
+        self._transport.write(data if head_only else data + response.body)
+
+    def _rest(self) -> None:
+        """Set the deadline of a connection that has nothing in hand."""
+        if self._write_paused:
+            self._due_in(self._http.bounds.stalled_write_ms)
+        elif self._answering is not None or self._pending:
+            self.deadline = inf
+        elif self._in_request:
+            self._due_in(self._http.bounds.request_ms)
+        else:
+            self._due_in(self._http.bounds.idle_ms)
+
+    # --- ending ------------------------------------------------------------------------------
+
+    def _refuse(self, status: int, reason: str) -> None:
+        """Answer bad input and close; what still comes is read and dropped for a moment.
+
+        Closing with unread input would have the system reset the connection, and the client
+        might never see the answer.
+        """
+        if self._shut or self._transport.is_closing():
+            return
+        self._shut = True
+        self._drop_input()
+        self._write(Response(status, f"{reason}\n".encode()), None, last=True)
+        if not self._http.secure and self._transport.can_write_eof():
+            self._transport.write_eof()
+            if self._read_paused:
+                self._read_paused = False
+                self._transport.resume_reading()
+            self._due_in(_LINGER_MS)
+        else:
+            self._transport.close()
+
+    def overdue(self) -> None:
+        """End a connection whose deadline has passed."""
+        self.deadline = inf
+        waiting = self._answering is None and not self._write_paused and not self._shut
+        if self._in_request and waiting:
+            self._refuse(408, "the request took too long")
+        else:
+            self.abort()
+
+    def finish(self) -> None:
+        """Close when the requests that have come are answered; a stream ends at once."""
+        if self._streaming or (self._answering is None and not self._pending):
+            self._shut = True
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._shut = True
+        self._drop_input()
+        self._transport.abort()
+
+    def _due_in(self, ms: int) -> None:
+        self.deadline = self._loop.time() + ms / 1000
