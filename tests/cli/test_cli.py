@@ -16,6 +16,7 @@ import penstock
 from penstock.cli.common import duration
 from penstock.cli.main import COMMANDS, cli
 from penstock.importers import queueber_source as keys
+from penstock.server import running
 from penstock.store import codec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -275,6 +276,11 @@ def test_import(shell: Shell, tmp_path: Path) -> None:
     assert (report["imported"], report["imported_before"], report["skipped"]) == (2, 2, 1)
     assert shell.json("stats", "orders")["queues"][0]["available"] == 2
     assert shell.json(*words, "--restart")["imported_before"] == 0
+    with running("memory:", native="127.0.0.1:0") as server:
+        served = Shell(server.location("native"))
+        assert served.json(*words)["imported"] == 2
+        assert served.json(*words)["imported_before"] == 2
+        assert server.broker.stats("orders").available == 2
     elsewhere = ["--into", f"rocksdb:{tmp_path / 'new'}"]
     assert "there is nothing at" in shell.refused(
         "import", "queueber", str(tmp_path / "no"), "--queue", "orders", *elsewhere
@@ -304,7 +310,7 @@ def test_labels_and_a_dead_letter_queue(shell: Shell) -> None:
     assert made["labels"] == {"team": "books", "empty": ""}
     changed = shell.json("update", "dead", "--label", "team=films", "--no-label", "empty")
     assert changed["labels"] == {"team": "films"}
-    assert "give NAME=VALUE" in shell.refused("update", "dead", "--label", "team", code=2)
+    assert "is not NAME=VALUE" in shell.refused("update", "dead", "--label", "team", code=2)
     assert shell.json("update", "orders", "--dead-letter", "dead")["dead_letter"] == "dead"
     assert "no queue named" in shell.refused("update", "orders", "--dead-letter", "nowhere")
     shell.ok("send", "orders", "one")
@@ -327,3 +333,9 @@ def test_move(shell: Shell) -> None:
     assert len(shell.json("browse", "other")["entries"]) == 3
     assert "to itself" in shell.refused("move", "orders", "orders")
     assert "no queue named 'nowhere'" in shell.refused("move", "orders", "nowhere")
+
+
+def test_a_native_address_is_none_for_spark() -> None:
+    result = CliRunner().invoke(cli, ["pipeline", "status", "--url", "penstock://127.0.0.1:8814"])
+    assert result.exit_code == 2
+    assert "grpc://127.0.0.1:8815" in result.output

@@ -126,10 +126,16 @@ def test_old_tokens_are_counted_over_pages(url: str, monkeypatch: pytest.MonkeyP
     assert found["rehashed"] == pytest.approx(1 - old / 49)
 
 
-@pytest.mark.parametrize("store", ["memory:", "rocksdb:./data", "penstock://127.0.0.1:1"])
+@pytest.mark.parametrize("store", ["memory:", "rocksdb:./data"])
 @pytest.mark.parametrize("words", [("status",), ("resize", "4")])
 def test_other_stores_are_refused(store: str, words: tuple[str, ...]) -> None:
     assert "is not on a SQL database" in refused(*words, "--store", store)
+
+
+@pytest.mark.parametrize("words", [("status",), ("resize", "4")])
+def test_a_server_is_refused(words: tuple[str, ...]) -> None:
+    said = refused(*words, "--store", "penstock://127.0.0.1:1")
+    assert "name the database" in said
 
 
 @pytest.mark.parametrize("words", [("status",), ("resize", "4")])

@@ -1,4 +1,4 @@
-"""The commands' shared parts: options, opening a store, durations, and the two ways of output."""
+"""The commands' shared parts: options, durations, and the two ways of output."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from enum import Enum
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import click
 import msgspec
 
-import penstock
+from penstock.cli import opening
+from penstock.cli.opening import Command
 from penstock.model import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from penstock.broker.reader import Reader
-
-Command = TypeVar("Command", bound="Callable[..., Any]")
 _PREVIEW_CHARS: Final = 60
 # Tables that go to a file or a pipe are not cut to a screen's width.
 _UNCUT_WIDTH: Final = 10_000
+# Longer tables are lines with tabs: nobody looks at their frames, which take seconds to draw.
+_DRAWN_ROWS: Final = 1_000
 STATES: Final = [state.value for state in State]
 
 
@@ -68,22 +68,15 @@ def _note_json(ctx: click.Context, _: click.Parameter, value: bool) -> None:  # 
 
 
 # The functions below that print look it up: no command needs to pass it on.
-json_option = click.option(
-    "--json",
-    is_flag=True,
-    expose_value=False,
-    callback=_note_json,
-    help="Print JSON instead of a table.",
-)
+json_option = click.option("--json", is_flag=True, expose_value=False, callback=_note_json,
+                           help="Print JSON instead of a table.")  # fmt: skip
 store_option = options(
     json_option,
-    click.option(
+    opening.url_option(
+        "--url",
         "--store",
-        metavar="URL",
-        envvar="PENSTOCK_STORE",
-        required=True,
-        show_envvar=True,
-        help="The store, such as rocksdb:./data; writing to one on object storage takes it over.",
+        help="A server, such as penstock://127.0.0.1:8814, or a store, such as rocksdb:./data; "
+        "writing to a store on object storage takes it over.",
     ),
 )
 read_only_option = click.option(
@@ -91,20 +84,8 @@ read_only_option = click.option(
 )
 
 
-def open_store(url: str, *, make: bool = False) -> penstock.Broker:
-    """Open a store; a missing one is made only by the commands that are to make it."""
-    return penstock.open(url, background=False, create=make)
-
-
-def open_to_look(url: str, *, read_only: bool = False) -> penstock.Broker | Reader:
-    """Open a store for looking: by a reader, if opening it would take it over."""
-    if read_only or url.startswith("slatedb+"):
-        return penstock.open_reader(url)
-    return open_store(url)
-
-
 def _on_store(opening: Callable[..., Any], *names: str) -> Callable[[Command], Command]:
-    """Make a decorator: the command gets the open store, not its URL and the options named."""
+    """Make a decorator: the command gets the open broker, not its URL and the options named."""
 
     def decorate(command: Command) -> Command:
         @wraps(command)
@@ -118,9 +99,9 @@ def _on_store(opening: Callable[..., Any], *names: str) -> Callable[[Command], C
     return decorate
 
 
-changes_store = _on_store(open_store)
-reads_store = _on_store(open_to_look)
-reads_store_beside = options(read_only_option, _on_store(open_to_look, "read_only"))
+changes_store = _on_store(opening.open_store)
+reads_store = _on_store(opening.open_to_look)
+reads_store_beside = options(read_only_option, _on_store(opening.open_to_look, "read_only"))
 
 
 # --- output ---------------------------------------------------------------------------------------
@@ -191,24 +172,32 @@ def show_table(columns: Sequence[str], rows: Iterable[Any], *, empty: str = "") 
     Rows are tuples or structs. A column ``heading=field`` shows a field of structs; one named
     ``:x`` holds numbers.
     """
+    names = [column.removeprefix(":").partition("=") for column in columns]
+    fields, headings = (
+        [field or heading for heading, _, field in names],
+        [each[0] for each in names],
+    )
+    texts = []
+    for row in rows:
+        cells = [_cell(row, each) for each in fields] if isinstance(row, msgspec.Struct) else row
+        texts.append(["" if cell is None else printable(str(cell)) for cell in cells])
+    if not texts:
+        click.echo(empty)
+        return
+    if len(texts) > _DRAWN_ROWS:
+        click.echo("\n".join(map("\t".join, [headings, *texts])))
+        return
     # Loaded here: commands that print JSON, and --help, do without.
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
     table = Table()
-    fields = []
-    for column in columns:
-        heading, _, field = column.removeprefix(":").partition("=")
-        fields.append(field or heading)
+    for heading, column in zip(headings, columns, strict=True):
         right = column.startswith(":")
         table.add_column(heading, justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        cells = [_cell(row, each) for each in fields] if isinstance(row, msgspec.Struct) else row
-        table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells))
-    if not table.row_count:
-        click.echo(empty)
-        return
+    for cells in texts:
+        table.add_row(*map(Text, cells))
     width = None if sys.stdout.isatty() else _UNCUT_WIDTH
     Console(file=sys.stdout, width=width).print(table)
 
@@ -224,6 +213,13 @@ def _cell(row: msgspec.Struct, field: str) -> object:
     return preview(value) if isinstance(value, bytes) else value
 
 
+def printable(text: str) -> str:
+    """Escape characters that would steer a terminal: texts of messages are anybody's."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 def preview(payload: bytes | None) -> str:
     """Show the beginning of a payload."""
     if payload is None:
@@ -232,7 +228,7 @@ def preview(payload: bytes | None) -> str:
         text = payload.decode()
     except UnicodeDecodeError:
         return f"{len(payload)} bytes"
-    text = text if text.isprintable() else repr(text)[1:-1]
+    text = printable(text)
     return text if len(text) <= _PREVIEW_CHARS else f"{text[:_PREVIEW_CHARS]}…"
 
 

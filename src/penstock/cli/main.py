@@ -2,53 +2,139 @@
 
 This module knows the commands by name only; each is in a module of :mod:`penstock.cli` that
 is loaded when the command is used, so that ``penstock --help`` loads none of them.
+
+Exit codes::
+
+    0  done
+    1  refused or failed, with one line on standard error
+    2  wrong usage
+    3  no server answers
 """
 
 from __future__ import annotations
 
 import importlib
+from itertools import chain
 from typing import Any, Final
 
 import click
 
 from penstock import __version__
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, ServerUnreachable
 
-# Name of the command: its module, and its text in --help.
-COMMANDS: Final = {
-    "queues": ("queues", "List the queues."),
-    "create": ("queues", "Make a queue."),
-    "update": ("queues", "Change settings of a queue."),
-    "delete": ("queues", "Remove a queue with every message in it."),
-    "stats": ("queues", "Show depths and totals."),
-    "publish": ("messages", "Publish to every queue whose filter matches."),
-    "send": ("messages", "Publish straight to one queue."),
-    "browse": ("messages", "Look at messages without claiming them."),
-    "attempts": ("messages", "Show every attempt at a message."),
-    "claim": ("messages", "Take messages under a lease."),
-    "ack": ("messages", "Settle messages as done."),
-    "release": ("messages", "Give messages back, to be tried again or to fail."),
-    "extend": ("messages", "Move the end of a lease."),
-    "work": ("server", "Run a function for every message of a queue."),
-    "redrive": ("messages", "Make failed messages available again."),
-    "move": ("messages", "Move messages into another queue."),
-    "purge": ("messages", "Remove messages by state."),
-    "sweep": ("messages", "Do what is due: expiry, delays, retention."),
-    "log": ("store", "Look at the metadata log, or change how it is kept."),
-    "route": ("store", "Put what the logs hold into the queues."),
-    "backfill": ("store", "Fill a queue from the log with what it wants and has not had."),
-    "serve": ("server", "Serve a store until SIGTERM or SIGINT."),
-    "config": ("server", "Show the settings of a server and where each comes from."),
-    "keys": ("server", "Make, list and remove the access keys of a server."),
-    "backup": ("server", "Copy a store to a directory that is not there yet."),
-    "restore": ("server", "Make a store of a backup."),
-    "check": ("store", "Read the whole store and hold it to its invariants."),
-    "salvage": ("store", "Read what can be read of the damaged STORE into a new one, TARGET."),
-    "cluster": ("store", "Look at a store on a SQL database, and change its ring."),
-    "pipeline": ("spark", "Work on a broker with Spark; needs penstock[spark] and Java."),
-    "import": ("messages", "Bring another queue's database in."),
-    "filter": ("queues", "Try filters out."),
+# Section of --help: name of the command: its module, and its text in --help.
+SECTIONS: Final = {
+    "Start": {
+        "up": ("up", "Serve a local directory, with the console, and say what to try."),
+        "doctor": ("doctor", "Look for what is missing on this machine."),
+        "completion": ("doctor", "Print the completion script of a shell."),
+    },
+    "Queues": {
+        "queues": ("queues", "List the queues."),
+        "create": ("queues", "Make a queue."),
+        "update": ("queues", "Change settings of a queue."),
+        "delete": ("queues", "Remove a queue with every message in it."),
+        "stats": ("queues", "Show depths and totals."),
+        "top": ("watch", "Watch depths and rates of all queues."),
+        "filter": ("queues", "Try filters out."),
+    },
+    "Messages": {
+        "publish": ("messages", "Publish to every queue whose filter matches."),
+        "send": ("messages", "Publish straight to one queue."),
+        "browse": ("messages", "Look at messages without claiming them."),
+        "attempts": ("messages", "Show every attempt at a message."),
+        "tail": ("watch", "Follow messages as they end, or as they come."),
+        "claim": ("messages", "Take messages under a lease."),
+        "ack": ("messages", "Settle messages as done."),
+        "release": ("messages", "Give messages back, to be tried again or to fail."),
+        "extend": ("messages", "Move the end of a lease."),
+        "work": ("server", "Run a function for every message of a queue."),
+        "redrive": ("messages", "Make failed messages available again."),
+        "move": ("messages", "Move messages into another queue."),
+        "purge": ("messages", "Remove messages by state."),
+        "import": ("messages", "Bring another queue's database in."),
+    },
+    "Server": {
+        "serve": ("server", "Serve a store until SIGTERM or SIGINT."),
+        "config": ("server", "Show the settings of a server and where each comes from."),
+        "keys": ("server", "Make, list and remove the access keys of a server."),
+        "bench": ("bench", "Measure a server or a store with a short load."),
+    },
+    "Operations": {
+        "backup": ("server", "Copy a store to a directory that is not there yet."),
+        "restore": ("server", "Make a store of a backup."),
+        "check": ("store", "Read the whole store and hold it to its invariants."),
+        "salvage": ("store", "Read what can be read of the damaged STORE into a new one, TARGET."),
+        "sweep": ("messages", "Do what is due: expiry, delays, retention."),
+        "cluster": ("store", "Look at a store on a SQL database, and change its ring."),
+    },
+    "Log and Spark": {
+        "log": ("store", "Look at the metadata log, or change how it is kept."),
+        "route": ("store", "Put what the logs hold into the queues."),
+        "backfill": ("store", "Fill a queue from the log with what it wants and has not had."),
+        "pipeline": ("spark", "Work on a broker with Spark; needs penstock[spark] and Java."),
+    },
 }
+COMMANDS: Final = dict(chain.from_iterable(section.items() for section in SECTIONS.values()))
+# Command: an example for its --help.
+EXAMPLES: Final = {
+    "up": "penstock up",
+    "doctor": "penstock doctor --need spark --url penstock://127.0.0.1:8814",
+    "completion": 'eval "$(penstock completion bash)"',
+    "queues": "penstock queues --url penstock://127.0.0.1:8814",
+    "create": "penstock create books --filter \"kind = 'book'\" --lease 5m --dead-letter dead",
+    "update": "penstock update books --max-attempts 10 --label team=books",
+    "delete": "penstock delete books --drain",
+    "stats": "penstock stats books --json",
+    "top": "penstock top --sort failed --every 1s",
+    "filter test": 'penstock filter test "price > 10" \'{"price": 12}\'',
+    "publish": "penstock publish 'a novel' -a kind=book -a price=12",
+    "send": "cat orders.jsonl | penstock send orders --lines --payload-file -",
+    "browse": "penstock browse orders --state failed --limit 5",
+    "attempts": "penstock attempts orders 4711",
+    "tail": "penstock tail orders --json | jq .reason",
+    "claim": "penstock claim orders --limit 10 --wait 20s --json",
+    "ack": "penstock ack RECEIPT",
+    "release": "penstock release RECEIPT --delay 5m --reason 'no paper'",
+    "extend": "penstock extend RECEIPT --lease 10m",
+    "work": "penstock work shop:handle --queue orders --concurrency 8",
+    "redrive": 'penstock redrive orders --where "price > 10"',
+    "move": "penstock move orders dead --state failed",
+    "purge": "penstock purge orders --state done --yes",
+    "import queueber": "penstock import queueber ./queueber.db --queue orders",
+    "serve": "penstock serve --store rocksdb:./data --http 0.0.0.0:8816 --keys keys.toml",
+    "config": "penstock config --config penstock.toml",
+    "keys add": "penstock keys add shop --keys keys.toml --allow publish:orders-*",
+    "keys list": "penstock keys list --keys keys.toml",
+    "keys remove": "penstock keys remove shop --keys keys.toml",
+    "keys check": 'echo "$PENSTOCK_TOKEN" | penstock keys check --keys keys.toml --action admin',
+    "bench": "penstock bench --workers 4 --seconds 5",
+    "backup": "penstock backup monday --url penstock://127.0.0.1:8814 --verify",
+    "restore": "penstock restore backups/monday --to ./data",
+    "check": "penstock check --url rocksdb:./data",
+    "salvage": "penstock salvage rocksdb:./data rocksdb:./new",
+    "sweep": "penstock sweep",
+    "cluster status": "penstock cluster status --url postgresql://penstock@db/penstock",
+    "cluster resize": "penstock cluster resize 16 --wait",
+    "cluster split": "penstock cluster split orders",
+    "log stats": "penstock log stats",
+    "log configure": "penstock log configure --retention 7d",
+    "log read": "penstock log read --begin 1000 --limit 50",
+    "route": "penstock route",
+    "backfill": "penstock backfill books --from 2030-01-31T08:00:00+00:00",
+    "pipeline route": "penstock pipeline route --checkpoint ./checkpoint",
+    "pipeline status": "penstock pipeline status --location grpc://127.0.0.1:8815",
+    "pipeline backfill": "penstock pipeline backfill books --archive ./archive",
+    "pipeline archive": "penstock pipeline archive ./archive --keep 7d",
+    "pipeline collect": "penstock pipeline collect --delete",
+    "pipeline report": "penstock pipeline report --save ./report",
+    "pipeline redrive": "penstock pipeline redrive --queue orders --where 'attempts > 3'",
+    "pipeline publish": "penstock pipeline publish orders.parquet --column group=tenant",
+}
+
+
+class _Unanswered(click.ClickException):
+    exit_code = 3
 
 
 class LazyGroup(click.Group):
@@ -59,30 +145,47 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        """Load a command."""
+        """Load a command, and give it its example."""
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"penstock.cli.{COMMANDS[cmd_name][0]}")
         found = (each for each in vars(module).values() if isinstance(each, click.Command))
-        return next(each for each in found if each.name == cmd_name)
+        command = next(each for each in found if each.name == cmd_name)
+        inner = getattr(command, "commands", {})
+        for words, each in {
+            cmd_name: command,
+            **{f"{cmd_name} {n}": c for n, c in inner.items()},
+        }.items():
+            if words in EXAMPLES:
+                each.epilog = f"\b\nExample:\n  {EXAMPLES[words]}"
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """Write the list of commands from the table, without loading any."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for section, commands in SECTIONS.items():
+            with formatter.section(section):
+                formatter.write_dl(
+                    [(name.ljust(width), text) for name, (_, text) in commands.items()]
+                )
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; an error of Penstock is one line on stderr and exit code 1."""
+        """Run a command; an error of Penstock is one line on stderr and exit code 1, or 3."""
         try:
             return super().invoke(ctx)
         except PenstockError as error:
-            raise click.ClickException(" ".join(str(error).split())) from error
+            kind = _Unanswered if isinstance(error, ServerUnreachable) else click.ClickException
+            raise kind(" ".join(str(error).split())) from error
 
 
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="penstock")
 def cli() -> None:
-    """Work with a Penstock store: queues, messages, imports."""
+    """Work with a Penstock server, or a store: queues, messages, operations, Spark.
+
+    Commands take --url (or PENSTOCK_URL): a server, such as penstock://127.0.0.1:8814, or a store
+    that no process has open, such as rocksdb:./data. 'penstock up' starts a server to try.
+    """
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.cli import common
 from penstock.cli.common import duration
+from penstock.cli.opening import open_store, url_option
 from penstock.errors import InvalidMessage
 from penstock.filters import Row, parse
 from penstock.model import Message, State, SweepCounts
@@ -71,7 +72,7 @@ _message_options = common.options(
 def publish(store: str, **given: Any) -> None:
     """Publish to every queue whose filter matches."""
     batches = _batches(**given)
-    with common.open_store(store) as broker:
+    with open_store(store) as broker:
         _publish(broker, batches)
 
 
@@ -83,7 +84,7 @@ def send(queue: str, store: str, **given: Any) -> None:
     """Publish straight to one queue."""
     given["attributes"]["queue"] = queue
     batches = _batches(**given)
-    with common.open_store(store) as broker:
+    with open_store(store) as broker:
         _publish(broker, _checked(broker, queue, batches))
 
 
@@ -137,15 +138,7 @@ def import_group() -> None:
 
 @import_group.command("queueber")
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option(
-    "--into",
-    "store",
-    metavar="URL",
-    required=True,
-    envvar="PENSTOCK_STORE",
-    show_envvar=True,
-    help="The store, made if it is not there.",
-)
+@url_option("--into", "--url", help="A server, or a store, which is made if it is not there.")
 @click.option("--queue", required=True, help="The queue, made if it is not there.")
 @click.option("--batch", type=int, default=500, show_default=True, help="Items in one commit.")
 @click.option("--restart", is_flag=True, help="Forget what was imported before: all once more.")
@@ -162,7 +155,7 @@ def import_queueber(path: Path, store: str, queue: str, batch: int, *, restart: 
     # A wrong path must not leave an empty store behind.
     Source(path).close()
     with (
-        common.open_store(store, make=True) as broker,
+        open_store(store, make=True) as broker,
         common.progress_bar("importing") as progress,
     ):
         report = run(path, broker, queue, batch=batch, progress=progress, restart=restart)
@@ -193,6 +186,7 @@ def _state_option(states: list[str], default: State) -> Callable[[Any], Any]:
 @_state_option(common.STATES, State.AVAILABLE)
 @click.option("--limit", type=int, default=20, show_default=True, help="How many at most.")
 @click.option("--cursor", help="Go on after a page: what the page gave as its next cursor.")
+@click.option("--id", "message_id", type=int, help="Only this message, in whatever state it is.")
 @common.reads_store_beside
 def browse(broker: Broker | Reader, queue: str, state: str, **given: Any) -> None:
     """Look at messages without claiming them."""
@@ -332,15 +326,18 @@ def move(broker: Broker, queue: str, to: str, ids: tuple[int, ...], **given: Any
     show_default=True,
     help="Which messages; can be repeated.",
 )
+@_ids
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @common.changes_store
-def purge(broker: Broker, queue: str, states: tuple[str, ...], *, yes: bool) -> None:
+def purge(
+    broker: Broker, queue: str, states: tuple[str, ...], ids: tuple[int, ...], *, yes: bool
+) -> None:
     """Remove messages by state."""
     broker.queue(queue)
     if not yes:
         which = ", ".join(states)
         click.confirm(f"Remove messages of {queue} that are {which}?", abort=True, err=True)
-    count = broker.purge(queue, states=states)
+    count = broker.purge(queue, states=states, message_ids=ids or None)
     common.answer({"queue": queue, "removed": count}, f"removed {count} messages")
 
 

@@ -10,8 +10,10 @@ import msgspec
 
 from penstock.cli import common
 from penstock.cli.common import duration
+from penstock.cli.opening import open_store
+from penstock.client import Client
 from penstock.clock import SystemClock
-from penstock.errors import StoreDamaged
+from penstock.errors import QueueExists, QueueNotFound, StoreDamaged
 from penstock.filters import Explanation, Row, explain, parse
 
 if TYPE_CHECKING:
@@ -38,17 +40,6 @@ _SETTINGS: Final = (
 )
 
 
-def _labels(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
-    """Take NAME=VALUE apart."""
-    labels = {}
-    for each in given:
-        name, equals, value = each.partition("=")
-        if not equals:
-            raise click.BadParameter(f"{each!r}: give NAME=VALUE")
-        labels[name] = value
-    return labels
-
-
 _settings = common.options(
     *(click.option(flag, name, type=kind, help=text) for flag, name, kind, text in _SETTINGS),
     click.option(
@@ -56,7 +47,7 @@ _settings = common.options(
         "labels",
         metavar="NAME=VALUE",
         multiple=True,
-        callback=_labels,
+        callback=lambda _ctx, _parameter, given: common.pairs_of(given),
         help="Text to keep with the queue; can be repeated.",
     ),
 )
@@ -74,7 +65,7 @@ def list_queues(broker: Broker | Reader) -> None:
     if common.wants_json():
         common.emit_json(specs)
         return
-    counted, damage = _count(broker, [spec.name for spec in specs])
+    counted, damage = count(broker, [spec.name for spec in specs])
     depths = ("available", "delayed", "in_flight", "failed")
     common.show_table(
         ("queue", "ordering", "filter", ":available", ":delayed", ":in flight", ":failed"),
@@ -91,15 +82,23 @@ def list_queues(broker: Broker | Reader) -> None:
         raise damage
 
 
-def _count(
+def count(
     broker: Broker | Reader, names: list[str]
 ) -> tuple[dict[str, QueueStats], StoreDamaged | None]:
     """Count the messages of each queue that can be read; return the damage of the others."""
+    known: dict[str, QueueStats] = {}
+    if isinstance(broker, Client) and len(names) > 1:
+        # A few answers for all queues, not one for each.
+        known = {each.queue: each for each in broker.all_stats()}
     counted = {}
     damage = None
     for name in names:
         try:
-            counted[name] = broker.stats(name)
+            counted[name] = known.get(name) or broker.stats(name)
+        except QueueNotFound:
+            # It was deleted since the names were read.
+            if len(names) == 1:
+                raise
         except StoreDamaged as error:
             damage = damage or error
     return counted, damage
@@ -113,8 +112,12 @@ def _count(
 def create(queue: str, store: str, *, fifo: bool, **settings: Any) -> None:
     """Make a queue."""
     ordering = "fifo" if fifo else "standard"
-    with common.open_store(store, make=True) as broker:
-        spec = broker.create_queue(queue, ordering=ordering, **_given(settings))
+    with open_store(store, make=True) as broker:
+        try:
+            spec = broker.create_queue(queue, ordering=ordering, **_given(settings))
+        except QueueExists as error:
+            text = str(error).replace("use update_queue()", f"penstock update {queue} changes them")
+            raise QueueExists(text) from None
     common.show_fields(spec, spec.name, "setting", skip="name")
 
 
@@ -130,7 +133,7 @@ def update(
     changes = _given(settings)
     if not changes and not labels and not dropped:
         raise click.UsageError("nothing to change: give at least one setting")
-    with common.open_store(store) as broker:
+    with open_store(store) as broker:
         if labels or dropped:
             kept = {**broker.queue(queue).labels, **labels}
             changes["labels"] = {n: value for n, value in kept.items() if n not in dropped}
@@ -162,14 +165,16 @@ def delete(broker: Broker, queue: str, *, yes: bool, drain: bool) -> None:
 def stats(broker: Broker | Reader, queue: str | None) -> None:
     """Show depths and totals."""
     names = [spec.name for spec in broker.queues()] if queue is None else [queue]
-    counted, damage = _count(broker, names)
-    whole = broker.store_stats()
+    counted, damage = count(broker, names)
+    # A key for one queue may not look at the whole store.
+    whole = broker.store_stats() if queue is None else None
     if common.wants_json():
-        common.emit_json({"queues": list(counted.values()), "store": whole})
+        shown: dict[str, Any] = {"queues": list(counted.values())}
+        common.emit_json(shown if whole is None else {**shown, "store": whole})
     else:
         for name, each in counted.items():
             common.show_fields(each, name, skip="queue")
-        if queue is None:
+        if whole is not None:
             common.show_fields(whole, "store")
     if damage is not None:
         raise damage

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
-import ssl
 import sys
 import typing
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import click
-import msgspec
 from click.core import ParameterSource
 
 import penstock
 from penstock import limits
 from penstock.cli import common
 from penstock.cli.common import duration
-from penstock.errors import InvalidInput, NotAllowed, PenstockError, StoreLocked
+from penstock.cli.opening import find_url, open_store, url_option
+from penstock.client import Client
+from penstock.errors import InvalidInput
 from penstock.server import backup as backups
 from penstock.server import security
 from penstock.server.config import SETTINGS, configure_logs, load, parse_address
@@ -30,13 +28,16 @@ from penstock.worker.stats import serve_metrics
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.broker.broker import Broker
-    from penstock.client import Client
     from penstock.server.config import Setting
     from penstock.worker import WorkerStats
 
-BACKUP_TIMEOUT_SECONDS: Final = 3_600
-_METAVARS: Final = {"Duration": "DURATION", "Size": "SIZE", "Address": "HOST:PORT|off", "int": "N"}
+_METAVARS: Final = {
+    "Duration": "DURATION",
+    "Size": "SIZE",
+    "Address": "HOST:PORT|off",
+    "ConsolePlace": "HOST:PORT|on|off",
+    "int": "N",
+}
 
 
 # --- serve and config -----------------------------------------------------------------------------
@@ -84,12 +85,8 @@ def serve(config_file: str | None, **flags: Any) -> None:
     """
     config = load(file=config_file, environment=os.environ, flags=flags).config
     configure_logs(config.log_level, config.log_format)
-    try:
-        from penstock.server import process  # noqa: PLC0415 - needs an extra
-    except ImportError as error:
-        raise click.ClickException(
-            f"{error}: serving needs pip install 'penstock[server]'"
-        ) from error
+    from penstock.server import process  # noqa: PLC0415 - needs an extra
+
     process.serve(config, _print)
 
 
@@ -156,8 +153,7 @@ def work(
 
     The module is looked for in this directory first. A message whose function returns is done;
     one whose function raises is tried again. On SIGTERM or SIGINT no more messages are claimed and
-    those that are worked on are finished; a second signal cuts them off. If the server wants a
-    key, PENSTOCK_TOKEN holds it, as ID:SECRET.
+    those that are worked on are finished; a second signal cuts them off.
     """
     if ":" not in handler:
         raise click.BadParameter(f"{handler!r} is not MODULE:FUNCTION", param_hint="handler")
@@ -166,7 +162,7 @@ def work(
     resolve(handler)
     with contextlib.ExitStack() as stack:
         worker = penstock.Worker(
-            _connect(store, stack),
+            stack.enter_context(open_store(store, background=True)),
             queues,
             handler,
             mode="processes" if processes else "threads",
@@ -181,24 +177,12 @@ def work(
     common.answer(stats, text)
 
 
-def _connect(url: str, stack: contextlib.ExitStack) -> Broker | Client:
-    """Connect to a server, or open a store that is there."""
-    if url.startswith(("penstock:", "penstocks:")):
-        token = os.environ.get("PENSTOCK_TOKEN", "")
-        return stack.enter_context(penstock.connect(url, token=token))
-    return stack.enter_context(penstock.open(url, create=False))
-
-
 def _serve_metrics(
     stats: Callable[[], WorkerStats], address: str, stack: contextlib.ExitStack
 ) -> None:
     host, port = parse_address(address)
     try:
         bound = stack.enter_context(serve_metrics(stats, host, port))
-    except ImportError as error:
-        raise click.ClickException(
-            f"{error}: --metrics needs pip install 'penstock[server]'"
-        ) from error
     except OSError as error:
         raise InvalidInput(f"metrics can't be served at {address}: {error}") from error
     click.echo(f"metrics at http://{host}:{bound}/metrics")
@@ -271,16 +255,18 @@ def list_keys(path: Path) -> None:
 @keys.command("remove")
 @click.argument("key_id")
 @_keys_option
+@common.json_option
 def remove(path: Path, key_id: str) -> None:
     """Take a key away; a running server refuses it within seconds."""
     security.remove_key(path, key_id)
-    click.echo(f"removed {key_id}")
+    common.answer({"removed": key_id}, f"removed {key_id}")
 
 
 @keys.command("check")
 @click.option("--action", type=click.Choice(security.ACTIONS), help="May it do this?")
 @click.option("--queue", default="*", show_default=True, help="On which queue?")
 @_keys_option
+@common.json_option
 @click.pass_context
 def check(ctx: click.Context, path: Path, action: str | None, queue: str) -> None:
     """Check the keys file, and a token (ID:SECRET) if one comes by standard input.
@@ -290,15 +276,16 @@ def check(ctx: click.Context, path: Path, action: str | None, queue: str) -> Non
     known = security.Keys(path)
     token = "" if sys.stdin.isatty() else sys.stdin.readline().strip()
     if not token:
-        click.echo(f"{path} is sound: {len(known)} keys")
+        common.answer({"keys": len(known)}, f"{path} is sound: {len(known)} keys")
         return
     principal = known.by_token(token)
     if principal is None:
-        click.echo("the token is refused")
+        common.answer({"key_id": None, "allowed": False}, "the token is refused")
         ctx.exit(1)
     allowed = action is None or principal.may(action, queue)
     what = "" if action is None else f"; it may {'' if allowed else 'not '}{action} on {queue}"
-    click.echo(f"the token is that of key {principal.key_id}{what}")
+    text = f"the token is that of key {principal.key_id}{what}"
+    common.answer({"key_id": principal.key_id, "allowed": allowed}, text)
     ctx.exit(0 if allowed else 1)
 
 
@@ -307,107 +294,59 @@ def check(ctx: click.Context, path: Path, action: str | None, queue: str) -> Non
 
 @click.command("backup")
 @click.argument("destination")
-@click.option("--store", metavar="URL", envvar="PENSTOCK_STORE", show_envvar=True,
-              help="A store nobody has open.")  # fmt: skip
-@click.option("--server", metavar="URL", envvar="PENSTOCK_SERVER", show_envvar=True,
-              help="A running server's HTTP address; DESTINATION is then a name in its backup "
-              "directory.")  # fmt: skip
-@click.option("--ca", metavar="FILE", help="Who has signed the server's certificate.")
+@url_option("--url", "--store", needed=False, help="A server, or a store nobody has open.")
 @click.option("--verify", is_flag=True,
-              help="Check the backup DESTINATION; with --store or --server, make it "
-              "first.")  # fmt: skip
+              help="Check the backup DESTINATION; with --url, make it first.")  # fmt: skip
+@common.json_option
 @click.pass_context
-def backup(
-    ctx: click.Context, destination: str, store: str | None, server: str | None, ca: str | None,
-    *, verify: bool,
-) -> None:  # fmt: skip
+def backup(ctx: click.Context, destination: str, store: str, *, verify: bool) -> None:
     """Copy a store to a directory that is not there yet.
 
-    The copy is there whole or not at all. With --server the server makes it, and goes on serving;
-    if it wants a key, PENSTOCK_TOKEN holds one that may admin all queues, as ID:SECRET.
+    The copy is there whole or not at all. A server makes it in its backup directory, under the
+    name DESTINATION, and goes on serving; its key must allow to admin all queues.
 
     --verify reads the whole backup and changes nothing of it; ends with 1 if anything is wrong.
-    It makes one only if --store or --server is on the command line, not for PENSTOCK_STORE or
-    PENSTOCK_SERVER.
+    It makes one only if --url is on the command line, not for PENSTOCK_URL.
     """
     path = Path(destination)
+    report: dict[str, Any] = {}
+    lines = []
     # Variables are set for other commands too: they don't make a mistyped name into a backup.
-    sources = (ctx.get_parameter_source(name) for name in ("store", "server"))
-    if verify and ParameterSource.COMMANDLINE not in sources:
+    if verify and ctx.get_parameter_source("store") is not ParameterSource.COMMANDLINE:
         if not path.is_dir():
-            raise click.ClickException(
-                f"there is no backup at {path}; --store URL or --server URL makes one"
-            )
-    elif server is not None:
-        made = _request_backup(server, destination, ca)
-        path = Path(made["path"])
-        click.echo(f"backed up to {path}: {made['bytes']} bytes")
+            raise click.ClickException(f"there is no backup at {path}; --url URL makes one")
+    else:
+        path, report["bytes"] = _make_backup(destination, find_url(store))
+        lines.append(f"backed up to {path}: {report['bytes']} bytes")
         if verify and not path.is_dir():
             raise click.ClickException(
-                f"not verified: it is on the server's machine; there, penstock backup {path} "
-                "--verify"
+                f"made, and not verified: it is on the server's machine; there, penstock backup "
+                f"{path} --verify"
             )
-    else:
-        _make_backup(path, store)
     if verify:
-        report = backups.verify(path)
-        count = sum(report.checked.values())
-        click.echo(f"{path} is sound: {count} records were read, no violations")
+        report["records"] = sum(backups.verify(path).checked.values())
+        lines.append(f"{path} is sound: {report['records']} records were read, no violations")
+    common.answer({"path": str(path), **report}, "\n".join(lines))
 
 
-def _make_backup(destination: Path, store: str | None) -> None:
-    if store is None:
-        raise click.UsageError("which store? Give --store URL, or --server URL if it is served")
-    try:
-        with common.open_store(store) as broker:
-            size = backups.backup(broker, destination)
-    except StoreLocked as error:
-        raise click.ClickException(
-            f"{error}; if that is a server: penstock backup NAME --server http://HOST:PORT"
-        ) from None
-    click.echo(f"backed up to {destination}: {size} bytes")
-
-
-def _request_backup(server: str, name: str, ca: str | None) -> dict[str, Any]:
-    url = urlsplit(server)
-    if url.scheme not in {"http", "https"} or not url.hostname:
-        raise InvalidInput(f"{server!r:.100} is not a server's address such as http://HOST:8816")
-    connect: Any = http.client.HTTPConnection
-    tls: dict[str, Any] = {}
-    if url.scheme == "https":
-        connect = http.client.HTTPSConnection
-        tls["context"] = ssl.create_default_context(cafile=ca)
-    connection = connect(url.hostname, url.port, timeout=BACKUP_TIMEOUT_SECONDS, **tls)
-    headers = {"content-type": "application/json"}
-    if token := os.environ.get("PENSTOCK_TOKEN"):
-        headers["authorization"] = f"Bearer {token}"
-    try:
-        connection.request("POST", "/admin/backup", msgspec.json.encode({"name": name}), headers)
-        response = connection.getresponse()
-        body = response.read()
-    except (OSError, http.client.HTTPException) as error:
-        raise PenstockError(f"no answer from {server}: {error}") from None
-    finally:
-        connection.close()
-    try:
-        made: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.DecodeError:
-        made = {"message": f"status {response.status}"}
-    if response.status in {401, 403}:
-        raise NotAllowed(str(made.get("message")))
-    if response.status != 200:
-        raise PenstockError(f"{server} made no backup: {made.get('message')}")
-    return made
+def _make_backup(destination: str, url: str) -> tuple[Path, int]:
+    with open_store(url) as broker:
+        if isinstance(broker, Client):
+            path, size = broker.backup(destination)
+            return Path(path), size
+        return Path(destination), backups.backup(broker, Path(destination))
 
 
 @click.command("restore")
 @click.argument("source", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--to", "target", type=click.Path(path_type=Path), required=True,
               help="The directory of the new store: empty, or not there.")  # fmt: skip
+@common.json_option
 def restore(source: Path, target: Path) -> None:
     """Make a store of a backup.
 
     The backup stays as it is, and is verified first.
     """
     size = backups.restore(source, target)
-    click.echo(f"restored {source} to {target}: {size} bytes; open it as rocksdb:{target}")
+    text = f"restored {source} to {target}: {size} bytes; open it as rocksdb:{target}"
+    common.answer({"url": f"rocksdb:{target}", "bytes": size}, text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -11,10 +10,11 @@ import click
 
 from penstock.cli import common
 from penstock.cli.common import duration
+from penstock.cli.opening import is_server
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from pyspark.sql import SparkSession
 
@@ -47,16 +47,28 @@ def pipeline() -> None:
     """Work on a broker with Spark; needs penstock[spark] and Java."""
 
 
+def _check_flight(_: click.Context, __: click.Parameter, location: str) -> str:
+    if is_server(location):
+        raise click.BadParameter(
+            f"{location} is the native port, and Spark reads over Arrow Flight: name that address "
+            "of the server, such as grpc://127.0.0.1:8815"
+        )
+    return location
+
+
 _location_option = click.option(
+    "--url",
     "--location",
+    "location",
     metavar="URL",
     envvar=_LOCATION,
     required=True,
     show_envvar=True,
+    callback=_check_flight,
     help="The broker's Flight address, such as grpc://127.0.0.1:8815.",
 )
 _master_option = click.option(
-    "--master", default="local[*]", show_default=True, help="Where Spark runs its tasks."
+    "--master", help="Where Spark runs its tasks: local[*] unless Spark's own settings say it."
 )
 _spark_options = common.options(common.json_option, _location_option, _master_option)
 _queues_option = click.option(
@@ -64,24 +76,14 @@ _queues_option = click.option(
 )
 
 
-@contextmanager
-def _needs_spark() -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise click.ClickException(
-            f"{error.name} is missing: pip install penstock[spark]"
-        ) from None
-
-
-def _session(master: str) -> SparkSession:
+def _session(master: str | None) -> SparkSession:
     """Start Spark; it is loaded only here, so that --help and status do without."""
-    with _needs_spark():
-        from penstock.spark import session  # noqa: PLC0415
-    return session(master, conf={"spark.log.level": "ERROR"})
+    from penstock.spark import session  # noqa: PLC0415 - needs an extra
+
+    return session(master, conf={"spark.log.level": "ERROR", "spark.ui.enabled": "false"})
 
 
-def _job(name: str, master: str) -> Callable[..., Any]:
+def _job(name: str, master: str | None) -> Callable[..., Any]:
     """Return a job of :mod:`penstock.spark.jobs`, with a session of Spark."""
     spark = _session(master)
     from penstock.spark import jobs  # noqa: PLC0415 - needs an extra
@@ -99,7 +101,9 @@ def _job(name: str, master: str) -> Callable[..., Any]:
 @click.option("--max-offsets", type=click.IntRange(min=1), default=100_000, show_default=True,
               help="Messages in one micro-batch at the most.")  # fmt: skip
 @_spark_options
-def route(location: str, master: str, checkpoint: Path, max_offsets: int, *, once: bool) -> None:
+def route(
+    location: str, master: str | None, checkpoint: Path, max_offsets: int, *, once: bool
+) -> None:
     """Put what the logs hold into the queues, until it is stopped.
 
     For a store whose routing is pipeline. Starting it fences every pipeline that ran before.
@@ -124,10 +128,10 @@ def route(location: str, master: str, checkpoint: Path, max_offsets: int, *, onc
 @common.json_option
 @_location_option
 def status(location: str) -> None:
-    """Show how far the logs are routed; asks the broker, starts no Spark."""
-    with _needs_spark():
-        from penstock.spark.route import status as ask  # noqa: PLC0415
-    now = ask(location)
+    """Show how far the logs are routed; asks the broker, needs penstock[flight] and no Spark."""
+    from penstock.flight.client import route_status  # noqa: PLC0415 - needs an extra
+
+    now = route_status(location)
     if common.wants_json():
         common.emit_json(now)
         return
@@ -153,7 +157,7 @@ def status(location: str) -> None:
               help="Offsets between two commits.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only count what matches.")
 @_spark_options
-def backfill(location: str, master: str, queue: str, *, dry_run: bool, **given: Any) -> None:
+def backfill(location: str, master: str | None, queue: str, *, dry_run: bool, **given: Any) -> None:
     """Fill a queue from the log with what it wants and has not had."""
     job = _job("backfill", master)
     with common.progress_bar(f"filling {queue}") as bar:
@@ -173,7 +177,7 @@ def backfill(location: str, master: str, queue: str, *, dry_run: bool, **given: 
 @click.option("--dry-run", is_flag=True, help="Only count.")
 @_spark_options
 def archive(
-    location: str, master: str, path: Path, queues: tuple[str, ...], states: tuple[str, ...],
+    location: str, master: str | None, path: Path, queues: tuple[str, ...], states: tuple[str, ...],
     keep: int, *, no_payload: bool, no_trim: bool, dry_run: bool,
 ) -> None:  # fmt: skip
     """Move done and failed messages, and the attempts at them, to Parquet files in PATH."""
@@ -197,7 +201,7 @@ def archive(
 @pipeline.command("collect")
 @click.option("--delete", is_flag=True, help="Free them; by default they are only counted.")
 @_spark_options
-def collect(location: str, master: str, *, delete: bool) -> None:
+def collect(location: str, master: str | None, *, delete: bool) -> None:
     """Find payloads that nobody refers to any more, and free them."""
     job = _job("collect", master)
     with common.progress_bar("asking the broker") as bar:
@@ -212,7 +216,7 @@ def collect(location: str, master: str, *, delete: bool) -> None:
 @click.option("--save", type=click.Path(path_type=Path),
               help="Write report.html and Parquet files into this directory.")  # fmt: skip
 @_spark_options
-def report(location: str, master: str, queues: tuple[str, ...], save: Path | None) -> None:
+def report(location: str, master: str | None, queues: tuple[str, ...], save: Path | None) -> None:
     """Show throughput, waiting, attempts and failures of each queue."""
     frames = _job("report", master)(location, queues=queues or None)
     if common.wants_json():
@@ -237,7 +241,9 @@ def report(location: str, master: str, queues: tuple[str, ...], save: Path | Non
 @click.option("--where", metavar="SQL", help="A condition on the table failed; default: all.")
 @click.option("--dry-run", is_flag=True, help="Only count them and show a few.")
 @_spark_options
-def redrive(location: str, master: str, queue: str, where: str | None, *, dry_run: bool) -> None:
+def redrive(
+    location: str, master: str | None, queue: str, where: str | None, *, dry_run: bool
+) -> None:
     """Make the failed messages that a SQL condition selects available again."""
     job = _job("redrive", master)
     with common.progress_bar(f"redriving {queue}") as bar:
@@ -266,7 +272,7 @@ def redrive(location: str, master: str, queue: str, where: str | None, *, dry_ru
 @click.option("--dry-run", is_flag=True, help="Only check every row.")
 @_spark_options
 def publish(
-    location: str, master: str, paths: tuple[str, ...], *, dry_run: bool, **given: Any
+    location: str, master: str | None, paths: tuple[str, ...], *, dry_run: bool, **given: Any
 ) -> None:
     """Publish the rows of files, or of a SQL query, as messages."""
     for option, name in (("options", "NAME"), ("columns", "COLUMN")):

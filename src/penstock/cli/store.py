@@ -13,8 +13,9 @@ import click
 from penstock.broker.reader import route_once
 from penstock.cli import common
 from penstock.cli.common import duration
+from penstock.cli.opening import need_store, open_store, open_to_look
 from penstock.clock import SystemClock
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, needs_extra
 from penstock.limits import MAX_RING_SIZE
 from penstock.salvage import SalvageReport, salvage
 from penstock.store.sql.location import parse_sql
@@ -111,7 +112,7 @@ def backfill(store: str, queue: str, begin: str | None, end: str | None) -> None
     A backfill that was interrupted goes on where it stopped; nothing comes in twice.
     """
     first = _offset_or_time(begin)
-    with common.open_store(store) as broker, common.progress_bar(f"filling {queue}") as bar:
+    with open_store(store) as broker, common.progress_bar(f"filling {queue}") as bar:
         done = broker.backfill(
             queue,
             from_="earliest" if first is None else first,
@@ -137,11 +138,17 @@ def check(ctx: click.Context, store: str, *, repair: bool) -> None:
     Ends with 1 if anything is wrong, and not repaired. If a part of the store can't be read, the
     rest is checked, and nothing is repaired.
     """
+    need_store(
+        store,
+        "check",
+        "stop the server, or check a copy: penstock backup NAME, then penstock backup PATH "
+        "--verify on its machine",
+    )
     if repair:
-        with common.open_store(store) as broker:
+        with open_store(store) as broker:
             report = broker.check(repair=True)
     else:
-        with common.open_to_look(store) as reader:
+        with open_to_look(store) as reader:
             report = reader.check()
     if common.wants_json():
         common.emit_json({"ok": report.ok, **common.plain(report)})
@@ -183,6 +190,8 @@ def salvage_command(ctx: click.Context, store: str, target: str, *, drop_after: 
     with 0 if everything was there, with 1 if something is lost or had to be repaired, with 2 if
     nothing could be done.
     """
+    for url in (store, target):
+        need_store(url, "salvage", "stop the server, and name its store, such as rocksdb:./data")
     # Rows that the audit puts away are in the report, not in thousands of lines before it.
     store_log = logging.getLogger("penstock.store")
     level = store_log.level
@@ -265,11 +274,10 @@ def cluster() -> None:
 
 def _open_sql(url: str) -> closing[SqlStore]:
     """Open a store that is there."""
+    need_store(url, "cluster", "name the database, which servers share: --url postgresql://HOST/DB")
     place = parse_sql(url)
-    try:
-        from penstock.store.sql import store as sql  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error.name} is missing: pip install penstock[sql]") from None
+    with needs_extra("sql", "penstock cluster"):
+        from penstock.store.sql import store as sql  # noqa: PLC0415
     clock = SystemClock()
     return closing(
         sql.open_store(

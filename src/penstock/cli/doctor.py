@@ -1,0 +1,174 @@
+"""This machine: ``doctor`` looks for what is missing, ``completion`` prints a shell's script."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import click
+import msgspec
+from click.shell_completion import get_completion_class
+
+from penstock import __version__
+from penstock.cli import common, opening
+from penstock.client.transport import target_of
+from penstock.clock import SystemClock
+from penstock.errors import NotAllowed, PenstockError
+from penstock.server.config import LISTENERS, OFF, Config, parse_address
+from penstock.server.security import is_loopback
+from penstock.store.sql.location import without_password
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Extra: the modules that it brings.
+EXTRAS: Final = {
+    "server": ("uvloop", "httptools", "jinja2", "prometheus_client"),
+    "flight": ("pyarrow",),
+    "spark": ("pyspark", "pyarrow", "pandas"),
+    "connect": ("pyspark", "grpc"),
+    "sql": ("psycopg",),
+    "slatedb": ("slatedb",),
+    "queueber": ("capnp",),
+    "tracing": ("opentelemetry",),
+    "celery": ("celery",),
+    "django": ("django",),
+    "dramatiq": ("dramatiq",),
+    "testing": ("pytest", "hypothesis"),
+}
+OLDEST_JAVA: Final = 17
+# Fewer files or bytes are worth a word.
+FEW_FILES: Final = 4_096
+LITTLE_ROOM_BYTES: Final = 1 << 30
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was looked at: fine, missing though it was asked for, or worth a word."""
+
+    what: str
+    state: Literal["ok", "missing", "note"]
+    text: str
+    hint: str = ""
+
+
+@click.command("doctor")
+@click.option("--need", "needs", type=click.Choice(list(EXTRAS)), multiple=True,
+              help="It must be there; can be repeated.")  # fmt: skip
+@opening.url_option("--url", "--store", needed=False, help="A server or a store that must answer.")
+@common.json_option
+@click.pass_context
+def doctor(ctx: click.Context, needs: tuple[str, ...], store: str) -> None:
+    """Look for what is missing on this machine.
+
+    Ends with 1 if something that was asked for, by --need or --url, is missing.
+    """
+    findings = [*_machine(), *_extras(needs), *_java(needed="spark" in needs), *_ports()]
+    if url := store or opening.client_settings().url:
+        findings += _url(url)
+    common.show(findings, ("what", "state", "found=text", "how to get it=hint"), empty="")
+    if any(each.state == "missing" for each in findings):
+        ctx.exit(1)
+
+
+def _found(what: str, text: str, hint: str, *, fine: bool, needed: bool = False) -> Finding:
+    """Make a finding; what is not fine is missing if it is needed, and else worth a word."""
+    if fine:
+        return Finding(what, "ok", text)
+    return Finding(what, "missing" if needed else "note", text, hint)
+
+
+def _machine() -> Iterator[Finding]:
+    yield Finding("Penstock", "ok", f"{__version__}, on Python {platform.python_version()}")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unbounded = hard == resource.RLIM_INFINITY
+    text = f"{soft:,} now, up to {'any number' if unbounded else f'{hard:,}'}"
+    hint = "a server takes one for each connection: ulimit -Hn 65536"
+    yield _found("open files", text, hint, fine=unbounded or hard >= FEW_FILES)
+    free = shutil.disk_usage(Path.cwd()).free
+    text, hint = f"{free / (1 << 30):.1f} GiB free here", "a full disk takes no more messages"
+    yield _found("disk", text, hint, fine=free >= LITTLE_ROOM_BYTES)
+
+
+def _extras(needs: tuple[str, ...]) -> Iterator[Finding]:
+    for extra, modules in EXTRAS.items():
+        missing = [name for name in modules if find_spec(name) is None]
+        what = f"penstock[{extra}]"
+        text, hint = f"no {', '.join(missing)}" if missing else "installed", f"pip install '{what}'"
+        yield _found(what, text, hint, fine=not missing, needed=extra in needs)
+
+
+def _java(*, needed: bool) -> Iterator[Finding]:
+    """Look for the Java that Spark would start."""
+    home = os.environ.get("JAVA_HOME")
+    java = shutil.which(str(Path(home) / "bin" / "java") if home else "java")
+    version = 0
+    if java is not None:
+        with suppress(OSError, subprocess.SubprocessError):
+            said = subprocess.run(  # noqa: S603 - the Java that Spark would start
+                [java, "-version"], capture_output=True, text=True, timeout=30, check=True
+            )
+            if found := re.search(r'version "(?:1\.)?(\d+)', said.stderr + said.stdout):
+                version = int(found[1])
+    text = f"{version}, {java}" if version else f"none (JAVA_HOME is {home or 'not set'})"
+    hint = f"Spark needs Java {OLDEST_JAVA} or newer: apt install openjdk-21-jre-headless"
+    yield _found("Java", text, hint, fine=version >= OLDEST_JAVA, needed=needed)
+
+
+def _ports() -> Iterator[Finding]:
+    for name in LISTENERS:
+        address = getattr(Config(), f"listen_{name}")
+        if address == OFF:
+            continue
+        with socket.socket() as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                trial.bind(parse_address(address))
+                yield Finding(f"port for {name}", "ok", f"{address} is free")
+            except OSError as error:
+                hint = "a server may be running; 'penstock up' takes a free port"
+                yield Finding(f"port for {name}", "note", f"{address}: {error.strerror}", hint)
+
+
+def _url(url: str) -> Iterator[Finding]:
+    """Try a server or a store: that it answers, and what the key may do."""
+    shown = without_password(url)
+    seconds = SystemClock().seconds
+    try:
+        with opening.open_to_look(url) as broker:
+            begin = seconds()
+            try:
+                count = f"{len(broker.queues()):,} queues"
+            except NotAllowed as error:
+                count = f"the key is known, and may not list queues ({error})"
+            yield Finding(shown, "ok", f"answers in {(seconds() - begin) * 1000:.1f} ms; {count}")
+    except (PenstockError, click.ClickException) as error:
+        # Other errors say by themselves what to do.
+        hint = "'penstock keys add' makes a key" if isinstance(error, NotAllowed) else ""
+        yield Finding(shown, "missing", getattr(error, "message", str(error)), hint)
+        return
+    if url.startswith("penstocks:"):
+        yield Finding("TLS", "ok", "the certificate is trusted")
+    elif opening.is_server(url) and not is_loopback(target_of(url, tls=False).host):
+        hint = "penstocks://, and tls.certificate of the server"
+        yield Finding("TLS", "note", "keys and messages can be read on the way", hint)
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the completion script of a shell.
+
+    Put it where the shell looks for it, or evaluate it in the shell's own start file.
+    """
+    found: Any = get_completion_class(shell)
+    click.echo(found(ctx.find_root().command, {}, "penstock", "_PENSTOCK_COMPLETE").source())
