@@ -1,0 +1,1 @@
+"""Penstock in the frameworks that people use already."""
