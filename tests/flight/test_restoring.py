@@ -129,10 +129,10 @@ def test_a_ticket_for_some_queues(life: penstock.Broker, store: FlightStore, ser
     # A snapshot is done with when each of its queues has been read, not before.
     snapshots = server.service.snapshots
     (ticket,) = store.plan_read("active").tickets
-    (snapshot,) = [each for each in snapshots._live.values() if each.unread == {0}]
-    for queues, unread in ((["q"], {0}), (["empty"], {0}), (["big"], set())):
+    (snapshot,) = [each for each in snapshots._live.values() if each.waits]
+    for queues, waits in ((["q"], True), (["empty"], True), (["big"], False)):
         list(store.read(store.narrowed(ticket, queues)))
-        assert snapshot.unread == unread
+        assert snapshot.waits == waits
     (ticket,) = store.plan_read("messages").tickets
     with pytest.raises(InvalidInput, match="no queues to choose from"):
         list(store.read(store.narrowed(ticket, ["q"])))

@@ -116,6 +116,7 @@ def spark(
                 "spark.sql.warehouse.dir": str(place / "warehouse"),
                 "spark.sql.shuffle.partitions": "2",
                 "spark.log.level": "OFF",
+                "spark.ui.enabled": "false",
                 "spark.sql.adaptive.enabled": "false",
                 # Compiling every plan takes longer than running it on a few rows.
                 "spark.sql.codegen.wholeStage": "false",

@@ -38,6 +38,14 @@ def test_names_are_case_insensitive_and_values_typed() -> None:
     )
 
 
+def test_a_broker_has_two_names_for_its_address() -> None:
+    for name in ("server", "location", "SERVER"):
+        assert read_options({name: "grpc://h:1", "table": "log"}).location == "grpc://h:1"
+    both = {"server": "grpc://h:1", "location": "grpc://h:2", "table": "log"}
+    with pytest.raises(InvalidInput, match="name two brokers"):
+        read_options(both)
+
+
 def test_location_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_FLIGHT", "grpc://broker:8815")
     assert read_options({"table": "log"}).location == "grpc://broker:8815"
@@ -96,5 +104,5 @@ def test_a_store_is_not_read_without_its_server() -> None:
     for check in (read_options, write_options):
         with pytest.raises(InvalidInput, match=f"penstock serve --store {re.escape(url)}") as said:
             check({"table": "messages", "store": url})
-        assert "'location'" in str(said.value)
+        assert "'server'" in str(said.value)
         assert "penstock.open_reader" in str(said.value)

@@ -12,6 +12,7 @@ pytest.importorskip("pyspark", reason="pyspark is not installed")
 from pyspark.errors import AnalysisException
 
 import penstock
+import penstock.spark
 from penstock.flight.tables import WITH_PAYLOAD
 from penstock.spark.options import TABLES
 
@@ -171,13 +172,57 @@ def test_a_schema_of_ones_own(spark: SparkSession, full: Any) -> None:
     assert "queue is string, not int; sender is not there" in str(error.value)
 
 
-def test_what_was_read_is_a_snapshot(spark: SparkSession, full: Any) -> None:
-    before = full.reader(spark, "done").persist()
-    assert before.count() == 5
-    held = full.broker.claim("books", limit=4)
-    full.broker.ack([delivery.receipt for delivery in held])
-    assert before.count() == 5
-    assert full.reader(spark, "done").count() == 9
+def settle(world: Any, count: int) -> None:
+    held = world.broker.claim("books", limit=count)
+    world.broker.ack([delivery.receipt for delivery in held])
+
+
+def test_each_action_reads_the_present(spark: SparkSession, full: Any) -> None:
+    done, log = full.reader(spark, "done"), full.reader(spark, "log")
+    cached = full.reader(spark, "done").persist()
+    shown = len(cached.take(1))
+    assert (done.count(), log.count(), shown) == (5, 100, 1)
+    settle(full, 4)
+    full.broker.publish([penstock.Message(b"", {"kind": "book"})])
+    assert (done.count(), log.count()) == (9, 101)
+    # One action sees one moment, however often the table is in it; a cached one stays as it was.
+    twice = done.select("message_id").join(done.select("message_id"), "message_id")
+    assert (twice.count(), cached.count()) == (9, 5)
+    # The broker has dropped every snapshot meanwhile.
+    full._serving.service.snapshots._close(lambda _: True)
+    settle(full, 1)
+    assert (done.count(), len(done.tail(20)), cached.count()) == (10, 10, 5)
+    cached.unpersist()
+    # Another run of the broker.
+    full.close()
+    full.open()
+    assert (done.count(), log.count()) == (10, 101)
+
+
+def test_tables_of_one_moment(spark: SparkSession, full: Any) -> None:
+    ids = ("queue", "message_id")
+    with penstock.spark.snapshot(full.location) as then:
+        settle(full, 10)
+        full.broker.publish([penstock.Message(b"", {"kind": "book"})])
+        every = (
+            then.table("active", queue="books")
+            .select(*ids)
+            .union(then.table("done").select(*ids))
+            .union(then.table("failed").select(*ids))
+        )
+        assert every.count() == every.distinct().count() == 100
+        assert then.table("log").count() == 100
+        reader = spark.read.format("penstock").options(**then.options, table="done")
+        assert (reader.load().count(), then.table("done", columns=["queue"]).columns) == (
+            5,
+            ["queue"],
+        )
+        # Nothing but the open block keeps it.
+        snapshots = full._serving.service.snapshots
+        assert [each.held for each in snapshots._live.values()].count(True) == 1
+    assert not any(each.held for each in snapshots._live.values())
+    with pytest.raises(Exception, match="has expired"):
+        reader.load().count()
 
 
 def test_an_empty_store(spark: SparkSession, world: Any) -> None:

@@ -8,7 +8,10 @@ imports this package.
 
 from __future__ import annotations
 
-from penstock.flight.snapshots import Part, partition
-from penstock.flight.tables import TABLES, Selection, read, schema_of, select
+from penstock.errors import needs_extra
+
+with needs_extra("flight", "Arrow Flight"):
+    from penstock.flight.snapshots import Part, partition
+    from penstock.flight.tables import TABLES, Selection, read, schema_of, select
 
 __all__ = ["TABLES", "Part", "Selection", "partition", "read", "schema_of", "select"]

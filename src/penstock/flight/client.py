@@ -70,28 +70,30 @@ def locate(
     certificate: str | Path | None = None,
     key: str | Path | None = None,
 ) -> Location:
-    """Check an address and add the access; ``ca``, ``certificate`` and ``key`` are files.
+    """Check an address and add the access; ``ca``, ``certificate`` and ``key`` are files, or PEM.
 
-    PENSTOCK_TOKEN and PENSTOCK_CA, or the access of the address, stand in for missing arguments.
+    PENSTOCK_TOKEN and PENSTOCK_CA stand in for missing arguments. A :class:`Location` keeps the
+    access that it has: the environment of a process that it was sent to does not count.
     """
     if not str(location).startswith(("grpc://", "grpc+tcp://", "grpc+tls://")):
         raise InvalidUrl(
             f"no Flight server is named by {location!r:.200}: grpc://HOST:PORT, or grpc+tls://"
         )
-    has = location.access if isinstance(location, Location) else ("", "", "", "")
-    secure = location.startswith("grpc+tls://")
-    access = (
-        token or has[0] or os.environ.get(TOKEN_VARIABLE, ""),
-        _pem(ca) or has[1] or (_pem(os.environ.get(CA_VARIABLE)) if secure else ""),
-        _pem(certificate) or has[2],
-        _pem(key) or has[3],
-    )
+    if isinstance(location, Location):
+        has = location.access
+    else:
+        secure = location.startswith("grpc+tls://")
+        authority = "" if ca or not secure else _pem(os.environ.get(CA_VARIABLE))
+        has = os.environ.get(TOKEN_VARIABLE, ""), authority, "", ""
+    access = (token or has[0], _pem(ca) or has[1], _pem(certificate) or has[2], _pem(key) or has[3])
     return Location(location, access)
 
 
 def _pem(file: str | Path | None) -> str:
     if not file:
         return ""
+    if str(file).startswith("-----BEGIN "):
+        return str(file)
     try:
         return Path(file).read_text()
     except OSError as error:
@@ -165,6 +167,19 @@ class FlightStore(Actions):
     def log_ticket(log: int, begin: int, end: int, **selection: Any) -> bytes:
         """Make a ticket for [begin, end) of a log; ``payload``, ``columns``, ``filter`` choose."""
         return encode(protocol.LogTicket(log, begin, end, **selection))
+
+    @staticmethod
+    def action_ticket(frame: str, action: str, part: int, **reading: Any) -> bytes:
+        """Make a ticket for a part of a table that the readers of an action share.
+
+        ``reading``: the other fields of :class:`~penstock.flight.protocol.ActionTicket`.
+        """
+        return encode(protocol.ActionTicket(frame, action, part, **reading))
+
+    @staticmethod
+    def snapshot_ticket(snapshot: str, part: int, command: protocol.ReadCommand) -> bytes:
+        """Make a ticket for a part of a table of a snapshot that ``hold_snapshot`` has taken."""
+        return encode(protocol.SnapshotTicket(snapshot, part, None, command))
 
     @staticmethod
     def narrowed(ticket: bytes, queues: Sequence[str]) -> bytes:
@@ -419,6 +434,46 @@ def _renumbered(error: InvalidMessage, rows: int) -> InvalidMessage:
     text = _ROW.sub(lambda found: f"row {int(found[1]) + rows}", str(error))
     return InvalidMessage(
         _BEFORE.sub(lambda found: f"({int(found[1]) + rows} rows before were published)", text)
+    )
+
+
+class RouteStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the log is routed; ``lag`` counts offsets that are left, by log."""
+
+    routing: str
+    epoch: int
+    cursors: dict[int, int]
+    routed_up_to: int
+    end: int
+    lag: dict[int, int]
+
+    @property
+    def behind(self) -> int:
+        """Offsets that the slowest log has still to be routed."""
+        return max(self.lag.values(), default=0)
+
+
+def route_status(
+    location: str, *, token: str | None = None, ca: str | Path | None = None
+) -> RouteStatus:
+    """Return progress and lag of whatever routes the store; asks the broker, not Spark.
+
+    A store that routes inline is never behind: its cursors are where its log ends.
+
+    >>> route_status("grpc://127.0.0.1:8815").behind    # doctest: +SKIP
+    0
+    """
+    client = FlightStore(location, token=token, ca=ca)
+    routing, marks = client.info().routing, client.watermarks()
+    inline = routing == "inline"
+    cursors = dict.fromkeys(marks.cursors, marks.end) if inline else marks.cursors
+    return RouteStatus(
+        routing=routing,
+        epoch=0 if inline else client.route_plan(max_offsets=1).epoch,
+        cursors=cursors,
+        routed_up_to=marks.end if inline else marks.routed_up_to,
+        end=marks.end,
+        lag={log: max(0, marks.end - cursor) for log, cursor in cursors.items()},
     )
 
 

@@ -64,11 +64,29 @@ class ReadCommand(_Command):
 
 
 class SnapshotTicket(_Command, tag_field="table", tag="snapshot"):
-    """DoGet: a part of a snapshot that GetFlightInfo has taken; of these queues, if it says so."""
+    """DoGet: a part of a snapshot that GetFlightInfo has taken; of these queues, if it says so.
+
+    Of a snapshot that ``hold_snapshot`` has taken, a part of the table that ``command`` names.
+    """
 
     snapshot: str
     part: int
     queues: Sequence[str] | None = None
+    command: ReadCommand | None = None
+
+
+class ActionTicket(_Command, tag_field="table", tag="action"):
+    """DoGet: a part of a table as of one moment for all readers of an action of a DataFrame.
+
+    ``run`` is the server's, when the DataFrame was planned; ``again``: a second try.
+    """
+
+    frame: str
+    action: str
+    part: int
+    command: ReadCommand
+    run: str
+    again: bool = False
 
 
 class LogTicket(_Command, tag_field="table", tag="log"):
@@ -130,13 +148,14 @@ def decode(body: bytes | None, kind: Any, what: str) -> Any:
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """Which store a server has open, and which protocol it speaks."""
+    """Which store a server has open, which protocol it speaks, and which run of it this is."""
 
     version: str
     store_id: str
     design: str
     routing: str
     protocol: int
+    run: str = ""
 
 
 class SnapshotFacts(msgspec.Struct, frozen=True):
@@ -146,6 +165,12 @@ class SnapshotFacts(msgspec.Struct, frozen=True):
     log_end: int
     earliest: int
     store_id: str
+
+
+class HeldSnapshot(SnapshotFacts, frozen=True):
+    """A snapshot that is read by its name."""
+
+    snapshot: str
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -190,6 +215,14 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 # --- actions --------------------------------------------------------------------------------------
+
+
+class _HoldSnapshot(_Command):
+    snapshot: str | None = None
+
+
+class _DropSnapshot(_Command):
+    snapshot: str
 
 
 class _RoutePlan(_Command):
@@ -299,6 +332,18 @@ class Actions:
     """Every action of the protocol. A client inherits them as methods."""
 
     info = Action(_Command, ServerInfo, "Which store this is.", _QUICK, reads=True)
+    check_read = Action(
+        ReadCommand, str, "Check a read; which run of the server it is.", reads=True, field="run"
+    )
+    hold_snapshot = Action(
+        _HoldSnapshot,
+        HeldSnapshot,
+        "Take a snapshot, or keep it for ten more minutes.",
+        reads=True,
+    )
+    drop_snapshot = Action(
+        _DropSnapshot, bool, "Forget a snapshot.", _QUICK, reads=True, field="dropped"
+    )
     log_stats = Action(_Command, LogStats, "The metadata log.", _QUICK, reads=True)
     route_plan = Action(_RoutePlan, RoutePlan, "What to match next.", _QUICK, reads=True)
     filters = Action(_Filters, LiveFilters, "The live filters at an offset.", _QUICK, reads=True)
@@ -330,7 +375,7 @@ ACTIONS: Final[dict[str, Action[Any, Any]]] = {
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def describe(error: PenstockError) -> tuple[str, bytes]:
+def describe(error: BaseException) -> tuple[str, bytes]:
     """Give an error as text and as JSON."""
     name, text = type(error).__name__, str(error)
     if len(text) > MAX_ERROR_CHARS:

@@ -23,11 +23,20 @@ from penstock import limits
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, NotAllowed, PenstockError
 from penstock.flight import protocol
-from penstock.flight.protocol import ACTIONS, PUTS, decode, describe, encode, revive
-from penstock.flight.snapshots import Part, Piece, Snapshot, Snapshots, of_queues, partition
-from penstock.flight.tables import Selection, read, schema_of, select
+from penstock.flight.guard import AcceptedHandshakes, FlightCall, FlightGuard
+from penstock.flight.protocol import ACTIONS, PUTS, decode, describe, encode
+from penstock.flight.snapshots import (
+    Part,
+    Piece,
+    Snapshot,
+    Snapshots,
+    TableParts,
+    of_queues,
+    partition,
+)
+from penstock.flight.tables import Selection, read, select
 from penstock.flight.writes import Publisher, Restorer, Stages, commit, fill_offsets
-from penstock.server.security import ANYONE, token_of
+from penstock.server.security import told
 from penstock.validation import check_count
 
 if TYPE_CHECKING:
@@ -46,99 +55,24 @@ log = logging.getLogger(__name__)
 JANITOR_MS: Final = 15_000
 GRACE_MS: Final = 30_000
 _READ: Final = ("consume", "admin")
+_TICKETS: Final = protocol.SnapshotTicket | protocol.ActionTicket | protocol.LogTicket
+# The command of a snapshot that was made for one table.
+_ALONE: Final = b""
 # Tables of one queue's messages; the others show rows of all queues.
 _BY_QUEUE: Final = {"active", "done", "failed", "attempts", "groups"}
 # Here the caller says which messages a queue gets, whatever its filter: as good as any filter.
 _FILLS: Final = (protocol.FillStage, protocol.RestoreCommand, protocol.CommitFill)
 
-# --- keys and metrics of calls --------------------------------------------------------------------
-
-
-class FlightCall(fl.ServerMiddleware):  # type: ignore[misc]
-    """One call: its key, and its name for the metrics."""
-
-    def __init__(
-        self, guard: FlightGuard, principal: Principal, operation: str, answer: str
-    ) -> None:
-        self.principal = principal
-        self.operation = operation
-        self._guard = guard
-        self._answer = answer
-        self._begin = guard.clock.seconds()
-
-    def sending_headers(self) -> dict[str, str]:
-        """Answer a login with the token to use from then on."""
-        return {"authorization": self._answer} if self._answer else {}
-
-    def call_completed(self, exception: Exception | None) -> None:
-        """Count the call."""
-        if self._guard.metrics is None:
-            return
-        outcome = "ok"
-        if exception is not None:
-            ours = revive(getattr(exception, "extra_info", None))
-            outcome = type(exception if ours is None else ours).__name__
-        seconds = self._guard.clock.seconds() - self._begin
-        self._guard.metrics.request(
-            "flight", self.operation, seconds, outcome, self.principal.key_id
-        )
-
-
-class FlightGuard(fl.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Finds the key of each call, and refuses a call without a known key."""
-
-    def __init__(self, keys: Keys | None, metrics: Metrics | None, clock: Clock) -> None:
-        self.keys = keys
-        self.metrics = metrics
-        self.clock = clock
-
-    def start_call(self, info: fl.CallInfo, headers: dict[str, Any]) -> FlightCall:
-        """Look at the headers of a call."""
-        operation = info.method.name.lower()
-        if self.keys is None:
-            return FlightCall(self, ANYONE, operation, "")
-        header = _header(headers)
-        token = token_of(header)
-        principal = self.keys.by_token(token) if token else None
-        if principal is None:
-            if self.metrics is not None:
-                self.metrics.request("flight", operation, 0.0, NotAllowed.__name__)
-            why = "the key is not known" if token else "it needs a key"
-            error = NotAllowed(f"this server wants authorization: Bearer ID:SECRET; {why}")
-            raise fl.FlightUnauthenticatedError(*describe(error))
-        login = header.lower().startswith("basic")
-        return FlightCall(self, principal, operation, f"Bearer {token}" if login else "")
-
-
-def _header(headers: dict[str, Any]) -> str:
-    for name, values in headers.items():
-        if name.lower() == "authorization" and values:
-            value = values[0]
-            return value.decode("latin-1") if isinstance(value, bytes) else str(value)
-    return ""
-
-
-class AcceptedHandshakes(fl.ServerAuthHandler):  # type: ignore[misc]
-    """Accepts Flight's own login: the middleware has checked its header."""
-
-    def authenticate(self, outgoing: Any, incoming: Any) -> None:
-        """Ask for nothing more."""
-
-    def is_valid(self, token: bytes) -> bytes:  # noqa: ARG002 - Flight's signature
-        """Return no name: the middleware knows the key."""
-        return b""
-
-
 # --- the service ----------------------------------------------------------------------------------
 
 
 @contextmanager
-def translated() -> Iterator[None]:
+def translated(principal: Principal | None = None) -> Iterator[None]:
     """Raise Penstock's errors as Flight's; others go to the log, without details to clients."""
     try:
         yield
     except PenstockError as error:
-        raise fl.FlightServerError(*describe(error)) from None
+        raise fl.FlightServerError(*describe(told(error, principal))) from None
     except pa.ArrowException:
         raise
     except Exception as error:
@@ -160,6 +94,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         self._broker = broker
+        self._run = clock.lease_id().hex()
         self.snapshots = Snapshots(clock, broker.max_views)
         self.stages = Stages(clock)
         self._restorer = Restorer(broker)
@@ -191,61 +126,57 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         self, context: fl.ServerCallContext, descriptor: fl.FlightDescriptor
     ) -> fl.FlightInfo:
         """Take a snapshot for a command and say how to read it."""
-        with translated():
+        principal = _principal(context)
+        with translated(principal):
             command = decode(descriptor.command, protocol.ReadCommand, "command")
-            principal = _principal(context)
-            queues = [command.queue] if isinstance(command.queue, str) else command.queue
-            shown = queues if queues and command.table in _BY_QUEUE else ["*"]
-            _check_read(principal, shown)
-            check_count(command.partitions, "partitions", 1, limits.MAX_PARTITIONS)
-            for name, value in (("begin", command.begin), ("end", command.end)):
-                if value is not None:
-                    check_count(value, name, 0, limits.MAX_OFFSET)
-
-            def cut(pinned: PinnedStore) -> list[Part]:
-                return partition(
-                    pinned,
-                    command.table,
-                    command.partitions,
-                    queues=queues,
-                    begin=command.begin,
-                    end=command.end,
-                    logs=command.logs,
-                )
-
-            made = self._snapshot(_selection(command), cut, principal, shown)
+            made = self._snapshot(command.table, _cutting(command, principal), principal)
+            table = made.tables[_ALONE]
             endpoints = [
                 fl.FlightEndpoint(
                     encode(protocol.SnapshotTicket(snapshot=made.name, part=part)), []
                 )
-                for part in range(len(made.parts))
+                for part in range(len(table.parts))
             ]
-            stats = made.pinned.log_stats
-            facts = protocol.SnapshotFacts(
-                made.pinned.at_ms, stats.end, stats.earliest, made.pinned.store_id
-            )
-            schema = made.selection.schema
+            facts = protocol.SnapshotFacts(*_facts(made))
+            schema = table.selection.schema
             return fl.FlightInfo(schema, descriptor, endpoints, -1, -1, app_metadata=encode(facts))
 
     def _snapshot(
         self,
-        selection: Selection,
-        cut: Callable[[PinnedStore], list[Part]],
+        table: str | None,
+        cut: Callable[[PinnedStore], TableParts] | None,
         principal: Principal,
-        shown: Sequence[str],
     ) -> Snapshot:
-        """Pin the store and cut it into parts, for the reads of one key."""
+        """Pin the store for the reads of one key: of one table, or of any."""
 
         def make() -> Snapshot:
-            table = selection.table
-            pinned = self._broker.view(stats=table == "stats", marks=table in {"done", "failed"})
+            marks = table in {"done", "failed", None}
+            pinned = self._broker.view(stats=table in {"stats", None}, marks=marks)
             try:
-                return Snapshot(pinned, cut(pinned), selection, principal.key_id, shown)
+                tables = {} if cut is None else {_ALONE: cut(pinned)}
+                return Snapshot(pinned, principal.key_id, tables, held=table is None)
             except BaseException:
                 pinned.close()
                 raise
 
         return self.snapshots.add(make, principal.key_id)
+
+    def _hold_snapshot(self, name: str | None, principal: Principal) -> protocol.HeldSnapshot:
+        if name is None:
+            held = self._snapshot(None, None, principal)
+        else:
+            held = self._owned(self.snapshots.find(name), principal)
+        return protocol.HeldSnapshot(*_facts(held), held.name)
+
+    def _drop_snapshot(self, name: str, principal: Principal) -> bool:
+        self._owned(self.snapshots.find(name), principal)
+        return self.snapshots.drop(name)
+
+    @staticmethod
+    def _owned(snapshot: Snapshot, principal: Principal) -> Snapshot:
+        if snapshot.owner != principal.key_id:
+            raise NotAllowed(f"key {principal.key_id!r} did not ask for this snapshot")
+        return snapshot
 
     def get_schema(
         self,
@@ -255,43 +186,86 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         """Return the schema that a command would have, without a snapshot."""
         with translated():
             command = decode(descriptor.command, protocol.ReadCommand, "command")
-            return fl.SchemaResult(
-                schema_of(command.table, payload=command.payload, columns=command.columns)
-            )
+            return fl.SchemaResult(_selection(command).schema)
+
+    def _check_read(self, command: protocol.ReadCommand, principal: Principal) -> str:
+        _cutting(command, principal)
+        for queue in _queues(command) or ():
+            self._broker.queue(queue)
+        return self._run
 
     def do_get(self, context: fl.ServerCallContext, ticket: fl.Ticket) -> fl.FlightDataStream:
         """Read a part of a snapshot of the same key, or a stretch of a log."""
-        with translated():
-            principal = _principal(context)
-            wanted = decode(ticket.ticket, protocol.SnapshotTicket | protocol.LogTicket, "ticket")
+        principal = _principal(context)
+        with translated(principal):
+            wanted = decode(ticket.ticket, _TICKETS, "ticket")
             if isinstance(wanted, protocol.LogTicket):
                 principal.check_any(_READ)
                 selection = _selection(wanted)
                 check_count(wanted.begin, "begin", 0, limits.MAX_OFFSET)
                 check_count(wanted.end, "end", wanted.begin, limits.MAX_OFFSET)
                 snapshot = self._snapshot(
-                    selection, lambda pinned: _stretch(pinned, wanted), principal, ()
+                    "log",
+                    lambda pinned: TableParts(_stretch(pinned, wanted), selection, ()),
+                    principal,
                 )
+                table = snapshot.tables[_ALONE]
                 # Read once, and of no use to anybody if its reader never comes.
-                snapshot.unread.clear()
-                batches = self._batches(snapshot.name, 0, None, temporary=True)
+                table.unread.clear()
+                batches = self._batches(snapshot.name, table, 0, None, temporary=True)
             else:
-                snapshot = self.snapshots.find(wanted.snapshot, wanted.part)
-                if snapshot.owner != principal.key_id:
-                    raise NotAllowed(f"key {principal.key_id!r} did not ask for this snapshot")
+                snapshot, table = self._found(wanted, principal)
                 # Again: the key may be allowed less than when it asked.
-                _check_read(principal, snapshot.queues)
-                batches = self._batches(snapshot.name, wanted.part, wanted.queues, temporary=False)
-            return fl.GeneratorStream(snapshot.selection.schema, batches)
+                _check_read(principal, table.queues)
+                queues = getattr(wanted, "queues", None)
+                batches = self._batches(snapshot.name, table, wanted.part, queues, temporary=False)
+            return fl.GeneratorStream(table.selection.schema, batches)
+
+    def _found(
+        self, wanted: protocol.SnapshotTicket | protocol.ActionTicket, principal: Principal
+    ) -> tuple[Snapshot, TableParts]:
+        """Return a table of a snapshot that has the part that a ticket wants."""
+        if wanted.command is None:
+            snapshot = self._owned(self.snapshots.find(wanted.snapshot), principal)
+            table = snapshot.tables.get(_ALONE)
+            if table is None:
+                raise InvalidInput("the ticket has no command, which says what to read")
+            check_count(wanted.part, "part", 0, len(table.parts) - 1)
+        else:
+            cut = _cutting(wanted.command, principal)
+            # There may be fewer parts than were wanted: the others have no rows.
+            check_count(wanted.part, "part", 0, wanted.command.partitions - 1)
+            if isinstance(wanted, protocol.SnapshotTicket):
+                snapshot = self.snapshots.find(wanted.snapshot)
+            else:
+                most = limits.MAX_STAGE_NAME_BYTES
+                if max(len(wanted.frame), len(wanted.action)) > most:
+                    raise InvalidInput(f"frame and action have at most {most} characters")
+                snapshot = self.snapshots.of_action(
+                    f"{principal.key_id} {wanted.frame}",
+                    wanted.action,
+                    wanted.part,
+                    lambda: self._snapshot(wanted.command.table, None, principal),
+                    sure=wanted.run == self._run or (wanted.part == 0 and not wanted.again),
+                )
+            self._owned(snapshot, principal)
+            table = self.snapshots.table(snapshot, encode(wanted.command), cut)
+        return snapshot, table
 
     def _batches(
-        self, name: str, part: int, queues: list[str] | None, *, temporary: bool
+        self,
+        name: str,
+        table: TableParts,
+        part: int,
+        queues: list[str] | None,
+        *,
+        temporary: bool,
     ) -> Iterator[pa.RecordBatch]:
         with translated():
             try:
-                with self.snapshots.reading(name, part, queues) as snapshot:
-                    pieces = of_queues(snapshot.parts[part], queues)
-                    yield from read(snapshot.pinned, pieces, snapshot.selection)
+                with self.snapshots.reading(name, table, part, queues) as snapshot:
+                    pieces = of_queues(table.parts[part] if part < len(table.parts) else [], queues)
+                    yield from read(snapshot.pinned, pieces, table.selection)
             finally:
                 if temporary:
                     self.snapshots.drop(name)
@@ -306,8 +280,8 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         writer: fl.FlightMetadataWriter,
     ) -> None:
         """Publish, restore or stage a stream of batches."""
-        with translated():
-            principal = _principal(context)
+        principal = _principal(context)
+        with translated(principal):
             command = decode(descriptor.command, PUTS, "command")
             if isinstance(command, protocol.PublishCommand):
                 publisher = Publisher(self._broker, reader.schema, principal)
@@ -335,16 +309,22 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
 
     def do_action(self, context: fl.ServerCallContext, action: fl.Action) -> list[fl.Result]:
         """Do an action and answer with one JSON value."""
-        with translated():
+        call: FlightCall = context.get_middleware("guard")
+        with translated(call.principal):
             name = action.type
             known = ACTIONS.get(name)
             if known is None:
                 raise InvalidInput(f"no action {name!r:.100}; there are {', '.join(ACTIONS)}")
-            call: FlightCall = context.get_middleware("guard")
             call.operation = name
             options = decode(action.body.to_pybytes(), known.options, name)
+            answer: Any
+            if name == "check_read":
+                answer = self._check_read(options, call.principal)
+                return [fl.Result(encode({known.field: answer}))]
             call.principal.check_any(_READ if known.reads else ("admin",), _touched(options))
-            if name in self._handlers:
+            if name in {"hold_snapshot", "drop_snapshot"}:
+                answer = getattr(self, f"_{name}")(options.snapshot, call.principal)
+            elif name in self._handlers:
                 answer = self._handlers[name](options)
             else:
                 answer = getattr(self._broker, name)(**msgspec.structs.asdict(options))
@@ -355,7 +335,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
 
         info = self._broker.info()
         return protocol.ServerInfo(
-            __version__, info.store_id, info.design, info.routing, protocol.PROTOCOL
+            __version__, info.store_id, info.design, info.routing, protocol.PROTOCOL, self._run
         )
 
     def _commit_fill(self, options: protocol.CommitFill) -> protocol.FilledCounts:
@@ -389,6 +369,43 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
 def _principal(context: fl.ServerCallContext) -> Principal:
     call: FlightCall = context.get_middleware("guard")
     return call.principal
+
+
+def _facts(snapshot: Snapshot) -> tuple[int, int, int, str]:
+    pinned, stats = snapshot.pinned, snapshot.pinned.log_stats
+    return pinned.at_ms, stats.end, stats.earliest, pinned.store_id
+
+
+def _queues(command: protocol.ReadCommand) -> Sequence[str] | None:
+    return [command.queue] if isinstance(command.queue, str) else command.queue
+
+
+def _cutting(
+    command: protocol.ReadCommand, principal: Principal
+) -> Callable[[PinnedStore], TableParts]:
+    """Check a command; return the function that cuts its table into parts."""
+    queues = _queues(command)
+    shown = queues if queues and command.table in _BY_QUEUE else ["*"]
+    _check_read(principal, shown)
+    check_count(command.partitions, "partitions", 1, limits.MAX_PARTITIONS)
+    for name, value in (("begin", command.begin), ("end", command.end)):
+        if value is not None:
+            check_count(value, name, 0, limits.MAX_OFFSET)
+    selection = _selection(command)
+
+    def cut(pinned: PinnedStore) -> TableParts:
+        parts = partition(
+            pinned,
+            command.table,
+            command.partitions,
+            queues=queues,
+            begin=command.begin,
+            end=command.end,
+            logs=command.logs,
+        )
+        return TableParts(parts, selection, shown)
+
+    return cut
 
 
 def _check_read(principal: Principal, queues: Iterable[str]) -> None:

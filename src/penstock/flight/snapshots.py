@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -46,6 +46,8 @@ class Piece(NamedTuple):
 
 
 Part: TypeAlias = list[Piece]
+# Of one DataFrame: an action that is still under way is among its last ones.
+_MOMENTS: Final = 64
 _RANGED: Final = {"log", "messages", "done", "failed"}
 
 
@@ -83,7 +85,7 @@ def partition(
         chosen = list(pinned.queues) if queues is None else list(dict.fromkeys(queues))
         for name in chosen:
             if name not in pinned.queues:
-                raise QueueNotFound(f"no queue named {name!r:.100}")
+                raise QueueNotFound.among(name, pinned.queues)
         if table in {"queues", "groups", "stats"}:
             pieces = [Piece(queue) for queue in chosen]
             if table == "stats":
@@ -136,21 +138,12 @@ def of_queues(part: Part, queues: Sequence[str] | None) -> Part:
 
 
 @dataclass(eq=False)
-class Snapshot:
-    """A pinned store, with one table cut into parts for one reader.
+class TableParts:
+    """A table of a snapshot, cut into parts; ``queues`` are those that it shows."""
 
-    ``owner`` is the key that it was made for, empty if there are no keys; ``queues`` are those that
-    it shows.
-    """
-
-    pinned: PinnedStore
     parts: list[Part]
     selection: Selection
-    owner: str
     queues: Sequence[str]
-    name: str = ""
-    used_at_ms: int = 0
-    readers: int = 0
 
     def __post_init__(self) -> None:
         self.unread = set(range(len(self.parts)))
@@ -167,6 +160,38 @@ class Snapshot:
         self.unread.discard(part)
 
 
+@dataclass(eq=False)
+class Snapshot:
+    """A pinned store, and the tables of it that are read, by the command that asked for them.
+
+    ``owner`` is the key that it was made for, empty if there are no keys. The one table of a
+    snapshot that GetFlightInfo makes has an empty command. ``held``: a client wants it by its name.
+    """
+
+    pinned: PinnedStore
+    owner: str
+    tables: dict[bytes, TableParts] = field(default_factory=dict)
+    held: bool = False
+    name: str = ""
+    used_at_ms: int = 0
+    readers: int = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether somebody may still want to read it: it is held, or has parts that nobody read."""
+        tables = list(self.tables.values())
+        return self.held or not tables or any(table.unread for table in tables)
+
+
+@dataclass(eq=False)
+class Moment:
+    """A snapshot that actions of a DataFrame share: their names, and the parts that they read."""
+
+    snapshot: str
+    actions: set[str]
+    parts: set[int] = field(default_factory=set)
+
+
 class Snapshots:
     """The live snapshots of a server. Thread-safe."""
 
@@ -176,6 +201,10 @@ class Snapshots:
         self._lock = threading.Lock()
         self._live: dict[str, Snapshot] = {}
         self._making = 0
+        self._closed = False
+        # Of each DataFrame the moments that it was read at, the latest last.
+        self._moments: dict[str, list[Moment]] = {}
+        self._taken = threading.Condition()
 
     def __len__(self) -> int:
         with self._lock:
@@ -207,11 +236,11 @@ class Snapshots:
         held = Counter(snapshot.owner for snapshot in self._live.values())
         waited_ms = self._clock.now_ms() - limits.MIN_VIEW_IDLE_MS
         candidates = [
-            (name, (bool(snapshot.unread), -held[snapshot.owner], snapshot.used_at_ms))
+            (name, (snapshot.waits, -held[snapshot.owner], snapshot.used_at_ms))
             for name, snapshot in self._live.items()
             if not snapshot.readers
             and (
-                not snapshot.unread
+                not snapshot.waits
                 or snapshot.used_at_ms <= waited_ms
                 or held[snapshot.owner] > held[owner] + 1
             )
@@ -224,42 +253,99 @@ class Snapshots:
         first, _ = min(candidates, key=itemgetter(1))
         self._live.pop(first).pinned.close()
 
-    def find(self, name: str, part: int) -> Snapshot:
-        """Return the snapshot that has this part."""
+    def find(self, name: str) -> Snapshot:
+        """Return a snapshot, which does not expire for a while."""
         with self._lock:
-            return self._find(name, part)
+            return self._find(name)
 
-    def _find(self, name: str, part: int) -> Snapshot:
+    def _find(self, name: str) -> Snapshot:
         snapshot = self._live.get(name)
         if snapshot is None:
             raise InvalidInput(
                 f"the snapshot {name[:64]} has expired, or the server was restarted: ask for a "
                 "new one"
             )
-        if not 0 <= part < len(snapshot.parts):
-            raise InvalidInput(f"the snapshot has parts 0 to {len(snapshot.parts) - 1}")
         snapshot.used_at_ms = self._clock.now_ms()
         return snapshot
 
+    def table(
+        self, snapshot: Snapshot, command: bytes, make: Callable[[PinnedStore], TableParts]
+    ) -> TableParts:
+        """Return a table of a snapshot; who asks first for it has it cut into parts."""
+        with self._taken:
+            known = snapshot.tables.get(command)
+            if known is None:
+                if len(snapshot.tables) >= limits.MAX_SNAPSHOT_READS:
+                    raise InvalidInput(
+                        f"one snapshot has at most {limits.MAX_SNAPSHOT_READS} different reads"
+                    )
+                known = snapshot.tables[command] = make(snapshot.pinned)
+            return known
+
     @contextmanager
     def reading(
-        self, name: str, part: int, queues: Sequence[str] | None = None
+        self, name: str, table: TableParts, part: int, queues: Sequence[str] | None = None
     ) -> Iterator[Snapshot]:
         """Use a part of a snapshot (of some queues), which does not expire meanwhile."""
         with self._lock:
-            snapshot = self._find(name, part)
+            snapshot = self._find(name)
             snapshot.readers += 1
         try:
             yield snapshot
-            snapshot.seen(part, queues)
+            table.seen(part, queues)
         finally:
             with self._lock:
                 snapshot.readers -= 1
                 snapshot.used_at_ms = self._clock.now_ms()
 
-    def drop(self, name: str) -> None:
-        """Close a snapshot."""
-        self._close(lambda snapshot: snapshot.name == name)
+    def of_action(
+        self, frame: str, action: str, part: int, make: Callable[[], Snapshot], *, sure: bool
+    ) -> Snapshot:
+        """Return the snapshot of an action of a DataFrame; its first reader has it made.
+
+        Every part of an action is read from one snapshot, and the next action has its own. But an
+        action may also read only the parts that a cached DataFrame has not kept from an earlier
+        one: a part that no action has read yet waits a moment for the first part of its action,
+        and without it is read from the snapshot of the earlier action.
+
+        Not ``sure`` is a reader that may have read other parts from a server that ran before
+        this one, or is a second try there: only the first part's first reader begins anew.
+        """
+        with self._taken:
+            moments = self._moments.setdefault(frame, [])
+            begin_ms = self._clock.now_ms()
+            while not any(action in each.actions for each in moments):
+                earlier = next((each for each in moments[::-1] if part not in each.parts), None)
+                if sure and (part == 0 or earlier is None):
+                    moments.append(Moment(make().name, {action}))
+                    del moments[:-_MOMENTS]
+                    self._taken.notify_all()
+                    break
+                live = earlier is not None and earlier.snapshot in self._live
+                wait_ms = limits.SNAPSHOT_GUESS_MS if live else limits.MAX_SNAPSHOT_WAIT_MS
+                left_ms = begin_ms + wait_ms - self._clock.now_ms()
+                if left_ms > 0 and not self._closed:
+                    self._clock.wait(self._taken, left_ms)
+                elif earlier is not None and live:
+                    earlier.actions.add(action)
+                else:
+                    raise InvalidInput(
+                        "the snapshot that other parts were read from is gone, as the server was "
+                        "restarted or nobody has read it for long: do it again, with a DataFrame "
+                        "that is loaded anew (a cached one first wants unpersist())"
+                    )
+            moment = next(each for each in moments if action in each.actions)
+            snapshot = self.find(moment.snapshot)
+            moment.parts.add(part)
+            # The DataFrames that were read last are remembered.
+            self._moments[frame] = self._moments.pop(frame)
+            while len(self._moments) > limits.MAX_REMEMBERED_FRAMES:
+                del self._moments[next(iter(self._moments))]
+        return snapshot
+
+    def drop(self, name: str) -> bool:
+        """Close a snapshot; return whether it was there."""
+        return bool(self._close(lambda snapshot: snapshot.name == name))
 
     def expire(self) -> int:
         """Close snapshots that nobody has used for a while; return how many."""
@@ -270,6 +356,9 @@ class Snapshots:
 
     def close(self) -> None:
         """Close all snapshots; a read that goes on gets an error."""
+        with self._taken:
+            self._closed = True
+            self._taken.notify_all()
         self._close(lambda _: True)
 
     def _close(self, chosen: Callable[[Snapshot], bool]) -> int:

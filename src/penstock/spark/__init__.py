@@ -5,8 +5,15 @@ This package is the only one that imports pyspark; ``import penstock`` never doe
 
 from __future__ import annotations
 
-from penstock.spark.route import Pipeline, pipeline
-from penstock.spark.sessions import session
-from penstock.spark.source import PenstockSource
+from penstock.errors import needs_extra
 
-__all__ = ["PenstockSource", "Pipeline", "pipeline", "session"]
+with needs_extra("spark", "penstock.spark"):
+    # First, since its absence says the most: without it numpy and others are missing as well.
+    import pyspark as _  # noqa: F401
+
+    from penstock.spark.route import Pipeline, pipeline
+    from penstock.spark.sessions import session
+    from penstock.spark.snapshot import PinnedSnapshot, snapshot
+    from penstock.spark.source import PenstockSource
+
+__all__ = ["PenstockSource", "PinnedSnapshot", "Pipeline", "pipeline", "session", "snapshot"]

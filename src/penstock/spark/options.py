@@ -11,9 +11,10 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from pyspark.sql.types import StructField, StructType
 
 from penstock import limits
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, did_you_mean
 from penstock.flight.client import locate
 from penstock.flight.tables import TABLES as SCHEMAS
 
@@ -53,6 +54,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_offsets: int | None = None
     fail_on_data_loss: bool = True
     include_archive: str | None = None
+    snapshot: str | None = None
     stretches: tuple[tuple[int, int, int], ...] | None = None
     epoch: int | None = None
 
@@ -104,6 +106,7 @@ _parts: Final = _number(1, limits.MAX_PARTITIONS)
 _PARSED: Final[dict[str, tuple[str, Callable[[str], Any], str]]] = {
     "payload": ("payload", _boolean, "true or false"),
     "includeArchive": ("include_archive", str, "a directory"),
+    "snapshot": ("snapshot", str, "the name of a snapshot"),
     "queue": ("queues", _names, "a list of names with commas"),
     "filter": ("filter", str, "a filter"),
     "columns": ("columns", _names, "a list of names with commas"),
@@ -129,7 +132,7 @@ _PARSED: Final[dict[str, tuple[str, Callable[[str], Any], str]]] = {
     "stretches": ("stretches", _stretches, "JSON like [[0, 5, 900]] (log, begin, end)"),
     "epoch": ("epoch", _number(0, limits.MAX_OFFSET), f"a number from 0 to {limits.MAX_OFFSET}"),
 }
-_PLACE: Final = {"location", "token", "ca", "table"}
+_PLACE: Final = {"server", "location", "token", "ca", "table"}
 _READ: Final = _PLACE | {name.lower() for name in _PARSED}
 _WRITE: Final = _PLACE | {"epoch", "checkpointlocation"}
 # Spark itself puts these beside the user's.
@@ -146,9 +149,13 @@ def read_options(given: Mapping[str, str], *, streaming: bool | None = None) -> 
     table = options.get("table")
     known = TABLES if streaming is False else (*TABLES, *ROUTING_TABLES)
     if table is None:
-        raise InvalidInput(f"option 'table' is missing: one of {', '.join(TABLES)}")
+        raise InvalidInput(
+            f"option 'table' is missing: one of {', '.join(TABLES)}. (A table that CREATE TABLE "
+            "made without it only takes messages; one that was made with columns of its own "
+            "does not know its options)"
+        )
     if table not in known:
-        raise InvalidInput(f"no table {table!r:.100}; there are {', '.join(known)}")
+        raise InvalidInput(f"no table {table!r:.100}; there are {', '.join(TABLES)}")
     if streaming and table not in {"log", *ROUTING_TABLES}:
         raise InvalidInput(f"table {table!r} can't be read as a stream; 'log' can")
     if table not in {"log", *ROUTING_TABLES}:
@@ -156,9 +163,15 @@ def read_options(given: Mapping[str, str], *, streaming: bool | None = None) -> 
     if table not in ARCHIVED:
         _refuse(options, {"includearchive"}, f"are for {', '.join(ARCHIVED)}, not {table!r}")
     if streaming:
-        _refuse(options, {"endingoffsets", "stretches"}, "are for batch reads, not for a stream")
+        _refuse(
+            options,
+            {"endingoffsets", "stretches", "snapshot"},
+            "are for batch reads, not for a stream",
+        )
     elif streaming is False:
         _refuse(options, {"maxoffsetspertrigger"}, "are for streams, not for a batch read")
+    if "snapshot" in options and "includearchive" in options:
+        raise InvalidInput("an archive goes with the present, not with a snapshot: includeArchive")
     if "startingtimestamp" in options and "startingoffsets" in options:
         raise InvalidInput("startingOffsets and startingTimestamp exclude each other")
     return _parsed(options, table)
@@ -182,10 +195,13 @@ def _parsed(options: Mapping[str, str], table: str) -> Options:
                 fields[field] = parse(text)
             except (KeyError, ValueError, msgspec.MsgspecError):
                 raise InvalidInput(f"{name} is {says}, not {text!r:.100}") from None
-    location = options.get("location") or os.environ.get(LOCATION_VARIABLE)
+    location = options.get("server") or options.get("location")
+    if location != options.get("location", location):
+        raise InvalidInput("options 'server' and 'location' name two brokers: give one of them")
+    location = location or os.environ.get(LOCATION_VARIABLE)
     if not location:
         raise InvalidInput(
-            "where is the broker? Give option('location', 'grpc://127.0.0.1:8815') or set "
+            "where is the broker? Give option('server', 'grpc://127.0.0.1:8815') or set "
             f"{LOCATION_VARIABLE}"
         )
     # The key goes along to the executors, whose environment may be another.
@@ -195,19 +211,69 @@ def _parsed(options: Mapping[str, str], table: str) -> Options:
 
 def _lowered(given: Mapping[str, str], known: set[str]) -> dict[str, str]:
     options = {name.lower(): value for name, value in given.items()}
+    if "provider" in options:
+        options = _of_statement(options)
     if "store" in options:
         raise InvalidInput(
             "there is no option 'store': Spark reads and writes every store through its server. "
             f"Start one (penstock serve --store {options['store']:.200}) and give its Flight "
-            "address as 'location'. To read a bucket without a server, and without Spark, use "
+            "address as 'server'. To read a bucket without a server, and without Spark, use "
             "penstock.open_reader"
         )
     unknown = sorted(set(options) - known - _OF_SPARK)
     if unknown:
         raise InvalidInput(
-            f"unknown option {unknown[0]!r}; there are {', '.join(sorted(known - {'epoch'}))}"
+            f"unknown option {unknown[0]!r:.100}; {did_you_mean(unknown[0], known - {'epoch'})}"
         )
     return options
+
+
+# --- tables of Spark's catalog --------------------------------------------------------------------
+
+# What Spark itself notes of a table that CREATE TABLE makes.
+_OF_TABLE: Final = {"provider", "owner", "comment", "collation", "external", "is_managed_location"}
+_METADATA: Final = "penstock"
+
+
+def _of_statement(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the options of a CREATE TABLE; Spark gives each a second time, with a prefix."""
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in _OF_TABLE and not name.startswith("option.")
+    }
+
+
+def table_metadata(given: Mapping[str, str]) -> dict[str, str] | None:
+    """Return the options that a table of the catalog remembers; None if no CREATE TABLE gave them.
+
+    Spark gives the options of CREATE TABLE to the data source once, when the table is made, and
+    none to its reads and writes: those find them with the first column of the table.
+    """
+    lowered = {name.lower(): value for name, value in given.items()}
+    if "provider" not in lowered:
+        return None
+    options = _of_statement(lowered)
+    if "token" in options:
+        raise InvalidInput(
+            "a token has no place in a catalog, which everybody may read: start Spark with "
+            "PENSTOCK_TOKEN, or use CREATE TEMPORARY VIEW"
+        )
+    return options
+
+
+def remembered(given: Mapping[str, str], schema: StructType) -> dict[str, str]:
+    """Return the options of a read or write, with those that the table's first column has."""
+    known = schema.fields[0].metadata.get(_METADATA, "{}") if schema.fields else "{}"
+    return {**msgspec.json.decode(known, type=dict[str, str]), **given}
+
+
+def with_memory(schema: StructType, options: Mapping[str, str]) -> StructType:
+    """Return a schema whose first column remembers options."""
+    first, *others = schema.fields
+    metadata = {**first.metadata, _METADATA: msgspec.json.encode(options).decode()}
+    named = StructField(first.name, first.dataType, first.nullable, metadata)
+    return StructType([named, *others])
 
 
 def _refuse(options: Mapping[str, str], names: set[str], why: str) -> None:

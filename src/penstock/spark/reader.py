@@ -13,11 +13,16 @@ that Spark expects.
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
+from functools import wraps
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
+import msgspec
 import pyarrow as pa
+from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.streaming.datasource import (
@@ -27,18 +32,23 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
-from penstock.errors import InvalidInput, StoreMismatch
+from penstock.clock import SystemClock
+from penstock.errors import InvalidInput, PenstockError, StoreMismatch
 from penstock.flight.client import FlightStore
+from penstock.flight.protocol import ReadCommand
 from penstock.flight.tables import make_schema, schema_of
 from penstock.spark import archive
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pyspark.sql.types import StructType
 
     from penstock.model import LogStats
     from penstock.spark.options import Options, Place
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 LEAST_PIECE: Final = 20_000
 """Offsets below which a stretch is not worth a second task."""
@@ -51,6 +61,8 @@ ROUTING: Final = {
     "matches": from_arrow_schema(make_schema("stage string?")),
     "stretches": from_arrow_schema(make_schema("log int?, begin long?, end long?")),
 }
+# Tables that have few rows.
+_SMALL: Final = {"queues", "stats"}
 _EARLIEST: Final = -2
 _LATEST: Final = -1
 _PROBE: Final = 256
@@ -231,59 +243,126 @@ class Shape:
 
 
 @dataclass
-class TicketPartition(InputPartition):
-    """A part of a snapshot that the broker holds for a while."""
+class SnapshotPartition(InputPartition):
+    """A part of a table of a snapshot that the user keeps."""
 
-    ticket: bytes
+    snapshot: str
+    part: int
+    command: ReadCommand
+
+
+@dataclass
+class ActionPartition(InputPartition):
+    """A part of a table, as of when an action reads it; Spark plans a DataFrame only once.
+
+    ``frame`` names the DataFrame, and ``run`` is the run of the server that it was planned with.
+    """
+
+    frame: str
+    run: str
+    part: int
+    command: ReadCommand
 
 
 @dataclass
 class LogPartition(InputPartition):
-    """A stretch of a log. It needs no snapshot, as a log only grows."""
+    """A stretch of a log. It needs no snapshot, as a log only grows.
+
+    With ``begins`` its begin moves up with the log's, with ``ends`` its end is the log's.
+    """
 
     stretch: Stretch
+    begins: bool = False
+    ends: bool = False
 
 
 class TableReader(DataSourceReader):
-    """Reads one table, in as many tasks as there are partitions."""
+    """Reads one table, in as many tasks as there are partitions.
+
+    Each action reads the table anew, and all of its tasks the same snapshot.
+    """
 
     def __init__(self, options: Options, schema: StructType) -> None:
         self._options = options
         self._shape = Shape(options, schema)
 
     def partitions(self) -> list[InputPartition]:
-        """Plan the read: take a snapshot, or cut up the log."""
+        """Plan the read: check it, and cut it into parts."""
         options = self._options
         client = FlightStore(options.location)
         if options.table == "log":
-            stats = client.log_stats()
-            if options.stretches is None:
-                start = starting(options, client, stats, "earliest")
-                wanted = between(start, resolve(options.ending, stats, "endingOffsets"))
-            else:
-                wanted = [Stretch(*bounds) for bounds in options.stretches]
-            return tasks(options, wanted, stats)
+            return self._of_log(client)
         if options.include_archive is not None:
             return archive.plan(options, self._shape.names)
-        plan = client.plan_read(
+        command = ReadCommand(
             options.table,
             queue=options.queues,
             payload=options.payload,
             columns=self._shape.names,
             filter=options.filter,
-            partitions=options.partitions,
+            partitions=1 if options.table in _SMALL else options.partitions,
         )
-        return [TicketPartition(ticket) for ticket in plan.tickets]
+        run = client.check_read(**msgspec.structs.asdict(command))
+        parts = range(command.partitions)
+        if options.snapshot is not None:
+            client.hold_snapshot(options.snapshot)
+            return [SnapshotPartition(options.snapshot, part, command) for part in parts]
+        frame = SystemClock().lease_id().hex()
+        return [ActionPartition(frame, run, part, command) for part in parts]
+
+    def _of_log(self, client: FlightStore) -> list[InputPartition]:
+        options = self._options
+        stats = client.log_stats()
+        if options.stretches is not None:
+            return [*tasks(options, [Stretch(*bounds) for bounds in options.stretches], stats)]
+        if options.snapshot is not None:
+            held = client.hold_snapshot(options.snapshot)
+            stats = msgspec.structs.replace(stats, end=held.log_end)
+        start = starting(options, client, stats, "earliest")
+        end = resolve(options.ending, stats, "endingOffsets")
+        planned = tasks(options, between(start, end), stats)
+        if options.snapshot is not None:
+            return [*planned]
+        if options.ending == "latest":
+            last = {each.stretch.log: each for each in planned}
+            for log, at in start.items():
+                if log not in last:
+                    last[log] = LogPartition(Stretch(log, at, at))
+                    planned.append(last[log])
+                last[log].ends = True
+        for each in planned:
+            each.begins = options.starting_ms is None and options.starting in (None, "earliest")
+        return [*planned]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one part."""
-        if isinstance(partition, TicketPartition):
-            batches = FlightStore(self._options.location).read(partition.ticket)
+        if isinstance(partition, SnapshotPartition | ActionPartition):
+            batches = FlightStore(self._options.location).read(_ticket(partition))
         elif isinstance(partition, LogPartition):
             batches = read_stretch(self._options, self._shape, partition)
         else:
             batches = archive.read_part(self._options, self._shape.names, partition)
         yield from map(self._shape.fit, batches)
+
+
+def _ticket(partition: SnapshotPartition | ActionPartition) -> bytes:
+    """Return the ticket of a part; the tasks of an action have its number in common."""
+    if isinstance(partition, SnapshotPartition):
+        return FlightStore.snapshot_ticket(partition.snapshot, partition.part, partition.command)
+    context = TaskContext.get()
+    # Outside of a task, as in tests, all parts are read as by one action.
+    action = "none"
+    if context is not None:
+        number = context.getLocalProperty("spark.sql.execution.id")
+        action = f"stage {context.stageId()}" if number is None else number
+    return FlightStore.action_ticket(
+        partition.frame,
+        action,
+        partition.part,
+        command=partition.command,
+        run=partition.run,
+        again=context is not None and context.attemptNumber() > 0,
+    )
 
 
 def starting(
@@ -295,7 +374,7 @@ def starting(
     return resolve(options.starting or default, stats, "startingOffsets")
 
 
-def tasks(options: Options, wanted: list[Stretch], stats: LogStats) -> list[InputPartition]:
+def tasks(options: Options, wanted: list[Stretch], stats: LogStats) -> list[LogPartition]:
     """Cut stretches that the log still has into tasks."""
     kept = check_kept(wanted, stats, fail=options.fail_on_data_loss)
     return [LogPartition(each) for each in cut(kept, options.partitions)]
@@ -306,9 +385,35 @@ def read_stretch(
 ) -> Iterator[pa.RecordBatch]:
     """Read a stretch of a log; the broker refuses one that is no longer there whole."""
     assert isinstance(partition, LogPartition)
-    return FlightStore(options.location).read_log(
-        *partition.stretch, payload=options.payload, columns=shape.names, filter=options.filter
+    client = FlightStore(options.location)
+    log, begin, end = partition.stretch
+    if partition.begins or partition.ends:
+        stats = client.log_stats()
+        begin = max(begin, stats.earliest) if partition.begins else begin
+        end = stats.end if partition.ends else end
+    if begin >= end:
+        return iter(())
+    return client.read_log(
+        log, begin, end, payload=options.payload, columns=shape.names, filter=options.filter
     )
+
+
+def in_one_line(method: Callable[P, T]) -> Callable[P, T]:
+    """Return a method whose errors of Penstock Spark tells in one line, as those of a batch.
+
+    Of a stream it tells all calls of Python, whatever the session says, unless this process, which
+    ends with the error, has this variable.
+    """
+
+    @wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except PenstockError:
+            os.environ["SPARK_HIDE_TRACEBACK"] = "1"
+            raise
+
+    return run
 
 
 class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -326,6 +431,7 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         check_store(start or {}, store_id)
         return client, store_id, client.log_stats()
 
+    @in_one_line
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name, as all below
         """Return where a stream without a checkpoint begins."""
         client, store_id, stats = self._known()
@@ -336,29 +442,39 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         most = self._options.max_offsets
         return ReadAllAvailable() if most is None else ReadMaxRows(most)
 
+    @in_one_line
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """Return where the next micro-batch ends; ``start`` if there is nothing."""
         _, store_id, stats = self._known(start)
         ends = self._until or resolve("latest", stats, "")
         return offset_of(limited(logs_of(start), ends, most_rows(limit)), store_id)
 
+    @in_one_line
     def reportLatestOffset(self) -> Offset:  # noqa: N802
         """Return how far the log goes, for the query's progress."""
         _, store_id, stats = self._known()
         return offset_of(resolve("latest", stats, ""), store_id)
 
+    @in_one_line
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Note how far the log goes: later messages are for the next run."""
         self._until = resolve("latest", FlightStore(self._options.location).log_stats(), "")
 
+    @in_one_line
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """Cut a micro-batch into tasks."""
         _, _, stats = self._known(start)
-        return tasks(self._options, between(logs_of(start), logs_of(end)), stats)
+        return [*tasks(self._options, between(logs_of(start), logs_of(end)), stats)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one part of a micro-batch."""
         yield from map(self._shape.fit, read_stretch(self._options, self._shape, partition))
+
+    def stop(self) -> None:
+        """Leave without a word when Spark has closed the connection, as it does to end a query."""
+        if isinstance(sys.exception(), EOFError):
+            # Spark's loop would fail to tell Spark, and print both errors.
+            os._exit(0)
 
 
 def most_rows(limit: ReadLimit) -> int | None:

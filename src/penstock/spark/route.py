@@ -44,7 +44,7 @@ from pyspark.sql.datasource import (
 from penstock import limits
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, PenstockError
-from penstock.flight.client import FlightStore
+from penstock.flight.client import FlightStore, locate, route_status
 from penstock.model import AssignStatus
 from penstock.spark.matching import (
     COLUMNS,
@@ -63,11 +63,18 @@ from penstock.spark.reader import (
     check_columns,
     check_store,
     cut,
+    in_one_line,
     logs_of,
     most_rows,
     offset_of,
 )
-from penstock.spark.sessions import is_connect, parallelism, session
+from penstock.spark.sessions import (
+    is_connect,
+    parallelism,
+    place_of,
+    session,
+    settings_for_query,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -89,47 +96,21 @@ AVAILABLE_NOW: Final = "available now"
 MOST_AGAIN: Final = 50
 """Micro-batches in a row that may fail to take before something must be wrong."""
 
+_SETTINGS: Final = {
+    "spark.sql.streaming.noDataMicroBatches.enabled": "false",
+    "spark.sql.streaming.minBatchesToRetain": "20",
+}
+# Renames instead of a FileContext: a tenth of a second less for every micro-batch.
+_ON_A_DISK: Final = {
+    "spark.sql.streaming.checkpointFileManagerClass": (
+        "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+    )
+}
 # The columns that a transformation must keep, and all that the log has.
 _NEEDED: Final = ("log", *COLUMNS)
 _LOG_COLUMNS: Final = (*_NEEDED, "delay_ms", "attributes", "payload")
 
-
-class RouteStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the log is routed; ``lag`` counts offsets that are left, by log."""
-
-    routing: str
-    epoch: int
-    cursors: dict[int, int]
-    routed_up_to: int
-    end: int
-    lag: dict[int, int]
-
-    @property
-    def behind(self) -> int:
-        """Offsets that the slowest log has still to be routed."""
-        return max(self.lag.values(), default=0)
-
-
-def status(location: str) -> RouteStatus:
-    """Return progress and lag of whatever routes the store; asks the broker, not Spark.
-
-    A store that routes inline is never behind: its cursors are where its log ends.
-
-    >>> status("grpc://127.0.0.1:8815").behind    # doctest: +SKIP
-    0
-    """
-    client = FlightStore(location)
-    routing, marks = client.info().routing, client.watermarks()
-    inline = routing == "inline"
-    cursors = dict.fromkeys(marks.cursors, marks.end) if inline else marks.cursors
-    return RouteStatus(
-        routing=routing,
-        epoch=0 if inline else client.route_plan(max_offsets=1).epoch,
-        cursors=cursors,
-        routed_up_to=marks.end if inline else marks.routed_up_to,
-        end=marks.end,
-        lag={log: max(0, marks.end - cursor) for log, cursor in cursors.items()},
-    )
+status = route_status
 
 
 def route(
@@ -140,23 +121,27 @@ def route(
     trigger: str = "0 seconds",
     max_offsets: int = DEFAULT_MAX_OFFSETS,
     name: str = "penstock-route",
+    token: str | None = None,
+    ca: str | Path | None = None,
 ) -> StreamingQuery:
     """Start routing, and return the running query: ``awaitTermination()`` or ``stop()`` it.
 
     ``trigger`` is how often to look (``"0 seconds"``: again at once), or ``"available now"``: route
     what there is and end. Starting fences every pipeline that was started before, here or
-    elsewhere: it ends with an error that says so.
+    elsewhere: it ends with an error that says so. ``token`` and ``ca`` are the access to the
+    broker; without them PENSTOCK_TOKEN and PENSTOCK_CA of this process are.
 
     >>> query = route("grpc://127.0.0.1:8815", checkpoint="/var/lib/penstock/route")
     ...                                                # doctest: +SKIP
     >>> query.awaitTermination()                       # doctest: +SKIP
     """
+    location = locate(location, token=token, ca=ca)
     spark = spark or session(name=name)
     epoch = take_over(location)
     matches = route_stream(spark, location, "matches", epoch, max_offsets)
     writer = matches.writeStream.format("penstock").outputMode("append").queryName(name)
-    writer = writer.options(location=location, table="assignments", epoch=str(epoch))
-    return triggered(writer, checkpoint, trigger).start()
+    writer = writer.options(**place_of(location), table="assignments", epoch=str(epoch))
+    return _started(spark, writer, checkpoint, trigger)
 
 
 def take_over(location: str) -> int:
@@ -183,7 +168,7 @@ def route_stream(
             "without a transformation"
         )
     options = {
-        "location": location,
+        **place_of(location),
         "table": table,
         "epoch": str(epoch),
         "maxOffsetsPerTrigger": str(max_offsets),
@@ -200,12 +185,18 @@ def fenced(mine: int | None, now: int) -> InvalidInput:
     )
 
 
-def triggered(writer: DataStreamWriter, checkpoint: str | Path, trigger: str) -> DataStreamWriter:
-    """Set checkpoint and trigger."""
+def _started(
+    spark: SparkSession, writer: DataStreamWriter, checkpoint: str | Path, trigger: str
+) -> StreamingQuery:
+    """Start a query that routes, with the settings that it alone needs."""
     writer = writer.option("checkpointLocation", str(checkpoint))
     if trigger == AVAILABLE_NOW:
-        return writer.trigger(availableNow=True)
-    return writer.trigger(processingTime=trigger)
+        writer = writer.trigger(availableNow=True)
+    else:
+        writer = writer.trigger(processingTime=trigger)
+    on_disk = {} if "://" in str(checkpoint) else _ON_A_DISK
+    with settings_for_query(spark, {**_SETTINGS, **on_disk}):
+        return writer.start()
 
 
 # --- the source: stretches that are still to be routed -------------------------------------------
@@ -230,11 +221,13 @@ class RouteStreamReader(LogStreamReader):
         # that it returned, the stretches up to there, and how far the log went.
         self._planned: tuple[Offset, list[Stretch], Offset] | None = None
 
+    @in_one_line
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
         """Return the store's cursors."""
         client = FlightStore(self._options.location)
         return offset_of(client.watermarks().cursors, client.info().store_id)
 
+    @in_one_line
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """Return how far the next micro-batch routes; ``start`` if there is nothing to do."""
         client = FlightStore(self._options.location)
@@ -267,6 +260,7 @@ class RouteStreamReader(LogStreamReader):
         self._planned = (end, todo, {str(log): known for log in sorted(plan.lag)})
         return end
 
+    @in_one_line
     def reportLatestOffset(self) -> Offset:  # noqa: N802
         """Return how far the log went when it was last looked at, for the query's progress."""
         if self._planned is not None:
@@ -274,10 +268,12 @@ class RouteStreamReader(LogStreamReader):
         marks = FlightStore(self._options.location).watermarks()
         return {str(log): marks.end for log in sorted(marks.cursors)}
 
+    @in_one_line
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Note how far the log goes: later messages are for the next run."""
         self._end = FlightStore(self._options.location).watermarks().end
 
+    @in_one_line
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """Cut the stretches between the cursors and ``end`` into tasks."""
         if self._planned is not None and self._planned[0] == end:
@@ -419,9 +415,15 @@ def _stages(messages: list[WriterCommitMessage | None]) -> list[str]:
 # --- pipelines ------------------------------------------------------------------------------------
 
 
-def pipeline(spark: SparkSession, location: str) -> Pipeline:
+def pipeline(
+    spark: SparkSession,
+    location: str,
+    *,
+    token: str | None = None,
+    ca: str | Path | None = None,
+) -> Pipeline:
     """Return a pipeline from the log of the broker at ``location`` to its queues."""
-    return Pipeline(spark, location)
+    return Pipeline(spark, locate(location, token=token, ca=ca))
 
 
 class Pipeline:
@@ -479,7 +481,7 @@ class Pipeline:
             self._route(todo, epoch)
 
         writer = stretches.writeStream.queryName(name).foreachBatch(run)
-        return triggered(writer, checkpoint, trigger).start()
+        return _started(self._spark, writer, checkpoint, trigger)
 
     def _route(self, todo: list[Stretch], epoch: int) -> None:
         if not todo:
@@ -512,7 +514,7 @@ class Pipeline:
         log = (
             self._spark.read.format("penstock")
             .options(
-                location=self._location,
+                **place_of(self._location),
                 table="log",
                 payload=str(self._payload).lower(),
                 stretches=msgspec.json.encode(bounds).decode(),

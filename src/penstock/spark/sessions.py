@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import threading
 from contextlib import contextmanager
+from itertools import chain, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
+import pyspark
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
+from pyspark import SparkConf, SparkContext
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock import limits
 from penstock.clock import SystemClock
+from penstock.flight.client import locate
 from penstock.flight.protocol import error_named
 
 if TYPE_CHECKING:
@@ -32,28 +38,29 @@ if TYPE_CHECKING:
 DEFAULTS: Final[Mapping[str, str]] = {
     # Times of the tables are UTC; so are those that Spark shows.
     "spark.sql.session.timeZone": "UTC",
-    # A micro-batch has few groups: two hundred shuffle partitions would be two hundred empty tasks.
+    # Tables of a broker are small: two hundred shuffle partitions would be as many empty tasks.
     "spark.sql.shuffle.partitions": "4",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "50000",
-    "spark.sql.streaming.noDataMicroBatches.enabled": "false",
-    # Renames instead of a FileContext: a tenth of a second less for every micro-batch.
-    "spark.sql.streaming.checkpointFileManagerClass": (
-        "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
-    ),
-    "spark.sql.streaming.minBatchesToRetain": "20",
     # An error of the source is then one line that says what is wrong, not a stack of Python's.
     "spark.sql.execution.pyspark.udf.hideTraceback.enabled": "true",
-    "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
-    "spark.driver.memory": "1g",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
 }
-"""The settings of :func:`session`; on a cluster Spark chooses the last two."""
+"""The settings of a session that :func:`session` starts, where the user has set nothing else.
+
+On a cluster Spark chooses the last two.
+"""
 
 # The JVM starts in half the time; long analytics want the second compiler: session(quick=False).
 _QUICK_JVM: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto"
+# The short forms of settings in the arguments of spark-submit.
+_FLAGS: Final = {
+    "--master": "spark.master",
+    "--name": "spark.app.name",
+    "--driver-java-options": "spark.driver.extraJavaOptions",
+}
 
 
 def session(
@@ -63,37 +70,113 @@ def session(
     quick: bool = True,
     conf: Mapping[str, str] | None = None,
 ) -> SparkSession:
-    """Return the running session, or start one (``local[*]`` unless ``master`` says where).
+    """Return the running session as it is, or start one.
 
     >>> spark = session("local[2]")                                     # doctest: +SKIP
     >>> spark.read.format("penstock").option("table", "queues").load()  # doctest: +SKIP
 
+    A new session has the settings of :data:`DEFAULTS`, and ``local[*]`` for its master, only where
+    neither the arguments, nor ``spark-submit``, nor ``spark-defaults.conf`` say something else.
+    ``conf`` adds settings, also to a running session, as Spark's own builder does.
     ``local[2,4]`` tries a task up to four times, as a cluster does; ``local[2]`` fails at once.
-    ``sc://HOST:PORT`` is a Spark Connect server, whose own settings stay as they are. ``conf`` adds
-    settings, or replaces those of :data:`DEFAULTS`.
+    ``sc://HOST:PORT`` is a Spark Connect server; settings that it has stay as they are.
     """
-    master = master or "local[*]"
-    if master.startswith("sc://"):
-        # Only what belongs to a session can be set from here.
-        own = {key: value for key, value in DEFAULTS.items() if key.startswith("spark.sql.")}
-        return _started(SparkSession.builder.remote(master), {**own, **(conf or {})})
-    settings = dict(DEFAULTS)
+    given = dict(conf or {})
+    builder = SparkSession.builder
+    if SparkContext._active_spark_context is not None:  # noqa: SLF001 - Spark has no public name
+        return _built(builder, given)
+    connected = "SPARK_CONNECT_MODE_ENABLED" in os.environ
+    running = SparkSession.getActiveSession() if connected else None
+    if master is None and running is not None:
+        return running
+    remote = master or os.environ.get("SPARK_REMOTE", "")
+    if remote.startswith("sc://"):
+        spark = _built(builder.remote(remote), given)
+        if spark is not running:
+            # Only what belongs to a session can be set from here.
+            own = {key: value for key, value in DEFAULTS.items() if key.startswith("spark.sql.")}
+            for key in own.keys() - spark.conf.getAll.keys():
+                spark.conf.set(key, own[key])
+        return spark
+    said = _said()
+    if master is not None:
+        said["spark.master"] = given["spark.master"] = master
+    defaults = {**DEFAULTS, "spark.master": "local[*]", "spark.app.name": name}
     if quick:
-        settings["spark.driver.extraJavaOptions"] = _QUICK_JVM
-    if master.startswith("local"):
-        # Spark would take the first python3 of the path for its workers, which need not be the
-        # one that this package is installed for.
-        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+        defaults["spark.driver.extraJavaOptions"] = _QUICK_JVM
+    if said.get("spark.master", "local").startswith("local"):
+        if "spark.pyspark.python" not in {*said, *given}:
+            # Spark would take the first python3 of the path for its workers, which need not be
+            # the one that this package is installed for.
+            os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     else:
-        del settings["spark.driver.bindAddress"], settings["spark.driver.host"]
-    settings.update(conf or {})
-    return _started(SparkSession.builder.master(master).appName(name), settings)
+        del defaults["spark.driver.bindAddress"], defaults["spark.driver.host"]
+    unsaid = {key: value for key, value in defaults.items() if key not in said}
+    return _built(builder, {**unsaid, **given})
 
 
-def _started(builder: SparkSession.Builder, settings: Mapping[str, str]) -> SparkSession:
+def _built(builder: SparkSession.Builder, settings: Mapping[str, str]) -> SparkSession:
     for key, value in settings.items():
         builder = builder.config(key, value)
     return builder.getOrCreate()
+
+
+def _said() -> dict[str, str]:
+    """Return the settings that the user has made for a session that is not there yet."""
+    if "PYSPARK_GATEWAY_PORT" in os.environ or SparkContext._gateway is not None:  # noqa: SLF001
+        # Started by spark-submit: its JVM knows its arguments and files.
+        SparkContext._ensure_initialized()  # noqa: SLF001
+        return dict(SparkConf().getAll())
+    home = Path(os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent)
+    place = Path(os.environ.get("SPARK_CONF_DIR") or home / "conf")
+    said = _of_file(place / "spark-defaults.conf")
+    arguments = shlex.split(os.environ.get("PYSPARK_SUBMIT_ARGS", ""))
+    # Both --master local[2] and --master=local[2].
+    words = (each.split("=", 1) if each.startswith("--") else [each] for each in arguments)
+    for flag, value in pairwise(chain.from_iterable(words)):
+        if flag in {"--conf", "-c"}:
+            key, _, said_value = value.partition("=")
+            said[key] = said_value
+        elif flag == "--properties-file":
+            said |= _of_file(Path(value))
+        elif flag in _FLAGS:
+            said[_FLAGS[flag]] = value
+    if "MASTER" in os.environ:
+        said.setdefault("spark.master", os.environ["MASTER"])
+    return said
+
+
+def _of_file(path: Path) -> dict[str, str]:
+    """Return the settings of a file of Java properties, as Spark reads it."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    pairs = (re.split(r"\s*[=:\s]\s*", line.strip(), maxsplit=1) for line in lines)
+    return {
+        pair[0]: pair[1] if len(pair) > 1 else ""
+        for pair in pairs
+        if pair[0] and not pair[0].startswith(("#", "!"))
+    }
+
+
+_setting: Final = threading.Lock()
+
+
+@contextmanager
+def settings_for_query(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
+    """Give a streaming query that is started within settings of its own.
+
+    Spark copies the settings of a session when a query starts. Settings that the user has made
+    stay; the others are set for as long as it takes to start the query.
+    """
+    with _setting:
+        said = spark.conf.getAll
+        unsaid = {key: value for key, value in settings.items() if key not in said}
+        try:
+            for key, value in unsaid.items():
+                spark.conf.set(key, value)
+            yield
+        finally:
+            for key in unsaid:
+                spark.conf.unset(key)
 
 
 def is_connect(spark: SparkSession) -> bool:
@@ -149,14 +232,21 @@ def read(
     columns: Sequence[str] | None = None,
     **options: Any,
 ) -> DataFrame:
-    """Read a table of a broker; the snapshot is taken when a query is planned."""
-    reader = spark.read.format("penstock").options(table=table, location=location, **options)
+    """Read a table of a broker."""
+    reader = spark.read.format("penstock").options(table=table, **place_of(location), **options)
     if queues is not None:
         reader = reader.option("queue", ",".join(queues))
     if columns is not None:
         reader = reader.option("columns", ",".join(columns))
     with translated():
         return reader.load()
+
+
+def place_of(location: str) -> dict[str, str]:
+    """Return the options of the data source that name a broker, with the access to it."""
+    token, ca, *_ = locate(location).access
+    options = {"server": str(location), "token": token, "ca": ca}
+    return {name: value for name, value in options.items() if value}
 
 
 def pinned(frame: DataFrame) -> DataFrame:

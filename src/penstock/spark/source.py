@@ -32,12 +32,21 @@ from pyspark.sql.datasource import (
     DataSourceStreamArrowWriter,
     WriterCommitMessage,
 )
+from pyspark.sql.pandas.types import from_arrow_schema
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput
 from penstock.flight.client import FlightStore
+from penstock.flight.tables import make_schema
 from penstock.flight.writes import COLUMNS
-from penstock.spark.options import ROUTING_TABLES, read_options, write_options
+from penstock.spark.options import (
+    ROUTING_TABLES,
+    read_options,
+    remembered,
+    table_metadata,
+    with_memory,
+    write_options,
+)
 from penstock.spark.reader import LogStreamReader, TableReader, spark_schema
 from penstock.spark.route import AssignmentWriter, RouteStreamReader
 
@@ -68,6 +77,13 @@ _TYPES: Final = {
     "dedup_id": ({"string"}, "a string"),
     "queue": ({"string"}, "a string"),
 }
+# The columns of a table that INSERT INTO publishes to.
+_MESSAGE_COLUMNS: Final = from_arrow_schema(
+    make_schema(
+        "payload string?, attributes string?, group string?, priority int?, delay_ms long?, "
+        "dedup_id string?, queue string?"
+    )
+)
 
 
 @dataclass
@@ -81,14 +97,15 @@ class TaskCounts(WriterCommitMessage):
 class PenstockSource(DataSource):
     """Read the tables of a broker, tail its log, and publish to it.
 
-    Everything goes to the Flight port of a broker, named by ``option("location", …)`` or by the
+    Everything goes to the Flight port of a broker, named by ``option("server", …)`` or by the
     environment variable ``PENSTOCK_FLIGHT``::
 
         spark = penstock.spark.session()
-        reader = spark.read.format("penstock").option("location", "grpc://127.0.0.1:8815")
+        reader = spark.read.format("penstock").option("server", "grpc://127.0.0.1:8815")
 
     **Tables.** ``log``, ``messages``, ``active``, ``done``, ``failed``, ``attempts``, ``queues``,
-    ``groups`` and ``stats``, each a snapshot of the moment in which the query was planned::
+    ``groups`` and ``stats``. Each action reads the present;
+    :func:`penstock.spark.snapshot` keeps a moment for several tables and actions::
 
         >>> reader.option("table", "queues").load().select(
         ...     "name", "filter", "available", "in_flight", "done").show()
@@ -142,22 +159,29 @@ class PenstockSource(DataSource):
 
     def schema(self) -> StructType:
         """Return the columns of the table that the options name."""
-        return spark_schema(read_options(self.options))
+        made = table_metadata(self.options)
+        if made is None:
+            return spark_schema(read_options(self.options))
+        if "table" in made:
+            return with_memory(spark_schema(read_options(self.options)), made)
+        write_options(self.options)
+        return with_memory(_MESSAGE_COLUMNS, made)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a table in a batch."""
-        return TableReader(read_options(self.options, streaming=False), schema)
+        options = remembered(self.options, schema)
+        return TableReader(read_options(options, streaming=False), schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's
         """Return the reader that tails the log."""
-        options = read_options(self.options, streaming=True)
+        options = read_options(remembered(self.options, schema), streaming=True)
         if options.table in ROUTING_TABLES:
             return RouteStreamReader(options, schema)
         return LogStreamReader(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001
         """Return the writer that publishes a DataFrame."""
-        options = write_options(self.options)
+        options = write_options(remembered(self.options, schema))
         _append_only(overwrite=overwrite)
         if options.table != "messages":
             raise InvalidInput("only messages can be written in a batch")
@@ -169,7 +193,7 @@ class PenstockSource(DataSource):
         overwrite: bool,  # noqa: FBT001
     ) -> DataSourceStreamWriter:
         """Return the writer that publishes a stream, or hands matches to the broker."""
-        options = write_options(self.options)
+        options = write_options(remembered(self.options, schema))
         _append_only(overwrite=overwrite)
         if options.table == "assignments":
             return AssignmentWriter(options, schema)

@@ -1,7 +1,9 @@
 """Jobs over a broker's tables: archive, report, redrive, publish, backfill and collect.
 
 Each is a function that takes a Spark session and the broker's Flight location, and returns a
-report. Jobs that remove or change something have ``dry_run``.
+report. ``token`` is the key to the broker, and ``ca`` the file of its authority; without them the
+job takes PENSTOCK_TOKEN and PENSTOCK_CA of this process, and tells them to the executors. Jobs that
+remove or change something have ``dry_run``.
 """
 
 from __future__ import annotations

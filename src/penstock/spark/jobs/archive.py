@@ -63,6 +63,8 @@ def archive(
     payload: bool = True,
     trim: bool = True,
     dry_run: bool = False,
+    token: str | None = None,
+    ca: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Archived:
     """Move the history of queues to ``path``, partitioned by queue and (UTC) date.
@@ -78,7 +80,8 @@ def archive(
     if not states or not set(states) <= set(_STATES) or len(set(states)) < len(states):
         raise InvalidInput(f"states to archive are done and failed, not {list(states)!r:.100}")
     runs = Runs(path)
-    client = FlightStore(location)
+    client = FlightStore(location, token=token, ca=ca)
+    location = client.location
     store_id = client.info().store_id
     runs.check_store(store_id)
     tell = progress or (lambda _: None)

@@ -81,6 +81,8 @@ def backfill(
     archive: str | Path | None = None,
     window: int = _WINDOW,
     dry_run: bool = False,
+    token: str | None = None,
+    ca: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Backfill:
     """Fill a queue from the log, from an offset or a time on; by default all that is kept.
@@ -96,7 +98,8 @@ def backfill(
     """
     if window < 1:
         raise InvalidInput(f"window is at least 1, not {window}")
-    client = FlightStore(location)
+    client = FlightStore(location, token=token, ca=ca)
+    location = client.location
     past = None
     if archive is not None:
         past = _Past(spark, location, client, str(archive), Runs.existing(archive))

@@ -17,7 +17,7 @@ from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock.errors import InvalidInput, InvalidMessage
-from penstock.flight.client import FlightStore
+from penstock.flight.client import FlightStore, locate
 from penstock.flight.writes import COLUMNS
 from penstock.model import Message
 from penstock.spark.sessions import FROM_SPARK, pinned, read, reporting, revived
@@ -26,6 +26,7 @@ from penstock.validation import check_messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
 
@@ -69,6 +70,8 @@ def collect(
     location: str,
     *,
     dry_run: bool = True,
+    token: str | None = None,
+    ca: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> CollectReport:
     """Free payloads that no queue refers to, below all that is still in the log.
@@ -76,7 +79,8 @@ def collect(
     >>> collect(spark, "grpc://127.0.0.1:8815").freed_bytes               # doctest: +SKIP
     >>> collect(spark, "grpc://127.0.0.1:8815", dry_run=False)            # doctest: +SKIP
     """
-    client = FlightStore(location)
+    client = FlightStore(location, token=token, ca=ca)
+    location = client.location
     log = client.log_stats()
     below = F.col("message_id") < min(log.earliest, log.routed_up_to)
     kept = read(spark, location, "messages", columns=("message_id", "size"))
@@ -120,6 +124,8 @@ def redrive(
     *,
     where: str | None = None,
     dry_run: bool = False,
+    token: str | None = None,
+    ca: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> RedriveReport:
     """Make failed messages of a queue available again: all, or those that ``where`` selects.
@@ -132,7 +138,8 @@ def redrive(
     ...         dry_run=True).selected                              # doctest: +SKIP
     17
     """
-    client = FlightStore(location)
+    client = FlightStore(location, token=token, ca=ca)
+    location = client.location
     client.queues([queue])
     columns = ("message_id", "failed_at", "attempts", "reason", "group", "attributes_json")
     rows = pinned(
@@ -188,6 +195,8 @@ def publish(
     options: Mapping[str, str] | None = None,
     columns: Mapping[str, str] | None = None,
     dry_run: bool = False,
+    token: str | None = None,
+    ca: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> PublishReport:
     """Publish rows of files (``format`` parquet, json or csv) or of a SQL ``query``.
@@ -204,6 +213,7 @@ def publish(
     ...         columns={"attributes": "struct(kind, price)", "group": "tenant",
     ...                  "dedup_id": "order_id"})                         # doctest: +SKIP
     """
+    location = locate(location, token=token, ca=ca)
     rows = _rows(spark, paths, query, format, options or {})
     try:
         messages = _mapped(rows, columns or {})
@@ -252,7 +262,7 @@ def _rows(
             .withColumn("_place", F.col("_metadata.file_name"))
         )
     except FROM_SPARK as error:
-        raise InvalidInput(f"can't be read: {_cause(error)}") from None
+        raise InvalidInput(f"the rows to publish can't be read: {_cause(error)}") from None
 
 
 def _mapped(rows: DataFrame, columns: Mapping[str, str]) -> DataFrame:

@@ -17,10 +17,11 @@ import pyarrow.parquet as pq
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock.flight.client import FlightStore
-from penstock.spark.sessions import pinned, read
+from penstock.spark.sessions import pinned
+from penstock.spark.snapshot import snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pyspark.sql import Column, DataFrame, SparkSession
 
@@ -35,7 +36,12 @@ _SLOTS: Final = 120
 
 
 def report(
-    spark: SparkSession, location: str, *, queues: Sequence[str] | None = None
+    spark: SparkSession,
+    location: str,
+    *,
+    queues: Sequence[str] | None = None,
+    token: str | None = None,
+    ca: str | Path | None = None,
 ) -> dict[str, DataFrame]:
     """Return statistics of the store's history, as DataFrames by name.
 
@@ -43,13 +49,21 @@ def report(
     attempts did not succeed. ``attempts``: how many messages took how many. ``slowest``: groups
     by the time to done. ``starving``: groups whose oldest message has waited longest. ``timeline``:
     done and failed by time. ``routing``: how far the logs are routed. Times are in milliseconds,
-    of messages whose history is kept; retention and archived runs are not in it.
+    of messages whose history is kept; retention and archived runs are not in it. All tables are
+    read from one snapshot.
 
     >>> report(spark, "grpc://127.0.0.1:8815")["slowest"].show()          # doctest: +SKIP
     """
-    client = FlightStore(location)
-    at_ms = client.queues(queues).at_ms
-    table = partial(read, spark, location, queues=queues)
+    client = FlightStore(location, token=token, ca=ca)
+    client.queues(queues)
+    with snapshot(client.location, spark=spark) as then:
+        at_ms = int(then.at.timestamp() * 1000)
+        frames = _frames(partial(then.table, queues=queues), at_ms)
+    return {**frames, "routing": _routing(spark, client)}
+
+
+def _frames(table: Callable[..., DataFrame], at_ms: int) -> dict[str, DataFrame]:
+    """Read tables and make the DataFrames of a report of them, which need the broker no more."""
     states = []
     for state in ("done", "failed"):
         rows = table(state, columns=(*_MESSAGE, f"{state}_at"))
@@ -84,7 +98,6 @@ def report(
         .orderBy(F.desc("oldest_wait_ms"), "queue", "group")
         .limit(SLOWEST),
         "timeline": _timeline(ended),
-        "routing": _routing(spark, client),
     }
 
 
@@ -111,11 +124,7 @@ def save_report(frames: Mapping[str, DataFrame], directory: str | Path) -> Path:
 def _messages(ended: DataFrame, active: DataFrame, tried: DataFrame) -> DataFrame:
     """Return a row for each message in a queue that was ever claimed or has ended."""
     active = active.withColumn("ended_at", F.lit(None).cast("timestamp"))
-    every = ended.unionByName(active.withColumn("state", F.lit("active")))
-    # Tables are snapshots of slightly different moments: a message may be in two of them.
-    known = F.struct("group", "published_at", "ended_at", "state", "attempts")
-    latest = F.max_by(known, F.col("state") != "active").alias("one")
-    once = every.groupBy("queue", "message_id").agg(latest).select("queue", "message_id", "one.*")
+    once = ended.unionByName(active.withColumn("state", F.lit("active")))
     first = tried.groupBy("queue", "message_id").agg(F.min("claimed_at").alias("claimed_at"))
     return once.join(first, ["queue", "message_id"], "left").select(
         "queue",

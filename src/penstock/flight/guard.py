@@ -1,0 +1,91 @@
+"""The calls of a Flight server: the key of each, and its metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.flight as fl
+
+from penstock.errors import NotAllowed
+from penstock.flight.protocol import describe, revive
+from penstock.server.security import ANYONE, token_of
+
+if TYPE_CHECKING:
+    from penstock.clock import Clock
+    from penstock.server.metrics import Metrics
+    from penstock.server.security import Keys, Principal
+
+
+class FlightCall(fl.ServerMiddleware):  # type: ignore[misc]
+    """One call: its key, and its name for the metrics."""
+
+    def __init__(
+        self, guard: FlightGuard, principal: Principal, operation: str, answer: str
+    ) -> None:
+        self.principal = principal
+        self.operation = operation
+        self._guard = guard
+        self._answer = answer
+        self._begin = guard.clock.seconds()
+
+    def sending_headers(self) -> dict[str, str]:
+        """Answer a login with the token to use from then on."""
+        return {"authorization": self._answer} if self._answer else {}
+
+    def call_completed(self, exception: Exception | None) -> None:
+        """Count the call."""
+        if self._guard.metrics is None:
+            return
+        outcome = "ok"
+        if exception is not None:
+            ours = revive(getattr(exception, "extra_info", None))
+            outcome = type(exception if ours is None else ours).__name__
+        seconds = self._guard.clock.seconds() - self._begin
+        self._guard.metrics.request(
+            "flight", self.operation, seconds, outcome, self.principal.key_id
+        )
+
+
+class FlightGuard(fl.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Finds the key of each call, and refuses a call without a known key."""
+
+    def __init__(self, keys: Keys | None, metrics: Metrics | None, clock: Clock) -> None:
+        self.keys = keys
+        self.metrics = metrics
+        self.clock = clock
+
+    def start_call(self, info: fl.CallInfo, headers: dict[str, Any]) -> FlightCall:
+        """Look at the headers of a call."""
+        operation = info.method.name.lower()
+        if self.keys is None:
+            return FlightCall(self, ANYONE, operation, "")
+        header = _header(headers)
+        token = token_of(header)
+        principal = self.keys.by_token(token) if token else None
+        if principal is None:
+            if self.metrics is not None:
+                self.metrics.request("flight", operation, 0.0, NotAllowed.__name__)
+            why = "the key is not known" if token else "it needs a key"
+            error = NotAllowed(f"this server wants authorization: Bearer ID:SECRET; {why}")
+            raise fl.FlightUnauthenticatedError(*describe(error))
+        login = header.lower().startswith("basic")
+        return FlightCall(self, principal, operation, f"Bearer {token}" if login else "")
+
+
+def _header(headers: dict[str, Any]) -> str:
+    for name, values in headers.items():
+        if name.lower() == "authorization" and values:
+            value = values[0]
+            return value.decode("latin-1") if isinstance(value, bytes) else str(value)
+    return ""
+
+
+class AcceptedHandshakes(fl.ServerAuthHandler):  # type: ignore[misc]
+    """Accepts Flight's own login: the middleware has checked its header."""
+
+    def authenticate(self, outgoing: Any, incoming: Any) -> None:
+        """Ask for nothing more."""
+
+    def is_valid(self, token: bytes) -> bytes:  # noqa: ARG002 - Flight's signature
+        """Return no name: the middleware knows the key."""
+        return b""
