@@ -81,7 +81,8 @@ class PostgresServer:
             "port": str(self.port),
             "listen_addresses": "127.0.0.1",
             "unix_socket_directories": str(self._place),
-            "max_connections": "60",
+            # Each snapshot that a test leaves open has one, until its broker is closed.
+            "max_connections": "200",
             "shared_buffers": "32MB",
         }
         if not self._durable:

@@ -65,6 +65,13 @@ def test_a_queue_made_by_one_is_used_by_the_other(two: Two) -> None:
         second.create_queue("q", lease_ms=5)
 
 
+def test_a_misspelt_queue_is_named_though_the_other_has_made_it(two: Two) -> None:
+    first, second = two.brokers
+    first.create_queue("orders")
+    with pytest.raises(QueueNotFound, match=r"did you mean 'orders'\?"):
+        second.claim("oders")
+
+
 def test_filters_count_from_the_change_on(two: Two) -> None:
     first, second = two.brokers
     first.create_queue("q", filter="n = 1")
