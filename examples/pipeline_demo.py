@@ -1,23 +1,29 @@
 """A shop's orders through the Spark pipeline: published, routed, worked off, reported.
 
-A broker whose routing is ``pipeline`` serves Flight in this process. Many tenants publish orders;
+A server in this process has a broker whose routing is ``pipeline``. Many tenants publish orders;
 the Spark route job matches them against the queues' filters and hands them over; workers claim
 them, and now and then fail. Then Spark fills a queue that came late, redrives what failed, and
-writes a report. In the end nothing may be missing or there twice: the exit code says so.
+writes a report, and a browser takes pictures of the console. In the end nothing may be missing or
+there twice: the exit code says so. ``--keep`` leaves the server on, for a look at the console.
 
-    python examples/pipeline_demo.py --orders 30000 --report ./report
+    python examples/pipeline_demo.py --orders 30000 --report ./report --keep
 
 Needs ``penstock[spark]`` and Java 17 or 21.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,12 +34,14 @@ from rich.table import Table
 import penstock
 from penstock import Message, SystemClock
 from penstock.filters import Row, parse
-from penstock.server import in_process_server
+from penstock.server import running
 from penstock.spark import session
 from penstock.spark.jobs import backfill, redrive, report, save_report
 from penstock.spark.route import route, status
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pyspark.sql import DataFrame, SparkSession
 
     from penstock import Broker, Delivery
@@ -49,6 +57,7 @@ COUNTRIES = ("NO", "SE", "FI", "DE", "FR", "IT")
 FAIL_SHARE = 0.02
 BROKEN_AMOUNT = 1_777
 BATCH = 200
+CONSOLE = Console(width=None if sys.stdout.isatty() else 120)
 
 
 class Shop:
@@ -120,9 +129,18 @@ class Shop:
         return sum(each.available + each.delayed + each.in_flight for each in stats)
 
 
+class Measured(dict[str, str]):
+    """What was measured, by name; each is printed when it is known."""
+
+    def __setitem__(self, what: str, value: str) -> None:
+        """Print it and keep it."""
+        CONSOLE.print(f"{what}: {value}")
+        super().__setitem__(what, value)
+
+
 def run(shop: Shop, spark: SparkSession, location: str, scratch: Path) -> dict[str, str]:
     """Run the story; return what was measured."""
-    clock, measured = shop.clock, {}
+    clock, measured = shop.clock, Measured()
     query = route(location, spark=spark, checkpoint=scratch / "checkpoint")
     with ThreadPoolExecutor(len(FILTERS) + 2) as pool:
         try:
@@ -134,6 +152,7 @@ def run(shop: Shop, spark: SparkSession, location: str, scratch: Path) -> dict[s
             started_ms = clock.now_ms()
             making = pool.submit(shop.produce)
             staff = [pool.submit(shop.work, queue) for queue in FILTERS]
+            _until(shop, making.done)
             making.result()
             measured["published"] = _took(clock, started_ms)
             _until(shop, lambda: not status(location).behind)
@@ -166,11 +185,31 @@ def _took(clock: SystemClock, since_ms: int) -> str:
 
 
 def _until(shop: Shop, what: Any, patience_ms: int = 600_000) -> None:
+    """Wait, and show how far it is."""
     end_ms = shop.clock.now_ms() + patience_ms
-    while not what():
-        if shop.clock.now_ms() > end_ms:
-            raise TimeoutError("the pipeline does not come to rest")
-        shop.finished.wait(0.1)
+    with CONSOLE.status("…") as line:
+        while not what():
+            if shop.clock.now_ms() > end_ms:
+                raise TimeoutError("the pipeline does not come to rest")
+            done = sum(map(len, shop.acked.values()))
+            line.update(
+                f"{len(shop.published):,} published, {done:,} done, {shop.waiting():,} wait"
+            )
+            shop.finished.wait(0.1)
+
+
+@contextmanager
+def _errors_to(file: Path) -> Iterator[None]:
+    """Let programs that are started within write their warnings and errors to a file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept = os.dup(2)
+    try:
+        with file.open("wb") as log:
+            os.dup2(log.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def check(shop: Shop, frames: dict[str, DataFrame]) -> list[str]:
@@ -201,21 +240,43 @@ def show(
     console.print(table)
 
 
-def story(scratch: Path, kept: Path, orders: int, tenants: int, master: str) -> int:
+def take_pictures(address: str, folder: Path) -> list[Path]:
+    """Save what the console shows now; nothing, if there is no browser for it."""
+    if not (find_spec("selenium") and which("chromium") and which("chromedriver")):
+        return []
+    screenshots: Any = import_module("screenshots")
+    picture = screenshots.Picture
+    pages = [picture("queues", ""), picture("orders", "queues/orders?state=done", height=1_000)]
+    driver = screenshots.browser()
+    try:
+        for page in pages:
+            screenshots.picture(driver, address, page, folder)
+    finally:
+        driver.quit()
+    return [folder / f"console-{page.name}.png" for page in pages]
+
+
+def story(
+    scratch: Path, kept: Path, orders: int, tenants: int, master: str, *, keep: bool = False
+) -> int:
     """Run it all; return the exit code."""
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = CONSOLE
+    # Java warns of its own modules, Spark of libraries that are not needed here.
     console.print("starting Spark…")
-    spark = session(master, conf={"spark.log.level": "OFF"})
+    with _errors_to(kept / "spark.log"):
+        spark = session(master, conf={"spark.log.level": "ERROR", "spark.ui.enabled": "false"})
     with (
         penstock.open(f"rocksdb:{scratch / 'store'}", routing="pipeline") as broker,
-        in_process_server(broker) as server,
+        running(broker, flight="127.0.0.1:0", http="127.0.0.1:0") as server,
     ):
+        location, address = server.location("flight"), server.location("http")
         for name, text in FILTERS.items():
             broker.create_queue(name, filter=text, max_attempts=3, backoff_base_ms=50)
         shop = Shop(broker, orders, tenants)
-        measured = run(shop, spark, server.location, scratch)
-        frames = report(spark, server.location)
-        written = save_report(frames, kept)
+        measured = run(shop, spark, location, scratch)
+        with console.status("the report…"):
+            frames = report(spark, location)
+            written = save_report(frames, kept)
         wrong = check(shop, frames)
         show(console, "Run", ("what", "measured"), list(measured.items()))
         times = [
@@ -240,8 +301,13 @@ def story(scratch: Path, kept: Path, orders: int, tenants: int, master: str) -> 
         columns = ("queue", "outcome", "reason", "attempts")
         rows = [tuple(row) for row in frames["reasons"].select(*columns).collect()]
         show(console, "Why attempts did not succeed", columns, rows)
-    spark.stop()
-    console.print(f"report: {written}", soft_wrap=True)
+        for path in [written, *take_pictures(address, kept)]:
+            console.print(f"saved: {path}", soft_wrap=True)
+        spark.stop()
+        if keep:
+            console.print(f"the console: {address}/ – Ctrl-C ends it", soft_wrap=True)
+            with suppress(KeyboardInterrupt):
+                threading.Event().wait()
     for text in wrong:
         console.print(f"WRONG: {text}", style="bold red")
     if not wrong:
@@ -257,10 +323,11 @@ def story(scratch: Path, kept: Path, orders: int, tenants: int, master: str) -> 
     "--report", "kept", type=click.Path(path_type=Path), default="pipeline-report",
     show_default=True, help="Where the report goes.",
 )  # fmt: skip
-def main(orders: int, tenants: int, master: str, kept: Path) -> None:
+@click.option("--keep", is_flag=True, help="Leave the server on, for a look at the console.")
+def main(orders: int, tenants: int, master: str, kept: Path, *, keep: bool) -> None:
     """Run a shop's orders through the Spark pipeline and check that the numbers add up."""
     with tempfile.TemporaryDirectory(prefix="penstock-pipeline-") as scratch:
-        raise SystemExit(story(Path(scratch), kept, orders, tenants, master))
+        raise SystemExit(story(Path(scratch), kept, orders, tenants, master, keep=keep))
 
 
 if __name__ == "__main__":
