@@ -138,9 +138,14 @@ def test_a_task_returns_its_value(tasks: Any, worker: Any, client: Client) -> No
     assert found.enqueued_at < found.started_at <= found.last_attempted_at < found.finished_at
     assert (found.attempts, found.errors) == (1, [])
     assert found.worker_ids[0].endswith(f"-{worker.pid}")
-    [entry] = [
-        each for each in client.browse("default", state="done") if each.payload == found.id.encode()
-    ]
+
+    def done() -> list[penstock.Entry]:
+        page = client.browse("default", state="done")
+        return [each for each in page if each.payload == found.id.encode()]
+
+    # The worker acks after it has noted the result.
+    wait_until(done)
+    [entry] = done()
     [attempt] = client.attempts("default", entry.message_id)
     assert [attempt.consumer] == found.worker_ids
     assert entry.attributes == {"queue": "default", "task": "shop.tasks.add"}
