@@ -305,7 +305,7 @@ class Broker(ServedBroker):
         self.queue(queue)
         parts: list[list[int] | None] = [None]
         if ids is not None:
-            parts = [ids[at : at + MASS_STEP] for at in range(0, len(ids), MASS_STEP)]
+            parts = [*_steps(ids)]
 
         def step(part: list[int] | None, after: bytes, now_ms: int) -> tuple[int, bytes | None]:
             return self._store.redrive(
@@ -391,9 +391,8 @@ class Broker(ServedBroker):
         if states != [State.FAILED]:
             raise InvalidInput("only failed messages can be purged by their ids: states=['failed']")
         self.queue(queue)
-        parts = [ids[at : at + MASS_STEP] for at in range(0, len(ids), MASS_STEP)]
         remove = partial(self._store.purge, queue, states)
-        return sum(self._runner.apply(partial(remove, message_ids=part)) for part in parts)
+        return sum(self._runner.apply(partial(remove, message_ids=part)) for part in _steps(ids))
 
     def trim(
         self, queue: str, *, state: State | str, before: int, created_at_ms: int | None = None
@@ -463,6 +462,11 @@ def _make_spec(settings: dict[str, Any], name: str) -> QueueSpec:
     spec = check_spec(QueueSpec(**{**settings, "name": name}))
     # A copy: the caller may change his own labels from here on.
     return msgspec.structs.replace(spec, labels=dict(spec.labels))
+
+
+def _steps(ids: list[int]) -> list[list[int]]:
+    """Cut ids into parts that a verb over many takes one at a time."""
+    return [ids[at : at + MASS_STEP] for at in range(0, len(ids), MASS_STEP)]
 
 
 def _find_queue(store: FullStore, name: str) -> LiveQueue | None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound="Callable[..., Any]")
 DEFAULT_SERVER: Final = "penstock://127.0.0.1:8814"
-# What an error of the client names, and what the command line has instead.
+# Parameters that errors of the client name, and the variables of the command line for them.
 _VARIABLES: Final = {
     "token='KEY": "PENSTOCK_TOKEN='KEY",
     "give tls= a context that does": "name its CA by PENSTOCK_CA=FILE",

@@ -230,7 +230,7 @@ def _lowered(given: Mapping[str, str], known: set[str]) -> dict[str, str]:
 
 # --- tables of Spark's catalog --------------------------------------------------------------------
 
-# What Spark itself notes of a table that CREATE TABLE makes.
+# Options that Spark itself adds to a table that CREATE TABLE makes.
 _OF_TABLE: Final = {"provider", "owner", "comment", "collation", "external", "is_managed_location"}
 _METADATA: Final = "penstock"
 
