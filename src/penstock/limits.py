@@ -74,6 +74,10 @@ MAX_STAGES: Final = 10_000
 MAX_STAGED_BYTES: Final = 256 * 1024 * 1024
 MAX_STAGE_IDLE_MS: Final = 3_600_000
 MAX_STAGE_NAME_BYTES: Final = 256
+# Messages that wait on the server's disk until all rows of their write are known to be good.
+MAX_SPOOLS: Final = 64
+MAX_SPOOLED_PARTS: Final = 100_000
+MAX_SPOOLED_BYTES: Final = 16 * 1024 * 1024 * 1024
 MAX_COLLECT_CHUNK: Final = 200
 # One publish of a Flight stream: what commits together.
 MAX_PUT_CHUNK_MESSAGES: Final = 10_000
@@ -160,6 +164,10 @@ MAX_REQUESTS_AT_WORK: Final = 1_024
 MAX_BYTES_AT_WORK: Final = 8 * 1024 * 1024
 MAX_WAITING_CLAIMS: Final = 10_000
 MAX_UNSENT_BYTES: Final = 1024 * 1024
+# Consumers of one connection, and the credit that one of them may have at a time.
+MAX_CONSUMERS: Final = 1_000
+MAX_CREDIT: Final = 10_000
+MAX_CREDIT_BYTES: Final = 64 * 1024 * 1024
 # All connections: bytes of requests that are at work.
 MAX_ALL_BYTES_AT_WORK: Final = 256 * 1024 * 1024
 # Silence: before the greeting, inside a frame, of a reader that takes nothing, of a connection.
@@ -178,6 +186,10 @@ MAX_QUEUEBER_CONNECTIONS: Final = 1_000
 # New messages leave the lesser of the two free, unless min_free_bytes says otherwise.
 MIN_FREE_BYTES: Final = 64 * 1024 * 1024
 MIN_FREE_PERCENT: Final = 2
+# Bounds of write_buffer_mb and block_cache_mb of a URL, and what both are without.
+MIN_STORE_MEMORY_MB: Final = 8
+MAX_STORE_MEMORY_MB: Final = 65_536
+STORE_MEMORY_MB: Final = 64
 
 # --- object storage ---------------------------------------------------------------------------
 # How long the object store may give no answer before the verb that waits for it fails.

@@ -12,6 +12,8 @@
                                   docs/sql.md has under "What can be tuned"
     ...?design=indexed|buckets    which of the two storage designs a new store gets
     ...?min_free_bytes=N          RocksDB: what new messages leave free on the disk
+    ...?write_buffer_mb=N         RocksDB: memory for rows that are not in files yet
+    ...?block_cache_mb=N          RocksDB: memory for blocks of files
     ...?flush_ms=N                SlateDB: the least time from one write of its log to the next
     penstock://HOST:PORT          a server, by way of :func:`penstock.connect`
 """
@@ -30,8 +32,8 @@ import msgspec
 from penstock.broker.broker import Broker
 from penstock.clock import Clock, FollowingClock, SystemClock
 from penstock.errors import InvalidUrl, StoreMismatch, did_you_mean, needs_extra
-from penstock.limits import MAX_FLUSH_MS, MAX_OFFSET
-from penstock.store.kv.state import FORMAT, SHARED_TABLES, Identity
+from penstock.limits import MAX_FLUSH_MS, MAX_OFFSET, MAX_STORE_MEMORY_MB, MIN_STORE_MEMORY_MB
+from penstock.store.kv.state import FORMAT, SHARED_TABLES, Identity, describe_format
 from penstock.store.kv.store import KvStore
 from penstock.store.live import LIVE_TABLES
 
@@ -161,12 +163,16 @@ def open_engine(url: StoreUrl, routing: str | None, *, create: bool) -> tuple[En
         design = url.design or DEFAULT_DESIGN
         return MemoryEngine(DESIGNS[design]), design
     if url.scheme == "rocksdb":
-        from penstock.engines.rocksdb import RocksEngine  # noqa: PLC0415
+        from penstock.engines.rocksdb import Memory, RocksEngine  # noqa: PLC0415
 
         path = Path(url.place)
         design = rocksdb_design(path, url.design, create=create)
-        tables, reserve = DESIGNS[design], url.numbers.get("min_free_bytes")
-        return RocksEngine(path, tables, mark=design, min_free_bytes=reserve), design
+        reserve = url.numbers.get("min_free_bytes")
+        memory = Memory(
+            **{name: url.numbers[name] for name in Memory._fields if name in url.numbers}
+        )
+        tables = DESIGNS[design]
+        return RocksEngine(path, tables, mark=design, min_free_bytes=reserve, memory=memory), design
     place = slatedb_place(url)
     from penstock.engines.slatedb import SlateEngine  # noqa: PLC0415
 
@@ -240,10 +246,12 @@ def check_identity(place: str, record: bytes, design: str | None, routing: str |
         found = msgspec.msgpack.decode(record, type=Identity)
     except (msgspec.MsgspecError, ValueError) as error:
         raise StoreMismatch(f"{place}: its identity record does not decode: {error}") from error
-    if found.format > FORMAT or found.design not in DESIGNS:
+    if found.format != FORMAT:
+        raise StoreMismatch(f"{place} holds a store of {describe_format(found.format)}")
+    if found.design not in DESIGNS:
         raise StoreMismatch(
-            f"{place} holds a store of format {found.format} and design {found.design!r:.100}; "
-            f"this version of Penstock reads up to {FORMAT}: use a newer one"
+            f"{place} holds a store of the design {found.design!r:.100}, which this version of "
+            "Penstock does not know: use a newer one"
         )
     if design is not None and design != found.design:
         raise StoreMismatch(
@@ -259,10 +267,17 @@ def check_identity(place: str, record: bytes, design: str | None, routing: str |
 # --- reading a URL --------------------------------------------------------------------------------
 
 _SCHEMES: Final = ("memory", "rocksdb", "slatedb+file", "slatedb+s3")
-# Option that is a number: the schemes that take it, its bound, and what an error says of it.
+_MEMORY: Final = (
+    "rocksdb",
+    range(MIN_STORE_MEMORY_MB, MAX_STORE_MEMORY_MB + 1),
+    f"{MIN_STORE_MEMORY_MB} to {MAX_STORE_MEMORY_MB} MiB",
+)
+# Option that is a number: the schemes that take it, its bounds, and what an error says of it.
 _NUMBERS: Final = {
-    "flush_ms": ("slatedb", MAX_FLUSH_MS, f"0 to {MAX_FLUSH_MS} milliseconds"),
-    "min_free_bytes": ("rocksdb", MAX_OFFSET, "a number of bytes, 0 for no reserve"),
+    "flush_ms": ("slatedb", range(MAX_FLUSH_MS + 1), f"0 to {MAX_FLUSH_MS} milliseconds"),
+    "min_free_bytes": ("rocksdb", range(MAX_OFFSET + 1), "a number of bytes, 0 for no reserve"),
+    "write_buffer_mb": _MEMORY,
+    "block_cache_mb": _MEMORY,
 }
 
 
@@ -305,8 +320,8 @@ def parse_url(url: object) -> StoreUrl:
     if design is not None and design not in DESIGNS:
         raise InvalidUrl(f"there is no design {design!r:.100}; {did_you_mean(design, DESIGNS)}")
     for name, text in options.items():
-        _, most, allowed = _NUMBERS[name]
-        if not (text.isdecimal() and int(text) <= most):
+        _, bounds, allowed = _NUMBERS[name]
+        if not (text.isdecimal() and int(text) in bounds):
             raise InvalidUrl(f"{name} is {text!r:.100} in {url!r:.200}; it must be {allowed}")
     return StoreUrl(scheme, place, design, {name: int(text) for name, text in options.items()})
 

@@ -94,6 +94,90 @@ def test_what_is_done_stays_done(make_hand: Any, design: str) -> None:
     assert key != part
 
 
+def end_five(hand: Any, state: State) -> tuple[opendata.QueueKeys, list[int]]:
+    """End five messages of a new queue in one part; return the keys of parts, and the ids."""
+    hand.broker.create_queue("five", max_attempts=1, bucket_exponent=1)
+    ids = hand.broker.publish([Message(b"x", {"queue": "five"}) for _ in range(5)])
+    receipts = [each.receipt for each in hand.broker.claim("five", limit=5)]
+    if state is State.FAILED:
+        hand.broker.release(receipts, reason="no")
+        return opendata.FAILED, ids
+    hand.broker.ack(receipts)
+    return opendata.DONE, ids
+
+
+def ended(hand: Any, state: State) -> dict[int, int]:
+    """Return the ids of the queue's ended messages by sequence number."""
+    with hand.store.pin(hand.clock.now_ms()) as pinned:
+        return {
+            number: row[0]
+            for keys in pinned.cut(state.value, "five", 1)
+            for numbers, rows in pinned.ended_rows(state, keys)
+            for number, row in zip(numbers, rows, strict=True)
+        }
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a repair commit each row, so that it meets those that it has written."""
+    monkeypatch.setattr(audit_tables, "_BATCH_CHANGES", 1)
+    monkeypatch.setattr("penstock.store.kv.check.LARGE_PAGE", 1)
+
+
+@pytest.mark.usefixtures("small_steps")
+@pytest.mark.parametrize("state", [State.DONE, State.FAILED])
+def test_messages_of_a_mended_part_keep_their_numbers(make_hand: Any, state: State) -> None:
+    hand = make_hand("memory", "indexed", "inline")
+    keys, ids = end_five(hand, state)
+    ((part, value),) = hand.rows("history", keys.prefix(b"five"))
+    failed = state is State.FAILED
+    entries = records.decode_ended(value, failed=failed)
+    entries[1] = entries[1]._replace(metadata=b"?")
+    hand.put("history", part, records.encode_ended(entries, failed=failed))
+    assert check(hand, repair=True).ok
+    assert_clean(hand.broker)
+    assert ended(hand, state) == {0: ids[0], 2: ids[2], 3: ids[3], 4: ids[4]}
+    if failed:
+        assert hand.broker.redrive("five", message_ids=ids[2:4]) == 2
+        assert_clean(hand.broker)
+
+
+@pytest.mark.usefixtures("small_steps")
+@pytest.mark.parametrize("state", [State.DONE, State.FAILED])
+@pytest.mark.parametrize(("exponent", "damaged"), [(1, False), (2, False), (1, True)])
+def test_parts_that_share_numbers_are_told_apart(
+    make_hand: Any, state: State, exponent: int, *, damaged: bool
+) -> None:
+    hand = make_hand("memory", "indexed", "inline")
+    keys, ids = end_five(hand, state)
+    ((part, value),) = hand.rows("history", keys.prefix(b"five"))
+    failed = state is State.FAILED
+    entries = records.decode_ended(value, failed=failed)
+    second = keys.key(b"five", opendata.make_id(exponent, 0), 2)
+    if damaged:
+        # Those behind it keep numbers that the second part has.
+        entries[1] = entries[1]._replace(metadata=b"?")
+    hand.put("history", part, records.encode_ended(entries[:3], failed=failed))
+    hand.put("history", second, records.encode_ended(entries[3:], failed=failed))
+    for message_id in ids[3:] if failed else ():
+        index = b"\x02\x0a" + opendata.terminated(b"five") + message_id.to_bytes(8, "big")
+        hand.put("history", index, second)
+    found = [(each.kind, each.key) for each in check(hand).violations]
+    assert (Kind.ORDER, second.hex()) in found
+    assert damaged or len(found) == 1
+    assert check(hand, repair=True).ok
+    assert_clean(hand.broker)
+    # Behind all others, where a bucket begins.
+    begin = 10**exponent
+    numbers = dict(zip((0, 1, 2, begin, begin + 1), ids, strict=True))
+    if damaged:
+        del numbers[1]
+    assert ended(hand, state) == numbers
+    if failed:
+        assert hand.broker.redrive("five", message_ids=list(numbers.values())) == len(numbers)
+        assert_clean(hand.broker)
+
+
 @DESIGNS
 def test_payloads_of_quarantined_records_are_kept(make_hand: Any, design: str) -> None:
     hand = make_hand("memory", design, "inline")
@@ -229,8 +313,8 @@ def test_a_message_that_would_never_come_is_mended(make_hand: Any) -> None:
     message_id = hand.ids["delayed"][0]
     main = hand.number("plain") + message_id.to_bytes(8, "big")
     fields: list[Any] = list(decode_stored_item(hand.get("available", main)))
-    fields[5] = (1 << 64) - 1
-    hand.put("available", main, encode_stored_item(*fields))
+    fields[4] = (1 << 64) - 1
+    hand.put("available", main, encode_stored_item(*fields[:5]))
     report = check(hand, repair=True)
     assert report.ok
     assert (Kind.WRONG_FIELD, main.hex()) in {(each.kind, each.key) for each in report.violations}

@@ -220,8 +220,8 @@ def done_part(hand: Any) -> tuple[bytes, bytes]:
 
 
 def second_part(hand: Any, entries: list[Any]) -> bytes:
-    """Add a part of done messages where the first, of two messages, leaves a number free."""
-    key: bytes = opendata.DONE.key(b"plain", opendata.make_id(1, 0), 1)
+    """Add a part of done messages behind the first, of two messages."""
+    key: bytes = opendata.DONE.key(b"plain", opendata.make_id(1, 0), 2)
     hand.put("history", key, records.encode_ended(entries, failed=False))
     return key
 
@@ -253,9 +253,8 @@ def done_metadata_is_junk(hand: Any) -> set[Any]:
 
 def done_twice(hand: Any) -> set[Any]:
     _, value = done_part(hand)
-    return {
-        (Kind.TWICE, "history", second_part(hand, [records.decode_ended(value, failed=False)[1]]))
-    }
+    key = second_part(hand, [records.decode_ended(value, failed=False)[1]])
+    return {(Kind.TWICE, "history", key), counters("plain")}
 
 
 def empty_part(hand: Any) -> set[Any]:

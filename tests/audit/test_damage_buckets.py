@@ -12,6 +12,7 @@ from penstock.store.codec.buckets import decode_summary, encode_head, pack_summa
 from penstock.store.codec.opendata import payload_key
 from penstock.store.codec.stored import decode_lease
 from penstock.store.kv.check import Kind
+from penstock.store.kv.queues import decode_counts, encode_counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -177,11 +178,10 @@ def metadata_is_junk(hand: Any) -> set[Any]:
 
 def claims_fall_back(hand: Any) -> set[Any]:
     key = b"\x02\x0bfifo"
-    value = bytearray(hand.get("queues", key))
-    at = 1 + 8 * 15  # next_claim
-    assert int.from_bytes(value[at : at + 8], "little") == hand.queue("fifo").counts.next_claim
-    value[at : at + 8] = bytes(8)
-    hand.put("queues", key, bytes(value))
+    counts = decode_counts(hand.get("queues", key))
+    assert counts.next_claim
+    counts.next_claim = 0
+    hand.put("queues", key, encode_counts(counts))
     return {(Kind.COUNTER, "queues", key)}
 
 

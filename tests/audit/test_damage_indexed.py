@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.store.codec.opendata import payload_key
-from penstock.store.codec.stored import decode_lease, decode_stored_item, encode_stored_item
+from penstock.store.codec.stored import (
+    decode_lease,
+    decode_stored_item,
+    encode_stored_item,
+    with_lease,
+)
 from penstock.store.kv.check import Kind
 from penstock.store.live import lane_of
 
@@ -63,6 +68,12 @@ def lease_of(hand: Any, name: str, message_id: int) -> bytes:
     return found
 
 
+def ready_key(main: bytes, fields: Any) -> bytes:
+    """Return the index entry that a message of these fields has while it can be claimed."""
+    key: bytes = b"\x01" + main[:4] + fields[1] + fields[4].to_bytes(8, "big") + main[4:]
+    return key
+
+
 # --- records ------------------------------------------------------------------------------
 
 
@@ -82,7 +93,7 @@ def metadata_is_junk(hand: Any) -> set[Any]:
     main = main_of(hand, "plain", message_id)
     fields: list[Any] = list(decode_stored_item(hand.get("available", main)))
     fields[0] = JUNK
-    hand.put("available", main, encode_stored_item(*fields))
+    hand.put("available", main, encode_stored_item(*fields[:5]))
     return {
         (Kind.UNDECODABLE, "available", main),
         (Kind.ORPHAN_ENTRY, "visibility_index", ready_entry(hand, "plain", message_id)),
@@ -125,11 +136,11 @@ def record_in_flight_is_junk(hand: Any) -> set[Any]:
     }
 
 
-def record_names_another_key(hand: Any) -> set[Any]:
+def record_names_another_lane(hand: Any) -> set[Any]:
     main = main_of(hand, "plain", waiting(hand))
     fields: list[Any] = list(decode_stored_item(hand.get("available", main)))
-    fields[1], fields[2], fields[6] = b"?", bytes(8), b"L" * 16
-    hand.put("available", main, encode_stored_item(*fields))
+    fields[1] = b"?"
+    hand.put("available", main, with_lease(encode_stored_item(*fields[:5]), b"L" * 16))
     return {(Kind.WRONG_FIELD, "available", main)}
 
 
@@ -137,9 +148,8 @@ def waits_and_is_in_flight(hand: Any) -> set[Any]:
     message_id = hand.ids["plain in flight"][0]
     main = main_of(hand, "plain", message_id)
     fields: list[Any] = list(decode_stored_item(hand.get("in_progress", main)))
-    fields[6] = bytes(16)
-    hand.put("available", main, encode_stored_item(*fields))
-    hand.put("visibility_index", fields[1], main)
+    hand.put("available", main, encode_stored_item(*fields[:5]))
+    hand.put("visibility_index", ready_key(main, fields), b"")
     return {(Kind.TWICE, "available", main)}
 
 
@@ -174,7 +184,7 @@ def entry_of_nobody(hand: Any) -> set[Any]:
     number = hand.number("plain")
     ready = b"\x01" + number + lane_of("a", 0) + bytes(8) + (4_000).to_bytes(8, "big")
     timer = b"\x00" + number + bytes(8) + (4_000).to_bytes(8, "big")
-    hand.put("visibility_index", ready, number + ready[-8:])
+    hand.put("visibility_index", ready, b"")
     hand.put("visibility_index", timer, number + timer[-8:] + lane_of("a", 0))
     return {(Kind.ORPHAN_ENTRY, "visibility_index", key) for key in (ready, timer)}
 
@@ -182,18 +192,18 @@ def entry_of_nobody(hand: Any) -> set[Any]:
 def available_and_delayed(hand: Any) -> set[Any]:
     message_id = hand.ids["delayed"][0]
     main = main_of(hand, "plain", message_id)
-    key = decode_stored_item(hand.get("available", main))[1]
-    hand.put("visibility_index", key, main)
+    key = ready_key(main, decode_stored_item(hand.get("available", main)))
+    hand.put("visibility_index", key, b"")
     return {(Kind.ORPHAN_ENTRY, "visibility_index", key)}
 
 
 def available_too_early(hand: Any) -> set[Any]:
     message_id = hand.ids["delayed"][1]
     main = main_of(hand, "plain", message_id)
-    key = decode_stored_item(hand.get("available", main))[1]
+    key = ready_key(main, decode_stored_item(hand.get("available", main)))
     timer = timer_entry(hand, "plain", message_id)
     hand.delete("visibility_index", timer)
-    hand.put("visibility_index", key, main)
+    hand.put("visibility_index", key, b"")
     return {
         (Kind.ORPHAN_ENTRY, "visibility_index", key),
         (Kind.MISSING_ENTRY, "visibility_index", timer),
@@ -249,7 +259,7 @@ def records_of_no_queue(hand: Any) -> set[Any]:
 
 DAMAGES = [
     record_is_junk, metadata_is_junk, record_is_gone, record_in_flight_is_gone,
-    record_in_flight_is_junk, record_names_another_key, waits_and_is_in_flight, entry_is_gone,
+    record_in_flight_is_junk, record_names_another_lane, waits_and_is_in_flight, entry_is_gone,
     delayed_entry_is_gone, fifo_entry_is_gone, entry_names_another, entry_of_nobody,
     available_and_delayed, available_too_early, fifo_available_too_early, group_count_is_wrong,
     group_count_is_gone, group_of_nobody_is_held, records_of_no_queue,

@@ -43,6 +43,12 @@ def pack_decoded(active: tuple[list[Any], list[Any]]) -> bytes:
     )
 
 
+def encode_item(item: Any) -> bytes:
+    """Encode a StoredItem with its lease, or without if it has none."""
+    record = stored.encode_stored_item(*item[:5])
+    return record if item[5] == stored.NO_LEASE else stored.with_lease(record, item[5])
+
+
 VALUES = {
     "active": Case(
         bkt.decode_active,
@@ -88,8 +94,15 @@ VALUES = {
     ),
     "stored item": Case(
         stored.decode_stored_item,
-        lambda item: stored.encode_stored_item(*item),
-        stored.encode_stored_item(b"hello", b"index key", b"12345678", 1, 2, 3, bytes(16)),
+        encode_item,
+        stored.encode_stored_item(b"hello", b"lane", 1, 2, 3),
+        open_ended=True,
+    ),
+    "stored item in flight": Case(
+        stored.decode_stored_item,
+        encode_item,
+        encode_item((b"hello", b"lane", 1, 2, 3, b"L" * 16)),
+        open_ended=True,
     ),
     "lease": Case(
         stored.decode_lease,

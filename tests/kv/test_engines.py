@@ -100,6 +100,35 @@ class EngineSuite:
         assert self.table().multi_get(asked) == [b"3", None, b"", b"3", b"1"]
         assert self.table().multi_get([]) == []
 
+    @pytest.mark.parametrize(
+        "numbers",
+        [
+            range(100),
+            range(-5, 130),
+            # The last is as far from the first as in a run without gaps.
+            [0, 90, *range(1, 18), 19],
+            [5, *reversed(range(40)), 46],
+            [*range(20), *range(20)],
+            [0, 0, *range(2, 20), 20],
+            [*range(40, 60), 10],
+        ],
+    )
+    def test_many_numbered_keys(self, numbers: Sequence[int]) -> None:
+        def key(number: int) -> bytes:
+            return b"k" + (1_000 + number).to_bytes(8, "big")
+
+        rows = {key(number): str(number).encode() for number in range(100) if number % 7}
+        self.put(rows)
+        asked = [key(number) for number in numbers]
+        assert self.table().multi_get(asked) == [rows.get(each) for each in asked]
+
+    def test_many_keys_with_longer_ones_between(self) -> None:
+        names = [b"1", *(b"1-%02d" % number for number in range(40)), b"2"]
+        rows = {b"kind %s" % name: name for name in names}
+        self.put(rows)
+        asked = [b"kind 1", *(b"kind 1.%02d" % number for number in range(20)), b"kind 2"]
+        assert self.table().multi_get(asked) == [rows.get(each) for each in asked]
+
     def test_tables_are_apart(self) -> None:
         for name in TABLES:
             self.put({b"k": name.encode()}, name)

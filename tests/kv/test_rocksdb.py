@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 import rocksdict
+from tests.waiting import wait_until
 
 import penstock
 from penstock.engines import Shape, rocksdb
@@ -250,21 +251,16 @@ def test_a_store_keeps_how_it_routes(tmp_path: Path) -> None:
         assert broker.log_stats().routing == "pipeline"
 
 
+def identity_of(format_: int) -> bytes:
+    fields = {"design": "indexed", "store_id": 1, "created_at_ms": 0, "routing": "inline"}
+    return msgspec.msgpack.encode({"format": format_, **fields})
+
+
 @pytest.mark.parametrize(
     ("identity", "says"),
     [
-        (
-            msgspec.msgpack.encode(
-                {
-                    "format": 2,
-                    "design": "indexed",
-                    "store_id": 1,
-                    "created_at_ms": 0,
-                    "routing": "inline",
-                }
-            ),
-            "format 2.*use a newer one",
-        ),
+        (identity_of(format_=3), "format 3; .* reads format 2: use a newer one"),
+        (identity_of(format_=1), "format 1; .* reads format 2: use the one that made it"),
         (b"\xc1", "identity record does not decode"),
     ],
 )
@@ -281,3 +277,43 @@ def test_an_identity_of_tomorrow_or_of_nobody_is_refused(
         penstock.open(f"rocksdb:{tmp_path}", background=False)
     # A store that was refused is let go of.
     RocksEngine(tmp_path, DESIGNS["indexed"]).close()
+
+
+def test_memory_is_set_by_the_url_whenever_a_store_is_opened(tmp_path: Path) -> None:
+    def options() -> str:
+        newest = max(tmp_path.glob("OPTIONS-*"), key=lambda path: int(path.name[8:]))
+        return newest.read_text()
+
+    payloads = [bytes([number]) * 1_000_000 for number in range(12)]
+    with penstock.open(f"rocksdb:{tmp_path}?write_buffer_mb=8&block_cache_mb=9") as broker:
+        broker.create_queue("q")
+        for payload in payloads:
+            broker.send("q", payload)
+        assert "db_write_buffer_size=8388608" in options()
+        # Twelve megabytes do not fit in the buffers.
+        wait_until(lambda: list(tmp_path.glob("*.sst")))
+    with penstock.open(f"rocksdb:{tmp_path}") as broker:
+        assert "db_write_buffer_size=67108864" in options()
+        assert [one.payload for one in broker.claim("q", limit=12)] == payloads
+
+
+def test_files_of_other_settings_stay_readable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = dict.fromkeys(Shape, (4, False, False))
+    with monkeypatch.context() as tuned:
+        tuned.setattr(rocksdb, "_TUNING", plain)
+        engine = RocksEngine(tmp_path, TABLES)
+        batch = engine.batch()
+        for number in range(2_000):
+            key = number.to_bytes(8, "big")
+            batch.put(key, key * 100, engine.table("things").family)
+        engine.commit(batch)
+        engine.close()
+    (path,) = (each for each in tmp_path.glob("*.sst"))
+    assert path.stat().st_size > 1_000_000
+    engine = RocksEngine(tmp_path, TABLES)
+    things = engine.table("things")
+    assert len(things.scan(b"", b"\xff", 3_000)) == 2_000
+    assert things.get(bytes(8)) == bytes(800)
+    engine.close()

@@ -168,7 +168,7 @@ def test_a_damaged_manifest_is_told_of(place: SlateLocation, tmp_path: Path) -> 
         penstock.open(str(place))
 
 
-@pytest.mark.parametrize("changes", [{"format": 2}, {"design": "shoebox"}])
+@pytest.mark.parametrize("changes", [{"format": 3}, {"design": "shoebox"}])
 def test_a_store_of_tomorrow_is_refused_and_not_taken_over(
     place: SlateLocation, changes: dict[str, object]
 ) -> None:

@@ -136,6 +136,9 @@ URLS = {
     "memory:?min_free_bytes=1": "memory: has no option 'min_free_bytes' .*; known: design$",
     "memory:?design=bucket": "there is no design 'bucket'; did you mean 'buckets'",
     "rocksdb:./data?min_free_bytes=1G": "min_free_bytes is '1G' .*; it must be a number of bytes",
+    "rocksdb:./data?write_buffer_mb=7": "write_buffer_mb is '7' .*; it must be 8 to 65536 MiB",
+    "rocksdb:./data?block_cache_mb=1e3": "block_cache_mb is '1e3' .*; it must be 8 to 65536 MiB",
+    "memory:?block_cache_mb=8": "memory: has no option 'block_cache_mb' .*; known: design$",
 }
 
 

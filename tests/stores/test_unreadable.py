@@ -7,6 +7,7 @@ before is known, so that less than that is not taken for all.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import shutil
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -377,10 +378,12 @@ def test_a_claim_delivers_what_can_be_read_and_leases_nothing_else(
     with penstock.open(url, background=False, clock=ManualClock(NOW_MS)) as broker:
         broker.create_queue("jobs")
         broker.create_queue("turns", ordering="fifo")
-        jobs = broker.publish(Message(b"x" * 4_000, {"queue": "jobs"}) for _ in range(40))
+        # Bytes that can't be compressed, so that each share of the file has some of them.
+        noise = [hashlib.shake_128(bytes([number])).digest(4_000) for number in range(40)]
+        jobs = broker.publish(Message(payload, {"queue": "jobs"}) for payload in noise)
         turns = broker.publish(
-            Message(b"y" * 4_000, {"queue": "turns"}, group=f"g{number % 2}")
-            for number in range(40)
+            Message(payload, {"queue": "turns"}, group=f"g{number % 2}")
+            for number, payload in enumerate(noise)
         )
     (file,) = files_of(place)["payloads"]
     # The block behind the first of one queue, and the block behind the first of the other.

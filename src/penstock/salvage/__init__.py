@@ -197,7 +197,7 @@ class _CopiedRows:
             self.names.add(read_terminated(key, 2)[0].decode())
         elif table == "visibility_index":
             number = int.from_bytes(key[1:5], "big")
-            self._list(number, value[4:12])
+            self._list(number, key[-8:])
             if key[:1] == b"\1" and key[-16:-8] == bytes(8):
                 self.fifo_numbers.add(number)
         elif table == "leases":

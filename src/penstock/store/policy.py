@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -232,35 +233,52 @@ def check_assigned(
 def assigned(
     rows: Sequence[tuple[int, bytes]],
     assignments: Mapping[int, Sequence[str]],
-    coverage_of: Callable[[str], Coverage | None],
-    end: int,
-) -> Iterator[tuple[int, bytes, Head | Metadata, list[str]]]:
-    """Give a page's readable messages (id, metadata), each with the queues that still want it.
-
-    A queue may have been deleted, and made again, since the page was matched: it wants nothing that
-    came before it.
-    """
-    begin = rows[0][0] if rows else end
-    wants_all: dict[str, bool] = {}
-
-    def wants(name: str, offset: int) -> bool:
-        coverage = coverage_of(name)
-        if coverage is None:
-            return False
-        if name not in wants_all:
-            wants_all[name] = any(
-                stretch.begin <= begin and (stretch.end is None or end <= stretch.end)
-                for stretch in coverage.live
-            )
-        return wants_all[name] or coverage.filter_at(offset) is not None
-
+    wanting: Callable[[Sequence[str], int], Sequence[str]],
+) -> Iterator[tuple[int, bytes, Head | Metadata, Sequence[str]]]:
+    """Give the readable messages (id, metadata) of a page, each with the queues that want it."""
     heads = decode_heads([encoded for _, encoded in rows])
     for (message_id, encoded), head in zip(rows, heads, strict=True):
         names = assignments.get(message_id, ())
         # The attributes of a message that goes nowhere are read here for the first time.
         if head is not None and (names or read_metadata(encoded)):
-            wanting = [name for name in dict.fromkeys(names) if wants(name, message_id)]
-            yield message_id, encoded, head, wanting
+            yield message_id, encoded, head, wanting(names, message_id)
+
+
+def queues_wanting(
+    coverage_of: Callable[[str], Coverage | None], begin: int, end: int
+) -> Callable[[Sequence[str], int], Sequence[str]]:
+    """Return a function: which of these queues still want this message of a page [begin, end).
+
+    A queue may have been deleted, and made again, since the page was matched: it wants nothing that
+    came before it.
+    """
+
+    def wants(name: str, offset: int) -> bool:
+        coverage = coverage_of(name)
+        return coverage is not None and coverage.filter_at(offset) is not None
+
+    @cache
+    def is_sure(name: str) -> bool:
+        """Whether the answer is the same for all messages of the page."""
+        coverage = coverage_of(name)
+        return coverage is None or any(
+            stretch.begin <= begin and (stretch.end is None or end <= stretch.end)
+            for stretch in coverage.live
+        )
+
+    # Most messages of a page share their queues with many others.
+    known: dict[Sequence[str], Sequence[str]] = {(): ()}
+
+    def wanting(names: Sequence[str], offset: int) -> Sequence[str]:
+        names = tuple(names)
+        kept = known.get(names)
+        if kept is None:
+            kept = tuple(name for name in dict.fromkeys(names) if wants(name, offset))
+            if all(map(is_sure, names)):
+                known[names] = kept
+        return kept
+
+    return wanting
 
 
 # --- which offsets of the log a queue has been filled from ------------------------------------

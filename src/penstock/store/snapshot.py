@@ -10,10 +10,14 @@ from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+from penstock.limits import MAX_OFFSET
+from penstock.model import State
+from penstock.store.codec.metadata import decode_heads
 
-    from penstock.model import LogStats, QueueSpec, QueueStats, State, StoreStats
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+    from penstock.model import LogStats, QueueSpec, QueueStats, StoreStats
     from penstock.store.codec.records import AttemptRecord
 
 # A message that waits or is in flight: message id, the state's name, attempts, when it is visible,
@@ -52,10 +56,22 @@ class Depths(NamedTuple):
     failed: int
 
 
+class GroupDepths(NamedTuple):
+    """How many live messages a group of a queue has, and when the oldest that waits came."""
+
+    group: str
+    available: int
+    delayed: int
+    in_flight: int
+    oldest_published_ms: int | None
+
+
 class PinnedStore(AbstractContextManager["PinnedStore"], Protocol):
     """A store as it was at ``at_ms``. Close it soon: it keeps deleted data."""
 
     at_ms: int
+    # Whether the sequence numbers of a queue's done and failed messages are in the order of time.
+    ordered: bool
     log_stats: LogStats
     totals: StoreStats
     stats: Sequence[QueueStats]
@@ -75,14 +91,32 @@ class PinnedStore(AbstractContextManager["PinnedStore"], Protocol):
     def depths(self, queue: str) -> Depths:
         """Count a queue's messages."""
 
+    def sequence_ends(self, queue: str) -> dict[State, int]:
+        """Return the sequence numbers that done and failed messages of a queue get next.
+
+        Of a store that was pinned with ``marks``: no later one gets a lower number.
+        """
+
+    def first_ended(self, state: State, queue: str, since_ms: int) -> tuple[int, int] | None:
+        """Return sequence and time of the first message that ended at a time or later.
+
+        It is the one with the lowest sequence number; None: there is none.
+        """
+
+    def groups(self, queue: str) -> Iterator[GroupDepths]:
+        """Count the live messages of each group of a queue."""
+
     # --- ranges, of which each row is in exactly one
     def about(self, table: str, queue: str) -> int:
         """Return about how many rows a queue has in active, attempts, done or failed."""
 
-    def cut(self, table: str, queue: str, count: int, least: int = 0) -> Iterator[Keys]:
+    def cut(
+        self, table: str, queue: str, count: int, low: int = 0, high: int = MAX_OFFSET
+    ) -> Iterator[Keys]:
         """Cut a queue's rows of one of these into about ``count`` ranges, neighbours together.
 
-        Ended messages whose sequence is below ``least`` may be left out.
+        Ended messages whose sequence, and ended attempts whose message id, is not in [low, high)
+        may be left out.
         """
 
     def message_ends(self, begin: int, end: int) -> tuple[int, int] | None:
@@ -119,11 +153,37 @@ class PinnedStore(AbstractContextManager["PinnedStore"], Protocol):
     def attempt_rows(self, keys: Keys) -> Iterator[tuple[int, int, AttemptRecord]]:
         """Read ended attempts: message id, attempt, record."""
 
+    def attempts_at(
+        self, queue: str, messages: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[int, int, AttemptRecord]]:
+        """Read the ended attempts at messages (message id, attempts), as ``attempt_rows`` does."""
+
     def referenced(self, message_ids: set[int]) -> set[int]:
         """Return which of the messages any queue still holds, in whatever state."""
 
     def close(self) -> None:
         """Let go of the pinned tables; a reader that goes on gets an error."""
+
+
+def count_groups(pages: Iterable[Sequence[LiveRow]]) -> Iterator[GroupDepths]:
+    """Count live messages by their groups; one whose record can't be read is left out."""
+    found: dict[str, dict[str, int]] = {}
+    oldest: dict[str, int] = {}
+    in_flight = State.IN_FLIGHT.value
+    for rows in pages:
+        for row, metadata in zip(rows, decode_heads([row[5] for row in rows]), strict=True):
+            if metadata is None:
+                continue
+            group, state = metadata.group, row[1]
+            counts = found.get(group)
+            if counts is None:
+                counts = found[group] = dict.fromkeys(GroupDepths._fields[1:4], 0)
+            counts[state] += 1
+            if state != in_flight:
+                published_ms = metadata.published_at_ms
+                oldest[group] = min(oldest.get(group, published_ms), published_ms)
+    for group, counts in found.items():
+        yield GroupDepths(group, **counts, oldest_published_ms=oldest.get(group))
 
 
 def cut_range(low: int, high: int, count: int) -> Iterator[tuple[int, int]]:

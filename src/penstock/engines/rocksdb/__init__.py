@@ -23,7 +23,7 @@ import resource
 import shutil
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 from weakref import WeakSet
 
 import msgspec
@@ -50,23 +50,33 @@ log = logging.getLogger(__name__)
 _DAMAGED_FILE: Final = "PENSTOCK-DAMAGED"
 # Words of RocksDB for a directory that is open already, here or in another process.
 _LOCKED: Final = ("lock hold by current process", "While lock file")
-# For each shape: KiB of a block, whether it has a Bloom filter, MiB of the write buffer, whether
-# the last level is compressed.
-_TUNING: Final[Mapping[Shape, tuple[int, bool, int, bool]]] = {
-    Shape.SYSTEM: (4, True, 4, False),
-    Shape.VALUES: (32, True, 32, True),
-    Shape.SHORT_LIVED: (8, True, 16, False),
-    Shape.TIME_INDEX: (4, False, 16, False),
-    Shape.APPEND: (32, False, 16, True),
+# For each shape: KiB of a block, whether it has a Bloom filter, whether files are compressed.
+_TUNING: Final[Mapping[Shape, tuple[int, bool, bool]]] = {
+    Shape.SYSTEM: (4, True, False),
+    Shape.VALUES: (32, True, True),
+    Shape.SHORT_LIVED: (8, True, False),
+    Shape.TIME_INDEX: (4, False, False),
+    Shape.APPEND: (32, False, True),
 }
+# Bits of the window, level, strategy and dictionary: the lowest level is fast enough to flush with.
+_ZSTD: Final = (-14, 1, 0, 0)
+# A family takes memory for its write buffer in steps of this size.
+_ARENA_BYTES: Final = 256 << 10
 
 
-def _family_options(tables: Mapping[str, Shape]) -> dict[str, rocks.Options]:
+class Memory(NamedTuple):
+    """How much memory a database may use for rows that are not flushed, and for blocks."""
+
+    write_buffer_mb: int = limits.STORE_MEMORY_MB
+    block_cache_mb: int = limits.STORE_MEMORY_MB
+
+
+def _family_options(tables: Mapping[str, Shape], memory: Memory) -> dict[str, rocks.Options]:
     # One cache for all families: the hottest tables get most of it, and memory has one bound.
-    cache = rocks.Cache(64 << 20)
+    cache = rocks.Cache(memory.block_cache_mb << 20)
     columns = {}
     for name, shape in tables.items():
-        block_kib, bloom, buffer_mib, compressed = _TUNING[shape]
+        block_kib, bloom, compressed = _TUNING[shape]
         block = rocks.BlockBasedOptions()
         block.set_block_size(block_kib << 10)
         block.set_block_cache(cache)
@@ -78,18 +88,23 @@ def _family_options(tables: Mapping[str, Shape]) -> dict[str, rocks.Options]:
             block.set_bloom_filter(10, False)
         options = columns[name] = rocks.Options(raw_mode=True)
         options.set_block_based_table_factory(block)
-        options.set_write_buffer_size(buffer_mib << 20)
+        # A flush takes all families, and what was deleted before it is not written. So no family
+        # of its own causes one: the buffers of all together do.
+        options.set_write_buffer_size(memory.write_buffer_mb << 20)
+        options.set_arena_block_size(_ARENA_BYTES)
         options.set_level_compaction_dynamic_level_bytes(True)
-        options.set_compression_type(rocks.DBCompressionType.none())
-        if compressed:
-            options.set_bottommost_compression_type(rocks.DBCompressionType.lz4())
+        # The same on all levels: RocksDB moves a file down as it is then, unless it overlaps
+        # others. Payloads and the log are written in the order of their keys.
+        kind = rocks.DBCompressionType.zstd() if compressed else rocks.DBCompressionType.none()
+        options.set_compression_type(kind)
+        options.set_compression_options(*_ZSTD)
         if shape is Shape.TIME_INDEX:
             # A queue deletes at its head: files that are mostly tombstones are compacted early.
             options.add_compact_on_deletion_collector_factory(4096, 1024, 0.3)
     return columns
 
 
-def _database_options(*, create: bool) -> rocks.Options:
+def _database_options(memory: Memory, *, create: bool) -> rocks.Options:
     cores = os.cpu_count() or 2
     options = rocks.Options(raw_mode=True)
     options.create_if_missing(create)
@@ -101,8 +116,9 @@ def _database_options(*, create: bool) -> rocks.Options:
     options.set_max_background_jobs(2 * cores)
     options.set_bytes_per_sync(1 << 20)
     options.set_wal_bytes_per_sync(1 << 20)
-    options.set_max_total_wal_size(256 << 20)
-    options.set_db_write_buffer_size(64 << 20)
+    # More than the buffers hold: full buffers cause a flush, not a long log.
+    options.set_max_total_wal_size(4 * memory.write_buffer_mb << 20)
+    options.set_db_write_buffer_size(memory.write_buffer_mb << 20)
     # Not all the files that the process may open, if those are few.
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     share = allowed // limits.STORE_FILES_SHARE
@@ -116,7 +132,12 @@ def _database_options(*, create: bool) -> rocks.Options:
 
 
 def _open(
-    path: Path, columns: dict[str, rocks.Options], *, create: bool = False, is_copy: bool = False
+    path: Path,
+    columns: dict[str, rocks.Options],
+    memory: Memory,
+    *,
+    create: bool = False,
+    is_copy: bool = False,
 ) -> rocks.Rdict:
     """Check and open a database; ``is_copy``: for reading only."""
     if not create:
@@ -127,7 +148,7 @@ def _open(
     logs = set(path.glob("LOG.old.*"))
     access = rocks.AccessType.read_only() if is_copy else rocks.AccessType.read_write()
     try:
-        return rocks.Rdict(str(path), _database_options(create=create), columns, access)
+        return rocks.Rdict(str(path), _database_options(memory, create=create), columns, access)
     except Exception as error:
         text = str(error)
         if any(sign in text for sign in _LOCKED):
@@ -146,7 +167,8 @@ def _open(
 def open_for_reading(path: Path, tables: Mapping[str, Shape]) -> View:
     """Open a store that no process has open; not one byte of the directory changes."""
     with files.reserve(path) as inode:
-        database = _open(path, _family_options(tables), is_copy=True)
+        memory = Memory()
+        database = _open(path, _family_options(tables, memory), memory, is_copy=True)
     found = {name: RocksTable(database, name, lambda _name: None) for name in tables}
 
     def close() -> None:
@@ -170,9 +192,11 @@ class RocksEngine:
         *,
         mark: str = "tables",
         min_free_bytes: int | None = None,
+        memory: Memory = Memory(),  # noqa: B008 - it can't be changed
     ) -> None:
         """Open the store at ``path``; if there is none, make one with the given mark."""
         self.path = path
+        self._memory = memory
         # Why the engine takes no writes: the very error of the first write that failed.
         self.away: StorageFailed | None = None
         self._shapes = tables
@@ -203,10 +227,10 @@ class RocksEngine:
             undoing.pop_all()
 
     def _open(self, *, create: bool = False) -> rocks.Rdict:
-        columns = _family_options(self._shapes)
+        columns = _family_options(self._shapes, self._memory)
         for name in self._uncompacted & columns.keys():
             columns[name].set_disable_auto_compactions(True)
-        database = _open(self.path, columns, create=create)
+        database = _open(self.path, columns, self._memory, create=create)
         files.write_owner(self.path)
         return database
 

@@ -12,15 +12,16 @@
 
 Parts are numbered by a sequence per queue and state, so they lie in the order of time and
 retention takes them from the front. The bucket is the RFC's: exponent and number, the number
-being the part's rounded down to the bucket's capacity.
+being the part's rounded down to the bucket's capacity. A message keeps its number when others
+leave its part: those behind them become a part of their own.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from functools import lru_cache
-from itertools import takewhile
-from typing import TYPE_CHECKING, Final, NamedTuple
+from itertools import groupby, takewhile
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from penstock import limits
 from penstock.engines import rows_of
@@ -37,11 +38,13 @@ from penstock.store.codec.records import (
 from penstock.store.kv.tables import FirstKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from penstock.engines import Batch, Table
     from penstock.store.kv.queues import Queue
     from penstock.store.live import Item, Quarantine
+
+T = TypeVar("T")
 
 _FAILED_INDEX: Final = opendata.QueueKeys(b"\x02\x0a", ">Q", "failed index key")
 _MARKS: Final = opendata.QueueKeys(b"\x02\x15", ">Q", "mark's key")
@@ -168,9 +171,13 @@ class History:
 
         With ``whole_parts`` it ends at the end of a part, for a caller who rewrites them.
         """
-        skip = int.from_bytes(after[-_INDEX_BYTES:], "big") if after else 0
+        first = after[:-_INDEX_BYTES]
+        begin = sequence_of(first) + int.from_bytes(after[-_INDEX_BYTES:], "big")
         page: list[Ended] = []
-        for key, record in self._parts_from(queue, state, after[:-_INDEX_BYTES]):
+        for key, record in self._parts_from(queue, state, first):
+            # The part of that key may have shrunk or gone meanwhile.
+            number = sequence_of(key)
+            skip = begin - number if sequence_of(first) <= number < begin else 0
             if whole_parts and len(page) >= limit:
                 return page, key + bytes(_INDEX_BYTES)
             entries = self._decode(queue, state, key, record)
@@ -178,7 +185,6 @@ class History:
                 if len(page) >= limit and not whole_parts:
                     return page, key + index.to_bytes(_INDEX_BYTES, "big")
                 page.append(entries[index])
-            skip = 0
         return page, None
 
     def find_failed(self, queue: Queue, message_ids: Sequence[int]) -> list[Ended]:
@@ -235,13 +241,17 @@ class History:
         """Remove messages from their parts: they are live again, here or in another queue."""
         gone = {entry.message_id for entry in entries}
         failed = state is State.FAILED
+        family = self._table.family
         for part in {entry.part for entry in entries}:
             held = self._part(queue, part, state)
-            rest = [entry[:-1] for entry in held if entry.message_id not in gone]
-            if rest:
-                batch.put(part, encode_ended(rest, failed=failed), self._table.family)
-            else:
-                batch.delete(part, self._table.family)
+            rests = dict(cut_part(part, held, lambda entry: entry.message_id not in gone))
+            if part not in rests:
+                batch.delete(part, family)
+            for key, run in rests.items():
+                rest = [entry[:-1] for entry in run]
+                batch.put(key, encode_ended(rest, failed=failed), family)
+                for entry in run if failed and key != part else ():
+                    batch.put(_FAILED_INDEX.key(queue.id, entry.message_id), key, family)
         self._forget_ended(batch, queue, state, entries)
 
     def _forget_ended(
@@ -398,6 +408,18 @@ class History:
 def sequence_of(key: bytes) -> int:
     """Return the number of a part's first message, from the part's key."""
     return int.from_bytes(key[-8:], "big")
+
+
+def cut_part(
+    part: bytes, entries: Iterable[T], stays: Callable[[T], bool]
+) -> Iterator[tuple[bytes, list[T]]]:
+    """Give the messages that stay in a part, under keys by which they keep their numbers."""
+    number = sequence_of(part)
+    for are_staying, some in groupby(entries, stays):
+        run = list(some)
+        if are_staying:
+            yield part[:-8] + number.to_bytes(8, "big"), run
+        number += len(run)
 
 
 def _runs(queue: Queue, state: State) -> Iterator[tuple[bytes, bytes]]:

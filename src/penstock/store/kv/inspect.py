@@ -8,10 +8,11 @@ from penstock import limits
 from penstock.errors import InvalidInput
 from penstock.model import Attempt, AttemptEnd, Entry, Page, QueueStats, State, StoreStats
 from penstock.store.codec.metadata import decode_heads, decode_metadata, read_metadata
+from penstock.store.codec.stored import NO_LEASE
 from penstock.store.kv.move import ALL, MoveVerbs
 from penstock.store.kv.queues import Counts
 from penstock.store.kv.state import verb
-from penstock.store.live import NO_LEASE, Item
+from penstock.store.live import Item
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

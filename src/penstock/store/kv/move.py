@@ -20,9 +20,10 @@ from penstock.limits import MAX_ATTEMPTS
 from penstock.model import State
 from penstock.store import policy
 from penstock.store.codec.metadata import read_metadata
+from penstock.store.codec.stored import NO_LEASE
 from penstock.store.kv.settle import SettleVerbs
 from penstock.store.kv.state import verb
-from penstock.store.live import NO_LEASE, Item, lane_of
+from penstock.store.live import Item, lane_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -205,19 +206,24 @@ class MoveVerbs(SettleVerbs):
     ) -> Iterator[list[Leaving]]:
         """Cut pages into steps; a message whose metadata can't be read stays where it is."""
         for page in self._pages(queue, state, message_ids, now_ms):
-            step: list[Leaving] = []
-            attempts = 0
-            for origin in page:
-                metadata = read_metadata(origin.metadata)
-                if metadata is None:
-                    continue
-                attempts += origin.attempts
-                if step and (len(step) >= STEP_MESSAGES or attempts > STEP_ATTEMPTS):
+            rest = list(page)
+            while rest:
+                step: list[Leaving] = []
+                attempts = taken = 0
+                for origin in rest:
+                    attempts += origin.attempts
+                    if step and (len(step) >= STEP_MESSAGES or attempts > STEP_ATTEMPTS):
+                        break
+                    taken += 1
+                    metadata = read_metadata(origin.metadata)
+                    if metadata is not None:
+                        step.append((origin, metadata))
+                if step:
                     yield step
-                    step, attempts = [], origin.attempts
-                step.append((origin, metadata))
-            if step:
-                yield step
+                rest = rest[taken:]
+                if rest and state is State.FAILED:
+                    # Those that have left may have cut the parts that the others are in.
+                    rest[:] = self.history.find_failed(queue, [each.message_id for each in rest])
 
     def _move_step(
         self,

@@ -86,6 +86,8 @@ class PublishVerbs(Core):
             if routes is not None:
                 touched = self.place(batch, placed, taken, now_ms)
         self.totals.published += next_id - first_id
+        # Those that duplicates did not need: a reader of the log would take them for messages.
+        self.log.ids.next = next_id
         self.put_totals(batch, now_ms)
         self.commit(batch, touched, now_ms)
         return ids

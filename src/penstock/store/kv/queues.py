@@ -4,8 +4,8 @@
 
     table queues
     02 06 | name                 queue spec (codec/records.py)
-    02 0b | name                 counters, little-endian: 01 version, then u64 each in the order
-                                 of Counts' fields
+    02 0b | name                 counters: 01 version, then a MessagePack array of the fields of
+                                 Counts: mostly small numbers, written with every commit
     02 13 | name                 Coverage, MessagePack
     02 16 | name                 while waiting messages are being listed to expire, because their
                                  retention has changed: 00 delayed or 01 available ones, and the
@@ -18,8 +18,6 @@ with zeros for what it lacks.
 from __future__ import annotations
 
 import logging
-from struct import Struct
-from struct import error as struct_error
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -43,7 +41,7 @@ _LISTED: Final = (State.DELAYED, State.AVAILABLE)
 _COUNTS_VERSION: Final = b"\x01"
 
 
-class Counts(msgspec.Struct):
+class Counts(msgspec.Struct, array_like=True):
     """Depths, totals and positions of one queue; written with every commit that changes them."""
 
     available: int = 0
@@ -69,7 +67,7 @@ class Counts(msgspec.Struct):
     moved_out_total: int = 0
 
 
-_pack_counts: Final = Struct(f"<{len(Counts.__struct_fields__)}Q")
+_encode: Final = msgspec.msgpack.Encoder().encode
 
 
 class Queue:
@@ -176,7 +174,7 @@ class QueueTable:
         """Write a queue's counters."""
         try:
             record = encode_counts(queue.counts)
-        except struct_error:
+        except ValueError:
             # A wrong counter must not stop its queue; a check sets it right.
             log.exception("queue %s: a counter is below zero: %s", queue.name, queue.counts)
             values = msgspec.structs.astuple(queue.counts)
@@ -217,14 +215,20 @@ class QueueTable:
 
 
 def encode_counts(counts: Counts) -> bytes:
-    """Encode a queue's counters; ``struct.error`` if one is below zero."""
-    return _COUNTS_VERSION + _pack_counts.pack(*msgspec.structs.astuple(counts))
+    """Encode a queue's counters; ``ValueError`` if one is below zero."""
+    if min(msgspec.structs.astuple(counts)) < 0:
+        raise ValueError("a counter is below zero")
+    return _COUNTS_VERSION + _encode(counts)
 
 
 def decode_counts(record: bytes) -> Counts:
     """Decode a queue's counters."""
     if record[:1] != _COUNTS_VERSION:
         raise CorruptRecord(f"queue counters: version {record[:1].hex()} is unknown")
-    if len(record) != 1 + _pack_counts.size:
-        raise CorruptRecord(f"queue counters: {len(record)} bytes, not {1 + _pack_counts.size}")
-    return Counts(*_pack_counts.unpack_from(record, 1))
+    try:
+        counts = msgspec.msgpack.decode(record[1:], type=Counts)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise CorruptRecord(f"queue counters: {error}") from error
+    if min(msgspec.structs.astuple(counts)) < 0:
+        raise CorruptRecord("queue counters: one is below zero")
+    return counts

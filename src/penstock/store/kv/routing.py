@@ -33,13 +33,15 @@ from penstock.store.kv.state import verb
 from penstock.store.live import Item, lane_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from penstock.model import LogRecord
     from penstock.store.policy import Coverage
 
 _CURSOR: Final = b"\x02\x12"
 _EPOCH: Final = b"\x02\x14"
+# Rows of the log that are decoded at once.
+_PART_ROWS: Final = 1_000
 
 
 class RoutingVerbs(PublishVerbs):
@@ -121,16 +123,18 @@ class RoutingVerbs(PublishVerbs):
             return Assigned(refusal, at, 0)
         policy.check_page(log, cursor, assignments, self.log.end)
         begin = max(at, cursor.begin)
-        rows = [row for entry in self.log.entries(log, begin, cursor.end) for row in entry]
-        policy.check_assigned(log, begin, assignments, (row[0] for row in rows))
+        wanting = policy.queues_wanting(self._coverage_of, begin, cursor.end)
+        ids: list[int] = []
         placed: list[Item] = []
         routes: list[Sequence[str]] = []
-        for message_id, encoded, head, names in policy.assigned(
-            rows, assignments, self._coverage_of, cursor.end
-        ):
-            lane, due_ms = lane_of(head.group, head.priority), head.published_at_ms + head.delay_ms
-            placed.append(Item(message_id, message_id, lane, 0, 0, due_ms, encoded))
-            routes.append(names)
+        for rows in _parts(self.log.entries(log, begin, cursor.end)):
+            ids += [row[0] for row in rows]
+            for message_id, encoded, head, names in policy.assigned(rows, assignments, wanting):
+                lane = lane_of(head.group, head.priority)
+                due_ms = head.published_at_ms + head.delay_ms
+                placed.append(Item(message_id, message_id, lane, 0, 0, due_ms, encoded))
+                routes.append(names)
+        policy.check_assigned(log, begin, assignments, ids)
         batch = self.begin()
         touched = self.place(batch, placed, routes, now_ms, late=True)
         batch.put(_cursor_key(log), cursor.end.to_bytes(8, "big"), self.system.family)
@@ -301,6 +305,20 @@ class RoutingVerbs(PublishVerbs):
             for row in entry
             if some is None or row[0] in some
         )
+
+
+def _parts(entries: Iterable[list[tuple[int, bytes]]]) -> Iterator[list[tuple[int, bytes]]]:
+    """Join entries of the log to parts of about the same number of rows.
+
+    So few rows are let go of before the garbage collector takes them for something that lasts.
+    """
+    rows: list[tuple[int, bytes]] = []
+    for entry in entries:
+        rows += entry
+        if len(rows) >= _PART_ROWS:
+            yield rows
+            rows = []
+    yield rows
 
 
 def _cursor_key(log: int) -> bytes:

@@ -9,21 +9,33 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect_left
+from collections import Counter
 from contextlib import AbstractContextManager
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import CorruptRecord, InvalidInput
 from penstock.limits import MAX_ATTEMPTS, MAX_BUCKET_EXPONENT, MAX_OFFSET
 from penstock.model import State
 from penstock.store.codec import buckets, opendata, records
-from penstock.store.codec.stored import decode_stored_item
+from penstock.store.codec.metadata import decode_metadata
+from penstock.store.codec.stored import NO_LEASE, decode_stored_item
 from penstock.store.kv.history import sequence_of
 from penstock.store.kv.log import MetadataLog
 from penstock.store.kv.queues import QueueTable
 from penstock.store.kv.tables import Leases, pages_of
-from penstock.store.live import NO_LEASE
-from penstock.store.snapshot import Depths, Keys, LeaseHolder, cut_range
+from penstock.store.live import group_of
+from penstock.store.live.indexed_directory import DELAYED, GROUP_OF_READY, READY, past
+from penstock.store.snapshot import (
+    Depths,
+    GroupDepths,
+    Keys,
+    LeaseHolder,
+    count_groups,
+    cut_range,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,10 +54,16 @@ _DELAYED: Final = State.DELAYED.value
 _IN_FLIGHT: Final = State.IN_FLIGHT.value
 # A bucket's number: its size in the highest bits, then what counts.
 _NUMBER_BITS: Final = 60
+_NUMBER_MASK: Final = (1 << _NUMBER_BITS) - 1
+_NEVER: Final = (MAX_OFFSET, MAX_OFFSET)
+# After the packed id of every message.
+_LAST: Final = b"\xff" * 9
 
 
 class Pinned(AbstractContextManager["Pinned"]):
     """A store as it was at ``at_ms``. Close it soon: it keeps deleted data on disk."""
+
+    ordered = True
 
     def __init__(
         self,
@@ -99,6 +117,81 @@ class Pinned(AbstractContextManager["Pinned"]):
             counts.available, counts.delayed, counts.in_flight, counts.done, counts.failed
         )
 
+    def sequence_ends(self, queue: str) -> dict[State, int]:
+        """Return the sequence numbers that done and failed messages of a queue get next."""
+        counts = self._queues[queue].counts
+        return {State.DONE: counts.next_done, State.FAILED: counts.next_failed}
+
+    def first_ended(self, state: State, queue: str, since_ms: int) -> tuple[int, int] | None:
+        """Return sequence and time of the first message that ended at a time or later."""
+        runs = (self._first_of_run(state, keys, since_ms) for keys in self.cut(state, queue, 1))
+        return min((found for found in runs if found is not None), default=None)
+
+    def _first_of_run(self, state: State, keys: Keys, since_ms: int) -> tuple[int, int] | None:
+        """Look for it among buckets of one size: the parts in them lie in the order of time."""
+        first, last = (int.from_bytes(key[-8:], "big") for key in (keys.begin, keys.end))
+        capacity = opendata.capacity(first >> _NUMBER_BITS)
+
+        def found_from(number: int) -> tuple[int, int] | None:
+            key = _part_key(keys, number)
+            for numbers, rows in self.ended_rows(state, keys._replace(begin=key)):
+                return numbers[0], rows[0][2]
+            return None
+
+        numbers = range(first & _NUMBER_MASK, (last & _NUMBER_MASK) + capacity)
+        place = bisect_left(numbers, since_ms, key=lambda n: (found_from(n) or _NEVER)[1])
+        return found_from(numbers.start + place)
+
+    def groups(self, queue: str) -> Iterator[GroupDepths]:
+        """Count the live messages of each group of a queue.
+
+        The indexed design counts those that wait by the keys of its index, and reads the record of
+        the oldest of a group alone: ids and times have one order.
+        """
+        indexed = self.identity.design == "indexed"
+        # The live messages that attempts are made from are those in flight.
+        keys = self.cut("attempts" if indexed else "active", queue, 1)
+        counted = count_groups(page for k in keys if k.live for page in self.live_rows(k))
+        if not indexed:
+            yield from counted
+            return
+        in_flight = {each.group: each.in_flight for each in counted}
+        number = self._queues[queue].number.to_bytes(4, "big")
+        ready, delayed, first = self._index_counts(number)
+        if self._queues[queue].fifo:
+            # A delayed message stands among the others too: it holds its place.
+            ready -= delayed
+        oldest = [first[group] for group in sorted(first)]
+        records = self.table("available").multi_get([number + each for each in oldest])
+        times = dict(zip(oldest, map(_published_ms, records), strict=True))
+        for packed in sorted(first):
+            group = opendata.read_terminated(packed, 0)[0].decode()
+            known, later = ready[packed], delayed[packed]
+            held = in_flight.pop(group, 0)
+            yield GroupDepths(group, known, later, held, times[first[packed]])
+        for group, held in in_flight.items():
+            yield GroupDepths(group, 0, 0, held, None)
+
+    def _index_counts(
+        self, number: bytes
+    ) -> tuple[Counter[bytes], Counter[bytes], dict[bytes, bytes]]:
+        """Count a queue's entries of the index by group, and return the first id of each group."""
+        index = self.table("visibility_index")
+        ready: Counter[bytes] = Counter()
+        delayed: Counter[bytes] = Counter()
+        first: dict[bytes, bytes] = {}
+        for key, _ in pages_of(index, READY + number, past(READY + number)):
+            group, message = key[GROUP_OF_READY], key[-8:]
+            ready[group] += 1
+            if message < first.get(group, _LAST):
+                first[group] = message
+        for key, value in pages_of(index, DELAYED + number, past(DELAYED + number)):
+            group, message = group_of(value[12:]), key[-8:]
+            delayed[group] += 1
+            if message < first.get(group, _LAST):
+                first[group] = message
+        return ready, delayed, first
+
     @cached_property
     def _log(self) -> MetadataLog:
         return MetadataLog(self.table("log"), self.store_id, self._leave_out)
@@ -133,29 +226,37 @@ class Pinned(AbstractContextManager["Pinned"]):
             return counts.acked_total + counts.released_total + counts.lease_expired_total
         return counts.done if table == "done" else counts.failed
 
-    def cut(self, table: str, queue: str, count: int, least: int = 0) -> Iterator[Keys]:
+    def cut(
+        self, table: str, queue: str, count: int, low: int = 0, high: int = MAX_OFFSET
+    ) -> Iterator[Keys]:
         """Cut a queue's rows of one of these into about ``count`` ranges for each of its runs.
 
         Keys are cut by the u64 after the queue. In a bucket's number the highest bits are its size,
-        so that numbers lie in a few dense runs. ``least`` may lie in the first range of each.
+        so that numbers lie in a few dense runs. ``low`` may lie in the first range of each. Numbers
+        of live messages are not those that ``low`` and ``high`` count.
         """
         for name, prefix, width in _ranges(self.identity.design, table, self._queues[queue]):
             source = self.table(name)
+            least, most = (low, high) if name == "history" else (0, MAX_OFFSET)
             for run in range(MAX_BUCKET_EXPONENT + 1):
                 start = least - least % opendata.capacity(run)
                 if start >> _NUMBER_BITS:
                     break
-                low = prefix + (run << _NUMBER_BITS | start).to_bytes(8, "big")
-                # One byte longer than any key of the run.
-                high = prefix + ((run + 1 << _NUMBER_BITS) - 1).to_bytes(8, "big")
-                bounds = _ends(source, low, high + b"\xff" * (width + 1))
+                first_key = prefix + (run << _NUMBER_BITS | start).to_bytes(8, "big")
+                if most >> _NUMBER_BITS:
+                    # One byte longer than any key of the run.
+                    last = ((run + 1 << _NUMBER_BITS) - 1).to_bytes(8, "big")
+                    last_key = prefix + last + b"\xff" * (width + 1)
+                else:
+                    last_key = prefix + (run << _NUMBER_BITS | most).to_bytes(8, "big")
+                bounds = _ends(source, first_key, last_key)
                 if bounds is None:
                     continue
                 at = len(prefix)
-                first, last = (int.from_bytes(key[at : at + 8], "big") for key in bounds)
-                for begin, end in cut_range(first, last + 1, count):
-                    low, high = (prefix + each.to_bytes(8, "big") for each in (begin, end))
-                    yield Keys(name, low, high, name != "history")
+                first, last_number = (int.from_bytes(key[at : at + 8], "big") for key in bounds)
+                for begin, end in cut_range(first, last_number + 1, count):
+                    keys = [prefix + each.to_bytes(8, "big") for each in (begin, end)]
+                    yield Keys(name, keys[0], keys[1], name != "history")
 
     def message_ends(self, begin: int, end: int) -> tuple[int, int] | None:
         """Return the first and the last id in [begin, end) whose payload is kept, if any is."""
@@ -200,7 +301,7 @@ class Pinned(AbstractContextManager["Pinned"]):
         rows: list[LiveRow] = []
         for key, record in pages_of(self.table(keys.table), keys.begin, keys.end):
             try:
-                rows += decode(record)
+                rows += decode(key, record)
             except CorruptRecord as error:
                 self._leave_out(keys.table, key, record, str(error))
             if len(rows) >= LIVE_ROWS:
@@ -213,13 +314,13 @@ class Pinned(AbstractContextManager["Pinned"]):
         # The pin moved messages that had come due, so that time alone tells.
         return _DELAYED if visible_at_ms > self.at_ms else _AVAILABLE
 
-    def _waiting_row(self, record: bytes) -> tuple[LiveRow]:
-        metadata, _, id8, attempts, _, visible_at_ms, _ = decode_stored_item(record)
+    def _waiting_row(self, key: bytes, record: bytes) -> tuple[LiveRow]:
+        metadata, _, attempts, _, visible_at_ms, _ = decode_stored_item(record)
         state = self._waiting(visible_at_ms)
-        message_id = int.from_bytes(id8, "big")
+        message_id = int.from_bytes(key[4:], "big")
         return ((message_id, state, attempts, visible_at_ms, NO_LEASE, metadata),)
 
-    def _bucket_rows(self, record: bytes) -> list[LiveRow]:
+    def _bucket_rows(self, _key: bytes, record: bytes) -> list[LiveRow]:
         available, flying = buckets.decode_active(record)
         rows: list[LiveRow] = [
             (
@@ -255,10 +356,16 @@ class Pinned(AbstractContextManager["Pinned"]):
         Of each: message id, key, when it ended, attempts, metadata, and of failed ones the reason.
         """
         failed = state is State.FAILED
-        for key, record in pages_of(self.table("history"), keys.begin, keys.end):
+        history, begin = self.table("history"), keys.begin
+        if low:
+            # The part that has this number may begin before it.
+            holder = history.scan_back(begin, _part_key(keys, low) + b"\0", 1)
+            begin = holder[0][0] if holder else begin
+        for key, record in pages_of(history, begin, keys.end):
             first = sequence_of(key)
             if first >= high:
-                continue
+                # Keys are of one run, in which numbers only grow.
+                return
             try:
                 # As plain tuples: the garbage collector lets go of those, and they come by the
                 # ten thousand.
@@ -282,6 +389,22 @@ class Pinned(AbstractContextManager["Pinned"]):
                 continue
             number = int.from_bytes(key[-10:], "big")
             yield number >> 16, number & 0xFFFF, stored
+
+    def attempts_at(
+        self, queue: str, messages: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[int, int, records.AttemptRecord]]:
+        """Read the ended attempts at messages (message id, attempts)."""
+        id_, history = self._queues[queue].id, self.table("history")
+        numbers = ((message, each) for message, count in messages for each in range(1, count + 1))
+        while some := list(islice(numbers, LIVE_ROWS)):
+            keys = [opendata.ATTEMPTS.key(id_, *number) for number in some]
+            for number, key, record in zip(some, keys, history.multi_get(keys), strict=True):
+                if record is None:
+                    continue
+                try:
+                    yield *number, records.decode_attempt(record)
+                except CorruptRecord as error:
+                    self._leave_out("history", key, record, str(error))
 
     # --- references ----------------------------------------------------------------------
 
@@ -338,12 +461,28 @@ class _SharedTable:
             return self._table().scan_back(begin, end, limit)
 
 
-def _flying_row(record: bytes) -> tuple[LiveRow]:
-    metadata, _, id8, attempts, _, visible_at_ms, lease = decode_stored_item(record)
-    message_id = int.from_bytes(id8, "big")
+def _published_ms(record: bytes | None) -> int | None:
+    """Return when a waiting message was published; None if its record can't be read."""
+    try:
+        return decode_metadata(decode_stored_item(record or b"")[0]).published_at_ms
+    except CorruptRecord:
+        return None
+
+
+def _flying_row(key: bytes, record: bytes) -> tuple[LiveRow]:
+    metadata, _, attempts, _, visible_at_ms, lease = decode_stored_item(record)
+    message_id = int.from_bytes(key[4:], "big")
     # The record counts the claims that have ended.
     attempts = min(attempts + 1, MAX_ATTEMPTS)
     return ((message_id, _IN_FLIGHT, attempts, visible_at_ms, lease, metadata),)
+
+
+def _part_key(keys: Keys, number: int) -> bytes:
+    """Return the key that a part of this number has, in the run that the keys are of."""
+    prefix, first = keys.end[:-8], int.from_bytes(keys.end[-8:], "big") - 1
+    size = first >> _NUMBER_BITS
+    bucket = size << _NUMBER_BITS | number - number % opendata.capacity(size)
+    return prefix + bucket.to_bytes(8, "big") + number.to_bytes(8, "big")
 
 
 def _ranges(design: str, table: str, queue: Queue) -> list[tuple[str, bytes, int]]:

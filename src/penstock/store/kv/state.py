@@ -5,7 +5,7 @@
     table default
     "meta"                    identity of the store, MessagePack (Identity)
     02 0c | "queue"           SeqBlock of queue numbers
-    02 0e                     store-wide totals, MessagePack (Totals)
+    02 0e                     store-wide totals, MessagePack array (Totals)
     02 0f | table, NUL, key   a record that did not decode: MessagePack [why, value]
 
     table unclaimed           queue u32 | due_ms u64 | first key u64 | CRC-32 of the value:
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 SHARED_TABLES: Final[Mapping[str, Shape]] = {
     "default": Shape.SYSTEM,
     "leases": Shape.SHORT_LIVED,
@@ -88,7 +88,13 @@ class Identity(msgspec.Struct):
     routing: str
 
 
-class Totals(msgspec.Struct):
+def describe_format(found: int) -> str:
+    """Say of a store of another format which version of Penstock opens it."""
+    which = "a newer one" if found > FORMAT else "the one that made it"
+    return f"format {found}; this version of Penstock reads format {FORMAT}: use {which}"
+
+
+class Totals(msgspec.Struct, array_like=True):
     """Counters of the whole store."""
 
     published: int = 0
@@ -174,11 +180,8 @@ class Core:
             identity = msgspec.msgpack.decode(record, type=Identity)
         except (msgspec.MsgspecError, ValueError) as error:
             raise StoreMismatch(f"the store's identity record does not decode: {error}") from error
-        if identity.format > FORMAT:
-            raise StoreMismatch(
-                f"the store has format {identity.format}; this version of Penstock reads up to "
-                f"{FORMAT}: use a newer one"
-            )
+        if identity.format != FORMAT:
+            raise StoreMismatch(f"the store has {describe_format(identity.format)}")
         if identity.design != design:
             raise StoreMismatch(
                 f"the store has the {identity.design} design: it can't be opened as {design}"

@@ -18,6 +18,7 @@ import msgspec
 from penstock.engines import Shape
 from penstock.limits import MAX_ATTEMPTS
 from penstock.store.codec.opendata import read_terminated, terminated
+from penstock.store.codec.stored import NO_LEASE
 from penstock.store.kv.tables import DueHeap
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 D = TypeVar("D")
 
-NO_LEASE = bytes(16)
 # The tables of each design.
 LIVE_TABLES: Final[Mapping[str, Mapping[str, Shape]]] = {
     "indexed": {

@@ -15,12 +15,11 @@ from penstock.engines import get_each, rows_of, scan_readable
 from penstock.errors import CorruptRecord, InvalidInput, StoreDamaged
 from penstock.limits import MAX_ATTEMPTS
 from penstock.model import State
-from penstock.store.codec.stored import encode_stored_item, with_lease
+from penstock.store.codec.stored import NO_LEASE, item_head, with_lease
 from penstock.store.kv.tables import FirstKeys
-from penstock.store.live import NO_LEASE, ActiveSet, Item, count_attempt, group_of
+from penstock.store.live import ActiveSet, Item, count_attempt, group_of
 from penstock.store.live.indexed_directory import (
     DELAYED,
-    KNOWN_KEYS,
     PAST,
     READY,
     RECENT_BYTES,
@@ -106,52 +105,49 @@ class IndexedActive(ActiveSet[Directory]):
         directory = self._directories[queue.number]
         put = batch.put
         available, index = self._available.family, self._index.family
-        prefix, number, fifo = directory.prefix, queue.number, queue.fifo
-        ring, known, fresh = directory.ring, directory.known, self._recent.fresh
+        number4, fifo, fresh = queue.number4, queue.fifo, self._recent.fresh
         if len(fresh) > RECENT_ITEMS:
             fresh.clear()
         delayed = 0
-        lowest_id = 1 << 64
+        lowest = past(number4)
+        ready: dict[bytes, list[bytes]] = {}
+        shared: tuple[bytes, int, int, int] | None = None
         for item in items:
-            message_id = item.key = item.message_id
-            lowest_id = min(lowest_id, message_id)
-            visible_at = item.visible_at_ms
             if fifo:
                 item.lane = item.lane[:-1] + _NO_PRIORITY
-            lane = item.lane
-            key = prefix + lane + pack_slot(0 if fifo else visible_at, message_id)
-            main = pack_main(number, message_id)
-            record = encode_stored_item(
-                item.metadata, key, main[4:], item.attempts, item.forgiven, visible_at, NO_LEASE
-            )
+            lane, visible_at = item.lane, item.visible_at_ms
+            fields = (lane, item.attempts, item.forgiven, visible_at)
+            if fields != shared:
+                # Messages that follow one another often have all of these in common.
+                shared = fields
+                key_start = directory.prefix + lane + (0 if fifo else visible_at).to_bytes(8, "big")
+                head = item_head(*fields)
+                keys = ready.setdefault(lane, [])
+            message_id = item.key = item.message_id
+            id8 = message_id.to_bytes(8, "big")
+            main, key = number4 + id8, key_start + id8
+            record = head + item.metadata
             put(main, record, available)
+            lowest = min(lowest, main)
             if visible_at > now_ms:
                 delayed += 1
-                timer = timer_key(number, visible_at, message_id)
+                timer = timer_key(queue.number, visible_at, message_id)
                 put(timer, main + lane, index)
                 self._first_timer.note(timer[:_REGION_BYTES], timer)
-                self._due.lower(number, visible_at)
+                self._due.lower(queue.number, visible_at)
                 if not fifo:
                     continue
             if len(record) <= RECENT_BYTES:
                 fresh[main] = (record, item)
-            put(key, main, index)
-            # The usual case (the lane is in use and its lowest key is lower) costs a few look-ups.
-            lanes = ring.get(lane[:-1])
-            if lanes is None or lanes.get(lane, b"\xff") > key:
-                directory.add(lane, key, learn=not fifo and not self.damage)
-                if fifo and visible_at <= now_ms:
-                    # It may stand before the head that the group waits for.
-                    directory.unblock(lane[:-1])
-            elif (keys := known.get(lane)) is not None:
-                if key > keys[-1] and len(keys) < KNOWN_KEYS:
-                    keys.append(key)
-                else:
-                    del known[lane]
-        if items:
-            lowest, number4 = pack_main(number, lowest_id), queue.number4
-            if lowest < self._first_available.get(number4, number4):
-                self._first_available[number4] = lowest
+            put(key, b"", index)
+            keys.append(key)
+        for lane, keys in ready.items():
+            is_first = keys and directory.add(lane, keys, learn=not fifo and not self.damage)
+            if is_first and fifo and delayed < len(items):
+                # It may stand before the head that the group waits for.
+                directory.unblock(lane[:-1])
+        if lowest < self._first_available.get(number4, number4):
+            self._first_available[number4] = lowest
         queue.counts.delayed += delayed
         queue.counts.available += len(items) - delayed
 
@@ -186,7 +182,7 @@ class IndexedActive(ActiveSet[Directory]):
             ready = directory.prefix + lane + bytes(8) + main[4:]
         else:
             ready = directory.prefix + lane + key[-16:]
-            batch.put(ready, main, self._index.family)
+            batch.put(ready, b"", self._index.family)
         directory.offer(lane, ready)
         directory.unblock(group_of(lane))
 
@@ -534,7 +530,7 @@ class IndexedActive(ActiveSet[Directory]):
         """Decode a record, or have it put aside."""
         in_flight = state is State.IN_FLIGHT
         try:
-            item = item_of(record)
+            item = item_of(main, record)
         except CorruptRecord as error:
             table = "in_progress" if in_flight else "available"
             if not self._quarantine(table, main, record, str(error)):

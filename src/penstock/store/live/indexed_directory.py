@@ -8,8 +8,8 @@ the namespace prefix; a queue's number takes its place::
 
     table available         queue u32 | id u64          StoredItem (codec/stored.py): waiting
     table in_progress       queue u32 | id u64          the same record, with its lease filled in
-    table visibility_index  01 | queue u32 | lane | visible_at u64 | id u64   key of `available`
-                            00 | queue u32 | visible_at u64 | id u64          the same, then lane
+    table visibility_index  01 | queue u32 | lane | visible_at u64 | id u64   empty
+                            00 | queue u32 | visible_at u64 | id u64   key of `available`, then lane
     table groups            queue u32 | group           u32: FIFO messages in flight: group is held
 
 All big-endian. A lane is ``terminated(group) | 255 - priority``. What can be claimed stands under
@@ -39,6 +39,8 @@ DELAYED: Final = b"\x00"
 READY: Final = b"\x01"
 _LANE_AT: Final = 5
 _SLOT_BYTES: Final = 16
+# The group's part of the key of a message that can be claimed; the priority is one byte more.
+GROUP_OF_READY: Final = slice(_LANE_AT, -_SLOT_BYTES - 1)
 # After every key of a range, behind its prefix: what follows a prefix never begins with ff.
 PAST: Final = b"\xff" * (_SLOT_BYTES + 1)
 # Bounds of recent messages: some 20 MB of each kind at the very most.
@@ -46,6 +48,9 @@ RECENT_ITEMS: Final = 20_000
 # A lane of which all keys are in memory has up to so many.
 KNOWN_KEYS: Final = 100
 RECENT_BYTES: Final = 1_024
+
+# After every key of every lane.
+_LAST: Final = b"\xff"
 
 _main: Final = Struct(">IQ")
 pack_main: Final = _main.pack
@@ -164,15 +169,25 @@ class Directory:
             if lowest is None or key < lowest:
                 lanes[lane] = key
 
-    def add(self, lane: bytes, key: bytes, *, learn: bool) -> None:
-        """Note a new key that is the lowest of its lane.
+    def add(self, lane: bytes, keys: list[bytes], *, learn: bool) -> bool:
+        """Note new keys of a lane; say whether one of them is its lowest.
 
         ``learn``: keep all keys of the lane from here on if it was empty.
         """
-        is_empty = lane not in self.ring.get(lane[:-1], ())
-        self.offer(lane, key)
-        if learn and is_empty:
-            self.known[lane] = [key]
+        keys.sort()
+        lanes = self.ring.get(lane[:-1])
+        is_first = lanes is None or lanes.get(lane, _LAST) > keys[0]
+        if is_first:
+            is_empty = lane not in (lanes or ())
+            self.offer(lane, keys[0])
+            if learn and is_empty and len(keys) <= KNOWN_KEYS:
+                self.known[lane] = keys
+        elif (known := self.known.get(lane)) is not None:
+            if keys[0] > known[-1] and len(known) + len(keys) <= KNOWN_KEYS:
+                known += keys
+            else:
+                del self.known[lane]
+        return is_first
 
     def take_known(
         self, lanes: dict[bytes, bytes], lane: bytes, room: int
@@ -289,7 +304,6 @@ class Recent:
         entries: list[tuple[bytes, bytes, bytes | StoreDamaged | None, Item | None]] = []
         forget = self.fresh.pop
         for key, _ in rows:
-            # The entry's key names its message; its value is for other readers.
             main = key[1:5] + key[-8:]
             known = forget(main, None)
             if known is None:
@@ -308,7 +322,7 @@ class Recent:
                 continue
             if record is not None:
                 try:
-                    item = item_of(record)
+                    item = item_of(main, record)
                 except CorruptRecord as error:
                     quarantine("available", main, record, str(error))
             entries.append((key, main, record, item))
@@ -319,29 +333,28 @@ class Recent:
         prefix = pack_main(number, 0)[:4]
         mains = [main for main in self.fresh if main[:4] == prefix]
         for main, record in zip(mains, available.multi_get(mains), strict=True):
-            if record is None or self.fresh[main] != (record, item_of(record)):
+            if record is None or self.fresh[main] != (record, item_of(main, record)):
                 yield main
         items = [item for (of, _), item in self.claimed.items() if of == number]
         mains = [pack_main(number, item.key) for item in items]
         for main, item, record in zip(mains, items, in_progress.multi_get(mains), strict=True):
-            stored = None if record is None else item_of(record)
+            stored = None if record is None else item_of(main, record)
             if stored is not None:
                 count_attempt(stored)
             if stored != item:
                 yield main
 
 
-def item_of(record: bytes) -> Item:
+def item_of(main: bytes, record: bytes) -> Item:
     """Decode a record of `available` or `in_progress`."""
-    contents, index_key, id8, attempts, forgiven, visible_at, lease = decode_stored_item(record)
-    key = int.from_bytes(id8, "big")
-    lane = lane_of_key(index_key)
-    return Item(key, key, lane, attempts, forgiven, visible_at, contents, lease)
+    metadata, lane, attempts, forgiven, visible_at, lease = decode_stored_item(record)
+    key = int.from_bytes(main[4:], "big")
+    return Item(key, key, lane, attempts, forgiven, visible_at, metadata, lease)
 
 
 def visible_at_of(record: bytes) -> int:
     """Return when a message becomes visible; 0 if its record does not decode."""
     try:
-        return decode_stored_item(record)[5]
+        return decode_stored_item(record)[4]
     except CorruptRecord:
         return 0

@@ -9,9 +9,10 @@ another process is at costs nothing. If fewer were free than it wanted, other pr
 too, and the next visits of that queue take fewer at a time; if none was, and the claim has no
 message yet, it waits for a moment.
 
-A claim that finds nothing makes this process look, every tenth of a second, whether a pointer of
-that queue has vested: other processes publish too, and do not tell this one. After a while it wakes
-the claims that may still wait: if there are any they look, find nothing, and the watch goes on.
+A claim that finds less than it asked for makes this process look, every tenth of a second, whether
+a pointer of that queue has vested: other processes publish too, and do not tell this one. After a
+while it wakes the claims that may still wait: if there are any they look, find nothing, and the
+watch goes on.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ CATCH_UP_BUDGET: Final = 1_000
 SPARE: Final = 7
 # How often a claim repeats a visit that found no zone free.
 LOST_MAX: Final = 3
-# For how long a queue is watched after a claim has found nothing in it.
+# For how long a queue is watched after a claim has found less in it than it asked for.
 WATCH_MS: Final = 10_000
 # Waiting claims that a vested pointer wakes: how many messages are behind it is not known.
 WOKEN: Final = 100
@@ -120,8 +121,9 @@ class SqlClaim(SqlQueues):
         for claim in claims:
             if claim.deliveries:
                 self.due(claim.deadline_ms)
-        if not all(claim.deliveries for claim in claims):
-            # A claim that finds something does not end the watch: another may still wait.
+        if any(claim.room for claim in claims):
+            # Also if it found something: a server claims for its subscribers again once it is told.
+            # A claim that finds all it asked for does not end the watch: another may still wait.
             self._watched[queue.number] = now_ms + WATCH_MS
         return [claim.deliveries for claim in claims]
 

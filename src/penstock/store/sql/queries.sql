@@ -1293,12 +1293,27 @@ WHERE message_id >= :begin AND message_id < :end;
 -- name: {each}_ends
 -- each: items attempts
 -- The first and the last message of a queue's {each}.
-SELECT min(message_id), max(message_id) FROM {each} WHERE queue = :queue;
+SELECT min(message_id), max(message_id) FROM {each}
+WHERE queue = :queue AND message_id >= :low AND message_id < :high;
 
 -- name: ended_ends
 -- The lowest and the highest sequence of a queue's done or failed messages.
 SELECT min(sequence), max(sequence) FROM ended
-WHERE queue = :queue AND failed = :failed AND sequence >= :least;
+WHERE queue = :queue AND failed = :failed AND sequence >= :low AND sequence < :high;
+
+-- name: first_ended
+-- The first done or failed message of a queue that is kept.
+SELECT sequence, ended_at_ms FROM ended WHERE queue = :queue AND failed = :failed
+ORDER BY sequence LIMIT 1;
+
+-- name: first_ended_since
+-- The first one that ended at a time or later. Processes give out sequence numbers in no order of
+-- time: all of that time are looked at.
+WITH later AS MATERIALIZED (
+    SELECT sequence, ended_at_ms FROM ended
+    WHERE queue = :queue AND failed = :failed AND ended_at_ms >= :since_ms
+)
+SELECT sequence, ended_at_ms FROM later ORDER BY sequence LIMIT 1;
 
 -- name: payload_sizes
 -- How large payloads are, which need not be read for it.
@@ -1311,6 +1326,11 @@ ORDER BY message_id LIMIT :count;
 SELECT message_id, number, claimed_at_ms, consumer, ended_at_ms, ending, reason FROM attempts
 WHERE queue = :queue AND (message_id, number) > (:after, :after_number) AND message_id < :end
 ORDER BY message_id, number LIMIT :count;
+
+-- name: attempts_at
+-- The attempts at messages that have ended.
+SELECT message_id, number, claimed_at_ms, consumer, ended_at_ms, ending, reason FROM attempts
+WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[]) ORDER BY message_id, number;
 
 -- === Looking at tokens and zones: `penstock cluster`. Reads only.
 

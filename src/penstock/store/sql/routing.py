@@ -192,7 +192,7 @@ class SqlRouting(SqlPublish):
         policy.check_page(log, cursor, assignments, self.head.next_offset)
         rows = self._rows(log, begin, cursor.end, cursor.end - begin)
         policy.check_assigned(log, begin, assignments, (row[0] for row in rows))
-        items, refs = self._items(rows, assignments, cursor.end, now_ms)
+        items, refs = self._items(rows, assignments, begin, cursor.end, now_ms)
         self._enqueue(items, now_ms)
         held = {message_id: count for message_id, count in refs.items() if count}
         if held:
@@ -202,7 +202,12 @@ class SqlRouting(SqlPublish):
         return Assigned(status, cursor.end, len(items.rows))
 
     def _items(
-        self, rows: Rows, assignments: Mapping[int, Sequence[str]], end: int, now_ms: int
+        self,
+        rows: Rows,
+        assignments: Mapping[int, Sequence[str]],
+        begin: int,
+        end: int,
+        now_ms: int,
     ) -> tuple[Items, dict[int, int]]:
         """Make items of a page's messages for the queues that still want them; count those."""
         queues = self.by_name
@@ -212,7 +217,8 @@ class SqlRouting(SqlPublish):
 
         items = Items()
         refs: dict[int, int] = {}
-        for message_id, _, head, kept in policy.assigned(rows, assignments, coverage, end):
+        wanting = policy.queues_wanting(coverage, begin, end)
+        for message_id, _, head, kept in policy.assigned(rows, assignments, wanting):
             refs[message_id] = len(kept)
             for name in kept:
                 _add_logged(items, queues[name], message_id, head, now_ms)

@@ -38,12 +38,19 @@ from penstock.limits import MAX_OFFSET, MAX_VIEW_IDLE_MS
 from penstock.model import QueueSpec, QueueStats, State
 from penstock.store.codec.records import AttemptRecord
 from penstock.store.policy import LogSettings
-from penstock.store.snapshot import Depths, Keys, LeaseHolder, cut_range
+from penstock.store.snapshot import (
+    Depths,
+    GroupDepths,
+    Keys,
+    LeaseHolder,
+    count_groups,
+    cut_range,
+)
 from penstock.store.sql.database import Aborted
 from penstock.store.sql.inspect import queue_stats_of, store_stats_of
 from penstock.store.sql.move import ALL, ANY_STATE, STATES, SqlMove
 from penstock.store.sql.routing import describe_log
-from penstock.store.sql.session import LogHead, SqlQueue, decode_queue
+from penstock.store.sql.session import SLOTS, LogHead, SqlQueue, decode_queue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -74,6 +81,9 @@ _IN_FLIGHT: Final = State.IN_FLIGHT.value
 
 class SqlPinned:
     """A store as it was at ``at_ms``; see :class:`~penstock.store.snapshot.PinnedStore`."""
+
+    # Processes give out numbers side by side, to done and failed messages together.
+    ordered = False
 
     def __init__(
         self,
@@ -162,6 +172,27 @@ class SqlPinned:
         delayed = self._run("count_delayed", queue=number, now_ms=self.at_ms)[0][0]
         return Depths(max(0, live - in_flight - delayed), delayed, in_flight, done, failed)
 
+    @cached_property
+    def _sequences(self) -> dict[int, int]:
+        return dict(self._run("read_sequences"))
+
+    def sequence_ends(self, queue: str) -> dict[State, int]:
+        """Return the sequence numbers that done and failed messages of a queue get next."""
+        mark = self._sequences.get(self._queues[queue].number, 0) * SLOTS
+        return {State.DONE: mark, State.FAILED: mark}
+
+    def first_ended(self, state: State, queue: str, since_ms: int) -> tuple[int, int] | None:
+        """Return sequence and time of the first message that ended at a time or later."""
+        wanted = {"queue": self._queues[queue].number, "failed": state is State.FAILED}
+        name = "first_ended_since" if since_ms else "first_ended"
+        rows = self._run(name, **wanted, **({"since_ms": since_ms} if since_ms else {}))
+        return (rows[0][0], rows[0][1]) if rows else None
+
+    def groups(self, queue: str) -> Iterator[GroupDepths]:
+        """Count the live messages of each group of a queue."""
+        keys = self.cut("active", queue, 1)
+        return count_groups(page for each in keys for page in self.live_rows(each))
+
     # --- ranges --------------------------------------------------------------------------
 
     def about(self, table: str, queue: str) -> int:
@@ -171,17 +202,20 @@ class SqlPinned:
         rows = {"active": counts[0], "done": counts[2], "failed": counts[3]}
         return sum(counts[6:9]) if table == "attempts" else rows[table]
 
-    def cut(self, table: str, queue: str, count: int, least: int = 0) -> Iterator[Keys]:
+    def cut(
+        self, table: str, queue: str, count: int, low: int = 0, high: int = MAX_OFFSET
+    ) -> Iterator[Keys]:
         """Cut a queue's rows into at most ``count`` ranges, and those in flight by themselves."""
         number = self._queues[queue].number
+        within = {"queue": number, "low": low, "high": high}
         if table in {"done", "failed"}:
-            ends = self._run("ended_ends", queue=number, failed=table == "failed", least=least)
+            ends = self._run("ended_ends", failed=table == "failed", **within)
             yield from _cut(table, number, ends, count, live=False)
             return
         if table == "attempts":
-            ends = self._run("attempts_ends", queue=number)
+            ends = self._run("attempts_ends", **within)
             yield from _cut("attempts", number, ends, count, live=False)
-        ends = self._run("items_ends", queue=number)
+        ends = self._run("items_ends", queue=number, low=0, high=MAX_OFFSET)
         yield from _cut("held" if table == "attempts" else "items", number, ends, count, live=True)
 
     def message_ends(self, begin: int, end: int) -> tuple[int, int] | None:
@@ -297,16 +331,17 @@ class SqlPinned:
             end=end,
             count=PAGE_ROWS,
         ):
-            for message_id, attempt, claimed_at_ms, consumer, ended_at_ms, ending, reason in rows:
-                record = AttemptRecord(
-                    claimed_at_ms,
-                    consumer.decode(),
-                    ended_at_ms,
-                    ending,
-                    reason.decode(errors="replace"),
-                )
-                yield message_id, attempt, record
+            yield from map(_attempt, rows)
             after = rows[-1][:2]
+
+    def attempts_at(
+        self, queue: str, messages: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[int, int, AttemptRecord]]:
+        """Read the ended attempts at messages (message id, attempts)."""
+        number = self._queues[queue].number
+        for at in range(0, len(messages), ASKED):
+            ids = [message_id for message_id, _ in messages[at : at + ASKED]]
+            yield from map(_attempt, self._run("attempts_at", queue=number, message_ids=ids))
 
     def referenced(self, message_ids: set[int]) -> set[int]:
         """Return which of the messages any queue still holds, in whatever state."""
@@ -319,6 +354,13 @@ class SqlPinned:
                 )
                 held.update(row[0] for row in rows)
         return held
+
+
+def _attempt(row: tuple[Any, ...]) -> tuple[int, int, AttemptRecord]:
+    message_id, attempt, claimed_at_ms, consumer, ended_at_ms, ending, reason = row
+    texts = consumer.decode(), reason.decode(errors="replace")
+    record = AttemptRecord(claimed_at_ms, texts[0], ended_at_ms, ending, texts[1])
+    return message_id, attempt, record
 
 
 def _cut(

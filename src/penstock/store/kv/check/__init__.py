@@ -6,7 +6,8 @@ One reading goes through the store in this order::
     live.py       available, in_progress,    live messages; derived: the index of what can be
                   buckets                    claimed, counts of groups, summaries
     here          history                    done, failed, attempts; derived: the failed index
-                  queues, unclaimed          derived: counters, lists of messages to expire
+    live.py       unclaimed                  derived: lists of messages to expire
+    here          queues                     derived: counters
                   leases                     derived: the messages of a lease, lease_expiry
     tables.py     log                        entries; derived: segments and their listings
     here          payloads                   derived: reference counts, cursors
@@ -28,15 +29,15 @@ from __future__ import annotations
 from array import array
 from functools import partial
 from heapq import merge
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final
-from zlib import crc32
 
 import msgspec
 
 from penstock.engines import describe_range, rows_of
 from penstock.errors import CorruptRecord, StoreDamaged
+from penstock.limits import MAX_BUCKET_EXPONENT
 from penstock.model import State
 from penstock.store.check_report import KEPT, AuditReport, Kind, Violation
 from penstock.store.codec import opendata, records
@@ -48,9 +49,11 @@ from penstock.store.kv.check.live import (
     IndexedAudit,
     Place,
     QueueMessages,
+    check_unclaimed,
     wrong_beliefs,
 )
 from penstock.store.kv.check.tables import LARGE_PAGE, LAST, DerivedRows, LogAudit, RefusedRow, scan
+from penstock.store.kv.history import cut_part
 from penstock.store.kv.queues import Counts, decode_counts, encode_counts
 from penstock.store.kv.state import SHARED_TABLES
 from penstock.store.live import LIVE_TABLES
@@ -95,17 +98,19 @@ def audit(
         if len(batch):
             core.commit(batch, list(core.by_name.values()), now_ms)
 
-    def read(lost: set[int]) -> _Reading:
+    def read(before: _Reading | None) -> _Reading:
         reading = _Reading(core, repair=repair, now_ms=now_ms)
-        reading.known_lost, reading.quarantined_many = lost, keep_payloads
+        reading.quarantined_many = keep_payloads
+        if before is not None:
+            reading.known_lost, reading.has_right_counts = before.lost, True
         reading.run()
         return reading
 
-    first = last = read(set())
+    first = last = read(None)
     rounds = 1
     while repair and last.found and rounds < MAX_ROUNDS:
         core.load()
-        before, last = last, read(last.lost)
+        before, last = last, read(last)
         rounds += 1
         if last.violations == before.violations:
             break
@@ -179,6 +184,8 @@ class _Reading(tables.Rows):
         self._to_put_back: dict[int, list[int]] = {}
         self._to_add: dict[int, list[Item]] = {}
         self.lost: set[int] = set()
+        # Whether the reading before this one has put the counters right.
+        self.has_right_counts = False
 
     def run(self) -> None:
         """Check every table.
@@ -248,7 +255,7 @@ class _Reading(tables.Rows):
         self._live.read(messages)
         self._check_ended(messages)
         self._check_attempts(messages)
-        self._check_unclaimed(messages)
+        check_unclaimed(self, messages)
         self._check_counters(messages, counts)
         for id_, (key, in_flight) in messages.to_remove:
             table, row = self._live.place(queue, key, in_flight=in_flight)
@@ -299,30 +306,53 @@ class _Reading(tables.Rows):
             (State.DONE, opendata.DONE.prefix(queue.id)),
             (State.FAILED, opendata.FAILED.prefix(queue.id)),
         ):
-            what = f"{state.value} parts"
-            parts = self.parse("history", of_state, what, _parse_part, page=LARGE_PAGE)
-            for key, (right_key, part, entries) in parts:
-                what = f"queue {queue.name}: a part of {state.value} messages"
+            what = f"queue {queue.name}: a part of {state.value} messages"
+            # Keys that the repair has written ahead of where it reads; the end of the last part.
+            written, end = set[bytes](), 0
+            for key, (home, number, entries) in self._parts(of_state, f"{state.value} parts"):
+                if key in written:
+                    continue
+                right_key, part = home, number
                 if key != right_key:
                     self.violate(Kind.WRONG_KEY, "history", key, f"{what} in another's bucket")
                 elif not entries:
                     self.violate(Kind.EMPTY, "history", key, f"{what} without any")
+                elif part < end:
+                    self.violate(Kind.ORDER, "history", key, f"{what} with numbers of another")
+                    if self.has_right_counts:
+                        right_key, part = _free_key(messages, state, key)
+                else:
+                    end = part + len(entries)
                 self.count(f"{state.value} messages", len(entries))
                 messages.next_part[state] = max(messages.next_part[state], part + len(entries))
-                kept = [each for each in entries if self._keep_ended(messages, state, key, each)]
-                if key != right_key or not kept:
+                stays = partial(self._keep_ended, messages, state, key)
+                kept = dict(cut_part(right_key, entries, stays))
+                others = [at for at in kept if at != key]
+                if others and any(index.table.multi_get(others)):
+                    # It waits until the part that is there has got other numbers.
+                    kept = {key: entries}
+                for at, run in kept.items():
+                    if at != key or len(run) < len(entries):
+                        row = records.encode_ended(run, failed=state is State.FAILED)
+                        self.write("history", at, row)
+                        written.add(at)
+                    if state is State.FAILED:
+                        keys = [prefix + each.message_id.to_bytes(8, "big") for each in run]
+                        for pointer, value in zip(keys, index.table.multi_get(keys), strict=True):
+                            index.expect(pointer, at, value, f"{what}: the index entry of one")
+                if key not in kept:
                     self.write("history", key, None)
-                if kept and (key != right_key or len(kept) < len(entries)):
-                    self.write(
-                        "history",
-                        right_key,
-                        records.encode_ended(kept, failed=state is State.FAILED),
-                    )
-                if state is State.FAILED:
-                    keys = [prefix + each.message_id.to_bytes(8, "big") for each in kept]
-                    for at, value in zip(keys, index.table.multi_get(keys), strict=True):
-                        index.expect(at, right_key, value, f"{what}: the index entry of one")
         index.finish(f"queue {queue.name}: no failed message is where this entry says")
+
+    def _parts(
+        self, prefix: bytes, what: str
+    ) -> Iterator[tuple[bytes, tuple[bytes, int, list[records.EndedRecord]]]]:
+        """Read the parts of buckets of all sizes in the order of their numbers."""
+        first, last = tables.span(prefix)
+        sizes = range(1, MAX_BUCKET_EXPONENT + 1)
+        borders = pairwise([first, *(prefix + bytes([size << 4]) for size in sizes), last])
+        runs = [self.parse("history", run, what, _parse_part, page=LARGE_PAGE) for run in borders]
+        return merge(*runs, key=lambda row: row[1][1])
 
     def _keep_ended(
         self, messages: QueueMessages, state: State, key: bytes, entry: records.EndedRecord
@@ -332,13 +362,8 @@ class _Reading(tables.Rows):
         try:
             self.metadata_of(id_, entry.metadata)
         except CorruptRecord as error:
-            self.reject(
-                "history",
-                key,
-                records.encode_ended([entry], failed=state is State.FAILED),
-                error,
-                id_.to_bytes(8, "big"),
-            )
+            row = records.encode_ended([entry], failed=state is State.FAILED)
+            self.reject("history", key, row, error, id_.to_bytes(8, "big"))
             return False
         if state is State.DONE and id_ not in messages.ended[state]:
             # An acknowledged message never comes back: of two states, done is kept.
@@ -367,7 +392,7 @@ class _Reading(tables.Rows):
             text = f"{name}: the mark of message {id_}"
             self.compare("history", key, value, right if is_there else None, text)
 
-    # --- counters and lists ------------------------------------------------------------------
+    # --- counters ----------------------------------------------------------------------------
 
     def _read_counts(self, queue: Queue) -> Counts:
         """Read a queue's counters as they are on disk."""
@@ -407,26 +432,6 @@ class _Reading(tables.Rows):
             text = f"queue {messages.queue.name}: {', '.join(wrong)}"
             key = tables.COUNTS + messages.queue.id
             self.mend(Kind.COUNTER, "queues", key, encode_counts(right), text)
-
-    def _check_unclaimed(self, messages: QueueMessages) -> None:
-        """Check that every waiting message of a queue with such a retention is listed to expire."""
-        queue, due = messages.queue, messages.due
-        prefix = queue.number.to_bytes(4, "big")
-        for key, listed in self.parse("unclaimed", prefix, "unclaimed rows", _parse_unclaimed):
-            for each in listed:
-                if due.get(each) == int.from_bytes(key[4:12], "big"):
-                    del due[each]
-        if queue.name in self.core.listing:
-            # A sweep is about to list the others.
-            return
-        by_due: dict[int, list[int]] = {}
-        for each, due_ms in due.items():
-            by_due.setdefault(due_ms, []).append(each)
-        for due_ms, keys in by_due.items():
-            packed = b"".join(each.to_bytes(8, "big") for each in keys)
-            key = prefix + due_ms.to_bytes(8, "big") + packed[:8] + crc32(packed).to_bytes(4, "big")
-            text = f"queue {queue.name}: {len(keys)} messages are not listed to expire at {due_ms}"
-            self.mend(Kind.MISSING_ENTRY, "unclaimed", key, packed, text)
 
     # --- leases ------------------------------------------------------------------------------
 
@@ -566,6 +571,18 @@ def _parse_part(key: bytes, value: bytes) -> tuple[bytes, int, list[records.Ende
     return keys.key(queue, home, part), part, records.decode_ended(value, failed=failed)
 
 
+def _free_key(messages: QueueMessages, state: State, key: bytes) -> tuple[bytes, int]:
+    """Return a key behind all parts for a part that is moved there, and its number."""
+    counts = messages.queue.counts
+    used = counts.next_done if state is State.DONE else counts.next_failed
+    exponent = key[-16] >> 4
+    capacity = opendata.capacity(exponent)
+    # The begin of a bucket: the part may need all of it.
+    number = -(-max(used, messages.next_part[state]) // capacity) * capacity
+    bucket_id = opendata.make_id(exponent, number)
+    return key[:-16] + bucket_id.to_bytes(8, "big") + number.to_bytes(8, "big"), number
+
+
 def _parse_attempt(key: bytes, value: bytes) -> tuple[int, int]:
     _, message_id, number = opendata.ATTEMPTS.parse(key)
     if records.decode_attempt(value).outcome >= _OUTCOMES:
@@ -579,10 +596,3 @@ def _parse_name(key: bytes, value: bytes) -> tuple[int, int, int]:
     is_count = key.startswith(_REFERENCES)
     how, number = (_COUNT, int.from_bytes(value, "big")) if is_count else (_PAYLOAD, 0)
     return int.from_bytes(key[2:], "big"), how, number
-
-
-def _parse_unclaimed(key: bytes, packed: bytes) -> list[int]:
-    right_end = packed[:8] + crc32(packed).to_bytes(4, "big")
-    if len(key) != 24 or len(packed) % 8 or key[12:] != right_end:
-        raise CorruptRecord("a row that is not what its key says")
-    return [int.from_bytes(packed[at : at + 8], "big") for at in range(0, len(packed), 8)]

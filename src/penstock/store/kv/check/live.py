@@ -1,22 +1,24 @@
 """The audit of live messages: the tables of the indexed design, and those of the bucket design.
 
 Both put the messages of a queue right one by one, collect them, and compare the rows that follow
-from them: the visibility index and the counts of FIFO groups, or the summaries of buckets.
+from them: the visibility index and the counts of FIFO groups, or the summaries of buckets; and the
+lists of messages to expire.
 """
 
 from __future__ import annotations
 
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from penstock.errors import CorruptRecord
 from penstock.limits import MAX_ATTEMPTS, MAX_DURATION_MS
 from penstock.model import State
 from penstock.store.check_report import Kind
 from penstock.store.codec import buckets, opendata
-from penstock.store.codec.stored import decode_stored_item, encode_stored_item
+from penstock.store.codec.stored import NO_LEASE, decode_stored_item, encode_stored_item, with_lease
 from penstock.store.kv.check.tables import LARGE_PAGE, DerivedRows, RefusedRow
-from penstock.store.live import NO_LEASE, Beliefs, Item, group_of, lane_of
+from penstock.store.live import Beliefs, Item, group_of, lane_of
 from penstock.store.live.bucket import OpenBucket
 from penstock.store.live.indexed_directory import pack_main, pack_slot, timer_key
 
@@ -140,7 +142,7 @@ class IndexedAudit:
             if delayed:
                 index.expect(timer, main + item.lane, at_timer, text)
             if queue.fifo or not delayed:
-                index.expect(key, main, at_key, text)
+                index.expect(key, b"", at_key, text)
             messages.add(item, in_flight=False, delayed=delayed)
 
     def _items(self, messages: QueueMessages, *, in_flight: bool) -> Iterator[Item]:
@@ -148,7 +150,7 @@ class IndexedAudit:
         table, first = self.place(queue, 0, in_flight=in_flight)
 
         def parse(main: bytes, value: bytes) -> tuple[Item, bytes]:
-            metadata, _, _, attempts, forgiven, visible_at_ms, lease = decode_stored_item(value)
+            metadata, _, attempts, forgiven, visible_at_ms, lease = decode_stored_item(value)
             if len(main) != len(first):
                 raise RefusedRow(Kind.STRANGER, f"a key of {len(main)} bytes, not {len(first)}")
             id_ = int.from_bytes(main[4:], "big")
@@ -160,10 +162,11 @@ class IndexedAudit:
 
         for main, (item, value) in self._rows.parse(table, first[:4], f"{table} messages", parse):
             right = encode_stored_item(
-                item.metadata, _ready_key(queue, item), main[4:], item.attempts, item.forgiven,
-                item.visible_at_ms, item.lease,
-            )  # fmt: skip
-            text = f"queue {queue.name}: id, index key, time or lease of message {item.key}"
+                item.metadata, item.lane, item.attempts, item.forgiven, item.visible_at_ms
+            )
+            if in_flight:
+                right = with_lease(right, item.lease)
+            text = f"queue {queue.name}: lane, time or lease of message {item.key}"
             self._rows.compare(table, main, value, right, text)
             yield item
 
@@ -302,6 +305,37 @@ def _sorted(summary: buckets.Summary) -> tuple[object, ...]:
     """Return a summary without the order of its lists, which depends on the past."""
     late, heads, held = sorted(summary.late), sorted(summary.heads), sorted(summary.held)
     return (*summary[:4], summary.due, late, heads, held)
+
+
+# --- lists of messages to expire ------------------------------------------------------------------
+
+
+def check_unclaimed(rows: Rows, messages: QueueMessages) -> None:
+    """Check that every waiting message of a queue with such a retention is listed to expire."""
+    queue, due = messages.queue, messages.due
+    prefix = queue.number.to_bytes(4, "big")
+    for key, listed in rows.parse("unclaimed", prefix, "unclaimed rows", _parse_unclaimed):
+        for each in listed:
+            if due.get(each) == int.from_bytes(key[4:12], "big"):
+                del due[each]
+    if queue.name in rows.core.listing:
+        # A sweep is about to list the others.
+        return
+    by_due: dict[int, list[int]] = {}
+    for each, due_ms in due.items():
+        by_due.setdefault(due_ms, []).append(each)
+    for due_ms, keys in by_due.items():
+        packed = b"".join(each.to_bytes(8, "big") for each in keys)
+        key = prefix + due_ms.to_bytes(8, "big") + packed[:8] + crc32(packed).to_bytes(4, "big")
+        text = f"queue {queue.name}: {len(keys)} messages are not listed to expire at {due_ms}"
+        rows.mend(Kind.MISSING_ENTRY, "unclaimed", key, packed, text)
+
+
+def _parse_unclaimed(key: bytes, packed: bytes) -> list[int]:
+    right_end = packed[:8] + crc32(packed).to_bytes(4, "big")
+    if len(key) != 24 or len(packed) % 8 or key[12:] != right_end:
+        raise CorruptRecord("a row that is not what its key says")
+    return [int.from_bytes(packed[at : at + 8], "big") for at in range(0, len(packed), 8)]
 
 
 # --- memory -------------------------------------------------------------------------------------
