@@ -63,19 +63,25 @@ class Connection(ABC):
 
 
 class Penstock(Connection):
-    """The native client: a publish is fsynced, an ack as well."""
+    """The native client: a publish is fsynced, an ack as well, which nobody waits for."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
+        self.consumer: Any = None
 
     async def publish(self, bodies: list[bytes]) -> None:
         await self.client.publish([penstock.Message(body, {"queue": QUEUE}) for body in bodies])
 
     async def consume(self, limit: int) -> int:
-        batch = await self.client.claim(QUEUE, limit=limit)
-        if batch:
-            await self.client.ack([each.receipt for each in batch])
-        return len(batch)
+        if self.consumer is None:
+            self.consumer = self.client.consume(QUEUE, wait_ms=1_000)
+        taken = 0
+        async for delivery in self.consumer:
+            delivery.ack()
+            taken += 1
+            if taken == limit:
+                break
+        return taken
 
 
 @contextlib.contextmanager

@@ -1,10 +1,15 @@
 """Speed of the server: every verb durable, client and server in processes of their own.
 
 python benchmarks/server.py [--seconds 3] [--connections 1,16,64] [--batch 1,10,100] [--depth 8]
+python benchmarks/server.py --consume [--messages 60000] [--rates 100,1000,5000,20000]
 
 Each connection has ``depth`` requests under way at a time. A run publishes 1 KB messages for some
 seconds, then claims and acks them; latencies are those of one request (publish; claim and ack
 together). CPU is that of the client and of the server, in cores.
+
+With ``--consume`` one connection consumes a queue that is full, and acks each message by itself or
+a hundred by one call; then another connection publishes at even rates, and the time is taken from
+the call of a publish to the delivery of its message. CPU is that of the server for each message.
 """
 
 from __future__ import annotations
@@ -146,6 +151,85 @@ async def native(
     return published, worked
 
 
+async def consuming(port: int, pid: int, messages: int, batch: int) -> list[str]:
+    """Consume a full queue, and ack so many messages by one call."""
+    async with penstock.connect_async(f"penstock://127.0.0.1:{port}", dedup=False) as client:
+        name = f"c{batch}"
+        await client.create_queue(name)
+        for _ in range(messages // 1000):
+            await client.publish([penstock.Message(BODY, {"queue": name})] * 1000)
+        begin, server_cpu, client_cpu = time.perf_counter(), cpu_of(pid), time.process_time()
+        got, receipts, acks = 0, [], []
+        async with client.consume(name, prefetch=1000) as consumer:
+            async for delivery in consumer:
+                got += 1
+                if batch == 1:
+                    delivery.ack()
+                else:
+                    receipts.append(delivery.receipt)
+                    if len(receipts) == batch:
+                        acks.append(asyncio.ensure_future(client.ack(receipts)))
+                        receipts = []
+                if got == messages:
+                    break
+            await asyncio.gather(*acks)
+            await consumer.flush()
+        took = time.perf_counter() - begin
+        server_us = (cpu_of(pid) - server_cpu) / got * 1e6
+        client_us = (time.process_time() - client_cpu) / got * 1e6
+    return [f"{got / took:,.0f}", f"{server_us:.1f}", f"{client_us:.1f}"]
+
+
+async def delivering(port: int, rate: int, seconds: float) -> list[str]:
+    """Publish at an even rate, and take the time until each message is delivered."""
+    url, name = f"penstock://127.0.0.1:{port}", f"r{rate}"
+    async with (
+        penstock.connect_async(url, dedup=False) as publisher,
+        penstock.connect_async(url) as client,
+    ):
+        await client.create_queue(name)
+        count, latencies = int(rate * seconds), []
+        consumer = client.consume(name, prefetch=1000)
+
+        async def receive() -> None:
+            async for delivery in consumer:
+                sent = float(delivery.payload[:20])
+                latencies.append(time.perf_counter() - sent)
+                delivery.ack()
+                if len(latencies) == count:
+                    return
+
+        receiving = asyncio.ensure_future(receive())
+        begin, sending = time.perf_counter(), set()
+        for n in range(count):
+            if (early := begin + n / rate - time.perf_counter()) > 0:
+                await asyncio.sleep(early)
+            body = f"{time.perf_counter():020.9f}".encode() + BODY[20:]
+            message = penstock.Message(body, {"queue": name})
+            sending.add(task := asyncio.ensure_future(publisher.publish([message])))
+            task.add_done_callback(sending.discard)
+        await asyncio.wait_for(receiving, 60)
+        await consumer.close()
+    latencies.sort()
+    achieved = count / (time.perf_counter() - begin)
+    p50, p99 = latencies[count // 2] * 1000, latencies[count * 99 // 100] * 1000
+    return [f"{achieved:,.0f}", f"{p50:.1f}", f"{p99:.1f}"]
+
+
+def measure_consumers(store: str, messages: int, rates: list[int], seconds: float) -> None:
+    rows = []
+    for batch in (1, 100):
+        with directory() as place, server(store.format(place=place)) as (port, pid):
+            rows.append([f"acked × {batch}", *uvloop.run(consuming(port, pid, messages, batch))])
+    header = ["consume + ack", "messages/s", "server CPU µs", "client CPU µs"]
+    show("Pushed messages, 1 KB, one connection", header, rows)
+    rows = []
+    for rate in rates:
+        with directory() as place, server(store.format(place=place)) as (port, _):
+            rows.append([f"{rate:,}/s", *uvloop.run(delivering(port, rate, seconds))])
+    show("Publish to delivery", ["published", "reached/s", "p50 ms", "p99 ms"], rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--store", default="rocksdb:{place}/store")
@@ -154,8 +238,15 @@ def main() -> None:
     parser.add_argument("--batch", default="1,10,100")
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--dedup", action="store_true", help="let the client add dedup ids")
+    parser.add_argument("--consume", action="store_true", help="measure pushed messages instead")
+    parser.add_argument("--messages", type=int, default=60_000)
+    parser.add_argument("--rates", default="100,1000,5000,20000")
     options = parser.parse_args()
     describe()
+    if options.consume:
+        rates = [int(each) for each in options.rates.split(",")]
+        measure_consumers(options.store, options.messages, rates, options.seconds)
+        return
     rows = []
     counts = [[int(n) for n in text.split(",")] for text in (options.connections, options.batch)]
     for connections, batch in itertools.product(*counts):

@@ -2,7 +2,7 @@
 
 The loop claims and acks by itself, in batches of 100 and one by one. Each round begins with a queue
 that is full, on a RocksDB of its own; in one process, in turns, so that figures of one run can be
-compared with each other.
+compared with each other. The last rows are of workers on a server in a process of its own.
 
     python benchmarks/worker.py [--messages 20000] [--rounds 3]
 """
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from common import describe, directory, show
 
 import penstock
+from server import server
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +48,7 @@ def loop(broker: Broker, messages: int, *, batch: int) -> float:
     return perf_counter() - start
 
 
-def worker(broker: Broker, messages: int, *, handler: Any, **options: Any) -> float:
+def worker(broker: Broker | str, messages: int, *, handler: Any, **options: Any) -> float:
     """Time a worker from its first end to its last: child processes take a while to start."""
     with penstock.Worker(broker, "jobs", handler, **options) as running:
         while not (first := running.stats().processed):
@@ -68,12 +69,27 @@ def measure(path: Path, messages: int, run: Callable[[Broker, int], float]) -> f
         return run(broker, messages)
 
 
+def measure_served(path: Path, messages: int) -> float:
+    """Time a worker with its defaults on a server."""
+    with server(f"rocksdb:{path}") as (port, _):
+        url = f"penstock://127.0.0.1:{port}"
+        with penstock.connect(url) as client:
+            client.create_queue("jobs")
+            for _ in range(0, messages, 1000):
+                client.publish([penstock.Message(PAYLOAD, {"queue": "jobs"})] * 1000)
+        return worker(url, messages, handler=nothing)
+
+
 def runs() -> dict[str, tuple[bool, Callable[[Broker, int], float]]]:
     """Name what is measured, whether it is slow, and how it is run."""
     made: dict[str, tuple[bool, Callable[[Broker, int], float]]] = {
         "plain loop, batches of 100": (False, functools.partial(loop, batch=100)),
         "plain loop, one by one": (True, functools.partial(loop, batch=1)),
     }
+    made["threads, concurrency 4, prefetch as it adapts"] = (
+        False,
+        functools.partial(worker, handler=nothing),
+    )
     for count, ahead in ((1, 1), (4, 4), (4, 200), (16, 200)):
         made[f"threads, concurrency {count}, prefetch {ahead}"] = (
             ahead < 100,
@@ -108,6 +124,11 @@ def main() -> None:
             with directory() as path:
                 times.append(measure(path / "db", messages, run))
         rows.append((name, f"{messages / min(times):,.0f}"))
+    times = []
+    for _ in range(options.rounds):
+        with directory() as path:
+            times.append(measure_served(path / "db", options.messages))
+    rows.append(("threads, on a server", f"{options.messages / min(times):,.0f}"))
     show("messages per second, 1 KB payloads, fsync", ("", "messages/s"), rows)
 
 

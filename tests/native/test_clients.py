@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import pydoc
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, assert_type
 
@@ -11,6 +12,7 @@ import pytest
 from tests.native.serving import SLOW_SECONDS, VERB_NAMES
 
 import penstock
+from penstock.client import AsyncClient, Client
 from penstock.client.calls import Verbs
 from penstock.errors import (
     BrokerClosed,
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from tests.native.serving import Served
-
-    from penstock.client import AsyncClient, Client
 
 # Verbs that a broker of this process has no need of.
 OWN = {"all_stats", "backup", "ping"}
@@ -48,12 +48,21 @@ def run(served: Served, work: Callable[[AsyncClient], Awaitable[None]], **option
 
 @pytest.mark.parametrize("name", sorted(VERB_NAMES - OWN))
 def test_verbs_have_the_signatures_of_the_broker(name: str) -> None:
-    ours = inspect.signature(getattr(Verbs, name).__wrapped__).parameters.values()
-    theirs = list(inspect.signature(getattr(penstock.Broker, name)).parameters.values())[1:]
-    assert [(p.name, p.kind, p.default) for p in ours] == [
-        (p.name, p.kind, p.default) for p in theirs
-    ]
+    theirs = inspect.signature(getattr(penstock.Broker, name)).parameters.values()
+    for kind in (Client, AsyncClient):
+        ours = inspect.signature(getattr(kind, name)).parameters.values()
+        assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in theirs]
+        assert [p.kind for p in ours][1:] == [p.kind for p in theirs][1:]
     assert getattr(Verbs, name).__doc__
+
+
+def test_help_shows_a_verb_as_a_method(client: Client) -> None:
+    plain = vars(pydoc)["plaintext"]
+    of_class = pydoc.render_doc(AsyncClient.attempts, renderer=plain)
+    assert "attempts(self, /, queue: 'str', message_id: 'int') -> 'list[Attempt]'" in of_class
+    of_client = pydoc.render_doc(client.attempts, renderer=plain)
+    assert "attempts(queue: 'str', message_id: 'int') -> 'list[Attempt]'" in of_client
+    assert "Return every attempt at a message" in of_client
 
 
 def test_all_verbs_answer_as_the_embedded_broker_does(served: Served, client: Client) -> None:

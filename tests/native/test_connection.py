@@ -20,7 +20,8 @@ from penstock.errors import (
 )
 from penstock.model import Message, Outcome, OutcomeStatus
 from penstock.wire import native as wire
-from penstock.wire.native import FrameReader, Progress
+from penstock.wire.native import FrameReader
+from penstock.wire.peers import Progress
 
 encoder = wire.Encoder()
 WELCOME = wire.Welcome(1, "test", "s", {})
@@ -75,11 +76,11 @@ class Talk:
             told(result, error)
         return self.results
 
-    def greet(self) -> None:
+    def greet(self, welcome: wire.Welcome = WELCOME) -> None:
         self.core.connected(self.now_ms)
         (hello,) = taken(self.core.output)
         assert wire.read_hello(hello[4:]).magic == "penstock"
-        self.say(WELCOME)
+        self.say(welcome)
 
     def say(self, frame: object) -> None:
         self.core.received(encoder.frame(frame), self.now_ms)
@@ -286,6 +287,25 @@ def test_patience_ends_with_servers_that_have_lost_their_store(talk: Talk) -> No
     (request,) = talk.sent()
     talk.say(wire.Failure(request.id, "StoreFenced", "another has it"))
     assert isinstance(talk.results["safe"], StoreFenced)
+
+
+def test_a_subscription_outlives_more_than_one_server_that_has_lost_its_store() -> None:
+    talk = Talk()
+    talk.call("consume", calls.Call(wire.Consume(0, "q", 1, 1), None, on_push=lambda _: None))
+    for _ in range(3):
+        talk.greet(wire.Welcome(wire.VERSION, "test", "s", {}))
+        (request,) = talk.sent()
+        # The server had its store for long, or pushed something shortly before.
+        talk.now_ms += 6_000
+        talk.say(wire.Failure(request.id, "StoreFenced", "another has it"))
+        talk.lose()
+        talk.greet(wire.Welcome(wire.VERSION, "test", "s", {}))
+        (request,) = talk.sent()
+        talk.now_ms += 4_999
+        talk.say((6, request.id, 1_000, []))
+        talk.say(wire.Failure(request.id, "StoreFenced", "another has it"))
+        talk.lose()
+    assert "consume" not in talk.results
 
 
 def test_patience_ends(talk: Talk) -> None:

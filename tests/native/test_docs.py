@@ -52,13 +52,13 @@ def test_every_request_and_answer_has_its_row() -> None:
     rows = re.findall(r"^\| (\d+) \| (\w+) \| ([^|]*) \| [^|]+ \|$", requests, re.MULTILINE)
     shown = {int(kind): (name, arguments.strip()) for kind, name, arguments in rows}
     kinds = {cast(int, each.__struct_config__.tag): each for each in wire.Request.__subclasses__()}
-    assert sorted(shown) == sorted(kinds) == list(range(1, 30))
+    assert sorted(shown) == sorted(kinds) == list(range(1, 32))
     for kind, (name, arguments) in shown.items():
         request = kinds[kind]
         assert request.__name__ == "".join(part.title() for part in name.split("_"))
-        assert name in {*vars(Verbs), "cancel"}
+        assert name in {*vars(Verbs), "cancel", "consume", "credit"}
         count = len(request.__struct_fields__) - 1
         assert len([each for each in arguments.split(",") if each != "–"]) == count
     tags = re.findall(r"^\| (\d) \| `\[\1,", answers, re.MULTILINE)
-    assert tags == ["1", "2", "3", "4", "5"]
+    assert tags == ["1", "2", "3", "4", "5", "6"]
     assert f"Version {wire.VERSION}." in PAGE

@@ -490,8 +490,23 @@ def test_a_key_that_is_taken_away_ends_its_connections(
             client.send("q", b"1")
 
 
+def test_a_consumer_whose_key_is_taken_away_gets_no_more(secured: Secured) -> None:
+    served, tokens, _ = secured
+    assert served.listener.keys is not None
+    with penstock.connect(served.url, token=tokens["reader"]) as client:
+        consumer = client.consume("q")
+        served.broker.send("q", b"1")
+        next(consumer).ack().result()
+        served.listener.keys._adopt({})
+        served.broker.send("q", b"2")
+        with pytest.raises(NotAllowed):
+            next(consumer)
+        assert served.broker.stats("q").available == 1
+
+
 def test_every_request_has_a_row() -> None:
-    kinds = set(wire.Request.__subclasses__()) - {wire.Ping, wire.Cancel}
+    others = {wire.Ping, wire.Cancel, wire.Consume, wire.Credit}
+    kinds = set(wire.Request.__subclasses__()) - others
     assert set(VERBS) == kinds
 
 

@@ -174,6 +174,26 @@ def test_snapshots_that_readers_share_show_a_key_its_queues(
         list(root.read(of_snapshot))
 
 
+def test_a_spool_is_of_the_key_that_made_it(server: Server, keys: dict[str, str]) -> None:
+    sender, root = (
+        FlightStore(server.location("flight"), token=keys[name]) for name in ("sender", "root")
+    )
+    rows = pa.record_batch({"payload": [b"p"], "queue": ["orders"]}, schema=ROWS)
+    elsewhere = pa.record_batch({"payload": [b"p"], "queue": ["mail"]}, schema=ROWS)
+    (part,) = sender.spool("mine", "part", [rows])
+    with pytest.raises(NotAllowed, match="publish"):
+        sender.spool("mine", "other", [elsewhere])
+    for call in (
+        lambda: root.spool("mine", "part", [rows]),
+        lambda: root.publish_part("mine", part),
+        lambda: root.drop_spool("mine"),
+    ):
+        with pytest.raises(NotAllowed, match="did not make this spool"):
+            call()
+    assert sender.publish_part("mine", part).published == 1
+    assert sender.drop_spool("mine")
+
+
 def test_foreign_clients_log_in_as_flight_has_it(server: Server, keys: dict[str, str]) -> None:
     name, _, secret = keys["viewer"].partition(":")
     with fl.FlightClient(server.location("flight")) as client:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ssl
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 import penstock
 from penstock import NotAllowed, PenstockError
 from penstock.server import running
-from penstock.server.security import add_key
+from penstock.server.security import add_key, read_keys, write_keys
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,6 +40,31 @@ def test_keys(keys: dict[str, str], tmp_path: Path) -> None:
                 nobody.queues()
         page = server.metrics.page().decode()
         assert 'operation="Claim",outcome="NotAllowed",protocol="native"} 1.0' in page
+
+
+def test_a_consumer_goes_on_when_its_key_is_made_anew(keys: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    with (
+        running("memory:", **NATIVE, keys=path) as server,
+        penstock.connect(server.location("native"), token=keys["root"]) as root,
+        penstock.connect(server.location("native"), token=keys["worker"]) as worker,
+    ):
+        root.create_queue("orders")
+        root.send("orders", b"first")
+        with worker.consume("orders", wait_ms=10_000) as consumer:
+            assert next(consumer).payload == b"first"
+            found = read_keys(path)
+            found["worker"] = msgspec.structs.replace(
+                found["worker"], hash="", secret=keys["worker"].partition(":")[2]
+            )
+            write_keys(path, found)
+            server.reload()
+            root.send("orders", b"second")
+            assert next(consumer).payload == b"second"
+            write_keys(path, {name: key for name, key in found.items() if name != "worker"})
+            server.reload()
+            with pytest.raises(NotAllowed):
+                next(consumer)
 
 
 def test_tls_both_ways(certs: Any) -> None:

@@ -28,7 +28,7 @@ from penstock import server as gateways
 from penstock.client.calls import Verb, Verbs
 from penstock.flight import TABLES
 from penstock.flight.client import FlightStore
-from penstock.flight.protocol import PUTS
+from penstock.flight.protocol import PUTS, HistoryStretch
 from penstock.flight.service import FlightService
 from penstock.model import Cursor
 from penstock.server import admin as operations
@@ -192,7 +192,7 @@ def judge(
 
 def changes_by_itself(each: Row) -> bool:
     # These rows claim from the queue on behalf of somebody else before they try.
-    return each.verb.startswith(("Ack", "Release", "Extend", "Delete", "Change"))
+    return each.verb.startswith(("Ack", "Consume", "Release", "Extend", "Delete", "Change"))
 
 
 def depths(world: World) -> dict[str, Any]:
@@ -219,6 +219,12 @@ class Refused:
 
     def __getattr__(self, name: str) -> Any:
         raise self._error
+
+
+def consumed(client: Any, world: World, queue: str) -> None:
+    world.broker.send(queue, b"x")
+    with client.consume(queue, wait_ms=60_000) as consumer:
+        next(consumer).ack()
 
 
 NATIVE = [
@@ -286,6 +292,7 @@ NATIVE = [
     row("AllStats", lambda c, *_: c.all_stats(), LOOK),
     row("Sweep", lambda c, *_: c.sweep(), "admin:*"),
     row("Backup", lambda c, *_: c.backup(f"n{next(BACKUPS)}"), "admin:*"),
+    row("Consume", consumed, "consume"),
 ]
 
 
@@ -309,10 +316,11 @@ def test_native(world: World) -> None:
 
 def test_every_native_request_is_in_the_table() -> None:
     told = {each.verb.replace(",", "").split()[0] for each in NATIVE}
-    assert told == {kind.__name__ for kind in VERBS}
-    # What is asked of a connection and not of the store: the time, and to end a claim of its own.
+    assert told == {"Consume", *(kind.__name__ for kind in VERBS)}
+    # What is asked of a connection and not of the store: the time, and to end a claim of its own,
+    # or to go on with it.
     kinds = {kind.__name__ for kind in wire.Request.__subclasses__()}
-    assert kinds - told == {"Ping", "Cancel"}
+    assert kinds - told == {"Ping", "Cancel", "Credit"}
     names = {name for name, verb in vars(Verbs).items() if isinstance(verb, Verb)}
     known = {each.lower() for each in kinds}
     assert {name.replace("_", "") for name in names} - known <= {"send", "ping", "cancel"}
@@ -516,6 +524,18 @@ def put(store: FlightStore, *queues: str | None) -> None:
     store.publish([batch], ROWS)
 
 
+def spool_and(
+    then: Callable[[FlightStore, str, str], Any],
+) -> Callable[[FlightStore, World, str], None]:
+    def run(store: FlightStore, _: World, queue: str) -> None:
+        batch = pa.record_batch({"payload": [b"p"], "queue": [queue]}, schema=ROWS)
+        name = f"spool-{next(BACKUPS)}"
+        (part,) = store.spool(name, "part", [batch])
+        then(store, name, part)
+
+    return run
+
+
 def table(name: str) -> Callable[[Any, World, str], Any]:
     return lambda s, _, q: s.read_table(name, queue=q)
 
@@ -523,6 +543,8 @@ def table(name: str) -> Callable[[Any, World, str], Any]:
 FLIGHT = [
     row("PublishCommand", lambda s, _, q: put(s, q), "publish"),
     row("PublishCommand of two", lambda s, *_: put(s, "a", "b"), "publish:a", "publish:b"),
+    row("publish_part", spool_and(lambda s, *spool: s.publish_part(*spool)), "publish"),
+    row("drop_spool", spool_and(lambda s, name, _: s.drop_spool(name)), "publish"),
     row("PublishCommand to all", lambda s, *_: put(s, None), "publish:*"),
     row(
         "StageCommand",
@@ -544,6 +566,19 @@ FLIGHT = [
     ),
     row("table of all", lambda s, *_: s.read_table("active"), LOOK),
     row("LogTicket", lambda s, *_: list(s.read(s.log_ticket(0, 1, 2))), LOOK),
+    row(
+        "HistoryTicket",
+        lambda s, _, q: list(s.read_history("done", [HistoryStretch(q, 0, "done", 0, 0)])),
+        "consume|admin",
+    ),
+    row("history_ends", lambda s, _, q: s.history_ends(q), "consume|admin"),
+    row("history_ends of all", lambda s, *_: s.history_ends(), LOOK),
+    row("history_ends of none", lambda s, *_: s.history_ends([]), LOOK),
+    row(
+        "check_history",
+        lambda s, _, q: s.check_history([HistoryStretch(q, 0, "done", 0, 0)]),
+        "consume|admin",
+    ),
     row("get_schema", lambda s, *_: s.schema("active"), KNOWN),
     row("info", lambda s, *_: s.info(), LOOK),
     row("check_read", lambda s, *_: s.check_read("active"), LOOK),
@@ -588,12 +623,17 @@ def test_every_flight_call_is_in_the_table(world: World) -> None:
     )
     with fl.FlightClient(world.server.location("flight")) as client:
         actions = {each.type for each in client.list_actions(options)}
-    told = {each.verb.split()[0] for each in FLIGHT} - {"table", "LogTicket", "get_schema"}
+    told = {each.verb.split()[0] for each in FLIGHT} - {
+        "table",
+        "LogTicket",
+        "get_schema",
+        "HistoryTicket",
+    }
     assert told == actions | {kind.__name__ for kind in get_args(PUTS)}
     # Methods that Flight calls; of the names of actions everybody may know who has a key.
     served = {name for name in vars(FlightService) if not name.startswith("_")}
-    reads = {"get_flight_info", "get_schema", "do_get", "do_put", "do_action", "list_actions"}
-    assert served == reads
+    methods = {"get_flight_info", "get_schema", "do_get", "do_put", "do_action", "list_actions"}
+    assert served == methods
 
 
 def test_a_snapshot_is_read_by_what_its_key_may_now(world: World) -> None:

@@ -20,6 +20,7 @@ from tests.waiting import wait_until
 
 import penstock
 from penstock import Message, QueueNotFound, StorageFailed
+from penstock.server import running
 from penstock.testing.auditor import Kind, Note, audit
 from penstock.testing.checking import assert_clean
 from penstock.testing.conformance import BrokerConformance
@@ -63,6 +64,42 @@ class TestServedWhole(_Served, OnPostgres, BrokerConformance):
 @pytest.mark.soak
 class TestServedRouting(_Served, OnPostgres, RoutingConformance):
     pass
+
+
+def test_messages_are_pushed(url: str) -> None:
+    """A joint change on a thread claims for subscribers in a change of its own."""
+    with (
+        running(url, native="127.0.0.1:0") as server,
+        penstock.connect(server.location("native")) as client,
+    ):
+        client.create_queue("q")
+        consumer = client.consume("q", prefetch=10, wait_ms=60_000)
+        client.publish([Message(b"%d" % n, {"queue": "q"}) for n in range(30)])
+        got = []
+        for _ in range(30):
+            delivery = next(consumer)
+            delivery.ack()
+            got.append(int(delivery.payload))
+        assert consumer.flush() == []
+        assert sorted(got) == list(range(30))
+        # Those that come later wake it.
+        client.send("q", b"30")
+        assert next(consumer).ack().result()
+
+
+def test_messages_of_another_process_are_pushed_after_a_claim_that_found_few(url: str) -> None:
+    with (
+        penstock.open(url) as other,
+        running(url, native="127.0.0.1:0") as server,
+        penstock.connect(server.location("native")) as client,
+    ):
+        other.create_queue("q")
+        other.publish([Message(b"%d" % n, {"queue": "q"}) for n in range(3)])
+        with client.consume("q", prefetch=50, wait_ms=20_000) as consumer:
+            for _ in range(3):
+                assert next(consumer).ack().result()
+            other.send("q", b"late")
+            assert next(consumer).payload == b"late"
 
 
 class Two:

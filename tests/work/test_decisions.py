@@ -338,7 +338,7 @@ def test_settings_are_checked(option: str, value: Any) -> None:
 
 def test_settings_that_are_left_open() -> None:
     worker = Worker("memory:", "q", "tests.work.handlers:nothing", concurrency=7)
-    assert worker._settings.prefetch == 7
+    assert worker._settings.prefetch is None
     assert worker._settings.consumer
 
 

@@ -13,6 +13,7 @@ from collections import deque
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from weakref import WeakSet
 
 import msgspec
 
@@ -48,7 +49,9 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from penstock.broker.consumer import Settler
     from penstock.clock import Clock
+    from penstock.consuming import Consumer
     from penstock.model import Delivery, Outcome, SweepCounts, Value
     from penstock.store.check_report import AuditReport
     from penstock.store.codec.metadata import Metadata
@@ -89,6 +92,8 @@ class Broker(ServedBroker):
         self.routed_batches = deque(maxlen=SHOWN_BATCHES)
         self._matcher, self._live = Matcher(), {}
         self._follow_filters()
+        self._consumers: WeakSet[Consumer] = WeakSet()
+        self._settlers: WeakSet[Settler] = WeakSet()
         self._runner = Runner(store, clock, relaxed=relaxed, background=background)
 
     def __enter__(self) -> Self:
@@ -110,6 +115,11 @@ class Broker(ServedBroker):
 
     def close(self) -> None:
         """Make everything durable and let go of the store. A claim that waits raises."""
+        for consumer in list(self._consumers):
+            consumer.close()
+        # Of consumers that had been closed before, too: their messages may be settled later.
+        for settler in list(self._settlers):
+            settler.flush()
         self._runner.close()
 
     def _apply(self, change: Callable[[int], T]) -> T:
@@ -251,6 +261,42 @@ class Broker(ServedBroker):
                 with suppress(Exception):
                     self.release([each.receipt for each in taken], unseen=True)
             raise
+
+    def consume(
+        self,
+        queue: str,
+        *,
+        prefetch: int = 200,
+        prefetch_bytes: int = 16_777_216,
+        lease_ms: int | None = None,
+        consumer: str = "",
+        wait_ms: int | None = None,
+        on_refused: Callable[[Outcome], None] | None = None,
+    ) -> Consumer:
+        """Iterate over the messages of a queue, and settle each by its own verbs.
+
+        They are claimed in batches, of up to ``prefetch`` messages and about ``prefetch_bytes`` if
+        the caller is fast. The iteration ends
+        when nothing has come for ``wait_ms``; None: never. ``on_refused`` is called with the
+        outcome of each receipt that is refused, which is logged otherwise.
+        """
+        # Loaded when used.
+        from penstock.broker.consumer import BrokerConsumer  # noqa: PLC0415
+
+        made = BrokerConsumer(
+            self,
+            self._clock,
+            queue,
+            prefetch=prefetch,
+            prefetch_bytes=prefetch_bytes,
+            wait_ms=wait_ms,
+            on_refused=on_refused,
+            lease_ms=lease_ms,
+            consumer=consumer,
+        )
+        self._consumers.add(made)
+        self._settlers.add(made.settler)
+        return made
 
     def ack(self, receipts: Iterable[str], *, queue: str | None = None) -> list[Outcome]:
         """Settle messages as done. ``queue`` makes receipts of another queue an error."""

@@ -7,7 +7,7 @@ durable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from penstock.store.contract import FullStore
 
 Check: TypeAlias = Callable[[str], None]
+Standing: TypeAlias = "Callable[[str, int | None], Sequence[Claim]]"
 
 
 class Publish(msgspec.Struct, eq=False):
@@ -65,12 +66,17 @@ Request: TypeAlias = Publish | Claim | Ack | Change
 
 
 class Joint(msgspec.Struct):
-    """Requests that are done together: those that end leases first, claims last."""
+    """Requests that are done together: those that end leases first, claims last.
+
+    ``standing`` gives the claims to add for a queue that has got about so many messages by the
+    other requests; None: the queue is gone.
+    """
 
     acks: list[Ack] = []
     changes: list[Change] = []
     publishes: list[Publish] = []
     claims: list[Claim] = []
+    standing: Standing | None = None
 
     def requests(self) -> list[Request]:
         """Return all requests."""
@@ -85,6 +91,7 @@ class RequestRunner(NamedTuple):
     routes: Callable[[Sequence[Message], str | None, int], list[list[str]]]
     put: Callable[[Sequence[Message], list[list[str]], int], list[int]]
     note_error: Callable[[], None]
+    take_woken: Callable[[], Mapping[str, int | None]]
 
     def run(self, joint: Joint, now_ms: int) -> None:
         """Do the requests and fill in their answers; one request's error is not its neighbours'."""
@@ -97,6 +104,9 @@ class RequestRunner(NamedTuple):
                 self._fail(change, error)
         if joint.publishes:
             self._publish_together(joint.publishes, now_ms)
+        if joint.standing is not None:
+            for queue, available in self.take_woken().items():
+                joint.claims += joint.standing(queue, available)
         by_queue: dict[str, list[Claim]] = {}
         for claim in joint.claims:
             by_queue.setdefault(claim.queue, []).append(claim)

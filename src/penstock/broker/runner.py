@@ -131,7 +131,7 @@ class Runner:
                 result = self._wait_for(queue, now_ms, now_ms + wait_ms, change)
             woken = self._store.take_woken()
             if (woken and (self._waiters or self._listener)) or self._alarm_at_ms is not None:
-                self._wake(woken)
+                self._wake(woken, self._listener)
             number = self._progress.commits
         except BaseException as error:
             if isinstance(error, StoreFenced):
@@ -219,7 +219,7 @@ class Runner:
             why = "the change may or may not have been made: the store could not write for a while"
             if self._committer is not None:
                 self._committer.fail(number, StorageFailed(why))
-            self._wake(self._store.take_woken())
+            self._wake(self._store.take_woken(), self._listener)
 
     def close(self) -> None:
         """Make everything durable and let go of the store. A caller that waits gets an error."""
@@ -317,9 +317,15 @@ class Runner:
         for waiting in (self._alarm, *self._waiters.values()):
             waiting.notify_all()
 
-    def _wake(self, woken: Mapping[str, int | None]) -> None:
+    def take_woken(self) -> Mapping[str, int | None]:
+        """Wake claims that wait; return the queues to the listener. Called with the lock held."""
+        woken = self._store.take_woken()
+        if woken and self._waiters:
+            self._wake(woken, None)
+        return woken
+
+    def _wake(self, woken: Mapping[str, int | None], listener: OnWoken | None) -> None:
         """Wake claims that wait for these queues, and the sweeper; called with the lock held."""
-        listener = self._listener
         for name, available in woken.items():
             if listener is not None:
                 listener(name, available)
@@ -340,7 +346,7 @@ class Runner:
     def _wait_for(self, queue: str, now_ms: int, until_ms: int, change: Callable[[int], T]) -> T:
         """Wait for messages of a queue until the change gives something; with the lock held."""
         while True:
-            self._wake(self._store.take_woken())
+            self._wake(self._store.take_woken(), self._listener)
             wait_ms = until_ms - now_ms
             waiting = self._waiters.get(queue)
             if waiting is None:
@@ -401,7 +407,7 @@ class Runner:
                 self._limit(begin)
                 try:
                     counts = self._store.sweep(now_ms, SWEEP_BUDGET)
-                    self._wake(self._store.take_woken())
+                    self._wake(self._store.take_woken(), self._listener)
                     due_ms = counts.next_due_ms
                     wait_ms = IDLE_SWEEP_MS if due_ms is None else due_ms - now_ms
                 except StoreFenced as error:

@@ -427,8 +427,10 @@ class ServedBroker(LogBroker):
         # Loaded when used: only a server does many requests as one.
         from penstock.broker.requests import RequestRunner  # noqa: PLC0415
 
-        put, note_error = self._put, self._runner.note_error
-        return RequestRunner(self._store, self._clock, self._routes, put, note_error)
+        put, runner = self._put, self._runner
+        return RequestRunner(
+            self._store, self._clock, self._routes, put, runner.note_error, runner.take_woken
+        )
 
     def begin(self, joint: Joint) -> int:
         """Do many requests as one, fill in the answers, and return the number for :meth:`tell`."""

@@ -8,6 +8,7 @@ method that returns a coroutine of it, with the same parameters either way; type
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from datetime import datetime
 from enum import Enum
@@ -80,13 +81,15 @@ class Uncertain(Outcome, frozen=True):
 class Call(msgspec.Struct, Generic[R], frozen=True):
     """A request to be sent, and how to read its answer.
 
-    ``answer`` is the type of the answer; ``finish`` makes the verb's result of it.
+    ``answer`` is the type of the answer; ``finish`` makes the verb's result of it. ``on_push`` is
+    called with each frame of messages that come before the answer.
     """
 
     request: wire.Request
     answer: Any
     repeat: Repeat = Repeat.ALWAYS
     finish: Callable[[Any], R] | None = None
+    on_push: Callable[[wire.Deliveries], None] | None = None
 
 
 Plan: TypeAlias = Generator[Call[Any], Any, R]
@@ -159,6 +162,7 @@ def extend(
 ) -> Call[list[Outcome]]:
     """Move the deadline of receipts, or of a whole lease, to now + ``lease_ms``."""
     batch = receipts if isinstance(receipts, str) else _receipts(receipts)
+    check_count(lease_ms, "lease_ms", 1, limits.MAX_LEASE_MS)
     return Call(wire.Extend(0, batch, lease_ms, queue), list[Outcome])
 
 
@@ -419,6 +423,12 @@ class Verb(Generic[P, R]):
     def __set_name__(self, owner: type, name: str) -> None:
         self.__name__ = name
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        bound = _signature(self.__wrapped__)
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        return bound.replace(parameters=[own, *bound.parameters.values()])
+
     @overload
     def __get__(self, client: None, owner: type) -> Verb[P, R]: ...
     @overload
@@ -428,11 +438,32 @@ class Verb(Generic[P, R]):
     def __get__(self, client: Waiting | Awaiting | None, owner: type) -> Any:
         if client is None:
             return self
-        return partial(client._run, self.__wrapped__)  # noqa: SLF001 - the seam of the two clients
+        return _BoundVerb(client._run, self.__wrapped__)  # noqa: SLF001 - the clients' seam
 
     def __call__(self, client: Waiting | Awaiting, /, *args: P.args, **options: P.kwargs) -> Any:
         """Run the verb on a client, as an unbound method would."""
         return client._run(self.__wrapped__, *args, **options)  # noqa: SLF001
+
+
+class _BoundVerb(partial[Any]):
+    """A verb of one client; ``help()`` shows it as it shows a method."""
+
+    __slots__ = ()
+    __name__ = property(lambda self: self.args[0].__name__)
+    __doc__ = property(lambda self: self.args[0].__doc__)
+    __signature__ = property(lambda self: _signature(self.args[0]))
+
+    def __get__(self, instance: object, owner: type | None = None) -> _BoundVerb:
+        """Return itself: an object with this method is a routine for ``help()``."""
+        return self
+
+
+def _signature(verb: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a verb as a method; like one of ``async def`` it names the result."""
+    made = inspect.signature(verb)
+    kind, _, result = made.return_annotation.partition("[")
+    assert kind in {"Call", "Plan"}
+    return made.replace(return_annotation=result.removesuffix("]"))
 
 
 class Verbs:

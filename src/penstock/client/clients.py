@@ -10,24 +10,33 @@ import contextlib
 import os
 import queue as queues
 import threading
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import msgspec
 
 from penstock.client.calls import Awaiting, Call, Verbs, Waiting
 from penstock.client.connection import Options, Phase
+from penstock.client.consumers import AsyncConsumer, ClientConsumer, HeldMessages
 from penstock.client.transport import open_transport, target_of
 from penstock.clock import Clock, SystemClock
+from penstock.consuming import PREFETCH, PREFETCH_BYTES
 from penstock.errors import BrokerClosed
 from penstock.tracing import traced
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Generator
 
+    from penstock.client.consumers import Subscription
     from penstock.client.transport import Target, Transport
+    from penstock.consuming import Consumer
+    from penstock.model import Outcome
 
 R = TypeVar("R")
+
+# The version of the protocol that has consume first.
+CONSUME_VERSION: Final = 4
 
 
 def connect(
@@ -57,7 +66,7 @@ def connect(
     return kind(target, options, clock or SystemClock())
 
 
-async def connect_async(
+def connect_async(
     url: str,
     *,
     token: str = "",
@@ -67,11 +76,51 @@ async def connect_async(
     name: str = "",
     clock: Clock | None = None,
     tracing: bool = False,
-) -> AsyncClient:
-    """Connect to a server from asyncio; the parameters are those of :func:`penstock.connect`."""
-    target, options = _resolved(url, tls, token, name=name, patience_ms=patience_ms, dedup=dedup)
-    kind = traced(AsyncClient, awaited=True) if tracing else AsyncClient
-    return kind(await open_transport(target, options, clock or SystemClock()))
+) -> Connecting:
+    """Connect to a server from asyncio; the parameters are those of :func:`penstock.connect`.
+
+    Await it for a client, or use it itself in ``async with``.
+    """
+
+    async def open_client() -> AsyncClient:
+        target, options = _resolved(
+            url, tls, token, name=name, patience_ms=patience_ms, dedup=dedup
+        )
+        kind = traced(AsyncClient, awaited=True) if tracing else AsyncClient
+        return kind(await open_transport(target, options, clock or SystemClock()))
+
+    return Connecting(open_client())
+
+
+class Connecting(Coroutine[Any, Any, "AsyncClient"]):
+    """A client that is about to be connected: awaited, or entered by ``async with``."""
+
+    def __init__(self, opening: Coroutine[Any, Any, AsyncClient]) -> None:
+        self._opening = opening
+
+    def __await__(self) -> Generator[Any, None, AsyncClient]:
+        return self._opening.__await__()
+
+    # A coroutine, so that asyncio.run() and create_task() take it.
+
+    def send(self, value: Any) -> Any:
+        """Go on with a value."""
+        return self._opening.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Go on with an error."""
+        return self._opening.throw(*error)
+
+    def close(self) -> None:
+        """Give up."""
+        self._opening.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        self._client = await self._opening
+        return self._client
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
 
 
 def _resolved(
@@ -101,6 +150,32 @@ class AsyncClient(Verbs, Awaiting):
     async def close(self) -> None:
         """Close the connection. Calls that are under way raise."""
         await self._transport.close()
+
+    def consume(
+        self,
+        queue: str,
+        *,
+        prefetch: int = PREFETCH,
+        prefetch_bytes: int = PREFETCH_BYTES,
+        lease_ms: int | None = None,
+        consumer: str = "",
+        wait_ms: int | None = None,
+        on_refused: Callable[[Outcome], None] | None = None,
+    ) -> AsyncConsumer:
+        """Be pushed the messages of a queue; see :meth:`Client.consume`."""
+        held = HeldMessages(
+            self._transport,
+            queue,
+            prefetch=prefetch,
+            prefetch_bytes=prefetch_bytes,
+            lease_ms=lease_ms,
+            consumer=consumer,
+            on_refused=on_refused,
+            linger=False,
+        )
+        made = AsyncConsumer(held, wait_ms)
+        held.open()
+        return made
 
     async def _run(self, verb: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
         made = verb(*args, **options)
@@ -181,10 +256,63 @@ class Client(Verbs, Waiting):
         self._do(self._transport.close())
         self._stop()
 
+    def consume(
+        self,
+        queue: str,
+        *,
+        prefetch: int = PREFETCH,
+        prefetch_bytes: int = PREFETCH_BYTES,
+        lease_ms: int | None = None,
+        consumer: str = "",
+        wait_ms: int | None = None,
+        on_refused: Callable[[Outcome], None] | None = None,
+    ) -> Consumer:
+        """Be pushed the messages of a queue: iterate over them, and settle each by its own verbs.
+
+        At most ``prefetch`` messages, of about ``prefetch_bytes``, are held and not settled at a
+        time. The iteration ends when nothing has come for ``wait_ms``; None: never. ``on_refused``
+        is called with the outcome of each receipt that is refused, which is logged otherwise; it is
+        called on the client's own thread, and must only take note.
+        """
+        self._check_here()
+        held = HeldMessages(
+            self._transport,
+            queue,
+            prefetch=prefetch,
+            prefetch_bytes=prefetch_bytes,
+            lease_ms=lease_ms,
+            consumer=consumer,
+            on_refused=on_refused,
+            linger=True,
+        )
+        made = ClientConsumer(held, wait_ms)
+        self.subscribe(held)
+        return made
+
+    @property
+    def transport(self) -> Transport:
+        """The connection, for subscriptions of your own; its methods are the loop's."""
+        return self._transport
+
+    @property
+    def can_consume(self) -> bool:
+        """Whether the server pushes messages: older ones do not."""
+        welcome = self._transport.connection.welcome
+        return welcome is not None and welcome.version >= CONSUME_VERSION
+
+    def subscribe(self, subscription: Subscription) -> None:
+        """Open a subscription on the loop's thread."""
+        with self._guard:
+            if self._closed:
+                raise BrokerClosed("the client is closed")
+            self._loop.call_soon_threadsafe(subscription.open)
+
     def _stop(self) -> None:
         self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        # A last turn, for callers that came just before: they would wait for ever.
+        self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
 
     def _do(self, work: Coroutine[Any, Any, R]) -> R:
@@ -212,8 +340,7 @@ class Client(Verbs, Waiting):
 
     def _check_here(self) -> None:
         """Refuse what would wait for ever: there is no loop to answer, or it is this thread's."""
-        if os.getpid() != self._pid:
-            raise BrokerClosed("the client was made before fork(): connect anew in the child")
+        self._transport.check_process()
         if threading.get_ident() == self._thread.ident:
             raise BrokerClosed("the client can't be called on the thread of its own loop")
 
@@ -247,7 +374,11 @@ class Client(Verbs, Waiting):
             inbox, self._inbox = self._inbox, []
         submit, now_ms = self._transport.connection.submit, int(self._loop.time() * 1000)
         for call, waiter in inbox:
-            waiter.pending = submit(call, waiter.finish, now_ms)
+            try:
+                waiter.pending = submit(call, waiter.finish, now_ms)
+            except Exception as error:
+                # The other threads' calls are not to be lost with it.
+                waiter.finish(None, error)
         self._transport.flush()
 
     def _abandon(self, call: Call[Any], waiter: _Waiter) -> None:

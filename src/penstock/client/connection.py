@@ -28,12 +28,15 @@ import msgspec
 from penstock import errors, limits
 from penstock.client.calls import Call, Repeat, cancel, doubtful, may_repeat, ping, release
 from penstock.errors import BrokerClosed, InvalidInput, ServerUnreachable, StoreFenced
+from penstock.model import Delivery
 from penstock.wire import native as wire
 from penstock.wire.native import FrameReader, error_of
+from penstock.wire.peers import protocol_of
 
 if TYPE_CHECKING:
+    from penstock.client.consumers import Subscription
     from penstock.errors import PenstockError
-    from penstock.wire.native import Progress
+    from penstock.wire.peers import Progress
 
 # How long the other side may be silent before it is asked, and then until it is given up. It has
 # to answer only once it has the question, which waits behind the bytes that were written before.
@@ -143,6 +146,8 @@ class ClientConnection:
         self._waiting: deque[_PendingCall] = deque()
         self._sent: dict[int, _PendingCall] = {}
         self._parts: dict[int, list[bytes]] = {}
+        # Told of calls that settle or extend, since they may be of messages that were pushed.
+        self.subscriptions: set[Subscription] = set()
         self.output: list[bytes] = []
         self.done: list[tuple[Callback, Any, BaseException | None]] = []
         self._heard_ms = now_ms
@@ -175,7 +180,28 @@ class ClientConnection:
             self._send(pending, now_ms)
         else:
             self._waiting.append(pending)
+        if self.subscriptions:
+            self._tell_subscriptions(call.request)
         return pending
+
+    def _tell_subscriptions(self, request: wire.Request) -> None:
+        """Tell subscriptions of receipts that a call settles or extends."""
+        for each in list(self.subscriptions):
+            if isinstance(request, wire.Ack | wire.Release):
+                each.settling(request.receipts)
+            elif isinstance(request, wire.Extend):
+                each.extending(request.receipts, request.lease_ms)
+
+    def grant(self, pending: _PendingCall | None, credit: int, credit_bytes: int) -> None:
+        """Give the server credit for a subscription; one that is not sent yet asks for more."""
+        if pending is None:
+            return
+        request = pending.call.request
+        assert isinstance(request, wire.Consume), "only these have credit"
+        request.credit += credit
+        request.credit_bytes += credit_bytes
+        if self._sent.get(request.id) is pending and self.phase is Phase.READY:
+            self.output.append(self._encoder.frame(wire.Credit(request.id, credit, credit_bytes)))
 
     def withdraw(self, pending: _PendingCall, now_ms: int) -> None:
         """Forget a call whose caller has gone; a claim that waits at the server is ended."""
@@ -183,7 +209,7 @@ class ClientConnection:
         request = pending.call.request
         if (
             self._sent.get(request.id) is pending
-            and isinstance(request, wire.Claim)
+            and isinstance(request, wire.Claim | wire.Consume)
             and self.phase in {Phase.READY, Phase.LEAVING}
         ):
             self._send(_PendingCall(cancel(request.id), None, now_ms), now_ms)
@@ -196,17 +222,21 @@ class ClientConnection:
         self.submit(back, None, now_ms)
 
     def abandon(self, error: PenstockError, now_ms: int) -> None:
-        """Fail the claims that were sent, and end them at the server before the connection ends."""
+        """Fail claims and consumers, and end them at the server before the connection ends."""
         for pending in list(self._sent.values()):
-            if isinstance(pending.call.request, wire.Claim) and pending.callback is not None:
+            kind = wire.Claim | wire.Consume
+            if isinstance(pending.call.request, kind) and pending.callback is not None:
                 self._fail(pending, error)
                 self.withdraw(pending, now_ms)
 
     @property
     def giving_back(self) -> bool:
-        """Whether the server has yet to hear, or to say, what becomes of withdrawn claims."""
+        """Whether the server has yet to hear, or to say, what becomes of messages of those gone."""
+        back = wire.Claim | wire.Consume | wire.Release
         return any(
-            pending.callback is None and isinstance(pending.call.request, wire.Claim | wire.Release)
+            (pending.callback is None and isinstance(pending.call.request, back))
+            or getattr(pending.call.request, "refused_only", False)
+            or getattr(pending.call.request, "unseen", False)
             for pending in chain(self._sent.values(), self._waiting)
         )
 
@@ -254,7 +284,7 @@ class ClientConnection:
     def received(self, data: bytes, now_ms: int) -> None:
         """Take bytes from the server."""
         self._heard_ms, self._asked_ms = now_ms, None
-        if self.phase is Phase.GREETING and (spoken := wire.protocol_of(data)):
+        if self.phase is Phase.GREETING and (spoken := protocol_of(data)):
             self.foreign = _FOREIGN[spoken]
             self._give_up(f"the server {self.foreign}")
             return
@@ -314,6 +344,8 @@ class ClientConnection:
                 self._asked_ms, self._question_came = now_ms, False
                 self._send(_PendingCall(ping(), None, now_ms), now_ms)
         self._fail_late(now_ms)
+        for subscription in list(self.subscriptions):
+            subscription.tick(now_ms)
         if self.phase is Phase.READY:
             return
         patience_ms = self.options.patience_ms
@@ -374,6 +406,8 @@ class ClientConnection:
             if frame.last:
                 del self._parts[frame.id]
                 self._settle(frame.id, b"".join(parts), now_ms)
+        elif isinstance(frame, wire.Deliveries):
+            self._push(frame, now_ms)
         elif isinstance(frame, wire.Undone):
             pending = self._sent.pop(frame.id, None)
             if pending is not None and not pending.useless:
@@ -396,11 +430,25 @@ class ClientConnection:
             self._tries = 0
             self.resume(now_ms)
 
+    def _push(self, frame: wire.Deliveries, now_ms: int) -> None:
+        """Hand messages to their subscription; those of one that has gone are given back."""
+        pending = self._sent.get(frame.id)
+        if pending is None or pending.call.on_push is None:
+            return
+        if pending.callback is not None:
+            pending.fenced_ms = None
+            pending.call.on_push(frame)
+            return
+        receipts = [each.receipt for each in _decoder(list[Delivery]).decode(frame.deliveries)]
+        self.submit(release(receipts, reason="withdrawn", unseen=True), None, now_ms)
+
     def _leave(self, pending: _PendingCall, error: StoreFenced, now_ms: int) -> None:
         """Turn away from a server whose store has another owner: that one may answer by now."""
-        if pending.fenced_ms is None:
+        patience_ms = self.options.patience_ms
+        # A subscription may have been good for long since the last time.
+        if pending.fenced_ms is None or now_ms - pending.since_ms >= patience_ms:
             pending.fenced_ms = now_ms
-        patient = now_ms - pending.fenced_ms < self.options.patience_ms
+        patient = now_ms - pending.fenced_ms < patience_ms
         if patient and may_repeat(pending.call):
             # Settled with all others that this server does not answer any more.
             self._sent[pending.call.request.id] = pending

@@ -9,16 +9,19 @@ import os
 import re
 import socket
 import ssl
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 from penstock.client.connection import ClientConnection, Options, Phase
 from penstock.errors import BrokerClosed, InvalidUrl, ServerUnreachable
-from penstock.wire.native import DEFAULT_PORT, progress_of
+from penstock.wire.native import DEFAULT_PORT
+from penstock.wire.peers import progress_of
 
 if TYPE_CHECKING:
     from penstock.client.calls import Call
+    from penstock.client.connection import Callback
     from penstock.clock import Clock
     from penstock.errors import PenstockError
 
@@ -102,6 +105,7 @@ class Transport(asyncio.Protocol):
         self.target = target
         self.loop = loop
         self._pid = os.getpid()
+        self.thread_id = threading.get_ident()
         self.connection = ClientConnection(
             options, now_ms=self.now_ms(), random=clock.random, fresh=clock.lease_id()
         )
@@ -122,15 +126,29 @@ class Transport(asyncio.Protocol):
         """Withdraw a call whose caller has gone."""
         if pending is not None:
             self.connection.withdraw(pending, self.now_ms())
-            self._soon()
+            self.flush_soon()
+
+    def submit(self, call: Call[Any], callback: Callback | None) -> None:
+        """Run a call, and call back when it is over."""
+        self.connection.submit(call, callback, self.now_ms())
+        self.flush_soon()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that the connection belongs to."""
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Refuse what would wait for ever: a child has no loop."""
+        if self.forked:
+            raise BrokerClosed("the client was made before fork(): connect anew in the child")
 
     async def call(self, call: Call[R]) -> R:
         """Run a call to its end."""
-        if os.getpid() != self._pid:
-            raise BrokerClosed("the client was made before fork(): connect anew in the child")
+        self.check_process()
         future: asyncio.Future[R] = self.loop.create_future()
         pending = self.connection.submit(call, partial(self._resolve, future, call), self.now_ms())
-        self._soon()
+        self.flush_soon()
         try:
             return await future
         except asyncio.CancelledError:
@@ -155,7 +173,7 @@ class Transport(asyncio.Protocol):
     def give_back(self, call: Call[Any], result: Any) -> None:
         """Release what a claim has brought, if it is one: its caller has gone."""
         self.connection.give_back(call, result, self.now_ms())
-        self._soon()
+        self.flush_soon()
 
     async def open(self) -> None:
         """Connect, and return when the server has said welcome."""
@@ -169,8 +187,10 @@ class Transport(asyncio.Protocol):
 
     async def close(self) -> None:
         """End the connection; calls that are under way raise."""
-        if os.getpid() != self._pid:
+        if self.forked:
             return
+        # Settlements that were handed to the loop before are sent first.
+        await asyncio.sleep(0)
         self.connection.abandon(BrokerClosed("the client was closed"), self.now_ms())
         self.flush()
         until = self.loop.time() + CLOSE_SECONDS
@@ -348,7 +368,7 @@ class Transport(asyncio.Protocol):
         self.connection.resume(self.now_ms())
         self.flush()
 
-    def _soon(self) -> None:
+    def flush_soon(self) -> None:
         """Write at the end of this turn of the loop, together with what else comes in it."""
         if not self._flushing:
             self._flushing = True

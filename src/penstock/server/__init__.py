@@ -12,14 +12,14 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from penstock.flight.service import FlightListener, in_process_server
+    from penstock.flight.listener import FlightListener, in_process_server
     from penstock.server.served_store import Server, running
 
 __all__ = ["FlightListener", "Server", "in_process_server", "running"]
 
 _MODULES: Final = {
-    "FlightListener": "penstock.flight.service",
-    "in_process_server": "penstock.flight.service",
+    "FlightListener": "penstock.flight.listener",
+    "in_process_server": "penstock.flight.listener",
     "Server": "penstock.server.served_store",
     "running": "penstock.server.served_store",
 }

@@ -7,7 +7,9 @@
     parked claims ──────┘◀──────── a queue got something ─────┘
 
 The requests of one turn share scans, commits and the sync. Claims that find nothing are parked,
-without a thread, until their queue gets something or their time is up. Everything here runs on the
+without a thread, until their queue gets something or their time is up. For subscribers with credit
+the change that makes messages available claims them too
+(:mod:`penstock.server.subscriptions`). Everything here runs on the
 loop's thread, but for the work of :meth:`Batcher.call`, and for joint changes of a store at the
 other end of a network: one thread makes those, so that the loop goes on while a database is away.
 There is one joint change at a time.
@@ -26,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 from penstock import limits
 from penstock.broker.requests import Ack, Change, Claim, Joint, Publish
 from penstock.errors import BrokerClosed, InvalidInput, PenstockError
+from penstock.server.subscriptions import MAX_CLAIMED, PushClaim, Subscriptions
 from penstock.validation import (
     check_count,
     check_messages,
@@ -42,10 +45,12 @@ if TYPE_CHECKING:
     from penstock.broker.durability import OnDurable
     from penstock.broker.requests import Check, Request
     from penstock.model import Delivery, Message, Outcome
+    from penstock.server.subscriptions import Subscriber
 
 T = TypeVar("T")
 
-_Gathered: TypeAlias = "tuple[Request, Future[Any]]"
+# Claims for subscribers have no future.
+_Gathered: TypeAlias = "tuple[Request, Future[Any] | None]"
 
 # The most messages of one joint change, so that no request waits long behind others.
 MAX_JOINT_MESSAGES: Final = 2_000
@@ -90,6 +95,7 @@ class Batcher:
         # Claims that may wait, from their request to their answer; and the parked ones, by queue.
         self._waiting: dict[_WaitingClaim, Future[Any]] = {}
         self._parked: dict[str, dict[_WaitingClaim, None]] = {}
+        self._subscriptions = Subscriptions()
         # Queues that other threads have woken, until the loop comes to them.
         self._woken_queues: dict[str | None, int | None] = {}
         self._woken_lock = threading.Lock()
@@ -207,6 +213,21 @@ class Batcher:
         """Move deadlines, as :meth:`Broker.extend`."""
         return self.change(self.broker.extending(receipts, lease_ms, queue, check))
 
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Claim messages for a subscriber as they become available, while it has room."""
+        self._subscriptions.add(subscriber)
+        self._schedule()
+
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        """Claim no more for a subscriber; it is given what is claimed by now."""
+        self._subscriptions.remove(subscriber)
+
+    def note_room(self, queue: str) -> None:
+        """Look for messages of a queue: one of its subscribers may have room again."""
+        self._subscriptions.mark_due(queue)
+        if self._subscriptions.due:
+            self._schedule()
+
     def change(self, work: Callable[[int], T]) -> Future[T]:
         """Make a change that the broker has prepared; it is given the time, and must be short."""
         return self._gather(Change(work))
@@ -269,6 +290,12 @@ class Batcher:
             self._loop.call_soon(self._work)
         return future
 
+    def _schedule(self) -> None:
+        """Make a joint change in the next turn of the loop, or after the one under way."""
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._work)
+
     def _drop(self, future: Future[Any]) -> None:
         """Drop a request that was cancelled before its turn."""
         request = self._gathered.pop(future, None)
@@ -279,41 +306,67 @@ class Batcher:
     def _work(self) -> None:
         """Make one joint change of the gathered requests."""
         joint, made = self._next()
-        self._under_way += len(made)
         if made and self._changer is not None:
+            self._under_way += len(made)
             self._changing = True
             change = self._loop.run_in_executor(self._changer, self.broker.begin, joint)
             change.add_done_callback(lambda change: self._end_change(made, change))
             return
-        self._scheduled = bool(self._gathered)
+        self._scheduled = bool(self._gathered or self._subscriptions.due)
         if self._scheduled:
             self._loop.call_soon(self._work)
         if not made:
             return
+        claims = len(joint.claims)
+        if self._subscriptions.by_queue:
+            joint.standing = self._standing
+        number: int | None = None
+        failure: Exception | None = None
         try:
             number = self.broker.begin(joint)
         except Exception as error:
             # Whatever it was, every request gets its answer.
-            self._answer(made, error)
-            return
-        self._answer_when_durable(made, number)
+            failure = error
+        if len(joint.claims) > claims:
+            made += [(claim, None) for claim in joint.claims[claims:]]
+        self._under_way += len(made)
+        self._end_begun(made, number, failure)
+
+    def _standing(self, queue: str, available: int | None) -> list[PushClaim]:
+        """Make claims for the subscribers of a queue; claims that are parked there go first."""
+        if queue not in self._parked:
+            return self._subscriptions.claims_of(queue, available)
+        self._wake_queue(queue, available)
+        return []
 
     def _end_change(self, made: list[_Gathered], change: Future[int]) -> None:
         """Go on after a joint change of the thread."""
         error = change.exception()
         if error is None:
-            self._answer_when_durable(made, change.result())
+            self._end_begun(made, change.result(), None)
         else:
-            self._answer(made, error if isinstance(error, Exception) else BrokerClosed(str(error)))
-        self._changing = False
-        self._scheduled = bool(self._gathered)
-        if self._scheduled:
-            self._loop.call_soon(self._work)
+            failure = error if isinstance(error, Exception) else BrokerClosed(str(error))
+            self._end_begun(made, None, failure)
+        self._changing = self._scheduled = False
+        if self._gathered or self._subscriptions.due:
+            self._schedule()
         # Queues that were woken meanwhile may have claims that wait only now.
         self._retry()
 
-    def _answer_when_durable(self, made: list[_Gathered], number: int) -> None:
-        """Park claims that wait, and answer the other requests when the change is durable."""
+    def _end_begun(
+        self, made: list[_Gathered], number: int | None, failure: Exception | None
+    ) -> None:
+        """Park claims that wait, and answer the other requests when the change is durable.
+
+        Without a number the change has failed, and they are answered at once.
+        """
+        if self._subscriptions.by_queue:
+            self._subscriptions.note_found([each for each, _ in made if type(each) is PushClaim])
+            if self._subscriptions.due:
+                self._schedule()
+        if number is None:
+            self._answer(made, failure)
+            return
         # At once: a wake-up from now on comes to the loop after this.
         if self._waiting:
             made = [each for each in made if not self._park(each[0])]
@@ -351,13 +404,27 @@ class Batcher:
             made.append((request, future))
         for queue, count in passed_on.items():
             self._wake_queue(queue, count)
+        # However many requests there are, so that they can't keep subscribers waiting for ever.
+        self._subscriptions.room = max(room, MAX_CLAIMED)
+        if self._subscriptions.due:
+            for claim in self._subscriptions.take_due():
+                joint.claims.append(claim)
+                made.append((claim, None))
         return joint, made
 
     def _answer(self, made: list[_Gathered], failure: Exception | None) -> None:
-        """Answer every request of a joint change."""
+        """Answer every request of a joint change, and give subscribers what was claimed."""
         self._under_way -= len(made)
         for request, future in made:
             error = request.error if failure is None else failure
+            if type(request) is PushClaim:
+                if error is not None:
+                    self.take_back(request.answer)
+                    request.answer = []
+                    request.subscriber.fail(_without_frames(error))
+                self._deliver(request)
+                continue
+            assert future is not None, "only claims for subscribers have none"
             if isinstance(request, Claim) and (future.done() or error):
                 self.take_back(request.answer)
             request.error = None
@@ -367,6 +434,10 @@ class Batcher:
                 future.set_exception(_without_frames(error))
             else:
                 future.set_result(request.answer)
+
+    def _deliver(self, push: PushClaim) -> None:
+        """Give a subscriber what was claimed for it."""
+        push.subscriber.deliver(push)
 
     # --- waiting ---------------------------------------------------------------------------
 
@@ -407,7 +478,7 @@ class Batcher:
         """
         if queue is None:
             self._loop.call_soon_threadsafe(self.lost.set)
-        if not self._waiting:
+        if not self._waiting and not self._subscriptions.by_queue:
             return
         with self._woken_lock:
             first = not self._woken_queues
@@ -432,6 +503,7 @@ class Batcher:
         if None in woken:
             woken = dict.fromkeys(self._parked)
         for queue, available in woken.items():
+            self._subscriptions.mark_ready(queue or "")
             parked = list(self._parked.get(queue or "", {}))
             # As many as could get something, the first ones first; all, if the queue is gone.
             left = len(parked) if available is None else max(1, available)
@@ -447,6 +519,8 @@ class Batcher:
                     self._gather(claim, future)
                 else:
                     future.cancel()
+        if self._subscriptions.due:
+            self._schedule()
 
 
 def _without_frames(error: Exception) -> Exception:

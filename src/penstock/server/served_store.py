@@ -280,7 +280,7 @@ class _FlightService(Listener):
     """The Flight service as a listener: it has threads of its own, and listens once it is made."""
 
     def __init__(self, server: Server, host: str, port: int) -> None:
-        from penstock.flight.service import FlightListener, TlsFiles  # noqa: PLC0415 - an extra
+        from penstock.flight.listener import FlightListener, TlsFiles  # noqa: PLC0415 - an extra
 
         super().__init__(host, port)
         files = tls_files(server.config)
@@ -333,7 +333,7 @@ _KINDS: Final = {
         _http, ("penstock.server.admin", "penstock.server.sqs"), "server", "http", "https"
     ),
     "console": _Kind(_console, ("penstock.server.console",), "server", "http", "https"),
-    "flight": _Kind(_FlightService, ("penstock.flight.service",), "flight", "grpc", "grpc+tls"),
+    "flight": _Kind(_FlightService, ("penstock.flight.listener",), "flight", "grpc", "grpc+tls"),
     "capnp": _Kind(_capnp, ("penstock.server.queueber",), "queueber", "capnp", "capnp"),
 }
 

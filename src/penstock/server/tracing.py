@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from penstock.broker.broker import Broker
     from penstock.model import Delivery, Message, Outcome
+    from penstock.server.subscriptions import PushClaim
 
 T = TypeVar("T")
 
@@ -52,13 +53,16 @@ class TracedBatcher(Batcher):
     def claim(self, queue: str, **options: Any) -> Future[list[Delivery]]:
         """Claim; the span links to the traces of the deliveries."""
         span = self._span("claim", queue)
+        claim = partial(super().claim, queue, **options)
+        return self._ending(span, claim, partial(_link, span))
 
-        def link(deliveries: Sequence[Delivery]) -> None:
-            span.set_attribute(COUNT, len(deliveries))
-            for found in links_of(deliveries):
-                span.add_link(found.context)
-
-        return self._ending(span, partial(super().claim, queue, **options), link)
+    def _deliver(self, push: PushClaim) -> None:
+        """Give a subscriber what was claimed; the span is that of a claim."""
+        if push.answer:
+            span = self._span("claim", push.queue)
+            _link(span, push.answer)
+            span.end()
+        super()._deliver(push)
 
     def ack(self, receipts: Iterable[str], **options: Any) -> Future[list[Outcome]]:
         """Settle messages as done."""
@@ -98,3 +102,10 @@ class TracedBatcher(Batcher):
             raise
         future.add_done_callback(done)
         return future
+
+
+def _link(span: Any, deliveries: Sequence[Delivery]) -> None:
+    """Link the span of a claim to the traces of its deliveries."""
+    span.set_attribute(COUNT, len(deliveries))
+    for found in links_of(deliveries):
+        span.add_link(found.context)

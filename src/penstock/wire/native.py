@@ -12,12 +12,10 @@ it can't know: a request that is longer than its kind allows is refused, not cut
 
 from __future__ import annotations
 
-import socket
-import struct
 from datetime import datetime
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta, Raw
@@ -26,11 +24,8 @@ from penstock import errors, limits
 from penstock.errors import InvalidFilter, InvalidInput, PenstockError
 from penstock.model import Backfilled, Cursor, Entry, Message, QueueStats
 
-if TYPE_CHECKING:
-    from asyncio import Transport
-
 MAGIC: Final = "penstock"
-VERSION: Final = 3
+VERSION: Final = 4
 OLDEST_VERSION: Final = 1
 DEFAULT_PORT: Final = 8814
 HEADER_BYTES: Final = 4
@@ -78,10 +73,14 @@ class Claim(Request, tag=2):
 
 
 class Ack(Request, tag=3):
-    """Answered with an outcome for each receipt, as the next two are."""
+    """Answered with an outcome for each receipt, as the next two are.
+
+    ``refused_only`` since version 4: only with those of receipts that were refused.
+    """
 
     receipts: list[str]
     queue: str | None = None
+    refused_only: bool = False
 
 
 class Release(Request, tag=4):
@@ -237,7 +236,7 @@ class Ping(Request, tag=25):
 
 
 class Cancel(Request, tag=26):
-    """End the wait of a claim; answered with whether it was still waiting.
+    """End the wait of a claim, or a consumer; answered with whether it was still there.
 
     A claim that was ended is answered with no deliveries.
     """
@@ -268,6 +267,27 @@ class Backup(Request, tag=29):
     """
 
     name: str
+
+
+class Consume(Request, tag=30):
+    """Since version 4: push deliveries of a queue, as far as the credit goes.
+
+    Each message pushed takes one of ``credit``, and its payload as many of ``credit_bytes``. It is
+    answered once, with nil, when the consumer was cancelled, or with the error that has ended it.
+    """
+
+    queue: str
+    credit: int
+    credit_bytes: int
+    lease_ms: int | None = None
+    consumer: str = ""
+
+
+class Credit(Request, tag=31):
+    """Since version 4: more credit for the consumer whose request has this id. Not answered."""
+
+    credit: int
+    credit_bytes: int
 
 
 class StatsPage(msgspec.Struct, array_like=True):
@@ -356,10 +376,21 @@ class Undone(msgspec.Struct, array_like=True, tag=5, frozen=True, gc=False):
     id: int
 
 
+class Deliveries(msgspec.Struct, array_like=True, tag=6, frozen=True, gc=False):
+    """Since version 4: messages that were claimed for a consumer, by the id of its request.
+
+    Their lease has ``left_ms`` left when they are written.
+    """
+
+    id: int
+    left_ms: int
+    deliveries: Raw
+
+
 # Requests that take as long as there are messages, in steps each of which ends in time: their whole
 # has no deadline.
-LONG: Final = frozenset({DeleteQueue, Redrive, Purge, Move, Backfill, Backup})
-ServerFrame: TypeAlias = Welcome | Result | Failure | Part | Bye | Undone
+LONG: Final = frozenset({DeleteQueue, Redrive, Purge, Move, Backfill, Backup, Consume})
+ServerFrame: TypeAlias = Welcome | Result | Failure | Part | Bye | Undone | Deliveries
 
 
 class _Head(msgspec.Struct, array_like=True):
@@ -419,8 +450,8 @@ def read_request(frame: memoryview | bytes) -> Request | Failure:
 
 
 # The version that has a request first, or the last field of one.
-_SINCE: Final[dict[type[Request], int]] = {AllStats: 3, Sweep: 3, Backup: 3}
-_LAST_FIELD_SINCE: Final[dict[type[Request], int]] = {Release: 2, Browse: 3, Purge: 3}
+_SINCE: Final[dict[type[Request], int]] = {AllStats: 3, Sweep: 3, Backup: 3, Consume: 4, Credit: 4}
+_LAST_FIELD_SINCE: Final[dict[type[Request], int]] = {Ack: 4, Release: 2, Browse: 3, Purge: 3}
 
 
 def spoken(request: Request, version: int) -> object:
@@ -428,7 +459,9 @@ def spoken(request: Request, version: int) -> object:
     kind = type(request)
     shorter = _LAST_FIELD_SINCE.get(kind, 1) > version
     *fields, last = msgspec.structs.astuple(request)
-    if _SINCE.get(kind, 1) > version or (shorter and kind is not Release and last is not None):
+    # A server that does not know of refused_only answers with all outcomes, which does no harm.
+    needed = last is not None and last is not False and kind not in {Ack, Release}
+    if _SINCE.get(kind, 1) > version or (shorter and needed):
         raise ValueError(f"the server speaks version {version} of the protocol: upgrade it")
     if isinstance(request, Release) and shorter and request.unseen:
         fields[2] = 0
@@ -516,25 +549,6 @@ class FrameReader:
         self._later = bytearray()
 
 
-# --- other protocols, which the other side speaks at a wrong port -------------------------------
-
-_METHODS: Final = (b"GET ", b"HEAD", b"POST", b"PUT ", b"DELE", b"OPTI", b"PATC", b"CONN", b"TRAC")
-_BEGINNINGS: Final = {
-    **dict.fromkeys((b"HTTP", *_METHODS), "HTTP"),
-    b"PRI ": "gRPC",
-    **{bytes((kind, 3, minor)): "TLS" for kind in (0x15, 0x16) for minor in range(5)},
-}
-# The first frame of an HTTP/2 server behind its length: settings, no flags, stream 0.
-_SETTINGS: Final = b"\x04\0\0\0\0\0"
-
-
-def protocol_of(begin: bytes) -> str:
-    """Return which protocol the first bytes of a connection are of; "" for one that is unknown."""
-    if begin[3:9] == _SETTINGS:
-        return "gRPC"
-    return _BEGINNINGS.get(begin[:4]) or _BEGINNINGS.get(begin[:3], "")
-
-
 # --- errors: sent by the name of their class, and raised as the same class ------------------------
 
 _CLASSES: Final[dict[str, type[PenstockError]]] = {
@@ -561,32 +575,3 @@ def error_of(name: str, message: str, place: Place | None = None) -> PenstockErr
     if kind is InvalidFilter and place is not None:
         return InvalidFilter(message, line=place.line, column=place.column, fragment=place.fragment)
     return kind(message)
-
-
-# --- progress: how many of the written bytes the other side has taken, as far as is known ---------
-#
-# Linux tells which bytes of a TCP connection were acknowledged, whatever lies between (TLS).
-# Elsewhere bytes count as taken once the transport has handed them on.
-
-# Of Linux's struct tcp_info: segments under way, bytes acknowledged, bytes that were not sent yet.
-_TCP_INFO: Final = getattr(socket, "TCP_INFO", None)
-_FIELDS: Final = struct.Struct("=24xI92xQ16xI")
-
-
-class Progress(NamedTuple):
-    """``taken`` grows as the other side takes bytes; ``all``: there is nothing that it has not."""
-
-    taken: int
-    all: bool
-
-
-def progress_of(transport: Transport) -> Progress:
-    """Return how many of a transport's written bytes the other side has taken."""
-    unwritten = transport.get_write_buffer_size()
-    made = transport.get_extra_info("socket")
-    try:
-        info = made.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _FIELDS.size)
-        under_way, acked, unsent = _FIELDS.unpack(info)
-    except (AttributeError, TypeError, OSError, struct.error):
-        return Progress(-unwritten, not unwritten)
-    return Progress(acked, not (unwritten or under_way or unsent))

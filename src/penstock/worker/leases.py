@@ -101,7 +101,7 @@ class Claimer:
         self._thread.join(None if within_ms is None else within_ms / 1000)
 
     def _run(self) -> None:
-        while room := self._state.wait_for_room():
+        while room := self._state.wait_for_room(self._queue):
             began = self._clock.seconds()
             try:
                 deliveries = self.claim(min(room, self._settings.dequeue_max))

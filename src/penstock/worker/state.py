@@ -34,6 +34,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.worker")
 
+# With no prefetch given, messages are held ahead for so long a time, of about so many bytes, and at
+# most so many.
+AHEAD_MS: Final = 250
+AHEAD_BYTES: Final = 16 * 1024 * 1024
+MAX_AHEAD: Final = 1_000
+# The mean time of a handler is that of about so many messages.
+MEAN_OF: Final = 32
 NOT_BEGUN: Final = Settlement(Action.GIVE_BACK, reason="not begun: the worker was stopped")
 STRANDED: Final = Settlement(Action.GIVE_BACK, reason="not begun: no handler is free")
 
@@ -44,7 +51,7 @@ class WorkerSettings(NamedTuple):
     handler: Handler | str
     middleware: tuple[object, ...] = ()
     concurrency: int = 1
-    prefetch: int = 1
+    prefetch: int | None = 1
     lease_ms: int | None = None
     time_limit_ms: int | None = None
     consumer: str = ""
@@ -99,6 +106,13 @@ class WorkerState:
         self._running: dict[str, Task] = {}
         # Running tasks whose end does not count any more; nobody knows how long they take.
         self._detached = 0
+        # Messages that a server was asked to push and has not, by queue.
+        self.asked: dict[str, int] = {}
+        # Messages to hold ahead if the settings do not say; the mean time of a handler, and the
+        # mean size of a message.
+        self._ahead = settings.concurrency
+        self._mean_ms: float | None = None
+        self._mean_bytes = 1024.0
         self.closing = False
         self._ended = False
         self._lock = threading.Lock()
@@ -125,19 +139,34 @@ class WorkerState:
 
     # --- for claimers ------------------------------------------------------------------------
 
-    def room(self) -> int:
-        """Return how many more to claim now: none while more than half of the prefetch waits."""
+    def room(self, queue: str = "") -> int:
+        """Return how many more to claim now: none while more than half of the prefetch waits.
+
+        Of a queue, or of any of them.
+        """
         no_slot = self._slots <= self._detached
         prefetch = self.settings.prefetch
-        if self.closing or no_slot or len(self._waiting) > prefetch // 2:
+        if prefetch is None:
+            prefetch = self._ahead
+        waiting = len(self._waiting)
+        if self.asked:
+            waiting += self.asked.get(queue, 0) if queue else min(self.asked.values())
+        if self.closing or no_slot or waiting > prefetch // 2:
             return 0
-        return max(0, self._slots + prefetch - len(self._waiting) - len(self._running))
+        return max(0, self._slots + prefetch - waiting - len(self._running))
 
-    def wait_for_room(self) -> int:
+    def ask(self, queue: str, count: int) -> None:
+        """Note that a server is to push so many messages of a queue more, or fewer."""
+        with self._lock:
+            self.asked[queue] = self.asked.get(queue, 0) + count
+            if count < 0:
+                self._room.notify_all()
+
+    def wait_for_room(self, queue: str = "") -> int:
         """Return how many messages to claim; 0 if the worker is closing."""
         with self._lock:
             while not self.closing:
-                room = self.room()
+                room = self.room(queue)
                 if room and self._settler.unsettled < limits.MAX_UNSETTLED:
                     return room
                 self.clock.wait(self._room, None)
@@ -153,12 +182,14 @@ class WorkerState:
             while not condition() and (left_ms := until_ms - self._heartbeat.now_ms()) > 0:
                 self.clock.wait(self._room, left_ms)
 
-    def add(self, deliveries: Sequence[Delivery], *, lease_ms: int) -> None:
-        """Take claimed messages in."""
+    def add(self, deliveries: Sequence[Delivery], *, lease_ms: int, queue: str = "") -> None:
+        """Take claimed messages in; with ``queue``, they were asked for."""
         self.counters.add_claimed(deliveries, lease_ms=lease_ms)
         self._heartbeat.hold([each.receipt for each in deliveries], lease_ms=lease_ms)
         with self._lock:
             self._waiting.update((each.receipt, Task(each)) for each in deliveries)
+            if queue:
+                self.asked[queue] -= len(deliveries)
             self._strand()
             self._work.notify(len(deliveries))
         if self.on_ready is not None:
@@ -215,7 +246,16 @@ class WorkerState:
         self._report_idle()
 
     def _count(self, task: Task, settlement: Settlement) -> None:
-        seconds = (self._heartbeat.now_ms() - task.began_ms) / 1000
+        took_ms = self._heartbeat.now_ms() - task.began_ms
+        seconds = took_ms / 1000
+        mean_ms = took_ms if self._mean_ms is None else self._mean_ms
+        self._mean_ms = mean_ms = mean_ms + (took_ms - mean_ms) / MEAN_OF
+        self._mean_bytes += (len(task.delivery.payload) - self._mean_bytes) / MEAN_OF
+        slots = self.settings.concurrency
+        ahead = int(
+            min(slots * AHEAD_MS / max(mean_ms, 0.1), AHEAD_BYTES / max(1, self._mean_bytes))
+        )
+        self._ahead = max(slots, min(ahead, MAX_AHEAD))
         self.counters.add_handled(task.delivery, settlement, seconds)
 
     def open_slot(self) -> None:

@@ -102,7 +102,7 @@ class Worker:
         check_optional(lease_ms, "lease_ms", 1, limits.MAX_LEASE_MS)
         check_optional(time_limit_ms, "time_limit_ms", 1)
         check_count(concurrency, "concurrency", 1, limits.MAX_CONCURRENCY)
-        prefetch = concurrency if prefetch is None else prefetch
+        check_optional(prefetch, "prefetch", 0, limits.MAX_CLAIM_LIMIT)
         if tracing:
             # Loaded when used: it needs an extra.
             from penstock.tracing import TraceMiddleware  # noqa: PLC0415
@@ -114,7 +114,7 @@ class Worker:
             handler,
             tuple(middleware),
             concurrency=concurrency,
-            prefetch=check_count(prefetch, "prefetch", 0, limits.MAX_CLAIM_LIMIT),
+            prefetch=prefetch,
             lease_ms=lease_ms,
             time_limit_ms=time_limit_ms,
             consumer=check_text(consumer, "consumer", limits.MAX_CONSUMER_BYTES),
@@ -270,8 +270,16 @@ class Worker:
             make_pool = ProcessPool
         # A thread over its time limit goes on beside the handler of its group's next message.
         fifo = make_pool is not ThreadPool or self._settings.time_limit_ms is None
+        make_claimer: type[Claimer] = Claimer
+        # With credit for several queues a server would push more than there are free slots.
+        exact = self._settings.prefetch == 0 and len(self._queues) > 1
+        if getattr(broker, "can_consume", False) and not exact:
+            # Loaded when used: an embedded broker needs nothing of the client.
+            from penstock.worker.subscriber import Subscriber  # noqa: PLC0415
+
+            make_claimer = Subscriber
         self._claimers = [
-            Claimer(broker, queue, self._state, fifo=fifo, on_end=self._report_idle)
+            make_claimer(broker, queue, self._state, fifo=fifo, on_end=self._report_idle)
             for queue in self._queues
         ]
         self._pool = make_pool(self._state, self._report_broken)

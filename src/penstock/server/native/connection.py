@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from penstock import limits
 from penstock.errors import InvalidInput, NotAllowed, PenstockError, ServerUnreachable
+from penstock.server.native.consumers import Consumers
 from penstock.server.native.requests import (
     VERBS,
     WITH_MESSAGES,
@@ -25,10 +26,12 @@ from penstock.server.native.requests import (
 from penstock.server.security import ANYONE, told
 from penstock.validation import check_count
 from penstock.wire import native as wire
-from penstock.wire.native import FrameReader, failure_of, progress_of
+from penstock.wire.native import FrameReader, failure_of
+from penstock.wire.peers import progress_of, protocol_of
 
 if TYPE_CHECKING:
     from asyncio import Future
+    from collections.abc import Iterable
 
     from penstock.model import Delivery
     from penstock.server.connections import Slot
@@ -73,6 +76,7 @@ class NativeConnection(asyncio.Protocol):
         self._time_is_up: asyncio.TimerHandle | None = None
         self._backpressure = Backpressure(listener.sizes, self._schedule_held)
         self._held_scheduled = False
+        self._consumers = Consumers(listener, self._write)
         self._out: list[bytes] = []
         self._out_bytes = 0
         # Messages whose answer is not written yet.
@@ -144,12 +148,14 @@ class NativeConnection(asyncio.Protocol):
         if self._transport is not None:
             self._stuck_taken = progress_of(self._transport).taken
         self._backpressure.shut()
+        self._consumers.shut()
         self._account()
 
     def resume_writing(self) -> None:
         """Go on where it stopped."""
         self._stuck_since = None
         self._backpressure.reopen()
+        self._consumers.reopen()
         self._work()
         self._account()
 
@@ -206,7 +212,7 @@ class NativeConnection(asyncio.Protocol):
                 else:
                     self._begin(frame)
         except InvalidInput as error:
-            spoken = "" if self._principal else wire.protocol_of(self._reader.next_bytes)
+            spoken = "" if self._principal else protocol_of(self._reader.next_bytes)
             if spoken:
                 log.info("a client speaks %s to the native port", spoken)
             if spoken == "HTTP":
@@ -354,8 +360,14 @@ class NativeConnection(asyncio.Protocol):
         answer: object = request
         if isinstance(request, wire.Failure):
             pass
+        elif isinstance(request, wire.Credit):
+            self._consumers.add_credit(request)
+            return
         elif self._leaving:
             answer = wire.Undone(request.id)
+        elif isinstance(request, wire.Consume):
+            self._consumers.begin(request, self._principal or ANYONE)
+            return
         elif isinstance(request, wire.Cancel):
             self._withdraw(request)
             return
@@ -365,7 +377,11 @@ class NativeConnection(asyncio.Protocol):
         self._write(self._encoder.frame(answer))
 
     def _withdraw(self, request: wire.Cancel) -> None:
-        """End a claim that waits, at the batcher or for room."""
+        """End a consumer, or a claim that waits, at the batcher or for room."""
+        if request.claim in self._consumers:
+            self._write(self._encoder.frame((1, request.id, True)))
+            self._consumers.end(request.claim)
+            return
         pending = self._waits.get(request.claim)
         batched = pending is not None and pending.future is not None and not pending.refused
         done = pending is not None
@@ -415,12 +431,13 @@ class NativeConnection(asyncio.Protocol):
             error = future.exception()
         if error is None:
             result = [] if future.cancelled() else future.result()
+            if type(request) is wire.Ack and request.refused_only:
+                result = [outcome for outcome in result if not outcome.ok]
             try:
                 frames = self._encoder.result(request.id, result)
+                claimed = result if type(request) is wire.Claim else ()
                 for frame in frames:
-                    self._write(frame)
-                if type(request) is wire.Claim and self._out:
-                    self._unwritten += result
+                    self._write(frame, claimed)
                 if result and type(request) in WITH_MESSAGES and getattr(request, "payloads", True):
                     self._listener.sizes.learn(request.queue, sum(map(len, frames)) // len(result))
             except Exception as unwritable:
@@ -448,7 +465,9 @@ class NativeConnection(asyncio.Protocol):
         self._hold(pending)
 
     def _end_claims(self) -> None:
-        """Cancel all claims: their messages go to other clients."""
+        """Cancel all claims and consumers: their messages go to other clients."""
+        for consumer_id in self._consumers.end_all():
+            self._write(self._encoder.frame(wire.Undone(consumer_id)))
         for pending in self._backpressure.clear():
             self._end(pending)
             self._write(self._encoder.frame(wire.Undone(pending.request.id)))
@@ -482,9 +501,11 @@ class NativeConnection(asyncio.Protocol):
         waiting = 0 if self._transport is None else self._transport.get_write_buffer_size()
         return self._out_bytes + waiting
 
-    def _write(self, frame: bytes) -> None:
+    def _write(self, frame: bytes, claimed: Iterable[Delivery] = ()) -> None:
+        """Write a frame at the end of this turn; ``claimed`` are the messages in it, if any."""
         if self._ending:
             return
+        self._unwritten += claimed
         if not self._out:
             self._loop.call_soon(self._flush)
         self._out.append(frame)
@@ -574,3 +595,5 @@ class NativeConnection(asyncio.Protocol):
             self._principal = self._listener.principal_of(self._token)
             if self._principal is None:
                 self._farewell(NotAllowed("this key is not known any more"), final=True)
+            else:
+                self._consumers.check(self._principal)

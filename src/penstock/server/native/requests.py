@@ -189,6 +189,12 @@ def _claim(batcher: Batcher, pending: PendingRequest, _: Principal) -> Future[An
     return batcher.claim(**_fields(pending.request), admission=admission)
 
 
+def _ack(batcher: Batcher, pending: PendingRequest, principal: Principal) -> Future[Any]:
+    request = pending.request
+    check = check_receipts_of(principal, request.queue)
+    return batcher.ack(request.receipts, queue=request.queue, check=check)
+
+
 def _settle(verb: Callable[..., Any]) -> Any:
     """Call a verb of the batcher, which checks the queues that the receipts name."""
     return lambda batcher, pending, principal: getattr(batcher, verb.__name__)(
@@ -199,7 +205,7 @@ def _settle(verb: Callable[..., Any]) -> Any:
 VERBS: Final[dict[type[Any], Verb]] = {
     wire.Publish: Verb(_publishes, _publish, batched=True),
     wire.Claim: Verb(_consumes, _claim, batched=True),
-    wire.Ack: Verb(_settles, _settle(Batcher.ack), batched=True),
+    wire.Ack: Verb(_settles, _ack, batched=True),
     wire.Release: Verb(_settles, _settle(Batcher.release), batched=True),
     wire.Extend: Verb(_settles, _settle(Batcher.extend), batched=True),
     wire.Browse: Verb(_consumes, _call(_browse)),

@@ -1,0 +1,224 @@
+"""The consumers of one connection: their credit, and the messages that are claimed for them.
+
+A consumer has the credit that its client gave it, less one for each message pushed and less the
+bytes of their payloads. Nothing is claimed for it without credit, nor while the client does not
+read, nor while the messages that are claimed for the connection and not written yet are many. The
+size of a message is known only once it is claimed, so that the last claim may take more bytes than
+the credit has left, by as much as these messages are larger than those before.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from penstock import limits
+from penstock.errors import InvalidInput, NotAllowed, PenstockError
+from penstock.server.security import ANYONE, told
+from penstock.validation import check_count, check_text
+from penstock.wire.native import failure_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.model import Delivery
+    from penstock.server.native import NativeListener
+    from penstock.server.security import Principal
+    from penstock.server.subscriptions import PushClaim
+    from penstock.wire.native import Consume, Credit
+
+
+log = logging.getLogger(__name__)
+
+
+class Consumer:
+    """A subscription of a client to a queue."""
+
+    def __init__(self, consumers: Consumers, request: Consume) -> None:
+        check_count(request.credit, "credit", 0, limits.MAX_CREDIT)
+        check_count(
+            request.credit_bytes, "credit_bytes", -limits.MAX_OFFSET, limits.MAX_CREDIT_BYTES
+        )
+        check_text(request.consumer, "consumer", limits.MAX_CONSUMER_BYTES)
+        if request.lease_ms is not None:
+            check_count(request.lease_ms, "lease_ms", 1, limits.MAX_LEASE_MS)
+        self.id = request.id
+        self.queue = request.queue
+        self.lease_ms = request.lease_ms
+        self.consumer = request.consumer
+        self._consumers = consumers
+        self._credit = request.credit
+        self._credit_bytes = request.credit_bytes
+
+    def add(self, more: Credit) -> None:
+        """Add credit, up to the most that a consumer may have."""
+        check_count(more.credit, "credit", 0, limits.MAX_CREDIT)
+        check_count(more.credit_bytes, "credit_bytes", 0, limits.MAX_CREDIT_BYTES)
+        self._credit = min(self._credit + more.credit, limits.MAX_CREDIT)
+        self._credit_bytes = min(self._credit_bytes + more.credit_bytes, limits.MAX_CREDIT_BYTES)
+
+    def reserve(self, most: int) -> tuple[int, int]:
+        """Take credit for up to so many messages; return for how many, and their likely bytes."""
+        room_bytes = min(self._credit_bytes, self._consumers.room_bytes(self))
+        if self._credit <= 0 or room_bytes <= 0:
+            return 0, 0
+        size = self._consumers.sizes.guess(self.queue)
+        limit = min(most, self._credit, max(1, room_bytes // max(1, size)))
+        self._credit -= limit
+        self._credit_bytes -= limit * size
+        self._consumers.reserved_bytes += limit * size
+        return limit, limit * size
+
+    def deliver(self, claim: PushClaim) -> None:
+        """Push the messages of a claim, and give the credit back that it did not need."""
+        deliveries = claim.answer
+        self._credit += claim.limit - len(deliveries)
+        size = sum([len(each.payload) for each in deliveries])
+        self._credit_bytes += claim.reserved_bytes - size
+        self._consumers.delivered(self, deliveries, claim.reserved_bytes)
+
+    def fail(self, error: Exception) -> None:
+        """End with an error."""
+        self._consumers.end(self.id, error)
+
+
+class Consumers:
+    """The consumers of one connection, by the ids of their requests."""
+
+    def __init__(
+        self, listener: NativeListener, write: Callable[[bytes, Sequence[Delivery]], None]
+    ) -> None:
+        """``write`` writes a frame of the connection, and is told which messages are in it."""
+        self.sizes = listener.sizes
+        self._batcher = listener.batcher
+        self._clock = listener.clock
+        self._encoder = listener.encoder
+        self._write = write
+        self._principal = ANYONE
+        self._by_id: dict[int, Consumer] = {}
+        # Whether the client reads: until it does, nothing is claimed for it.
+        self._open = True
+        # The likely size of messages that are claimed, or about to be, and not written.
+        self.reserved_bytes = 0
+        # Consumers that found no room for bytes.
+        self._refused: set[Consumer] = set()
+
+    def __contains__(self, consumer_id: int) -> bool:
+        return consumer_id in self._by_id
+
+    def begin(self, request: Consume, principal: Principal) -> None:
+        """Begin to push messages of a queue, or answer why not."""
+        self._principal = principal
+        try:
+            principal.check("consume", request.queue)
+            if len(self._by_id) >= limits.MAX_CONSUMERS:
+                raise InvalidInput(f"a connection may have {limits.MAX_CONSUMERS} consumers")
+            if request.id in self._by_id:
+                raise InvalidInput(f"there is a consumer under the id {request.id} already")
+            consumer = Consumer(self, request)
+        except PenstockError as error:
+            self._answer(request.id, error)
+            return
+        self._by_id[request.id] = consumer
+        self._batcher.subscribe(consumer)
+
+    def add_credit(self, more: Credit) -> None:
+        """Add to the credit of a consumer; one that has ended meanwhile needs none."""
+        consumer = self._by_id.get(more.id)
+        if consumer is None:
+            return
+        try:
+            consumer.add(more)
+        except InvalidInput as error:
+            log.warning("a consumer of %s was ended: %s", consumer.queue, error)
+            self.end(more.id, error)
+        self._batcher.note_room(consumer.queue)
+
+    def end(self, consumer_id: int, error: BaseException | None = None) -> bool:
+        """End a consumer and answer its request; return whether there was one."""
+        consumer = self._by_id.pop(consumer_id, None)
+        if consumer is None:
+            return False
+        self._batcher.unsubscribe(consumer)
+        self._refused.discard(consumer)
+        self._answer(consumer_id, error)
+        return True
+
+    def end_all(self) -> list[int]:
+        """End all consumers without an answer; return their ids."""
+        ended = list(self._by_id)
+        for consumer in self._by_id.values():
+            self._batcher.unsubscribe(consumer)
+        self._by_id.clear()
+        self._refused.clear()
+        return ended
+
+    def check(self, principal: Principal) -> None:
+        """End consumers of queues that the key of the client may not consume any more."""
+        self._principal = principal
+        for consumer in list(self._by_id.values()):
+            try:
+                principal.check("consume", consumer.queue)
+            except NotAllowed as error:
+                self.end(consumer.id, error)
+        if self._refused and self._open:
+            self._retry()
+
+    def shut(self) -> None:
+        """Claim nothing: the client does not read."""
+        self._open = False
+
+    def reopen(self) -> None:
+        """Go on: the client reads again."""
+        self._open = True
+        self._retry()
+
+    def room_bytes(self, consumer: Consumer) -> int:
+        """Return how many bytes may be claimed for a consumer now, by what the connection has."""
+        if not self._principal.may("consume", consumer.queue):
+            # The keys were read again, which changes what a principal may do: the next check ends
+            # the consumer, unless the key is there again by then.
+            self._refused.add(consumer)
+            return 0
+        left = limits.MAX_BYTES_AT_WORK - self.reserved_bytes if self._open else 0
+        if left <= 0:
+            self._refused.add(consumer)
+        return left
+
+    def delivered(
+        self, consumer: Consumer, deliveries: Sequence[Delivery], reserved_bytes: int
+    ) -> None:
+        """Push what was claimed for a consumer; if it has gone, give it back."""
+        self.reserved_bytes -= reserved_bytes
+        if self._by_id.get(consumer.id) is not consumer:
+            self._batcher.take_back(deliveries)
+        else:
+            self._push(consumer, deliveries)
+            # It may have got bytes back, and messages that seemed not to fit may fit now.
+            self._batcher.note_room(consumer.queue)
+        if self._refused and self._open:
+            self._retry()
+
+    def _push(self, consumer: Consumer, deliveries: Sequence[Delivery]) -> None:
+        """Write the messages that were claimed for a consumer, in frames that are not too long."""
+        begin = size = 0
+        for end, each in enumerate(deliveries, 1):
+            size += len(each.payload)
+            if size > limits.MAX_ANSWER_PART_BYTES or end == len(deliveries):
+                left_ms = max(0, each.lease_deadline_ms - self._clock.now_ms())
+                part = deliveries[begin:end]
+                frame = self._encoder.frame((6, consumer.id, left_ms, part))
+                self._write(frame, part)
+                self.sizes.learn(consumer.queue, len(frame) // len(part))
+                begin, size = end, 0
+
+    def _answer(self, request_id: int, error: BaseException | None) -> None:
+        answer: object = (1, request_id, None)
+        if error is not None:
+            answer = failure_of(request_id, told(error, self._principal))
+        self._write(self._encoder.frame(answer), ())
+
+    def _retry(self) -> None:
+        refused, self._refused = self._refused, set()
+        for consumer in refused:
+            self._batcher.note_room(consumer.queue)
