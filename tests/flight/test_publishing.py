@@ -52,6 +52,16 @@ def test_every_column(broker: penstock.Broker, store: FlightStore) -> None:
     assert broker.stats("q").available == 2
 
 
+def test_duplicates_leave_no_gaps_in_the_log(broker: penstock.Broker, store: FlightStore) -> None:
+    publish(store, payload=[b"a", b"b"], dedup_id=["1", "2"])
+    answer = publish(store, payload=[b"b", b"c", b"c", b"d"], dedup_id=["2", "3", "3", "4"])
+    assert (answer.published, answer.duplicates) == (4, 2)
+    publish(store, payload=[b"a"] * 5, dedup_id=["1"] * 5)
+    first, *others = (row["offset"] for row in logged(store, "offset"))
+    assert others == [first + 1, first + 2, first + 3]
+    assert broker.log_stats().end == first + 4
+
+
 @pytest.mark.parametrize(
     "payload",
     [

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -188,6 +189,74 @@ def test_a_fenced_epoch(piped: penstock.Broker, piped_store: FlightStore) -> Non
         assert (result.status, result.cursor, result.placed) == ("fenced", 1, 0)
     store.stage("d", pairs([(1, "q")]), log=0, begin=1, end=6, epoch=new)
     assert store.commit_stages(["d"], epoch=new)[0].status == "applied"
+
+
+def test_stages_are_assigned_when_the_cursor_has_come_to_them(
+    piped: penstock.Broker, piped_store: FlightStore
+) -> None:
+    store = piped_store
+    piped.create_queue("q", filter="n >= 0")
+    publish(piped, 30)
+    epoch = store.take_epoch()
+
+    def stage(name: str, begin: int, end: int) -> int:
+        rows = pairs([(n, "q") for n in range(begin, end)])
+        store.stage(name, rows, log=0, begin=begin, end=end, epoch=epoch, assign=True)
+        return store.watermarks().cursors[0]
+
+    assert stage("c", 21, 31) == 1
+    assert stage("a", 1, 11) == 11
+    assert piped.stats("q").available == 10
+    assert stage("b", 6, 21) == 31
+    # As a task that runs a second time does it, and one whose answer got lost.
+    assert stage("b2", 6, 21) == stage("a", 1, 11) == 31
+    for _ in range(2):
+        result = store.commit_stages(["c", "a", "b", "b2"], epoch=epoch)
+        assert [(r.status, r.cursor, r.placed) for r in result] == [("stale", 31, 0)]
+    assert piped.stats("q").available == 30
+
+
+def test_the_commit_tells_why_a_stage_was_not_assigned(
+    piped: penstock.Broker, piped_store: FlightStore
+) -> None:
+    store = piped_store
+    piped.create_queue("q", filter="n >= 0")
+    publish(piped, 20)
+    epoch, version = store.take_epoch(), store.route_plan().filters_version
+    later = store.take_epoch()
+    rows = pairs([(n, "q") for n in range(1, 21)])
+    here = {"log": 0, "begin": 1, "end": 21, "assign": True}
+    store.stage("fenced", rows, **here, epoch=epoch)
+    piped.update_queue("q", filter="n > 10", from_offset=5)
+    store.stage("outdated", rows, **here, epoch=later, filters_version=version)
+    store.stage("strange", pairs([(1, "q")]), **{**here, "end": 30}, epoch=later)
+    assert store.watermarks().cursors == {0: 1}
+    for status in ("fenced", "outdated"):
+        assert store.commit_stages([status])[0].status == status
+    with pytest.raises(InvalidInput, match="log 0 ends at offset 21"):
+        store.commit_stages(["strange"])
+    # Those in the way keep no other from being assigned.
+    store.stage("right", rows, **here, epoch=later)
+    assert store.watermarks().cursors == {0: 21}
+    assert piped.stats("q").available == 20
+
+
+def test_no_stage_is_left_when_many_come_at_once(
+    piped: penstock.Broker, piped_store: FlightStore
+) -> None:
+    store = piped_store
+    piped.create_queue("q", filter="n >= 0")
+    publish(piped, 200)
+
+    def stage(offset: int) -> None:
+        here = {"log": 0, "begin": offset, "end": offset + 1, "assign": True}
+        store.stage(f"s{offset}", pairs([(offset, "q")]), **here)
+
+    with ThreadPoolExecutor(8) as threads:
+        # Every offset once, in no order.
+        list(threads.map(stage, [n * 73 % 200 + 1 for n in range(200)]))
+    assert store.watermarks().cursors == {0: 201}
+    assert piped.stats("q").available == 200
 
 
 def test_outdated_filters(piped: penstock.Broker, piped_store: FlightStore) -> None:

@@ -165,7 +165,7 @@ class FlightStore(Actions):
 
     @staticmethod
     def log_ticket(log: int, begin: int, end: int, **selection: Any) -> bytes:
-        """Make a ticket for [begin, end) of a log; ``payload``, ``columns``, ``filter`` choose."""
+        """Make a ticket for [begin, end) of a log; ``selection`` as LogTicket has it."""
         return encode(protocol.LogTicket(log, begin, end, **selection))
 
     @staticmethod
@@ -209,11 +209,11 @@ class FlightStore(Actions):
     ) -> Iterator[pa.RecordBatch]:
         """Read [begin, end) of a log, over restarts of the server if ``offset`` is read too.
 
-        It goes on after the last offset that came. ``selection``: payload and filter.
+        It goes on after the last offset that came. ``selection``: payload, filter and where.
         """
         tries = 0
         # A filter may pass over much of the log before it finds a row.
-        filtered = selection.get("filter") is not None
+        filtered = any(selection.get(name) is not None for name in ("filter", "where"))
         idle_ms = limits.MAX_WORK_CALL_MS if filtered else limits.MAX_READ_IDLE_MS
         while True:
             ticket = self.log_ticket(log, begin, end, columns=columns, **selection)
@@ -230,6 +230,15 @@ class FlightStore(Actions):
                 self.info()
             else:
                 return
+
+    def read_history(
+        self, of: str, stretches: Sequence[protocol.HistoryStretch], **selection: Any
+    ) -> Iterator[pa.RecordBatch]:
+        """Read stretches of done or failed messages, or the attempts at them.
+
+        ``selection``: payload, columns, filter and where.
+        """
+        return self.read(encode(protocol.HistoryTicket(of, stretches, **selection)))
 
     def queues(self, names: Sequence[str] | None = None) -> QueueTimes:
         """Ask which queues there are; one of ``names`` that is not there is an error."""
@@ -257,6 +266,17 @@ class FlightStore(Actions):
             one = msgspec.json.decode(said, type=Published)
             published, duplicates = published + one.published, duplicates + one.duplicates
         return Published(published, duplicates)
+
+    def spool(self, spool: str, part: str, batches: Iterable[pa.RecordBatch]) -> list[str]:
+        """Send rows into a spool; return the names of its parts, which begin with ``part``.
+
+        The server has checked them, and publishes none before ``publish_part`` names it.
+        """
+        parts = []
+        for number, batch in enumerate(_portions(batches)):
+            parts.append(f"{part}-{number}")
+            self._put(protocol.PublishCommand(spool, parts[-1]), [batch], batch.schema)
+        return parts
 
     def stage(self, stage: str, batches: Iterable[pa.RecordBatch], **stretch: Any) -> None:
         """Stage all assignments (offset, queue) of a stretch of a log: ``log``, ``begin``, ``end``.
@@ -307,8 +327,10 @@ class FlightStore(Actions):
         """Send batches; return the server's last answer."""
         # All at hand before the first is sent: a stage that ends early would be taken for whole.
         rows = list(batches)
-        # A stage is answered once, at its end; the others after each batch.
-        staged = isinstance(command, protocol.StageCommand | protocol.FillStage)
+        # A stage or a part of a spool is answered once, at its end; the others after each batch.
+        staged = isinstance(command, protocol.StageCommand | protocol.FillStage) or (
+            isinstance(command, protocol.PublishCommand) and command.spool is not None
+        )
 
         def call(client: fl.FlightClient) -> bytes:
             within = self._call(limits.MAX_WORK_CALL_MS)

@@ -61,6 +61,7 @@ class ReadCommand(_Command):
     begin: int | None = None
     end: int | None = None
     logs: Sequence[int] | None = None
+    where: str | None = None
 
 
 class SnapshotTicket(_Command, tag_field="table", tag="snapshot"):
@@ -98,14 +99,46 @@ class LogTicket(_Command, tag_field="table", tag="log"):
     payload: bool = False
     columns: Sequence[str] | None = None
     filter: str | None = None
+    where: str | None = None
+
+
+class HistoryStretch(_Command):
+    """[begin, end) of the done or failed messages of a queue that was made at a time.
+
+    ``since_ms``: none of them has ended before; without it, those that are left are read.
+    """
+
+    queue: str
+    created_at_ms: int
+    state: str
+    begin: int
+    end: int
+    since_ms: int | None = None
+
+
+class HistoryTicket(_Command, tag_field="table", tag="history"):
+    """DoGet: stretches of history; done, failed, or (``of``) the attempts at these messages."""
+
+    of: str
+    stretches: Sequence[HistoryStretch]
+    payload: bool = False
+    columns: Sequence[str] | None = None
+    filter: str | None = None
+    where: str | None = None
 
 
 class PublishCommand(_Command, tag_field="op", tag="publish"):
-    """DoPut: rows to publish."""
+    """DoPut: rows to publish; with a spool, as a part of it that ``publish_part`` publishes."""
+
+    spool: str | None = None
+    part: str = ""
 
 
 class StageCommand(_Command, tag_field="op", tag="stage"):
-    """DoPut: all assignments of a stretch of a log."""
+    """DoPut: all assignments of a stretch of a log.
+
+    ``assign``: the server assigns them as soon as the log's cursor has come to them, if it can.
+    """
 
     stage: str
     log: int
@@ -113,6 +146,7 @@ class StageCommand(_Command, tag_field="op", tag="stage"):
     end: int
     filters_version: int | None = None
     epoch: int | None = None
+    assign: bool = False
 
 
 class FillStage(_Command, tag_field="op", tag="fill_stage"):
@@ -165,6 +199,25 @@ class SnapshotFacts(msgspec.Struct, frozen=True):
     log_end: int
     earliest: int
     store_id: str
+
+
+class QueueHistory(msgspec.Struct, frozen=True):
+    """Of a queue: when it was made, and by state the next sequence number.
+
+    ``firsts``: by state, sequence and time of the first message that ended at the time asked for.
+    """
+
+    created_at_ms: int
+    ends: dict[str, int]
+    firsts: dict[str, tuple[int, int]] = {}
+
+
+class HistoryEnds(msgspec.Struct, frozen=True):
+    """How far the history of queues goes at a time; no later message gets a lower number."""
+
+    store_id: str
+    at_ms: int
+    queues: dict[str, QueueHistory]
 
 
 class HeldSnapshot(SnapshotFacts, frozen=True):
@@ -225,6 +278,15 @@ class _DropSnapshot(_Command):
     snapshot: str
 
 
+class _HistoryEnds(_Command):
+    queue: str | Sequence[str] | None = None
+    since_ms: int | None = None
+
+
+class _CheckHistory(_Command):
+    stretches: Sequence[HistoryStretch]
+
+
 class _RoutePlan(_Command):
     max_offsets: int | None = None
 
@@ -248,6 +310,18 @@ class CommitFill(_DropStages):
     begin: int
     end: int
     filter: str | None = None
+
+
+class DropSpool(_Command):
+    """Options of drop_spool."""
+
+    spool: str
+
+
+class PublishPart(DropSpool):
+    """Options of publish_part."""
+
+    part: str
 
 
 class _BackfillPlan(_Command, rename={"from_": "from"}):
@@ -344,7 +418,17 @@ class Actions:
     drop_snapshot = Action(
         _DropSnapshot, bool, "Forget a snapshot.", _QUICK, reads=True, field="dropped"
     )
+    publish_part = Action(
+        PublishPart, Published, "Publish a part of a spool, once.", "MAX_WORK_CALL_MS"
+    )
+    drop_spool = Action(DropSpool, bool, "Forget a spool.", _QUICK, field="dropped")
     log_stats = Action(_Command, LogStats, "The metadata log.", _QUICK, reads=True)
+    history_ends = Action(
+        _HistoryEnds, HistoryEnds, "How far the history of queues goes.", reads=True
+    )
+    check_history = Action(
+        _CheckHistory, bool, "Whether stretches are there whole.", reads=True, field="whole"
+    )
     route_plan = Action(_RoutePlan, RoutePlan, "What to match next.", _QUICK, reads=True)
     filters = Action(_Filters, LiveFilters, "The live filters at an offset.", _QUICK, reads=True)
     take_epoch = Action(_Command, int, "Fence earlier pipelines.", _QUICK, field="epoch")

@@ -10,20 +10,20 @@ middleware finds the key before anything is read; the handlers check its permiss
 from __future__ import annotations
 
 import logging
-import threading
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import pyarrow as pa
 import pyarrow.flight as fl
 
 from penstock import limits
-from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, NotAllowed, PenstockError
 from penstock.flight import protocol
 from penstock.flight.guard import AcceptedHandshakes, FlightCall, FlightGuard
+from penstock.flight.history import check_stretches, ends_of, pieces_of
 from penstock.flight.protocol import ACTIONS, PUTS, decode, describe, encode
 from penstock.flight.snapshots import (
     Part,
@@ -31,17 +31,18 @@ from penstock.flight.snapshots import (
     Snapshot,
     Snapshots,
     TableParts,
+    next_batch,
     of_queues,
     partition,
 )
+from penstock.flight.spools import Spools
 from penstock.flight.tables import Selection, read, select
 from penstock.flight.writes import Publisher, Restorer, Stages, commit, fill_offsets
 from penstock.server.security import told
-from penstock.validation import check_count
+from penstock.validation import check_count, check_optional
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from penstock.broker.broker import Broker
     from penstock.clock import Clock
@@ -52,14 +53,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-JANITOR_MS: Final = 15_000
-GRACE_MS: Final = 30_000
 _READ: Final = ("consume", "admin")
-_TICKETS: Final = protocol.SnapshotTicket | protocol.ActionTicket | protocol.LogTicket
+_TICKETS: Final = (
+    protocol.SnapshotTicket | protocol.ActionTicket | protocol.LogTicket | protocol.HistoryTicket
+)
 # The command of a snapshot that was made for one table.
 _ALONE: Final = b""
 # Tables of one queue's messages; the others show rows of all queues.
 _BY_QUEUE: Final = {"active", "done", "failed", "attempts", "groups"}
+# Actions that check the key themselves: by its queues, or as the one that made the spool.
+_CHECKED_INSIDE: Final = (
+    *("check_read", "check_history", "history_ends"),
+    *("publish_part", "drop_spool"),
+)
 # Here the caller says which messages a queue gets, whatever its filter: as good as any filter.
 _FILLS: Final = (protocol.FillStage, protocol.RestoreCommand, protocol.CommitFill)
 
@@ -97,6 +103,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         self._run = clock.lease_id().hex()
         self.snapshots = Snapshots(clock, broker.max_views)
         self.stages = Stages(clock)
+        self.spools = Spools(clock)
         self._restorer = Restorer(broker)
         # The other actions are methods of the broker.
         self._handlers: Final[dict[str, Callable[[Any], Any]]] = {
@@ -201,25 +208,38 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             wanted = decode(ticket.ticket, _TICKETS, "ticket")
             if isinstance(wanted, protocol.LogTicket):
                 principal.check_any(_READ)
-                selection = _selection(wanted)
                 check_count(wanted.begin, "begin", 0, limits.MAX_OFFSET)
                 check_count(wanted.end, "end", wanted.begin, limits.MAX_OFFSET)
-                snapshot = self._snapshot(
-                    "log",
-                    lambda pinned: TableParts(_stretch(pinned, wanted), selection, ()),
-                    principal,
+                return self._read_once(wanted, lambda pinned: _stretch(pinned, wanted), principal)
+            if isinstance(wanted, protocol.HistoryTicket):
+                _check_read(principal, {each.queue for each in wanted.stretches} or ["*"])
+                check_stretches(wanted.stretches, wanted.of)
+                return self._read_once(
+                    wanted, lambda pinned: [[*pieces_of(pinned, wanted.stretches)]], principal
                 )
-                table = snapshot.tables[_ALONE]
-                # Read once, and of no use to anybody if its reader never comes.
-                table.unread.clear()
-                batches = self._batches(snapshot.name, table, 0, None, temporary=True)
-            else:
-                snapshot, table = self._found(wanted, principal)
-                # Again: the key may be allowed less than when it asked.
-                _check_read(principal, table.queues)
-                queues = getattr(wanted, "queues", None)
-                batches = self._batches(snapshot.name, table, wanted.part, queues, temporary=False)
+            snapshot, table = self._found(wanted, principal)
+            # Again: the key may be allowed less than when it asked.
+            _check_read(principal, table.queues)
+            queues = getattr(wanted, "queues", None)
+            batches = self._batches(snapshot.name, table, wanted.part, queues, temporary=False)
             return fl.GeneratorStream(table.selection.schema, batches)
+
+    def _read_once(
+        self,
+        wanted: protocol.LogTicket | protocol.HistoryTicket,
+        cut: Callable[[PinnedStore], list[Part]],
+        principal: Principal,
+    ) -> fl.FlightDataStream:
+        """Read from a snapshot of its own what a client knows the numbers of."""
+        selection = _selection(wanted)
+        snapshot = self._snapshot(
+            "log", lambda pinned: TableParts(cut(pinned), selection, ()), principal
+        )
+        table = snapshot.tables[_ALONE]
+        # Read once, and of no use to anybody if its reader never comes.
+        table.unread.clear()
+        batches = self._batches(snapshot.name, table, 0, None, temporary=True)
+        return fl.GeneratorStream(selection.schema, batches)
 
     def _found(
         self, wanted: protocol.SnapshotTicket | protocol.ActionTicket, principal: Principal
@@ -265,7 +285,9 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             try:
                 with self.snapshots.reading(name, table, part, queues) as snapshot:
                     pieces = of_queues(table.parts[part] if part < len(table.parts) else [], queues)
-                    yield from read(snapshot.pinned, pieces, table.selection)
+                    batches = read(snapshot.pinned, pieces, table.selection)
+                    while (batch := next_batch(batches)) is not None:
+                        yield batch
             finally:
                 if temporary:
                     self.snapshots.drop(name)
@@ -285,6 +307,12 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             command = decode(descriptor.command, PUTS, "command")
             if isinstance(command, protocol.PublishCommand):
                 publisher = Publisher(self._broker, reader.schema, principal)
+                if command.spool is not None:
+                    batch = _only_batch(reader)
+                    publisher.check(batch)
+                    self.spools.add(command.spool, command.part, principal.key_id, batch)
+                    writer.write(encode({"spooled": batch.num_rows}))
+                    return
                 for chunk in reader:
                     writer.write(encode(publisher.publish(chunk.data)))
                 return
@@ -296,7 +324,19 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             if isinstance(command, protocol.FillStage):
                 stage.filter = self._broker.queue(command.queue).filter
             self.stages.add(stage)
+            self.stages.assign(self._broker)
             writer.write(encode({"staged": stage.rows}))
+
+    def _publish_part(
+        self, options: protocol.PublishPart, principal: Principal
+    ) -> protocol.Published:
+        def publish(batch: pa.RecordBatch) -> protocol.Published:
+            return Publisher(self._broker, batch.schema, principal).publish(batch)
+
+        return self.spools.publish(options.spool, options.part, principal.key_id, publish)
+
+    def _drop_spool(self, options: protocol.DropSpool, principal: Principal) -> bool:
+        return self.spools.drop(options.spool, principal.key_id)
 
     # --- actions -------------------------------------------------------------------------
 
@@ -318,9 +358,9 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             call.operation = name
             options = decode(action.body.to_pybytes(), known.options, name)
             answer: Any
-            if name == "check_read":
-                answer = self._check_read(options, call.principal)
-                return [fl.Result(encode({known.field: answer}))]
+            if name in _CHECKED_INSIDE:
+                answer = getattr(self, f"_{name}")(options, call.principal)
+                return [fl.Result(encode(answer if known.field is None else {known.field: answer}))]
             call.principal.check_any(_READ if known.reads else ("admin",), _touched(options))
             if name in {"hold_snapshot", "drop_snapshot"}:
                 answer = getattr(self, f"_{name}")(options.snapshot, call.principal)
@@ -337,6 +377,19 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         return protocol.ServerInfo(
             __version__, info.store_id, info.design, info.routing, protocol.PROTOCOL, self._run
         )
+
+    def _history_ends(self, options: Any, principal: Principal) -> protocol.HistoryEnds:
+        queues = _queues(options)
+        _check_read(principal, queues or ["*"])
+        check_optional(options.since_ms, "since_ms", 0, limits.MAX_OFFSET)
+        with self._broker.view() as pinned:
+            return ends_of(pinned, queues, options.since_ms)
+
+    def _check_history(self, options: Any, principal: Principal) -> bool:
+        _check_read(principal, {each.queue for each in options.stretches} or ["*"])
+        check_stretches(options.stretches)
+        with self._broker.view(marks=False) as pinned:
+            return all(pieces_of(pinned, options.stretches))
 
     def _commit_fill(self, options: protocol.CommitFill) -> protocol.FilledCounts:
         found = self.stages.get(options.stages)
@@ -371,12 +424,22 @@ def _principal(context: fl.ServerCallContext) -> Principal:
     return call.principal
 
 
+def _only_batch(reader: fl.MetadataRecordBatchReader) -> pa.RecordBatch:
+    """Read a part of a spool."""
+    batches = [chunk.data for chunk in islice(reader, 2)]
+    if len(batches) != 1 or not 0 < batches[0].num_rows <= limits.MAX_PUT_CHUNK_MESSAGES:
+        raise InvalidInput(
+            f"a part of a spool is one batch of 1 to {limits.MAX_PUT_CHUNK_MESSAGES} rows"
+        )
+    return batches[0]
+
+
 def _facts(snapshot: Snapshot) -> tuple[int, int, int, str]:
     pinned, stats = snapshot.pinned, snapshot.pinned.log_stats
     return pinned.at_ms, stats.end, stats.earliest, pinned.store_id
 
 
-def _queues(command: protocol.ReadCommand) -> Sequence[str] | None:
+def _queues(command: Any) -> Sequence[str] | None:
     return [command.queue] if isinstance(command.queue, str) else command.queue
 
 
@@ -402,6 +465,7 @@ def _cutting(
             begin=command.begin,
             end=command.end,
             logs=command.logs,
+            where=selection.where,
         )
         return TableParts(parts, selection, shown)
 
@@ -418,10 +482,17 @@ def _touched(command: Any) -> str | None:
     return None if isinstance(command, _FILLS) else getattr(command, "queue", None)
 
 
-def _selection(command: protocol.ReadCommand | protocol.LogTicket) -> Selection:
+def _selection(
+    command: protocol.ReadCommand | protocol.LogTicket | protocol.HistoryTicket,
+) -> Selection:
     table = command.table if isinstance(command, protocol.ReadCommand) else "log"
+    table = command.of if isinstance(command, protocol.HistoryTicket) else table
     return select(
-        table, payload=command.payload, columns=command.columns, filter_text=command.filter
+        table,
+        payload=command.payload,
+        columns=command.columns,
+        filter_text=command.filter,
+        where=command.where,
     )
 
 
@@ -440,116 +511,3 @@ def _stretch(pinned: PinnedStore, ticket: protocol.LogTicket) -> list[Part]:
             f"offsets up to {ticket.end} were asked for; log {ticket.log} ends at {stats.end}"
         )
     return [[Piece(None, None, ticket.begin, ticket.end, ticket.log)]]
-
-
-# --- starting and stopping ------------------------------------------------------------------------
-
-
-class TlsFiles(NamedTuple):
-    """Files of certificate, key, and the authority of clients' certificates, if they need any."""
-
-    certificate: Path
-    key: Path
-    client_ca: Path | None = None
-
-    def options(self) -> dict[str, Any]:
-        """Return the files as options of a Flight server."""
-        try:
-            pair = self.certificate.read_bytes(), self.key.read_bytes()
-            roots = None if self.client_ca is None else self.client_ca.read_bytes()
-        except OSError as error:
-            raise InvalidInput(f"TLS: {error.filename} can't be read: {error.strerror}") from None
-        return {
-            "tls_certificates": [pair],
-            "verify_client": roots is not None,
-            "root_certificates": roots,
-        }
-
-
-class FlightListener:
-    """A running Flight service; clients connect to its ``location``."""
-
-    def __init__(
-        self,
-        broker: Broker,
-        host: str,
-        port: int,
-        clock: Clock,
-        *,
-        keys: Keys | None = None,
-        metrics: Metrics | None = None,
-        tls: TlsFiles | None = None,
-    ) -> None:
-        scheme = "grpc" if tls is None else "grpc+tls"
-        place = f"{scheme}://{_bracketed(host)}:{port}"
-        try:
-            options = {} if tls is None else tls.options()
-            self.service = FlightService(
-                broker, place, clock, keys=keys, metrics=metrics, **options
-            )
-        except pa.ArrowException as error:
-            raise InvalidInput(f"can't listen on {host}:{port}: {error}") from error
-        self._clock = clock
-        self.port: int = self.service.port
-        self.location = f"{scheme}://{_bracketed(_reachable(host))}:{self.port}"
-        self._closing = threading.Condition()
-        self._closed = False
-        self._janitor = threading.Thread(
-            target=self._tidy, name="penstock-flight-janitor", daemon=True
-        )
-        self._janitor.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self, *, grace_ms: int = GRACE_MS) -> None:
-        """Take no more calls, wait for those that run, and let go of every snapshot.
-
-        After ``grace_ms`` a read that still goes on gets an error. The broker stays open.
-        """
-        with self._closing:
-            if self._closed:
-                return
-            self._closed = True
-            self._closing.notify_all()
-        self._janitor.join()
-        stopping = threading.Thread(target=self.service.shutdown, daemon=True)
-        stopping.start()
-        stopping.join(grace_ms / 1000)
-        if stopping.is_alive():
-            log.warning("reads go on after %d ms: they are ended", grace_ms)
-        self.service.snapshots.close()
-        stopping.join(grace_ms / 1000)
-
-    def _tidy(self) -> None:
-        """Expire idle snapshots and stages, also when nobody calls."""
-        with self._closing:
-            while not self._closed:
-                self.service.snapshots.expire()
-                self.service.stages.expire()
-                self._clock.wait(self._closing, JANITOR_MS)
-
-
-def in_process_server(
-    broker: Broker, *, host: str = "127.0.0.1", port: int = 0, clock: Clock | None = None
-) -> FlightListener:
-    """Serve an open broker from this process, by default on a free port of this machine.
-
-    ::
-
-        with penstock.open("memory:") as broker, in_process_server(broker) as server:
-            FlightStore(server.location).info()
-    """
-    return FlightListener(broker, host, port, clock or SystemClock())
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
-
-
-def _reachable(host: str) -> str:
-    """Return an address that clients can connect to, for one that listens everywhere."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104

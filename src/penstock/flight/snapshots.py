@@ -11,6 +11,7 @@ holds the most.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from contextlib import contextmanager
@@ -21,12 +22,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from penstock import limits
 from penstock.errors import InvalidInput, QueueNotFound
 from penstock.limits import MAX_OFFSET
+from penstock.model import State
 from penstock.store.snapshot import cut_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import pyarrow as pa
+
     from penstock.clock import Clock
+    from penstock.flight.conditions import Condition
     from penstock.flight.tables import Selection
     from penstock.store.snapshot import PinnedStore
 
@@ -35,7 +40,8 @@ class Piece(NamedTuple):
     """A range of a table: rows of a queue (the empty name: of the store), or of no queue.
 
     Of a queue, those of ``keys``, or all; else offsets of a ``log``, or message ids. ``low`` and
-    ``high`` bound offsets, ids or sequence numbers.
+    ``high`` bound offsets, ids or sequence numbers. Attempts of a ``state`` are those at messages
+    in it.
     """
 
     queue: str | None
@@ -43,12 +49,22 @@ class Piece(NamedTuple):
     low: int = 0
     high: int = MAX_OFFSET
     log: int = 0
+    state: str = ""
 
 
 Part: TypeAlias = list[Piece]
 # Of one DataFrame: an action that is still under way is among its last ones.
 _MOMENTS: Final = 64
-_RANGED: Final = {"log", "messages", "done", "failed"}
+# The column that begin and end of a table count.
+_RANGED: Final = {
+    "log": "offset",
+    "messages": "message_id",
+    "done": "sequence",
+    "failed": "sequence",
+}
+# The column of a table that rows are found by.
+_FOUND_BY: Final = {**_RANGED, "attempts": "message_id"}
+_WAITING: Final = (State.AVAILABLE.value, State.DELAYED.value)
 
 
 def partition(
@@ -60,10 +76,12 @@ def partition(
     begin: int | None = None,
     end: int | None = None,
     logs: Sequence[int] | None = None,
+    where: Condition | None = None,
 ) -> list[Part]:
     """Cut a table into at most ``count`` parts; at least one, which may have no rows.
 
-    ``begin`` and ``end`` count offsets (log), message ids (messages) or sequence numbers.
+    ``begin`` and ``end`` count offsets (log), message ids (messages) or sequence numbers. Rows that
+    ``where`` is not true of may be left out.
     """
     if (begin is not None or end is not None) and table not in _RANGED:
         names = ", ".join(sorted(_RANGED))
@@ -74,7 +92,14 @@ def partition(
         raise InvalidInput(f"table {table} has no queues to choose from")
     low = 0 if begin is None else begin
     high = MAX_OFFSET if end is None else end
-    if table == "log":
+    if where is not None:
+        span = where.span(_FOUND_BY.get(table, ""))
+        low, high = max(low, span.low), min(high, span.high + 1)
+    pieces: list[Piece] = []
+    if low >= high:
+        # Nothing can be in it.
+        count = 1
+    elif table == "log":
         pieces = _log_pieces(pinned, count, low, high, logs)
     elif table == "messages":
         # The ids whose payload is kept.
@@ -86,13 +111,16 @@ def partition(
         for name in chosen:
             if name not in pinned.queues:
                 raise QueueNotFound.among(name, pinned.queues)
+        if where is not None:
+            chosen = where.chosen("name" if table == "queues" else "queue", chosen)
         if table in {"queues", "groups", "stats"}:
             pieces = [Piece(queue) for queue in chosen]
             if table == "stats":
                 pieces += [Piece("")] if queues is None else []
                 count = 1
         else:
-            pieces = list(_queue_pieces(pinned, table, chosen, count, low, high))
+            held = where is not None and not where.chosen("state", _WAITING)
+            pieces = list(_queue_pieces(pinned, table, chosen, count, low, high, held=held))
     count = max(1, min(count, len(pieces)))
     # Neighbours stay together.
     borders = [len(pieces) * at // count for at in range(count + 1)]
@@ -116,15 +144,26 @@ def _log_pieces(
 
 
 def _queue_pieces(
-    pinned: PinnedStore, table: str, queues: Sequence[str], count: int, low: int, high: int
+    pinned: PinnedStore,
+    table: str,
+    queues: Sequence[str],
+    count: int,
+    low: int,
+    high: int,
+    *,
+    held: bool,
 ) -> Iterator[Piece]:
-    """Cut each queue into as many pieces as its share of the rows asks for."""
+    """Cut each queue into as many pieces as its share of the rows asks for.
+
+    ``held``: of active messages only those in flight, which are cut as for their attempts.
+    """
     depths = [max(1, pinned.about(table, queue)) for queue in queues]
     total = sum(depths)
     for queue, depth in zip(queues, depths, strict=True):
         share = max(1, -(-depth * count // total))
-        for keys in pinned.cut(table, queue, share, low):
-            yield Piece(queue, keys, low, high)
+        for keys in pinned.cut("attempts" if held else table, queue, share, low, high):
+            if keys.live or not held:
+                yield Piece(queue, keys, low, high)
 
 
 def of_queues(part: Part, queues: Sequence[str] | None) -> Part:
@@ -369,3 +408,31 @@ class Snapshots:
         for snapshot in gone:
             snapshot.pinned.close()
         return len(gone)
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+# How long a reader waits for its turn before it reads without.
+TURN_MS: Final = 250
+# How long a thread that makes a batch keeps the interpreter when another wants it.
+SWITCH_MS: Final = 0.5
+# One for the process, as the interpreter is.
+_turn: Final = threading.Lock()
+
+
+def next_batch(batches: Iterator[pa.RecordBatch]) -> pa.RecordBatch | None:
+    """Make the next batch of a read, one thread at a time; None: there is none.
+
+    Several readers would share the interpreter, and none of them would be ready sooner; but a
+    publisher would wait for each of them.
+    """
+    # A store that answers slowly must not hold up the readers of others for long.
+    if not _turn.acquire(timeout=TURN_MS / 1000):
+        return next(batches, None)
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_MS / 1000)
+    try:
+        return next(batches, None)
+    finally:
+        sys.setswitchinterval(usual)
+        _turn.release()

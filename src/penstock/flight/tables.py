@@ -6,9 +6,10 @@ attributes of a message stay packed if no column and no filter needs them.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate, chain, islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import pyarrow as pa
@@ -16,6 +17,7 @@ import pyarrow.compute as pc
 
 from penstock.errors import InvalidInput
 from penstock.filters import parse
+from penstock.flight.conditions import parse_condition
 from penstock.model import AttemptEnd, QueueSpec, State
 from penstock.store.codec.metadata import decode_heads, decode_many
 
@@ -23,11 +25,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from penstock.filters import Filter
+    from penstock.flight.conditions import Condition
     from penstock.flight.snapshots import Part, Piece
     from penstock.model import Value
+    from penstock.store.codec.records import AttemptRecord
     from penstock.store.snapshot import LiveRow, PinnedStore
 
 BATCH_ROWS: Final = 32_768
+# Rows that are decoded at a time. Such a call holds the interpreter, so that publishers of this
+# process wait for it; batches are joined of several.
+SLICE_ROWS: Final = 1_024
 # Batches with payloads end sooner: their memory must not depend on the size of payloads.
 BATCH_BYTES: Final = 4 << 20
 # Metadata is bounded by its own limit; this many packed bytes are decoded at a time.
@@ -42,6 +49,7 @@ TEXT_MAP: Final = pa.map_(pa.string(), pa.string())
 _TYPES: Final = {
     "int": pa.int32(),
     "long": pa.int64(),
+    "double": pa.float64(),
     "string": pa.string(),
     "binary": pa.binary(),
     "bool": pa.bool_(),
@@ -105,11 +113,12 @@ _METADATA: Final = pa.field("metadata", pa.binary(), nullable=False)
 
 
 class Selection(NamedTuple):
-    """A table, the chosen columns, and the filter that rows must satisfy."""
+    """A table, the chosen columns, and the filter and the condition that rows must satisfy."""
 
     table: str
     schema: pa.Schema
     filter: Filter | None
+    where: Condition | None = None
 
     def wants(self, *columns: str) -> bool:
         """Return whether any of the columns is chosen."""
@@ -123,6 +132,14 @@ class Selection(NamedTuple):
         """Return whether a column or the filter needs the record of a message."""
         # Sizes tell how many rows with payloads make a batch.
         return self.wants_attributes() or self.wants(*_FROM_METADATA, "payload")
+
+    def judged(self) -> Selection:
+        """Return the selection of the columns that the condition is about."""
+        table = TABLES[self.table]
+        # Without a column there would be no rows to judge.
+        names = sorted(self.where.columns) or table.names[:1] if self.where is not None else []
+        fields = [table.field(name) for name in names]
+        return Selection(self.table, pa.schema(fields), None)
 
 
 def schema_of(
@@ -158,12 +175,15 @@ def select(
     payload: bool = False,
     columns: Sequence[str] | None = None,
     filter_text: str | None = None,
+    where: str | None = None,
 ) -> Selection:
     """Check a choice of rows and columns."""
     schema = schema_of(table, payload=payload, columns=columns)
     if filter_text is not None and table not in WITH_PAYLOAD:
         raise InvalidInput(f"table {table} has no attributes to filter by")
-    return Selection(table, schema, None if filter_text is None else parse(filter_text))
+    filter_ = None if filter_text is None else parse(filter_text)
+    condition = None if where is None else parse_condition(where, TABLES[table])
+    return Selection(table, schema, filter_, condition)
 
 
 # --- columns --------------------------------------------------------------------------------------
@@ -226,9 +246,10 @@ def _metadata_columns(selection: Selection, decoded: Sequence[Any]) -> dict[str,
     return made
 
 
-def _decoded(selection: Selection, packed: Sequence[bytes]) -> Sequence[Any]:
+def _decoded(packed: Sequence[bytes], *selections: Selection) -> Sequence[Any]:
     """Decode records of messages; None for a record that does not decode."""
-    return decode_many(packed) if selection.wants_attributes() else decode_heads(packed)
+    full = any(each.wants_attributes() for each in selections)
+    return decode_many(packed) if full else decode_heads(packed)
 
 
 def _batch(selection: Selection, made: dict[str, pa.Array]) -> pa.RecordBatch:
@@ -242,6 +263,8 @@ def _batch(selection: Selection, made: dict[str, pa.Array]) -> pa.RecordBatch:
 def read(pinned: PinnedStore, part: Part, selection: Selection) -> Iterator[pa.RecordBatch]:
     """Read a part of a table, a batch of bounded size at a time."""
     reader = _READERS[selection.table]
+    if selection.where is not None and reader is not _record_batches:
+        reader = partial(_judged_batches, reader)
     small: list[pa.RecordBatch] = []
     rows = size = 0
     # Small batches are joined: a store may have thousands of queues with a few rows each.
@@ -253,6 +276,22 @@ def read(pinned: PinnedStore, part: Part, selection: Selection) -> Iterator[pa.R
             small, rows, size = [], 0, 0
     if small:
         yield pa.concat_batches(small)
+
+
+_Reader: TypeAlias = "Callable[[PinnedStore, Piece, Selection], Iterator[pa.RecordBatch]]"
+
+
+def _judged_batches(
+    reader: _Reader, pinned: PinnedStore, piece: Piece, selection: Selection
+) -> Iterator[pa.RecordBatch]:
+    """Read batches that have the columns of the condition too, and keep what it is true of."""
+    assert selection.where is not None
+    others = [field for field in selection.judged().schema if not selection.wants(field.name)]
+    wide = selection._replace(schema=pa.schema([*selection.schema, *others]))
+    for batch in reader(pinned, piece, wide):
+        kept = batch.take(selection.where.kept(batch)).select(selection.schema.names)
+        if kept.num_rows:
+            yield kept
 
 
 _Rows = list[tuple[Any, ...]]
@@ -271,45 +310,77 @@ def _record_batches(
     pinned: PinnedStore, piece: Piece, selection: Selection
 ) -> Iterator[pa.RecordBatch]:
     """Read rows that have the packed record of a message, in batches of bounded size."""
-    packed, places = _PLACES[selection.table]
+    packed, _ = _PLACES[selection.table]
+    where, judged = selection.where, selection.judged()
     for gathered, all_numbers in _gathered(pinned, piece, selection.table):
         rows, numbers = gathered, all_numbers
         decoded: Sequence[Any] = ()
-        if selection.wants_metadata():
-            decoded = _decoded(selection, [row[packed] for row in rows])
+        if where is not None and not judged.wants_metadata():
+            made = _record_batch(pinned, piece, judged, rows, numbers, decoded)
+            rows, numbers, _ = _taken(where.kept(made).to_pylist(), rows, numbers, decoded)
+        if rows and (selection.wants_metadata() or judged.wants_metadata()):
+            decoded = _decoded([row[packed] for row in rows], selection, judged)
             kept = _kept(decoded, selection.filter)
             if kept is not None:
-                rows = [rows[at] for at in kept]
-                numbers = [numbers[at] for at in kept]
-                decoded = [decoded[at] for at in kept]
+                rows, numbers, decoded = _taken(kept, rows, numbers, decoded)
+            if where is not None and judged.wants_metadata():
+                made = _record_batch(pinned, piece, judged, rows, numbers, decoded)
+                kept = where.kept(made).to_pylist()
+                rows, numbers, decoded = _taken(kept, rows, numbers, decoded)
         sizes = [each.size for each in decoded] if selection.wants("payload") else None
         for begin, end in _cuts(len(rows), sizes):
-            some = rows[begin:end]
-            made = _metadata_columns(selection, decoded[begin:end])
-            if sizes is not None:
-                payloads = pinned.payloads([row[0] for row in some])
-                made["payload"] = pa.array(payloads, pa.binary())
-            for name, place in places.items():
-                if selection.wants(name):
-                    made[name] = _column(selection, name, [row[place] for row in some])
-            if piece.queue is None:
-                made["log"] = pa.repeat(pa.scalar(piece.log, pa.int32()), len(some))
-            else:
-                made["queue"] = _repeated(piece.queue, len(some))
-            if selection.wants("sequence"):
-                made["sequence"] = pa.array(numbers[begin:end], pa.int64())
-            if selection.wants(*_LEASED):
-                leases = pinned.leases(some)
-                for name in filter(selection.wants, _LEASED):
-                    values = [getattr(lease, _LEASED[name], None) for lease in leases]
-                    made[name] = _column(selection, name, values)
-            yield _batch(selection, made)
+            yield _record_batch(
+                pinned,
+                piece,
+                selection,
+                rows[begin:end],
+                numbers[begin:end],
+                decoded[begin:end],
+            )
+
+
+def _taken(
+    kept: list[int], rows: _Rows, numbers: Sequence[int], decoded: Sequence[Any]
+) -> tuple[_Rows, Sequence[int], Sequence[Any]]:
+    """Return the rows at some places, with their numbers and, if there are any, records."""
+    some = [decoded[at] for at in kept] if decoded else ()
+    return [rows[at] for at in kept], [numbers[at] for at in kept], some
+
+
+def _record_batch(
+    pinned: PinnedStore,
+    piece: Piece,
+    selection: Selection,
+    rows: _Rows,
+    numbers: Sequence[int],
+    decoded: Sequence[Any],
+) -> pa.RecordBatch:
+    """Make the chosen columns of rows that have the packed record of a message."""
+    made = _metadata_columns(selection, decoded)
+    if selection.wants("payload"):
+        payloads = pinned.payloads([row[0] for row in rows])
+        made["payload"] = pa.array(payloads, pa.binary())
+    for name, place in _PLACES[selection.table][1].items():
+        if selection.wants(name):
+            made[name] = _column(selection, name, [row[place] for row in rows])
+    if piece.queue is None:
+        made["log"] = pa.repeat(pa.scalar(piece.log, pa.int32()), len(rows))
+    else:
+        made["queue"] = _repeated(piece.queue, len(rows))
+    if selection.wants("sequence"):
+        made["sequence"] = pa.array(numbers, pa.int64())
+    if selection.wants(*_LEASED):
+        leases = pinned.leases(rows)
+        for name in filter(selection.wants, _LEASED):
+            values = [getattr(lease, _LEASED[name], None) for lease in leases]
+            made[name] = _column(selection, name, values)
+    return _batch(selection, made)
 
 
 def _gathered(
     pinned: PinnedStore, piece: Piece, table: str
 ) -> Iterator[tuple[_Rows, Sequence[int]]]:
-    """Gather rows, and their sequence numbers if the table has any, until they make a batch."""
+    """Gather rows, and their sequence numbers if the table has any, until they make a slice."""
     pages: Iterable[tuple[Sequence[int], Sequence[tuple[Any, ...]]]]
     if table in {"done", "failed"}:
         pages = pinned.ended_rows(State(table), piece.keys, piece.low, piece.high)
@@ -326,9 +397,9 @@ def _gathered(
         numbers += places or range(len(some))
         # Rows of one page were published together, and their records are much alike.
         size += len(some) * len(some[-1][packed])
-        if len(rows) >= BATCH_ROWS or size >= BATCH_PACKED_BYTES:
-            for at in range(0, len(rows), BATCH_ROWS):
-                yield rows[at : at + BATCH_ROWS], numbers[at : at + BATCH_ROWS]
+        if len(rows) >= SLICE_ROWS or size >= BATCH_PACKED_BYTES:
+            for at in range(0, len(rows), SLICE_ROWS):
+                yield rows[at : at + SLICE_ROWS], numbers[at : at + SLICE_ROWS]
             rows, numbers, size = [], [], 0
     if rows:
         yield rows, numbers
@@ -370,7 +441,7 @@ def _messages(pinned: PinnedStore, piece: Piece, selection: Selection) -> Iterat
     for message_id, payload in pages(piece.low, piece.high):
         rows.append((message_id, payload))
         total += len(payload) if payloads else 0
-        if len(rows) >= BATCH_ROWS or total >= BATCH_BYTES:
+        if len(rows) >= SLICE_ROWS or total >= BATCH_BYTES:
             yield from _payload_batch(pinned, rows, selection)
             rows, total = [], 0
     if rows:
@@ -389,7 +460,7 @@ def _payload_batch(
             for page in pinned.log_rows(log, rows[0][0], rows[-1][0] + 1)
             for row in page
         ]
-        decoded = _decoded(selection, [row[1] for row in logged])
+        decoded = _decoded([row[1] for row in logged], selection)
         known = {row[0]: each for row, each in zip(logged, decoded, strict=True)}
     found = [known.get(message_id) for message_id, _ in rows]
     if selection.filter is not None:
@@ -428,16 +499,24 @@ def _attempts(pinned: PinnedStore, piece: Piece, selection: Selection) -> Iterat
 
 
 def _pages(source: Iterable[Any]) -> Iterator[list[Any]]:
-    """Gather rows until they make a batch."""
+    """Gather rows until they make a slice."""
     rows = iter(source)
-    while page := list(islice(rows, BATCH_ROWS)):
+    while page := list(islice(rows, SLICE_ROWS)):
         yield page
 
 
 def _ended_attempts(pinned: PinnedStore, piece: Piece) -> Iterator[tuple[Any, ...]]:
-    for message_id, attempt, end in pinned.attempt_rows(piece.keys):
+    found = _attempts_by_sequence(pinned, piece) if piece.state else pinned.attempt_rows(piece.keys)
+    for message_id, attempt, end in found:
         outcome = _OUTCOMES[end.outcome] if end.outcome < len(_OUTCOMES) else "unknown"
         yield message_id, attempt, end.consumer, end.claimed_at, end.ended_at, outcome, end.reason
+
+
+def _attempts_by_sequence(
+    pinned: PinnedStore, piece: Piece
+) -> Iterator[tuple[int, int, AttemptRecord]]:
+    for rows, _ in _gathered(pinned, piece, piece.state):
+        yield from pinned.attempts_at(piece.queue or "", [(row[0], row[3]) for row in rows])
 
 
 def _running_attempts(pinned: PinnedStore, piece: Piece) -> Iterator[tuple[Any, ...]]:
@@ -463,27 +542,12 @@ def _queues(pinned: PinnedStore, piece: Piece, selection: Selection) -> Iterator
 
 
 def _groups(pinned: PinnedStore, piece: Piece, selection: Selection) -> Iterator[pa.RecordBatch]:
-    found: dict[str, dict[str, Any]] = {}
-    queue = piece.queue or ""
-    for keys in pinned.cut("active", queue, 1):
-        for rows, _ in _gathered(pinned, piece._replace(keys=keys), "active"):
-            decoded = decode_heads([row[5] for row in rows])
-            for row, metadata in zip(rows, decoded, strict=True):
-                if metadata is not None:
-                    _count(found, queue, row[1], metadata)
-    for groups in _pages(found.values()):
-        yield pa.RecordBatch.from_pylist(groups, schema=selection.schema)
-
-
-def _count(found: dict[str, dict[str, Any]], queue: str, state: str, metadata: Any) -> None:
-    row = found.get(metadata.group)
-    if row is None:
-        row = found[metadata.group] = dict.fromkeys(TABLES["groups"].names, 0)
-        row |= {"queue": queue, "group": metadata.group, "oldest_published_at": None}
-    row[state] += 1
-    if state != State.IN_FLIGHT:
-        oldest, published = row["oldest_published_at"], metadata.published_at_ms * 1000
-        row["oldest_published_at"] = published if oldest is None else min(oldest, published)
+    for groups in _pages(pinned.groups(piece.queue or "")):
+        made = {"queue": _repeated(piece.queue or "", len(groups))}
+        for name, values in zip(TABLES["groups"].names[1:], zip(*groups, strict=True), strict=True):
+            if selection.wants(name):
+                made[name] = _column(selection, name, values)
+        yield _batch(selection, made)
 
 
 def _stats(pinned: PinnedStore, piece: Piece, selection: Selection) -> Iterator[pa.RecordBatch]:
@@ -503,7 +567,7 @@ def _stats(pinned: PinnedStore, piece: Piece, selection: Selection) -> Iterator[
         yield pa.RecordBatch.from_pylist(dicts, schema=selection.schema)
 
 
-_READERS: Final[dict[str, Callable[[PinnedStore, Piece, Selection], Iterator[pa.RecordBatch]]]] = {
+_READERS: Final[dict[str, _Reader]] = {
     **dict.fromkeys(_PLACES, _record_batches),
     "messages": _messages,
     "attempts": _attempts,

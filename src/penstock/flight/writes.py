@@ -5,13 +5,17 @@ assignments of a stretch of one log, or all messages of a stretch that a backfil
 queue. It lives in memory: after a restart the server tells the caller that it is not here, and the
 caller stages again. A committed stage gives its rows back and keeps its place until others have
 followed, so that committing it again is answered (stale), not refused.
+
+A stage may ask to be assigned before it is committed: as soon as the cursor of its log has come to
+it. Then the server assigns while executors match what follows. Where that fails, it is left to the
+commit, which tells why.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock import limits
-from penstock.errors import InvalidInput, InvalidMessage
+from penstock.errors import InvalidInput, InvalidMessage, PenstockError
 from penstock.flight.protocol import (
     RESTORED,
     Committed,
@@ -32,7 +36,7 @@ from penstock.flight.protocol import (
 )
 from penstock.model import AssignStatus, Cursor, LogRecord, Message, Value
 from penstock.server.security import check_publish
-from penstock.validation import check_count, check_text
+from penstock.validation import check_count, check_messages, check_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,7 +63,7 @@ _DEFAULTS: Final = {"group": "", "priority": 0, "delay_ms": 0, "dedup_id": None}
 _decode_json: Final = msgspec.json.Decoder(dict[str, Value]).decode
 _INDEX: Final = re.compile(r"message (\d+): ")
 
-KEPT_COMMITTED: Final = 200
+KEPT_COMMITTED: Final = 2_000
 """How many committed stages keep their places: as many as may be committed again."""
 
 # --- messages to publish --------------------------------------------------------------------------
@@ -92,21 +96,34 @@ class Publisher:
             raise InvalidMessage(f"{error} {before}") from None
         return Published(self._published, self._duplicates)
 
+    def check(self, batch: pa.RecordBatch) -> None:
+        """Refuse a batch that has a row that could not be published."""
+        for messages in _chunks(self._messages(batch)):
+            check_publish(self._principal, messages)
+            with self._naming_rows():
+                check_messages(messages)
+            self._published += len(messages)
+
     def _publish(self, messages: list[Message]) -> None:
         deduped = any(message.dedup_id is not None for message in messages)
         log = self._broker.log_stats() if deduped else None
         check_publish(self._principal, messages)
-        try:
+        with self._naming_rows():
             ids = self._broker.publish(messages)
+        self._published += len(messages)
+        # A duplicate has the id of a message from before, or of one that came first in here.
+        if log is not None:
+            self._duplicates += len(ids) - len({id_ for id_ in ids if id_ >= log.end})
+
+    @contextlib.contextmanager
+    def _naming_rows(self) -> Iterator[None]:
+        try:
+            yield
         except InvalidMessage as error:
             found = _INDEX.match(str(error))
             assert found is not None
             where = self._published + int(found[1])
             raise InvalidMessage(f"row {where}: {str(error)[found.end() :]}") from None
-        self._published += len(messages)
-        # A duplicate has the id of a message from before, or of one that came first in here.
-        if log is not None:
-            self._duplicates += len(ids) - len({id_ for id_ in ids if id_ >= log.end})
 
     def _messages(self, batch: pa.RecordBatch) -> Iterator[Message]:
         first = self._published
@@ -257,7 +274,7 @@ class Restorer:
             )
             return FilledCounts(filled.added, filled.already, filled.missing)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
         if not self._room.acquire(blocking=False):
             raise InvalidInput(
@@ -298,6 +315,8 @@ class Stage:
         check_count(command.end, "end", command.begin, limits.MAX_OFFSET)
         self.command: Any = command
         self.committed = False
+        # Assigned when the cursor has come to it; tried once, the commit tries again.
+        self.awaits_cursor = isinstance(command, StageCommand) and command.assign
         self.filter: str | None = None
         # Names repeat: once each, they take next to nothing.
         self._batches = [
@@ -355,6 +374,7 @@ class Stages:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
+        self._assigning = threading.Lock()
         self._staged: dict[str, Stage] = {}
 
     def __len__(self) -> int:
@@ -422,6 +442,29 @@ class Stages:
                 found.append(stage)
             return found
 
+    def assign(self, broker: Broker) -> None:
+        """Assign the stages to which the cursors of their logs have come, one after the other.
+
+        If another thread is doing that, it goes on with what this one has added.
+        """
+        while (stage := self._following(broker)) and self._assigning.acquire(blocking=False):
+            try:
+                stage.awaits_cursor = False
+                with contextlib.suppress(PenstockError):
+                    _assign(broker, stage.command.log, [stage], None)
+            finally:
+                self._assigning.release()
+
+    def _following(self, broker: Broker) -> Stage | None:
+        with self._lock:
+            waiting = [stage for stage in self._staged.values() if stage.awaits_cursor]
+        cursors = broker.log_stats().cursors if waiting else {}
+        for stage in waiting:
+            command = stage.command
+            if command.begin <= cursors.get(command.log, -1) < command.end:
+                return stage
+        return None
+
     def drop(self, names: Sequence[str]) -> int:
         """Forget stages; return how many there were."""
         with self._lock:
@@ -455,6 +498,10 @@ def commit(broker: Broker, stages: Sequence[Stage], epoch: int | None) -> list[C
 
 
 def _assign(broker: Broker, log: int, page: Sequence[Stage], epoch: int | None) -> Committed:
+    if all(stage.committed for stage in page):
+        # They may have been assigned before their commit.
+        end = max(stage.command.end for stage in page)
+        return Committed(log, AssignStatus.STALE.value, end, 0)
     assignments: dict[int, Sequence[str]] = {}
     begin = at = page[0].command.begin
     for stage in page:
