@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
 
     from penstock import Broker, Delivery
 
@@ -147,17 +148,17 @@ def run(shop: Shop, spark: SparkSession, location: str, scratch: Path) -> dict[s
             started_ms = clock.now_ms()
             # Spark compiles its first micro-batch; the orders are not to wait for that.
             shop.broker.publish([Message(b"", {"kind": "greeting"})])
-            _until(shop, lambda: not status(location).behind)
+            _until(shop, query, lambda: not status(location).behind)
             measured["the route job runs"] = _took(clock, started_ms)
             started_ms = clock.now_ms()
             making = pool.submit(shop.produce)
             staff = [pool.submit(shop.work, queue) for queue in FILTERS]
-            _until(shop, making.done)
+            _until(shop, query, making.done)
             making.result()
             measured["published"] = _took(clock, started_ms)
-            _until(shop, lambda: not status(location).behind)
+            _until(shop, query, lambda: not status(location).behind)
             measured["routed"] = _took(clock, started_ms)
-            _until(shop, lambda: not shop.waiting())
+            _until(shop, query, lambda: not shop.waiting())
             measured["worked off"] = _took(clock, started_ms)
 
             shop.broker.create_queue(LATE[0], filter=LATE[1], max_attempts=20, backoff_base_ms=10)
@@ -170,7 +171,7 @@ def run(shop: Shop, spark: SparkSession, location: str, scratch: Path) -> dict[s
                 for queue in FILTERS
             )
             measured["redriven after the repair"] = f"{redriven:,} messages"
-            _until(shop, lambda: not shop.waiting())
+            _until(shop, query, lambda: not shop.waiting())
             measured["everything done"] = _took(clock, started_ms)
         finally:
             shop.finished.set()
@@ -184,11 +185,13 @@ def _took(clock: SystemClock, since_ms: int) -> str:
     return f"after {(clock.now_ms() - since_ms) / 1000:.1f} s"
 
 
-def _until(shop: Shop, what: Any, patience_ms: int = 600_000) -> None:
-    """Wait, and show how far it is."""
+def _until(shop: Shop, query: StreamingQuery, what: Any, patience_ms: int = 600_000) -> None:
+    """Wait, and show how far it is; an error of the route job ends it."""
     end_ms = shop.clock.now_ms() + patience_ms
     with CONSOLE.status("…") as line:
         while not what():
+            if not query.isActive:
+                raise query.exception() or RuntimeError("the route job has ended")
             if shop.clock.now_ms() > end_ms:
                 raise TimeoutError("the pipeline does not come to rest")
             done = sum(map(len, shop.acked.values()))
@@ -301,6 +304,10 @@ def story(
         columns = ("queue", "outcome", "reason", "attempts")
         rows = [tuple(row) for row in frames["reasons"].select(*columns).collect()]
         show(console, "Why attempts did not succeed", columns, rows)
+        for text in wrong:
+            console.print(f"WRONG: {text}", style="bold red")
+        if not wrong:
+            console.print(f"{orders:,} orders: each done once in every queue that wants it")
         for path in [written, *take_pictures(address, kept)]:
             console.print(f"saved: {path}", soft_wrap=True)
         spark.stop()
@@ -308,10 +315,6 @@ def story(
             console.print(f"the console: {address}/ – Ctrl-C ends it", soft_wrap=True)
             with suppress(KeyboardInterrupt):
                 threading.Event().wait()
-    for text in wrong:
-        console.print(f"WRONG: {text}", style="bold red")
-    if not wrong:
-        console.print(f"{orders:,} orders: each done once in every queue that wants it")
     return 1 if wrong else 0
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 import penstock
 from penstock.errors import InvalidInput, QueueNotFound, StorageFailed, StoreMismatch
-from penstock.spark import archive as archives
-from penstock.spark.archive import Runs
-from penstock.spark.jobs import archive
+from penstock.spark.archive import _Known
+from penstock.spark.delta import Archive
+from penstock.spark.jobs import archive, optimize
 from penstock.spark.options import read_options
 from penstock.spark.reader import TableReader, spark_schema
+from penstock.spark.snapshot import snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -173,36 +177,70 @@ def test_payloads_that_were_left_out_are_null(spark: SparkSession, site: Site) -
     assert kinds[False] == len(site.live("done"))
 
 
-def test_a_run_between_planning_and_reading(
-    spark: SparkSession, site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_action_reads_the_present(spark: SparkSession, site: Site) -> None:
     site.work(60)
     site.archive(spark, trim=False)
     site.work(60)
-    whole = {table: named(site.rows(table)) for table in TABLES}
     readers = {table: site.reader(table) for table in TABLES}
     parts = {table: reader.partitions() for table, reader in readers.items()}
+    frame = site.world.reader(spark, "done", includeArchive=str(site.place))
+    before = frame.count()
+
+    names = map(str, itertools.count())
+
+    def check() -> None:
+        """Read with the plans from the beginning, and compare with new ones."""
+        for table, reader in readers.items():
+            # Outside of Spark all reads of a DataFrame are one action.
+            name = next(names)
+            fresh = [renamed(part, name) for part in parts[table]]
+            found = named(row for part in fresh for row in read(reader, part))
+            assert found == named(site.rows(table)), table
+            assert max(found.values()) == 1
+
+    check()
+    # Rows that came, rows that were archived and trimmed meanwhile, and files that were joined.
+    site.work(30)
+    check()
     site.archive(spark)
     assert not site.live("done")
-    for table, reader in readers.items():
-        assert named(row for part in parts[table] for row in read(reader, part)) == whole[table]
+    check()
+    optimize(site.place)
+    site.work(30)
+    check()
+    site.archive(spark, trim=False)
+    assert site.broker.redrive("few", where="price = 3") > 0
+    site.settle()
+    check()
+    # And queues that came, went, or were made anew.
+    site.broker.create_queue("late", filter="n >= 0")
+    site.broker.backfill("late")
+    site.broker.delete_queue("few")
+    site.broker.create_queue("few", filter="price < 10")
+    site.work(30)
+    check()
+    site.archive(spark)
+    site.broker.delete_queue("all")
+    check()
+    assert frame.count() == len(site.rows("done")) > before
 
-    # And one while it is planned: between the first look at the archive and the snapshot.
+
+def renamed(part: Any, frame: str) -> Any:
+    """Make a part one of another DataFrame, if it reads a snapshot."""
+    source = getattr(part, "source", None)
+    return part if source is None else replace(part, source=replace(source, frame=frame))
+
+
+def test_a_snapshot_has_what_had_ended_by_then(spark: SparkSession, site: Site) -> None:
     site.work(60)
-    for table in TABLES:
-        whole[table] += named(site.live(table))
-    ask = archives._queues
-    ran: list[Any] = []
-
-    def run(client: Any) -> dict[str, int]:
-        if not ran:
-            ran.append(site.archive(spark))
-        return ask(client)
-
-    monkeypatch.setattr(archives, "_queues", run)
-    for table in TABLES:
-        assert named(site.rows(table)) == whole[table]
-    assert ran[0].trimmed > 0
+    site.archive(spark, queues=["few"])
+    with snapshot(site.world.location, spark=spark) as then:
+        whole = {table: named(site.rows(table)) for table in TABLES}
+        site.work(60)
+        site.archive(spark)
+        for table in TABLES:
+            found = named(site.rows(table, snapshot=then.options["snapshot"]))
+            assert found == whole[table], table
 
 
 def test_queues_that_are_gone_or_were_made_anew(spark: SparkSession, site: Site) -> None:
@@ -243,7 +281,7 @@ def test_what_is_refused(
     for table in ("active", "log", "queues"):
         with pytest.raises(InvalidInput, match="are for done, failed, attempts"):
             read_options({"location": "grpc://x:1", "table": table, "includeArchive": place})
-    with pytest.raises(InvalidInput, match="can't be read as a stream"):
+    with pytest.raises(InvalidInput, match="includearchive are for batch reads"):
         read_options(
             {"location": "grpc://x:1", "table": "done", "includeArchive": place}, streaming=True
         )
@@ -252,7 +290,16 @@ def test_what_is_refused(
     with pytest.raises(Exception, match=re.compile("StoreMismatch.*archive of store", re.DOTALL)):
         frame.collect()
     with pytest.raises(StoreMismatch):
-        Runs(place).check_store(other.broker.info().store_id)
-    next((site.place / "done").rglob("*.parquet")).unlink()
-    with pytest.raises(StorageFailed, match="files are missing"):
+        Archive.at(place).tables(other.broker.info().store_id)
+    next((site.place / "done").rglob("queue=*/*.parquet")).unlink()
+    with pytest.raises(StorageFailed, match="any more: it was vacuumed"):
         site.rows("done")
+
+
+def test_rows_are_told_apart_by_code_and_time() -> None:
+    live = [(np.array([7, 5, 7]), np.array([30, 10, 20])), (np.array([7]), np.array([10]))]
+    codes, times = np.array([7, 7, 7, 7, 5, 5, 6, 9]), np.array([10, 20, 30, 40, 10, 20, 10, 10])
+    absent = [False, False, False, True, False, True, True, True]
+    assert _Known(live).absent(codes, times).to_pylist() == absent
+    assert _Known([]).absent(codes, times).to_pylist() == [True] * 8
+    assert _Known(live).absent(codes[:0], times[:0]).to_pylist() == []

@@ -1,15 +1,21 @@
-"""Routing on a cluster of its own: master, worker and two executors, each in its own process."""
+"""A cluster of its own: master, worker and two executors, each in its own process.
+
+Its workers share no directory with the driver: they have another working directory and HOME,
+and Spark's Python packages, but not Penstock. The code comes to them from a wheel.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -29,63 +35,151 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.xdist_group("spark")]
 
 clock = SystemClock()
-SOURCE = str(Path(penstock.__file__).parents[1])
+ROOT = Path(penstock.__file__).parents[2]
+SPARK_HOME = Path(pyspark.__file__).parent
+SETTINGS = {
+    "spark.log.level": "OFF",
+    "spark.executor.memory": "600m",
+    "spark.executor.cores": "1",
+    "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+    "spark.driver.host": "127.0.0.1",
+}
 ROUTE = """
 import sys
 from penstock.spark import session
 from penstock.spark.route import route
-spark = session(sys.argv[3], conf={"spark.log.level": "OFF", "spark.executor.memory": "600m",
-                                   "spark.executor.cores": "1",
-                                   "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1",
-                                   "spark.driver.host": "127.0.0.1",
-                                   "spark.executorEnv.PYTHONPATH": sys.argv[4]})
-assert spark.sparkContext.master == sys.argv[3]
-query = route(sys.argv[1], spark=spark, checkpoint=sys.argv[2], trigger=sys.argv[5],
-              max_offsets=int(sys.argv[6]))
+spark = session()
+query = route(sys.argv[1], spark=spark, checkpoint=sys.argv[2], trigger=sys.argv[3],
+              max_offsets=int(sys.argv[4]))
 query.awaitTermination()
+"""
+WRITE_AND_READ = """
+import json, sys
+from penstock.spark import session
+spark = session()
+rows = spark.range(1000, numPartitions=4).selectExpr("string(id) AS payload", "'books' AS queue")
+rows.write.format("penstock").option("server", sys.argv[1]).mode("append").save()
+log = spark.read.format("penstock").options(server=sys.argv[1], table="log", columns="offset")
+
+def places(_):
+    import os, penstock
+    yield penstock.__file__, os.environ["HOME"]
+
+found = spark.sparkContext.parallelize(range(2), 2).mapPartitions(places).collect()
+print(json.dumps({"count": log.load().count(), "places": found}))
 """
 
 
-def spark_class(place: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    home = Path(pyspark.__file__).parent
-    environment = {
-        **os.environ,
-        "SPARK_HOME": str(home),
-        "SPARK_WORKER_DIR": str(place / "work"),
-        "SPARK_LOCAL_DIRS": str(place / "local"),
-        "PYSPARK_PYTHON": sys.executable,
-        "SPARK_DAEMON_MEMORY": "300m",
-        "SPARK_DAEMON_JAVA_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
-    }
-    return subprocess.Popen(
-        [str(home / "bin" / "spark-class"), *arguments],
-        env=environment,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+class Machine:
+    """A directory that stands for the machine of a worker: HOME, working directory and Python."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        for name in ("home", "work", "site", "archive/bin", "archive/lib"):
+            (place / name).mkdir(parents=True)
+        for package in Path(pyspark.__file__).parents[1].iterdir():
+            # An installation of Penstock is a file *.pth, which is not read here.
+            if not package.name.startswith("penstock") and package.suffix != ".pth":
+                (place / "site" / package.name).symlink_to(package)
+        self.python = self._interpreter(place / "python", str(place / "site"))
+
+    @staticmethod
+    def _interpreter(path: Path, packages: str) -> Path:
+        path.write_text(
+            f'#!/bin/sh\nPYTHONPATH="{packages}:$PYTHONPATH" exec {sys._base_executable} "$@"\n'  # type: ignore[attr-defined]
+        )
+        path.chmod(0o755)
+        return path
+
+    def packed(self) -> Path:
+        """Return an archive with an environment that has Penstock.
+
+        As venv-pack would make it, but with links to the packages that are large.
+        """
+        archive = self.place / "archive"
+        self._interpreter(archive / "bin" / "python", '$(dirname "$0")/../lib')
+        for package in (self.place / "site").iterdir():
+            (archive / "lib" / package.name).symlink_to(package.readlink())
+        for name in ("penstock", "pyspark_penstock"):
+            shutil.copytree(ROOT / "src" / name, archive / "lib" / name)
+        return Path(shutil.make_archive(str(self.place / "environment"), "gztar", archive))
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """Return the environment of a process on this machine."""
+        java = Path(shutil.which("java") or f"{os.environ['JAVA_HOME']}/bin/java").parent
+        return {
+            "PATH": f"{java}:/usr/bin:/bin",
+            "HOME": str(self.place / "home"),
+            "SPARK_HOME": str(SPARK_HOME),
+            "SPARK_WORKER_DIR": str(self.place / "work"),
+            "SPARK_LOCAL_DIRS": str(self.place / "local"),
+            "SPARK_DAEMON_MEMORY": "300m",
+            "SPARK_DAEMON_JAVA_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+            **more,
+        }
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start a class of Spark."""
+        return subprocess.Popen(
+            [str(SPARK_HOME / "bin" / "spark-class"), *arguments],
+            env=self.environment(),
+            cwd=self.place / "work",
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+
+class Cluster(NamedTuple):
+    """A running cluster; its executors are of the group of the worker's process."""
+
+    master: str
+    group: int
+    machine: Machine
+    wheel: Path
+
+    def submit(
+        self, program: Path, *arguments: object, packed: Path | None = None
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the command and the environment of a driver that brings Penstock along."""
+        given = [part for pair in SETTINGS.items() for part in ("--conf", "=".join(pair))]
+        if packed is None:
+            given += ["--py-files", str(self.wheel)]
+            more = {"PYSPARK_PYTHON": str(self.machine.python)}
+        else:
+            given += ["--archives", f"{packed}#environment"]
+            more = {
+                "PYSPARK_PYTHON": "./environment/bin/python",
+                "PYSPARK_DRIVER_PYTHON": sys.executable,
+                "PYTHONPATH": str(ROOT / "src"),
+            }
+        command = [SPARK_HOME / "bin" / "spark-submit", "--master", self.master, *given]
+        return [str(part) for part in (*command, program, *arguments)], self.machine.environment(
+            HOME=os.environ["HOME"], **more
+        )
 
 
 @pytest.fixture(scope="module")
 def cluster(
     java: None, new_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, int]]:
-    """Give the address of a cluster of two executors, and the group that these are of."""
+) -> Iterator[Cluster]:
+    """Give a cluster of two executors."""
+    place = tmp_path_factory.mktemp("cluster")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(place / "dist")]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = (place / "dist").iterdir()
     port = new_port()
     deploy = "org.apache.spark.deploy"
     here = ["--host", "127.0.0.1"]
-    place = tmp_path_factory.mktemp("cluster")
-    running = [
-        spark_class(
-            place, f"{deploy}.master.Master", *here, "--port", str(port), "--webui-port", "0"
-        )
-    ]
+    machine = Machine(place / "machine")
+    master = ["--port", str(port), "--webui-port", "0"]
+    running = [machine.start(f"{deploy}.master.Master", *here, *master)]
     address = f"spark://127.0.0.1:{port}"
     try:
         wait_for(lambda: listens(port))
         sizes = ["--cores", "2", "--memory", "1400m", "--webui-port", "0"]
-        running.append(spark_class(place, f"{deploy}.worker.Worker", *here, *sizes, address))
-        yield address, running[-1].pid
+        running.append(machine.start(f"{deploy}.worker.Worker", *here, *sizes, address))
+        yield Cluster(address, running[-1].pid, machine, wheel)
     finally:
         for process in running:
             os.killpg(process.pid, signal.SIGKILL)
@@ -95,13 +189,6 @@ def cluster(
 def listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def driver(
-    master: str, location: str, checkpoint: Path, trigger: str, max_offsets: int
-) -> list[str]:
-    settings = [location, str(checkpoint), master, SOURCE, trigger, str(max_offsets)]
-    return [sys.executable, "-c", ROUTE, *settings]
 
 
 def executors(group: int) -> list[int]:
@@ -124,27 +211,53 @@ def wait_for(what: Callable[[], bool], seconds: int = 600) -> None:
         threading.Event().wait(0.05)
 
 
+@pytest.fixture
+def route_program(tmp_path: Path) -> Path:
+    program = tmp_path / "route.py"
+    program.write_text(ROUTE)
+    return program
+
+
 @pytest.mark.soak
-def test_routing_on_a_cluster(cluster: Any, world: Any, tmp_path: Path) -> None:
+def test_routing_on_a_cluster(
+    cluster: Cluster, world: Any, route_program: Path, tmp_path: Path
+) -> None:
     world.make_queues()
     world.publish(50_000)
+    arguments = (world.location, tmp_path / "ckpt", "available now", 20_000)
+    command, environment = cluster.submit(route_program, *arguments)
     run = subprocess.run(
-        driver(cluster[0], world.location, tmp_path / "ckpt", "available now", 20_000),
-        timeout=600,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYSPARK_PYTHON": sys.executable},
+        command, env=environment, timeout=600, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr[-2_000:]
     assert status(world.location).behind == 0
     assert world.content() == world.naive()
 
 
+def test_an_environment_that_is_packed(cluster: Cluster, world: Any, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(WRITE_AND_READ)
+    packed = cluster.machine.packed()
+    command, environment = cluster.submit(program, world.location, packed=packed)
+    run = subprocess.run(
+        command, env=environment, timeout=600, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2_000:]
+    told = json.loads(run.stdout.splitlines()[-1])
+    assert told["count"] == 1_000
+    for file, home in told["places"]:
+        assert Path(file).is_relative_to(cluster.machine.place / "work")
+        assert home == str(cluster.machine.place / "home")
+
+
 def test_executors_that_are_killed(
-    cluster: tuple[str, int], world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster,
+    world: Any,
+    route_program: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    master, group = cluster
+    group = cluster.group
     world.make_queues()
     world.publish(1_000)
     add = Stages.add
@@ -162,16 +275,20 @@ def test_executors_that_are_killed(
         add(self, stage)
 
     monkeypatch.setattr(Stages, "add", killing)
-    child = subprocess.Popen(
-        driver(master, world.location, tmp_path / "ckpt", "0 seconds", 1_000),
-        env={**os.environ, "PYSPARK_PYTHON": sys.executable},
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    arguments = (world.location, tmp_path / "ckpt", "0 seconds", 1_000)
+    command, environment = cluster.submit(route_program, *arguments)
+    said = tmp_path / "output"
+    with said.open("wb") as output:
+        child = subprocess.Popen(
+            command,
+            env=environment,
+            start_new_session=True,
+            stdout=output,
+            stderr=output,
+        )
 
     def routed() -> bool:
-        assert child.poll() is None, "the query has ended"
+        assert child.poll() is None, said.read_text()[-2_000:]
         return bool(status(world.location).behind == 0)
 
     try:

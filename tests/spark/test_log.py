@@ -8,10 +8,12 @@ import pytest
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
+import msgspec
 from pyspark.errors import AnalysisException, StreamingQueryException
 
 from penstock import ManualClock
-from penstock.spark.reader import LEAST_PIECE
+from penstock.spark import Progress, progress, snapshot
+from penstock.spark.offsets import LEAST_PIECE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,6 +68,17 @@ def test_a_starting_time(spark: SparkSession, make_world: Callable[..., Any]) ->
         text = str(clock.now_ms() - 1_000 + after_ms)
         assert offsets(world.reader(spark, "log", startingTimestamp=text)) == expected
     assert offsets(world.reader(spark, "log", startingTimestamp="2001-01-01T00:00:00Z")) == ids
+    begin, end = str(clock.now_ms() - 1_000), str(clock.now_ms())
+    between = world.reader(spark, "log", startingTimestamp=begin, endingTimestamp=end)
+    assert offsets(between) == ids[:20]
+    by_log = world.reader(spark, "log", startingTimestamp=f'{{"0": {end}}}')
+    assert offsets(by_log) == ids[20:]
+    with pytest.raises(AnalysisException, match="endingTimestamp must have a time for every log"):
+        offsets(world.reader(spark, "log", endingTimestamp='{"1": 5}'))
+    with snapshot(world.location, spark=spark) as then:
+        world.publish(3)
+        tomorrow = str(clock.now_ms() + 86_400_000)
+        assert offsets(then.table("log", endingTimestamp=tomorrow)) == ids
 
 
 def test_a_stream_is_limited_and_ends_where_the_log_ended(
@@ -75,9 +88,29 @@ def test_a_stream_is_limited_and_ends_where_the_log_ended(
     frame = stream(spark, world, startingOffsets="earliest", maxOffsetsPerTrigger="10")
     query = to_parquet(frame, tmp_path)
     query.awaitTermination()
-    counts = [progress.numInputRows for progress in query.recentProgress]
-    assert [count for count in counts if count] == [10, 10, 5]
+    told = [each for each in query.recentProgress if each.numInputRows]
+    assert [each.numInputRows for each in told] == [10, 10, 5]
+    lags = [msgspec.json.decode(each.sources[0].latestOffset)["lag"] for each in told]
+    assert lags == [{"0": 15}, {"0": 5}, {"0": 0}]
     assert offsets(spark.read.parquet(str(tmp_path / "out"))) == ids
+
+
+def test_a_micro_batch_waits_until_it_is_worth_it(
+    spark: SparkSession, world: Any, tmp_path: Path
+) -> None:
+    world.publish(3)
+    options = {"minOffsetsPerTrigger": "10", "maxTriggerDelay": "1h"}
+    frame = stream(spark, world, startingOffsets="earliest", **options)
+    query = to_parquet(frame, tmp_path, processingTime="0 seconds")
+    # The first micro-batch does not wait.
+    for published, rows in ((0, 3), (6, None), (4, 10)):
+        world.publish(published)
+        while rows is not None and ((told := progress(query)) is None or told.rows != rows):
+            assert query.isActive
+            query.awaitTermination(1)
+    query.stop()
+    assert [each.numInputRows for each in query.recentProgress if each.numInputRows] == [3, 10]
+    assert progress(query) == Progress(batch=1, rows=10, lag={"0": 0})
 
 
 def test_a_stream_goes_on_from_its_checkpoint(

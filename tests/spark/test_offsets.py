@@ -9,18 +9,22 @@ pytest.importorskip("pyspark", reason="pyspark is not installed")
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock import ManualClock
 from penstock.errors import InvalidInput, StoreMismatch
 from penstock.model import LogStats
-from penstock.spark.reader import (
+from penstock.spark.offsets import (
     Stretch,
     between,
     check_kept,
     check_store,
     cut,
+    lag_of,
     limited,
     logs_of,
     resolve,
 )
+from penstock.spark.options import read_options
+from penstock.spark.stream import TriggerDelay
 
 STATS = LogStats(
     routing="pipeline",
@@ -106,3 +110,28 @@ def test_offsets_of_another_store_are_refused() -> None:
     with pytest.raises(StoreMismatch, match="belongs to store 7, the broker serves store 8"):
         check_store({"0": 5, "store": "7"}, "8")
     assert logs_of({"0": 5, "11": 6, "store": "7", "filters": 1}) == {0: 5, 11: 6}
+
+
+def test_a_micro_batch_waits_for_enough_or_for_long_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = ManualClock()
+    monkeypatch.setattr("penstock.spark.stream.SystemClock", lambda: clock)
+    given = {"location": "grpc://h:1", "table": "log"}
+    always = TriggerDelay(read_options(given, streaming=True))
+    assert not always.holds(1)
+    given |= {"minOffsetsPerTrigger": "10", "maxTriggerDelay": "30s"}
+    delay = TriggerDelay(read_options(given, streaming=True))
+    assert not delay.holds(1), "the first does not wait"
+    assert delay.holds(9)
+    assert not delay.holds(10)
+    clock.advance(29_999)
+    assert delay.holds(1)
+    clock.advance(1)
+    assert not delay.holds(1)
+    assert delay.holds(1)
+    assert not delay.holds(0)
+
+
+def test_lag_counts_what_is_left() -> None:
+    assert lag_of({0: 40, 1: 120}, {0: 100, 1: 100, 2: 100}) == {"0": 60, "1": 0, "2": 0}

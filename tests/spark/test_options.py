@@ -30,7 +30,7 @@ def test_names_are_case_insensitive_and_values_typed() -> None:
     assert options == Options(
         location="grpc://127.0.0.1:1",
         table="log",
-        starting={0: 5, 1: -2},
+        starting={"0": 5, "1": -2},
         fail_on_data_loss=False,
         max_offsets=100,
         columns=("log", "offset"),
@@ -60,12 +60,27 @@ def test_location_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
         ({}, False, "'table' is missing"),
         ({"table": "logs"}, False, "no table 'logs'; there are log, messages"),
         ({"table": "matches"}, False, "no table 'matches'"),
-        ({"table": "done"}, True, "can't be read as a stream"),
+        ({"table": "active"}, True, "can't be read as a stream; log, done, failed, attempts can"),
+        ({"table": "done", "includeArchive": "x"}, True, "are for batch reads"),
         ({"table": "log", "startingOffset": "earliest"}, False, "unknown option 'startingoffset'"),
         ({"table": "done", "startingOffsets": "earliest"}, False, "are for the table 'log'"),
         ({"table": "log", "endingOffsets": "latest"}, True, "are for batch reads"),
         ({"table": "log", "maxOffsetsPerTrigger": "5"}, False, "are for streams"),
         ({"table": "log", "maxOffsetsPerTrigger": "0"}, True, "from 1 to"),
+        ({"table": "log", "minOffsetsPerTrigger": "5"}, False, "are for streams"),
+        (
+            {"table": "log", "minOffsetsPerTrigger": "5", "maxOffsetsPerTrigger": "4"},
+            True,
+            "minOffsetsPerTrigger is more than",
+        ),
+        ({"table": "log", "maxTriggerDelay": "soon"}, True, "a time like 15m"),
+        ({"table": "log", "endingTimestamp": "5"}, True, "are for batch reads"),
+        (
+            {"table": "log", "endingTimestamp": "5", "endingOffsets": "latest"},
+            False,
+            "endingOffsets and endingTimestamp exclude",
+        ),
+        ({"table": "log", "startingTimestamp": '{"0": "noon"}'}, False, "with its zone"),
         ({"table": "log", "partitions": "many"}, False, "partitions is a number from 1 to 1024"),
         ({"table": "log", "startingOffsets": "first"}, False, "earliest', 'latest' or JSON"),
         ({"table": "log", "endingOffsets": "earliest"}, False, "endingOffsets is 'latest'"),
@@ -97,6 +112,32 @@ def test_only_messages_can_be_written() -> None:
         write_options({**PLACE, "table": "queues"})
     with pytest.raises(InvalidInput, match="unknown option 'mode'"):
         write_options({**PLACE, "mode": "x"})
+
+
+def test_bad_rows() -> None:
+    assert write_options(PLACE).on_bad_row == "fail-first"
+    kept = {"onBadRow": "quarantine", "quarantinePath": "s3://bucket/bad"}
+    assert write_options({**PLACE, **kept}).quarantine_path == "s3://bucket/bad"
+    for given, says in (
+        ({"onBadRow": "ignore"}, "onBadRow is one of 'fail-first', 'skip', 'quarantine', not"),
+        ({"onBadRow": "quarantine"}, "go together"),
+        ({"quarantinePath": "/bad"}, "go together"),
+        ({"onBadRow": "quarantine", "quarantinePath": "bad"}, "from the root"),
+        ({"onBadRow": "skip", "table": "assignments"}, "are for messages"),
+    ):
+        with pytest.raises(InvalidInput, match=says):
+            write_options({**PLACE, **given})
+    with pytest.raises(InvalidInput, match="unknown option 'onbadrow'"):
+        read_options({**PLACE, "table": "log", "onBadRow": "skip"})
+
+
+def test_chosen_columns_and_the_payload() -> None:
+    for columns, expected in (
+        ("offset", ("offset", "payload")),
+        ("payload,offset", ("payload", "offset")),
+    ):
+        given = {**PLACE, "table": "log", "columns": columns, "payload": "true"}
+        assert read_options(given).columns == expected
 
 
 def test_a_store_is_not_read_without_its_server() -> None:

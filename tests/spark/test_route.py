@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import pytest
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
+import msgspec
 import pyarrow as pa
 from pyspark.errors import StreamingQueryException
 
@@ -24,8 +26,15 @@ from penstock.clock import SystemClock
 from penstock.errors import InvalidInput
 from penstock.flight.client import FlightStore
 from penstock.flight.writes import Stages
-from penstock.spark.reader import LEAST_PIECE
-from penstock.spark.route import AVAILABLE_NOW, route, status
+from penstock.spark.offsets import LEAST_PIECE, Stretch
+from penstock.spark.route import (
+    AVAILABLE_NOW,
+    MOST_PIECES,
+    RoutePartition,
+    dealt,
+    route,
+    status,
+)
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -79,6 +88,20 @@ def routed(world: Any) -> bool:
     return bool(status(world.location).behind == 0)
 
 
+def test_tasks_take_pieces_in_turn() -> None:
+    assert dealt([], 4) == []
+    assert dealt([Stretch(0, 5, 6)], 4) == [RoutePartition([Stretch(0, 5, 6)])]
+    for width, tasks, most in ((50_000, 2, 6), (45_000, 1, 6), (10**8, 2, MOST_PIECES)):
+        whole = [Stretch(0, 7, 7 + width), Stretch(1, 3, 4)]
+        parts = [part.pieces for part in dealt(whole, tasks) if isinstance(part, RoutePartition)]
+        # Turn by turn they are all of it, in order.
+        pieces = [piece for turn in zip_longest(*parts) for piece in turn if piece]
+        assert len(pieces) <= most + 1
+        assert pieces[-1] == whole[1]
+        assert [piece.begin for piece in pieces[:-1]] == [7, *(p.end for p in pieces[:-2])]
+        assert pieces[-2].end == 7 + width
+
+
 def test_every_message_goes_where_its_filters_say(
     spark: SparkSession, world: Any, tmp_path: Path
 ) -> None:
@@ -88,6 +111,9 @@ def test_every_message_goes_where_its_filters_say(
     query = run(spark, world, tmp_path / "ckpt")
     batches = [progress for progress in query.recentProgress if progress.numInputRows]
     assert len(batches) == 4
+    told = [msgspec.json.decode(each.sources[0].latestOffset) for each in batches]
+    assert [each["routed"] for each in told] == [1_000, 1_000, 1_000, 500]
+    assert [each["lag"] for each in told] == [{"0": left} for left in (2_500, 1_500, 500, 0)]
     assert world.content() == world.naive()
     assert status(world.location).behind == 0
     assert status(world.location).cursors == {0: world.broker.log_stats().end}
@@ -247,7 +273,7 @@ def test_stages_that_were_lost_are_matched_again(
 ) -> None:
     world.make_queues()
     world.publish(1_500)
-    get = Stages.get
+    get, assign = Stages.get, Stages.assign
     lost: list[str] = []
 
     def forgetful(self: Any, names: Any) -> Any:
@@ -256,7 +282,12 @@ def test_stages_that_were_lost_are_matched_again(
             self.drop(names)
         return get(self, names)
 
+    def idle_at_first(self: Any, broker: Any) -> None:
+        if lost:
+            assign(self, broker)
+
     monkeypatch.setattr(Stages, "get", forgetful)
+    monkeypatch.setattr(Stages, "assign", idle_at_first)
     run(spark, world, tmp_path / "ckpt")
     assert lost
     assert world.content() == world.naive()

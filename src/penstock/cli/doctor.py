@@ -36,6 +36,7 @@ EXTRAS: Final = {
     "flight": ("pyarrow",),
     "spark": ("pyspark", "pyarrow", "pandas"),
     "connect": ("pyspark", "grpc"),
+    "delta": ("deltalake",),
     "sql": ("psycopg",),
     "slatedb": ("slatedb",),
     "queueber": ("capnp",),

@@ -125,7 +125,7 @@ def config(config_file: str | None, **flags: Any) -> None:
 @click.option("--processes", is_flag=True, help="Run the handler in child processes, not threads.")
 @click.option("--lease", "lease_ms", type=duration, help="Instead of the queue's lease.")
 @click.option("--prefetch", type=click.IntRange(0, limits.MAX_CLAIM_LIMIT),
-              help="Messages to claim ahead.  [default: --concurrency]")  # fmt: skip
+              help="Messages to claim ahead.  [default: adapts]")  # fmt: skip
 @click.option("--dequeue-max", type=click.IntRange(1, limits.MAX_CLAIM_LIMIT), default=100,
               show_default=True, help="Messages of one claim at the most.")  # fmt: skip
 @click.option("--time-limit", "time_limit_ms", type=duration, help="How long a handler may take.")

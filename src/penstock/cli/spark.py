@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pyspark.sql import SparkSession
+
+    from penstock.spark.jobs import Archived
 
 _LOCATION: Final = "PENSTOCK_FLIGHT"
 
@@ -151,7 +154,7 @@ def status(location: str) -> None:
 @click.option("--from", "from_", type=int, metavar="OFFSET", help="By default all that is kept.")
 @click.option("--from-time-ms", type=int, help="Instead: what was published from this time on.")
 @click.option("--to", type=int, metavar="OFFSET", help="By default all that is routed.")
-@click.option("--archive", type=click.Path(path_type=Path),
+@click.option("--archive", metavar="PATH",
               help="Where the log has let go of messages, take them from here.")  # fmt: skip
 @click.option("--window", type=click.IntRange(min=1), default=200_000, show_default=True,
               help="Offsets between two commits.")  # fmt: skip
@@ -167,35 +170,79 @@ def backfill(location: str, master: str | None, queue: str, *, dry_run: bool, **
 
 
 @pipeline.command("archive")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path")
 @_queues_option
 @click.option("--state", "states", multiple=True, type=click.Choice(["done", "failed"]),
               help="Only this state. Archived failed messages can't be redriven.")  # fmt: skip
 @click.option("--keep", type=duration, default="0", help="Leave what ended less long ago.")
 @click.option("--no-payload", is_flag=True, help="Leave payloads out.")
 @click.option("--no-trim", is_flag=True, help="Only copy; a later run removes it from the store.")
+@click.option("--follow", is_flag=True, help="Go on with what ends later, until it is stopped.")
+@click.option("--every", type=duration, default="10s", show_default=True,
+              help="With --follow: how often to look.")  # fmt: skip
+@click.option("--optimize", is_flag=True, help="Then join small files.")
+@click.option("--vacuum", is_flag=True,
+              help="Then remove files that no table has had for --retention-hours.")  # fmt: skip
+@click.option("--retention-hours", type=click.IntRange(min=168), default=168, show_default=True)
 @click.option("--dry-run", is_flag=True, help="Only count.")
 @_spark_options
 def archive(
-    location: str, master: str | None, path: Path, queues: tuple[str, ...], states: tuple[str, ...],
-    keep: int, *, no_payload: bool, no_trim: bool, dry_run: bool,
+    location: str, master: str | None, path: str, queues: tuple[str, ...], states: tuple[str, ...],
+    keep: int, *, no_payload: bool, no_trim: bool, follow: bool, every: int, dry_run: bool,
+    **upkeep: Any,
 ) -> None:  # fmt: skip
-    """Move done and failed messages, and the attempts at them, to Parquet files in PATH."""
+    """Move done and failed messages, and the attempts at them, to Delta tables.
+
+    PATH is a directory, or s3://BUCKET/PREFIX with the variables AWS_... for the access.
+    """
+    settings = {
+        "queues": queues or None,
+        "states": states or ("done", "failed"),
+        "keep_ms": keep,
+        "payload": not no_payload,
+        "trim": not no_trim,
+    }
+    if follow:
+        if dry_run or upkeep["optimize"] or upkeep["vacuum"]:
+            raise click.UsageError("--follow goes without --dry-run, --optimize and --vacuum")
+        runs = _job("follow", master)(location, path, every_ms=every, **settings)
+        with contextlib.suppress(KeyboardInterrupt):
+            for done in (each for each in runs if each.files or each.trimmed):
+                _say_archived(done)
+        return
     job = _job("archive", master)
     done = job(
         location,
         path,
-        queues=queues or None,
-        states=states or ("done", "failed"),
-        keep_ms=keep,
-        payload=not no_payload,
-        trim=not no_trim,
         dry_run=dry_run,
         progress=lambda step: click.echo(step, err=True),
+        **settings,
     )
+    _say_archived(done)
+    _upkeep(path, dry_run=dry_run, **upkeep)
+
+
+def _say_archived(done: Archived) -> None:
     rows = ", ".join(f"{count} {table}" for table, count in done.rows.items())
-    verb = "would archive" if dry_run else "archived"
+    verb = "would archive" if done.dry_run else "archived"
     common.answer(done, f"{verb} {rows}; trimmed {done.trimmed} messages")
+
+
+def _upkeep(
+    path: str, *, dry_run: bool, optimize: bool, vacuum: bool, retention_hours: int
+) -> None:
+    """Optimize and vacuum an archive; a dry run only says what a vacuum would remove."""
+    from penstock.spark import jobs  # noqa: PLC0415 - needs an extra
+
+    said = common.wants_json()
+    if optimize and not dry_run:
+        made = jobs.optimize(path)
+        text = ", ".join(f"{count} of {name}" for name, count in made.joined.items())
+        click.echo(f"joined files: {text}, to {sum(made.made.values())}", err=said)
+    if vacuum:
+        gone = jobs.vacuum(path, retention_hours=retention_hours, dry_run=dry_run)
+        text = ", ".join(f"{count} of {name}" for name, count in gone.files.items())
+        click.echo(f"{'would remove' if dry_run else 'removed'} files: {text}", err=said)
 
 
 @pipeline.command("collect")
@@ -215,10 +262,17 @@ def collect(location: str, master: str | None, *, delete: bool) -> None:
 @_queues_option
 @click.option("--save", type=click.Path(path_type=Path),
               help="Write report.html and Parquet files into this directory.")  # fmt: skip
+@click.option("--archive", metavar="PATH", help="With the history in this archive.")
 @_spark_options
-def report(location: str, master: str | None, queues: tuple[str, ...], save: Path | None) -> None:
+def report(
+    location: str,
+    master: str | None,
+    queues: tuple[str, ...],
+    save: Path | None,
+    archive: str | None,
+) -> None:
     """Show throughput, waiting, attempts and failures of each queue."""
-    frames = _job("report", master)(location, queues=queues or None)
+    frames = _job("report", master)(location, queues=queues or None, archive=archive)
     if common.wants_json():
         common.emit_json({name: frame.toArrow().to_pylist() for name, frame in frames.items()})
     else:

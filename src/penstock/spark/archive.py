@@ -1,349 +1,112 @@
-"""An archive of done, failed and attempts: the manifest of its runs, and reading it with live rows.
+"""``includeArchive``: the rows of an archive beside live ones, every row once.
 
-::
+A DataFrame is planned once, and each of its actions reads the present. So its tasks are of two
+kinds:
 
-    ARCHIVE/done/run=000001/queue=orders/date=2030-01-31/part-….parquet
-    ARCHIVE/failed/run=000001/…
-    ARCHIVE/attempts/run=000001/…
-    ARCHIVE/_runs/000001.json          written last: a run without it never happened
-    ARCHIVE/_runs/lock                 held by the run that is under way
+- some read the files of ``done`` or ``failed`` that the archive had when the DataFrame was planned,
+  as many tasks as there are partitions;
+- the others share the queues out. Such a task reads the snapshot of its action: live rows that the
+  planned files do not have, told by the marks of that version of the archive. Then it opens the
+  archive as it is now, later than the snapshot, so that whatever is trimmed there is here; and
+  reads rows that came after the planned version and are not live. It compares them one by one:
+  sixteen bytes of memory for each live row of a queue that was archived since.
 
-A queue that was deleted and made again counts its history from the beginning, so ranges belong to
-the queue's name and the time it was made.
-
-The option ``includeArchive`` reads archived rows beside live ones, and every row comes once. To
-that end the archive's manifest is read, the live snapshot is taken, and the manifest is read again:
-if a run was recorded meanwhile, all of it is done again.
-The snapshot is then later than every run that counts, so that what a run has trimmed is in its
-files, and
-
-- of done and failed, live rows whose sequence lies below what is archived of their queue are the
-  archive's: moving down, as sequences do when messages are redriven, they stay below it;
-- of attempts, archived ones that are live too (their message was archived and not trimmed yet, or
-  redriven) are left to the store. One task reads both of a queue, so that nothing is shuffled.
+Attempts have no sequence numbers. A snapshot that the user keeps may be earlier than the planned
+version, whose marks then do not tell which of its rows are in files: some may have been redriven in
+between. For both, tasks of the second kind read all files, so that one task reads those of a queue.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
-import shutil
-from contextlib import contextmanager
+from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
-from urllib.parse import unquote
+from functools import cache
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from pyspark.sql.datasource import InputPartition
 
-from penstock.engines.disk import sync_path
-from penstock.errors import InvalidInput, QueueNotFound, StorageFailed, StoreMismatch
+from penstock.errors import InvalidInput, QueueNotFound
 from penstock.filters import parse
 from penstock.flight.client import FlightStore
-from penstock.flight.tables import schema_of
+from penstock.flight.protocol import ReadCommand
+from penstock.spark.delta import CREATED, ENDED, Archive, ArchiveFile, Mark, read_rows
 from penstock.spark.matching import COLUMNS, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from penstock.spark.options import Options
 
-TABLES: Final = ("done", "failed", "attempts")
-_VERSION: Final = 1
+SHARES: Final = 64
+"""The most tasks that share the queues out: each reads another choice of queues of a snapshot."""
 
-
-class Reach(msgspec.Struct, frozen=True, kw_only=True):
-    """Sequence numbers [begin, end) of one state of one queue."""
-
-    queue: str
-    created_at_ms: int
-    state: str
-    begin: int
-    end: int
-    rows: int
-
-
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """One partition of a run: how many rows, and a checksum of their content."""
-
-    table: str
-    queue: str
-    date: str
-    rows: int
-    checksum: str
-
-
-class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One run that was verified."""
-
-    version: int
-    store_id: str
-    number: int
-    at_ms: int
-    payload: bool
-    reaches: list[Reach]
-    parts: list[Part]
-
-
-class Runs:
-    """The runs of an archive, in order."""
-
-    def __init__(self, place: str | Path) -> None:
-        if "://" in str(place):
-            raise InvalidInput(
-                f"an archive is a directory of this machine or a shared mount, not {place!s:.200}"
-            )
-        self.place = Path(place).absolute()
-        self._index = self.place / "_runs"
-        self.runs: list[Run] = []
-        self.load()
-
-    @classmethod
-    def existing(cls, place: str | Path) -> Runs:
-        """Return the runs of an archive that is there, even if its first run did not end."""
-        runs = cls(place)
-        if not runs._index.is_dir():
-            raise InvalidInput(
-                f"there is no archive at {place!s:.200}: name the directory that the archive job "
-                "was given"
-            )
-        return runs
-
-    def load(self) -> None:
-        """Read which runs there are."""
-        self.runs = []
-        for path in sorted(self._index.glob("[0-9]*.json")):
-            try:
-                run = msgspec.json.decode(path.read_bytes(), type=Run)
-            except msgspec.MsgspecError as error:
-                raise StorageFailed(f"{path} is damaged: {error}") from None
-            if run.version != _VERSION:
-                raise StoreMismatch(f"{path} has version {run.version}, not {_VERSION}")
-            self.runs.append(run)
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other runs away, until this process ends at the latest."""
-        self._index.mkdir(parents=True, exist_ok=True)
-        with (self._index / "lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise StorageFailed(f"another run is archiving to {self.place}") from None
-            self.load()
-            yield
-
-    def check_store(self, store_id: str) -> None:
-        """Refuse an archive of another store."""
-        for run in self.runs:
-            if run.store_id != store_id:
-                raise StoreMismatch(
-                    f"{self.place} is the archive of store {run.store_id}, not of {store_id}"
-                )
-
-    def reached(self) -> dict[tuple[str, int, str], int]:
-        """Return below which sequence all is archived, by (queue, created_at_ms, state)."""
-        ends: dict[tuple[str, int, str], int] = {}
-        for run in self.runs:
-            for reach in run.reaches:
-                key = (reach.queue, reach.created_at_ms, reach.state)
-                ends[key] = max(reach.end, ends.get(key, 0))
-        return ends
-
-    def ends(self, state: str, made_at: Mapping[str, int]) -> dict[str, int]:
-        """Return below which sequence all is archived of queues that were made at these times."""
-        return {
-            queue: end
-            for (queue, created_at_ms, of), end in self.reached().items()
-            if of == state and made_at.get(queue) == created_at_ms
-        }
-
-    def folder(self, table: str, number: int) -> Path:
-        """Return where a run keeps a table."""
-        return self.place / table / f"run={number:06}"
-
-    def part_folder(self, run: Run, part: Part) -> Path:
-        """Return where a run keeps a partition; Spark writes some characters in another way."""
-        place = self.folder(part.table, run.number)
-        named = (each for each in place.glob("queue=*") if unquote(each.name)[6:] == part.queue)
-        return next(named, place / f"queue={part.queue}") / f"date={part.date}"
-
-    def folders(self, table: str) -> list[Path]:
-        """Return where the rows of a table are, in all runs that have any."""
-        return [
-            self.folder(table, run.number)
-            for run in self.runs
-            if any(part.table == table for part in run.parts)
-        ]
-
-    def remove_leftovers(self) -> None:
-        """Remove folders of runs that did not come to their end."""
-        known = {f"run={run.number:06}" for run in self.runs}
-        for folder in (each for table in TABLES for each in (self.place / table).glob("run=*")):
-            if folder.name not in known:
-                shutil.rmtree(folder)
-
-    def record(self, run: Run) -> None:
-        """Make a run count: its files first reach the disk, then its name appears at once."""
-        for table in TABLES:
-            _sync(self.folder(table, run.number))
-        new = self._index / f"{run.number:06}.new"
-        new.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1))
-        _sync(new)
-        try:
-            # A link, unlike a rename, never replaces a run of that number.
-            os.link(new, self._index / f"{run.number:06}.json")
-        except FileExistsError:
-            raise StorageFailed(f"run {run.number} of {self.place} is there already") from None
-        new.unlink()
-        for folder in (self._index, self.place):
-            sync_path(folder)
-        self.runs.append(run)
-
-
-def _sync(path: Path) -> None:
-    """Sync a file, or everything in a folder and the folder's own name, to the disk."""
-    if not path.exists():
-        return
-    for each in [*path.rglob("*"), path, path.parent]:
-        sync_path(each)
-
-
-# --- parts of a read ------------------------------------------------------------------------------
-
-_TRIES: Final = 10
-_KEY: Final = ("message_id", "attempt", "claimed_at")
-_BATCH_ROWS: Final = 16_384
 # Beyond this, an id and an attempt do not fit into 63 bits.
 _MAX_ID: Final = 1 << 47
 T = TypeVar("T")
 
 
-class _Files(NamedTuple):
-    """One partition of a run: its files, and how many rows they must have."""
+class TicketMaker(Protocol):
+    """Makes the ticket for a part of a table of the snapshot that a task reads."""
 
-    queue: str
-    rows: int
-    folder: str
-
-
-@dataclass
-class FreshPartition(InputPartition):
-    """Live rows of done or failed, without those that are archived: end of sequence by queue."""
-
-    ticket: bytes
-    ends: dict[str, int]
+    def __call__(self, part: int, command: ReadCommand, /) -> bytes:
+        """Return the ticket."""
 
 
 @dataclass
 class ArchivedPartition(InputPartition):
-    """Archived rows of done or failed."""
+    """Files that the archive had when the DataFrame was planned."""
 
-    files: list[_Files]
+    archive: Archive
+    files: list[ArchiveFile]
 
 
 @dataclass
-class AttemptsPartition(InputPartition):
-    """Live and archived attempts of some queues: files by queue, none for those without."""
+class PresentPartition(InputPartition):
+    """A share of the queues: live rows, and archived ones that no other task reads.
 
-    ticket: bytes | None
-    queues: dict[str, list[_Files]]
+    ``version`` is that of the table when the DataFrame was planned, ``until_ms`` the time of a
+    snapshot that the user keeps, and ``source`` the part of the snapshot.
+    """
 
-
-# --- planning a read ------------------------------------------------------------------------------
-
-
-def plan(options: Options, columns: Sequence[str]) -> list[InputPartition]:
-    """Pin the live rows and find the archived ones that belong to them."""
-    client = FlightStore(options.location)
-    for _ in range(_TRIES):
-        runs = Runs.existing(options.include_archive or "")
-        runs.check_store(client.info().store_id)
-        made_at = _queues(client)
-        live = _live(client, options, columns, runs, made_at)
-        again = Runs.existing(options.include_archive or "")
-        same = [run.number for run in runs.runs] == [run.number for run in again.runs]
-        # A queue that was made anew meanwhile has a history of its own.
-        now = _queues(client)
-        if same and all(now.get(queue) == made_at.get(queue) for queue in _archived(runs)):
-            return _partitions(client, options, runs, made_at, live)
-    raise StorageFailed(
-        f"the archive {options.include_archive} or its queues have changed {_TRIES} times while a "
-        "read was planned: try again when no archive job is running"
-    )
+    archive: Archive
+    source: InputPartition
+    share: int
+    shares: int
+    version: int | None
+    until_ms: int | None
 
 
-def _archived(runs: Runs) -> set[str]:
-    return {reach.queue for run in runs.runs for reach in run.reaches}
+class ArchivePlan(NamedTuple):
+    """The archive of a DataFrame: its version, parts of it, and the wanted queues that are live."""
+
+    archive: Archive
+    queues: list[str] | None
+    version: int | None
+    parts: list[ArchivedPartition]
 
 
-def _queues(client: FlightStore) -> dict[str, int]:
-    return client.queues().created_at_ms
-
-
-def _live(
-    client: FlightStore,
-    options: Options,
-    columns: Sequence[str],
-    runs: Runs,
-    made_at: Mapping[str, int],
-) -> list[bytes]:
-    wanted = options.queues
-    for queue in wanted or ():
-        if queue not in made_at and queue not in _archived(runs):
-            raise QueueNotFound(f"no queue named {queue!r:.100}, nor is one archived")
-    # One that is no longer there may still have an archive.
-    there = None if wanted is None else [queue for queue in wanted if queue in made_at]
-    if there == []:
-        return []
-    attempts = options.table == "attempts"
-    needed = ("queue", *_KEY) if attempts else ("queue", "sequence")
-    found = client.plan_read(
-        options.table,
-        queue=there,
-        payload=options.payload,
-        columns=tuple(dict.fromkeys((*columns, *needed))),
-        filter=options.filter,
-        partitions=1 if attempts else options.partitions,
-    )
-    return found.tickets
-
-
-def _partitions(
-    client: FlightStore,
-    options: Options,
-    runs: Runs,
-    made_at: Mapping[str, int],
-    live: Sequence[bytes],
-) -> list[InputPartition]:
-    files = [
-        _Files(part.queue, part.rows, str(runs.part_folder(run, part)))
-        for run in runs.runs
-        for part in run.parts
-        if part.table == options.table and (options.queues is None or part.queue in options.queues)
-    ]
-    if options.table != "attempts":
-        ends = runs.ends(options.table, made_at)
-        made: list[InputPartition] = [FreshPartition(ticket, ends) for ticket in live]
-        dealt = _dealt([(each.rows, each) for each in files], options.partitions)
-        return made + [ArchivedPartition(some) for some in dealt]
-    there = made_at if options.queues is None else set(options.queues) & set(made_at)
-    queues: dict[str, list[_Files]] = {queue: [] for queue in sorted(there)}
-    for each in files:
-        queues.setdefault(each.queue, []).append(each)
-    weights = [(1 + sum(each.rows for each in some), name) for name, some in queues.items()]
-    # A task gets the live rows of its own queues alone.
-    return [
-        AttemptsPartition(
-            client.narrowed(live[0], some) if live else None, {name: queues[name] for name in some}
-        )
-        for some in _dealt(weights, options.partitions)
-    ]
+def plan(client: FlightStore, options: Options) -> ArchivePlan:
+    """Open the archive and deal its files out."""
+    archive = Archive.at(options.include_archive or "", options.storage)
+    tables = archive.tables(client.info().store_id)
+    table = tables.get(options.table)
+    live = None
+    if options.queues is not None:
+        made = client.queues().created_at_ms
+        live = [queue for queue in options.queues if queue in made]
+        archived = set() if table is None else table.queues()
+        for queue in options.queues:
+            if queue not in made and queue not in archived:
+                raise QueueNotFound(f"no queue named {queue!r:.100}, nor is one archived")
+    if table is None or options.table == "attempts" or options.snapshot is not None:
+        return ArchivePlan(archive, live, None, [])
+    files = [(each.rows, each) for each in table.files(options.queues)]
+    dealt = _dealt(files, options.partitions)
+    parts = [ArchivedPartition(archive, some) for some in dealt]
+    return ArchivePlan(archive, live, table.delta.version(), parts)
 
 
 def _dealt(weighed: Sequence[tuple[int, T]], count: int) -> list[list[T]]:
@@ -360,115 +123,171 @@ def _dealt(weighed: Sequence[tuple[int, T]], count: int) -> list[list[T]]:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def read_part(
-    options: Options, columns: Sequence[str], partition: InputPartition
+def read_archived(
+    options: Options, columns: Sequence[str], partition: ArchivedPartition
 ) -> Iterator[pa.RecordBatch]:
-    """Read one part; batches have at least the columns."""
+    """Read planned files; batches have at least the columns."""
+    return _rows(options, columns, partition.archive, partition.files)
+
+
+def read_present(
+    options: Options, columns: Sequence[str], partition: PresentPartition, ticket: TicketMaker
+) -> Iterator[pa.RecordBatch]:
+    """Read live rows, and archived ones of the same queues; batches have at least the columns."""
     client = FlightStore(options.location)
-    if isinstance(partition, FreshPartition):
-        for batch in client.read(partition.ticket):
-            yield batch.filter(_fresh(batch, partition.ends))
-    elif isinstance(partition, ArchivedPartition):
-        for files in partition.files:
-            yield from _rows(options, columns, files)
-    elif isinstance(partition, AttemptsPartition):
-        yield from _read_attempts(client, options, columns, partition)
+    wanted = None if options.queues is None else list(options.queues)
+    # This takes the snapshot; the archive is opened after it.
+    own = _queues(client, wanted, ticket, partition.share, partition.shares)
+    archive = partition.archive
+    now = archive.open(options.table)
+    if now is not None and not partition.share:
+        # One task for all: a store in PostgreSQL locks its counts to tell.
+        now.check(client.history_ends(wanted))
+    then = None
+    if partition.version is not None:
+        same = now is not None and now.delta.version() == partition.version
+        then = now if same else archive.open(options.table, version=partition.version)
+    new: dict[str, list[ArchiveFile]] = defaultdict(list)
+    known = set() if then is None else {each.path for each in then.files(wanted)}
+    added = [] if now is None else [each for each in now.files(wanted) if each.path not in known]
+    if added:
+        # Queues that are gone are the first task's.
+        whole = {} if partition.share else _queues(client, wanted, ticket, 0, 1)
+        for each in added:
+            if each.queue in own or (not partition.share and each.queue not in whole):
+                new[each.queue].append(each)
+
+    @cache
+    def mark(queue: str, created_at_ms: int) -> int:
+        return 0 if then is None else then.mark(Mark(queue, created_at_ms, options.table))
+
+    names = _needed(options, columns)
+    live: dict[str, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
+    for batch in _live(client, options, own, names, ticket):
+        fresh = batch if then is None else batch.filter(_beyond(batch, own, mark))
+        for queue in new.keys() & set(pc.unique(fresh.column("queue")).to_pylist()):
+            rows = fresh.filter(pc.equal(fresh.column("queue"), queue))
+            live[queue].append(_coded(options.table, rows))
+        yield fresh
+    for queue, files in new.items():
+        rows_live = _Known(live.pop(queue, []))
+        for batch in _rows(options, (*names, CREATED), archive, files, partition.until_ms):
+            fresh = batch if then is None else batch.filter(_later(batch, queue, mark))
+            yield fresh.filter(rows_live.absent(*_coded(options.table, fresh)))
 
 
-def _fresh(batch: pa.RecordBatch, ends: Mapping[str, int]) -> pa.Array:
-    queues = batch.column("queue").dictionary_encode()
-    known = pa.array([ends.get(name, 0) for name in queues.dictionary.to_pylist()], pa.int64())
-    return pc.greater_equal(batch.column("sequence"), known.take(queues.indices))
-
-
-def _read_attempts(
-    client: FlightStore, options: Options, columns: Sequence[str], partition: AttemptsPartition
+def _live(
+    client: FlightStore,
+    options: Options,
+    queues: Mapping[str, int],
+    columns: Sequence[str],
+    ticket: TicketMaker,
 ) -> Iterator[pa.RecordBatch]:
-    ticket = partition.ticket
-    alone = [name for name, files in partition.queues.items() if not files]
-    if ticket is not None and alone:
-        yield from client.read(client.narrowed(ticket, alone))
-    for name, files in partition.queues.items():
-        if not files:
-            continue
-        parts = []
-        for batch in () if ticket is None else client.read(client.narrowed(ticket, [name])):
-            parts.append(_coded(batch))
-            yield batch
-        # The live attempts of the queue in order: sixteen bytes for each.
-        keys, claimed = map(np.concatenate, zip(*parts, strict=True)) if parts else (_NONE, _NONE)
-        order = np.argsort(keys, kind="stable")
-        keys, claimed = keys[order], claimed[order]
-        needed = tuple(dict.fromkeys((*columns, *_KEY)))
-        for batch in (batch for each in files for batch in _rows(options, needed, each)):
-            yield batch if not len(keys) else batch.filter(_absent(batch, keys, claimed))
+    if queues:
+        command = ReadCommand(
+            options.table, list(queues), options.payload, columns, options.filter, partitions=1
+        )
+        yield from client.read(ticket(0, command))
 
 
-_NONE: Final = np.empty(0, np.int64)
+def _queues(
+    client: FlightStore, names: list[str] | None, ticket: TicketMaker, share: int, shares: int
+) -> dict[str, int]:
+    """Return a share of the queues of the snapshot, with the times that they were made at."""
+    columns = ["name", "created_at_ms"]
+    command = ReadCommand("queues", names, columns=columns, partitions=shares)
+    try:
+        batches = list(client.read(ticket(share, command)))
+    except QueueNotFound:
+        # One of them is gone.
+        each = names if names is not None and len(names) > 1 else []
+        found = [_queues(client, [name], ticket, share, shares) for name in each]
+        return {name: made for some in found for name, made in some.items()}
+    rows = [row for batch in batches for row in batch.to_pylist()]
+    return {row["name"]: row["created_at_ms"] for row in rows}
 
 
-def _absent(batch: pa.RecordBatch, keys: np.ndarray, claimed: np.ndarray) -> pa.Array:
-    """Tell which attempts of a batch are not among the live ones.
+def _beyond(
+    batch: pa.RecordBatch, made_at: Mapping[str, int], mark: Callable[[str, int], int]
+) -> pa.Array:
+    """Tell which live rows came after the planned version of the table."""
+    queues = batch.column("queue").dictionary_encode()
+    ends = [mark(name, made_at[name]) for name in queues.dictionary.to_pylist()]
+    return pc.greater_equal(
+        batch.column("sequence"), pa.array(ends, pa.int64()).take(queues.indices)
+    )
 
-    An attempt at the same message of an earlier queue of that name has another time.
+
+def _later(batch: pa.RecordBatch, queue: str, mark: Callable[[str, int], int]) -> pa.Array:
+    """Tell which archived rows of a queue came after the planned version of the table."""
+    made = pc.divide(batch.column(CREATED).cast(pa.int64()), 1000).dictionary_encode()
+    ends = pa.array([mark(queue, each) for each in made.dictionary.to_pylist()], pa.int64())
+    return pc.greater_equal(batch.column("sequence"), ends.take(made.indices))
+
+
+def _needed(options: Options, columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns of a read, with those that tell rows apart."""
+    if options.table == "attempts":
+        needed: tuple[str, ...] = ("queue", "message_id", "attempt", "claimed_at")
+    else:
+        needed = ("queue", "message_id", "attempts", ENDED[options.table], "sequence")
+    return tuple(dict.fromkeys((*columns, *needed)))
+
+
+def _coded(table: str, batch: pa.RecordBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Return message and attempt as one number, and a time, of each row: none has both alike.
+
+    A row of an earlier queue of the same name has another time.
     """
-    codes, times = _coded(batch)
-    places = np.minimum(np.searchsorted(keys, codes), len(keys) - 1)
-    return pa.array((keys[places] != codes) | (claimed[places] != times))
-
-
-def _coded(batch: pa.RecordBatch) -> tuple[np.ndarray, np.ndarray]:
-    """Return message and attempt as one number, and the time of the claim, of each row."""
+    attempt, time = ("attempt", "claimed_at") if table == "attempts" else ("attempts", ENDED[table])
     ids = batch.column("message_id").to_numpy(zero_copy_only=False)
     if len(ids) and ids.max() >= _MAX_ID:
-        raise InvalidInput(f"message {ids.max()} is beyond what archived attempts are told by")
-    attempts = batch.column("attempt").to_numpy(zero_copy_only=False).astype(np.int64)
-    claimed = batch.column("claimed_at").cast(pa.int64()).to_numpy(zero_copy_only=False)
-    return ids * (1 << 16) + attempts, claimed
+        raise InvalidInput(f"message {ids.max()} is beyond what archived rows are told by")
+    attempts = batch.column(attempt).to_numpy(zero_copy_only=False).astype(np.int64)
+    times = batch.column(time).cast(pa.int64()).to_numpy(zero_copy_only=False)
+    return ids * (1 << 16) + attempts, times
 
 
-def _rows(options: Options, columns: Sequence[str], files: _Files) -> Iterator[pa.RecordBatch]:
-    """Read the rows of a partition of a run that satisfy the filter."""
+class _Known:
+    """The live rows of a queue, in the order of their codes."""
+
+    def __init__(self, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        none = [np.empty(0, np.int64)]
+        codes = np.concatenate([each for each, _ in parts] or none)
+        times = np.concatenate([each for _, each in parts] or none)
+        order = np.argsort(codes)
+        self._codes, self._times = codes[order], times[order]
+
+    def absent(self, codes: np.ndarray, times: np.ndarray) -> pa.Array:
+        """Tell which rows are not among them."""
+        places = np.searchsorted(self._codes, codes)
+        ends = np.searchsorted(self._codes, codes, side="right")
+        missing = np.ones(len(codes), bool)
+        # Few have a code in common, which then differ in time.
+        while len(rows := np.flatnonzero(missing & (places < ends))):
+            missing[rows] = self._times[places[rows]] != times[rows]
+            places[rows] += 1
+        return pa.array(missing)
+
+
+def _rows(
+    options: Options,
+    columns: Iterable[str],
+    archive: Archive,
+    files: Iterable[ArchiveFile],
+    until_ms: int | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """Read the rows of files that satisfy the filter, and had ended by a time."""
     chosen = None if options.filter is None else parse(options.filter)
-    names = tuple(dict.fromkeys((*columns, *(COLUMNS[1:] if chosen else ()))))
-    table = schema_of(options.table, payload=options.table != "attempts")
-    wanted = pa.schema([table.field(name) for name in names])
-    count = 0
-    for path in sorted(Path(files.folder).glob("*.parquet")):
-        # Spark writes times in another unit than everybody else.
-        with pq.ParquetFile(path, coerce_int96_timestamp_unit="us") as file:
-            count += file.metadata.num_rows
-            present = [name for name in names if name in file.schema_arrow.names]
-            # Without a column there would be no rows to count.
-            needed = present or file.schema_arrow.names[:1]
-            for batch in file.iter_batches(_BATCH_ROWS, columns=needed):
-                shaped = _shaped(batch, wanted, files.queue)
-                if chosen is not None:
-                    matches = [chosen.matches(row) for row in rows_of(shaped)]
-                    shaped = shaped.filter(pa.array(matches, pa.bool_()))
-                yield shaped
-    if count != files.rows:
-        raise StorageFailed(
-            f"the archive has {count} rows in {files.folder} where its record says {files.rows}: "
-            "files are missing or were changed"
-        )
-
-
-def _shaped(batch: pa.RecordBatch, wanted: pa.Schema, queue: str) -> pa.RecordBatch:
-    """Give a batch the columns of the table, whatever its run has left out."""
-    made = []
-    for field in wanted:
-        if field.name == "queue":
-            column = pa.repeat(pa.scalar(queue, pa.string()), batch.num_rows)
-        elif field.name in batch.schema.names:
-            column = batch.column(field.name)
-            if pa.types.is_timestamp(column.type):
-                column = column.cast(pa.timestamp("us")).cast(pa.int64())
-            column = column.cast(field.type)
-        elif field.nullable:
-            column = pa.nulls(batch.num_rows, field.type)
-        else:
-            # Columns that came later: numbers, which were nought.
-            column = pa.repeat(pa.scalar(0, field.type), batch.num_rows)
-        made.append(column)
-    return pa.RecordBatch.from_arrays(made, schema=wanted)
+    ended = ENDED[options.table]
+    added = (*(COLUMNS[1:] if chosen else ()), *(() if until_ms is None else (ended,)))
+    names = tuple(dict.fromkeys((*columns, *added)))
+    for batch in read_rows(archive, options.table, files, names):
+        rows = batch
+        if until_ms is not None:
+            times = rows.column(ended).cast(pa.int64())
+            rows = rows.filter(pc.less_equal(times, until_ms * 1000))
+        if chosen is not None:
+            matches = [chosen.matches(row) for row in rows_of(rows)]
+            rows = rows.filter(pa.array(matches, pa.bool_()))
+        yield rows

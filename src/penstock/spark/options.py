@@ -7,6 +7,7 @@ name that is not known is an error: a misspelt ``startingOffset`` must not read 
 from __future__ import annotations
 
 import os
+import re
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,18 +25,24 @@ if TYPE_CHECKING:
 LOCATION_VARIABLE: Final = "PENSTOCK_FLIGHT"
 
 TABLES: Final = tuple(SCHEMAS)
-"""The tables of a batch read; ``log`` can also be read as a stream."""
+"""The tables of a batch read."""
 
 ROUTING_TABLES: Final = ("matches", "stretches")
 """The tables that only a stream of the route job reads."""
 
-ARCHIVED: Final = ("done", "failed", "attempts")
-"""The tables that an archive has too."""
+FEEDS: Final = ("done", "failed", "attempts")
+"""The tables that can be read as a stream by sequence number, and that an archive has too."""
+
+ON_BAD_ROW: Final = ("fail-first", "skip", "quarantine")
+"""What a write does that finds a row which can't be a message."""
 
 DEFAULT_PARTITIONS: Final = 4
 
-Place = str | dict[int, int]
-"""``earliest``, ``latest``, or the offset to begin (or end) at for each log."""
+DEFAULT_TRIGGER_DELAY_MS: Final = 900_000
+"""How long a stream waits for minOffsetsPerTrigger: a quarter of an hour, as Kafka's does."""
+
+Place = str | dict[Any, Any]
+"""``earliest``, ``latest``, or the offset to begin (or end) at for each log or queue."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,17 +53,24 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     payload: bool = False
     queues: tuple[str, ...] | None = None
     filter: str | None = None
+    where: str | None = None
     columns: tuple[str, ...] | None = None
     partitions: int = DEFAULT_PARTITIONS
     starting: Place | None = None
     ending: Place = "latest"
-    starting_ms: int | None = None
+    starting_ms: int | dict[str, int] | None = None
+    ending_ms: int | dict[str, int] | None = None
     max_offsets: int | None = None
+    min_offsets: int | None = None
+    trigger_delay_ms: int = DEFAULT_TRIGGER_DELAY_MS
     fail_on_data_loss: bool = True
     include_archive: str | None = None
+    storage: dict[str, str] = {}
     snapshot: str | None = None
     stretches: tuple[tuple[int, int, int], ...] | None = None
     epoch: int | None = None
+    on_bad_row: str = "fail-first"
+    quarantine_path: str | None = None
 
 
 def _boolean(text: str) -> bool:
@@ -79,10 +93,22 @@ def _number(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+def _on_bad_row(text: str) -> str:
+    if text not in ON_BAD_ROW:
+        raise ValueError
+    return text
+
+
+def _writable(text: str) -> str:
+    if not text.startswith("/") and "://" not in text:
+        raise ValueError
+    return text
+
+
 def _place(text: str) -> Place:
     if text in {"earliest", "latest"}:
         return text
-    return msgspec.json.decode(text, type=dict[int, int], strict=False)
+    return msgspec.json.decode(text, type=dict[str, int | dict[str, int]])
 
 
 def _end(text: str) -> Place:
@@ -100,46 +126,72 @@ def _time_ms(text: str) -> int:
     return int(time.timestamp() * 1000)
 
 
+def _times(text: str) -> int | dict[str, int]:
+    if not text.startswith("{"):
+        return _time_ms(text)
+    by_name = msgspec.json.decode(text, type=dict[str, int | str])
+    return {name: _time_ms(str(time)) for name, time in by_name.items()}
+
+
+def _delay_ms(text: str) -> int:
+    number, unit = re.fullmatch(r"(\d{1,9})\s*(ms|s|m|h)?", text).groups()  # type: ignore[union-attr]
+    return int(number) * {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, None: 1}[unit]
+
+
+_TIME: Final = (
+    "milliseconds since the epoch, a time with its zone like 2026-01-31T12:00:00Z, or JSON like "
+    '{"0": 1893456000000} (by log or queue)'
+)
+_offsets: Final = (_number(1, limits.MAX_OFFSET), f"a number from 1 to {limits.MAX_OFFSET}")
 _stretches: Final = msgspec.json.Decoder(tuple[tuple[int, int, int], ...]).decode
 _parts: Final = _number(1, limits.MAX_PARTITIONS)
 # The options of a read: the field, how its text is parsed, and what the text may be.
 _PARSED: Final[dict[str, tuple[str, Callable[[str], Any], str]]] = {
     "payload": ("payload", _boolean, "true or false"),
-    "includeArchive": ("include_archive", str, "a directory"),
+    "includeArchive": ("include_archive", str, "a directory or s3://BUCKET/PREFIX"),
     "snapshot": ("snapshot", str, "the name of a snapshot"),
     "queue": ("queues", _names, "a list of names with commas"),
     "filter": ("filter", str, "a filter"),
+    "where": ("where", str, "a condition"),
     "columns": ("columns", _names, "a list of names with commas"),
     "partitions": ("partitions", _parts, f"a number from 1 to {limits.MAX_PARTITIONS}"),
     "minPartitions": ("partitions", _parts, f"a number from 1 to {limits.MAX_PARTITIONS}"),
     "startingOffsets": (
         "starting",
         _place,
-        "'earliest', 'latest' or JSON like {\"0\": 5} (log to offset; -2 is earliest, -1 latest)",
+        "'earliest', 'latest' or JSON like {\"0\": 5} (by log or queue; -2: earliest, -1: latest)",
     ),
     "endingOffsets": ("ending", _end, "'latest' or JSON like {\"0\": 5}"),
-    "startingTimestamp": (
-        "starting_ms",
-        _time_ms,
-        "milliseconds since the epoch, or a time with its zone like 2026-01-31T12:00:00Z",
-    ),
-    "maxOffsetsPerTrigger": (
-        "max_offsets",
-        _number(1, limits.MAX_OFFSET),
-        f"a number from 1 to {limits.MAX_OFFSET}",
-    ),
+    "startingTimestamp": ("starting_ms", _times, _TIME),
+    "endingTimestamp": ("ending_ms", _times, _TIME),
+    "maxOffsetsPerTrigger": ("max_offsets", *_offsets),
+    "minOffsetsPerTrigger": ("min_offsets", *_offsets),
+    "maxTriggerDelay": ("trigger_delay_ms", _delay_ms, "a time like 15m, 30s or 500ms"),
     "failOnDataLoss": ("fail_on_data_loss", _boolean, "true or false"),
     "stretches": ("stretches", _stretches, "JSON like [[0, 5, 900]] (log, begin, end)"),
+    "onBadRow": ("on_bad_row", _on_bad_row, f"one of {', '.join(map(repr, ON_BAD_ROW))}"),
+    "quarantinePath": (
+        "quarantine_path",
+        _writable,
+        "a directory (from the root) or a URL that executors can write to",
+    ),
     "epoch": ("epoch", _number(0, limits.MAX_OFFSET), f"a number from 0 to {limits.MAX_OFFSET}"),
 }
 _PLACE: Final = {"server", "location", "token", "ca", "table"}
-_READ: Final = _PLACE | {name.lower() for name in _PARSED}
-_WRITE: Final = _PLACE | {"epoch", "checkpointlocation"}
+_BAD_ROWS: Final = {"onbadrow", "quarantinepath"}
+_READ: Final = _PLACE | {name.lower() for name in _PARSED} - _BAD_ROWS
+_WRITE: Final = _PLACE | _BAD_ROWS | {"epoch", "checkpointlocation"}
+# Penstock's own jobs give these.
+_OF_JOBS: Final = {"epoch", "stretches"}
 # Spark itself puts these beside the user's.
 _OF_SPARK: Final = {"path", "checkpointlocation", "queryname"}
+_STREAM_ONLY: Final = {"maxoffsetspertrigger", "minoffsetspertrigger", "maxtriggerdelay"}
+_BATCH_ONLY: Final = {
+    *("endingoffsets", "endingtimestamp", "stretches", "snapshot", "includearchive"),
+}
 _LOG_ONLY: Final = {
-    *("startingoffsets", "endingoffsets", "startingtimestamp", "maxoffsetspertrigger"),
-    *("failondataloss", "stretches"),
+    *("startingoffsets", "endingoffsets", "startingtimestamp", "endingtimestamp"),
+    *("failondataloss", "stretches", *_STREAM_ONLY),
 }
 
 
@@ -156,25 +208,29 @@ def read_options(given: Mapping[str, str], *, streaming: bool | None = None) -> 
         )
     if table not in known:
         raise InvalidInput(f"no table {table!r:.100}; there are {', '.join(TABLES)}")
-    if streaming and table not in {"log", *ROUTING_TABLES}:
-        raise InvalidInput(f"table {table!r} can't be read as a stream; 'log' can")
-    if table not in {"log", *ROUTING_TABLES}:
-        _refuse(options, _LOG_ONLY, f"are for the table 'log', not {table!r}")
-    if table not in ARCHIVED:
-        _refuse(options, {"includearchive"}, f"are for {', '.join(ARCHIVED)}, not {table!r}")
+    streams = {"log", *FEEDS, *ROUTING_TABLES}
+    if streaming and table not in streams:
+        names = ", ".join(("log", *FEEDS))
+        raise InvalidInput(f"table {table!r} can't be read as a stream; {names} can")
+    if table not in streams or (table in FEEDS and streaming is False):
+        _refuse(options, _LOG_ONLY, f"are for the table 'log' and for streams, not {table!r}")
+    if table not in FEEDS:
+        _refuse(options, {"includearchive"}, f"are for {', '.join(FEEDS)}, not {table!r}")
     if streaming:
-        _refuse(
-            options,
-            {"endingoffsets", "stretches", "snapshot"},
-            "are for batch reads, not for a stream",
-        )
+        _refuse(options, _BATCH_ONLY, "are for batch reads, not for a stream")
     elif streaming is False:
-        _refuse(options, {"maxoffsetspertrigger"}, "are for streams, not for a batch read")
-    if "snapshot" in options and "includearchive" in options:
-        raise InvalidInput("an archive goes with the present, not with a snapshot: includeArchive")
-    if "startingtimestamp" in options and "startingoffsets" in options:
-        raise InvalidInput("startingOffsets and startingTimestamp exclude each other")
-    return _parsed(options, table)
+        _refuse(options, _STREAM_ONLY, "are for streams, not for a batch read")
+    if "where" in options and "includearchive" in options:
+        raise InvalidInput(
+            "where is for rows of the broker: with includeArchive use where() of Spark"
+        )
+    for side in ("starting", "ending"):
+        if f"{side}timestamp" in options and f"{side}offsets" in options:
+            raise InvalidInput(f"{side}Offsets and {side}Timestamp exclude each other")
+    parsed = _parsed(options, table)
+    if (parsed.min_offsets or 0) > (parsed.max_offsets or limits.MAX_OFFSET):
+        raise InvalidInput("minOffsetsPerTrigger is more than maxOffsetsPerTrigger")
+    return parsed
 
 
 def write_options(given: Mapping[str, str]) -> Options:
@@ -183,7 +239,12 @@ def write_options(given: Mapping[str, str]) -> Options:
     table = options.get("table", "messages")
     if table not in {"messages", "assignments"}:
         raise InvalidInput(f"table {table!r:.100} can't be written; 'messages' can be published")
-    return _parsed(options, table)
+    if table == "assignments":
+        _refuse(options, _BAD_ROWS, "are for messages")
+    made = _parsed(options, table)
+    if (made.on_bad_row == "quarantine") != (made.quarantine_path is not None):
+        raise InvalidInput("onBadRow 'quarantine' and quarantinePath go together: give both")
+    return made
 
 
 def _parsed(options: Mapping[str, str], table: str) -> Options:
@@ -193,8 +254,10 @@ def _parsed(options: Mapping[str, str], table: str) -> Options:
         if text is not None:
             try:
                 fields[field] = parse(text)
-            except (KeyError, ValueError, msgspec.MsgspecError):
+            except (AttributeError, KeyError, ValueError, msgspec.MsgspecError):
                 raise InvalidInput(f"{name} is {says}, not {text!r:.100}") from None
+    if fields.get("payload") and "payload" not in fields.get("columns", ("payload",)):
+        fields["columns"] += ("payload",)
     location = options.get("server") or options.get("location")
     if location != options.get("location", location):
         raise InvalidInput("options 'server' and 'location' name two brokers: give one of them")
@@ -206,7 +269,8 @@ def _parsed(options: Mapping[str, str], table: str) -> Options:
         )
     # The key goes along to the executors, whose environment may be another.
     located = locate(location, token=options.get("token"), ca=options.get("ca"))
-    return Options(location=located, table=table, **fields)
+    storage = {name.upper(): text for name, text in options.items() if name.startswith("aws_")}
+    return Options(location=located, table=table, storage=storage, **fields)
 
 
 def _lowered(given: Mapping[str, str], known: set[str]) -> dict[str, str]:
@@ -220,11 +284,12 @@ def _lowered(given: Mapping[str, str], known: set[str]) -> dict[str, str]:
             "address as 'server'. To read a bucket without a server, and without Spark, use "
             "penstock.open_reader"
         )
-    unknown = sorted(set(options) - known - _OF_SPARK)
+    # The access to an archive on S3.
+    storage = {name for name in options if name.startswith("aws_") and "includearchive" in options}
+    unknown = sorted(set(options) - known - _OF_SPARK - storage)
     if unknown:
-        raise InvalidInput(
-            f"unknown option {unknown[0]!r:.100}; {did_you_mean(unknown[0], known - {'epoch'})}"
-        )
+        hint = did_you_mean(unknown[0], known - _OF_JOBS)
+        raise InvalidInput(f"unknown option {unknown[0]!r:.100}; {hint}")
     return options
 
 
@@ -254,10 +319,10 @@ def table_metadata(given: Mapping[str, str]) -> dict[str, str] | None:
     if "provider" not in lowered:
         return None
     options = _of_statement(lowered)
-    if "token" in options:
+    if "token" in options or any(name.startswith("aws_") for name in options):
         raise InvalidInput(
             "a token has no place in a catalog, which everybody may read: start Spark with "
-            "PENSTOCK_TOKEN, or use CREATE TEMPORARY VIEW"
+            "PENSTOCK_TOKEN (of S3: AWS_SECRET_ACCESS_KEY …), or use CREATE TEMPORARY VIEW"
         )
     return options
 

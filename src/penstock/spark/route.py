@@ -3,8 +3,8 @@
 ::
 
     log ──stretches──▶ executors: filters by index ──matches──▶ executors: stage ──▶ driver: commit
-     ▲                                                                                   │
-     └─────────────────────── cursor, in the same change as the assignments ◀────────────┘
+     ▲                                                              │                    │
+     └── cursor, in the same change as the assignments ◀────────────┴────────────────────┘
 
 **Exactly once**, and why: assignments and cursor are one change of the store, and every
 micro-batch begins at the cursor. A replay finds the cursor past it. A killed driver or executor
@@ -18,7 +18,9 @@ micro-batch goes from the cursors, whatever its start offset, up to its end offs
 micro-batch finds nothing left to do, and one that did not take (its filters were outdated, its
 stages were lost with the server) is simply still there to be done. Matches do not travel through
 Spark: the task that makes them stages them with the broker, and gives Spark the names of the
-stages. The broker drops a stage that is never committed after a while.
+stages. The broker assigns a stage as soon as the cursor has come to it, while the tasks match what
+follows; the commit is for what is left. So tasks take pieces of the log in turn. The broker drops
+a stage that is never committed after a while.
 
 A :class:`Pipeline` has a DataFrame transformation between the log and the queues, still exactly
 once. Its stream carries only the stretches that are to be routed: for each micro-batch the log is
@@ -54,20 +56,8 @@ from penstock.spark.matching import (
     match_batch,
     matcher_of,
 )
-from penstock.spark.reader import (
-    ROUTING,
-    LogPartition,
-    LogStreamReader,
-    Offset,
-    Stretch,
-    check_columns,
-    check_store,
-    cut,
-    in_one_line,
-    logs_of,
-    most_rows,
-    offset_of,
-)
+from penstock.spark.offsets import Offset, Stretch, check_store, cut, logs_of, offset_of
+from penstock.spark.reader import ROUTING, LogPartition, check_columns
 from penstock.spark.sessions import (
     is_connect,
     parallelism,
@@ -75,6 +65,7 @@ from penstock.spark.sessions import (
     session,
     settings_for_query,
 )
+from penstock.spark.stream import LogStreamReader, in_one_line, most_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,6 +83,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_OFFSETS: Final = 100_000
+PIECE: Final = 10_000
+"""Offsets that a task matches before it stages them, about; more in a very large micro-batch."""
+MOST_PIECES: Final = 1_000
 AVAILABLE_NOW: Final = "available now"
 MOST_AGAIN: Final = 50
 """Micro-batches in a row that may fail to take before something must be wrong."""
@@ -207,6 +201,27 @@ def new_stage() -> str:
     return SystemClock().lease_id().hex()
 
 
+@dataclass
+class RoutePartition(InputPartition):
+    """Pieces of the log that one task matches and stages, one after the other."""
+
+    pieces: list[Stretch]
+
+
+def dealt(todo: Sequence[Stretch], most: int) -> list[InputPartition]:
+    """Deal pieces of stretches out to up to ``most`` tasks in turn.
+
+    So the broker assigns the first pieces while the tasks match the others.
+    """
+    tasks = len(cut(todo, most))
+    if not tasks:
+        return []
+    width = sum(stretch.end - stretch.begin for stretch in todo)
+    rounds = min(-(-width // (PIECE * tasks)), max(1, MOST_PIECES // tasks))
+    pieces = cut(todo, rounds * tasks, least=1)
+    return [RoutePartition(pieces[task::tasks]) for task in range(tasks)]
+
+
 class RouteStreamReader(LogStreamReader):
     """Plans stretches to route, and yields them as stages or bare.
 
@@ -218,8 +233,8 @@ class RouteStreamReader(LogStreamReader):
         super().__init__(options, schema)
         self._end: int | None = None
         # The last plan of latestOffset, so that nobody has to ask the broker again: the offset
-        # that it returned, the stretches up to there, and how far the log went.
-        self._planned: tuple[Offset, list[Stretch], Offset] | None = None
+        # that it returned, and the stretches up to there.
+        self._planned: tuple[Offset, list[Stretch]] | None = None
 
     @in_one_line
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
@@ -242,6 +257,10 @@ class RouteStreamReader(LogStreamReader):
             for stretch in plan.stretches
             if stretch.begin < min(stretch.end, last)
         ]
+        routed = {log: end - begin for log, begin, end in todo}
+        lag = {str(log): behind - routed.get(log, 0) for log, behind in sorted(plan.lag.items())}
+        # Ids are shared by the logs, which are mostly routed up to the same one.
+        self._latest = {"lag": lag, "routed": max(routed.values(), default=0)}
         if not todo:
             self._planned = None
             return start
@@ -257,16 +276,9 @@ class RouteStreamReader(LogStreamReader):
         if again:
             end["again"] = again
         known = todo[0].begin + plan.lag[todo[0].log]
-        self._planned = (end, todo, {str(log): known for log in sorted(plan.lag)})
+        self._latest |= {str(log): known for log in sorted(plan.lag)}
+        self._planned = (end, todo)
         return end
-
-    @in_one_line
-    def reportLatestOffset(self) -> Offset:  # noqa: N802
-        """Return how far the log went when it was last looked at, for the query's progress."""
-        if self._planned is not None:
-            return self._planned[2]
-        marks = FlightStore(self._options.location).watermarks()
-        return {str(log): marks.end for log in sorted(marks.cursors)}
 
     @in_one_line
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
@@ -281,7 +293,7 @@ class RouteStreamReader(LogStreamReader):
         else:
             todo = self._left(start, end)
         if self._options.table == "matches":
-            todo = cut(todo, self._options.partitions)
+            return dealt(todo, self._options.partitions)
         return [LogPartition(stretch) for stretch in todo]
 
     def _left(self, start: Offset, end: Offset) -> list[Stretch]:
@@ -298,39 +310,42 @@ class RouteStreamReader(LogStreamReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Match one part of a micro-batch, with the filters that are live for it now."""
-        assert isinstance(partition, LogPartition)
-        log, begin, end = partition.stretch
-        if self._options.table == "stretches":
-            columns = [pa.array([value]) for value in (log, begin, end)]
+        if isinstance(partition, LogPartition):
+            columns = [pa.array([value]) for value in partition.stretch]
             yield self._shape.fit(pa.record_batch(columns, names=["log", "begin", "end"]))
             return
+        assert isinstance(partition, RoutePartition)
         freeze_imports()
-        stages = self._staged(partition.stretch)
+        stages = self._staged(partition.pieces)
         yield self._shape.fit(pa.record_batch([pa.array(stages)], names=["stage"]))
 
-    def _staged(self, stretch: Stretch) -> list[str]:
-        """Stage the matches of a stretch, in parts if filters change within it."""
+    def _staged(self, pieces: Sequence[Stretch]) -> list[str]:
+        """Stage the matches of each piece, in parts if filters change within it."""
         client = FlightStore(self._options.location)
-        log, begin, end = stretch
         stages: list[str] = []
+        live, live_from = None, 0
         try:
-            while begin < end:
-                live = client.filters(begin)
-                until = end if live.until is None else min(end, live.until)
-                matcher = matcher_of(live.filters)
-                batches = client.read_log(log, begin, until, columns=PACKED_COLUMNS)
-                found = [match_batch(matcher, batch) for batch in batches]
-                stages.append(new_stage())
-                client.stage(
-                    stages[-1],
-                    [batch for batch in found if batch.num_rows],
-                    log=log,
-                    begin=begin,
-                    end=until,
-                    filters_version=live.filters_version,
-                    epoch=self._options.epoch,
-                )
-                begin = until
+            for log, first, end in pieces:
+                begin = first
+                while begin < end:
+                    if live is None or not live_from <= begin < (live.until or end):
+                        live, live_from = client.filters(begin), begin
+                    until = end if live.until is None else min(end, live.until)
+                    matcher = matcher_of(live.filters)
+                    batches = client.read_log(log, begin, until, columns=PACKED_COLUMNS)
+                    found = [match_batch(matcher, batch) for batch in batches]
+                    stages.append(new_stage())
+                    client.stage(
+                        stages[-1],
+                        [batch for batch in found if batch.num_rows],
+                        log=log,
+                        begin=begin,
+                        end=until,
+                        filters_version=live.filters_version,
+                        epoch=self._options.epoch,
+                        assign=True,
+                    )
+                    begin = until
         except BaseException:
             with contextlib.suppress(PenstockError):
                 client.drop_stages(stages)
@@ -353,7 +368,7 @@ class Staged(WriterCommitMessage):
 
 
 def commit(location: str, stages: Sequence[str], epoch: int | None) -> int:
-    """Commit stages; return how many assignments were placed.
+    """Commit stages; return how many assignments that placed, beyond stages assigned before.
 
     Stages that did not take are left to the next micro-batch, which begins at the cursor; that
     another pipeline has taken over is an error.

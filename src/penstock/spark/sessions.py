@@ -5,9 +5,11 @@ Jobs read tables, report the progress of Spark's tasks, and translate its errors
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
+import shutil
 import sys
 import threading
 from contextlib import contextmanager
@@ -17,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import pyspark
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
-from pyspark import SparkConf, SparkContext
-from pyspark.errors import PySparkException
+from pyspark import SparkConf, SparkContext, SparkFiles
+from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
@@ -26,6 +28,7 @@ from penstock import limits
 from penstock.clock import SystemClock
 from penstock.flight.client import locate
 from penstock.flight.protocol import error_named
+from penstock.spark.delta import Archive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,7 +87,7 @@ def session(
     given = dict(conf or {})
     builder = SparkSession.builder
     if SparkContext._active_spark_context is not None:  # noqa: SLF001 - Spark has no public name
-        return _built(builder, given)
+        return _shipped(_built(builder, given))
     connected = "SPARK_CONNECT_MODE_ENABLED" in os.environ
     running = SparkSession.getActiveSession() if connected else None
     if master is None and running is not None:
@@ -104,7 +107,7 @@ def session(
     defaults = {**DEFAULTS, "spark.master": "local[*]", "spark.app.name": name}
     if quick:
         defaults["spark.driver.extraJavaOptions"] = _QUICK_JVM
-    if said.get("spark.master", "local").startswith("local"):
+    if {**said, **given}.get("spark.master", "local").startswith("local"):
         if "spark.pyspark.python" not in {*said, *given}:
             # Spark would take the first python3 of the path for its workers, which need not be
             # the one that this package is installed for.
@@ -112,13 +115,39 @@ def session(
     else:
         del defaults["spark.driver.bindAddress"], defaults["spark.driver.host"]
     unsaid = {key: value for key, value in defaults.items() if key not in said}
-    return _built(builder, {**unsaid, **given})
+    return _shipped(_built(builder, {**unsaid, **given}))
 
 
 def _built(builder: SparkSession.Builder, settings: Mapping[str, str]) -> SparkSession:
     for key, value in settings.items():
         builder = builder.config(key, value)
     return builder.getOrCreate()
+
+
+def _shipped(spark: SparkSession) -> SparkSession:
+    """Make a package that came by ``--py-files`` known to Spark and to the executors.
+
+    Spark looks for data sources only where packages are installed, and takes no wheel for a package
+    of the executors. A wheel is a zip: under that name Spark does.
+    """
+    context = spark.sparkContext
+    names = [name for name in context.getConf().get("spark.submit.pyFiles", "").split(",") if name]
+    files = [Path(SparkFiles.get(Path(name).name)) for name in names]
+    known = context.environment.get("PYTHONPATH", "").split(os.pathsep)
+    if not files or str(files[0]) in known:
+        return spark
+    for wheel in files:
+        if wheel.suffix == ".whl" and not wheel.with_suffix(".zip").exists():
+            # Executors fetch it from here; Spark removes the directory when the session stops.
+            context.addPyFile(str(shutil.copy(wheel, wheel.with_suffix(".zip"))))
+    # The process on the driver that plans a stream gets this, but not the list of packages.
+    paths = [*map(str, files), *filter(None, known)]
+    context.environment["PYTHONPATH"] = os.pathsep.join(paths)
+    from penstock.spark.source import PenstockSource  # noqa: PLC0415 - it imports this module
+
+    with contextlib.suppress(AnalysisException):  # It is installed, and known by that.
+        spark.dataSource.register(PenstockSource)
+    return spark
 
 
 def _said() -> dict[str, str]:
@@ -232,7 +261,17 @@ def read(
     columns: Sequence[str] | None = None,
     **options: Any,
 ) -> DataFrame:
-    """Read a table of a broker."""
+    """Read a table of a broker; the broker sends no other rows and columns than are asked for.
+
+    >>> read(spark, "grpc://127.0.0.1:8815", "log",
+    ...      columns=["offset", "group"], where="offset > 999000")       # doctest: +SKIP
+
+    ``where`` is a condition on columns of the table, ``filter`` one on attributes. ``options``:
+    those, and all others that the data source has.
+    """
+    if "includeArchive" in options:
+        # The source is planned in a process of its own, whose environment is the session's.
+        options = {**Archive.at(options["includeArchive"]).storage, **options}
     reader = spark.read.format("penstock").options(table=table, **place_of(location), **options)
     if queues is not None:
         reader = reader.option("queue", ",".join(queues))

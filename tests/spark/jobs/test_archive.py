@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from datetime import date, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,8 +11,8 @@ import pytest
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 from penstock.errors import InvalidInput, StorageFailed, StoreMismatch
-from penstock.spark.archive import Runs
-from penstock.spark.jobs import archive
+from penstock.spark.delta import Archive
+from penstock.spark.jobs import archive, follow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("spark")]
+
+TABLES = ("done", "failed", "attempts")
 
 
 class Crash(Exception):
@@ -66,7 +69,7 @@ def test_what_is_archived_is_what_was_there(spark: SparkSession, shop: Any, tmp_
         for row in shop.world.reader(spark, "failed", payload="true").collect()
     }
     first = archive(spark, shop.location, tmp_path / "a", dry_run=True)
-    assert (first.run, first.trimmed) == (None, 0)
+    assert (first.files, first.trimmed) == (0, 0)
     assert not (tmp_path / "a").exists()
 
     made = archive(spark, shop.location, tmp_path / "a")
@@ -84,7 +87,7 @@ def test_what_is_archived_is_what_was_there(spark: SparkSession, shop: Any, tmp_
     assert all(bytes(row["payload"]) == payloads[row["message_id"]] for row in found.collect())
 
     again = archive(spark, shop.location, tmp_path / "a")
-    assert (again.run, again.trimmed, again.rows["done"]) == (None, 0, 0)
+    assert (again.files, again.trimmed, again.rows["done"]) == (0, 0, 0)
 
 
 def test_a_crash_loses_nothing_and_doubles_nothing(
@@ -97,10 +100,16 @@ def test_a_crash_loses_nothing_and_doubles_nothing(
     def check(state: str) -> None:
         assert keys(history(spark, shop, place, state)) == whole[state]
 
-    for step, recorded in (("written", 0), ("verified", 0), ("recorded", 1)):
+    for step, committed in (
+        ("written", ()),
+        ("committed done", ("done",)),
+        ("committed failed", ("done", "failed")),
+        ("committed attempts", TABLES),
+    ):
         with pytest.raises(Crash):
             archive(spark, shop.location, place, progress=crash_at(step))
-        assert len(Runs(place).runs) == recorded
+        tables = Archive.at(place).tables()
+        assert tuple(name for name in TABLES if tables[name].files()) == committed
         assert counts(shop) == before
         check("done")
     check("failed")
@@ -121,7 +130,7 @@ def test_a_crash_loses_nothing_and_doubles_nothing(
     assert counts(shop) == [0, 0, 0, 0]
     check("done")
     check("failed")
-    assert archive(spark, shop.location, place).run is None
+    assert archive(spark, shop.location, place).files == 0
     check("done")
     attempts = history(spark, shop, place, "attempts").collect()
     named = Counter((r["queue"], r["message_id"], r["attempt"], r["claimed_at"]) for r in attempts)
@@ -132,18 +141,47 @@ def test_a_crash_loses_nothing_and_doubles_nothing(
     assert {tries[each] for each in redriven} == {4}
 
 
-def test_files_that_do_not_read_back_stop_the_run(
+def test_following_archives_each_row_once(spark: SparkSession, shop: Any, tmp_path: Path) -> None:
+    place = tmp_path / "a"
+    whole = live(shop)
+
+    def check() -> None:
+        tables = Archive.at(place).tables()
+        for state in ("done", "failed"):
+            assert sum(each.rows for each in tables[state].files()) == whole[state].total()
+            assert keys(history(spark, shop, place, state)) == whole[state]
+
+    runs = follow(spark, shop.location, place, every_ms=1, trim=False)
+    assert next(runs).rows["done"] == whole["done"].total()
+    shop.fill(60)
+    # Another job gets ahead of it, and it goes on from there.
+    ahead = archive(spark, shop.location, place, queues=["all"], trim=False)
+    assert ahead.rows["done"] > 0
+    assert next(runs).rows["done"] > 0
+    runs.close()
+    whole = live(shop)
+    check()
+    # Killed, and started again: it finds in the tables how far they are.
+    again = follow(spark, shop.location, place, every_ms=1)
+    made = next(again)
+    again.close()
+    assert made.rows == {"done": 0, "failed": 0, "attempts": 0}
+    assert made.trimmed == whole["done"].total() + whole["failed"].total()
+    check()
+
+
+def test_a_place_that_takes_no_files_stops_the_run(
     spark: SparkSession, shop: Any, tmp_path: Path
 ) -> None:
     before = counts(shop)
-
-    def damage(step: str) -> None:
-        if step == "written":
-            next((tmp_path / "a" / "done").rglob("*.parquet")).unlink()
-
-    with pytest.raises(StorageFailed, match="do not read back"):
-        archive(spark, shop.location, tmp_path / "a", progress=damage)
+    today = shop.broker.browse("all", state="done", limit=1)[0].ended_at_ms // 86_400_000
+    in_the_way = tmp_path / "a" / "done" / f"date={date(1970, 1, 1) + timedelta(today)}"
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.touch()
+    with pytest.raises(StorageFailed, match="a/done"):
+        archive(spark, shop.location, tmp_path / "a")
     assert counts(shop) == before
+    in_the_way.unlink()
     assert archive(spark, shop.location, tmp_path / "a").trimmed == sum(before)
 
 
@@ -168,7 +206,7 @@ def test_what_is_not_allowed(
     spark: SparkSession, shop: Any, tmp_path: Path, make_world: Callable[..., Any]
 ) -> None:
     kept = archive(spark, shop.location, tmp_path / "a", keep_ms=3_600_000)
-    assert (kept.run, kept.trimmed) == (None, 0)
+    assert (kept.files, kept.trimmed) == (0, 0)
     archive(spark, shop.location, tmp_path / "a", queues=["dear"], payload=False, trim=False)
     assert min(counts(shop)) > 0
     other = make_world(routing="inline")
@@ -176,8 +214,7 @@ def test_what_is_not_allowed(
         archive(spark, other.location, tmp_path / "a")
     with pytest.raises(InvalidInput, match="done and failed"):
         archive(spark, shop.location, tmp_path / "a", states=["active"])
-    with pytest.raises(InvalidInput, match="shared mount"):
-        archive(spark, shop.location, "s3://bucket/archive")
-    with Runs(tmp_path / "a").locked(), pytest.raises(StorageFailed, match="another run"):
-        archive(spark, shop.location, tmp_path / "a")
+    for place in ("hdfs://host/archive", "s3://", "s3:/bucket/x"):
+        with pytest.raises(InvalidInput, match="s3://BUCKET/PREFIX"):
+            archive(spark, shop.location, place)
     assert archive(spark, shop.location, tmp_path / "a", queues=["dear"]).trimmed > 0

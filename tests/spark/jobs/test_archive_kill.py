@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
-from penstock.spark.archive import Runs
+from penstock.spark.delta import Archive
 from penstock.spark.jobs import archive
 from penstock.spark.options import read_options
 from penstock.spark.reader import TableReader, spark_schema
@@ -75,12 +75,9 @@ def test_a_killed_archive_loses_and_doubles_nothing(
             assert rows(shop, table, includeArchive=str(place)) == whole[table], table
 
     left = []
-    for step, recorded in (
-        ("verified", 0),
-        ("recorded", 1),
-        ("trimming failed of all", 2),
-    ):
-        if recorded == 2:
+    steps = ("committed done", "committed failed", "trimming failed of all")
+    for at, step in enumerate(steps):
+        if at == 2:
             # Of what the second run has archived some are redriven, and fail again.
             assert shop.broker.redrive("dear", where="price = 41") > 0
             shop.fill(60)
@@ -90,21 +87,20 @@ def test_a_killed_archive_loses_and_doubles_nothing(
                 assert not whole[table] - found
                 assert not rows(shop, table) - found
                 whole[table] = found
-        if recorded > 2 - kills:
+        if at > 2 - kills:
             kill_at(shop, place, step)
         else:
             end_at(spark, shop, place, step)
-        assert len(Runs(place).runs) == recorded
         left.append(sum(rows(shop, "done").values()))
         check()
     assert left[0] == left[1] > left[2], "the last one was killed while it trimmed"
     last = archive(spark, shop.location, place)
-    assert last.run is None
+    assert last.files == 0
     assert last.trimmed > 0
     assert not rows(shop, "done")
     assert not rows(shop, "failed")
     check()
     # Each attempt is in the files once as well.
-    assert sum(part.rows for run in Runs(place).runs for part in run.parts
-               if part.table == "attempts") == sum(whole["attempts"].values())  # fmt: skip
+    files = Archive.at(place).tables()["attempts"].files()
+    assert sum(each.rows for each in files) == sum(whole["attempts"].values())
     assert_clean(shop.broker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -78,4 +79,14 @@ def test_publish_redrive_report_archive_and_collect(
     )
     assert gone["trimmed"] == gone["rows"]["done"] > 0
     assert shop.broker.stats("dear").failed == failed
+    said = run(shop.location, "archive", str(tmp_path / "a"), "--state", "done", "--optimize",
+               "--vacuum")  # fmt: skip
+    assert re.fullmatch(
+        r"archived 0 done, 0 attempts; trimmed 0 messages\n"
+        r"joined files: \d+ of done, \d+ of attempts, to \d\n"
+        r"removed files: 0 of done, 0 of attempts\n",
+        said,
+    ), said
+    report = json.loads(run(shop.location, "report", "--archive", str(tmp_path / "a"), "--json"))
+    assert sum(row["done"] for row in report["queues"]) == gone["trimmed"]
     assert run(shop.location, "collect") == "would free 0 payloads, 0 bytes\n"

@@ -8,7 +8,8 @@ remove or change something have ``dry_run``.
 
 from __future__ import annotations
 
-from penstock.spark.jobs.archive import Archived, archive
+from penstock.spark.delta import Optimized, Vacuumed, optimize, vacuum
+from penstock.spark.jobs.archive import Archived, archive, follow
 from penstock.spark.jobs.backfill import Backfill, backfill
 from penstock.spark.jobs.messages import (
     CollectReport,
@@ -24,13 +25,18 @@ __all__ = [
     "Archived",
     "Backfill",
     "CollectReport",
+    "Optimized",
     "PublishReport",
     "RedriveReport",
+    "Vacuumed",
     "archive",
     "backfill",
     "collect",
+    "follow",
+    "optimize",
     "publish",
     "redrive",
     "report",
     "save_report",
+    "vacuum",
 ]

@@ -1,53 +1,77 @@
-"""Archive: done, failed and their attempts into Parquet, verified, then out of the store.
+"""Archive: done, failed and their attempts into Delta tables, then out of the store.
 
 ::
 
-    pin rows ─▶ write Parquet ─▶ read back, compare ─▶ record the run ─▶ trim the store
-                └──── a crash here leaves files that nobody counts ────┘ └─ the next run trims ─┘
+    how far? ─▶ tasks: write Parquet, read it back ─▶ commit done ─▶ failed ─▶ attempts ─▶ trim
+                └─ a crash leaves files that no table has ─┘ └──── the next run goes on ────┘
 
-What is archived already is known by the sequence numbers that recorded runs reach to, so a run that
-is repeated after a crash at any point neither loses nor doubles a row. Attempts have no such
-numbers: those of a message that was archived as failed, and redriven before it was trimmed, are
-looked for in the archive.
+A run takes history by sequence numbers, from each table's marks (``penstock.spark.delta``) to where
+the broker says that it ends: no later message gets a lower number. A commit adds the files of one
+table and moves its marks in one transaction, so a run that ends between two commits is completed by
+the next one. Attempts come last, because an archived attempt is looked for by its archived
+message. The store is trimmed when all tables have the rows.
 
-The option ``includeArchive`` of the data source (``penstock.spark.archive``) reads it.
+A message that was archived as failed, and redriven before it was trimmed, ends a second time: of
+its attempts those are left out that are archived already. They are looked for in the files that
+have messages as late as the first of the run, by Delta's statistics.
+
+:func:`follow` does it again and again: a stream whose progress is in the tables alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Final, NamedTuple
+import logging
+import threading
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
-from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
+import pyarrow as pa
 from pyspark.sql.pandas.types import from_arrow_schema
-from pyspark.sql.types import DateType, StringType, StructField, StructType
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, QueueNotFound, StorageFailed
 from penstock.flight.client import FlightStore
+from penstock.flight.protocol import HistoryStretch
 from penstock.flight.tables import schema_of
-from penstock.spark.archive import Part, Reach, Run, Runs
-from penstock.spark.sessions import pinned, read
+from penstock.spark.delta import (
+    FILE_COLUMNS,
+    TABLES,
+    Archive,
+    ArchiveFile,
+    Mark,
+    read_rows,
+    write_rows,
+)
+from penstock.spark.feed import deal
+from penstock.spark.sessions import parallelism, pinned, translated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
 
-_ENDED: Final = {"done": "done_at", "failed": "failed_at", "attempts": "ended_at"}
+    from penstock.flight.protocol import HistoryEnds
+    from penstock.spark.delta import ArchiveTable
+
+    Batches = Iterable[pa.RecordBatch]
+
 _STATES: Final = ("done", "failed")
 _MESSAGE: Final = ["queue", "message_id"]
 _ATTEMPT: Final = ["queue", "message_id", "attempt", "claimed_at"]
+_RACES: Final = 5
+logger = logging.getLogger(__name__)
+_stretches: Final = msgspec.json.Decoder(list[HistoryStretch]).decode
 
 
 class Archived(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a run: rows by table, partitions written, messages trimmed from the store."""
+    """The result of a run: rows by table, files added, messages trimmed from the store."""
 
-    run: int | None
     rows: dict[str, int]
-    partitions: int
+    files: int
     trimmed: int
     dry_run: bool
 
@@ -67,10 +91,11 @@ def archive(
     ca: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Archived:
-    """Move the history of queues to ``path``, partitioned by queue and (UTC) date.
+    """Move the history of queues to Delta tables at ``path``, partitioned by (UTC) date and queue.
 
-    ``path`` is a directory that driver and executors share. What ended less than ``keep_ms`` ago
-    stays. ``payload=False`` leaves payloads out: the store drops those that nothing else needs.
+    ``path`` is a directory that driver and executors share, or ``s3://BUCKET/PREFIX`` with the
+    variables ``AWS_…`` of the driver. What ended less than ``keep_ms`` ago stays.
+    ``payload=False`` leaves payloads out: the store drops those that nothing else needs.
     Failed messages that are archived can't be redriven any more; ``states=["done"]`` leaves them.
     ``trim=False`` only copies; a later run trims. ``progress`` is told each step by name.
 
@@ -79,198 +104,259 @@ def archive(
     """
     if not states or not set(states) <= set(_STATES) or len(set(states)) < len(states):
         raise InvalidInput(f"states to archive are done and failed, not {list(states)!r:.100}")
-    runs = Runs(path)
+    place = Archive.at(path)
     client = FlightStore(location, token=token, ca=ca)
-    location = client.location
-    store_id = client.info().store_id
-    runs.check_store(store_id)
     tell = progress or (lambda _: None)
-    job = _Job(spark, location, client, store_id, runs, queues, states, tell)
-    if dry_run:
-        tables, _ = job.choose(keep_ms, payload=False)
-        rows = {table: frame.count() for table, frame in tables.items()}
-        return Archived(run=None, rows=rows, partitions=0, trimmed=0, dry_run=True)
-    with runs.locked():
-        runs.remove_leftovers()
-        tell("chosen")
-        tables, made_at = job.choose(keep_ms, payload=payload)
-        run = job.write(tables, made_at, payload=payload)
-        trimmed = job.trim() if trim else 0
-        tell("trimmed")
-    counts = dict.fromkeys(tables, 0)
-    for part in run.parts if run else ():
-        counts[part.table] += part.rows
+    named = None if queues is None else list(queues)
+    known = client.history_ends(named)
+    for queue in named or ():
+        if queue not in known.queues:
+            raise QueueNotFound.among(queue, known.queues)
+    names = [name for name in TABLES if name in {*states, "attempts"}]
+    opened = place.open if dry_run else place.make
+    tables = {name: opened(name, known.store_id) for name in names}
+    # Asked for now, so that it goes as far as any run that the tables have.
+    history = client.history_ends(named, since_ms=0)
+    young_ms = max(0, history.at_ms - keep_ms + 1)
+    until = client.history_ends(named, since_ms=young_ms) if keep_ms else None
+    for table in tables.values():
+        if table is not None:
+            table.check(history)
+    chosen = _choose(history, until, tables)
+    job = _Job(spark, client, place, tables, chosen)
+    tell("chosen")
+    files: dict[str, list[ArchiveFile]] = {}
+    with translated():
+        if dry_run:
+            rows = {name: job.count(name) for name in names}
+            return Archived(rows=rows, files=0, trimmed=0, dry_run=True)
+        for name in names:
+            first_id = job.first_id(chain(*files.values())) if name == "attempts" else 0
+            files[name] = job.write(name, first_id, payload=payload)
+    tell("written")
+    for name, table in tables.items():
+        if table is not None and (marks := chosen.marks(name)):
+            table.commit(files[name], marks)
+            tell(f"committed {name}")
+    trimmed = job.trim(_firsts(history), tell) if trim else 0
+    tell("trimmed")
     return Archived(
-        run=run.number if run else None,
-        rows=counts,
-        partitions=len(run.parts) if run else 0,
+        rows={name: sum(each.rows for each in some) for name, some in files.items()},
+        files=sum(map(len, files.values())),
         trimmed=trimmed,
         dry_run=False,
     )
 
 
+def follow(
+    spark: SparkSession,
+    location: str,
+    path: str | Path,
+    *,
+    every_ms: int = 10_000,
+    **settings: Any,
+) -> Generator[Archived, None, None]:
+    """Archive what has ended, again and again, until the caller stops; yield each run's result.
+
+    ``settings`` are those of :func:`archive`. Each row gets into the tables once, whatever is
+    killed and started again: the tables themselves say how far they are, in the transactions that
+    add the rows, and there is no checkpoint. A run that another job gets ahead of, or whose
+    place fails, is made again, with a warning in the log, up to five times in a row.
+
+    >>> for done in follow(spark, "grpc://127.0.0.1:8815", "/srv/archive"):   # doctest: +SKIP
+    ...     print(done.rows)
+    """
+    waiting = threading.Condition()
+    races = 0
+    while True:
+        try:
+            done = archive(spark, location, path, **settings)
+            races = 0
+        except StorageFailed as error:
+            races += 1
+            if races > _RACES:
+                raise
+            logger.warning("archive run failed, try %d of %d: %s", races, _RACES + 1, error)
+        else:
+            yield done
+        with waiting:
+            SystemClock().wait(waiting, every_ms)
+
+
+class _Chosen(NamedTuple):
+    """The rows of a run: from where each table's marks are, to where they will be."""
+
+    begins: dict[str, dict[Mark, int]]
+    ends: dict[Mark, int]
+
+    def marks(self, table: str) -> dict[Mark, int]:
+        """Return the marks that a table moves."""
+        begins = self.begins[table]
+        return {mark: end for mark, end in self.ends.items() if begins.get(mark, end) < end}
+
+    def stretches(self, table: str) -> list[HistoryStretch]:
+        """Return the stretches of history that a table takes."""
+        begins = self.begins[table]
+        return [HistoryStretch(*mark, begins[mark], end) for mark, end in self.marks(table).items()]
+
+
+def _firsts(history: HistoryEnds) -> dict[Mark, int]:
+    """Return the sequence numbers that history begins with."""
+    return {
+        Mark(queue, found.created_at_ms, state): first
+        for queue, found in history.queues.items()
+        for state, (first, _) in found.firsts.items()
+    }
+
+
+def _choose(
+    history: HistoryEnds, until: HistoryEnds | None, tables: Mapping[str, ArchiveTable | None]
+) -> _Chosen:
+    """Compare the history, up to where it is too young, with the marks of the tables."""
+    # Processes that share a store give numbers out in no order of time: what is old can be beyond
+    # what is young, and stays, because what is trimmed is told by numbers.
+    young = {} if until is None else _firsts(until)
+    ends = {
+        mark: young.get(mark, end)
+        for queue, found in (until or history).queues.items()
+        for state, end in found.ends.items()
+        if state in tables and (mark := Mark(queue, found.created_at_ms, state))
+    }
+    begins = {
+        name: {
+            mark: 0 if table is None else table.mark(mark)
+            for mark in ends
+            if name in {mark.state, "attempts"}
+        }
+        for name, table in tables.items()
+    }
+    return _Chosen(begins, ends)
+
+
 class _Job(NamedTuple):
     spark: SparkSession
-    location: str
     client: FlightStore
-    store_id: str
-    runs: Runs
-    queues: Sequence[str] | None
-    states: Sequence[str]
-    tell: Callable[[str], None]
+    place: Archive
+    tables: Mapping[str, ArchiveTable | None]
+    chosen: _Chosen
 
-    def choose(self, keep_ms: int, *, payload: bool) -> tuple[dict[str, DataFrame], dict[str, int]]:
-        """Pin what is to be archived: ended messages first, then the attempts at them."""
-        at_ms, made_at = self.client.queues(self.queues)
-        options = {"payload": "true"} if payload else {}
-        tables = {}
-        for state in self.states:
-            rows = read(self.spark, self.location, state, queues=self.queues, **options)
-            if keep_ms:
-                rows = self._older(rows, state, at_ms - keep_ms)
-            tables[state] = pinned(self._fresh(rows, self.runs.ends(state, made_at)))
-        now = self.client.queues().created_at_ms
-        if now != made_at:
-            # A queue that was made anew meanwhile has rows here that nobody can tell apart.
-            sure = [queue for queue, time_ms in made_at.items() if now.get(queue) == time_ms]
-            of_these = F.col("queue").isin(sure)
-            tables = {state: rows.where(of_these) for state, rows in tables.items()}
-        ended = [rows.select(*_MESSAGE) for rows in tables.values()]
-        chosen = (ended[0] if len(ended) == 1 else ended[0].union(ended[1])).distinct()
-        attempts = read(self.spark, self.location, "attempts", queues=self.queues)
-        attempts = attempts.where("ended_at IS NOT NULL").join(chosen, _MESSAGE, "left_semi")
-        tables["attempts"] = self._new_attempts(chosen, pinned(attempts))
-        return tables, made_at
+    def count(self, table: str) -> int:
+        """Count the rows that a table is to get."""
+        new = self._new_attempts(0) if table == "attempts" else None
+        return (self._rows(table) if new is None else new).count()
 
-    def _fresh(self, rows: DataFrame, ends: Mapping[str, int]) -> DataFrame:
-        """Leave out rows that are archived."""
-        if not ends:
-            return rows
-        reached = self.spark.createDataFrame(list(ends.items()), "queue string, _end bigint")
-        joined = rows.join(F.broadcast(reached), "queue", "left")
-        return joined.where("_end IS NULL OR sequence >= _end").select(*rows.columns)
+    def write(self, table: str, first_id: int, *, payload: bool) -> list[ArchiveFile]:
+        """Write the rows that a table is to get, in tasks, and return the files.
 
-    def _older(self, rows: DataFrame, state: str, until_ms: int) -> DataFrame:
-        """Leave out rows that ended later than a time, and all that are beyond such a row.
-
-        What is archived is told by sequence numbers, and so is what may be trimmed. Processes that
-        share a store give them out in no order of time: what is old can be beyond what is young.
+        No message of them has an id below ``first_id``.
         """
-        ended = _ENDED[state]
-        columns = ("queue", "sequence", ended)
-        every = read(self.spark, self.location, state, queues=self.queues, columns=columns)
-        young = F.col(ended) > F.timestamp_millis(F.lit(until_ms))
-        end = F.coalesce(F.min(F.when(young, F.col("sequence"))), F.max("sequence") + 1)
-        reach = pinned(every.groupBy("queue").agg(end.alias("_until")))
-        joined = rows.where(~young).join(F.broadcast(reach), "queue")
-        return joined.where("sequence < _until").select(*rows.columns)
-
-    def _new_attempts(self, chosen: DataFrame, attempts: DataFrame) -> DataFrame:
-        """Leave out attempts that are archived: with a failure that was redriven before a trim."""
-        failed, known = self.runs.folders("failed"), self.runs.folders("attempts")
-        if not failed or not known:
-            return attempts
-        archived = self._load("failed", failed).select(*_MESSAGE)
-        twice = pinned(chosen.join(archived, _MESSAGE, "left_semi"))
-        if twice.isEmpty():
-            return attempts
-        there = self._load("attempts", known).select(*_ATTEMPT).join(twice, _MESSAGE, "left_semi")
-        return pinned(attempts.join(there, _ATTEMPT, "left_anti").select(*attempts.columns))
-
-    def _load(self, table: str, folders: Sequence[Path]) -> DataFrame:
-        """Read archived files with the columns that the table has, whatever their run left out."""
-        schema = from_arrow_schema(schema_of(table, payload=table != "attempts"))
-        fields = [StructField(field.name, field.dataType) for field in schema.fields]
-        fields += [StructField("date", DateType()), StructField("run", StringType())]
-        reader = self.spark.read.schema(StructType(fields))
-        reader = reader.option("basePath", str(self.runs.place / table))
-        return reader.parquet(*map(str, folders))
-
-    def write(
-        self, tables: Mapping[str, DataFrame], made_at: Mapping[str, int], *, payload: bool
-    ) -> Run | None:
-        """Write, verify and record one run; None if there is nothing to archive."""
-        bounds = (F.min("sequence"), F.max("sequence") + 1, F.count("*"))
-        reaches = [
-            Reach(
-                queue=queue,
-                created_at_ms=made_at[queue],
-                state=state,
-                begin=begin,
-                end=end,
-                rows=rows,
-            )
-            for state in self.states
-            for queue, begin, end, rows in tables[state].groupBy("queue").agg(*bounds).collect()
+        if not self.chosen.marks(table):
+            return []
+        rows = self._stretches(table)
+        read: Callable[[Batches], Batches] = partial(_read_history, self.client, table, payload)
+        if table == "attempts" and (new := self._new_attempts(first_id)) is not None:
+            # A join has mixed them up, and a task has few files open at a time.
+            rows, read = new.sortWithinPartitions("queue", "ended_at"), iter
+        made_at = {mark.queue: mark.created_at_ms for mark in self.chosen.ends}
+        write = partial(_write, self.place, table, made_at, read)
+        return [
+            ArchiveFile(**row.asDict()) for row in rows.mapInArrow(write, FILE_COLUMNS).collect()
         ]
-        if not reaches:
+
+    def trim(self, firsts: Mapping[Mark, int], tell: Callable[[str], None]) -> int:
+        """Remove messages from the store that the run was to take and that all tables have."""
+        tables = {name: table for name, table in self.tables.items() if table is not None}
+        due = {mark: self.chosen.ends.get(mark, 0) for mark in sorted(firsts)}
+        due = {mark: end for mark, end in due.items() if firsts[mark] < end}
+        # An earlier run may have been killed after a commit, before it was on disk.
+        for table in tables.values() if due else ():
+            table.sync()
+        trimmed = 0
+        for mark, end in due.items():
+            tell(f"trimming {mark.state} of {mark.queue}")
+            before = min(end, *(tables[name].mark(mark) for name in (mark.state, "attempts")))
+            # A queue that is gone has nothing to trim, and one that was made anew is another.
+            with contextlib.suppress(QueueNotFound):
+                trimmed += self.client.trim(
+                    mark.queue, state=mark.state, before=before, created_at_ms=mark.created_at_ms
+                )
+        return trimmed
+
+    def first_id(self, files: Iterable[ArchiveFile]) -> int:
+        """Return the lowest id of the messages whose attempts are archived, from their files."""
+        begins = self.chosen.begins
+        for mark in self.chosen.marks("attempts"):
+            if begins["attempts"][mark] != begins[mark.state][mark]:
+                # The files of some are of an earlier run.
+                return 0
+        ids = (msgspec.json.decode(file.lows, type=dict[str, Any])["message_id"] for file in files)
+        return min(ids, default=0)
+
+    def _stretches(self, table: str) -> DataFrame:
+        dealt = deal(self.chosen.stretches(table), parallelism(self.spark))
+        named = [(msgspec.json.encode(each).decode(),) for each in dealt]
+        rows = self.spark.createDataFrame(named, "stretches string")
+        return rows.repartition(max(1, len(named)))
+
+    def _rows(self, table: str) -> DataFrame:
+        read = partial(_read_history, self.client, table, False)  # noqa: FBT003
+        return self._stretches(table).mapInArrow(read, from_arrow_schema(schema_of(table)))
+
+    def _new_attempts(self, first_id: int) -> DataFrame | None:
+        """Return the attempts that are not archived yet; None: none of them is."""
+        failed = self._archived("failed", _MESSAGE, first_id)
+        known = self._archived("attempts", _ATTEMPT, first_id)
+        if failed is None or known is None:
             return None
-        number = max((run.number for run in self.runs.runs), default=0) + 1
-        expected: dict[str, list[Part]] = {}
-        for table, frame in tables.items():
-            dated = frame.withColumn("date", F.expr(_DATE.format(_ENDED[table])))
-            expected[table] = _parts(dated, table)
-            if expected[table]:
-                writer = dated.repartition("queue", "date").write.partitionBy("queue", "date")
-                writer.parquet(str(self.runs.folder(table, number)))
-        self.tell("written")
-        for table, parts in expected.items():
-            if parts:
-                written = self._load(table, [self.runs.folder(table, number)])
-                _compare(parts, _parts(written.select(*tables[table].columns, "date"), table))
-        self.tell("verified")
-        run = Run(
-            version=1,
-            store_id=self.store_id,
-            number=number,
-            at_ms=SystemClock().now_ms(),
-            payload=payload,
-            reaches=reaches,
-            parts=[part for parts in expected.values() for part in parts],
-        )
-        self.runs.record(run)
-        self.tell("recorded")
-        return run
+        attempts = self._rows("attempts")
+        messages = attempts.select(*_MESSAGE).distinct()
+        twice = pinned(messages.join(failed, _MESSAGE, "left_semi"))
+        if twice.isEmpty():
+            return None
+        there = known.join(twice, _MESSAGE, "left_semi")
+        return attempts.join(there, _ATTEMPT, "left_anti").select(*attempts.columns)
 
-    def trim(self) -> int:
-        """Remove from the store what recorded runs hold, of this run and of any before it."""
-        removed = 0
-        for (queue, made_at_ms, state), end in sorted(self.runs.reached().items()):
-            if state in self.states and (self.queues is None or queue in self.queues):
-                self.tell(f"trimming {state} of {queue}")
-                # A queue that is gone has nothing to trim, and one that was made anew is another.
-                with contextlib.suppress(QueueNotFound):
-                    removed += self.client.trim(
-                        queue, state=state, before=end, created_at_ms=made_at_ms
-                    )
-        return removed
+    def _archived(self, name: str, columns: Sequence[str], first_id: int) -> DataFrame | None:
+        """Return rows that the archive had before the run; None if it has no file of such."""
+        table = self.tables.get(name) or self.place.open(name)
+        queues = {mark.queue for mark in self.chosen.marks("attempts")}
+        files = [] if table is None else table.files(queues, first_id)
+        if not files:
+            return None
+        named = [msgspec.structs.astuple(each) for each in files]
+        given = self.spark.createDataFrame(named, FILE_COLUMNS)
+        given = given.repartition(min(len(files), parallelism(self.spark)))
+        schema = from_arrow_schema(schema_of(name, columns=columns))
+        return given.mapInArrow(partial(_read_archived, self.place, name, columns), schema)
 
 
-# The UTC day, whatever zone the session is in.
-_DATE: Final = "date_from_unix_date(CAST(floor(unix_micros({}) / 86400000000) AS INT))"
+# --- in tasks -------------------------------------------------------------------------------------
 
 
-def _parts(frame: DataFrame, table: str) -> list[Part]:
-    """Count each partition's rows and sum up their hashes, which no order of rows changes."""
-    values = [
-        # A map can't be hashed; its entries can.
-        F.map_entries(name) if name == "attributes" else F.col(name)
-        for name in sorted(frame.columns)
-    ]
-    digest = F.sum(F.xxhash64(*values).cast("decimal(38,0)")).cast("string")
-    found = frame.groupBy("queue", "date").agg(F.count("*"), digest).collect()
-    return [
-        Part(table=table, queue=queue, date=date.isoformat(), rows=rows, checksum=checksum)
-        for queue, date, rows, checksum in sorted(found)
-    ]
+def _read_history(
+    client: FlightStore,
+    table: str,
+    payload: bool,  # noqa: FBT001 - partial() gives it a name
+    batches: Batches,
+) -> Iterator[pa.RecordBatch]:
+    for text in (text for batch in batches for text in batch.column(0).to_pylist()):
+        with_payload = payload and table != "attempts"
+        yield from client.read_history(table, _stretches(text), payload=with_payload)
 
 
-def _compare(wanted: Sequence[Part], found: Sequence[Part]) -> None:
-    for part in wanted:
-        if part not in found:
-            raise StorageFailed(
-                f"archived {part.table} of queue {part.queue} on {part.date} do not read back as "
-                "written; nothing was removed from the store, and the next run writes them again"
-            )
-    if len(found) != len(wanted):
-        raise StorageFailed("the archive has partitions that were not written by this run")
+def _write(
+    place: Archive,
+    table: str,
+    made_at: Mapping[str, int],
+    read: Callable[[Batches], Batches],
+    batches: Batches,
+) -> Iterator[pa.RecordBatch]:
+    for file in write_rows(place, table, made_at, read(batches)):
+        yield pa.RecordBatch.from_pylist([msgspec.structs.asdict(file)])
+
+
+def _read_archived(
+    place: Archive, table: str, columns: Sequence[str], batches: Batches
+) -> Iterator[pa.RecordBatch]:
+    rows = (row for batch in batches for row in batch.to_pylist())
+    yield from read_rows(place, table, (ArchiveFile(**row) for row in rows), columns)

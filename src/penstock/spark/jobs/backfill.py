@@ -30,13 +30,13 @@ from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, PenstockError, StorageFailed
 from penstock.flight.client import FlightStore
 from penstock.flight.protocol import RESTORED
-from penstock.spark.archive import Runs
+from penstock.spark.delta import Archive, ArchiveTable
 from penstock.spark.matching import COLUMNS, match_batch, matcher_of
-from penstock.spark.reader import offset_at
+from penstock.spark.offsets import offset_at
 from penstock.spark.sessions import parallelism, pinned, read, translated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
@@ -87,7 +87,7 @@ def backfill(
 ) -> Backfill:
     """Fill a queue from the log, from an offset or a time on; by default all that is kept.
 
-    With ``archive``, a directory that the archive job was given, messages that the log has dropped
+    With ``archive``, the place that the archive job was given, messages that the log has dropped
     come from there, and from other queues that still hold them.
 
     ``window`` is how many offsets are matched between two commits. ``progress`` is told offsets:
@@ -102,8 +102,8 @@ def backfill(
     location = client.location
     past = None
     if archive is not None:
-        past = _Past(spark, location, client, str(archive), Runs.existing(archive))
-        past.runs.check_store(client.info().store_id)
+        tables = Archive.at(archive).tables(client.info().store_id)
+        past = _Past(spark, location, client, str(archive), tables)
         if from_time_ms is not None and from_ is None:
             logged = offset_at(client, from_time_ms)
             low = past.lowest_since(from_time_ms)
@@ -206,7 +206,7 @@ class _Past(NamedTuple):
     location: str
     client: FlightStore
     place: str
-    runs: Runs
+    archived: Mapping[str, ArchiveTable]
 
     def lowest_since(self, time_ms: int) -> int | None:
         """Return the lowest message that was published then or later."""
@@ -221,8 +221,8 @@ class _Past(NamedTuple):
         self, queue: str, filter_: str, stretches: Sequence[tuple[int, int]], *, dry_run: bool
     ) -> Iterator[tuple[int, dict[str, int]]]:
         """Fill a queue from stretches; yield, of each step, how many offsets it did, and counts."""
-        rows = [part.rows for run in self.runs.runs for part in run.parts if part.table in _ENDED]
-        scanned = sum(rows)
+        archived = (self.archived[name] for name in _ENDED if name in self.archived)
+        scanned = sum(file.rows for table in archived for file in table.files())
         for each in self.client.stats().queues:
             scanned += each.available + each.delayed + each.in_flight + each.done + each.failed
         found = self._wanted(filter_, stretches)

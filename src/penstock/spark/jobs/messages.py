@@ -21,7 +21,7 @@ from penstock.flight.client import FlightStore, locate
 from penstock.flight.writes import COLUMNS
 from penstock.model import Message
 from penstock.spark.sessions import FROM_SPARK, pinned, read, reporting, revived
-from penstock.spark.source import check_schema, publisher
+from penstock.spark.writer import check_schema, publisher
 from penstock.validation import check_messages
 
 if TYPE_CHECKING:

@@ -7,30 +7,41 @@ nothing from anywhere.
 from __future__ import annotations
 
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
-from functools import partial
+from functools import reduce
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
+from pyspark.sql.pandas.types import from_arrow_schema
 
 from penstock.flight.client import FlightStore
+from penstock.flight.protocol import ReadCommand
+from penstock.flight.tables import schema_of
+from penstock.spark.jobs.figures import FIGURES, SHARES, figures, figures_of_rows
+from penstock.spark.options import FEEDS
 from penstock.spark.sessions import pinned
 from penstock.spark.snapshot import snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
     Row = Mapping[str, Any]
 
 SLOWEST: Final = 20
-_MESSAGE: Final = ("queue", "message_id", "group", "attempts", "published_at")
-_SHARES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-_ACCURACY: Final = 10_000
+# The columns of groups and queues in which nothing has been claimed yet.
+_NOTHING: Final[dict[str, bool | float | int | str]] = {
+    "done": 0,
+    "failed": 0,
+    "attempts_max": 0,
+    "done_per_second": 0.0,
+}
 _SECONDS: Final = (1, 5, 15, 60, 300, 900, 3_600, 21_600, 86_400)
 _SLOTS: Final = 120
 
@@ -40,6 +51,7 @@ def report(
     location: str,
     *,
     queues: Sequence[str] | None = None,
+    archive: str | Path | None = None,
     token: str | None = None,
     ca: str | Path | None = None,
 ) -> dict[str, DataFrame]:
@@ -49,46 +61,52 @@ def report(
     attempts did not succeed. ``attempts``: how many messages took how many. ``slowest``: groups
     by the time to done. ``starving``: groups whose oldest message has waited longest. ``timeline``:
     done and failed by time. ``routing``: how far the logs are routed. Times are in milliseconds,
-    of messages whose history is kept; retention and archived runs are not in it. All tables are
-    read from one snapshot.
+    of messages whose history is kept; ``archive``, the place of an archive, adds what that has.
+    All tables are read from one snapshot.
 
     >>> report(spark, "grpc://127.0.0.1:8815")["slowest"].show()          # doctest: +SKIP
     """
     client = FlightStore(location, token=token, ca=ca)
-    client.queues(queues)
+    known = client.queues(queues).created_at_ms
     with snapshot(client.location, spark=spark) as then:
         at_ms = int(then.at.timestamp() * 1000)
-        frames = _frames(partial(then.table, queues=queues), at_ms)
+
+        def table(name: str, **options: Any) -> DataFrame:
+            if archive is not None and name in FEEDS:
+                options["includeArchive"] = str(archive)
+            return then.table(name, queues=queues, **options)
+
+        if archive is None:
+            found = _figures(client, then.options["snapshot"], sorted(known), chosen=queues)
+            frames = _frames(pinned(spark.createDataFrame(found)), table, at_ms)
+        else:
+            frames = _frames(pinned(_shuffled(table)), table, at_ms)
     return {**frames, "routing": _routing(spark, client)}
 
 
-def _frames(table: Callable[..., DataFrame], at_ms: int) -> dict[str, DataFrame]:
-    """Read tables and make the DataFrames of a report of them, which need the broker no more."""
-    states = []
-    for state in ("done", "failed"):
-        rows = table(state, columns=(*_MESSAGE, f"{state}_at"))
-        rows = rows.withColumnRenamed(f"{state}_at", "ended_at").withColumn("state", F.lit(state))
-        states.append(rows)
-    ended = pinned(states[0].unionByName(states[1]))
-    tried = pinned(table("attempts").drop("consumer").withColumnRenamed("reason", "said"))
-    messages = pinned(_messages(ended, table("active", columns=_MESSAGE), tried))
+def _frames(found: DataFrame, table: Callable[..., DataFrame], at_ms: int) -> dict[str, DataFrame]:
+    """Make the DataFrames of a report, which need the broker no more, of figures and tables."""
     since = F.unix_millis("oldest_published_at")
     wait = F.when(since.isNotNull(), F.greatest(F.lit(at_ms) - since, F.lit(0)))
     waiting = table("groups").withColumn("oldest_wait_ms", wait).drop("oldest_published_at")
     waiting = pinned(waiting)
     depths = table("queues", columns=("name", "available", "delayed", "in_flight", "draining"))
-    per_queue = _per(messages, ["queue"]).join(
-        depths.withColumnRenamed("name", "queue"), "queue", "full"
-    )
     oldest = waiting.groupBy("queue").agg(F.max("oldest_wait_ms").alias("oldest_wait_ms"))
-    groups = _per(messages, ["queue", "group"]).join(waiting, ["queue", "group"], "full")
-    groups = pinned(groups.orderBy("queue", "group"))
+    queues = _of(found, ["queue"]).join(depths.withColumnRenamed("name", "queue"), "queue", "full")
+    queues = queues.join(oldest, "queue", "left").fillna(_NOTHING)
+    groups = _of(found, ["queue", "group"]).join(waiting, ["queue", "group"], "full")
+    groups = pinned(groups.fillna(_NOTHING).orderBy("queue", "group"))
     return {
-        "queues": pinned(per_queue.join(oldest, "queue", "left").orderBy("queue")),
+        "queues": pinned(queues.orderBy("queue")),
         "groups": groups,
-        "reasons": _reasons(tried),
-        "attempts": ended.groupBy("queue", "state", "attempts")
-        .agg(F.count("*").alias("messages"))
+        "reasons": found.where("kind = 'reason'")
+        .selectExpr(
+            *("queue", "state AS outcome", "reason", "CAST(attempts AS bigint) AS attempts"),
+            "messages",
+        )
+        .orderBy(F.desc("attempts"), "queue", "reason"),
+        "attempts": found.where("kind = 'attempts'")
+        .select("queue", "state", "attempts", "messages")
         .orderBy("queue", "state", "attempts"),
         "slowest": groups.where("done_p99_ms IS NOT NULL")
         .orderBy(F.desc("done_p99_ms"), "queue", "group")
@@ -97,7 +115,7 @@ def _frames(table: Callable[..., DataFrame], at_ms: int) -> dict[str, DataFrame]
         .select("queue", "group", "available", "delayed", "in_flight", "done", "oldest_wait_ms")
         .orderBy(F.desc("oldest_wait_ms"), "queue", "group")
         .limit(SLOWEST),
-        "timeline": _timeline(ended),
+        "timeline": _timeline(found.where("kind = 'second'")),
     }
 
 
@@ -121,70 +139,77 @@ def save_report(frames: Mapping[str, DataFrame], directory: str | Path) -> Path:
 # --- messages -------------------------------------------------------------------------------------
 
 
-def _messages(ended: DataFrame, active: DataFrame, tried: DataFrame) -> DataFrame:
-    """Return a row for each message in a queue that was ever claimed or has ended."""
-    active = active.withColumn("ended_at", F.lit(None).cast("timestamp"))
-    once = ended.unionByName(active.withColumn("state", F.lit("active")))
-    first = tried.groupBy("queue", "message_id").agg(F.min("claimed_at").alias("claimed_at"))
-    return once.join(first, ["queue", "message_id"], "left").select(
-        "queue",
-        "group",
-        "state",
-        "attempts",
-        "ended_at",
-        _ms("claimed_at", "published_at").alias("first_claim_ms"),
-        F.when(F.col("state") == "done", _ms("ended_at", "published_at")).alias("done_ms"),
+# Of each table that figures are made of: the columns that are read of it.
+_MESSAGE: Final = ("message_id", "group", "attempts", "published_at")
+_READS: Final = {
+    "attempts": ("message_id", "claimed_at", "outcome", "reason"),
+    "active": _MESSAGE,
+    "done": (*_MESSAGE, "done_at"),
+    "failed": (*_MESSAGE, "failed_at"),
+}
+
+
+def _figures(
+    client: FlightStore, snapshot: str, queues: Sequence[str], *, chosen: Sequence[str] | None
+) -> pa.Table:
+    """Read the history of each queue from a snapshot, and return the figures of all of them.
+
+    Spark would read as many rows, and shuffle them twice. Two queues are in memory at a time.
+    """
+
+    def of_queue(queue: str) -> pa.Table:
+        tables = {}
+        for table, columns in _READS.items():
+            # Messages that wait, and were never claimed, have no figures.
+            where = "attempts > 0" if table == "active" else None
+            # A key that may not read all queues names those that it wants.
+            command = ReadCommand(table, queue=chosen, columns=columns, where=where)
+            ticket = client.narrowed(client.snapshot_ticket(snapshot, 0, command), [queue])
+            schema = schema_of(table, columns=columns)
+            tables[table] = pa.Table.from_batches(client.read(ticket), schema)
+        return figures(queue, **tables)
+
+    with ThreadPoolExecutor(2) as threads:
+        return pa.concat_tables([FIGURES.empty_table(), *threads.map(of_queue, queues)])
+
+
+def _shuffled(table: Callable[..., DataFrame]) -> DataFrame:
+    """Return the same figures of tables with an archive: Spark brings the rows of a queue together.
+
+    Those of one queue are in memory of one executor.
+    """
+    parts = [
+        table(name, columns=("queue", *columns)).withColumn("table", F.lit(name))
+        for name, columns in _READS.items()
+    ]
+    rows = reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), parts)
+    rows = rows.where("`table` <> 'active' OR attempts > 0")
+    return rows.groupBy("queue").applyInArrow(figures_of_rows, from_arrow_schema(FIGURES))
+
+
+def _of(found: DataFrame, keys: Sequence[str]) -> DataFrame:
+    """Return the figures of queues, or of groups."""
+    times = ["first_ended", "last_ended"]
+    seconds = (F.col("last_ended_us") - F.col("first_ended_us")) / 1_000_000
+    return found.where(F.col("kind") == keys[-1]).select(
+        *keys,
+        *("done", "failed"),
+        *(F.timestamp_micros(f"{name}_us").alias(f"{name}_at") for name in times),
+        F.round("attempts_mean", 3).alias("attempts_mean"),
+        "attempts_max",
+        *(f"{what}_{name}_ms" for what in ("first_claim", "done") for name in SHARES),
+        F.round(F.col("done") / F.greatest(seconds, F.lit(1.0)), 2).alias("done_per_second"),
     )
 
 
-def _ms(later: str, earlier: str) -> Column:
-    micros = F.unix_micros(F.col(later)) - F.unix_micros(F.col(earlier))
-    return (micros / 1000).cast("bigint")
-
-
-def _per(messages: DataFrame, keys: Sequence[str]) -> DataFrame:
-    done, failed = (F.sum((F.col("state") == s).cast("bigint")) for s in ("done", "failed"))
-    counts = [
-        done.alias("done"),
-        failed.alias("failed"),
-        F.min("ended_at").alias("first_ended_at"),
-        F.max("ended_at").alias("last_ended_at"),
-        F.round(F.avg(F.when(F.col("state") != "active", F.col("attempts"))), 3).alias(
-            "attempts_mean"
-        ),
-        F.max("attempts").alias("attempts_max"),
-    ]
-    shares = [
-        F.percentile_approx(f"{what}_ms", share, _ACCURACY).alias(f"{what}_{name}_ms")
-        for what in ("first_claim", "done")
-        for name, share in _SHARES.items()
-    ]
-    made = messages.groupBy(*keys).agg(*counts, *shares)
-    seconds = _ms("last_ended_at", "first_ended_at") / 1000
-    rate = F.round(F.col("done") / F.greatest(seconds, F.lit(1.0)), 2)
-    return made.withColumn("done_per_second", rate)
-
-
-def _reasons(tried: DataFrame) -> DataFrame:
-    unfinished = tried.where("outcome IN ('released', 'expired')")
-    return (
-        unfinished.groupBy("queue", "outcome", F.col("said").alias("reason"))
-        .agg(F.count("*").alias("attempts"), F.countDistinct("message_id").alias("messages"))
-        .orderBy(F.desc("attempts"), "queue", "reason")
-    )
-
-
-def _timeline(ended: DataFrame) -> DataFrame:
-    bounds = ended.agg(
-        F.unix_seconds(F.min("ended_at")).alias("low"),
-        F.unix_seconds(F.max("ended_at")).alias("high"),
-    ).collect()[0]
+def _timeline(by_second: DataFrame) -> DataFrame:
+    bounds = by_second.agg(F.min("second").alias("low"), F.max("second").alias("high")).collect()[0]
     width = 0 if bounds["low"] is None else bounds["high"] - bounds["low"]
     step = next((each for each in _SECONDS if width / each <= _SLOTS), _SECONDS[-1])
-    slot = F.timestamp_seconds(F.floor(F.unix_seconds("ended_at") / step) * step)
+    slot = F.timestamp_seconds(F.floor(F.col("second") / step) * step)
     return (
-        ended.groupBy("queue", slot.alias("at"))
-        .agg(*(F.sum((F.col("state") == s).cast("bigint")).alias(s) for s in ("done", "failed")))
+        by_second.groupBy("queue", slot.alias("at"))
+        .agg(*(F.sum(state).alias(state) for state in ("done", "failed")))
         .withColumn("seconds", F.lit(step))
         .orderBy("queue", "at")
     )

@@ -1,0 +1,199 @@
+"""Offsets of the log: stretches, cutting them into tasks, the log's bounds, offsets by time.
+
+Message ids are offsets, given out over all logs together: log 0 may hold 1, 4, 5 and log 1 the
+rest. A stretch is [begin, end) of one log. A stream's offset is one JSON object: where each log is
+read next, and the store that it was read from::
+
+    {"0": 905, "1": 900, "store": "0c2f9a11"}                the table log
+    {"0": 905, "1": 900, "store": "0c2f9a11", "filters": 3}  the tables of the route job
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+
+from penstock.errors import InvalidInput, StoreMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from penstock.flight.client import FlightStore
+    from penstock.model import LogStats
+    from penstock.spark.options import Place
+
+
+LEAST_PIECE: Final = 20_000
+"""Offsets below which a stretch is not worth a second task."""
+
+FIRST: Final = 1
+"""The offset that the first message of a store gets."""
+
+EARLIEST: Final = -2
+LATEST: Final = -1
+_PROBE: Final = 256
+
+Offset: TypeAlias = dict[str, int | str]
+"""A stream's offset, as Spark writes it into the checkpoint."""
+
+
+class Stretch(NamedTuple):
+    """[begin, end) of one log."""
+
+    log: int
+    begin: int
+    end: int
+
+
+def resolve(place: Place, stats: LogStats, name: str) -> dict[int, int]:
+    """Turn ``earliest``, ``latest`` or offsets by log into an offset for every log."""
+    if place == "earliest":
+        return dict.fromkeys(stats.cursors, stats.earliest)
+    if place == "latest":
+        return dict.fromkeys(stats.cursors, stats.end)
+    assert isinstance(place, dict)
+    try:
+        wanted = {int(log): int(offset) for log, offset in place.items()}
+    except (TypeError, ValueError):
+        raise InvalidInput(f'{name} is JSON like {{"0": 5}}, log to offset') from None
+    strangers = sorted(set(wanted) - set(stats.cursors))
+    if strangers:
+        known = ", ".join(map(str, sorted(stats.cursors)))
+        raise InvalidInput(f"{name} names log {strangers[0]}; the store has {known}")
+    missing = sorted(set(stats.cursors) - set(wanted))
+    if missing:
+        raise InvalidInput(f"{name} must name every log; {missing[0]} is missing")
+    found = {}
+    for log, offset in wanted.items():
+        if offset < EARLIEST or offset > stats.end:
+            raise InvalidInput(
+                f"{name} of log {log} is {offset}; there are offsets up to {stats.end}"
+            )
+        found[log] = {EARLIEST: stats.earliest, LATEST: stats.end}.get(offset, offset)
+    return found
+
+
+def logs_of(offset: Mapping[str, int | str]) -> dict[int, int]:
+    """Return the offsets by log of a stream's offset."""
+    return {int(name): int(value) for name, value in offset.items() if name.isdigit()}
+
+
+def limited(start: Mapping[int, int], ends: Mapping[int, int], most: int | None) -> dict[int, int]:
+    """Return where a micro-batch ends that takes at most ``most`` messages."""
+    begins = {log: _begin(start, log, ends[log]) for log in ends}
+    if most is None:
+        return {log: max(begins[log], end) for log, end in ends.items()}
+    # Ids are shared by the logs: one bound for all of them holds for their sum.
+    behind = min((begins[log] for log, end in ends.items() if begins[log] < end), default=0)
+    return {log: max(begins[log], min(end, behind + most)) for log, end in ends.items()}
+
+
+def between(start: Mapping[int, int], end: Mapping[int, int]) -> list[Stretch]:
+    """Return the stretches between two offsets, log by log."""
+    found = [Stretch(log, _begin(start, log, until), until) for log, until in sorted(end.items())]
+    return [stretch for stretch in found if stretch.begin < stretch.end]
+
+
+def _begin(start: Mapping[int, int], log: int, end: int) -> int:
+    # A log that was added since holds nothing older than where the others stood.
+    return start[log] if log in start else min(start.values(), default=end)
+
+
+def cut(stretches: Iterable[Stretch], pieces: int, least: int = LEAST_PIECE) -> list[Stretch]:
+    """Cut stretches into about ``pieces`` of like width, but none for the sake of a few offsets."""
+    whole = list(stretches)
+    width = sum(stretch.end - stretch.begin for stretch in whole)
+    step = max(least, -(-width // max(1, pieces)))
+    parts: list[Stretch] = []
+    for log, begin, end in whole:
+        count = -(-(end - begin) // step)
+        borders = [begin + (end - begin) * number // count for number in range(count + 1)]
+        parts += [Stretch(log, *pair) for pair in pairwise(borders)]
+    return parts
+
+
+def check_kept(stretches: Sequence[Stretch], stats: LogStats, *, fail: bool) -> list[Stretch]:
+    """Refuse (or, if not ``fail``, leave out) offsets that the log's retention has removed."""
+    kept = []
+    for log, begin, end in stretches:
+        earliest = stats.earliest
+        if max(begin, FIRST) < earliest and fail:
+            raise InvalidInput(
+                f"data loss: offsets {begin} to {min(end, earliest)} of log {log} are asked for, "
+                f"but the log begins at {earliest}: its retention has removed them. Set "
+                "failOnDataLoss to false to go on without them"
+            )
+        if max(begin, earliest) < end:
+            kept.append(Stretch(log, max(begin, earliest), end))
+    return kept
+
+
+def check_store(offset: Mapping[str, int | str], store_id: str) -> None:
+    """Refuse a checkpoint that was made over another store."""
+    if offset.get("store", store_id) != store_id:
+        raise StoreMismatch(
+            f"the checkpoint belongs to store {offset['store']}, the broker serves store "
+            f"{store_id}: use another checkpoint directory, or the broker that it was made with"
+        )
+
+
+def offsets_at(
+    client: FlightStore, times: int | Mapping[str, int], stats: LogStats, name: str
+) -> dict[int, int]:
+    """Return the first offset of each log that was published at a time or later.
+
+    The time is one for all logs, which then begin at one offset, or one for each.
+    """
+    if isinstance(times, int):
+        return dict.fromkeys(stats.cursors, offset_at(client, times))
+    by_log = {log: times.get(str(log)) for log in stats.cursors}
+    if len(by_log) < len(times) or None in by_log.values():
+        known = ", ".join(map(str, sorted(stats.cursors)))
+        raise InvalidInput(f"{name} must have a time for every log, and for no other: {known}")
+    return {log: offset_at(client, at_ms or 0, [log]) for log, at_ms in by_log.items()}
+
+
+def offset_at(client: FlightStore, at_ms: int, logs: Sequence[int] | None = None) -> int:
+    """Return the first offset, in these logs or in any, that was published at a time or later."""
+    stats = client.log_stats()
+    logs, low, high = logs or list(stats.cursors), stats.earliest, stats.end
+    # Time in a store never goes back, so neither does it along the offsets.
+    while low < high:
+        middle = (low + high) // 2
+        found = _first(client, logs, middle, high)
+        if found is None:
+            high = middle
+        elif found[1] < at_ms:
+            low = found[0] + 1
+        else:
+            high = middle
+    return low
+
+
+def _first(
+    client: FlightStore, logs: Sequence[int], begin: int, end: int
+) -> tuple[int, int] | None:
+    """Return offset and time of the first message at an offset or after it."""
+    width = _PROBE
+    while begin < end:
+        until = min(end, begin + width)
+        found = []
+        for log in logs:
+            for batch in client.read_log(log, begin, until, columns=("offset", "published_at")):
+                row = batch.slice(0, 1).to_pylist()[0]
+                found.append((row["offset"], int(row["published_at"].timestamp() * 1000)))
+                break
+        if found:
+            return min(found)
+        begin, width = until, width * 2
+    return None
+
+
+def lag_of(reached: Mapping[int, int], ends: Mapping[int, int]) -> dict[str, int]:
+    """Return how many offsets are left, by log."""
+    return {str(log): max(0, end - reached.get(log, end)) for log, end in sorted(ends.items())}
+
+
+def offset_of(by_log: dict[int, int], store_id: str) -> Offset:
+    """Return the offset of a stream."""
+    return {**{str(log): offset for log, offset in sorted(by_log.items())}, "store": store_id}

@@ -1,0 +1,352 @@
+"""The change feed: done, failed and attempts as streams."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("pyspark", reason="pyspark is not installed")
+
+import msgspec
+from pyspark.errors import PythonException, StreamingQueryException
+
+import penstock
+from penstock import InvalidInput, ManualClock
+from penstock.flight.protocol import HistoryEnds, HistoryStretch, QueueHistory
+from penstock.spark.feed import (
+    FeedOffset,
+    Position,
+    deal,
+    next_positions,
+    starting_positions,
+    stretches_between,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("spark")]
+
+DAY_MS = 86_400_000
+
+
+def feed(spark: SparkSession, world: Any, table: str, **options: str) -> DataFrame:
+    reader = spark.readStream.format("penstock").options(location=world.location, table=table)
+    return reader.options(**{"startingOffsets": "earliest", **options}).load()
+
+
+def follow(frame: DataFrame, place: Path) -> StreamingQuery:
+    writer = frame.writeStream.format("parquet").option("checkpointLocation", str(place / "ckpt"))
+    return writer.trigger(availableNow=True).start(str(place / "out"))
+
+
+def rows_of(spark: SparkSession, place: Path, *columns: str) -> list[tuple[Any, ...]]:
+    found = spark.read.parquet(str(place / "out")).select(*columns).collect()
+    return sorted(tuple(row) for row in found)
+
+
+def send(world: Any, queue: str, count: int) -> None:
+    world.broker.publish([penstock.Message(b"x", {"queue": queue}) for _ in range(count)])
+
+
+def finish(world: Any, queue: str, count: int, *, fail: bool = False) -> list[int]:
+    """Ack messages, or let them fail; return their ids."""
+    done: list[int] = []
+    while len(done) < count:
+        taken = world.broker.claim(queue, limit=min(7, count - len(done)), consumer="w")
+        receipts = [each.receipt for each in taken]
+        if fail:
+            world.broker.release(receipts, delay_ms=0, reason="no")
+        else:
+            world.broker.ack(receipts)
+        done += [each.message_id for each in taken]
+    return done
+
+
+@pytest.fixture
+def inline(make_world: Callable[..., Any]) -> Any:
+    """Give a broker with two queues, and a clock that a test moves."""
+    world = make_world(routing="inline", clock=ManualClock())
+    for name in ("a", "b"):
+        world.broker.create_queue(name, max_attempts=1)
+        send(world, name, 60)
+    return world
+
+
+def test_a_stream_of_done_goes_on_from_its_checkpoint(
+    spark: SparkSession, inline: Any, tmp_path: Path
+) -> None:
+    ids: list[int] = []
+    for count in (15, 0, 5):
+        ids += finish(inline, "a", count) + finish(inline, "b", count // 5)
+        # Start options count only the first time.
+        start = "latest" if count == 5 else "earliest"
+        frame = feed(spark, inline, "done", maxOffsetsPerTrigger="10", startingOffsets=start)
+        query = follow(frame, tmp_path)
+        query.awaitTermination()
+        told = [each for each in query.recentProgress if each.numInputRows]
+        assert [each.numInputRows for each in told] == ([10, 8] if count == 15 else [6][:count])
+        lags = [msgspec.json.decode(each.sources[0].latestOffset)["lag"] for each in told]
+        assert [sum(lag.values()) for lag in lags] == ([8, 0] if count == 15 else [0][:count])
+        assert [row[0] for row in rows_of(spark, tmp_path, "message_id")] == sorted(ids)
+    numbers = rows_of(spark, tmp_path, "queue", "sequence")
+    assert numbers == [("a", n) for n in range(20)] + [("b", n) for n in range(4)]
+
+
+def test_a_failure_comes_once_whatever_is_redriven(
+    spark: SparkSession, inline: Any, tmp_path: Path
+) -> None:
+    failed = finish(inline, "a", 7, fail=True)
+    first = feed(spark, inline, "failed", queue="a", maxOffsetsPerTrigger="3")
+    query = first.writeStream.format("parquet").option("checkpointLocation", str(tmp_path / "ckpt"))
+    running = query.start(str(tmp_path / "out"))
+    running.processAllAvailable()
+    running.stop()
+    failed += finish(inline, "a", 7, fail=True)
+    # One that was read, and two that were not, behind which others wait in the same part.
+    inline.broker.redrive("a", message_ids=[failed[1], failed[7], failed[9]])
+    again = finish(inline, "a", 3, fail=True)
+    follow(first, tmp_path).awaitTermination()
+    ids = [row[0] for row in rows_of(spark, tmp_path, "message_id")]
+    assert ids == sorted([*failed[:7], failed[8], *failed[10:], *again])
+
+
+def test_attempts_follow_their_messages(spark: SparkSession, inline: Any, tmp_path: Path) -> None:
+    failed = finish(inline, "a", 3, fail=True)
+    follow(feed(spark, inline, "attempts"), tmp_path).awaitTermination()
+    inline.broker.delete_queue("b")
+    inline.broker.redrive("a", message_ids=failed[:1])
+    done = finish(inline, "a", 1)
+    follow(feed(spark, inline, "attempts"), tmp_path).awaitTermination()
+    found = spark.read.parquet(str(tmp_path / "out")).drop("reason", "consumer", "ended_at")
+    # The earlier attempt at a message that was redriven comes again, and its key is the same.
+    assert found.count() == 5
+    once = found.dropDuplicates(["queue", "message_id", "attempt", "claimed_at"])
+    rows = sorted((row.message_id, row.attempt, row.outcome) for row in once.collect())
+    assert done == failed[:1]
+    assert rows == sorted([(id_, 1, "released") for id_ in failed] + [(done[0], 2, "acked")])
+
+
+def test_queues_come_and_go(spark: SparkSession, inline: Any, tmp_path: Path) -> None:
+    def run() -> None:
+        follow(feed(spark, inline, "done"), tmp_path).awaitTermination()
+        inline.clock.advance(1)
+
+    ids = finish(inline, "a", 5)
+    run()
+    inline.broker.create_queue("c")
+    inline.broker.delete_queue("a")
+    send(inline, "c", 4)
+    ids += finish(inline, "c", 4)
+    run()
+    inline.broker.create_queue("a")
+    send(inline, "a", 3)
+    ids += finish(inline, "a", 3)
+    run()
+    found = rows_of(spark, tmp_path, "message_id", "queue", "sequence")
+    assert [row[0] for row in found] == sorted(ids)
+    assert sorted(row[2] for row in found if row[1] == "a") == [0, 0, 1, 1, 2, 2, 3, 4]
+
+
+def test_what_retention_took_is_told(spark: SparkSession, inline: Any, tmp_path: Path) -> None:
+    ids = finish(inline, "a", 10)
+    follow(feed(spark, inline, "done"), tmp_path).awaitTermination()
+    finish(inline, "a", 10)
+    inline.clock.advance(DAY_MS)
+    inline.broker.sweep()
+    ids += finish(inline, "a", 5)
+    query = follow(feed(spark, inline, "done"), tmp_path)
+    says = "data loss: done messages of queue a from sequence 10 on"
+    with pytest.raises(StreamingQueryException, match=says) as told:
+        query.awaitTermination()
+    assert "Traceback" not in str(told.value)
+    follow(feed(spark, inline, "done", failOnDataLoss="false"), tmp_path).awaitTermination()
+    assert [row[0] for row in rows_of(spark, tmp_path, "message_id")] == ids
+
+
+def test_an_error_of_a_task_is_told_in_one_line(
+    spark: SparkSession, inline: Any, tmp_path: Path
+) -> None:
+    finish(inline, "a", 3)
+    told: list[str] = []
+
+    def read_late(batch: DataFrame, _: int) -> None:
+        inline.broker.delete_queue("a")
+        with pytest.raises(PythonException) as error:
+            batch.collect()
+        told.append(str(error.value))
+
+    hides = "spark.sql.execution.pyspark.udf.hideTraceback.enabled"
+    spark.conf.set(hides, "false")
+    try:
+        writer = feed(spark, inline, "done").writeStream.foreachBatch(read_late)
+        writer = writer.option("checkpointLocation", str(tmp_path / "ckpt"))
+        writer.trigger(availableNow=True).start().awaitTermination()
+    finally:
+        spark.conf.set(hides, "true")
+    assert "data loss: done messages of queue a from sequence 0 on" in told[0]
+    assert "the queue was deleted before they were read" in told[0]
+    assert "Traceback" not in told[0]
+
+
+def test_a_lost_commit_replays_the_same_rows(
+    spark: SparkSession, inline: Any, tmp_path: Path
+) -> None:
+    finish(inline, "a", 12)
+    seen: list[tuple[int, list[int]]] = []
+
+    def note(batch: DataFrame, number: int) -> None:
+        seen.append((number, sorted(row["sequence"] for row in batch.collect())))
+
+    def run() -> None:
+        frame = feed(spark, inline, "done", maxOffsetsPerTrigger="8", columns="sequence")
+        writer = frame.writeStream.foreachBatch(note)
+        writer = writer.option("checkpointLocation", str(tmp_path / "ckpt"))
+        writer.trigger(availableNow=True).start().awaitTermination()
+
+    run()
+    (tmp_path / "ckpt" / "commits" / "1").unlink()
+    (tmp_path / "ckpt" / "commits" / ".1.crc").unlink(missing_ok=True)
+    finish(inline, "a", 3)
+    run()
+    stretch = list(range(8, 12))
+    assert seen == [(0, list(range(8))), (1, stretch), (1, stretch), (2, [12, 13, 14])]
+
+
+def test_a_stream_begins_where_it_is_told_to(
+    spark: SparkSession, inline: Any, tmp_path: Path
+) -> None:
+    times = []
+    for _ in range(3):
+        times.append(inline.clock.now_ms())
+        finish(inline, "a", 2)
+        finish(inline, "b", 1)
+        inline.clock.advance(1_000)
+    by_queue = msgspec.json.encode({"a": times[2], "b": times[1]}).decode()
+    for number, (start, expected) in enumerate(
+        (
+            ({"startingOffsets": '{"a": 5, "b": -2}'}, {"a": [5], "b": [0, 1, 2]}),
+            ({"startingTimestamp": str(times[1])}, {"a": [2, 3, 4, 5], "b": [1, 2]}),
+            ({"startingTimestamp": by_queue}, {"a": [4, 5], "b": [1, 2]}),
+        )
+    ):
+        reader = spark.readStream.format("penstock").options(location=inline.location, table="done")
+        place = tmp_path / str(number)
+        follow(reader.options(**start).load(), place).awaitTermination()
+        rows = rows_of(spark, place, "queue", "sequence")
+        assert rows == [(name, each) for name, some in expected.items() for each in some]
+
+
+def test_every_row_comes_once_through_restarts(
+    spark: SparkSession, make_world: Callable[..., Any], tmp_path: Path
+) -> None:
+    world = make_world(routing="inline")
+    for name in ("a", "b"):
+        world.broker.create_queue(name, max_attempts=1)
+    over = threading.Event()
+    ids: list[int] = []
+
+    def work() -> None:
+        """Let every third message fail, and redrive it now and then."""
+        while not over.is_set() or world.broker.redrive("a") + world.broker.redrive("b"):
+            for queue in ("a", "b"):
+                if not over.is_set():
+                    send(world, queue, 5)
+                for each in world.broker.claim(queue, limit=10):
+                    if each.attempts == 1 and each.message_id % 3 == 0:
+                        world.broker.release([each.receipt])
+                    else:
+                        world.broker.ack([each.receipt])
+                        ids.append(each.message_id)
+            world.broker.redrive("a")
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        for _ in range(3):
+            frame = feed(spark, world, "done", maxOffsetsPerTrigger="500")
+            writer = frame.writeStream.format("parquet")
+            writer = writer.option("checkpointLocation", str(tmp_path / "ckpt"))
+            query = writer.start(str(tmp_path / "out"))
+            while query.lastProgress is None or not query.lastProgress.numInputRows:
+                query.awaitTermination(1)
+            # In the middle of a micro-batch, as it comes.
+            query.stop()
+    finally:
+        over.set()
+        worker.join()
+    follow(feed(spark, world, "done"), tmp_path).awaitTermination()
+    assert [row[0] for row in rows_of(spark, tmp_path, "message_id")] == sorted(ids)
+
+
+def started(ends: HistoryEnds, states: tuple[str, ...], place: Any) -> dict[str, tuple[int, int]]:
+    found = starting_positions(ends, states, place)
+    return {name: (each.done, each.failed) for name, each in found.items()}
+
+
+ENDS = HistoryEnds(
+    "s",
+    900,
+    {
+        "a": QueueHistory(10, {"done": 50, "failed": 5}, {"done": (20, 700)}),
+        "b": QueueHistory(20, {"done": 0, "failed": 0}),
+    },
+)
+
+
+def test_places() -> None:
+    done, both = ("done",), ("done", "failed")
+    assert started(ENDS, done, "earliest") == {"a": (20, -1), "b": (0, -1)}
+    assert started(ENDS, both, "latest") == {"a": (50, 5), "b": (0, 0)}
+    assert started(ENDS, done, {"a": 30, "b": -2}) == {"a": (30, -1), "b": (0, -1)}
+    assert started(ENDS, both, {"a": {"done": 30, "failed": -1}, "b": -1})["a"] == (30, 5)
+    # None that is still to be read has ended before.
+    assert starting_positions(ENDS, done, "earliest")["a"].since == 700
+    assert starting_positions(ENDS, done, "latest")["a"].since == 900
+    assert starting_positions(ENDS, done, {"a": 30, "b": -2})["a"].since == 10
+
+
+@pytest.mark.parametrize(
+    ("states", "place", "says"),
+    [
+        (["done"], {"a": 1}, "must name every queue; 'b' is missing"),
+        (["done"], {"a": 1, "b": 0, "c": 0}, "names queue 'c', which is not read"),
+        (["done"], {"a": 51, "b": 0}, "queue a is 51; done has numbers up to 50"),
+        (["done"], {"a": -3, "b": 0}, "queue a is -3"),
+        (["done", "failed"], {"a": 1, "b": 0}, "must say where done and failed begin"),
+        (["done"], {"a": {"failed": 1}, "b": 0}, "of queue a must say where"),
+    ],
+)
+def test_places_that_are_not_there(states: list[str], place: Any, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        starting_positions(ENDS, states, place)
+
+
+def test_a_limit_is_shared_by_what_waits() -> None:
+    start = FeedOffset("s", 800, {"a": Position(10, 700, 20, 0)})
+    end = FeedOffset("s", 900, next_positions(start, ENDS, ("done", "failed"), 7))
+    found = stretches_between(start, end, ("done", "failed"))
+    assert [(each.queue, each.state, each.begin, each.end) for each in found] == [
+        ("a", "done", 20, 26),
+        ("a", "failed", 0, 1),
+    ]
+    # What is left has not ended before the time that was known.
+    assert end.queues["a"].since == 700
+    assert end.queues["b"].since == 900
+    whole = next_positions(start, ENDS, ("done", "failed"), None)
+    assert (whole["a"].done, whole["a"].failed, whole["a"].since) == (50, 5, 900)
+
+
+def test_tasks_have_many_short_stretches_or_a_part_of_a_long_one() -> None:
+    short = [HistoryStretch(f"q{n}", 1, "done", 0, 3) for n in range(10)]
+    tasks = deal(short, 4, least=5)
+    assert [sum(each.end - each.begin for each in some) for some in tasks] == [8, 8, 8, 6]
+    parts = deal([HistoryStretch("q", 1, "done", 5, 105)], 4, least=5)
+    bounds = [(each.begin, each.end) for some in parts for each in some]
+    assert bounds == [(5, 30), (30, 55), (55, 80), (80, 105)]
