@@ -14,7 +14,7 @@ WORKERS ?= $(shell expr 2 \* $$(nproc))
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-embedded test test-spark test-others check pythons lint types format soak fuzz clients \
-  java browser docs wheel clean bench bench-embedded bench-depth bench-fairness bench-routing bench-pipeline \
+  java browser docs wheel clean bench bench-embedded bench-depth bench-disk bench-mixed bench-fairness bench-routing bench-pipeline \
   bench-server bench-server_sqs bench-engines bench-worker bench-cluster bench-retention
 
 demo: $(STAMP) java     ## publish, Spark pipeline, workers, report; KEEP=1 leaves the console open
@@ -78,10 +78,10 @@ fuzz: $(STAMP)          ## every parser under a coverage-guided fuzzer, FUZZ_SEC
 	  $(BIN)/python tests/fuzz/run.py $$each $(FUZZ_SECONDS) || exit 1; \
 	done
 
-bench: bench-embedded bench-depth bench-fairness bench-routing bench-pipeline bench-server \
+bench: bench-embedded bench-depth bench-disk bench-mixed bench-fairness bench-routing bench-pipeline bench-server \
   bench-server_sqs bench-engines bench-worker bench-cluster bench-retention
 
-bench-embedded bench-depth bench-fairness bench-routing bench-pipeline bench-server \
+bench-embedded bench-depth bench-disk bench-mixed bench-fairness bench-routing bench-pipeline bench-server \
 bench-server_sqs bench-engines bench-worker bench-cluster bench-retention: bench-%: $(STAMP)
 	$(BIN)/python benchmarks/$*.py
 
