@@ -10,15 +10,16 @@ import pytest
 
 import penstock
 from penstock import InvalidInput, InvalidMessage, limits
-from penstock.clock import ManualClock
 from penstock.errors import DiskFull
 from penstock.flight import protocol
-from penstock.flight.client import FlightStore
 from penstock.flight.protocol import Published
-from penstock.server import FlightListener, in_process_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from penstock.clock import ManualClock
+    from penstock.flight.client import FlightStore
+    from penstock.server import FlightListener
 
 SCHEMA = pa.schema([("payload", pa.binary()), ("priority", pa.int64()), ("dedup_id", pa.string())])
 
@@ -30,25 +31,9 @@ def rows(count: int, begin: int = 0) -> pa.RecordBatch:
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
 def broker(clock: ManualClock) -> Iterator[penstock.Broker]:
     with penstock.open("memory:", clock=clock, background=False) as opened:
         yield opened
-
-
-@pytest.fixture
-def server(broker: penstock.Broker, clock: ManualClock) -> Iterator[FlightListener]:
-    with in_process_server(broker, clock=clock) as listener:
-        yield listener
-
-
-@pytest.fixture
-def store(server: FlightListener) -> FlightStore:
-    return FlightStore(server.location)
 
 
 def published(broker: penstock.Broker) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import queue as queues
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
@@ -50,7 +51,7 @@ _plain: Final = msgspec.msgpack.Decoder(list[Delivery])
 _held: Final = msgspec.msgpack.Decoder(list[HeldDelivery])
 
 
-class Subscription:
+class Subscription(ABC):
     """A request to be pushed messages of a queue."""
 
     decoder: msgspec.msgpack.Decoder[Any] = _plain
@@ -106,19 +107,17 @@ class Subscription:
         self.transport.connection.subscriptions.discard(self)
         self.ended(error or BrokerClosed("the server has ended the consumer"))
 
-    # --- for those that are told -----------------------------------------------------------------
-
+    @abstractmethod
     def pushed(self, deliveries: list[Any], left_ms: int) -> None:
         """Take messages whose lease has so much left."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ended(self, error: BaseException) -> None:
         """Take note that no more messages come, and why."""
-        raise NotImplementedError
 
+    @abstractmethod
     def freed(self, count: int, size: int) -> None:
         """Take note that so many messages, of so many bytes, are held no more."""
-        raise NotImplementedError
 
     # --- messages that are held ----------------------------------------------------------------
 

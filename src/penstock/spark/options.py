@@ -34,7 +34,7 @@ FEEDS: Final = ("done", "failed", "attempts")
 """The tables that can be read as a stream by sequence number, and that an archive has too."""
 
 ON_BAD_ROW: Final = ("fail-first", "skip", "quarantine")
-"""What a write does that finds a row which can't be a message."""
+"""The ways of a write to treat a row that can't be a message."""
 
 DEFAULT_PARTITIONS: Final = 4
 

@@ -222,7 +222,7 @@ class MoveVerbs(SettleVerbs):
                     yield step
                 rest = rest[taken:]
                 if rest and state is State.FAILED:
-                    # Those that have left may have cut the parts that the others are in.
+                    # The step before may have cut the parts that the others are in.
                     rest[:] = self.history.find_failed(queue, [each.message_id for each in rest])
 
     def _move_step(

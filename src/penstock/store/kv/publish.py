@@ -86,7 +86,7 @@ class PublishVerbs(Core):
             if routes is not None:
                 touched = self.place(batch, placed, taken, now_ms)
         self.totals.published += next_id - first_id
-        # Those that duplicates did not need: a reader of the log would take them for messages.
+        # Ids that duplicates did not need go back: the log would seem to have messages there.
         self.log.ids.next = next_id
         self.put_totals(batch, now_ms)
         self.commit(batch, touched, now_ms)
