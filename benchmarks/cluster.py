@@ -1,16 +1,21 @@
 """Many brokers on one PostgreSQL: throughput, contention, many zones, fairness.
 
-Starts a PostgreSQL of its own (fsync on), in a directory of its own. Four parts:
+Starts a PostgreSQL of its own (fsync on), in a directory of its own. Parts:
 
 * throughput: publish, and claim and ack, by 1 to 8 broker processes, and what a message costs: CPU
   of the brokers and of PostgreSQL, statements, transactions;
+* compare: the same beside a bare table with SKIP LOCKED and pgmq's statements with its archive,
+  with a backlog, for several batch sizes and numbers of processes;
+* locks: for which part of their time processes that publish wait for each other's locks, without a
+  group, with one each and with many in a batch;
 * contention: claims that came to nothing or were aborted, for each that won, with fewer zones than
   claimers and with many: this store's way, the same without randomness and tokens, and two naive
   claimers at the head of one table;
 * zones: what a claim costs with few vested zones among 1,000 and among 100,000;
+* writes: what the life of a message writes: rows, index entries, bytes of the write-ahead log;
 * fairness: claims until a group of one message is served, alone and beside a large group.
 
-    python benchmarks/cluster.py [--parts throughput contention zones fairness] [--seconds 2]
+    python benchmarks/cluster.py [--parts throughput compare …] [--seconds 2]
 """
 
 from __future__ import annotations
@@ -22,13 +27,15 @@ import statistics
 import sys
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import psycopg
 from common import console, describe, show
+from sql_peers import QUEUES
 
 from penstock.store.sql.store import open_store
 
@@ -193,14 +200,18 @@ def _statements(broker: Broker) -> int:
     return contention.statements
 
 
-def publishing(start: Start, url: str, batch: int, seconds: float) -> Counter[str]:
-    """Publish for a while."""
+def publishing(
+    start: Start, url: str, batch: int, seconds: float, groups: int = 64
+) -> Counter[str]:
+    """Publish for a while; without groups, or each message in the next of them."""
     with penstock.open(url) as broker:
         start()
         began, cpu, statements, done = perf_counter(), process_time(), _statements(broker), 0
         while perf_counter() - began < seconds:
             fill_one = [
-                penstock.Message(PAYLOAD, {"queue": "q"}, group=f"g{(done + n) % 64}")
+                penstock.Message(
+                    PAYLOAD, {"queue": "q"}, group=f"g{(done + n) % groups}" if groups else ""
+                )
                 for n in range(batch)
             ]
             done += len(broker.publish(fill_one))
@@ -266,6 +277,108 @@ def throughput(server: Server, crew: Crew, options: argparse.Namespace) -> Itera
                 f"{run['statements'] / messages:.2f}" if run["statements"] else "",
                 f"{made / messages:.2f}",
             ]
+
+
+# --- beside plain tables --------------------------------------------------------------------------
+
+
+def filling(start: Start, name: str, url: str, messages: int) -> Counter[str]:
+    """Publish a backlog."""
+    with QUEUES[name](url, PAYLOAD) as queue:
+        start()
+        for _ in range(0, messages, 1_000):
+            queue.publish(1_000)
+    return Counter()
+
+
+def using(start: Start, name: str, verb: str, url: str, batch: int, seconds: float) -> Counter[str]:
+    """Publish, or claim and ack, for a while."""
+    with QUEUES[name](url, PAYLOAD) as queue:
+        work = queue.publish if verb == "publish" else queue.work
+        work(batch)
+        start()
+        began, cpu, done = perf_counter(), process_time(), 0
+        while perf_counter() - began < seconds:
+            done += work(batch)
+        spent = perf_counter() - began
+        return Counter(messages=done, rate=round(done / spent),
+                       cpu_us=round((process_time() - cpu) * 1e6))  # fmt: skip
+
+
+def compare(server: Server, crew: Crew, options: argparse.Namespace) -> Iterator[list[object]]:
+    """Measure each verb on each queue in turn; give the rate of the first as a share of theirs."""
+    urls = {}
+    for name, kind in QUEUES.items():
+        urls[name] = server.url()
+        kind.make(urls[name])
+        crew.do(filling, 1, name, urls[name], options.backlog)
+        with psycopg.connect(urls[name], autocommit=True) as one:
+            one.execute("VACUUM ANALYZE")
+    for processes in options.compared:
+        for batch in options.batches:
+            for verb in ("publish", "claim and ack"):
+                rates = {}
+                row: list[object] = [f"{verb}, {batch} at a time, {processes} processes"]
+                for name, url in urls.items():
+                    cpu = server.seconds()
+                    run = crew.do(using, processes, name, verb, url, batch, options.seconds)
+                    threading.Event().wait(0.5)
+                    messages = max(1, run["messages"])
+                    rates[name] = run["rate"]
+                    theirs = (server.seconds() - cpu) * 1e6 / messages
+                    row += [
+                        f"{run['rate']:,}",
+                        f"{run['cpu_us'] / messages:,.0f} + {theirs:,.0f}",
+                    ]
+                ours, *others = rates.values()
+                yield row + [f"{ours / max(1, other):.2f}" for other in others]
+
+
+# --- locks ----------------------------------------------------------------------------------------
+
+
+def sampling(url: str, over: threading.Event) -> Counter[str]:
+    """Look again and again at who waits for a lock, and on which table."""
+    counts: Counter[str] = Counter()
+    with psycopg.connect(url, autocommit=True) as one:
+        while not over.wait(0.005):
+            counts["looks"] += 1
+            for (event,) in one.execute(
+                "SELECT wait_event::text FROM pg_stat_activity WHERE wait_event_type = 'Lock' "
+                "AND datname = current_database()"
+            ):
+                counts["waits"] += 1
+                counts[f"on {event}"] += 1
+    return counts
+
+
+def locks(server: Server, crew: Crew, options: argparse.Namespace) -> Iterator[list[object]]:
+    """Have processes publish into one queue, and count those that wait for a lock."""
+    processes = max(options.processes)
+    for name, batch, groups in (
+        ("1, no group", 1, 0),
+        ("10, no group", 10, 0),
+        ("1, of 64 groups", 1, 64),
+        ("10, of 64 groups", 10, 64),
+    ):
+        url = server.url()
+        with penstock.open(url) as broker:
+            broker.create_queue("q")
+            fill(broker, 1, 1)
+        over = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            looking = pool.submit(sampling, url, over)
+            run = crew.do(publishing, processes, url, batch, options.seconds, groups)
+            over.set()
+            seen = looking.result()
+        events = {name: seen[name] for name in seen if name.startswith("on ")}
+        yield [
+            name,
+            f"{run['rate']:,}",
+            f"{seen['looks']:,}",
+            f"{seen['waits'] / max(1, seen['looks'] * processes):.1%}",
+            max(events, key=events.__getitem__, default=""),
+        ]
 
 
 # --- contention -----------------------------------------------------------------------------------
@@ -500,6 +613,114 @@ def many_zones(server: Server, _: Crew, options: argparse.Namespace) -> Iterator
         yield ["ratio", *(f"{b / a:.2f}" if a else "" for a, b in zip(few, many, strict=True))]
 
 
+# --- writes ---------------------------------------------------------------------------------------
+
+# Records of the write-ahead log, by what they write.
+_WRITES = {
+    "inserted": ("Heap/INSERT", "Heap/INSERT+INIT"),
+    "updated": ("Heap/UPDATE", "Heap/UPDATE+INIT"),
+    "updated in place": ("Heap/HOT_UPDATE",),
+    "deleted": ("Heap/DELETE",),
+    "locked": ("Heap/LOCK",),
+    "index entries": ("Btree/INSERT_LEAF", "Btree/INSERT_POST", "Btree/SPLIT_L", "Btree/SPLIT_R"),
+}
+
+
+class Writes:
+    """Counts what a database has written since the last look, by its write-ahead log."""
+
+    def __init__(self, url: str) -> None:
+        self._one = psycopg.connect(url, autocommit=True)
+        self._one.execute("CREATE EXTENSION IF NOT EXISTS pg_walinspect WITH SCHEMA public")
+        self._at = self._now()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._one.close()
+
+    def _now(self) -> str:
+        row = self._one.execute("SELECT pg_current_wal_insert_lsn()::text").fetchone()
+        assert row is not None
+        return str(row[0])
+
+    def look(self) -> Counter[str]:
+        """Return the rows, index entries and bytes since the last look."""
+        # Records can be read once they are flushed.
+        self._one.execute("SELECT pg_switch_wal()")
+        since, self._at = self._at, self._now()
+        text = (
+            'SELECT "resource_manager/record_type", count, record_size '
+            "FROM public.pg_get_wal_stats(%s, %s, true)"
+        )
+        counted: Counter[str] = Counter()
+        for record, count, size in self._one.execute(text, (since, self._at)):
+            counted["bytes"] += int(size)
+            for name, records in _WRITES.items():
+                counted[name] += int(count) if record in records else 0
+        return counted
+
+
+def lifetime(url: str, messages: int, batch: int, ordering: str) -> Iterator[list[object]]:
+    """Publish, claim, ack and remove messages; yield what each step writes for a message."""
+    clock = penstock.ManualClock()
+    with penstock.open(url, clock=clock, background=False) as broker, Writes(url) as writes:
+        broker.create_queue("q", ordering=ordering, done_retention_ms=3_600_000)
+        # Statistics and plans are made before it is measured.
+        fill(broker, 100, 10)
+        while found := broker.claim("q", limit=10):
+            broker.ack([each.receipt for each in found])
+        writes.look()
+        held: list[penstock.Delivery] = []
+
+        def publish() -> None:
+            for first in range(0, messages, batch):
+                told = [
+                    penstock.Message(PAYLOAD, {"queue": "q"}, group=f"g{n % 10}")
+                    for n in range(first, first + batch)
+                ]
+                broker.publish(told)
+
+        def claim() -> None:
+            while len(held) < messages:
+                found = broker.claim("q", limit=batch)
+                held.extend(found)
+                if ordering == "fifo":
+                    # A group is in one lease at a time.
+                    broker.ack([each.receipt for each in found])
+
+        def ack() -> None:
+            for first in range(0, messages, batch):
+                broker.ack([each.receipt for each in held[first : first + batch]])
+
+        def remove() -> None:
+            clock.advance(3_600_001)
+            broker.sweep(budget=2 * messages)
+
+        total: Counter[str] = Counter()
+        fifo = ordering == "fifo"
+        steps = {"publish": publish, "claim and ack" if fifo else "claim": claim}
+        for name, step in ({**steps, "removal": remove} if fifo
+                           else {**steps, "ack": ack, "removal": remove}).items():  # fmt: skip
+            step()
+            written = writes.look()
+            total.update(written)
+            yield [f"{ordering}, {batch} a verb: {name}", *_written(written, messages)]
+        yield [f"{ordering}, {batch} a verb: all", *_written(total, messages)]
+
+
+def _written(counted: Counter[str], messages: int) -> list[str]:
+    return [f"{counted[name] / messages:.2f}" for name in (*_WRITES, "bytes")]
+
+
+def writes(server: Server, _: Crew, options: argparse.Namespace) -> Iterator[list[object]]:
+    """Count what the life of a message writes, one by one and in batches."""
+    for ordering in ("standard", "fifo"):
+        for batch in (1, 100):
+            yield from lifetime(server.url(), options.written, batch, ordering)
+
+
 # --- fairness -------------------------------------------------------------------------------------
 
 
@@ -561,6 +782,17 @@ PARTS: dict[str, tuple[Part, str,
         "brokers on one PostgreSQL, {batch} messages a verb, 1 KB, 64 groups",
         ("", "messages/s", "broker CPU us", "PostgreSQL CPU us", "statements", "transactions"),
     ),
+    "compare": (
+        compare,
+        "messages/s and CPU us of client + PostgreSQL, {backlog:,} waiting, 1 KB",
+        ("", *(cell for name in QUEUES for cell in (name, "CPU")),
+         *(f"of {name}" for name in list(QUEUES)[1:])),
+    ),
+    "locks": (
+        locks,
+        "processes publish into one queue, messages of 1 KB: time that they wait for locks",
+        ("messages a publish", "messages/s", "looks", "waiting", "most"),
+    ),
     "contention": (
         contention,
         "{claimers} processes claim and ack from one queue, {batch_claim} messages a claim",
@@ -571,6 +803,11 @@ PARTS: dict[str, tuple[Part, str,
         many_zones,
         "vested zones of all zones: claims of 10, relaxed",
         ("", "claim, ms", "look, ms", "statements/claim", "rows scanned", "blocks"),
+    ),
+    "writes": (
+        writes,
+        "what the life of a message of 1 KB in 10 groups writes, by the write-ahead log",
+        ("", *_WRITES, "bytes"),
     ),
     "fairness": (
         fairness,
@@ -587,11 +824,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=10, help="messages of one verb")
     parser.add_argument("--seconds", type=float, default=2.0, help="of one measurement")
     parser.add_argument("--ahead", type=int, default=5_000, help="messages there beforehand")
+    parser.add_argument("--backlog", type=int, default=200_000, help="messages that wait: compare")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 10, 100], help="compare")
+    parser.add_argument("--compared", type=int, nargs="+", default=[1, 4, 8], help="processes")
     parser.add_argument("--claimers", type=int, default=8)
     parser.add_argument("--contended", type=int, nargs="+", default=[4, 256], help="zones")
     parser.add_argument("--messages", type=int, default=10_000, help="that are contended for")
     parser.add_argument("--zones", type=int, default=100_000)
     parser.add_argument("--vested", type=int, nargs="+", default=[10, 100, 1_000])
+    parser.add_argument("--written", type=int, default=1_000, help="messages whose writes count")
     parser.add_argument("--large", type=int, default=100_000)
     parser.add_argument("--small", type=int, default=100)
     options = parser.parse_args()
@@ -599,7 +840,7 @@ def main() -> None:
         sys.exit(MISSING)
     describe()
     with ExitStack() as stack:
-        crew = Crew(max(options.claimers, *options.processes))
+        crew = Crew(max(options.claimers, *options.processes, *options.compared))
         stack.callback(crew.close)
         server = Server()
         stack.callback(server.remove)

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -164,6 +164,7 @@ class PostgresServer:
         ).fetchall()
         if tables:
             admin.execute("; ".join(f"DELETE FROM penstock.{table}" for (table,) in tables))
+            admin.execute("ALTER SEQUENCE penstock.message_ids RESTART")
 
     def forget_places(self) -> None:
         """Let the databases of a test be used by the next."""
@@ -194,7 +195,9 @@ class PostgresServer:
             yield
         finally:
             for pid in (*others, first):
-                os.kill(pid, signal.SIGCONT)
+                # It may have been killed meanwhile.
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     def stop(self, how: signal.Signals = signal.SIGINT) -> None:
         if self._process is not None:

@@ -58,7 +58,7 @@ DAMAGE: dict[str, tuple[str, set[str]]] = {
         ),
         {"garbage", "counter"},
     ),
-    "a log that goes on behind its end": ("UPDATE log_head SET next_offset = 2", {"sequence"}),
+    "ids that come again": ("SELECT setval('message_ids', 2)", {"sequence"}),
     "leased and delayed": (
         "UPDATE items SET delayed = true WHERE lease_id IS NOT NULL",
         {"wrong_field"},

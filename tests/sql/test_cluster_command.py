@@ -11,9 +11,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import pytest
 from click.testing import CliRunner
+from tests.waiting import wait_until
 
 import penstock
 from penstock import ManualClock, Message
@@ -27,6 +29,7 @@ from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
     from click.testing import Result
+    from tests.sql.postgres import PostgresServer
 
     from penstock import Broker
 
@@ -38,7 +41,7 @@ def run(*words: str) -> Result:
 
 
 def seen(url: str, *words: str) -> Any:
-    result = run(*(words or ("status",)), "--json", "--store", url)
+    result = run(*(words or ("status", "--over", "1ms")), "--json", "--store", url)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -101,14 +104,46 @@ def test_status_as_a_table(url: str) -> None:
         broker.create_queue("q")
         send(broker, 200)
         core_of(broker).database.execute("UPDATE pointers SET vesting_ms = vesting_ms - 5000")
-        said = run("status", "--store", url).stdout
+        said = run("status", "--over", "1ms", "--store", url).stdout
         assert "ring of 100, claims look at tokens below 100" in said
         assert "200 zones, 0 empty; all have the token of this ring" in said
         assert re.search(r"200 vested, the oldest for [5-9],\d\d\d ms", said)
         assert "200 messages waiting, 0 in flight" in said
         shown = len({each["token"] for each in seen(url)["tokens"]})
         assert f"the fullest 20 of {shown} tokens" in said
-        assert len(re.findall(r"^│ +\d+ │", said, re.MULTILINE)) == 20
+        # After the sixteen logs.
+        assert len(re.findall(r"^│ +\d+ │", said, re.MULTILINE)) == 16 + 20
+
+
+def test_status_shows_logs_with_rates_and_waits(url: str, postgres: PostgresServer) -> None:
+    with (
+        penstock.open(f"{url}?logs=3", background=False) as broker,
+        penstock.open(url, background=False) as other,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        broker.create_queue("q")
+        send(broker, 30)
+        found = seen(url)
+        assert [each["log"] for each in found["logs"]] == [0, 1, 2]
+        assert sum(each["published"] for each in found["logs"]) == 30
+        assert max(each["head"] for each in found["logs"]) == found["next_id"] == 31
+        assert [each["waiting"] for each in found["logs"]] == [0, 0, 0]
+        group = next(f"g{n}" for n in range(99) if crc32(f"g{n}".encode()) % 3 == 1)
+        message = Message(b"x", {"queue": "q"}, group=group)
+        with postgres.connect(url.rpartition("/")[2]) as holder:
+            holder.execute("BEGIN; SELECT 1 FROM penstock.log_heads WHERE log = 1 FOR UPDATE")
+            late = [pool.submit(each.publish, [message]) for each in (broker, other)]
+            wait_until(lambda: seen(url)["logs"][1]["waiting"] == 2)
+            assert [each["waiting"] for each in seen(url)["logs"]] == [0, 2, 0]
+            holder.execute("ROLLBACK")
+        for each in late:
+            each.result(timeout=60)
+        looking = pool.submit(seen, url, "status", "--over", "3s")
+        sent = 0
+        while not looking.done():
+            broker.publish([message])
+            sent += 1
+        assert 0 < looking.result()["logs"][1]["per_second"] <= sent
 
 
 def test_old_tokens_are_counted_over_pages(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

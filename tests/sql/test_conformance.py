@@ -63,4 +63,6 @@ class TestPostgresWithTokens(OnPostgres, DeliverySuite, FifoSuite, WaitingSuite)
 
 
 class TestPostgresRouting(OnPostgres, RoutingConformance):
-    pass
+    """The suite begins with one log, and changes the number."""
+
+    options = "?logs=1"

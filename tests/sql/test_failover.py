@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.docs.blocks import run_blocks
 from tests.sql.postgres import PostgresServer, serving
-from tests.sql.test_faults import judge, wait_for_acks, worker
+from tests.sql.test_faults import QUEUES, judge, running_worker, wait_for_acks, worker
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -61,20 +62,39 @@ def servers() -> Iterator[tuple[PostgresServer, Replica]]:
             replica.remove()
 
 
+@pytest.mark.parametrize("ending", ["killed", "silent"])
 def test_processes_go_on_with_the_replica(
-    servers: tuple[PostgresServer, Replica], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    servers: tuple[PostgresServer, Replica],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ending: str,
 ) -> None:
     primary, replica = servers
     hosts = f"127.0.0.1:{primary.port},127.0.0.1:{replica.port}"
-    url = f"postgresql://postgres@{hosts}/{primary.create()}?target_session_attrs=read-write"
+    # A server that is stopped refuses nothing and says nothing: these times bound the wait for it.
+    bounds = "connect_timeout=2&statement_timeout_ms=1000&lock_timeout_ms=1000"
+    url = (
+        f"postgresql://postgres@{hosts}/{primary.create()}?target_session_attrs=read-write&{bounds}"
+    )
     monkeypatch.setenv("PENSTOCK_STORE", url)
     run_blocks(PAGE)
     notes = tmp_path / "notes"
-    with worker(url, notes, "first"), worker(url, notes, "second"):
+    with ExitStack() as stack:
+        for name in ("first", "second"):
+            if ending == "killed":
+                # A broker that publishes, with a worker for each queue.
+                running_worker(stack, url, notes, name, *QUEUES)
+            else:
+                stack.enter_context(worker(url, notes, name))
         wait_for_acks(notes, 40)
-        primary.stop(signal.SIGKILL)
+        if ending == "killed":
+            primary.stop(signal.SIGKILL)
+        else:
+            stack.enter_context(primary.frozen())
         replica.promote()
         wait_for_acks(notes, 40)
+        # Before it could go on beside the new primary.
+        primary.stop(signal.SIGKILL)
     judge(url, notes)
     # The page again, on the new server, with the messages that the old one has confirmed.
     run_blocks(PAGE)

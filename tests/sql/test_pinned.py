@@ -34,7 +34,7 @@ class Pair:
         self.clocks = [ManualClock(seed=1), ManualClock(seed=2)]
         self.brokers = [penstock.open(url, clock=clock, background=False) for clock in self.clocks]
         for slot, broker in zip((3, 11), self.brokers, strict=True):
-            store_of(broker).slot = slot
+            store_of(broker).first_slot = slot
 
     def advance(self, ms: int) -> None:
         for clock in self.clocks:
@@ -133,7 +133,7 @@ def test_nothing_is_trimmed_unseen_while_many_settle(url: str) -> None:
     count = 1_200
     brokers = [penstock.open(url) for _ in range(4)]
     for slot, broker in enumerate(brokers):
-        store_of(broker).slot = 15 - slot
+        store_of(broker).first_slot = 15 - slot
     first = brokers[0]
     first.create_queue("q")
     first.publish(Message(b"", {"queue": "q"}, group=f"{n % 9}") for n in range(count))
@@ -339,7 +339,7 @@ def test_an_idle_one_does_not_live_for_ever(life: Broker) -> None:
 
 
 def test_closing_the_store_closes_what_is_pinned(url: str, postgres: PostgresServer) -> None:
-    with penstock.open(url, background=False) as broker:
+    with penstock.open(f"{url}?logs=1", background=False) as broker:
         broker.publish([Message(b"")] * 3)
         view = broker.view()
         rows = view.log_rows(0, 1, 4)

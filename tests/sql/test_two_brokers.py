@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -90,12 +91,13 @@ def test_filters_count_from_the_change_on(two: Two) -> None:
 
 def test_filters_count_in_a_batch_of_a_server_as_well(two: Two) -> None:
     from penstock.broker.requests import Joint, Publish  # noqa: PLC0415
+    from penstock.packing import pack_messages  # noqa: PLC0415
 
     first, second = two.brokers
     first.create_queue("q", filter="n = 1")
     second.queues()
     first.update_queue("q", filter="n = 2")
-    publish = Publish([Message(b"", {"n": 1}), Message(b"", {"n": 2})], None)
+    publish = Publish(pack_messages([Message(b"", {"n": 1}), Message(b"", {"n": 2})]), None)
     second.begin(Joint(publishes=[publish]))
     assert publish.error is None
     assert [d.message_id for d in first.claim("q", limit=9)] == publish.answer[1:]
@@ -303,7 +305,7 @@ def test_the_same_dedup_id_at_the_same_time(url: str) -> None:
 
 
 def test_no_cursor_passes_a_message_by_that_commits_late(url: str) -> None:
-    """Whoever reads the log while many publish sees every message, and in order."""
+    """Whoever reads the logs while many publish sees every message, each log's in order."""
     brokers = [penstock.open(url, routing="pipeline") for _ in range(4)]
     over = threading.Event()
 
@@ -314,16 +316,21 @@ def test_no_cursor_passes_a_message_by_that_commits_late(url: str) -> None:
         return ids
 
     def follow(broker: Broker) -> list[int]:
-        seen: list[int] = []
-        at = 1
+        seen: list[list[int]] = [[] for _ in broker.log_stats().cursors]
+        at = [1] * len(seen)
         while True:
             last = over.is_set()
-            page = broker.read_log(begin=at, limit=50)
-            seen += [record.message_id for record in page.records]
-            assert at <= page.cursor.end
-            at = page.cursor.end
-            if last and not page.records:
-                return seen
+            found = 0
+            for log in range(len(seen)):
+                page = broker.read_log(log, begin=at[log], limit=50)
+                seen[log] += [record.message_id for record in page.records]
+                assert at[log] <= page.cursor.end
+                at[log] = page.cursor.end
+                found += len(page.records)
+            if last and not found:
+                assert all(seen)
+                assert seen == [sorted(each) for each in seen]
+                return sorted(chain(*seen))
 
     try:
         with ThreadPoolExecutor(4) as pool:
@@ -338,7 +345,7 @@ def test_no_cursor_passes_a_message_by_that_commits_late(url: str) -> None:
 
 
 def test_a_tailer_is_fenced_by_another_process(url: str) -> None:
-    two = Two(url, routing="pipeline")
+    two = Two(f"{url}?logs=1", routing="pipeline")
     first, second = two.brokers
     first.create_queue("q", filter="TRUE")
     second.publish([Message(b"")] * 3)
@@ -354,7 +361,7 @@ def test_a_tailer_is_fenced_by_another_process(url: str) -> None:
 
 
 def test_a_page_matched_by_filters_that_another_has_changed(url: str) -> None:
-    two = Two(url, routing="pipeline")
+    two = Two(f"{url}?logs=1", routing="pipeline")
     first, second = two.brokers
     first.create_queue("q", filter="n = 1")
     ids = first.publish([Message(b"", {"n": n}) for n in (1, 2)])

@@ -12,7 +12,8 @@ from tests.waiting import wait_until
 import penstock
 from penstock import ManualClock, Message
 from penstock.model import LeaseRequest
-from penstock.store.sql.claim import LOST_MAX, PATIENCE, PAUSE_MAX_MS, PLANS_MS, ClaimPace
+from penstock.store.sql.claim import LOST_MAX, PATIENCE, PAUSE_MAX_MS, ClaimPace
+from penstock.store.sql.connection import PLANS_MS
 from penstock.store.sql.location import Tunables
 from penstock.store.sql.store import SqlStore
 from penstock.store.sql.zones import NEVER_MS, choose, token_of, walk
@@ -224,8 +225,9 @@ def test_a_publish_that_trusts_its_memory_loses_nothing(url: str, store: Store) 
     store.clock.advance(MIN_INACTIVE_MS)
     key = (store.core.queue("q").number, b"a")
     other.broker.queues()
-    assert other.core.zones.version == 1
-    other.core.zones.saw_vested(key, other.clock.now_ms())
+    versions = other.core.zones.versions
+    assert set(versions) == {1}
+    other.core.zones.saw_vested([key], other.clock.now_ms(), versions)
     store.broker.sweep()
     assert store.zones() == set()
     other.put("a")
@@ -263,7 +265,7 @@ def test_a_zone_that_is_collected_meanwhile_is_made_again(url: str, store: Store
     with ThreadPoolExecutor(1) as pool:
         with core.database.transaction():
             found = core.database.run("idle_zones", before_ms=now_ms, count=10)
-            assert len(core.zones._collect(found, now_ms)) == 2
+            assert len(core.zones._collect(core.zones._log_of(b"a"), found, now_ms)) == 2
             redriving = pool.submit(other.broker.redrive, "r")
             threading.Event().wait(0.2)
             assert not redriving.done()
@@ -508,7 +510,8 @@ def test_a_claim_that_finds_no_zone_free_waits_a_little_and_gives_up(
     wants = [LeaseRequest(1, 1_000, "", store.clock.lease_id())]
     with other.core.database.transaction():
         other.query("SELECT 1 FROM pointers FOR UPDATE")
-        assert claiming.claim("q", wants, store.clock.now_ms()) == [[]]
+        (claimed,) = claiming.claim("q", wants, store.clock.now_ms())
+        assert not claimed
     assert len(paused) == LOST_MAX
     assert 0 < paused[0] < paused[-1] < 0.1
     assert len(claiming.claim("q", wants, store.clock.now_ms())[0]) == 1
@@ -576,6 +579,11 @@ def test_statements_of_each_verb(store: Store, count: int) -> None:
     _, extending = cost(lambda: store.broker.extend(receipts, lease_ms=5_000))
     _, acking = cost(lambda: store.broker.ack(receipts))
     assert (publishing, claiming, extending, acking) == (1, 2, 1, 1)
+    store.broker.publish(messages * 3)
+    store.broker.claim("q", limit=count)
+    deliveries, claiming = cost(lambda: store.broker.claim("q", limit=count))
+    _, releasing = cost(lambda: store.broker.release([d.receipt for d in deliveries]))
+    assert (len(deliveries), claiming, releasing) == (count, 1, 1)
 
 
 def test_statements_of_a_claim_from_many_zones(store: Store) -> None:
@@ -619,7 +627,7 @@ def test_plans_are_kept_for_a_while(store: Store) -> None:
     database = store.core.database
 
     def plans() -> int:
-        text = "SELECT sum(generic_plans) FROM pg_prepared_statements WHERE statement ~ 'lanes'"
+        text = "SELECT sum(generic_plans) FROM pg_prepared_statements WHERE statement ~ 'picked'"
         ((number,),) = store.query(text)
         return int(number)
 
@@ -628,10 +636,11 @@ def test_plans_are_kept_for_a_while(store: Store) -> None:
         store.broker.ack([d.receipt for d in store.broker.claim("q")])
         return database.statements - before
 
-    store.put(*["a"] * 20)
-    assert {cost() for _ in range(9)} == {3}
+    store.put(*["a"] * 60)
+    # Every few claims look at the pointers, too.
+    assert {cost() for _ in range(40)} == {2, 3}
     assert plans() > 0
     store.clock.advance(PLANS_MS)
     # It is asked as well whether queues have changed.
-    assert cost() == 5
-    assert cost() == 3
+    assert cost() in {4, 5}
+    assert cost() in {2, 3}

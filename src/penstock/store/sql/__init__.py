@@ -6,7 +6,8 @@ its zone has a pointer. No process owns anything, and every verb is one transact
 
     schema.sql, queries.sql   the tables; every statement, by name
     location                  the URL, and its tunables; needs no driver
-    database                  a connection: repeated transactions, translated errors, statements
+    connection                a connection: time limits, translated errors
+    database                  connections of a process, repeated transactions, statements by name
     session                   queues and settings as this process knows them; all verbs are on it
     zones                     pointers and their tokens, and their collection
     publish                   publish; rows of messages that come into queues

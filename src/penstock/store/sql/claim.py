@@ -2,7 +2,9 @@
 
 A claim looks at vested pointers, chooses among them, and visits those: one statement for all of
 them compares and sets the pointers, leases items and puts the pointers back. It goes on until it
-has enough messages, or no vested pointer is left.
+has enough messages, or no vested pointer is left. The process remembers which zones it has seen
+vested: most claims need not look (:class:`VestedZones`). A zone of a standard queue that had more
+to give than it was asked for is not visited, but taken from: its pointer may stay as it is.
 
 A visit names more zones than it takes, and takes the first that are free: passing by a zone that
 another process is at costs nothing. If fewer were free than it wanted, other processes need them
@@ -18,21 +20,24 @@ watch goes on.
 from __future__ import annotations
 
 import threading
+from collections import Counter, OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock import limits
 from penstock.errors import CorruptRecord
-from penstock.model import Delivery
+from penstock.store.codec.claimed import ClaimedMessages
 from penstock.store.codec.metadata import decode_metadata
 from penstock.store.receipts import FAMILY_BYTES, lease_token
 from penstock.store.sql.database import columns
 from penstock.store.sql.queues import SqlQueues
-from penstock.store.sql.zones import NEVER_MS, choose, walk
+from penstock.store.sql.zones import KNOWN_MAX, NEVER_MS, choose, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.model import LeaseRequest
+    from penstock.store.codec.claimed import StoredRow
     from penstock.store.sql.database import Database
     from penstock.store.sql.session import SqlQueue
 
@@ -40,20 +45,20 @@ if TYPE_CHECKING:
 CATCH_UP_BUDGET: Final = 1_000
 # Zones that a visit names beside those that it is to take.
 SPARE: Final = 7
+# Claims that are served from the zones that were seen vested, between two looks at all of them.
+LOOK_EVERY: Final = 4
+# Before every pointer that has vested.
+START: Final = (-1, 0)
 # How often a claim repeats a visit that found no zone free.
 LOST_MAX: Final = 3
 # For how long a queue is watched after a claim has found less in it than it asked for.
 WATCH_MS: Final = 10_000
 # Waiting claims that a vested pointer wakes: how many messages are behind it is not known.
 WOKEN: Final = 100
-# For how long the server keeps plans. Planning costs more than a claim, and less than a plan that
-# is wrong for long about the size of a table.
-PLANS_MS: Final = 5_000
 # Visits that met no other process, between two steps up to more zones at a time.
 PATIENCE: Final = 4
 # A visit in vain doubles the wait, any other makes it a little shorter: so the wait settles where
-# about one visit in ten is in vain, however fast the database is. The broker lets no other call in
-# while a claim waits, therefore the limit.
+# about one visit in ten is in vain, however fast the database is.
 PAUSE_MIN_MS: Final = 4.0
 PAUSE_MAX_MS: Final = 40.0
 SHORTER: Final = 0.93
@@ -80,12 +85,78 @@ class ClaimPace:
             self.width, self._calm = max(1, won // 2), 0
         elif not passed:
             self._calm += 1
-            if self._calm == PATIENCE:
+            if self._calm >= PATIENCE:
                 self.width, self._calm = min(self._most, self.width + 1), 0
 
 
-# A pointer that had vested when a claim looked at it: zone, token, when it vests, turn.
-_Pointer = tuple[Any, ...]
+# A zone, its token, and whether it is known to have more to give than it is asked for.
+Place = tuple[bytes, int, bool]
+
+
+class VestedZones:
+    """The zones of one queue that this process has seen vested, in the order of their turns.
+
+    A claim serves the first ones and puts those that have more behind the others. If all vested
+    zones were seen, they are kept for the next claims; every few claims look again, for the sake
+    of zones that have come. If there are more than a claim looks at, each of those seen is served
+    once, and the next look goes on behind them. Several threads may use it at once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Zone -> token.
+        self._zones: OrderedDict[bytes, int] = OrderedDict()
+        # Zones that had more to give than they were asked for, the last seen of them.
+        self._deep: OrderedDict[bytes, None] = OrderedDict()
+        # Whether there are no others, or where the next look begins.
+        self.whole = False
+        self.after = START
+        # Claims that are served before the next look.
+        self._left = 0
+
+    def begin(self) -> bool:
+        """Count a claim; return whether it is to look at the zones again."""
+        with self._lock:
+            self._left -= 1
+            return self._left < 0
+
+    def put(self, tokens: dict[bytes, int], left: int) -> bool:
+        """Put the zones that were found behind those of them that are known; false: none."""
+        with self._lock:
+            kept = [zone for zone in self._zones if zone in tokens]
+            self._zones = OrderedDict((zone, tokens[zone]) for zone in kept)
+            for zone, token in tokens.items():
+                self._zones.setdefault(zone, token)
+            self._left = left
+            return bool(self._zones)
+
+    def clear(self) -> None:
+        """Forget the zones."""
+        with self._lock:
+            self._zones.clear()
+
+    def first(self, count: int) -> tuple[list[Place], int]:
+        """Return the first zones with their tokens and whether they are deep; and how many are."""
+        with self._lock:
+            places = islice(self._zones.items(), count)
+            return [(zone, token, zone in self._deep) for zone, token in places], len(self._zones)
+
+    def served(self, zone: bytes, token: int, *, more: bool) -> None:
+        """Take a zone from its place; it goes behind the others if it has more to give."""
+        with self._lock:
+            self._zones.pop(zone, None)
+            self._deep.pop(zone, None)
+            if more:
+                self._deep[zone] = None
+                if self.whole:
+                    self._zones[zone] = token
+            if len(self._deep) > KNOWN_MAX:
+                self._deep.popitem(last=False)
+
+    def gave_less(self, zone: bytes) -> None:
+        """Note that a zone keeps its place, and had less to give than it was asked for."""
+        with self._lock:
+            self._deep.pop(zone, None)
 
 
 class SqlClaim(SqlQueues):
@@ -95,21 +166,21 @@ class SqlClaim(SqlQueues):
         super().__init__(database, random)
         # Number of a queue -> its contention.
         self._paces: dict[int, ClaimPace] = {}
+        # Number of a queue -> its zones that were seen vested.
+        self._vested: dict[int, VestedZones] = {}
         self._pause: Callable[[float], object] = threading.Event().wait
         # Number of a queue -> until when it is watched.
         self._watched: dict[int, int] = {}
         self._now_ms = 0
-        self._plans_ms = 0
 
     def claim(
         self, queue_name: str, wants: Sequence[LeaseRequest], now_ms: int
-    ) -> list[list[Delivery]]:
+    ) -> list[ClaimedMessages]:
         """Take messages for several claims, each under its own lease.
 
         They are served in order: those at the end may get nothing.
         """
         self._now_ms = now_ms
-        self._forget_plans(now_ms)
         self.refresh(now_ms)
         queue = self.queue(queue_name)
         claims = [_Claim(self.store_id, queue, want, now_ms) for want in wants]
@@ -119,81 +190,101 @@ class SqlClaim(SqlQueues):
             # Dead letters of another queue may be here now.
             self._serve(queue, claims, now_ms)
         for claim in claims:
-            if claim.deliveries:
+            if claim.rows:
                 self.due(claim.deadline_ms)
         if any(claim.room for claim in claims):
             # Also if it found something: a server claims for its subscribers again once it is told.
             # A claim that finds all it asked for does not end the watch: another may still wait.
             self._watched[queue.number] = now_ms + WATCH_MS
-        return [claim.deliveries for claim in claims]
+        return [claim.claimed() for claim in claims]
 
     def _serve(self, queue: SqlQueue, claims: Sequence[_Claim], now_ms: int) -> bool:
         """Take messages for claims in order; true if there are none, and no process in the way."""
         # A group of a FIFO queue is in one lease at a time, so that claims can't share a visit.
         for together in [[claim] for claim in claims] if queue.fifo else [claims]:
             if not self._take(queue, together, now_ms):
-                # Waits are bounded for all claims together: the broker lets no other call in.
+                # Waits are bounded for all claims together.
                 return False
-        return not any(claim.deliveries for claim in claims)
+        return not any(claim.rows for claim in claims)
 
-    def _peek(self, queue: SqlQueue, now_ms: int) -> list[_Pointer]:
-        """Look at vested pointers, in turn, whichever token they are under."""
-        rows = self.database.ask(
-            "peek",
-            queue=queue.number,
-            tokens=walk(self.ring_high, self.random),
-            now_ms=now_ms,
-            count=self.tunables.peek_max,
-        )
-        return sorted(rows, key=lambda pointer: pointer[2:])
+    def _look(self, queue: SqlQueue, known: VestedZones, now_ms: int) -> bool:
+        """Look at vested pointers, in turn, whichever token they are under; false: none was new.
+
+        Zones that are known and have vested keep their places.
+        """
+        tunables = self.tunables
+        while True:
+            began = known.after
+            rows = self.database.ask(
+                "peek",
+                queue=queue.number,
+                tokens=walk(self.ring_high, self.random),
+                now_ms=now_ms,
+                after_ms=began[0],
+                after_turn=began[1],
+                count=tunables.peek_max,
+            )
+            if rows or began == START:
+                break
+            known.after = START
+        found = sorted(rows, key=lambda pointer: pointer[2:])
+        full = len(found) >= tunables.peek_max
+        known.whole = began == START and not full
+        # Of several tokens the first ones are looked at, from a random one on.
+        known.after = found[-1][2:] if full and self.ring_high == 1 else START
+        if len(found) > tunables.selection_max and not tunables.sequential:
+            # Other processes look at the same zones.
+            found = [found[at] for at in choose(len(found), len(found), self.random)]
+        tokens = {pointer[0]: pointer[1] for pointer in found}
+        return known.put(tokens, LOOK_EVERY if known.whole else tunables.peek_max)
 
     def _take(self, queue: SqlQueue, claims: Sequence[_Claim], now_ms: int) -> bool:
-        """Visit zones until claims are full or no zone is left; false if others were in the way."""
+        """Serve zones until claims are full or no zone is left; false if others were in the way."""
         tunables = self.tunables
         pace = self._paces.setdefault(queue.number, ClaimPace(tunables.selection_max))
-        found: list[_Pointer] = []
-        # Whether there may be vested pointers beside those that were found.
-        more = True
+        known = self._vested.setdefault(queue.number, VestedZones())
+        is_due = known.begin()
+        # Whether the zones were looked at by this claim, and whether there may be others.
+        looked, more = False, True
         lost = 0
         while room := sum(claim.room for claim in claims):
-            if not found:
-                found = self._peek(queue, now_ms) if more else []
-                if not found:
+            places, count = known.first(min(room, pace.width) + SPARE)
+            if not places or (is_due and not looked):
+                if not more or not self._look(queue, known, now_ms):
                     return True
-                more = len(found) >= tunables.peek_max
-            width = min(room, len(found), pace.width)
-            named = min(len(found), width + SPARE)
-            places: Sequence[int] = range(named)
-            if len(found) > tunables.selection_max and not tunables.sequential:
-                places = choose(len(found), named, self.random)
-            offered = [found[at] for at in places]
-            moved, won, passed, left = self._visit(queue, claims, offered, width, now_ms)
+                looked, more = True, not known.whole
+                continue
+            width = min(room, count, pace.width)
+            quota_max = room
+            if not known.whole or count > width:
+                quota_max = tunables.dequeue_max
+            deep = [] if queue.fifo else [place for place in places[:width] if place[2]]
+            if deep and places[0][2]:
+                self._take_deep(queue, claims, known, deep, quota_max, now_ms)
+                continue
+            offered = [place for place in places if queue.fifo or not place[2]]
+            width = min(width, len(offered))
+            moved, won, passed = self._visit(
+                queue, claims, known, offered, width, quota_max, now_ms
+            )
+            if not looked:
+                # Zones that were not free may have been emptied since they were seen.
+                continue
             pace.note(wanted=width, won=won, passed=passed)
+            self.zones.count(collisions=passed)
             # Zones that were passed by are looked at again: other processes have been there.
             more = more or bool(passed)
-            gone = set(places[: won + passed])
-            found = [pointer for at, pointer in enumerate(found) if at not in gone] + left
             if not moved:
                 lost += 1
-                if lost > LOST_MAX or any(claim.deliveries for claim in claims):
+                if lost > LOST_MAX or any(claim.rows for claim in claims):
                     return lost <= LOST_MAX
-                found, more = [], True
+                known.clear()
+                more = True
                 self._pause(pace.pause_ms * (0.5 + self.random()) / 1000)
         return True
 
-    def _visit(
-        self,
-        queue: SqlQueue,
-        claims: Sequence[_Claim],
-        offered: Sequence[_Pointer],
-        width: int,
-        now_ms: int,
-    ) -> tuple[bool, int, int, list[_Pointer]]:
-        """Visit the first zones that are free, and deliver the messages that they give.
-
-        Return whether that changed anything, how many zones were free, how many before the last of
-        them were not, and the visited zones that have more to give.
-        """
+    def _wants(self, claims: Sequence[_Claim]) -> dict[str, Any]:
+        """Return the claims as statements take them."""
         asked = []
         room = 0
         for claim in claims:
@@ -202,15 +293,90 @@ class SqlClaim(SqlQueues):
             asked.append((claim.lease, claim.deadline_ms, claim.consumer, *bounds, left))
             room += claim.room
         names = ("leases", "deadlines", "consumers", "lows", "highs", "room_bytes")
+        return columns(asked, *names)
+
+    def _take_deep(
+        self,
+        queue: SqlQueue,
+        claims: Sequence[_Claim],
+        known: VestedZones,
+        zones: Sequence[Place],
+        quota_max: int,
+        now_ms: int,
+    ) -> None:
+        """Deliver messages of zones that are known to have more than they are asked for."""
+        room = sum(claim.room for claim in claims)
+        # The first ones give what is left over when the room is shared.
+        quotas = [
+            min(quota_max, (room + len(zones) - 1 - at) // len(zones)) for at in range(len(zones))
+        ]
+        rows = self.database.do(
+            lambda: self.database.run(
+                "take",
+                queue=queue.number,
+                zones=[zone for zone, _, _ in zones],
+                quotas=quotas,
+                **self._wants(claims),
+                slot=self.slot,
+                now_ms=now_ms,
+            )
+        )
+        self.progress.commits += 1
+        given = Counter(row[0] for row in rows)
+        for at, (zone, token, _) in enumerate(zones):
+            if given[at + 1] == quotas[at]:
+                known.served(zone, token, more=True)
+            else:
+                # A visit is to see to its pointer.
+                known.gave_less(zone)
+        self._deliver(queue, claims, [row[2:] for row in rows], now_ms)
+        if rows and rows[0][1]:
+            self.expire(now_ms, CATCH_UP_BUDGET, queue)
+
+    def _deliver(
+        self,
+        queue: SqlQueue,
+        claims: Sequence[_Claim],
+        rows: Sequence[tuple[Any, ...]],
+        now_ms: int,
+    ) -> None:
+        """Give messages to the claims under whose leases they are; remove those without payload."""
+        by_lease = {claim.lease: claim for claim in claims}
+        broken = [
+            message_id
+            for message_id, attempts, lease, metadata, payload in rows
+            if not by_lease[lease].deliver(message_id, attempts, metadata, payload)
+        ]
+        if broken:
+            self.remove_broken(queue, broken, now_ms)
+        if any(claim.full for claim in claims):
+            # Other claims that wait are to look again.
+            self.wake(queue)
+
+    def _visit(
+        self,
+        queue: SqlQueue,
+        claims: Sequence[_Claim],
+        known: VestedZones,
+        offered: Sequence[Place],
+        width: int,
+        quota_max: int,
+        now_ms: int,
+    ) -> tuple[bool, int, int]:
+        """Visit the first zones that are free, and deliver the messages that they give.
+
+        Return whether that changed anything, how many zones were free, and how many before the last
+        of them were not.
+        """
         rows = self.database.do(
             lambda: self.database.run(
                 "visit_fifo" if queue.fifo else "visit",
                 queue=queue.number,
                 **columns(offered, "zones", "tokens"),
                 width=width,
-                room=room,
-                quota_max=self.tunables.dequeue_max if len(offered) > width else room,
-                **columns(asked, *names),
+                room=sum(claim.room for claim in claims),
+                quota_max=quota_max,
+                **self._wants(claims),
                 slot=self.slot,
                 turn=self.take_turns(len(offered) + 1),
                 stamp=self.stamp(),
@@ -220,34 +386,23 @@ class SqlClaim(SqlQueues):
             )
         )
         self.progress.commits += 1
-        by_lease = {claim.lease: claim for claim in claims}
         # Place of a zone -> whether it has more to give.
         visited: dict[int, bool] = {}
         expired = moved = False
-        broken: list[int] = []
-        for nth, vesting_ms, has_expired, message_id, attempts, lease, metadata, payload in rows:
+        for nth, vesting_ms, has_expired, message_id, *_ in rows:
             visited[nth - 1] = vesting_ms <= now_ms
             expired = expired or has_expired
             moved = moved or vesting_ms > now_ms or message_id is not None
             if vesting_ms > now_ms:
                 self.zones.forget((queue.number, offered[nth - 1][0]))
-            if message_id is not None and not by_lease[lease].deliver(
-                message_id, attempts, metadata, payload
-            ):
-                broken.append(message_id)
         # The visit did not look at zones behind the last that it wanted.
         reached = max(visited) + 1 if len(visited) == width else len(offered)
-        passed = reached - len(visited)
-        self.zones.collisions += passed
+        for at in range(reached):
+            known.served(*offered[at][:2], more=visited.get(at, False))
         if expired and self.expire(now_ms, CATCH_UP_BUDGET, queue)[0]:
             moved = True
-        if broken:
-            self.remove_broken(queue, broken, now_ms)
-        if any(claim.full for claim in claims):
-            # Other claims that wait are to look again.
-            self.wake(queue)
-        left_over = [offered[at] for at, gives in sorted(visited.items()) if gives]
-        return moved, len(visited), passed, left_over
+        self._deliver(queue, claims, [row[3:] for row in rows if row[3] is not None], now_ms)
+        return moved, len(visited), reached - len(visited)
 
     # --- messages of other processes -------------------------------------------------------
 
@@ -258,7 +413,8 @@ class SqlClaim(SqlQueues):
         """
         if not self.woken:
             return {}
-        woken, self.woken = self.woken, {}
+        with self.memory:
+            woken, self.woken = self.woken, {}
         return {name: count if name in self.by_name else None for name, count in woken.items()}
 
     def wake_watched(self, now_ms: int) -> None:
@@ -266,24 +422,17 @@ class SqlClaim(SqlQueues):
         awake = []
         for number, until_ms in list(self._watched.items()):
             if now_ms >= until_ms or number not in self.by_number:
-                del self._watched[number]
+                self._watched.pop(number, None)
                 awake.append(number)
-        if self._watched:
+        watched = list(self._watched)
+        if watched:
             tokens = list(range(self.ring_high))
-            told = {"queues": list(self._watched), "tokens": tokens, "now_ms": now_ms}
+            told = {"queues": watched, "tokens": tokens, "now_ms": now_ms}
             awake += [row[0] for row in self.database.ask("vested_queues", **told)]
         for number in awake:
             queue = self.by_number.get(number)
             if queue is not None:
                 self.wake(queue, WOKEN)
-
-    def _forget_plans(self, now_ms: int) -> None:
-        if self._plans_ms <= now_ms < self._plans_ms + PLANS_MS:
-            return
-        # No plan is kept yet when the store has just been opened.
-        if self._plans_ms and self.database.dialect == "postgresql":
-            self.database.ask("forget_plans")
-        self._plans_ms = now_ms
 
 
 class _Claim:
@@ -297,7 +446,7 @@ class _Claim:
         self.consumer = want.consumer.encode()
         self._token = lease_token(store_id, queue.number, self.lease)
         self.bytes = 0
-        self.deliveries: list[Delivery] = []
+        self.rows: list[StoredRow] = []
 
     @property
     def full(self) -> bool:
@@ -307,7 +456,11 @@ class _Claim:
     @property
     def room(self) -> int:
         """How many more messages it gets."""
-        return 0 if self.full else self._limit - len(self.deliveries)
+        return 0 if self.full else self._limit - len(self.rows)
+
+    def claimed(self) -> ClaimedMessages:
+        """Return its messages."""
+        return ClaimedMessages(self._queue, self._token, self.deadline_ms, self.rows)
 
     def deliver(
         self, message_id: int, attempts: int, record: bytes | None, payload: bytes | None
@@ -316,22 +469,9 @@ class _Claim:
         try:
             if record is None or payload is None:
                 return False
-            metadata = decode_metadata(record)
+            decode_metadata(record)
         except CorruptRecord:
             return False
         self.bytes += len(payload)
-        self.deliveries.append(
-            Delivery(
-                message_id,
-                self._queue,
-                payload,
-                metadata.attributes,
-                metadata.group,
-                metadata.priority,
-                attempts,
-                metadata.published_at_ms,
-                f"{self._token}-{message_id:016x}",
-                self.deadline_ms,
-            )
-        )
+        self.rows.append((message_id, message_id, attempts, record, payload))
         return True

@@ -1,7 +1,9 @@
-"""A connection to the database: repeats transactions, translates errors, reads queries.sql.
+"""The database as a process uses it: a few connections, repeated transactions, statements by name.
 
-One thread at a time uses it; the broker sees to that. A statement by itself is a transaction by
-itself: the server commits it, even if the process that sent it dies.
+A statement, or a transaction of several, runs on a connection that no other thread uses meanwhile;
+a thread that has one keeps to it until the end of the transaction. Threads that find none free
+wait. A statement by itself is a transaction by itself: the server commits it, even if the process
+that sent it dies.
 
 :meth:`Database.do` repeats
 
@@ -11,142 +13,119 @@ itself: the server commits it, even if the process that sent it dies.
   finds out by itself whether it had been committed. Others fail with StorageFailed: the outcome is
   not known.
 
-Time limits: the server may be silent for ``statement_timeout_ms`` and a little, and for
-``verb_timeout_ms`` in all between two calls of :meth:`Database.limit`, pauses between attempts
-included. The connection to a server that is silent for longer is closed: a stopped process still
-acknowledges packets, and keeps no timeout of its own. Only silence counts, so that a long answer
-over a slow line is not cut off.
+A verb is what a thread does between two calls of :meth:`Database.limit`. It has
+``verb_timeout_ms`` in all: for connections that are not free, for a server that is silent, and for
+pauses between attempts.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from contextlib import contextmanager
+from collections import deque
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.resources import files
 from itertools import takewhile
-from math import ceil, inf
+from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-import psycopg
 from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from psycopg.types.numeric import Int8BinaryDumper
 
-from penstock.errors import (
-    DiskFull,
-    InvalidUrl,
-    PenstockError,
-    ServerUnreachable,
-    StorageFailed,
-    StoreMismatch,
-)
-from penstock.limits import MAX_DATABASE_CONNECT_MS, MAX_DATABASE_REPEATS
+from penstock.errors import ServerUnreachable
+from penstock.limits import MAX_DATABASE_REPEATS
+from penstock.store.sql.arrays import ENCODERS
+from penstock.store.sql.connection import TICK_S, Aborted, Connection, Liveness, Lost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    import psycopg
+
+    from penstock.store.sql.connection import Row
     from penstock.store.sql.location import SqlPlace
 
 T = TypeVar("T")
-
-Row = tuple[Any, ...]
 
 # How queries.sql is written.
 _BLOCK: Final = re.compile(r"^-- (name|part): ", re.MULTILINE)
 _MARKS: Final = ("each", "dialect", "plan")
 # Not a cast, which has two colons.
 _PARAMETER: Final = re.compile(r"(?<![:\w]):([a-z]\w*)")
-# A process that is stopped in the middle of a transaction must not stop the others for longer.
-IDLE_IN_TRANSACTION_MS: Final = 5_000
-# 40001 serialization_failure, 40P01 deadlock_detected, 55P03 lock_not_available.
-_LOCKED: Final = "55P03"
-_ABORTED: Final = frozenset({"40001", "40P01", _LOCKED})
-# A message came into a queue twice, with what was tried.
-_COMES_TWICE: Final = frozenset({"items_pkey", "attempts_pkey"})
-# Classes and codes that say that there is no such place: invalid_authorization, no such database.
-_WRONG_PLACE: Final = ("28", "3D")
-# The same in the words of libpq, which gives no code when it connects.
-_WRONG_SIGNS: Final = ("password", "authentication", "does not exist", "no pg_hba.conf", "role ")
-# Shutting down, crashed, starting up, too many connections.
-_AWAY: Final = ("08", "57P", "53300")
+_ARRAY: Final = re.compile(rf"(?<![:\w]):([a-z]\w*)::({'|'.join(ENCODERS)})\[\]")
 _RETRY_WAIT_S: Final = 0.05
-# How often a silent server is looked at.
-_TICK_S: Final = 0.1
-# A server that has been silent for so long counts as away; an answer takes moments.
-_SILENT_S: Final = 2.0
-# Seconds that an error of the server's own timeouts may take to arrive.
-_GRACE_S: Final = 2.0
-# The least that psycopg takes for an attempt to connect.
-_LEAST_CONNECT_S: Final = 2
-_ALIVE: Final = {
-    "connect_timeout": str(MAX_DATABASE_CONNECT_MS // 1000),
-    "keepalives_idle": "10",
-    "keepalives_interval": "5",
-    "keepalives_count": "3",
-    "tcp_user_timeout": "30000",
-}
 
 
-class Lost(StorageFailed):
-    """The connection was lost; ``unknown``: what was asked for last may have been done."""
+class _Verb(threading.local):
+    """The verb of a thread: its connection, if it has one, and the time that it has left.
 
-    unknown = True
+    ``doubts``: its attempts whose outcome is not known.
+    """
+
+    connection: Connection | None = None
+    in_transaction = False
+    left_s = inf
+    doubts = 0
 
 
-class _Silent(psycopg.OperationalError):
-    """The server has said nothing for too long."""
+class _Turn:
+    """The turn of a thread to get a connection, which ``came`` with one."""
+
+    def __init__(self) -> None:
+        self.came = threading.Event()
+        self.connection: Connection | None = None
+
+    def take(self) -> Connection:
+        """Return the connection that came."""
+        connection, self.connection = self.connection, None
+        assert connection is not None
+        return connection
 
 
-class _Silence:
-    """Counts how long the server has been silent, and how long it may be: at a time, in all."""
+class _Free:
+    """The connections that no thread uses. Threads that wait for one get it in turn."""
 
-    def __init__(self, most_s: float) -> None:
-        self.most_s = most_s
-        self.left_s = inf
-        self.now_s = 0.0
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self._lock = threading.Lock()
+        # The last one that was used first: as many are made as are needed at a time.
+        self._free = list(reversed(connections))
+        self._turns: deque[_Turn] = deque()
 
-    def wait(self, seconds: float) -> None:
-        """Count time in which nothing was heard."""
-        self.now_s += seconds
-        self.left_s -= seconds
-        if self.now_s >= self.most_s or self.left_s <= 0:
-            raise _Silent(f"it was silent for {self.now_s:.1f} s")
+    def take(self) -> Connection | None:
+        """Return one, if no thread waits for it."""
+        with self._lock:
+            return None if self._turns or not self._free else self._free.pop()
 
-    def during(self, steps: Generator[Any, Any, T]) -> Generator[Any, Any, T]:
-        """Run the steps of a statement, which yield whenever they wait for the server."""
+    @contextmanager
+    def turn(self) -> Iterator[_Turn]:
+        """Wait in turn; a turn that comes when its thread no longer waits is passed on."""
+        turn = _Turn()
+        with self._lock:
+            self._turns.append(turn)
+            self._call_next()
         try:
-            wanted = next(steps)
-            while True:
-                # Empty if neither side could send or read for the time of a tick.
-                ready = yield wanted
-                if ready:
-                    self.now_s = 0.0
-                else:
-                    self.wait(_TICK_S)
-                wanted = steps.send(ready)
-        except StopIteration as end:
-            result: T = end.value
-            return result
+            yield turn
         finally:
-            self.now_s = 0.0
+            with self._lock, suppress(ValueError):
+                self._turns.remove(turn)
+            if turn.connection is not None:
+                self.give(turn.take())
 
+    def give(self, connection: Connection) -> None:
+        """Take back a connection, for the thread that has waited longest."""
+        with self._lock:
+            self._free.append(connection)
+            self._call_next()
 
-class _Connection(psycopg.Connection[Row]):
-    """A connection that waits for its server only as long as it may."""
-
-    silence: _Silence | None = None
-
-    def wait(self, gen: Any, *_: Any, **__: Any) -> Any:
-        """Run the steps of a statement to their end."""
-        if self.silence is None:
-            return super().wait(gen)
-        return super().wait(self.silence.during(gen), interval=_TICK_S)
+    def _call_next(self) -> None:
+        while self._free and self._turns:
+            turn = self._turns.popleft()
+            turn.connection = self._free.pop()
+            turn.came.set()
 
 
 class Database:
-    """One connection, made again when it is lost."""
+    """The connections of a process to a database, up to ``connections`` of its URL."""
 
     def __init__(
         self,
@@ -156,135 +135,120 @@ class Database:
         relaxed: bool = False,
         bulk: bool = False,
     ) -> None:
-        """Connect when first asked. ``bulk``: every statement may take ``bulk_timeout_ms``."""
+        """Connect when first asked.
+
+        ``bulk``: there is one connection, and every statement may take ``bulk_timeout_ms``.
+        """
         self._place = place
-        self._conninfo = _conninfo(place.conninfo)
         self.schema = place.schema
         self.dialect = place.dialect
         self.tunables = place.tunables
         # The time after a long statement; without a clock no statement takes any time.
         self.clock = clock
-        self._relaxed = relaxed
-        self._bulk = bulk
-        self._silence = _Silence(self._most_s(bulk=bulk))
+        self._liveness = Liveness(clock)
+        count = 1 if bulk else place.tunables.connections
+        self._connections = [
+            Connection(place, self._liveness, number, clock=clock, relaxed=relaxed, bulk=bulk)
+            for number in range(count)
+        ]
+        self._free = _Free(self._connections)
+        self._forgets_plans = place.dialect == "postgresql" and place.prepare and not bulk
+        self._verb = _Verb()
         self._statements = statements_of(place.dialect)
-        self._connection: psycopg.Connection[Row] | None = None
-        self._depth = 0
         # Attempts to connect again before a verb fails.
         self.patience = MAX_DATABASE_REPEATS
-        # Counters of statements, of aborted transactions, of attempts to connect again, and of
-        # attempts whose outcome is not known.
-        self.statements = 0
-        self.repeated = 0
-        self.reconnected = 0
-        self.doubts = 0
-        # Why the last attempt to reach the server failed.
-        self._failed: str | None = None
-        # The statement that last failed to get a lock, the error, and until when that counts:
-        # other statements may be answered meanwhile.
-        self._locked_out: tuple[Any, str, int] | None = None
+
+    # --- counters --------------------------------------------------------------------------
 
     @property
     def away(self) -> str | None:
         """Why the database does not answer at present; from any thread, at once."""
-        locked_out = self._locked_out
-        if self._failed is not None:
-            return self._failed
-        if locked_out is not None and self.clock() < locked_out[2]:
-            return locked_out[1]
-        return "it is silent" if not self._bulk and self._silence.now_s >= _SILENT_S else None
+        return self._liveness.away
 
-    # --- connecting ------------------------------------------------------------------------
+    @property
+    def statements(self) -> int:
+        """How many statements were sent."""
+        return sum(connection.statements for connection in self._connections)
+
+    @property
+    def repeated(self) -> int:
+        """How many transactions the server has aborted that were done again."""
+        return sum(connection.repeated for connection in self._connections)
+
+    @property
+    def reconnected(self) -> int:
+        """How many attempts were made again because the server did not answer."""
+        return sum(connection.reconnected for connection in self._connections)
+
+    @property
+    def doubts(self) -> int:
+        """How many attempts of this thread had an outcome that is not known."""
+        return self._verb.doubts
+
+    @property
+    def number(self) -> int:
+        """The number of the connection that this thread has; 0 if it has none."""
+        connection = self._verb.connection
+        return 0 if connection is None else connection.number
+
+    # --- connections -----------------------------------------------------------------------
 
     def connect(self) -> psycopg.Connection[Row]:
-        """Return the connection; make one if there is none."""
-        connection = self._connection
-        if connection is not None and not connection.closed:
-            return connection
-        told_s = conninfo_to_dict(self._conninfo)["connect_timeout"]
-        wait_s = max(_LEAST_CONNECT_S, ceil(min(float(told_s or 0), self._silence.left_s)))
-        made = None
-        try:
-            made = _Connection.connect(self._conninfo, autocommit=True, connect_timeout=wait_s)
-            made.silence = self._silence
-            self._configure(made)
-        except psycopg.Error as error:
-            if made is not None:
-                made.close()
-            if isinstance(error, psycopg.errors.ConnectionTimeout):
-                self._silence.left_s -= wait_s
-            self._failed = _said(error)
-            raise translated(error) from error
-        self._connection = made
-        return made
-
-    def _configure(self, connection: psycopg.Connection[Row]) -> None:
-        # One type for all numbers: a statement is prepared once, not for each width of them.
-        connection.adapters.register_dumper(int, Int8BinaryDumper)
-        settings = {
-            **self._timeouts(bulk=self._bulk),
-            "search_path": self.schema,
-            "idle_in_transaction_session_timeout": str(IDLE_IN_TRANSACTION_MS),
-            "application_name": "penstock",
-            "default_transaction_isolation": "read committed",
-        }
-        if self.dialect == "cockroachdb":
-            settings["default_transaction_isolation"] = "serializable"
-            settings["enable_multiple_modifications_of_table"] = "on"
-        else:
-            # Statements of many parts look expensive to the planner, and are not.
-            settings["jit"] = "off"
-            # Tables grow faster than the planner's idea of them: every statement has its index.
-            settings |= {"enable_seqscan": "off", "enable_bitmapscan": "off"}
-            if self._relaxed:
-                settings["synchronous_commit"] = "off"
-        connection.execute(_settings(settings))
-
-    # --- time limits -----------------------------------------------------------------------
+        """Return the driver's connection of this thread, or the first; make one if need be."""
+        return (self._verb.connection or self._connections[0]).connect()
 
     def limit(self, seconds: float) -> None:
-        """Bound the silence of the server in all statements from here on."""
-        self._silence.left_s = seconds
+        """Bound how long this thread waits for the database, in all, from here on."""
+        self._verb.left_s = seconds
+
+    @contextmanager
+    def connection(self) -> Iterator[Connection]:
+        """Give this thread a connection of its own, or the one that it has."""
+        verb = self._verb
+        if verb.connection is not None:
+            yield verb.connection
+            return
+        connection = verb.connection = self._take(verb)
+        connection.silence.left_s = verb.left_s
+        try:
+            if self._forgets_plans:
+                connection.forget_plans()
+            yield connection
+        finally:
+            verb.left_s, verb.connection = connection.silence.left_s, None
+            self._free.give(connection)
+
+    def _take(self, verb: _Verb) -> Connection:
+        """Wait for a connection that is free, for as long as the verb may."""
+        connection = self._free.take()
+        if connection is not None:
+            return connection
+        began_s = verb.left_s
+        with self._free.turn() as turn:
+            while not turn.came.wait(TICK_S):
+                verb.left_s -= TICK_S
+                if verb.left_s <= 0:
+                    raise ServerUnreachable(
+                        f"no connection to the database was free for {began_s:.1f} s "
+                        f"({self.away or 'other calls have them'}): ?connections= of the store's "
+                        "URL allows more"
+                    )
+            return turn.take()
 
     @contextmanager
     def at_leisure(self) -> Iterator[None]:
-        """Give the statements inside ``bulk_timeout_ms`` each."""
-        if self._bulk or self._depth:
-            yield
-            return
-        # Sent within the usual limits, so that a server that hangs is noticed first.
-        settings = _settings(self._timeouts(bulk=True))
-        try:
-            self.execute(settings)
-        except Lost:
-            # The connection was cut before anything was begun: a new one will do.
-            self.execute(settings)
-        left_s = self._silence.left_s
-        self._bulk, self._silence.most_s, self._silence.left_s = True, self._most_s(bulk=True), inf
-        try:
-            yield
-        finally:
-            self._bulk, self._silence.most_s = False, self._most_s(bulk=False)
-            self._silence.left_s = left_s
-            self._execute_or_close(_settings(self._timeouts(bulk=False)))
-
-    def _timeouts(self, *, bulk: bool) -> dict[str, str]:
-        """Return the server's own timeouts: for locks, and for whole statements."""
-        tunables = self.tunables
-        lock_ms, statement_ms = tunables.lock_timeout_ms, tunables.statement_timeout_ms
-        if bulk:
-            lock_ms = statement_ms = tunables.bulk_timeout_ms
-        return {"lock_timeout": str(lock_ms), "statement_timeout": str(statement_ms)}
-
-    def _most_s(self, *, bulk: bool) -> float:
-        """Return how long the server may be silent at a time."""
-        return int(self._timeouts(bulk=bulk)["statement_timeout"]) / 1000 + _GRACE_S
+        """Give the statements inside ``bulk_timeout_ms`` each; a transaction keeps its own."""
+        with self.connection() as connection:
+            if self._verb.in_transaction:
+                yield
+            else:
+                with connection.at_leisure():
+                    yield
 
     def close(self) -> None:
-        """Close the connection."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        """Close all connections, which no thread uses any more."""
+        for connection in self._connections:
+            connection.close()
 
     def another(self) -> Database:
         """Return a Database for another connection to the same place, to read in bulk."""
@@ -298,6 +262,9 @@ class Database:
         assert parameters.keys() == statement.parameters, (
             f"{name}: {parameters.keys() ^ statement.parameters}"
         )
+        for array, encode in statement.arrays:
+            if parameters[array] is not None:
+                parameters[array] = encode(parameters[array])
         return self.execute(statement.text, parameters, prepare=statement.planned_once)
 
     def ask(self, name: str, /, **parameters: Any) -> list[Row]:
@@ -312,65 +279,30 @@ class Database:
         self, text: Any, parameters: Mapping[str, Any] | None = None, *, prepare: bool = False
     ) -> list[Row]:
         """Run any text and return its rows."""
-        self.statements += 1
-        if self._silence.left_s <= 0:
-            raise ServerUnreachable(f"the database does not answer: {self.away}")
-        try:
-            # A text without parameters may hold many statements, which have no binary answer.
-            cursor = self.connect().execute(
-                text, parameters, prepare=prepare, binary=parameters is not None
-            )
-            rows = [] if cursor.description is None else cursor.fetchall()
-        except psycopg.Error as error:
-            raise self._judged(error, text) from error
-        self._failed = None
-        if self._locked_out is not None and self._locked_out[0] == text:
-            self._locked_out = None
-        return rows
-
-    def _judged(self, error: psycopg.Error, text: Any) -> PenstockError:
-        """Translate an error; Lost if the connection is gone."""
-        if isinstance(error, _Silent):
-            # The statement may yet be done, and its answer must not be read as another one's.
-            self.close()
-        self._failed = _said(error) if isinstance(error, _Silent) else None
-        if error.sqlstate == _LOCKED:
-            # Until one more attempt would have waited as long.
-            until_ms = self.clock() + 2 * self.tunables.lock_timeout_ms
-            self._locked_out = text, _said(error), until_ms
-        if self._connection is None or self._connection.closed or self._connection.broken:
-            self.close()
-            return Lost(f"the connection to the database was lost: {_said(error)}")
-        return translated(error)
+        with self.connection() as connection:
+            return connection.execute(text, parameters, prepare=prepare)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Run the statements inside as one transaction; one inside another is part of it."""
-        if self._depth:
+        verb = self._verb
+        if verb.in_transaction:
             yield
             return
-        try:
-            self.execute("BEGIN")
-            self._depth = 1
-            yield
-        except BaseException as error:
-            self._depth = 0
-            self._execute_or_close(sql.SQL("ROLLBACK"))
-            if isinstance(error, Lost):
-                # COMMIT was not sent.
-                error.unknown = False
-            raise
-        self._depth = 0
-        self.execute("COMMIT")
-
-    def _execute_or_close(self, text: sql.SQL | sql.Composed) -> None:
-        """Execute a text that a new connection does not need: one is made if it fails."""
-        try:
-            if self._connection is not None and not self._connection.closed:
-                self._connection.execute(text)
-        except psycopg.Error:
-            # The server undoes a transaction when it finds the connection closed.
-            self.close()
+        with self.connection() as connection:
+            try:
+                self.execute("BEGIN")
+                verb.in_transaction = True
+                yield
+            except BaseException as error:
+                verb.in_transaction = False
+                connection.execute_or_close(sql.SQL("ROLLBACK"))
+                if isinstance(error, Lost):
+                    # COMMIT was not sent.
+                    error.unknown = False
+                raise
+            verb.in_transaction = False
+            self.execute("COMMIT")
 
     # --- repeating -------------------------------------------------------------------------
 
@@ -379,48 +311,41 @@ class Database:
 
         ``again``: also if the connection was lost, because doing it twice does no harm.
         """
-        if self._depth:
+        if self._verb.in_transaction:
             return work()
+        with self.connection() as connection:
+            return self._repeat(work, connection, again=again)
+
+    def _repeat(self, work: Callable[[], T], connection: Connection, *, again: bool) -> T:
+        verb, silence = self._verb, connection.silence
         lost = 0
-        doubts = self.doubts
+        doubts = verb.doubts
         for left in range(MAX_DATABASE_REPEATS, -1, -1):
             try:
                 return work()
-            except Aborted:
+            except Aborted as error:
                 # One that waits for a lock once more needs the time to hear of it.
-                lock_s = self.tunables.lock_timeout_ms / 1000 if self._locked_out else 0
-                if not left or self._silence.left_s <= lock_s:
+                lock_s = self.tunables.lock_timeout_ms / 1000 if error.waited else 0
+                if not left or silence.left_s <= lock_s:
                     raise
-                self.repeated += 1
+                connection.repeated += 1
                 wait_s = 0.0
             except (Lost, ServerUnreachable) as error:
                 # A database that restarts gets time; one that stays away fails the verb.
                 lost += 1
-                self.doubts += isinstance(error, Lost) and error.unknown
-                in_doubt = self.doubts > doubts
-                gives_up = not left or lost > self.patience or self._silence.left_s <= 0
+                verb.doubts += isinstance(error, Lost) and error.unknown
+                in_doubt = verb.doubts > doubts
+                gives_up = not left or lost > self.patience or silence.left_s <= 0
                 if gives_up or (in_doubt and not again):
                     if in_doubt:
                         error.args = (f"{error}; it may or may not have been done",)
                     raise
-                self.reconnected += 1
+                connection.reconnected += 1
                 wait_s = _RETRY_WAIT_S * lost
             if wait_s:
-                self._silence.left_s -= wait_s
+                silence.left_s -= wait_s
                 threading.Event().wait(wait_s)
         raise AssertionError("the loop ends by itself")
-
-
-class Aborted(StorageFailed):
-    """The server has undone the transaction for the sake of another; it may be repeated."""
-
-
-class Refused(StorageFailed):
-    """A statement broke a constraint, which ``constraint`` names."""
-
-    def __init__(self, message: str, constraint: str) -> None:
-        super().__init__(message)
-        self.constraint = constraint
 
 
 def columns(rows: Iterable[Sequence[Any]], *names: str) -> dict[str, list[Any]]:
@@ -429,77 +354,20 @@ def columns(rows: Iterable[Sequence[Any]], *names: str) -> dict[str, list[Any]]:
     return {name: [row[at] for row in held] for at, name in enumerate(names)}
 
 
-def _conninfo(conninfo: str) -> str:
-    """Add the settings by which a connection notices that the other end is gone."""
-    try:
-        told = conninfo_to_dict(conninfo)
-    except psycopg.Error as error:
-        raise InvalidUrl(f"the database can't be opened: {_said(error)}") from error
-    return make_conninfo(
-        conninfo, **{name: value for name, value in _ALIVE.items() if name not in told}
-    )
-
-
-def _settings(settings: Mapping[str, str]) -> sql.Composed:
-    parts = [
-        sql.SQL("SET {} = {}").format(sql.Identifier(name), sql.Literal(value))
-        for name, value in settings.items()
-    ]
-    return sql.SQL("; ").join(parts)
-
-
-def translated(error: psycopg.Error) -> PenstockError:
-    """Translate an error of the driver into Penstock's."""
-    code = error.sqlstate or ""
-    said = _said(error)
-    if code in _ABORTED:
-        return Aborted(f"the database has aborted a transaction: {said}")
-    if code.startswith("23"):
-        rule = error.diag.constraint_name or error.diag.column_name or ""
-        if rule in _COMES_TWICE:
-            # Another process has put the same message into the queue: the next attempt sees it.
-            return Aborted(f"a message has come into a queue meanwhile: {said}")
-        return Refused(said, rule)
-    if code.startswith(_WRONG_PLACE):
-        return InvalidUrl(f"the database can't be opened: {said}")
-    if code == "42501":
-        return StorageFailed(
-            f"the database does not allow it: {said}; the user needs the right to make and use "
-            "the tables of its schema"
-        )
-    if code.startswith("42"):
-        return StoreMismatch(f"the database has not the tables that were expected: {said}")
-    if code == "57014":
-        return StorageFailed(
-            f"the database has cancelled a statement, and nothing was changed: {said}; one that "
-            "needs longer is given it by ?statement_timeout_ms= of the store's URL"
-        )
-    if code in {"53100", "53200"}:
-        return DiskFull(f"the database has no room left: {said}")
-    if code.startswith(_AWAY) or (not code and isinstance(error, psycopg.OperationalError)):
-        if any(sign in said for sign in _WRONG_SIGNS):
-            return InvalidUrl(f"the database can't be opened: {said}")
-        return ServerUnreachable(f"the database does not answer: {said}")
-    return StorageFailed(f"the database has failed: {said}")
-
-
-def _said(error: psycopg.Error) -> str:
-    primary = error.diag.message_primary or str(error) or type(error).__name__
-    return " ".join(primary.split())
-
-
 # --- statements ----------------------------------------------------------------------------------
 
 
 class Statement(NamedTuple):
     """A statement: what it is for, its text for psycopg and its parameters.
 
-    ``planned_once``: the server may keep a plan that does not depend on the parameters.
+    ``arrays``: the parameters that are arrays, with how to write them. ``planned_once``: the server
+    may keep a plan that does not depend on the parameters.
     """
 
     purpose: str
     text: str
     parameters: frozenset[str]
+    arrays: Sequence[tuple[str, Callable[[Sequence[Any]], bytes]]]
     planned_once: bool
 
 
@@ -526,6 +394,7 @@ def parse_statements(text: str, dialect: str) -> dict[str, Statement]:
                     # Parameters go in binary: payloads are not to be spelt out.
                     _PARAMETER.sub(r"%(\1)b", code.replace("%", "%%")),
                     frozenset(_PARAMETER.findall(code)),
+                    [(each, ENCODERS[kind]) for each, kind in dict(_ARRAY.findall(code)).items()],
                     marks.get("plan") == "once",
                 )
     return found

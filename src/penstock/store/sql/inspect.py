@@ -1,8 +1,9 @@
-"""Reading without leasing: browse, attempts, stats; and how zones are spread over tokens."""
+"""Reading without leasing: browse, attempts, stats; logs, and how zones are spread over tokens."""
 
 from __future__ import annotations
 
 import re
+import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -71,6 +72,20 @@ def store_stats_of(session: SqlSession, head: LogHead) -> StoreStats:
     )
 
 
+class LogStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One log: its head, how many messages it got, how many a second, and sessions that wait.
+
+    Every message below ``head`` is committed. ``waiting``: sessions of any process that wait for
+    the head at this moment, to publish or to change queues.
+    """
+
+    log: int
+    head: int
+    published: int
+    per_second: float
+    waiting: int
+
+
 class TokenStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One token: its pointers, the vested ones, and for how long the oldest has been vested."""
 
@@ -86,7 +101,7 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     ``ring_size``: new zones get a token below it; ``ring_high``: claims look at tokens below it.
     ``zones``: those with a pointer; ``empty_zones``: those without items, which are collected when
     they stay empty; ``old_tokens``: those whose token is not the one that the present ring gives.
-    ``waiting`` has the delayed messages too.
+    ``waiting`` has the delayed messages too. ``next_id``: the id that the next message gets.
     """
 
     store_id: str
@@ -100,6 +115,8 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     oldest_lag_ms: int
     waiting: int
     in_flight: int
+    next_id: int
+    logs: list[LogStatus]
     tokens: list[TokenStatus]
 
     @property
@@ -208,11 +225,34 @@ class SqlInspect(SqlMove):
         self.catch_up(now_ms, ALL, queue)
         return queue
 
-    # --- tokens ----------------------------------------------------------------------------
+    # --- logs and tokens ---------------------------------------------------------------------
 
-    def cluster_status(self, now_ms: int) -> ClusterStatus:
-        """Count tokens, zones and messages, as of about now; only reads."""
+    def _look_at_logs(self, over_s: float) -> list[LogStatus]:
+        """Look at the heads of logs twice, and count who waits for them in between."""
         database = self.database
+        before = {log: published for log, _, published in database.run("log_status")}
+        threading.Event().wait(over_s)
+        waits: dict[int, int] = {}
+        if database.dialect == "postgresql":
+            waits = dict(database.run("head_waits"))
+        return [
+            LogStatus(
+                log=log,
+                head=head,
+                published=published,
+                per_second=(published - before.get(log, 0)) / over_s if over_s else 0.0,
+                waiting=waits.get(log, 0),
+            )
+            for log, head, published in database.run("log_status")
+        ]
+
+    def cluster_status(self, now_ms: int, over_s: float = 0) -> ClusterStatus:
+        """Count logs, tokens, zones and messages, as of about now; only reads.
+
+        Messages a second are counted for a while, ``over_s``.
+        """
+        database = self.database
+        logs = self._look_at_logs(over_s)
         _, _, ring_size, ring_high, *_ = database.run("load_instance")[0]
         tokens = [
             TokenStatus(
@@ -237,6 +277,8 @@ class SqlInspect(SqlMove):
             oldest_lag_ms=max((each.oldest_lag_ms for each in tokens), default=0),
             waiting=sum(live - in_flight for live, in_flight in depths),
             in_flight=sum(in_flight for _, in_flight in depths),
+            next_id=self.read_head().next_id,
+            logs=logs,
             tokens=tokens,
         )
 

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, quote, urlencode
 import msgspec
 
 from penstock.errors import InvalidUrl
-from penstock.limits import MAX_RING_SIZE
+from penstock.limits import MAX_LOGS, MAX_RING_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -31,10 +31,10 @@ _Timeout = Annotated[int, msgspec.Meta(ge=100, le=3_600_000)]
 class Tunables(msgspec.Struct, frozen=True, kw_only=True):
     """How claims look for zones, when zones are collected, and how long the database may take.
 
-    ``ring_size``: tokens of a new store. ``peek_max``: pointers that a claim looks at. Of these it
-    visits up to ``selection_max`` at a time, fewer if it wants fewer messages or other processes
-    are at them; if there are more, random ones, unless ``sequential`` turns the randomness off.
-    ``dequeue_max``: messages that one zone gives at a visit while other zones wait.
+    ``ring_size``, ``logs``: tokens and logs of a new store. ``peek_max``: pointers that a claim
+    looks at. Of these it visits up to ``selection_max`` at a time, fewer if it wants fewer messages
+    or other processes are at them; if there are more, random ones, unless ``sequential`` turns the
+    randomness off. ``dequeue_max``: messages that one zone gives at a visit while other zones wait.
     ``threshold_ms``: a pointer that is this little late for a delayed message is left alone.
     ``trust_ms``: for how long a publish does not look at a pointer that it saw vested; ``cool_ms``,
     longer than that: how long after a zone was found empty it is looked at once more.
@@ -42,8 +42,9 @@ class Tunables(msgspec.Struct, frozen=True, kw_only=True):
     often a process looks for messages of other processes while a claim waits, ``idle_poll_ms``
     else.
 
-    ``verb_timeout_ms``: how long a verb waits for the database in all before it fails, and for
-    other calls of its process before that. The server ends a statement that takes
+    ``connections``: connections of a process, and so how many of its verbs go on side by side.
+    ``verb_timeout_ms``: how long a verb waits for the database in all before it fails, also for a
+    connection that other verbs of its process have. The server ends a statement that takes
     ``statement_timeout_ms``, or waits for a lock for ``lock_timeout_ms``; maintenance (a check, a
     new schema, reading in bulk) has ``bulk_timeout_ms`` for each.
 
@@ -51,6 +52,7 @@ class Tunables(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     ring_size: int = 1
+    logs: Annotated[int, msgspec.Meta(ge=1, le=MAX_LOGS)] = 16
     peek_max: _Count = 100
     selection_max: Annotated[int, msgspec.Meta(ge=1, le=100)] = 10
     sequential: bool = False
@@ -61,6 +63,7 @@ class Tunables(msgspec.Struct, frozen=True, kw_only=True):
     min_inactive_ms: Annotated[int, msgspec.Meta(ge=1_000, le=86_400_000)] = 30_000
     poll_ms: _Poll = 100
     idle_poll_ms: _Poll = 1_000
+    connections: Annotated[int, msgspec.Meta(ge=1, le=100)] = 4
     verb_timeout_ms: _Timeout = 30_000
     statement_timeout_ms: _Timeout = 20_000
     lock_timeout_ms: _Timeout = 10_000
@@ -80,13 +83,18 @@ TUNED: Final[Mapping[str, tuple[int, int]]] = dict(_bounds())
 
 
 class SqlPlace(NamedTuple):
-    """A database that holds a store; ``shown`` is its URL without password."""
+    """A database that holds a store; ``shown`` is its URL without password.
+
+    ``prepare``: whether sessions keep settings and prepared statements; not so behind a pooler that
+    hands transactions to different ones.
+    """
 
     dialect: str
     conninfo: str
     schema: str
     tunables: Tunables
     shown: str
+    prepare: bool = True
 
 
 def parse_sql(url: str) -> SqlPlace:
@@ -123,10 +131,14 @@ def parse_sql(url: str) -> SqlPlace:
         for name, bounds in TUNED.items()
         if (value := _number(options, name, *bounds)) is not None
     }
+    prepare = options.pop("prepare", "on")
+    if prepare not in {"on", "off"}:
+        raise InvalidUrl(f"prepare is {prepare!r:.100}; it must be on or off")
     # The rest is for the driver.
     told = urlencode(options, quote_via=quote)
     conninfo = f"postgresql:{place}" + (f"?{told}" if told else "")
-    return SqlPlace(dialect, conninfo, schema, Tunables(ring_size=ring_size, **tuned), shown)
+    tunables = Tunables(ring_size=ring_size, **tuned)
+    return SqlPlace(dialect, conninfo, schema, tunables, shown, prepare == "on")
 
 
 def without_password(url: str) -> str:

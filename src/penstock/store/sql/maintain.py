@@ -4,7 +4,7 @@ Any number of processes sweep at once. Each step takes rows that no other proces
 LOCKED) and counts them in the same transaction, so that nothing is done or counted twice.
 
 The audit checks the invariants that no constraint can state, and repairs the tables. Its statements
-run in one transaction that keeps publishes out (it holds ``log_head``). Other verbs of other
+run in one transaction that keeps publishes out (it holds all ``log_heads``). Other verbs of other
 processes go on: rows that they commit between two statements may look like damage. An audit that
 finds anything therefore looks twice, and reports what both have found.
 """
@@ -22,6 +22,7 @@ from penstock.store.policy import SEGMENT_MS
 from penstock.store.sql.claim import SqlClaim
 from penstock.store.sql.move import UNCLAIMED
 from penstock.store.sql.queues import CHUNK
+from penstock.store.sql.session import sequence_at
 from penstock.store.sql.zones import NEVER_MS
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ CHECKS: Final = (
     (Kind.ORPHAN_ATTEMPT, "attempts", "attempts at a message that the queue does not have",
      "attempts_orphaned"),
     (Kind.GARBAGE, "messages", "a message below the log that no queue holds", "messages_garbage"),
-    (Kind.SEQUENCE, "log_head", "the log has messages beyond its end", "log_beyond_end"),
+    (Kind.SEQUENCE, "message_ids", "an id was used that would be given out again",
+     "log_beyond_end"),
     (Kind.WRONG_FIELD, "items", "an item's marks contradict each other", "items_marked_wrong"),
 )  # fmt: skip
 
@@ -86,7 +88,6 @@ class SqlMaintain(SqlClaim):
     def sweep(self, now_ms: int, budget: int) -> SweepCounts:
         """Do what is due, up to about ``budget`` things, and look for other processes' messages."""
         self._now_ms = now_ms
-        self._forget_plans(now_ms)
         self.wake_watched(now_ms)
         due_ms = self.due_ms
         next_ms = self._swept_ms + SWEEP_MS
@@ -139,19 +140,25 @@ class SqlMaintain(SqlClaim):
 
     def _dues(self) -> list[int]:
         """Return when the next lease, delay, unclaimed retention and dedup window is over."""
-        return [NEVER_MS if time is None else time for time in self.database.ask("next_due")[0]]
+        rows = self.database.ask("next_due", queues=list(self.by_number))
+        return [NEVER_MS if time is None else time for time in rows[0]]
 
     def _next_due_ms(self, now_ms: int) -> int | None:
+        # Before the look: what other threads note meanwhile counts as well.
+        self.due_ms = None
         times = [*self._dues()]
         times += [time for time in (self.retention_ms, self.log_due_ms) if time is not None]
         if self.with_dead_letters():
             times.append(now_ms)
         found = min(times)
-        self.due_ms = None if found == NEVER_MS else found
+        if found != NEVER_MS:
+            self.due(found)
         return self.due_ms
 
     def _come_due(self, now_ms: int, budget: int) -> int:
-        rows = self.database.ask("come_due", now_ms=now_ms, count=budget)
+        rows = self.database.ask(
+            "come_due", queues=list(self.by_number), now_ms=now_ms, count=budget
+        )
         for number in {row[0] for row in rows}:
             queue = self.by_number.get(number)
             if queue is not None:
@@ -190,16 +197,18 @@ class SqlMaintain(SqlClaim):
         removed = 0
         # Once more after some were removed: the next ones may be due as well.
         while removed < budget:
+            self.retention_ms = None
             due = self._first_to_trim()
             count = 0
             for queue, state, at_ms, kept_ms in due:
                 if at_ms <= now_ms and removed + count < budget:
                     room = min(CHUNK, budget - removed - count)
-                    ended_before_ms = now_ms - kept_ms + 1
-                    count += self._trim(queue, state, now_ms, room, ended_before_ms=ended_before_ms)
+                    before = sequence_at(now_ms - kept_ms + 1)
+                    count += self._trim(queue, state, now_ms, room, before=before)
             removed += count
+            for _, _, at_ms, _ in due:
+                self.due_for_retention(at_ms)
             if not count:
-                self.retention_ms = min((at_ms for _, _, at_ms, _ in due), default=None)
                 break
         return removed
 
@@ -208,13 +217,13 @@ class SqlMaintain(SqlClaim):
         queues = list(self.by_name.values())
         due = []
         rows = self.database.ask("next_retention", queues=[queue.number for queue in queues])
-        for (_, done_ms, failed_ms), queue in zip(rows, queues, strict=True):
-            for state, ended_ms, kept_ms in (
-                (State.DONE, done_ms, queue.spec.done_retention_ms),
-                (State.FAILED, failed_ms, queue.spec.failed_retention_ms),
+        for (_, done, failed), queue in zip(rows, queues, strict=True):
+            for state, sequence, kept_ms in (
+                (State.DONE, done, queue.spec.done_retention_ms),
+                (State.FAILED, failed, queue.spec.failed_retention_ms),
             ):
-                if ended_ms is not None and kept_ms:
-                    due.append((queue, state, ended_ms + kept_ms, kept_ms))
+                if sequence is not None and kept_ms:
+                    due.append((queue, state, sequence // sequence_at(1) + kept_ms, kept_ms))
         return due
 
     def _remove_unclaimed(self, now_ms: int, budget: int) -> int:
@@ -241,7 +250,7 @@ class SqlMaintain(SqlClaim):
             _, start_offset, start_ms = segments[1]
             return int(start_ms) + retention_ms if start_offset <= self.routed_up_to() else None
         _, start_offset, start_ms = segments[0]
-        return int(start_ms) + SEGMENT_MS if start_offset < self.head.next_offset else None
+        return int(start_ms) + SEGMENT_MS if start_offset < self.head.next_id else None
 
     def trim_log(self, now_ms: int, budget: int) -> int:
         """Close a segment that is old enough, drop those past retention; return how many messages.
@@ -271,7 +280,7 @@ class SqlMaintain(SqlClaim):
         return dropped
 
     def _drop_segments(self, now_ms: int) -> None:
-        self.lock_head()
+        self.lock_heads()
         segments, retention_ms = self._segments(), self.settings.retention_ms
         if len(segments) == 1:
             self.begin_segment(now_ms)
@@ -320,10 +329,11 @@ class SqlMaintain(SqlClaim):
         )
 
     def _find_damage(self, now_ms: int) -> list[Violation]:
-        self.lock_head()
+        self.lock_heads()
         if self.database.dialect == "postgresql":
             # These read whole tables, unlike all others.
-            self.database.execute("SET LOCAL enable_seqscan = on")
+            for way in ("seqscan", "hashjoin", "mergejoin"):
+                self.database.execute(f"SET LOCAL enable_{way} = on")
         found = []
         for kind, table, text, find in CHECKS:
             for key, told, *_ in self._run_check(find, now_ms):
@@ -331,7 +341,7 @@ class SqlMaintain(SqlClaim):
         return found
 
     def _mend(self, kinds: set[Kind], now_ms: int) -> None:
-        self.lock_head()
+        self.lock_heads()
         for kind, _, _, find in CHECKS:
             if kind not in kinds:
                 continue
@@ -344,8 +354,8 @@ class SqlMaintain(SqlClaim):
                 if queue in self.by_number
             }
             self.zones.ensure(zones, now_ms)
-        version = self.database.run("bump_zones")[0][0]
-        self.head = self.head._replace(zones_version=version)
+        self.database.run("bump_zones", logs=None)
+        self.note_head(self.read_head())
 
     def _run_check(self, statement: str, now_ms: int) -> list[tuple[Any, ...]]:
         known = {

@@ -13,6 +13,7 @@ from penstock.limits import MAX_ATTEMPTS, MAX_OFFSET
 from penstock.model import State
 from penstock.store import policy
 from penstock.store.codec.metadata import read_metadata
+from penstock.store.sql.database import columns
 from penstock.store.sql.publish import Items, SqlPublish
 from penstock.store.sql.settle import SqlSettle
 
@@ -218,6 +219,10 @@ class SqlMove(SqlSettle, SqlPublish):
             for message_id, record in database.run("metadata_of", message_ids=message_ids)
             if (metadata := read_metadata(record or b"")) is not None
         }
+        # Before the items, as every transaction locks them.
+        both = [to.number] if state is State.FAILED else sorted([queue.number, to.number])
+        zones = {(number, each.group.encode()) for number in both for each in known.values()}
+        database.run("lock_pointers", **columns(zones, "queues", "zones"))
         leaving = self._take_out(queue, state, list(known), now_ms)
         if not leaving:
             return 0
@@ -228,11 +233,6 @@ class SqlMove(SqlSettle, SqlPublish):
             "take_ended", queue=to.number, message_ids=arriving, states=[False, True]
         )
         before: dict[int, int] = {message_id: attempts for message_id, attempts, _ in ended}
-        # Both queues hold these messages, and one of them from here on.
-        if live or before:
-            database.run("let_go", message_ids=[*live, *before])
-        if live:
-            database.run("forget_attempts", queue=queue.number, message_ids=sorted(live))
         if arriving:
             # Attempts in the other queue come first, and attempts only grow.
             befores = [before.get(message_id, 0) for message_id in arriving]
@@ -250,7 +250,6 @@ class SqlMove(SqlSettle, SqlPublish):
                 vesting_ms = max(now_ms, vesting_ms)
                 items.add(to, message_id, known[message_id], vesting_ms, attempts)
             self.add_items(items, now_ms)
-        self._count_moved(queue, to, state, len(ids), len(arriving), ended, now_ms)
         self.wake(to, len(ids))
         if queue.fifo:
             # The head of a group may be gone, which other messages of it have waited for.
@@ -258,7 +257,19 @@ class SqlMove(SqlSettle, SqlPublish):
             self.zones.lower(
                 {(queue.number, known[each].group.encode()): now_ms for each in ids}, now_ms
             )
+        self._count_moved(queue, to, state, len(ids), len(arriving), ended, now_ms)
+        # Both queues held these messages, and one of them from here on.
+        if live or before:
+            self._let_go([*live, *before])
+        if live:
+            database.run("forget_attempts", queue=queue.number, message_ids=sorted(live))
         return len(ids)
+
+    def _let_go(self, message_ids: Sequence[int]) -> None:
+        """Take back a reference for each time that a message is named; delete those without any."""
+        named = {"message_ids": list(message_ids)}
+        if self.database.run("let_go", **named)[0][0]:
+            self.database.run("lower_refs", **named)
 
     def _count_moved(
         self,

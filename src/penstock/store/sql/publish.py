@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final
-from zlib import crc32
+from hashlib import sha256
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock.errors import PenstockError
+from penstock.packing import metadata_head
 from penstock.store import policy
-from penstock.store.codec.metadata import Metadata, encode_metadata
+from penstock.store.codec.metadata import Head
 from penstock.store.contract import FiltersChanged
 from penstock.store.policy import SEGMENT_MS
-from penstock.store.sql.database import Refused, columns
-from penstock.store.sql.session import SqlSession
+from penstock.store.sql.connection import Refused
+from penstock.store.sql.database import columns
+from penstock.store.sql.session import SLOTS, SqlSession
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from penstock.model import Message
-    from penstock.store.codec.metadata import Head
+    from penstock.packing import PackedMessage
+    from penstock.store.codec.metadata import Metadata
     from penstock.store.sql.session import SqlQueue
     from penstock.store.sql.zones import Zone
 
 # Attempts of a publish that find queues or dedup ids changed, before it fails.
 _TRIES: Final = 100
+# Scopes and dedup ids of more bytes are hashed: an index key has a bound of 2.7 KB.
+_LONG_BYTES: Final = 200
 
 
 class Items:
@@ -62,32 +66,59 @@ class Items:
         return columns(self.rows, *names, "sizes")
 
 
+class _Known(NamedTuple):
+    """The store as a publish counts on it, of one moment: version, queues, number of logs."""
+
+    version: int
+    queues: Mapping[str, SqlQueue]
+    fifo: frozenset[str]
+    logs: int
+
+
+class _Places(NamedTuple):
+    """The logs that the messages of one publish go into.
+
+    ``heads``: of logs that are locked, all of them; if the messages may go into ``any_log``, the
+    first that is free, and the messages' ``logs`` are not known before.
+    """
+
+    heads: list[int]
+    logs: list[int | None]
+    any_log: bool
+
+
 class SqlPublish(SqlSession):
     """Publish."""
 
     def publish(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[PackedMessage],
         routes: Sequence[Sequence[str]] | None,
         *,
         dedup_window_ms: int,
         now_ms: int,
+        routed_at: int | None = None,
     ) -> list[int]:
         """Store messages and put each into the queues that ``routes`` names for it.
 
         FiltersChanged if the routes may have been made by filters that no longer count.
         """
-        if self.head.specs_version < 0:
+        with self.memory:
+            # Of one moment: other threads read the queues again meanwhile.
+            known = self._known()
+            outdated = routed_at not in {None, self.progress.filter_changes}
+        if known.version < 0:
             self.reload()
+        if known.version < 0 or outdated:
             raise FiltersChanged
         token = self.stamp()
         for _ in range(_TRIES):
             try:
-                ids = self._try_publish(token, messages, routes, dedup_window_ms, now_ms)
+                ids = self._try_publish(known, token, messages, routes, dedup_window_ms, now_ms)
             except Refused as error:
                 if error.constraint == "requests_pkey":
                     # The publish had been committed, and its answer was lost.
-                    return self._ids_of_request(token, messages, now_ms)
+                    return self._resume(known, token, messages, routes, now_ms)
                 if error.constraint not in {"dedup_pkey", "message_id"}:
                     raise
                 # Another process has published the same dedup id since they were looked up.
@@ -95,101 +126,129 @@ class SqlPublish(SqlSession):
             if ids is not None:
                 self.progress.commits += 1
                 return ids
-            if self.database.run("find_request", token=token):
+            if self.database.ask("find_request", token=token):
                 # It had been committed before queues were changed, and its answer was lost.
-                return self._ids_of_request(token, messages, now_ms)
-            self._refresh_for_publish(now_ms, routed=routes is not None)
+                return self._resume(known, token, messages, routes, now_ms)
+            known = self._refresh_for_publish(known, now_ms, routed=routes is not None)
         raise PenstockError(
             "nothing was published, since queues are changed all the time: try again"
         )
 
-    def _refresh_for_publish(self, now_ms: int, *, routed: bool) -> None:
+    def _known(self) -> _Known:
+        """Return the store as a publish counts on it; called with ``memory`` held."""
+        logs = self.settings.changes[-1][1]
+        return _Known(self.head.specs_version, self.by_name, self.fifo, logs)
+
+    def _refresh_for_publish(self, known: _Known, now_ms: int, *, routed: bool) -> _Known:
         """Read queues again after a refused publish; begin a log segment if that is due."""
-        version = self.head.specs_version
         self.refresh()
         if self.head.segment_ms <= now_ms - SEGMENT_MS:
             self.change(lambda: self.begin_segment(now_ms))
-        if self.head.specs_version != version and routed:
+        with self.memory:
+            found = self._known()
+        if found.version != known.version and (routed or self.routing == "inline"):
             raise FiltersChanged
+        return found
 
     def begin_segment(self, now_ms: int) -> None:
         """Begin a new segment of the log if the last one is long enough."""
-        if self.lock_head().segment_ms <= now_ms - SEGMENT_MS:
+        if self.lock_heads().segment_ms <= now_ms - SEGMENT_MS:
             self.database.run("roll_segment", now_ms=now_ms)
-            self.head = self.head._replace(segment_ms=now_ms)
+            with self.memory:
+                self.head = self.head._replace(segment_ms=now_ms)
 
     def _try_publish(
         self,
+        known: _Known,
         token: bytes,
-        messages: Sequence[Message],
+        messages: Sequence[PackedMessage],
         routes: Sequence[Sequence[str]] | None,
         dedup_window_ms: int,
         now_ms: int,
     ) -> list[int] | None:
         """Publish once; None if this process's knowledge of the store is out of date."""
         keys = [_dedup_key(message) for message in messages]
-        known = self._known_dedup_ids(keys, now_ms)
+        earlier = self._known_dedup_ids(keys, now_ms)
         fresh: dict[tuple[bytes, bytes], int] = {}
-        # How many queues hold it, log, metadata, payload.
-        stored: list[tuple[int, int, bytes, bytes]] = []
-        # Of each queue of each message; message ids are counted from 0 here.
+        # How many queues hold it, metadata, payload.
+        stored: list[tuple[int, bytes, bytes]] = []
+        groups: list[str] = []
+        taken: list[Sequence[str]] = []
+        # Of each queue of each message; message ids are counted from 1 here.
         items = Items()
         # Ids of messages that are stored already; places in the batch of those that are not.
         places: list[tuple[int | None, int]] = []
         routed = repeat((), len(messages)) if routes is None else routes
+        head = metadata_head(now_ms)
         for message, key, names in zip(messages, keys, routed, strict=True):
-            if key is not None and key in known:
-                places.append((known[key], 0))
+            if key is not None and key in earlier:
+                places.append((earlier[key], 0))
             elif key is not None and key in fresh:
                 places.append((None, fresh[key]))
             else:
-                places.append((None, len(stored)))
+                nth = len(stored) + 1
+                places.append((None, nth))
                 if key is not None:
-                    fresh[key] = len(stored)
-                metadata = self._place(message, names, len(stored), items, now_ms)
-                log = crc32(message.group.encode()) % self.settings.changes[-1][1]
-                stored.append((len(names), log, encode_metadata(metadata), message.payload))
-        unrouted = 0 if routes is None else sum(not refs for refs, _, _, _ in stored)
+                    fresh[key] = nth
+                queues = [known.queues.get(name) for name in names]
+                self._place(message, queues, nth, items, now_ms)
+                metadata = message.envelope.metadata(head, len(message.payload))
+                stored.append((len(names), metadata, message.payload))
+                groups.append(message.envelope.group)
+                taken.append(names)
+        unrouted = 0 if routes is None else sum(not refs for refs, _, _ in stored)
         dedup_expires_ms = now_ms + dedup_window_ms
-        with self.zones.recheck_if_slow(items.zones, since_ms=now_ms):
-            first_id = self._send_batch(
+        with self.zones.recheck_if_slow(items.zones):
+            ids = self._send_batch(
                 items,
+                self._choose_logs(known, groups, None if routes is None else taken),
                 now_ms,
-                **columns(stored, "refs", "logs", "metadata", "payloads"),
+                specs_version=known.version,
+                **columns(stored, "refs", "metadata", "payloads"),
                 count=len(stored),
                 token=token,
                 duplicates=len(messages) - len(stored),
                 unrouted=unrouted,
-                **columns(fresh, "dedup_scopes", "dedup_ids"),
-                dedup_nths=list(fresh.values()),
+                # In one order, so that publishes into different logs can't wait for each other.
+                **columns(sorted(fresh), "dedup_scopes", "dedup_ids"),
+                dedup_nths=[fresh[key] for key in sorted(fresh)],
                 dedup_expires_ms=dedup_expires_ms,
             )
-        if first_id is None:
+        if ids is None:
             return None
         self._note_items(items, now_ms)
         if fresh:
             self.due(dedup_expires_ms)
-        return [first_id + nth if found is None else found for found, nth in places]
+        return [ids[nth - 1] if found is None else found for found, nth in places]
+
+    def _choose_logs(
+        self, known: _Known, groups: Sequence[str], routes: Sequence[Sequence[str]] | None
+    ) -> _Places:
+        """Choose the logs that the messages of one publish go into."""
+        turn = next(self.log_turns)
+        ordered = bool(known.fifo) if routes is None else not known.fifo.isdisjoint(chain(*routes))
+        if ordered or any(groups):
+            logs = policy.logs_of(groups, routes, known.fifo, known.logs, turn)
+            return _Places(sorted(set(logs)), [*logs], any_log=False)
+        heads = [(turn + nth) % known.logs for nth in range(known.logs)]
+        return _Places(heads, [None] * len(groups), any_log=True)
 
     def _place(
-        self, message: Message, names: Sequence[str], nth: int, items: Items, now_ms: int
-    ) -> Metadata:
-        """Add a message to the queues of its route; return its metadata."""
-        metadata = Metadata(
-            now_ms,
-            message.group,
-            message.priority,
-            len(message.payload),
-            message.delay_ms,
-            dict(message.attributes),
-        )
-        for name in names:
-            queue = self.by_name.get(name)
+        self,
+        message: PackedMessage,
+        queues: Sequence[SqlQueue | None],
+        nth: int,
+        items: Items,
+        now_ms: int,
+    ) -> None:
+        """Add a message to the queues of its route."""
+        it = message.envelope
+        about = Head(now_ms, it.group, it.priority, len(message.payload), it.delay_ms)
+        for queue in queues:
             if queue is None:
                 raise FiltersChanged
             # A message's own delay counts if it has one; the queue's is the default.
-            items.add(queue, nth, metadata, now_ms + (message.delay_ms or queue.spec.delay_ms))
-        return metadata
+            items.add(queue, nth, about, now_ms + (it.delay_ms or queue.spec.delay_ms))
 
     def _known_dedup_ids(
         self, keys: Sequence[tuple[bytes, bytes] | None], now_ms: int
@@ -202,10 +261,26 @@ class SqlPublish(SqlSession):
         )
         return {given[nth - 1]: message_id for nth, message_id in rows}
 
-    def _send_batch(self, items: Items, now_ms: int, **parameters: Any) -> int | None:
-        """Run the statement; return the first id, or None if the knowledge was out of date."""
+    def _send_batch(
+        self, items: Items, places: _Places, now_ms: int, **parameters: Any
+    ) -> list[int] | None:
+        """Run the statement; return the ids, or None if the knowledge was out of date."""
+        if places.any_log:
+            ids = self._run_publish("publish_free", items, places, now_ms, **parameters)
+            if ids is not None:
+                return ids
+            # All logs are busy, or the knowledge is out of date: wait for one, and find out.
+            head = places.heads[0]
+            places = _Places([head], [head] * len(places.logs), any_log=False)
+        return self._run_publish("publish", items, places, now_ms, **parameters)
+
+    def _run_publish(
+        self, name: str, items: Items, places: _Places, now_ms: int, **parameters: Any
+    ) -> list[int] | None:
+        zones_versions = self.zones.versions
         # A second attempt may come much later: it relies on no pointer.
-        first = [self.zones.not_known_vested(items.zones, now_ms)]
+        relied_ms = self.database.clock()
+        first = [self.zones.not_known_vested(items.zones, relied_ms)]
         looked: dict[Zone, int] = {}
 
         def work() -> list[tuple[Any, ...]]:
@@ -214,18 +289,20 @@ class SqlPublish(SqlSession):
             looked.clear()
             looked.update(sorted(wanted.items()))
             return self.database.run(
-                "publish",
+                name,
                 **parameters,
+                heads=places.heads,
+                wanted=1 if places.any_log else len(places.heads),
+                logs=places.logs,
                 **items.columns(),
                 **columns(
                     sorted((queue.number, count) for queue, count in items.counts.items()),
                     "count_queues",
                     "count_numbers",
                 ),
-                specs_version=self.head.specs_version,
-                zones_version=self.zones.version,
+                zones_versions=zones_versions,
                 segment_length_ms=SEGMENT_MS,
-                slot=self.slot,
+                slots=SLOTS,
                 **columns(looked, "zone_queues", "zone_names"),
                 zone_tokens=[self.zones.token(zone) for zone in looked],
                 zone_vestings=list(looked.values()),
@@ -239,11 +316,10 @@ class SqlPublish(SqlSession):
         rows = self.database.do(work, again=True)
         if not rows:
             return None
-        for zone, vesting_ms in looked.items():
-            # Not those that were relied on: a steady publisher would rely on them for ever.
-            if vesting_ms <= now_ms:
-                self.zones.saw_vested(zone, now_ms)
-        return int(rows[0][0])
+        # Not those that were relied on: a steady publisher would rely on them for ever.
+        vested = [zone for zone, vesting_ms in looked.items() if vesting_ms <= now_ms]
+        self.zones.saw_vested(vested, relied_ms, zones_versions)
+        return list(rows[0][0])
 
     def add_items(self, items: Items, now_ms: int) -> None:
         """Put messages into queues, in the caller's transaction; the caller counts them."""
@@ -262,27 +338,46 @@ class SqlPublish(SqlSession):
             if expiry_ms is not None:
                 self.due(expiry_ms)
 
-    def _ids_of_request(self, token: bytes, messages: Sequence[Message], now_ms: int) -> list[int]:
-        """Work out the ids of a publish that had been committed."""
-        first_id = int(self.database.run("find_request", token=token)[0][0])
+    def _resume(
+        self,
+        known: _Known,
+        token: bytes,
+        messages: Sequence[PackedMessage],
+        routes: Sequence[Sequence[str]] | None,
+        now_ms: int,
+    ) -> list[int]:
+        """Finish a publish that had been committed, and whose answer was lost; return its ids."""
+        stored: list[int] = self.database.ask("find_request", token=token)[0][0]
         keys = [_dedup_key(message) for message in messages]
-        known = self._known_dedup_ids(keys, now_ms)
-        ids = []
+        remembered = self._known_dedup_ids(keys, now_ms)
+        ids: list[int] = []
+        nth = 0
         for key in keys:
-            if key is not None and key in known:
-                ids.append(known[key])
-                # The first of its kind took a number of this publish.
-                first_id += known[key] == first_id
+            found = None if key is None else remembered.get(key)
+            # The first of its kind took an id of this publish.
+            if found is None or found in stored[nth : nth + 1]:
+                ids.append(stored[nth])
+                nth += 1
             else:
-                ids.append(first_id)
-                first_id += 1
+                ids.append(found)
         self.progress.commits += 1
-        for queue in self.by_name.values():
-            self.wake(queue)
+        items = Items()
+        for message, names in zip(messages, routes or (), strict=routes is not None):
+            queues = [known.queues[name] for name in names if name in known.queues]
+            self._place(message, queues, 0, items, now_ms)
+        # Nobody knows how long ago it was committed: claims may have raised its pointers since.
+        self.zones.look_again(items.zones, self.database.clock())
+        self._note_items(items, now_ms)
         return ids
 
 
-def _dedup_key(message: Message) -> tuple[bytes, bytes] | None:
+def _dedup_key(message: PackedMessage) -> tuple[bytes, bytes] | None:
     if message.dedup_id is None:
         return None
-    return policy.dedup_scope(message), message.dedup_id.encode()
+    scope = policy.dedup_scope(message.envelope.attributes)
+    return _shortened(scope), _shortened(message.dedup_id.encode())
+
+
+def _shortened(text: bytes) -> bytes:
+    """Return a text, or its hash if it is long; a byte that no text has tells them apart."""
+    return text if len(text) <= _LONG_BYTES else b"\xff" + sha256(text).digest()

@@ -4,13 +4,18 @@
 -- word, which its name and its text have as {each}.
 -- "-- plan: once": one plan is right whatever the parameters; it is kept for a few seconds. Others
 -- are planned each time: a plan that was made for a queue of ten must not serve one of a million.
--- Locks are taken in the order log_head, pointers, pointer_index, items, queue_counts, messages.
+-- Locks are taken in the order log_heads (by log), queues, pointers (by queue and zone),
+-- pointer_index, items and ended (by queue and message), queue_counts, messages, attempts. The visit
+-- of a claim locks pointers and then waits for items that are not leased: so a transaction that takes
+-- such items out of a queue, and writes pointers too, locks those first. Items that are leased may be
+-- locked before pointers (ack, release, expiry): no visit waits for them. No statement changes a table
+-- in two of its parts, which CockroachDB refuses.
 
 -- === The store itself
 
 -- name: find_remains
 -- Whether there is anything that only a store can have left.
-SELECT EXISTS (SELECT 1 FROM log_head) OR EXISTS (SELECT 1 FROM queues)
+SELECT EXISTS (SELECT 1 FROM log_heads) OR EXISTS (SELECT 1 FROM queues)
     OR EXISTS (SELECT 1 FROM messages);
 
 -- name: load_instance
@@ -18,10 +23,14 @@ SELECT EXISTS (SELECT 1 FROM log_head) OR EXISTS (SELECT 1 FROM queues)
 SELECT store_id, routing, ring_size, ring_high, epoch, log_settings, filter_changes FROM instance;
 
 -- name: make_instance
--- Write what a new store says of itself, and begin its log, whose messages are numbered from 1 on;
+-- Write what a new store says of itself, and begin its logs, whose messages are numbered from 1 on;
 -- nothing happens if another process was faster.
-WITH head AS (
-    INSERT INTO log_head VALUES (1, 1, 1, 1, 0, :segment_ms, 0, 0, 0, 0) ON CONFLICT DO NOTHING
+WITH heads AS (
+    INSERT INTO log_heads (log, next_offset, specs_version, zones_version, filters_version,
+                           segment_ms)
+    SELECT log, CASE WHEN log < 0 THEN :never ELSE 1 END, 1, 1, 0, :segment_ms
+    FROM generate_series(-1, :logs - 1) AS each (log)
+    ON CONFLICT DO NOTHING
 )
 INSERT INTO instance
 VALUES (1, :store_id, :now_ms, :routing, :ring_size, :ring_size, 1, 0, :log_settings,
@@ -36,30 +45,61 @@ SELECT decode(replace(gen_random_uuid()::text, '-', ''), 'hex');
 -- The time of the server, for a clock that follows it.
 SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint;
 
--- name: read_head
+-- part: next_id
+-- The id that the next message gets.
+(SELECT last_value + is_called::integer FROM message_ids)
+
+-- name: read_heads
 -- plan: once
--- Read the end of the log and the versions of what processes keep in memory.
-SELECT next_offset, specs_version, zones_version, filters_version, segment_ms, published,
-       duplicates, unrouted + (SELECT coalesce(sum(c.unrouted), 0) FROM log_cursors c)::bigint
-FROM log_head;
+-- Read the end of the log, the id that the next message gets, the versions of what processes keep in
+-- memory, and totals.
+SELECT min(next_offset), {next_id}, count(*) - 1,
+       min(specs_version), array_agg(zones_version ORDER BY log), min(filters_version),
+       min(segment_ms),
+       sum(published)::bigint, sum(duplicates)::bigint,
+       sum(unrouted)::bigint + (SELECT coalesce(sum(c.unrouted), 0) FROM log_cursors c)::bigint
+FROM log_heads;
 
--- name: lock_head
--- The same, and keep others from publishing and from changing queues until the commit.
-SELECT next_offset, specs_version, zones_version, filters_version, segment_ms, published,
-       duplicates, unrouted
-FROM log_head FOR UPDATE;
+-- name: lock_heads
+-- Keep others from publishing, into all logs or some, and from changing queues, until the commit.
+SELECT log FROM log_heads
+WHERE :logs::integer[] IS NULL OR log = ANY (:logs::integer[])
+ORDER BY log FOR UPDATE;
 
--- name: bump_head
--- Note that queues or settings have changed: specs, and filters if they are among it.
-UPDATE log_head
+-- name: advance_heads
+-- Let the end of the log pass logs that nothing was published into of late. :next_id was read before:
+-- an id that is given out later, by who locks the head then, is no lower. The head of a log that
+-- something is being published into is left alone. Readers wait for each other at row -1, so that none
+-- takes another reader for a publish.
+WITH turn AS MATERIALIZED (
+    SELECT log FROM log_heads WHERE log = -1 FOR UPDATE
+), free AS MATERIALIZED (
+    SELECT log FROM log_heads
+    WHERE next_offset < :next_id AND (SELECT count(*) FROM turn) > 0
+    ORDER BY log FOR UPDATE SKIP LOCKED
+)
+UPDATE log_heads h SET next_offset = :next_id
+FROM free f WHERE h.log = f.log AND h.next_offset < :next_id;
+
+-- name: add_heads
+-- Begin logs at the end of those that there are. The caller has locked all heads.
+INSERT INTO log_heads (log, next_offset, specs_version, zones_version, filters_version, segment_ms)
+SELECT each.log, {next_id}, h.specs_version, h.zones_version, h.filters_version, h.segment_ms
+FROM log_heads h, generate_series(:first::bigint, :last::bigint) AS each (log)
+WHERE h.log = -1;
+
+-- name: bump_heads
+-- Note that queues or settings have changed: specs, and filters if they are among it. The caller has
+-- locked all heads.
+UPDATE log_heads
 SET specs_version = specs_version + 1, filters_version = filters_version + :filters::bigint,
-    time_ms = greatest(time_ms, :now_ms)
+    next_offset = greatest(next_offset, {next_id}), time_ms = greatest(time_ms, :now_ms)
 RETURNING specs_version, filters_version;
 
 -- name: time_floor
 -- plan: once
 -- The latest time that anything has happened at.
-SELECT greatest((SELECT max(time_ms) FROM log_head), (SELECT max(time_ms) FROM queue_counts));
+SELECT greatest((SELECT max(time_ms) FROM log_heads), (SELECT max(time_ms) FROM queue_counts));
 
 -- name: put_{each}
 -- each: log_settings filter_changes ring_size
@@ -71,17 +111,12 @@ UPDATE instance SET {each} = :value;
 greatest(ring_size, (SELECT coalesce(max(token), 0) + 1 FROM pointer_index WHERE token > 0))
 
 -- name: put_ring_high
--- Let claims look at the tokens of all zones that were made before. The caller has locked log_head.
+-- Let claims look at the tokens of all zones that were made before. The caller has locked all heads.
 UPDATE instance SET ring_high = {tokens_in_use} RETURNING ring_high;
 
 -- name: ring_in_use
 -- The ring, the tokens that claims look at, and those that would do.
 SELECT ring_size, ring_high, {tokens_in_use} FROM instance;
-
--- name: forget_plans
--- Forget kept plans: the plan of a table that was empty reads all of a full one.
--- dialect: postgresql
-DISCARD PLANS;
 
 -- name: split_pointers
 -- Give each token of a queue a range of its own, which another node may serve: Q_C itself.
@@ -99,9 +134,18 @@ SELECT :queue::bigint, t.token FROM generate_series(0, :tokens::bigint - 1) AS t
 -- Fence every pipeline that took an epoch before.
 UPDATE instance SET epoch = epoch + 1 RETURNING epoch;
 
+-- name: load_epoch
+-- The epoch of the pipeline that may assign.
+SELECT epoch FROM instance;
+
 -- name: read_epoch
--- The epoch of the pipeline that may assign; locked, so that none is taken before the commit.
-SELECT epoch FROM instance FOR SHARE;
+-- The epoch of the pipeline that may assign, and who routes; locked, so that neither changes before
+-- the commit.
+SELECT epoch, routing FROM instance FOR SHARE;
+
+-- name: switch_routing
+-- Change who routes, and fence every pipeline. The caller has locked all heads and all cursors.
+UPDATE instance SET routing = :routing, epoch = epoch + 1;
 
 -- === Queues
 
@@ -164,34 +208,42 @@ SELECT queue, sum(live)::bigint, sum(in_flight)::bigint, sum(done)::bigint, sum(
 FROM queue_counts WHERE :queue::integer IS NULL OR queue = :queue
 GROUP BY queue;
 
+-- part: next_sequences
+-- The next sequence numbers of a row of counters: they begin with the time.
+greatest(next_sequence, :now_ms * :each_ms)
+
 -- name: add_to_counts
 -- plan: once
--- Add to a queue's depths and totals; give the first of the sequence numbers that were taken.
+-- Add to a queue's depths and totals.
 UPDATE queue_counts
 SET live = live + :live, in_flight = in_flight + :in_flight, done = done + :done,
     failed = failed + :failed, enqueued_total = enqueued_total + :enqueued,
-    released_total = released_total + :released,
-    lease_expired_total = lease_expired_total + :lease_expired,
-    failed_total = failed_total + :failed_total, redriven_total = redriven_total + :redriven,
-    removed_total = removed_total + :removed, moved_in_total = moved_in_total + :moved_in,
-    moved_out_total = moved_out_total + :moved_out,
-    next_sequence = next_sequence + :sequences, time_ms = greatest(time_ms, :now_ms)
-WHERE queue = :queue AND slot = :slot
-RETURNING next_sequence - :sequences;
+    redriven_total = redriven_total + :redriven, removed_total = removed_total + :removed,
+    moved_in_total = moved_in_total + :moved_in, moved_out_total = moved_out_total + :moved_out,
+    time_ms = greatest(time_ms, :now_ms)
+WHERE queue = :queue AND slot = :slot;
 
 -- part: lowered_pointers
--- Let pointers vest earlier that would be late for the zones of "lower" (queue, zone, vesting_ms).
-lowered AS (
-    UPDATE pointers q
-    SET vesting_ms = least(q.vesting_ms, z.vesting_ms), turn = :turn, lease_id = :stamp
-    FROM lower z JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
-    WHERE q.queue = p.queue AND q.token = p.token AND q.zone = p.zone
-      AND p.vesting_ms > z.vesting_ms
+-- Let pointers vest earlier that would be late for the zones of "lower" (queue, zone, vesting_ms,
+-- freed). A zone of a FIFO queue that is freed of an item gets a new lease_id in any case: else a
+-- visit that has seen the item held a moment before would raise the pointer over what is behind it.
+late AS MATERIALIZED (
+    SELECT q.queue, q.token, q.zone, z.vesting_ms
+    FROM lower z
+    JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
+    JOIN pointers q ON q.queue = p.queue AND q.token = p.token AND q.zone = p.zone
+    WHERE z.freed OR p.vesting_ms > z.vesting_ms
       AND (z.vesting_ms <= :now_ms OR p.vesting_ms - z.vesting_ms > :threshold_ms)
+    ORDER BY q.queue, q.zone FOR UPDATE OF q
+), lowered AS (
+    UPDATE pointers q
+    SET vesting_ms = least(q.vesting_ms, z.vesting_ms), lease_id = :stamp,
+        turn = CASE WHEN q.vesting_ms > z.vesting_ms THEN :turn ELSE q.turn END
+    FROM late z WHERE q.queue = z.queue AND q.token = z.token AND q.zone = z.zone
     RETURNING q.queue, q.zone, q.vesting_ms
 ), known AS (
     UPDATE pointer_index p SET vesting_ms = l.vesting_ms, empty_since_ms = NULL
-    FROM lowered l WHERE p.queue = l.queue AND p.zone = l.zone
+    FROM lowered l WHERE p.queue = l.queue AND p.zone = l.zone AND p.vesting_ms > l.vesting_ms
 )
 
 -- === Publish
@@ -218,98 +270,161 @@ JOIN dedup d ON d.scope = w.scope AND d.dedup_id = w.dedup_id
 WHERE d.expires_at_ms > :now_ms;
 
 -- name: find_request
--- The first id that a publish was given which has got no answer.
-SELECT first_id FROM requests WHERE token = :token;
+-- The ids that a publish was given which has got no answer.
+SELECT message_ids FROM requests WHERE token = :token;
 
--- name: publish
--- plan: once
--- Store messages, each into its queues, in one statement: the lock on log_head is held for no
--- longer than the server needs, whatever becomes of the process that has sent it. No row comes
--- back if what the process knows is out of date. A dedup id that another process has remembered
--- since it was looked up would make message_id NULL, which fails the statement.
+-- part: known_head
+-- Whether what the process knows is up to date, by the head of a log.
+h.specs_version = :specs_version AND h.zones_version = (:zones_versions::bigint[])[h.log + 2]
+AND h.segment_ms > :now_ms - :segment_length_ms
+
+-- part: published
+-- Store messages, each into its queues, once the heads of their logs are locked: "locked". Nothing
+-- happens if one is missing there. A dedup id that another process has remembered since it was looked
+-- up would make message_id NULL, which fails the statement.
 -- Zones that may lack a pointer, or whose pointer may be late, are named; those of which this
 -- process knows better are not. Nothing is written to Q_C if there is a pointer that is early
 -- enough.
-WITH head AS (
-    UPDATE log_head
-    SET next_offset = next_offset + :count, published = published + :count,
-        duplicates = duplicates + :duplicates, unrouted = unrouted + :unrouted,
-        time_ms = greatest(time_ms, :now_ms)
-    WHERE specs_version = :specs_version AND zones_version = :zones_version
-      AND segment_ms > :now_ms - :segment_length_ms
-    RETURNING next_offset - :count AS first_id
+whole AS MATERIALIZED (
+    SELECT min(log) AS log FROM locked HAVING count(*) = :wanted
+), taken AS MATERIALIZED (
+    -- The array depends on the row, so that no id is taken before all locks are had.
+    SELECT w.log, ARRAY(SELECT nextval('message_ids') FROM generate_series(1, :count::bigint)
+                        WHERE w.log IS NOT NULL) AS ids
+    FROM whole w
+), head AS (
+    UPDATE log_heads h
+    SET next_offset = greatest(h.next_offset, t.ids[:count::integer] + 1),
+        published = h.published + (SELECT count(*) FROM unnest(:logs::bigint[]) AS m (log)
+                                   WHERE coalesce(m.log, t.log) = h.log),
+        duplicates = h.duplicates + CASE WHEN h.log = t.log THEN :duplicates::bigint ELSE 0 END,
+        unrouted = h.unrouted + CASE WHEN h.log = t.log THEN :unrouted::bigint ELSE 0 END,
+        time_ms = greatest(h.time_ms, :now_ms)
+    FROM taken t, locked l WHERE h.log = l.log
 ), request AS (
-    INSERT INTO requests SELECT :token, first_id, :now_ms FROM head
-), rows AS MATERIALIZED (
-    SELECT h.first_id + m.nth - 1 AS message_id, m.refs, m.log, m.metadata, m.payload
-    FROM head h, unnest(:refs::bigint[], :logs::bigint[], :metadata::bytea[], :payloads::bytea[])
-        WITH ORDINALITY AS m (refs, log, metadata, payload, nth)
+    INSERT INTO requests SELECT :token, t.ids, :now_ms FROM taken t
 ), stored AS (
-    INSERT INTO messages SELECT message_id, refs, metadata, payload FROM rows
+    INSERT INTO messages
+    SELECT t.ids[m.nth::integer], m.refs, m.metadata, m.payload
+    FROM taken t, unnest(:refs::bigint[], :metadata::bytea[], :payloads::bytea[])
+        WITH ORDINALITY AS m (refs, metadata, payload, nth)
 ), logged AS (
-    INSERT INTO log SELECT log, message_id, :now_ms, metadata FROM rows
+    INSERT INTO log
+    SELECT coalesce(m.log, t.log), t.ids[m.nth::integer], :now_ms, m.metadata
+    FROM taken t, unnest(:logs::bigint[], :metadata::bytea[])
+        WITH ORDINALITY AS m (log, metadata, nth)
 ), remembered AS (
     INSERT INTO dedup
-    SELECT d.scope, d.dedup_id, h.first_id + d.nth, :dedup_expires_ms
-    FROM head h, unnest(:dedup_scopes::bytea[], :dedup_ids::bytea[], :dedup_nths::bigint[])
+    SELECT d.scope, d.dedup_id, t.ids[d.nth::integer], :dedup_expires_ms
+    FROM taken t, unnest(:dedup_scopes::bytea[], :dedup_ids::bytea[], :dedup_nths::bigint[])
         AS d (scope, dedup_id, nth)
     ON CONFLICT (scope, dedup_id) DO UPDATE
     SET message_id = CASE WHEN dedup.expires_at_ms <= :now_ms THEN excluded.message_id END,
         expires_at_ms = excluded.expires_at_ms
 ), placed AS (
     INSERT INTO items
-    SELECT i.queue, h.first_id + i.message_id, i.zone, i.rank, i.vesting_ms, NULL, i.attempts,
+    SELECT i.queue, t.ids[i.message_id::integer], i.zone, i.rank, i.vesting_ms, NULL, i.attempts,
            i.attempts, 0, i.vesting_ms, i.expires_at_ms, i.size, i.vesting_ms > :now_ms, ''
-    FROM head h, {given_items}
+    FROM taken t, {given_items}
 ), counted AS (
-    UPDATE queue_counts c
-    SET live = live + n.number, enqueued_total = enqueued_total + n.number,
-        time_ms = greatest(time_ms, :now_ms)
-    FROM head h, unnest(:count_queues::bigint[], :count_numbers::bigint[]) AS n (queue, number)
-    WHERE c.queue = n.queue AND c.slot = :slot
-), new AS (
-    INSERT INTO pointer_index
-    SELECT z.queue, z.zone, z.token, z.vesting_ms, NULL
-    FROM head h, unnest(:zone_queues::bigint[], :zone_names::bytea[], :zone_tokens::bigint[],
-                        :zone_vestings::bigint[]) AS z (queue, zone, token, vesting_ms)
-    WHERE NOT EXISTS (SELECT 1 FROM pointer_index p WHERE p.queue = z.queue AND p.zone = z.zone)
-    -- A zone that another process has made since this statement began is not seen, but met here.
+    -- In a row that belongs to a head which is locked: no other process waits for it.
+    INSERT INTO queue_counts (queue, slot, live, enqueued_total, time_ms)
+    SELECT n.queue, :slots + t.log, n.number, n.number, :now_ms
+    FROM taken t, unnest(:count_queues::bigint[], :count_numbers::bigint[]) AS n (queue, number)
+    ON CONFLICT (queue, slot) DO UPDATE
+    SET live = queue_counts.live + excluded.live,
+        enqueued_total = queue_counts.enqueued_total + excluded.enqueued_total,
+        time_ms = greatest(queue_counts.time_ms, excluded.time_ms)
+), late AS MATERIALIZED (
+    -- Zones that have no pointer, or one that would be late.
+    SELECT z.queue, z.zone, coalesce(p.token, z.token) AS token, z.vesting_ms
+    FROM taken t
+    CROSS JOIN unnest(:zone_queues::bigint[], :zone_names::bytea[], :zone_tokens::bigint[],
+                      :zone_vestings::bigint[]) AS z (queue, zone, token, vesting_ms)
+    LEFT JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
+    WHERE p.queue IS NULL OR p.vesting_ms > z.vesting_ms
+      AND (z.vesting_ms <= :now_ms OR p.vesting_ms - z.vesting_ms > :threshold_ms)
+    ORDER BY z.queue, z.zone
+), pointed AS (
+    INSERT INTO pointers SELECT queue, token, zone, vesting_ms, :turn, NULL FROM late
+    -- Also a zone that another process has made since this statement began.
+    ON CONFLICT (queue, token, zone) DO UPDATE
+    SET vesting_ms = least(pointers.vesting_ms, excluded.vesting_ms), turn = excluded.turn,
+        lease_id = :stamp
+    RETURNING queue, token, zone, vesting_ms
+), known AS (
+    INSERT INTO pointer_index SELECT queue, zone, token, vesting_ms, NULL FROM pointed
     ON CONFLICT (queue, zone) DO UPDATE
     SET vesting_ms = least(pointer_index.vesting_ms, excluded.vesting_ms), empty_since_ms = NULL
-    RETURNING queue, zone, token, vesting_ms
-), pointed AS (
-    INSERT INTO pointers SELECT queue, token, zone, vesting_ms, :turn, NULL FROM new
-    ON CONFLICT (queue, token, zone) DO UPDATE
-    SET vesting_ms = least(pointers.vesting_ms, excluded.vesting_ms), lease_id = :stamp
-), lower AS (
-    SELECT z.queue, z.zone, z.vesting_ms
-    FROM head h, unnest(:zone_queues::bigint[], :zone_names::bytea[], :zone_vestings::bigint[])
-        AS z (queue, zone, vesting_ms)
-), {lowered_pointers}
-SELECT first_id FROM head;
+)
+SELECT ids FROM taken
+
+-- name: publish
+-- plan: once
+-- Store messages in one statement: the locks on heads are held for no longer than the server needs,
+-- whatever becomes of the process that has sent it. No row comes back if what the process knows is
+-- out of date.
+WITH locked AS MATERIALIZED (
+    SELECT h.log FROM log_heads h
+    WHERE h.log = ANY (:heads::integer[]) AND {known_head}
+    ORDER BY h.log FOR UPDATE
+), {published};
+
+-- name: publish_free
+-- plan: once
+-- The same for messages that may go into any log, as those without a group: they go into the first one
+-- that nobody is publishing into. No row comes back if there is none, either.
+WITH locked AS MATERIALIZED (
+    SELECT h.log
+    FROM log_heads h
+    JOIN unnest(:heads::bigint[]) WITH ORDINALITY AS w (log, nth) ON h.log = w.log
+    WHERE {known_head}
+    ORDER BY w.nth LIMIT :wanted
+    FOR UPDATE OF h SKIP LOCKED
+), {published};
 
 -- name: roll_segment
--- Begin a new segment of the log at its end. The caller has locked log_head.
-WITH head AS (
-    UPDATE log_head SET segment_ms = :now_ms RETURNING next_offset
+-- Begin a new segment of the log at its end. The caller has locked all heads.
+WITH heads AS (
+    UPDATE log_heads SET segment_ms = :now_ms, next_offset = greatest(next_offset, {next_id})
 )
 INSERT INTO log_segments
-SELECT coalesce((SELECT max(number) FROM log_segments), 0) + 1, next_offset, :now_ms FROM head;
+SELECT coalesce((SELECT max(number) FROM log_segments), 0) + 1, {next_id}, :now_ms;
 
 -- === Zones: Q_C and the pointer index
 
 -- name: make_zones
 -- Give zones a pointer that have none.
-WITH new AS (
-    INSERT INTO pointer_index
-    SELECT queue, zone, token, vesting_ms, NULL
+WITH new AS MATERIALIZED (
+    SELECT queue, zone, token, vesting_ms
     FROM unnest(:queues::bigint[], :zones::bytea[], :tokens::bigint[], :vestings::bigint[])
         AS z (queue, zone, token, vesting_ms)
+    WHERE NOT EXISTS (SELECT 1 FROM pointer_index p WHERE p.queue = z.queue AND p.zone = z.zone)
     ORDER BY queue, zone
+), pointed AS (
+    INSERT INTO pointers SELECT queue, token, zone, vesting_ms, :turn, NULL FROM new
     ON CONFLICT DO NOTHING
-    RETURNING queue, zone, token, vesting_ms
+    RETURNING queue, token, zone, vesting_ms
 )
-INSERT INTO pointers SELECT queue, token, zone, vesting_ms, :turn, NULL FROM new;
+INSERT INTO pointer_index SELECT queue, zone, token, vesting_ms, NULL FROM pointed
+ON CONFLICT DO NOTHING;
+
+-- name: lock_pointers
+-- Lock the pointers of zones, before the items that a transaction is going to take out of them.
+SELECT 1
+FROM unnest(:queues::bigint[], :zones::bytea[]) AS z (queue, zone)
+JOIN pointer_index p ON p.queue = z.queue AND p.zone = z.zone
+JOIN pointers q ON q.queue = p.queue AND q.token = p.token AND q.zone = p.zone
+ORDER BY q.queue, q.zone FOR UPDATE OF q;
+
+-- name: lock_pointers_of
+-- The same for all zones of a queue.
+SELECT 1 FROM pointers WHERE queue = :queue ORDER BY queue, zone FOR UPDATE;
+
+-- name: zones_of
+-- The zones that live messages of a queue are in.
+SELECT DISTINCT zone FROM items
+WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[]);
 
 -- name: hold_zones
 -- Keep zones from being collected until the commit; those that are there are counted.
@@ -324,7 +439,8 @@ SELECT count(*) FROM (
 -- name: lower_zones
 -- Let pointers vest earlier, if they would be late for items that have come into their zones.
 WITH lower AS (
-    SELECT * FROM unnest(:queues::bigint[], :zones::bytea[], :vestings::bigint[])
+    SELECT z.*, false AS freed
+    FROM unnest(:queues::bigint[], :zones::bytea[], :vestings::bigint[])
         AS z (queue, zone, vesting_ms)
 ), {lowered_pointers}
 SELECT count(*) FROM lowered;
@@ -336,7 +452,8 @@ SELECT q.zone, q.token, q.vesting_ms, q.turn
 FROM unnest(:tokens::bigint[]) WITH ORDINALITY AS t (token, nth)
 CROSS JOIN LATERAL (
     SELECT zone, token, vesting_ms, turn FROM pointers
-    WHERE queue = :queue AND token = t.token AND vesting_ms <= :now_ms
+    WHERE queue::bigint = :queue AND token = t.token AND vesting_ms <= :now_ms
+      AND (vesting_ms, turn) > (:after_ms, :after_turn)
     ORDER BY vesting_ms, turn LIMIT :count
 ) AS q
 ORDER BY t.nth, q.vesting_ms, q.turn
@@ -347,7 +464,8 @@ LIMIT :count;
 SELECT w.queue FROM unnest(:queues::bigint[]) AS w (queue)
 WHERE EXISTS (
     SELECT 1 FROM pointers q
-    WHERE q.queue = w.queue AND q.token = ANY (:tokens::integer[]) AND q.vesting_ms <= :now_ms
+    WHERE q.queue::bigint = w.queue AND q.token = ANY (:tokens::integer[])
+      AND q.vesting_ms <= :now_ms
 );
 
 -- part: won_zones
@@ -383,7 +501,7 @@ seen AS MATERIALIZED (
 -- part: leased_items
 -- The chosen items go to the wants in order, and are leased and counted.
 given AS (
-    SELECT c.zone, c.message_id, c.at, w.lease, w.deadline_ms, w.consumer, w.room_bytes,
+    SELECT c.nth, c.message_id, c.at, w.lease, w.deadline_ms, w.consumer, w.room_bytes,
            sum(c.size) OVER (PARTITION BY w.lease ORDER BY c.at) - c.size AS before_bytes
     FROM chosen c
     JOIN unnest(:leases::bytea[], :deadlines::bigint[], :consumers::bytea[], :lows::bigint[],
@@ -397,7 +515,7 @@ given AS (
     FROM given g
     WHERE i.queue = :queue AND i.message_id = g.message_id AND i.lease_id IS NULL
       AND g.before_bytes < g.room_bytes
-    RETURNING i.zone, i.message_id, i.attempts, i.lease_id, i.vesting_ms, g.at
+    RETURNING g.nth, i.zone, i.message_id, i.attempts, i.lease_id, i.vesting_ms, g.at
 ), counted AS (
     UPDATE queue_counts c
     SET in_flight = c.in_flight + n.number, claimed_total = c.claimed_total + n.number,
@@ -443,6 +561,34 @@ LEFT JOIN LATERAL (
     SELECT metadata, payload FROM messages m WHERE m.message_id = t.message_id LIMIT 1
 ) AS m ON true
 ORDER BY t.at
+
+-- name: take
+-- plan: once
+-- Lease visible items of zones of a standard queue that are known to have more of them than are
+-- taken: so their pointers stay as they are. Only the first lane of each zone is looked at, and items
+-- that another process is at are passed by. Tells also how many of the items had an expired lease.
+WITH picked AS MATERIALIZED (
+    SELECT z.zone, z.nth, i.message_id, i.vesting_ms, i.size, i.lease_id IS NOT NULL AS expired
+    FROM unnest(:zones::bytea[], :quotas::bigint[]) WITH ORDINALITY AS z (zone, quota, nth)
+    CROSS JOIN LATERAL (
+        SELECT message_id, vesting_ms, size, lease_id FROM items i
+        WHERE i.queue = :queue AND i.zone = z.zone AND i.rank >= 0 AND i.rank = (
+                SELECT f.rank FROM items f WHERE f.queue = :queue AND f.zone = z.zone
+                AND f.rank >= 0 ORDER BY f.rank LIMIT 1)
+          AND i.vesting_ms <= :now_ms
+        ORDER BY i.vesting_ms, i.message_id LIMIT z.quota FOR UPDATE SKIP LOCKED
+    ) AS i
+), chosen AS (
+    SELECT *, row_number() OVER (ORDER BY nth, vesting_ms, message_id) AS at
+    FROM picked WHERE NOT expired
+), {leased_items}
+SELECT t.nth, (SELECT count(*) FROM picked WHERE expired), t.message_id, t.attempts, t.lease_id,
+       m.metadata, m.payload
+FROM leased t
+LEFT JOIN LATERAL (
+    SELECT metadata, payload FROM messages m WHERE m.message_id = t.message_id LIMIT 1
+) AS m ON true
+ORDER BY t.at;
 
 -- name: visit
 -- plan: once
@@ -515,7 +661,7 @@ WITH {won_zones}, held AS (
     CROSS JOIN LATERAL (
         SELECT message_id, vesting_ms, size, row_number() OVER (ORDER BY message_id) AS place
         FROM items i
-        WHERE i.queue = :queue AND i.zone = w.zone AND i.rank < 0
+        WHERE i.queue = :queue AND i.zone = w.zone AND i.rank < 0 AND i.lease_id IS NULL
         ORDER BY message_id LIMIT w.quota + 1
     ) AS i
     WHERE NOT EXISTS (SELECT 1 FROM held h WHERE h.zone = w.zone)
@@ -541,7 +687,7 @@ SELECT queue, zone, token FROM pointer_index
 WHERE empty_since_ms <= :before_ms ORDER BY empty_since_ms LIMIT :count;
 
 -- name: lock_zones
--- The first step of a collection, after log_head: zones that another process visits, or holds to put
+-- The first step of a collection, after the heads: zones that another process visits, or holds to put
 -- items in, are left out.
 SELECT q.queue, q.zone
 FROM unnest(:queues::bigint[], :zones::bytea[], :tokens::bigint[]) AS z (queue, zone, token)
@@ -554,8 +700,10 @@ FOR UPDATE OF q, p SKIP LOCKED;
 -- Whether a zone of the pointer index is empty. Not EXISTS, which the planner may answer by reading
 -- all items.
 (SELECT 1 FROM items i WHERE i.queue = p.queue AND i.zone = p.zone AND i.rank >= 0 LIMIT 1) IS NULL
-AND (SELECT 1 FROM items i WHERE i.queue = p.queue AND i.zone = p.zone AND i.rank < 0 LIMIT 1)
-    IS NULL
+AND (SELECT 1 FROM items i WHERE i.queue = p.queue AND i.zone = p.zone AND i.rank < 0
+     AND i.lease_id IS NULL LIMIT 1) IS NULL
+AND (SELECT 1 FROM items i WHERE i.queue = p.queue AND i.zone = p.zone AND i.rank < 0
+     AND i.lease_id IS NOT NULL LIMIT 1) IS NULL
 
 -- name: collect_zones
 -- The second, which sees all that was committed before the locks were had: zones without items go.
@@ -584,8 +732,9 @@ FROM unnest(:queues::bigint[], :zones::bytea[]) AS z (queue, zone)
 WHERE p.queue = z.queue AND p.zone = z.zone;
 
 -- name: bump_zones
--- Make every process forget its knowledge of zones.
-UPDATE log_head SET zones_version = zones_version + 1 RETURNING zones_version;
+-- Make every process forget its knowledge of zones, before it publishes into all logs or some.
+UPDATE log_heads SET zones_version = zones_version + 1
+WHERE :logs::integer[] IS NULL OR log = ANY (:logs::integer[]);
 
 -- name: find_idle
 -- A page of the zones, and which of them are empty without a mark.
@@ -611,51 +760,69 @@ ORDER BY i.queue, i.message_id;
 
 -- === Receipts
 
--- part: held_items
--- The items that are held under the leases of receipts, locked.
-held AS MATERIALIZED (
-    SELECT i.* FROM items i
-    JOIN unnest(:queues::bigint[], :message_ids::bigint[], :leases::bytea[])
-        AS w (queue, message_id, lease) ON i.queue = w.queue AND i.message_id = w.message_id
-    WHERE i.lease_id = w.lease
-    ORDER BY i.queue, i.message_id FOR UPDATE OF i
+-- part: of_receipts
+-- Whether an item is held under the lease that a receipt of it names. Not a join, which the planner
+-- may begin with the items: arrays leave it no other index than the primary key.
+i.queue = ANY (:queues::bigint[]) AND i.message_id = ANY (:message_ids::bigint[])
+AND coalesce(i.lease_id, '') || int8send(i.message_id) = ANY (:receipts::bytea[])
+
+-- part: acked_items
+-- The items of receipts that are in time leave the live ones.
+gone AS (
+    DELETE FROM items i WHERE {of_receipts} AND i.vesting_ms > :now_ms RETURNING i.*
 )
+
+-- part: kept_done
+-- The rows of done messages, with their last attempt.
+kept AS (
+    INSERT INTO ended
+    SELECT g.queue, false,
+           (c.first + row_number() OVER (PARTITION BY g.queue ORDER BY g.message_id) - 1)
+               * :slots + :slot,
+           g.message_id, :now_ms, g.attempts, '', g.consumer, g.claimed_at_ms, g.lease_id
+    FROM gone g JOIN counted c ON c.queue = g.queue
+)
+
+-- part: late_receipts
+-- Receipts whose items are held, and whose deadline has come.
+SELECT i.queue, i.message_id, i.lease_id, false, NULL::bytea
+FROM items i WHERE {of_receipts} AND i.vesting_ms <= :now_ms
+
+-- part: counted_done
+-- Counters, and the sequence numbers of done messages.
+UPDATE queue_counts c
+SET live = live - n.number, in_flight = in_flight - n.number, done = done + n.number,
+    acked_total = acked_total + n.number, next_sequence = {next_sequences} + n.number,
+    time_ms = greatest(time_ms, :now_ms)
 
 -- name: ack
 -- plan: once
--- Settle as done what is held under the leases that receipts name, in one statement. Tells which
--- were held, which of those in time, and which zones of FIFO queues are free of them.
-WITH {held_items}, good AS (
-    SELECT *, row_number() OVER (PARTITION BY queue ORDER BY message_id) AS nth
-    FROM held WHERE vesting_ms > :now_ms
-), gone AS (
-    DELETE FROM items i USING good g WHERE i.queue = g.queue AND i.message_id = g.message_id
-), lower AS (
-    -- A zone of a FIFO queue may be free again.
-    SELECT DISTINCT queue, zone, :now_ms AS vesting_ms FROM good WHERE rank < 0
-    ORDER BY queue, zone
-), {lowered_pointers}, counted AS (
-    UPDATE queue_counts c
-    SET live = live - n.number, in_flight = in_flight - n.number, done = done + n.number,
-        acked_total = acked_total + n.number, next_sequence = next_sequence + n.number,
-        time_ms = greatest(time_ms, :now_ms)
-    -- After the pointers, as every statement locks them.
-    FROM (SELECT count(*) FROM lowered) AS before,
-         (SELECT queue, count(*) AS number FROM good GROUP BY queue ORDER BY queue) AS n
+-- Settle as done what is held under the leases that receipts of standard queues name, in one
+-- statement. Tells which were held, and which of those in time.
+WITH {acked_items}, counted AS (
+    {counted_done}
+    FROM (SELECT queue, count(*) AS number FROM gone GROUP BY queue ORDER BY queue) AS n
     WHERE c.queue = n.queue AND c.slot = :slot
     RETURNING c.queue, c.next_sequence - n.number AS first
-), kept AS (
-    INSERT INTO ended
-    SELECT g.queue, false, (c.first + g.nth - 1) * :slots + :slot, g.message_id, :now_ms,
-           g.attempts, ''
-    FROM good g JOIN counted c ON c.queue = g.queue
-), tried AS (
-    INSERT INTO attempts
-    SELECT queue, message_id, attempts, consumer, claimed_at_ms, :now_ms, 0, '', lease_id FROM good
-)
-SELECT queue, message_id, lease_id, vesting_ms > :now_ms,
-       CASE WHEN rank < 0 AND vesting_ms > :now_ms THEN zone END
-FROM held;
+), {kept_done}
+SELECT queue, message_id, lease_id, true, NULL::bytea FROM gone UNION ALL {late_receipts};
+
+-- name: ack_fifo
+-- plan: once
+-- The same for receipts of any queues. Tells also which zones of FIFO queues are free of them.
+WITH {acked_items}, lower AS (
+    -- A zone of a FIFO queue may be free again.
+    SELECT DISTINCT queue, zone, :now_ms AS vesting_ms, true AS freed FROM gone WHERE rank < 0
+), {lowered_pointers}, counted AS (
+    {counted_done}
+    -- After the pointers, as every statement locks them.
+    FROM (SELECT count(*) FROM lowered) AS before,
+         (SELECT queue, count(*) AS number FROM gone GROUP BY queue ORDER BY queue) AS n
+    WHERE c.queue = n.queue AND c.slot = :slot
+    RETURNING c.queue, c.next_sequence - n.number AS first
+), {kept_done}
+SELECT queue, message_id, lease_id, true, CASE WHEN rank < 0 THEN zone END FROM gone
+UNION ALL {late_receipts};
 
 -- name: find_ended
 -- Which of some receipts were settled, and whether to fail: by a verb that has got no answer.
@@ -664,21 +831,25 @@ SELECT a.queue, a.message_id, a.lease_id,
                AND e.failed)
 FROM unnest(:queues::bigint[], :message_ids::bigint[], :leases::bytea[])
     AS w (queue, message_id, lease)
-JOIN attempts a ON a.queue = w.queue AND a.message_id = w.message_id AND a.lease_id = w.lease
-WHERE a.ending = :ending;
+CROSS JOIN LATERAL (
+    SELECT queue, message_id, lease_id, ending FROM attempts t
+    WHERE t.queue = w.queue AND t.message_id = w.message_id
+    UNION ALL
+    SELECT queue, message_id, lease_id, 0 FROM ended e
+    WHERE e.queue = w.queue AND e.message_id = w.message_id AND NOT e.failed
+) AS a
+WHERE a.lease_id = w.lease AND a.ending = :ending;
 
 -- name: extend
 -- plan: once
 -- Move the deadline of what is held under the leases that receipts name. Tells which were held,
--- which of those in time, and the zones of those whose deadline is sooner now.
-WITH {held_items}, moved AS (
-    UPDATE items i SET vesting_ms = :deadline_ms
-    FROM held h
-    WHERE i.queue = h.queue AND i.message_id = h.message_id AND h.vesting_ms > :now_ms
-    RETURNING i.queue, i.zone
+-- which of those in time, and the zones of those.
+WITH moved AS (
+    UPDATE items i SET vesting_ms = :deadline_ms WHERE {of_receipts} AND i.vesting_ms > :now_ms
+    RETURNING i.queue, i.message_id, i.lease_id, i.zone
 ), lower AS (
     -- A deadline may be sooner than it was.
-    SELECT DISTINCT queue, zone, :deadline_ms AS vesting_ms FROM moved ORDER BY queue, zone
+    SELECT DISTINCT queue, zone, :deadline_ms AS vesting_ms, false AS freed FROM moved
 ), {lowered_pointers}, counted AS (
     -- After the pointers, as every statement locks them.
     UPDATE queue_counts c SET time_ms = greatest(time_ms, :now_ms)
@@ -686,76 +857,158 @@ WITH {held_items}, moved AS (
          (SELECT DISTINCT queue FROM moved ORDER BY queue) AS n
     WHERE c.queue = n.queue AND c.slot = :slot
 )
-SELECT queue, message_id, lease_id, vesting_ms > :now_ms,
-       CASE WHEN vesting_ms > :now_ms AND vesting_ms > :deadline_ms THEN zone END
-FROM held;
+SELECT queue, message_id, lease_id, true, zone FROM moved UNION ALL {late_receipts};
 
 -- name: held
 -- plan: once
--- The messages held under a lease.
-SELECT message_id FROM items WHERE queue = :queue AND lease_id = :lease ORDER BY message_id;
+-- The messages held under a lease. It reads the index entries of all that is held in the queue.
+SELECT message_id FROM items
+WHERE queue = :queue AND lease_id = :lease AND lease_id IS NOT NULL ORDER BY message_id;
 
--- name: lock_held
--- Lock the items held under the leases of receipts, for a release.
-WITH {held_items}
-SELECT queue, message_id, lease_id, vesting_ms, attempts, forgiven, zone, visible_at_ms FROM held;
+-- part: exhausted
+-- Whether an item whose attempt has failed fails for good.
+(i.attempts - i.forgiven >= q.max_attempts OR i.attempts >= :most_attempts)
 
--- name: end_attempts
--- Write down attempts that have ended, while the items still name their consumers.
-INSERT INTO attempts
-SELECT i.queue, i.message_id, i.attempts, i.consumer, i.claimed_at_ms, :now_ms, :ending, :reason,
-       i.lease_id
-FROM items i
-JOIN unnest(:queues::bigint[], :message_ids::bigint[]) AS w (queue, message_id)
-    ON i.queue = w.queue AND i.message_id = w.message_id;
+-- part: waiting_again
+-- The attempts of the items of "over" end, and the items wait again, from until_ms on; but for those
+-- that fail. Attempts that were not seen (:unseen is 1) do not count, and are not written down.
+back AS (
+    UPDATE items i
+    SET vesting_ms = o.until_ms, visible_at_ms = o.until_ms, lease_id = NULL,
+        attempts = i.attempts - :unseen, delayed = o.until_ms > :now_ms,
+        expires_at_ms = CASE WHEN o.unclaimed_retention_ms > 0
+                             THEN o.until_ms + o.unclaimed_retention_ms END
+    FROM over o
+    WHERE i.queue = o.queue AND i.message_id = o.message_id AND NOT o.fails
+    RETURNING i.queue, i.zone, i.rank, i.vesting_ms
+), tried AS (
+    INSERT INTO attempts
+    SELECT queue, message_id, attempts, consumer, claimed_at_ms, :now_ms, :ending, :reason, lease_id
+    FROM over WHERE NOT fails AND :unseen::bigint = 0
+), lower AS (
+    -- The zone of a FIFO queue is free of the item now, even if it is delayed itself. Not in the
+    -- past: a zone takes its turn behind those that wait.
+    SELECT queue, zone, min(CASE WHEN rank < 0 THEN :now_ms
+                                 ELSE greatest(vesting_ms, :now_ms) END) AS vesting_ms,
+           bool_or(rank < 0) AS freed
+    FROM back GROUP BY queue, zone
+), {lowered_pointers}, counted AS (
+    UPDATE queue_counts c
+    SET in_flight = in_flight - n.number,
+        released_total = released_total + CASE WHEN :ending = 1 THEN n.number ELSE 0 END,
+        lease_expired_total = lease_expired_total + CASE WHEN :ending = 2 THEN n.number ELSE 0 END,
+        time_ms = greatest(time_ms, :now_ms)
+    -- After the pointers, as every statement locks them.
+    FROM (SELECT count(*) FROM lowered) AS before,
+         (SELECT queue, count(*) AS number FROM back GROUP BY queue ORDER BY queue) AS n
+    WHERE c.queue = n.queue AND c.slot = :slot
+)
 
--- name: give_back
--- Let items wait again.
-UPDATE items i
-SET vesting_ms = w.vesting_ms, visible_at_ms = w.vesting_ms, lease_id = NULL,
-    attempts = i.attempts - :taken_back, delayed = w.vesting_ms > :now_ms,
-    expires_at_ms = CASE WHEN q.unclaimed_retention_ms > 0
-                         THEN w.vesting_ms + q.unclaimed_retention_ms END
-FROM unnest(:queues::bigint[], :message_ids::bigint[], :vestings::bigint[])
-    AS w (queue, message_id, vesting_ms)
-JOIN queues q ON q.number = w.queue
-WHERE i.queue = w.queue AND i.message_id = w.message_id;
+-- name: release
+-- plan: once
+-- Let items wait again that are held under the leases of receipts, in one statement. Tells of each
+-- that was held whether it was in time, whether it is to fail (which is another statement), from when
+-- on it waits, and its zone. The delay doubles with each failed attempt, from delays up to caps; a
+-- random part of it, less than half, is taken away.
+WITH over AS MATERIALIZED (
+    SELECT i.*, q.unclaimed_retention_ms,
+           :unseen::bigint = 0 AND {exhausted} AS fails,
+           CASE WHEN :unseen::bigint = 1 THEN i.visible_at_ms
+                ELSE :now_ms + d.full_ms - floor(d.random * (d.full_ms / 2.0::double precision))::bigint END AS until_ms
+    FROM items i
+    JOIN queues q ON q.number = i.queue
+    CROSS JOIN LATERAL (
+        SELECT array_position(:own::bigint[], i.queue::bigint) AS at
+    ) AS o
+    CROSS JOIN LATERAL (
+        SELECT least((:caps::bigint[])[o.at]::double precision, (:delays::bigint[])[o.at] * power(
+            2::double precision, least(greatest(i.attempts - i.forgiven, 1) - 1, 63)))::bigint
+            AS full_ms,
+            (:randoms::double precision[])[1 + i.message_id % cardinality(:randoms)] AS random
+    ) AS d
+    WHERE {of_receipts} AND i.vesting_ms > :now_ms
+    ORDER BY i.queue, i.message_id FOR UPDATE OF i
+), {waiting_again}
+SELECT queue, message_id, lease_id, true, zone, fails, until_ms FROM over
+UNION ALL
+SELECT late.*, false, 0 FROM ({late_receipts}) AS late;
+
+-- name: expire
+-- plan: once
+-- Let items wait again whose leases are over: of some queues, the first ones. Tells which, which of
+-- them are to fail, and their zones. Items that another process is at are passed by.
+WITH over AS MATERIALIZED (
+    SELECT i.*, q.unclaimed_retention_ms, {exhausted} AS fails, :now_ms AS until_ms
+    FROM unnest(:queues::bigint[]) AS w (queue)
+    JOIN queues q ON q.number = w.queue
+    CROSS JOIN LATERAL (
+        SELECT * FROM items i
+        WHERE i.queue = w.queue AND i.lease_id IS NOT NULL AND i.vesting_ms <= :now_ms
+        ORDER BY i.vesting_ms LIMIT :count FOR UPDATE SKIP LOCKED
+    ) AS i
+    LIMIT :count
+), {waiting_again}
+SELECT queue, message_id, lease_id, true, zone, fails, until_ms FROM over;
 
 -- name: fail
--- Let items fail: from the live ones into the failed ones.
+-- plan: once
+-- Let items fail that are held under leases and are out of attempts: from the live ones into the
+-- failed ones. :late: whether their deadline has come. Tells which, and the zones of FIFO queues.
 WITH gone AS (
-    DELETE FROM items i
-    USING unnest(:message_ids::bigint[]) WITH ORDINALITY AS w (message_id, nth)
-    WHERE i.queue = :queue AND i.message_id = w.message_id
-    RETURNING i.message_id, i.attempts, w.nth
+    DELETE FROM items i USING queues q
+    WHERE {of_receipts} AND q.number = i.queue
+      AND (i.vesting_ms <= :now_ms) = :late::boolean AND {exhausted}
+    RETURNING i.*, q.max_attempts
+), lower AS (
+    SELECT DISTINCT queue, zone, :now_ms AS vesting_ms, true AS freed FROM gone WHERE rank < 0
+), {lowered_pointers}, counted AS (
+    UPDATE queue_counts c
+    SET live = live - n.number, in_flight = in_flight - n.number, failed = failed + n.number,
+        failed_total = failed_total + n.number, next_sequence = {next_sequences} + n.number,
+        released_total = released_total + CASE WHEN :ending = 1 THEN n.number ELSE 0 END,
+        lease_expired_total = lease_expired_total + CASE WHEN :ending = 2 THEN n.number ELSE 0 END,
+        time_ms = greatest(time_ms, :now_ms)
+    FROM (SELECT count(*) FROM lowered) AS before,
+         (SELECT queue, count(*) AS number FROM gone GROUP BY queue ORDER BY queue) AS n
+    WHERE c.queue = n.queue AND c.slot = :slot
+    RETURNING c.queue, c.next_sequence - n.number AS first
+), kept AS (
+    INSERT INTO ended
+    SELECT g.queue, true,
+           (c.first + row_number() OVER (PARTITION BY g.queue ORDER BY g.message_id) - 1)
+               * :slots + :slot,
+           g.message_id, :now_ms, g.attempts,
+           CASE WHEN :why::bytea <> '' THEN :why
+                ELSE convert_to(concat('released ', g.max_attempts, ' times'), 'UTF8') END
+    FROM gone g JOIN counted c ON c.queue = g.queue
+), tried AS (
+    INSERT INTO attempts
+    SELECT queue, message_id, attempts, consumer, claimed_at_ms, :now_ms, :ending, :reason, lease_id
+    FROM gone
 )
-INSERT INTO ended
-SELECT :queue, true, (:first + nth - 1) * :slots + :slot, message_id, :now_ms, attempts, :reason
-FROM gone;
-
--- name: lock_expired
--- Leases that are over: of all queues, or of one. What another process is at is passed by.
-SELECT i.queue, i.message_id, i.lease_id, i.zone,
-       i.attempts - i.forgiven >= q.max_attempts OR i.attempts >= :most_attempts
-FROM items i JOIN queues q ON q.number = i.queue
-WHERE i.lease_id IS NOT NULL AND i.vesting_ms <= :now_ms
-  AND (:queue::integer IS NULL OR i.queue = :queue)
-ORDER BY i.vesting_ms LIMIT :count
-FOR UPDATE OF i SKIP LOCKED;
+SELECT queue, message_id, lease_id, CASE WHEN rank < 0 THEN zone END FROM gone;
 
 -- === What is due. What is bounded by a count is picked first (MATERIALIZED): joined as a subquery it
 -- may be picked again for every row, each time others than those that are locked already.
 
 -- name: any_expired
 -- plan: once
--- Whether any lease is over.
-SELECT 1 FROM items WHERE lease_id IS NOT NULL AND vesting_ms <= :now_ms LIMIT 1;
+-- Whether a lease of some queues is over.
+SELECT 1 FROM unnest(:queues::bigint[]) AS w (queue)
+WHERE EXISTS (SELECT 1 FROM items i WHERE i.queue = w.queue AND i.lease_id IS NOT NULL
+              AND i.vesting_ms <= :now_ms)
+LIMIT 1;
 
 -- name: come_due
 -- Mark delays that are over: only the count and the waking of claims depend on it.
 WITH d AS MATERIALIZED (
-    SELECT queue, message_id FROM items WHERE delayed AND vesting_ms <= :now_ms
-    ORDER BY vesting_ms LIMIT :count FOR UPDATE SKIP LOCKED
+    SELECT i.queue, i.message_id FROM unnest(:queues::bigint[]) AS w (queue)
+    CROSS JOIN LATERAL (
+        SELECT queue, message_id FROM items i
+        WHERE i.queue = w.queue AND i.delayed AND i.vesting_ms <= :now_ms
+        ORDER BY i.vesting_ms LIMIT :count FOR UPDATE SKIP LOCKED
+    ) AS i
+    LIMIT :count
 )
 UPDATE items i SET delayed = false
 FROM d
@@ -764,19 +1017,23 @@ RETURNING i.queue;
 
 -- name: next_due
 -- plan: once
--- When the next lease, delay, unclaimed retention and dedup window is over.
-SELECT (SELECT min(vesting_ms) FROM items WHERE lease_id IS NOT NULL),
-       (SELECT min(vesting_ms) FROM items WHERE delayed),
+-- When the next lease and delay of some queues, unclaimed retention and dedup window is over.
+SELECT (SELECT min(i.vesting_ms) FROM unnest(:queues::bigint[]) AS w (queue)
+        CROSS JOIN LATERAL (SELECT vesting_ms FROM items WHERE queue = w.queue
+                            AND lease_id IS NOT NULL ORDER BY vesting_ms LIMIT 1) AS i),
+       (SELECT min(i.vesting_ms) FROM unnest(:queues::bigint[]) AS w (queue)
+        CROSS JOIN LATERAL (SELECT vesting_ms FROM items WHERE queue = w.queue
+                            AND delayed ORDER BY vesting_ms LIMIT 1) AS i),
        (SELECT min(expires_at_ms) FROM items WHERE expires_at_ms IS NOT NULL),
        (SELECT min(expires_at_ms) FROM dedup);
 
 -- name: next_retention
--- When the oldest done and failed message of each queue ended.
+-- The sequences of the first done and failed message of each queue, which begin with the time.
 SELECT w.queue,
-       (SELECT ended_at_ms FROM ended e WHERE e.queue = w.queue AND NOT e.failed
-        ORDER BY ended_at_ms LIMIT 1),
-       (SELECT ended_at_ms FROM ended e WHERE e.queue = w.queue AND e.failed
-        ORDER BY ended_at_ms LIMIT 1)
+       (SELECT sequence FROM ended e WHERE e.queue = w.queue AND NOT e.failed
+        ORDER BY sequence LIMIT 1),
+       (SELECT sequence FROM ended e WHERE e.queue = w.queue AND e.failed
+        ORDER BY sequence LIMIT 1)
 FROM unnest(:queues::bigint[]) AS w (queue);
 
 -- name: forget_dedup
@@ -807,31 +1064,38 @@ UPDATE items
 SET expires_at_ms = CASE WHEN :retention_ms > 0 THEN visible_at_ms + :retention_ms END
 WHERE queue = :queue AND lease_id IS NULL;
 
--- name: trim_by_{each}
--- each: ended_at_ms sequence
--- Remove done or failed messages whose {each} is below a bound.
+-- name: trim_ended
+-- Remove done or failed messages whose sequence is below a bound.
 DELETE FROM ended WHERE queue = :queue AND failed = :failed AND sequence = ANY (ARRAY(
-    SELECT sequence FROM ended WHERE queue = :queue AND failed = :failed AND {each} < :before
-    ORDER BY {each} LIMIT :count FOR UPDATE SKIP LOCKED))
+    SELECT sequence FROM ended WHERE queue = :queue AND failed = :failed AND sequence < :before
+    ORDER BY sequence LIMIT :count FOR UPDATE SKIP LOCKED))
 RETURNING message_id;
 
 -- name: forget_attempts
 -- Forget what was tried with messages that leave a queue.
 DELETE FROM attempts WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[]);
 
+-- part: named_times
+-- How often each message is named.
+(SELECT message_id, count(*) AS number FROM unnest(:message_ids::bigint[]) AS u (message_id)
+ GROUP BY message_id)
+
 -- name: let_go
--- Take back one reference for each time that a message is named; delete those without any.
+-- Lock messages that are named once for each queue that has held them, and delete those that no other
+-- queue holds; tell how many are left.
 WITH l AS MATERIALIZED (
-    SELECT m.message_id, m.refs, w.number
-    FROM messages m
-    JOIN (SELECT message_id, count(*) AS number FROM unnest(:message_ids::bigint[])
-          AS u (message_id) GROUP BY message_id) AS w ON w.message_id = m.message_id
+    SELECT m.message_id, m.refs > w.number AS stays
+    FROM {named_times} AS w JOIN messages m ON m.message_id = w.message_id
     ORDER BY m.message_id FOR UPDATE OF m
 ), gone AS (
-    DELETE FROM messages m USING l WHERE m.message_id = l.message_id AND l.refs <= l.number
+    DELETE FROM messages m USING l WHERE m.message_id = l.message_id AND NOT l.stays
 )
-UPDATE messages m SET refs = m.refs - l.number
-FROM l WHERE m.message_id = l.message_id AND l.refs > l.number;
+SELECT count(*) FROM l WHERE stays;
+
+-- name: lower_refs
+-- Take back the references to those that are left.
+UPDATE messages m SET refs = m.refs - w.number
+FROM {named_times} AS w WHERE m.message_id = w.message_id;
 
 -- name: refer
 -- Count more queues that hold messages; those messages that are there are returned.
@@ -886,9 +1150,16 @@ FROM ended e WHERE e.queue = :queue AND e.message_id = :message_id;
 -- Read payloads.
 SELECT message_id, payload FROM messages WHERE message_id = ANY (:message_ids::bigint[]);
 
+-- part: ended_attempts
+-- Attempts that have ended: with the last ones of done messages.
+(SELECT queue, message_id, number, claimed_at_ms, consumer, ended_at_ms, ending, reason FROM attempts
+ UNION ALL
+ SELECT queue, message_id, attempts, claimed_at_ms, consumer, ended_at_ms, 0, ''::bytea FROM ended
+ WHERE NOT failed)
+
 -- name: attempts
 -- The attempts at a message; the one that is under way, if any, is the last.
-SELECT number, consumer, claimed_at_ms, ended_at_ms, ending, reason FROM attempts
+SELECT number, consumer, claimed_at_ms, ended_at_ms, ending, reason FROM {ended_attempts} AS a
 WHERE queue = :queue AND message_id = :message_id
 UNION ALL
 SELECT attempts, consumer, claimed_at_ms, NULL, 3, '' FROM items
@@ -910,18 +1181,18 @@ JOIN messages m ON m.message_id = i.message_id;
 -- name: groups_ready
 -- How many zones of a standard queue have something to claim.
 SELECT count(*) FROM pointers q
-WHERE q.queue = :queue AND q.vesting_ms <= :now_ms
+WHERE q.queue::bigint = :queue AND q.vesting_ms <= :now_ms
   AND EXISTS (SELECT 1 FROM items i WHERE i.queue = :queue AND i.zone = q.zone AND i.rank >= 0
               AND i.vesting_ms <= :now_ms);
 
 -- name: groups_ready_fifo
 -- How many zones of a FIFO queue have something to claim.
 SELECT count(*) FROM pointers q
-WHERE q.queue = :queue AND q.vesting_ms <= :now_ms
+WHERE q.queue::bigint = :queue AND q.vesting_ms <= :now_ms
   AND NOT EXISTS (SELECT 1 FROM items i WHERE i.queue = :queue AND i.zone = q.zone
                   AND i.rank < 0 AND i.lease_id IS NOT NULL AND i.vesting_ms > :now_ms)
   AND (SELECT vesting_ms FROM items i WHERE i.queue = :queue AND i.zone = q.zone
-       AND i.rank < 0 ORDER BY message_id LIMIT 1) <= :now_ms;
+       AND i.rank < 0 AND i.lease_id IS NULL ORDER BY message_id LIMIT 1) <= :now_ms;
 
 -- name: remove_items
 -- Take items out of a queue: of some ids, in a state.
@@ -941,16 +1212,19 @@ WHERE queue = :queue AND {in_state}
 ORDER BY message_id LIMIT :count;
 
 -- name: take_ended
--- Take done or failed messages out of a queue: those of some ids.
-WITH picked AS (
-    SELECT failed, sequence FROM ended
-    WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[])
-      AND failed = ANY (:states::boolean[])
-    ORDER BY sequence FOR UPDATE
+-- Take done or failed messages out of a queue: those of some ids. The last attempt of a done one is
+-- written to where the others are.
+WITH gone AS (
+    DELETE FROM ended e
+    USING unnest(:message_ids::bigint[]) AS w (message_id)
+    WHERE e.queue = :queue AND e.message_id = w.message_id AND e.failed = ANY (:states::boolean[])
+    RETURNING e.*
+), tried AS (
+    INSERT INTO attempts
+    SELECT queue, message_id, attempts, consumer, claimed_at_ms, ended_at_ms, 0, '', lease_id
+    FROM gone WHERE NOT failed
 )
-DELETE FROM ended e USING picked p
-WHERE e.queue = :queue AND e.failed = p.failed AND e.sequence = p.sequence
-RETURNING e.message_id, e.attempts, e.failed;
+SELECT message_id, attempts, failed FROM gone;
 
 -- name: find_live
 -- Which messages a queue has waiting or in flight.
@@ -1110,14 +1384,13 @@ FULL JOIN pointer_index p ON p.queue = q.queue AND p.zone = q.zone AND p.token =
 WHERE q.queue IS NULL OR p.queue IS NULL;
 
 -- name: mend_pointers_apart
--- Make Q_C the same as the pointer index.
+-- Remove what is in one of them alone. Zones with items get a pointer again.
 WITH gone AS (
     DELETE FROM pointers q
     WHERE NOT EXISTS (SELECT 1 FROM pointer_index p
                       WHERE p.queue = q.queue AND p.zone = q.zone AND p.token = q.token)
 )
-INSERT INTO pointers
-SELECT queue, token, zone, :now_ms, 0, NULL FROM pointer_index p
+DELETE FROM pointer_index p
 WHERE NOT EXISTS (SELECT 1 FROM pointers q
                   WHERE p.queue = q.queue AND p.zone = q.zone AND p.token = q.token);
 
@@ -1236,18 +1509,22 @@ SELECT int8send(message_id), concat('message ', message_id) {garbage};
 -- Remove them.
 DELETE {garbage};
 
+-- part: used_ids
+-- The lowest id that no message has, and that no head of a log is beyond.
+(SELECT greatest(
+    (SELECT coalesce(max(message_id), 0) + 1 FROM log),
+    (SELECT coalesce(max(message_id), 0) + 1 FROM messages),
+    (SELECT max(next_offset) FROM log_heads WHERE log >= 0)) AS next_id)
+
 -- name: log_beyond_end
--- Messages beyond the end of the log.
-SELECT int8send(max(message_id)), concat('message ', max(message_id))
-FROM (SELECT max(message_id) AS message_id FROM log
-      UNION ALL SELECT max(message_id) FROM messages) AS l
-HAVING max(message_id) >= (SELECT next_offset FROM log_head);
+-- Ids that were used, and would be given out again.
+SELECT int8send(u.next_id), concat('offset ', u.next_id - 1)
+FROM {used_ids} AS u WHERE u.next_id > {next_id};
 
 -- name: mend_log_beyond_end
 -- Go on after them.
-UPDATE log_head SET next_offset = greatest(
-    next_offset, (SELECT coalesce(max(message_id), 0) + 1 FROM log),
-    (SELECT coalesce(max(message_id), 0) + 1 FROM messages));
+SELECT setval('message_ids', u.next_id, false)
+FROM {used_ids} AS u WHERE u.next_id > {next_id};
 
 -- name: items_marked_wrong
 -- Items that are leased and delayed, of a lane that their queue has not, or tried less often than
@@ -1272,14 +1549,14 @@ FROM queues q WHERE q.number = i.queue;
 -- Wait for transactions that have taken sequence numbers of done or failed messages, and let none
 -- take any until the commit. The highest number of each queue is what all its rows are raised to.
 SELECT queue, max(next_sequence) FROM (
-    SELECT queue, next_sequence FROM queue_counts ORDER BY queue, slot FOR UPDATE
+    SELECT queue, next_sequence FROM queue_counts WHERE slot < :slots ORDER BY queue, slot FOR UPDATE
 ) AS locked GROUP BY queue;
 
 -- name: raise_sequences
 -- Raise the rows of queues, which are locked, to give out numbers from the same one on.
 UPDATE queue_counts c SET next_sequence = m.mark
 FROM unnest(:queues::bigint[], :marks::bigint[]) AS m (queue, mark)
-WHERE c.queue = m.queue AND c.next_sequence < m.mark;
+WHERE c.queue = m.queue AND c.slot < :slots AND c.next_sequence < m.mark;
 
 -- name: read_sequences
 -- Which sequence numbers have been given out.
@@ -1290,11 +1567,26 @@ SELECT queue, max(next_sequence) FROM queue_counts GROUP BY queue;
 SELECT min(message_id), max(message_id) FROM messages
 WHERE message_id >= :begin AND message_id < :end;
 
--- name: {each}_ends
--- each: items attempts
--- The first and the last message of a queue's {each}.
-SELECT min(message_id), max(message_id) FROM {each}
+-- name: items_ends
+-- The first and the last message of a queue's live ones.
+SELECT min(message_id), max(message_id) FROM items
 WHERE queue = :queue AND message_id >= :low AND message_id < :high;
+
+-- name: attempts_ends
+-- The first and the last message with an attempt that has ended.
+SELECT min(message_id), max(message_id) FROM (
+    SELECT min(message_id) AS message_id FROM attempts
+    WHERE queue = :queue AND message_id >= :low AND message_id < :high
+    UNION ALL
+    SELECT max(message_id) FROM attempts
+    WHERE queue = :queue AND message_id >= :low AND message_id < :high
+    UNION ALL
+    SELECT min(message_id) FROM ended
+    WHERE queue = :queue AND message_id >= :low AND message_id < :high
+    UNION ALL
+    SELECT max(message_id) FROM ended
+    WHERE queue = :queue AND message_id >= :low AND message_id < :high
+) AS a;
 
 -- name: ended_ends
 -- The lowest and the highest sequence of a queue's done or failed messages.
@@ -1307,13 +1599,11 @@ SELECT sequence, ended_at_ms FROM ended WHERE queue = :queue AND failed = :faile
 ORDER BY sequence LIMIT 1;
 
 -- name: first_ended_since
--- The first one that ended at a time or later. Processes give out sequence numbers in no order of
--- time: all of that time are looked at.
-WITH later AS MATERIALIZED (
-    SELECT sequence, ended_at_ms FROM ended
-    WHERE queue = :queue AND failed = :failed AND ended_at_ms >= :since_ms
-)
-SELECT sequence, ended_at_ms FROM later ORDER BY sequence LIMIT 1;
+-- The first one that ended at a time or later: its sequence is that of the time, or later.
+SELECT sequence, ended_at_ms FROM ended
+WHERE queue = :queue AND failed = :failed AND sequence >= :since
+  AND ended_at_ms >= :since_ms
+ORDER BY sequence LIMIT 1;
 
 -- name: payload_sizes
 -- How large payloads are, which need not be read for it.
@@ -1323,16 +1613,38 @@ ORDER BY message_id LIMIT :count;
 
 -- name: page_attempts
 -- Attempts that have ended.
-SELECT message_id, number, claimed_at_ms, consumer, ended_at_ms, ending, reason FROM attempts
-WHERE queue = :queue AND (message_id, number) > (:after, :after_number) AND message_id < :end
+SELECT message_id, number, claimed_at_ms, consumer, ended_at_ms, ending, reason FROM (
+    (SELECT message_id, number, claimed_at_ms, consumer, ended_at_ms, ending, reason FROM attempts
+     WHERE queue = :queue AND (message_id, number) > (:after, :after_number) AND message_id < :end
+     ORDER BY message_id, number LIMIT :count)
+    UNION ALL
+    (SELECT message_id, attempts, claimed_at_ms, consumer, ended_at_ms, 0, '' FROM ended
+     WHERE queue = :queue AND message_id >= :after AND message_id < :end
+       AND (message_id, attempts) > (:after, :after_number) AND NOT failed
+     ORDER BY message_id LIMIT :count)
+) AS a
 ORDER BY message_id, number LIMIT :count;
 
 -- name: attempts_at
 -- The attempts at messages that have ended.
-SELECT message_id, number, claimed_at_ms, consumer, ended_at_ms, ending, reason FROM attempts
+SELECT message_id, number, claimed_at_ms, consumer, ended_at_ms, ending, reason
+FROM {ended_attempts} AS a
 WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[]) ORDER BY message_id, number;
 
--- === Looking at tokens and zones: `penstock cluster`. Reads only.
+-- === Looking at logs, tokens and zones: `penstock cluster`. Reads only.
+
+-- name: log_status
+-- The head of each log, and how many messages were published into it.
+SELECT log, next_offset, published FROM log_heads WHERE log >= 0 ORDER BY log;
+
+-- name: head_waits
+-- How many sessions wait for the head of each log: each of them has, or wants, a lock on the tuple.
+-- dialect: postgresql
+SELECT h.log, count(*)
+FROM pg_locks l JOIN log_heads h ON h.ctid = format('(%s,%s)', l.page, l.tuple)::tid
+WHERE l.locktype = 'tuple' AND l.relation = 'log_heads'::regclass AND h.log >= 0
+  AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+GROUP BY h.log;
 
 -- name: token_status
 -- Each token that has pointers: how many, how many of them have vested, and when the first did.

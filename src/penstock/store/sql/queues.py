@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from penstock.errors import InvalidInput, InvalidQueue
+from penstock.errors import InvalidInput, InvalidQueue, QueueNotFound
+from penstock.limits import MAX_OFFSET
 from penstock.model import Ordering, State
 from penstock.store.contract import FiltersChanged, LiveQueue
 from penstock.store.policy import Coverage, Stretch
+from penstock.store.sql.database import columns
 from penstock.store.sql.move import ALL, ANY_STATE, STATES, SqlMove
 from penstock.store.sql.routing import SqlRouting
 from penstock.store.sql.session import SLOTS, SqlQueue
@@ -26,7 +28,6 @@ log = logging.getLogger(__name__)
 # Messages that one transaction removes.
 CHUNK: Final = 1_000
 # Beyond every time, whatever another process's clock said, and beyond every sequence number.
-_FOREVER: Final = (1 << 63) - 1
 
 
 class SqlQueues(SqlMove, SqlRouting):
@@ -44,7 +45,7 @@ class SqlQueues(SqlMove, SqlRouting):
         self.refresh()
         live = self.live_filters()
         return [
-            LiveQueue(queue.spec, live.get(name), queue.coverage.draining)
+            LiveQueue(queue.spec, live.get(name), queue.coverage.draining, queue.coverage)
             for name, queue in sorted(self.by_name.items())
         ]
 
@@ -54,8 +55,8 @@ class SqlQueues(SqlMove, SqlRouting):
         """Add a queue, which takes messages from here on."""
         database = self.database
 
-        def work() -> SqlQueue:
-            end = self.lock_head().next_offset
+        def work() -> int:
+            end = self.lock_heads().end
             if spec.name in self.by_name:
                 # Another process was faster: the caller is to look at the queue.
                 raise FiltersChanged
@@ -70,29 +71,29 @@ class SqlQueues(SqlMove, SqlRouting):
                 slots=SLOTS,
                 now_ms=now_ms,
             )
-            self.changed(now_ms, filters_from=end)
-            return SqlQueue(rows[0][0], spec, coverage)
+            queue = SqlQueue(rows[0][0], spec, coverage)
+            return self.changed(now_ms, filters_from=end, queue=queue)
 
-        self.adopt(self.change(work))
+        self.reach_version(self.change(work))
 
     def update_queue(self, spec: QueueSpec, now_ms: int, *, from_offset: int | None = None) -> None:
         """Change settings; another filter counts from an offset on (the log's end)."""
         database = self.database
-        present = self.queue(spec.name).spec
+        number, present = self.queue(spec.name).number, self.queue(spec.name).spec
         # Rewrites the waiting messages, however many they are.
         reindex = spec.unclaimed_retention_ms != present.unclaimed_retention_ms
 
-        def work() -> SqlQueue:
-            head = self.lock_head()
+        def work() -> int:
+            end = self.lock_heads().end
             queue = self.lock_queue(spec.name)
             if spec.version != queue.spec.version + 1:
                 raise FiltersChanged
-            begin = head.next_offset if from_offset is None else from_offset
+            begin = end if from_offset is None else from_offset
             lowest = self.routed_up_to()
-            if not lowest <= begin <= head.next_offset:
+            if not lowest <= begin <= end:
                 raise InvalidInput(
                     f"a filter can change from an offset in {lowest} (routed up to there) to "
-                    f"{head.next_offset} (the end of the log), not from {begin}"
+                    f"{end} (the end of the log), not from {begin}"
                 )
             filter_changed = spec.filter != queue.spec.filter or from_offset is not None
             if filter_changed and queue.coverage.draining:
@@ -102,20 +103,20 @@ class SqlQueues(SqlMove, SqlRouting):
             if filter_changed:
                 changed.coverage.change(begin, spec.filter)
                 self.put_coverage(changed)
-            self.changed(now_ms, filters_from=begin if filter_changed else None)
+            filters_from = begin if filter_changed else None
+            version = self.changed(now_ms, filters_from=filters_from, queue=changed)
             if spec.unclaimed_retention_ms != queue.spec.unclaimed_retention_ms:
                 database.run(
                     "reindex_unclaimed",
                     queue=queue.number,
                     retention_ms=spec.unclaimed_retention_ms,
                 )
-            return changed
+            return version
 
         with database.at_leisure() if reindex else nullcontext():
-            queue = self.change(work)
-        self.adopt(queue)
+            self.reach_version(self.change(work))
         if spec.dead_letter != present.dead_letter:
-            self._parked.discard((queue.number, present.dead_letter))
+            self._parked.discard((number, present.dead_letter))
         self._retention_looked_ms = None
 
     # --- drain and delete ------------------------------------------------------------------
@@ -136,7 +137,7 @@ class SqlQueues(SqlMove, SqlRouting):
         database = self.database
 
         def work() -> tuple[SqlQueue | None, int]:
-            end = self.lock_head().next_offset
+            end = self.lock_heads().end
             # As of now: another process may have deleted it, and made it again.
             queue = self.by_name.get(queue_name)
             if queue is None or not database.run("lock_queue", number=queue.number):
@@ -144,16 +145,16 @@ class SqlQueues(SqlMove, SqlRouting):
             # No message can come any more, but a claim may end: its message is done or failed then.
             if drained and self._has_live(queue, now_ms):
                 return None, 0
+            # Before the items, as every transaction locks them.
+            database.run("lock_pointers_of", queue=queue.number)
             rows = database.run("clear_queue", number=queue.number)
             rows += database.run("remove_queue", number=queue.number)
-            database.run("let_go", message_ids=[row[0] for row in rows])
-            self.changed(now_ms, filters_from=end)
+            self._let_go([row[0] for row in rows])
+            self.changed(now_ms, filters_from=end, gone=queue)
             return queue, len(rows)
 
         queue, removed = self.change(work)
         if queue is not None:
-            self.by_name.pop(queue.name, None)
-            self.by_number.pop(queue.number, None)
             self.wake(queue)
         self._retention_looked_ms = None
         return removed
@@ -161,16 +162,15 @@ class SqlQueues(SqlMove, SqlRouting):
     def _drain(self, queue_name: str, now_ms: int) -> None:
         self.queue(queue_name)
 
-        def work() -> SqlQueue:
-            end = self.lock_head().next_offset
+        def work() -> int:
+            end = self.lock_heads().end
             queue = self.lock_queue(queue_name)
             queue.coverage.close(end)
             queue.coverage.draining = True
             self.put_coverage(queue)
-            self.changed(now_ms, filters_from=end)
-            return queue
+            return self.changed(now_ms, filters_from=end, queue=queue)
 
-        self.adopt(self.change(work))
+        self.reach_version(self.change(work))
         self.remove_drained(now_ms)
 
     def remove_drained(self, now_ms: int) -> int:
@@ -186,8 +186,10 @@ class SqlQueues(SqlMove, SqlRouting):
                 continue
             pending = {each.number for each in self.with_dead_letters()}
             if queue.number not in pending and not self._has_live(queue, now_ms):
-                removed += self.purge(queue.name, (State.DONE, State.FAILED), now_ms)
-                removed += self._delete(queue.name, now_ms, drained=True)
+                # Another process may be faster.
+                with suppress(QueueNotFound):
+                    removed += self.purge(queue.name, (State.DONE, State.FAILED), now_ms)
+                    removed += self._delete(queue.name, now_ms, drained=True)
         return removed
 
     def _has_live(self, queue: SqlQueue, now_ms: int) -> bool:
@@ -245,6 +247,11 @@ class SqlQueues(SqlMove, SqlRouting):
         wanted = {"queue": queue.number, "message_ids": list(message_ids), "state": state}
 
         def work() -> int:
+            if queue.fifo:
+                # Before the items, as every transaction locks them.
+                own = {"queue": queue.number, "message_ids": list(message_ids)}
+                zones = [(queue.number, row[0]) for row in self.database.run("zones_of", **own)]
+                self.database.run("lock_pointers", **columns(zones, "queues", "zones"))
             rows = self.database.run("remove_items", **wanted, now_ms=now_ms)
             ids = [row[0] for row in rows]
             if queue.fifo:
@@ -264,17 +271,15 @@ class SqlQueues(SqlMove, SqlRouting):
         count: int,
         *,
         before: int | None = None,
-        ended_before_ms: int = _FOREVER,
     ) -> int:
-        """Remove done or failed messages below a sequence number, or that ended before a time."""
-        by, bound = ("ended_at_ms", ended_before_ms) if before is None else ("sequence", before)
+        """Remove done or failed messages: all, or those below a sequence number."""
 
         def work() -> int:
             rows = self.database.run(
-                f"trim_by_{by}",
+                "trim_ended",
                 queue=queue.number,
                 failed=state is State.FAILED,
-                before=bound,
+                before=MAX_OFFSET if before is None else before,
                 count=count,
             )
             if rows:
@@ -300,7 +305,7 @@ class SqlQueues(SqlMove, SqlRouting):
 
     def _forget_messages(self, queue: SqlQueue, message_ids: Sequence[int]) -> None:
         """Remove the attempts at messages that leave a queue, and payloads that no queue holds."""
-        self.database.run("let_go", message_ids=list(message_ids))
+        self._let_go(message_ids)
         self.database.run("forget_attempts", queue=queue.number, message_ids=list(message_ids))
 
     def remove_broken(self, queue: SqlQueue, message_ids: Sequence[int], now_ms: int) -> None:

@@ -1,8 +1,10 @@
 """The metadata log: reading it, assigning matched messages, and filling queues from it.
 
 Assignments and the log's cursor commit together, so that a page that comes again changes nothing.
-Readers see offsets in order, because a publish holds the lock of ``log_head`` from the moment that
-it takes them until it commits.
+A publish holds the heads of its logs from before it takes offsets until it commits, so that the
+offsets of one log appear in order. Those of different logs need not: the log as a whole ends where
+all logs are known to be complete. A reader first lets the heads of logs that nothing is published
+into catch up (:meth:`SqlSession.reach_end`), and reads rows after that.
 
 A queue is filled from the log, by matches made elsewhere, or from an archive. Each step is one
 transaction that locks the queue's row: coverage decides which messages the queue has had, so that
@@ -43,10 +45,10 @@ Rows = list[tuple[Any, ...]]
 
 
 def describe_log(
-    routing: str, head: LogHead, settings: LogSettings, segments: Rows, cursors: Rows
+    routing: str, head: LogHead, settings: LogSettings, segments: Rows, cursors: Rows, epoch: int
 ) -> LogStats:
     """Make the stats of the log from the rows that tell of it."""
-    earliest = segments[0][1] if segments else head.next_offset
+    earliest = segments[0][1] if segments else head.end
     stored: dict[int, int] = dict(cursors)
     logs = range(max(count for _, count in settings.changes))
     at = {log: max(stored.get(log, 0), earliest) for log in logs}
@@ -54,11 +56,12 @@ def describe_log(
         routing=routing,
         logs=settings.changes[-1][1],
         earliest=earliest,
-        end=head.next_offset,
-        routed_up_to=head.next_offset if routing == "inline" else min(at.values()),
+        end=head.end,
+        routed_up_to=head.end if routing == "inline" else min(at.values()),
         segments=len(segments),
         retention_ms=settings.retention_ms,
         cursors=at,
+        epoch=epoch,
     )
 
 
@@ -71,13 +74,14 @@ class SqlRouting(SqlPublish):
 
     def log_stats(self) -> LogStats:
         """Describe the log."""
-        self.refresh()
+        self.reach_end()
         return self._log()
 
     def _log(self, segments: Rows | None = None) -> LogStats:
         cursors = self.database.run("load_cursors")
         segments = self._segments() if segments is None else segments
-        return describe_log(self.routing, self.head, self.settings, segments, cursors)
+        epoch = self.database.run("load_epoch")[0][0]
+        return describe_log(self.routing, self.head, self.settings, segments, cursors, epoch)
 
     def _segments(self) -> Rows:
         """Return number, first offset and first time of each segment."""
@@ -86,12 +90,12 @@ class SqlRouting(SqlPublish):
     def earliest(self) -> int:
         """Return the lowest offset that is kept."""
         segments = self._segments()
-        return int(segments[0][1]) if segments else self.head.next_offset
+        return int(segments[0][1]) if segments else self.head.end
 
     def routed_up_to(self) -> int:
         """Return the offset below which every message has been routed."""
         if self.routing == "inline":
-            return self.head.next_offset
+            return self.head.end
         return self._log().routed_up_to
 
     def _logs(self) -> list[int]:
@@ -99,15 +103,15 @@ class SqlRouting(SqlPublish):
 
     def offset_at(self, time_ms: int) -> int:
         """Return an offset at or before the first message of that time."""
-        self.refresh()
+        self.reach_end()
         segments = self._segments()
-        begin = segments[0][1] if segments else self.head.next_offset
+        begin = segments[0][1] if segments else self.head.end
         for _, start_offset, start_ms in segments:
             if start_ms <= time_ms:
                 begin = start_offset
         told = {"logs": self._logs(), "earliest": begin, "time_ms": time_ms}
         found = self.database.run("offset_at", **told)[0][0]
-        return self.head.next_offset if found is None else int(found)
+        return self.head.end if found is None else int(found)
 
     # --- tailing -------------------------------------------------------------------------
 
@@ -118,10 +122,12 @@ class SqlRouting(SqlPublish):
         every log has been assigned up to there, so that a group that moves to another log keeps
         its order.
         """
-        self.refresh()
+        self.reach_end()
         policy.check_log(log, len(self._logs()))
         segments = self._segments()
         stats = self._log(segments)
+        # Before the filters: another thread may find them changed meanwhile.
+        filters_version = self.head.filters_version
         begin = max(stats.cursors[log] if begin is None else begin, stats.earliest)
         filters, until = self._filters_at(begin)
         end = stats.end if until is None else min(stats.end, until)
@@ -137,7 +143,7 @@ class SqlRouting(SqlPublish):
         return LogPage(
             log=log,
             records=policy.records_of(((row[0], row[1]) for row in rows[:limit]), log),
-            cursor=Cursor(begin, max(begin, following), self.head.filters_version),
+            cursor=Cursor(begin, max(begin, following), filters_version),
             earliest=stats.earliest,
             end=stats.end,
             filters=filters,
@@ -175,8 +181,10 @@ class SqlRouting(SqlPublish):
         database = self.database
         earliest = self.earliest()
         at = max(database.run("lock_cursor", log=log, cursor=earliest)[0][0], earliest)
-        if epoch is not None and epoch != database.run("read_epoch")[0][0]:
+        epoch_now, routing = database.run("read_epoch")[0]
+        if epoch not in {None, epoch_now}:
             return Assigned(AssignStatus.FENCED, at, 0)
+        policy.check_pipeline(routing)
         refusal = policy.refuse_page(cursor, at, earliest)
         if refusal is not None:
             return Assigned(refusal, at, 0)
@@ -189,7 +197,7 @@ class SqlRouting(SqlPublish):
         if policy.is_outdated(cursor, self.head.filters_version, self.filter_changes):
             return Assigned(AssignStatus.OUTDATED, at, 0)
         begin = max(at, cursor.begin)
-        policy.check_page(log, cursor, assignments, self.head.next_offset)
+        policy.check_page(log, cursor, assignments, self.head.end)
         rows = self._rows(log, begin, cursor.end, cursor.end - begin)
         policy.check_assigned(log, begin, assignments, (row[0] for row in rows))
         items, refs = self._items(rows, assignments, begin, cursor.end, now_ms)
@@ -238,7 +246,9 @@ class SqlRouting(SqlPublish):
 
     def route_plan(self, max_offsets: int | None) -> RoutePlan:
         """Return the stretches that may be matched next, up to ``max_offsets`` from the slowest."""
-        self.refresh()
+        self.reach_end()
+        policy.check_pipeline(self.routing)
+        filters_version = self.head.filters_version
         stats = self._log()
         stretches = policy.route_stretches(
             stats.cursors,
@@ -249,7 +259,7 @@ class SqlRouting(SqlPublish):
         )
         return RoutePlan(
             epoch=self.database.run("read_epoch")[0][0],
-            filters_version=self.head.filters_version,
+            filters_version=filters_version,
             stretches=stretches,
             lag={log: stats.end - begin for log, begin in stats.cursors.items()},
         )
@@ -257,8 +267,9 @@ class SqlRouting(SqlPublish):
     def filters_at(self, offset: int) -> LiveFilters:
         """Return the filters that are live at an offset, and until where."""
         self.refresh()
+        filters_version = self.head.filters_version
         filters, until = self._filters_at(offset)
-        return LiveFilters(filters, self.head.filters_version, until)
+        return LiveFilters(filters, filters_version, until)
 
     def _filters_at(self, offset: int) -> tuple[dict[str, str], int | None]:
         """Return the filters that are live at an offset, and the offset at which they change."""
@@ -277,6 +288,7 @@ class SqlRouting(SqlPublish):
         """
         # A fill by another process changes no version.
         self.reload()
+        self.reach_end()
         queue = self.queue(queue_name)
         stats = self._log()
         end = min(end, stats.routed_up_to)
@@ -308,7 +320,7 @@ class SqlRouting(SqlPublish):
         def work() -> Filled:
             queue = self.lock_queue(queue_name)
             policy.check_fill(queue_name, queue.spec, queue.coverage, filter_text)
-            log = (self.earliest(), self.head.next_offset)
+            log = (self.earliest(), self.head.end)
             if records is not None:
                 policy.check_archived(queue_name, queue.coverage, begin, end, log[0])
             start, stop, passed, chosen = policy.fill_step(
@@ -339,7 +351,7 @@ class SqlRouting(SqlPublish):
             missing += len(wanted) - len(kept)
             return Filled(len(kept), passed + len(rows) - len(wanted), missing, stop)
 
-        self.refresh()
+        self.reach_end()
         self.queue(queue_name)
         return self.change(work)
 
@@ -389,11 +401,18 @@ class SqlRouting(SqlPublish):
 
     # --- settings ------------------------------------------------------------------------
 
-    def configure_log(self, logs: int | None, retention_ms: int | None, now_ms: int) -> None:
-        """Spread messages over another number of logs from here on; keep them for another time."""
+    def configure_log(
+        self,
+        logs: int | None,
+        retention_ms: int | None,
+        now_ms: int,
+        *,
+        routing: str | None = None,
+    ) -> None:
+        """Change the number of logs, how long they are kept, or who routes from here on."""
 
-        def work() -> None:
-            end = self.lock_head().next_offset
+        def work() -> bool:
+            end = self.lock_heads().end
             settings = msgspec.structs.replace(self.settings, changes=list(self.settings.changes))
             known = len(self._logs())
             if retention_ms is not None:
@@ -404,12 +423,41 @@ class SqlRouting(SqlPublish):
             for log in range(known, wanted):
                 # A log that was not there before holds nothing to be tailed.
                 self.database.run("lock_cursor", log=log, cursor=end)
+            if wanted > known:
+                self.database.run("add_heads", first=known, last=wanted - 1)
             self.database.run("put_log_settings", value=msgspec.msgpack.encode(settings))
-            self.changed(now_ms)
-            self.settings = settings
+            if routing in {None, self.routing}:
+                # Before the version that goes with them: other threads may publish by it at once.
+                self.settings = settings
+                self.changed(now_ms)
+                return False
+            self._switch(routing, end, now_ms)
+            self.database.run("bump_heads", filters=0, now_ms=now_ms)
+            return True
 
         self._log_looked_ms = None
-        self.change(work)
+        if self.change(work):
+            self.reload()
+
+    def _switch(self, routing: str, end: int, now_ms: int) -> None:
+        """Let publish or a tailer route from the end of the log on; fence every tailer.
+
+        Memory is not changed before the commit: no publish may count on a switch that fails.
+        """
+        logs, earliest = self._logs(), self.earliest()
+        # A tailer locks a cursor first, and then waits for the commit here.
+        for log in logs:
+            self.database.run("lock_cursor", log=log, cursor=earliest)
+        if routing == "pipeline":
+            for log in logs:
+                self.database.run("move_cursor", log=log, cursor=end, unrouted=0)
+        else:
+            policy.check_switch(self.routed_up_to(), end)
+            while self.routed_up_to() < end:
+                for log in logs:
+                    page = self.read_log(log, None, policy.SWITCH_OFFSETS)
+                    self._assign(log, page.cursor, policy.match_page(page), now_ms, None)
+        self.database.run("switch_routing", routing=routing)
 
 
 def _add_logged(

@@ -8,7 +8,7 @@
 CREATE TABLE schema_version (
     version         integer PRIMARY KEY
 );
-INSERT INTO schema_version VALUES (1);
+INSERT INTO schema_version VALUES (2);
 
 -- Which store this is, and its settings. One row, seldom written.
 CREATE TABLE instance (
@@ -25,32 +25,41 @@ CREATE TABLE instance (
     filter_changes  bytea NOT NULL
 );
 
--- The end of the log. One row, hot: every publish locks it until it commits, so that messages
--- appear in the order of their ids and no reader's cursor passes one by that commits late. A change of
--- queues (specs_version) and a collection of zones (zones_version) lock it too, so that a publish
--- finds out, before it writes, that its knowledge is out of date.
-CREATE TABLE log_head (
-    one             smallint PRIMARY KEY CHECK (one = 1),
+-- Message ids, which are offsets in the log. A publish takes them while it holds the heads of its
+-- logs, so that the ids of one log are in the order of commits.
+CREATE SEQUENCE message_ids CACHE 1;
+
+-- The head of each log, which a publish locks until it commits: publishes into one log commit one
+-- after the other, publishes into different logs side by side. Every message of the log below
+-- next_offset is committed, and none comes there later; what all logs have reached is the end of the
+-- log. A change of queues (specs_version) locks all heads, a collection of zones (zones_version)
+-- those of the zones' logs, so that a publish finds out, before it writes, that its knowledge is out
+-- of date. specs_version, filters_version and segment_ms are the same in all rows.
+-- Row -1 belongs to no log, and is the first that is locked by those who look at all heads: they
+-- wait for each other there. Its next_offset is beyond all others.
+CREATE TABLE log_heads (
+    log             integer PRIMARY KEY,
     next_offset     bigint NOT NULL,
     specs_version   bigint NOT NULL,
     zones_version   bigint NOT NULL,
     filters_version bigint NOT NULL,
     segment_ms      bigint NOT NULL,
-    time_ms         bigint NOT NULL,
-    published       bigint NOT NULL,
-    duplicates      bigint NOT NULL,
-    unrouted        bigint NOT NULL
+    time_ms         bigint NOT NULL DEFAULT 0,
+    published       bigint NOT NULL DEFAULT 0,
+    duplicates      bigint NOT NULL DEFAULT 0,
+    unrouted        bigint NOT NULL DEFAULT 0
 );
 
 -- A publish whose commit got no answer is sent again under the same token: it can't be there twice.
 CREATE TABLE requests (
     token           bytea PRIMARY KEY,
-    first_id        bigint NOT NULL,
+    message_ids     bigint[] NOT NULL,
     at_ms           bigint NOT NULL
 );
 CREATE INDEX requests_by_time ON requests (at_ms);
 
--- The metadata log: a message is in the log that its group hashes to; its id is its offset.
+-- The metadata log: a message is in the log that its group hashes to, or without a group in any; its
+-- id is its offset.
 CREATE TABLE log (
     log             integer NOT NULL,
     message_id      bigint NOT NULL,
@@ -63,8 +72,8 @@ CREATE TABLE log_segments (
     start_offset    bigint NOT NULL,
     start_ms        bigint NOT NULL
 );
--- unrouted: messages that a tailer has assigned to no queue. log_head counts those of publishes: a
--- tailer need not lock it.
+-- unrouted: messages that a tailer has assigned to no queue. log_heads counts those of publishes: a
+-- tailer need not lock any.
 CREATE TABLE log_cursors (
     log             integer PRIMARY KEY,
     cursor          bigint NOT NULL,
@@ -100,9 +109,9 @@ CREATE TABLE queues (
     unclaimed_retention_ms  bigint NOT NULL
 );
 
--- Depths and totals, in sixteen rows for each queue, whose sums count: a process adds to one of
--- them, so that processes do not wait for each other. A row of ended has the number
--- next_sequence * 16 + slot.
+-- Depths and totals of each queue, in rows whose sums count, so that processes do not wait for each
+-- other: a process adds to one of the slots 0 to 15, a publish to slot 16 + log of a head that it
+-- holds. A row of ended has the number next_sequence * 16 + slot.
 CREATE TABLE queue_counts (
     queue               integer NOT NULL,
     slot                smallint NOT NULL,
@@ -148,14 +157,13 @@ CREATE TABLE items (
 );
 -- For claims of a standard queue: each lane by itself, the visible items first.
 CREATE INDEX items_lanes ON items (queue, zone, rank, vesting_ms, message_id) WHERE rank >= 0;
--- For claims of a FIFO queue, and for the items that are held in a zone.
-CREATE INDEX items_order ON items (queue, zone, message_id) WHERE rank < 0;
+-- For claims of a FIFO queue: the items of a zone that wait, and those that are held.
+CREATE INDEX items_order ON items (queue, zone, message_id) WHERE rank < 0 AND lease_id IS NULL;
 CREATE INDEX items_holders ON items (queue, zone, vesting_ms)
     WHERE rank < 0 AND lease_id IS NOT NULL;
-CREATE INDEX items_leased ON items (queue, lease_id, message_id) WHERE lease_id IS NOT NULL;
-CREATE INDEX items_deadlines ON items (vesting_ms) WHERE lease_id IS NOT NULL;
-CREATE INDEX items_delayed ON items (vesting_ms) WHERE delayed;
-CREATE INDEX items_delayed_of ON items (queue, vesting_ms) WHERE delayed;
+-- For leases that are over, and for all that is held under one lease.
+CREATE INDEX items_deadlines ON items (queue, vesting_ms, lease_id) WHERE lease_id IS NOT NULL;
+CREATE INDEX items_delayed ON items (queue, vesting_ms) WHERE delayed;
 CREATE INDEX items_unclaimed ON items (expires_at_ms) WHERE expires_at_ms IS NOT NULL;
 
 -- Q_C, the queue of zones: one pointer for each zone that has items, or had some of late. It is
@@ -170,7 +178,9 @@ CREATE TABLE pointers (
     lease_id        bytea,
     PRIMARY KEY (queue, token, zone)
 );
-CREATE INDEX pointers_vesting ON pointers (queue, token, vesting_ms, turn);
+-- It begins with an expression, so that a statement which looks for zones can't be planned by it:
+-- without statistics the planner takes it for as good as the primary key.
+CREATE INDEX pointers_vesting ON pointers ((queue::bigint), token, vesting_ms, turn);
 
 -- p, the pointer index: which zones have a pointer, under which token, and when it vests, so that
 -- an enqueue need not look at Q_C. empty_since_ms: since when nothing was seen in the zone.
@@ -187,7 +197,10 @@ CREATE INDEX pointer_index_empty ON pointer_index (empty_since_ms)
 -- Which tokens are in use. A ring of one has none of it to keep.
 CREATE INDEX pointer_index_tokens ON pointer_index (token) WHERE token > 0;
 
--- A message that is done or has failed; reason: why it failed.
+-- A message that is done or has failed; reason: why it failed. A sequence begins with the time
+-- (next_sequence of queue_counts is never below the time * 65536), so that the order of sequences is
+-- that of time, as far as clocks agree. consumer, claimed_at_ms, lease_id: the last attempt of a done
+-- message, which attempts does not have.
 CREATE TABLE ended (
     queue           integer NOT NULL,
     failed          boolean NOT NULL,
@@ -196,11 +209,14 @@ CREATE TABLE ended (
     ended_at_ms     bigint NOT NULL,
     attempts        integer NOT NULL,
     reason          bytea NOT NULL,
+    consumer        bytea NOT NULL DEFAULT '',
+    claimed_at_ms   bigint NOT NULL DEFAULT 0,
+    lease_id        bytea NOT NULL DEFAULT '',
     PRIMARY KEY (queue, failed, sequence)
 );
 CREATE INDEX ended_by_message ON ended (queue, message_id);
-CREATE INDEX ended_by_time ON ended (queue, failed, ended_at_ms);
 
+-- Attempts that have ended, but for the last one of a done message, which its row of ended tells.
 -- ending: 0 acked, 1 released, 2 expired. lease_id: under which it was held, so that an ack that
 -- got no answer can be told from a stale one.
 CREATE TABLE attempts (

@@ -1,13 +1,22 @@
 """The state of one process on a store: its queues, settings and versions, as last read.
 
 The truth is in the database. The process reads queues again when ``specs_version`` has changed,
-when a name is not known, and at least every second. A publish finds out under the lock of
-``log_head`` whether the queues that it routed by have changed.
+when a name is not known, and at least every second. A publish finds out under the locks of the
+heads of its logs (``log_heads``) whether the queues that it routed by have changed.
+
+Verbs of several threads share it. What they read is replaced, and never changed in place; what they
+count and note is changed under ``memory``, a lock that no statement is sent under. Queues, settings
+and the version that goes with them are replaced together. They may be those of a change that is
+being committed: a publish that relies on them waits for the heads, and is refused if the change
+fails. What is older than what is known is not taken over: a thread may come late with what it has
+read.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+import threading
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -24,8 +33,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Rows that a queue's counters are spread over.
+# Rows that a queue's counters are spread over, by connection; those of publishes follow, by log.
 SLOTS: Final = 16
+# Sequence numbers that a row of counters has for each millisecond: a sequence begins with the time.
+EACH_MS: Final = 1 << 16
 # The age at which queues are read again.
 REFRESH_MS: Final = 1_000
 # Changes of filters on record, by which a page that was read before is judged.
@@ -33,16 +44,34 @@ FILTER_CHANGES: Final = 1_000
 
 
 class LogHead(NamedTuple):
-    """The row of ``log_head``."""
+    """The rows of ``log_heads`` at one moment.
 
-    next_offset: int
+    ``end``: every message below it is committed, in all logs. ``next_id``: the id that the next
+    message gets, or a later one has got. ``zones_versions`` begins with the row that is no log's.
+    """
+
+    end: int
+    next_id: int
+    logs: int
     specs_version: int
-    zones_version: int
+    zones_versions: list[int]
     filters_version: int
     segment_ms: int
     published: int
     duplicates: int
     unrouted: int
+
+    def is_later(self, known: LogHead) -> bool:
+        """Whether no version in it is older than in another; versions only grow."""
+        # A store may have got more logs, and there is none if the versions are in doubt.
+        zones = zip(self.zones_versions, known.zones_versions, strict=False)
+        return self.specs_version >= known.specs_version and all(
+            mine >= other for mine, other in zones
+        )
+
+    def beside(self, known: LogHead) -> LogHead:
+        """Return it with the ids of another, if those are higher: they stay given and committed."""
+        return self._replace(end=max(self.end, known.end), next_id=max(self.next_id, known.next_id))
 
 
 class SqlQueue:
@@ -75,9 +104,12 @@ class SqlSession:
         self.tunables = database.tunables
         self.random = random
         self.process_id: bytes = database.run("fresh_id")[0][0]
-        self.slot = self.process_id[-1] % SLOTS
-        self._stamps = 0
+        self.first_slot = self.process_id[-1] % SLOTS
+        self.memory = threading.Lock()
+        self._stamps = count(1)
         self.turns = 0
+        # Whose turn it is to get messages without a group. Processes begin at different logs.
+        self.log_turns = count(int.from_bytes(self.process_id[:2], "big"))
         self.stale_receipts = 0
         self.progress = Progress()
         # Queues that may have messages to claim, and about how many.
@@ -89,56 +121,103 @@ class SqlSession:
         self.zones = Zones(self)
         self.by_name: dict[str, SqlQueue] = {}
         self.by_number: dict[int, SqlQueue] = {}
-        self.store_id, self.routing = database.run("load_instance")[0][:2]
+        # The names of FIFO queues: a publish asks for them.
+        self.fifo: frozenset[str] = frozenset()
+        self.store_id: int = database.run("load_instance")[0][0]
+        self.routing = ""
         self.settings = LogSettings()
         self.filter_changes: list[tuple[int, int]] = []
         self.head = self.read_head()
         self.ring_size = self.ring_high = 1
         self._loaded_ms = database.clock()
-        self._stale = False
+        # Changes that failed, and how many had when queues were read: memory may be ahead of what
+        # is committed if there were more since.
+        self._failures = self._seen_failures = 0
+        # Grows whenever memory is replaced: what was read meanwhile may be older.
+        self._replaced = 0
         self._reload()
 
     # --- fresh names -----------------------------------------------------------------------
 
     def stamp(self) -> bytes:
         """Return sixteen bytes that no process has used before."""
-        self._stamps += 1
-        return self.process_id[:10] + self._stamps.to_bytes(6, "big")
+        return self.process_id[:10] + next(self._stamps).to_bytes(6, "big")
 
     def take_turns(self, count: int) -> int:
         """Return the turn of pointers that are written now, among others of the same time."""
-        self.turns += count
-        return self.turns - count
+        with self.memory:
+            self.turns += count
+            return self.turns - count
+
+    @property
+    def slot(self) -> int:
+        """The row of each queue's counters that this thread's connection adds to.
+
+        Connections of one process have different ones, so that they do not wait for each other.
+        """
+        slot: int = (self.first_slot + self.database.number) % SLOTS
+        return slot
 
     # --- queues ----------------------------------------------------------------------------
 
     def read_head(self) -> LogHead:
         """Read the end of the log and the versions."""
-        rows = self.database.ask("read_head")
-        if not rows:
-            raise row_lost("log_head")
-        return LogHead(*rows[0])
+        return head_of(self.database.ask("read_heads"))
 
-    def lock_head(self) -> LogHead:
-        """Lock ``log_head`` until the commit, and read what has changed."""
-        head = LogHead(*self.database.run("lock_head")[0])
+    def lock_heads(self, logs: list[int] | None = None) -> LogHead:
+        """Lock the heads of all logs, or of some, until the commit, and read what has changed.
+
+        With all heads locked, no id is given out, and every one that was is committed.
+        """
+        failures = self._failures
+        self.database.run("lock_heads", logs=logs)
+        head = self.read_head()
+        if logs is None:
+            head = head._replace(end=head.next_id)
         if head.specs_version != self.head.specs_version:
-            self._load(head)
-        self.head = head
+            # Nobody can have later ones now.
+            self._take_over(head, self._read_queues(), failures)
+        self.note_head(head)
         return head
+
+    def note_head(self, head: LogHead, replaced: int | None = None) -> None:
+        """Take a head over that was read, unless a later one is known.
+
+        ``replaced``: how often memory had been replaced before that; None: nobody can have a later.
+        """
+        with self.memory:
+            if replaced in {None, self._replaced} or head.is_later(self.head):
+                self.head = head.beside(self.head)
+                self._replaced += 1
+
+    def reach_end(self) -> None:
+        """Refresh, and know the end of the log beyond all that this process has published.
+
+        Unless something is being published into a log: then nobody knows yet what follows there.
+        """
+        replaced, head = self._replaced, self.read_head()
+        if head.end < head.next_id:
+            self.database.ask("advance_heads", next_id=head.next_id)
+            replaced, head = self._replaced, self.read_head()
+        self._follow(head, replaced)
 
     def refresh(self, now_ms: int | None = None) -> None:
         """Read queues again if they have changed; with ``now_ms``, look at most every second."""
         fresh = now_ms is not None and self._loaded_ms <= now_ms < self._loaded_ms + REFRESH_MS
-        if fresh and not self._stale:
+        if fresh and self._seen_failures == self._failures:
             return
-        head = self.read_head()
         if now_ms is not None:
+            # At once: other threads need not look as well.
             self._loaded_ms = now_ms
-        if head.specs_version != self.head.specs_version or self._stale:
+        replaced = self._replaced
+        self._follow(self.read_head(), replaced)
+
+    def _follow(self, head: LogHead, replaced: int) -> None:
+        """Read queues again if a head says that they have changed."""
+        if head.specs_version != self.head.specs_version or self._seen_failures != self._failures:
             self.reload()
         else:
-            self.head = head
+            self.note_head(head, replaced)
 
     def reload(self) -> None:
         """Read queues and settings again."""
@@ -146,30 +225,58 @@ class SqlSession:
 
     def _reload(self) -> None:
         while True:
-            before = self.read_head()
-            self._load(before)
+            replaced, failures = self._replaced, self._failures
+            head = self.read_head()
+            read = self._read_queues()
             # The version and the queues must be of the same moment.
-            if self.read_head().specs_version == before.specs_version:
-                self._stale = False
+            if self.read_head().specs_version == head.specs_version:
+                self._take_over(head, read, failures, replaced)
                 return
 
-    def _load(self, head: LogHead) -> None:
-        before = self.live_filters()
+    def _read_queues(self) -> tuple[tuple[Any, ...], list[SqlQueue]]:
+        """Read the row of the store, and its queues."""
         instance = self.database.run("load_instance")[0]
-        _, _, self.ring_size, self.ring_high, _, settings, changes = instance
-        self.settings = msgspec.msgpack.decode(settings, type=LogSettings)
-        self.filter_changes = msgspec.msgpack.decode(changes, type=list[tuple[int, int]])
-        gone = dict(self.by_name)
-        self.by_name, self.by_number = {}, {}
-        for number, name, spec, coverage in self.database.run("load_queues"):
-            self.adopt(decode_queue(number, spec, coverage))
-            gone.pop(name, None)
-        self.head = head
-        for name in gone:
-            # Claims that wait for the queue are to find out.
-            self.woken.setdefault(name, 0)
-        if before != self.live_filters():
-            self.progress.filter_changes += 1
+        rows = self.database.run("load_queues")
+        return instance, [decode_queue(number, *records) for number, _, *records in rows]
+
+    def _take_over(
+        self,
+        head: LogHead,
+        read: tuple[tuple[Any, ...], list[SqlQueue]],
+        failures: int,
+        replaced: int | None = None,
+    ) -> None:
+        """Replace queues and settings by those that were read, unless later ones are known.
+
+        ``failures``, ``replaced``: how many changes had failed, and how often memory had been
+        replaced, before that; None: nobody can have later ones.
+        """
+        (_, routing, ring_size, ring_high, _, encoded, changes), queues = read
+        settings = msgspec.msgpack.decode(encoded, type=LogSettings)
+        if head.logs < max(logs for _, logs in settings.changes):
+            raise row_lost("log_heads")
+        with self.memory:
+            if replaced not in {None, self._replaced} and not head.is_later(self.head):
+                return
+            known, before = self.by_name, self.live_filters()
+            self.ring_size, self.ring_high = ring_size, ring_high
+            self.settings = settings
+            self.filter_changes = msgspec.msgpack.decode(changes, type=list[tuple[int, int]])
+            self._set_queues({queue.name: queue for queue in queues})
+            self.head = head.beside(self.head)
+            self._seen_failures = max(failures, self._seen_failures)
+            self._replaced += 1
+            for name in known.keys() - self.by_name.keys():
+                # Claims that wait for the queue are to find out.
+                self.woken.setdefault(name, 0)
+            if before != self.live_filters() or routing != self.routing:
+                self.progress.filter_changes += 1
+            self.routing = routing
+
+    def _set_queues(self, by_name: dict[str, SqlQueue]) -> None:
+        self.by_name = by_name
+        self.by_number = {queue.number: queue for queue in by_name.values()}
+        self.fifo = frozenset(name for name, queue in by_name.items() if queue.fifo)
 
     def live_filters(self) -> dict[str, str]:
         """Return the filters that new messages are routed by, as last read."""
@@ -203,21 +310,42 @@ class SqlSession:
             raise QueueNotFound.among(name, self.by_name)
         return decode_queue(number, *rows[0])
 
-    def adopt(self, queue: SqlQueue) -> None:
-        """Remember a queue that was made, changed or read."""
-        self.by_name[queue.name] = self.by_number[queue.number] = queue
+    def changed(
+        self,
+        now_ms: int,
+        *,
+        filters_from: int | None = None,
+        queue: SqlQueue | None = None,
+        gone: SqlQueue | None = None,
+    ) -> int:
+        """Record a change of queues or settings, with all heads locked; return its version.
 
-    def changed(self, now_ms: int, *, filters_from: int | None = None) -> None:
-        """Record a change of queues or settings, under the lock of ``log_head``."""
-        filters = filters_from is not None
-        row = self.database.run("bump_head", filters=int(filters), now_ms=now_ms)[0]
-        self.head = self.head._replace(specs_version=row[0], filters_version=row[1])
+        ``queue`` was made or changed, ``gone`` is no more. Other memory is set before.
+        """
+        filters = int(filters_from is not None)
+        row = self.database.run("bump_heads", filters=filters, now_ms=now_ms)[0]
+        with self.memory:
+            by_name = dict(self.by_name)
+            if gone is not None:
+                by_name.pop(gone.name, None)
+            if queue is not None:
+                by_name[queue.name] = queue
+            self._set_queues(by_name)
+            changes = self.filter_changes
+            if filters_from is not None:
+                changes = [*changes, (int(row[1]), filters_from)][-FILTER_CHANGES:]
+                self.filter_changes = changes
+                self.progress.filter_changes += 1
+            self.head = self.head._replace(specs_version=row[0], filters_version=row[1])
+            self._replaced += 1
         if filters_from is not None:
-            self.progress.filter_changes += 1
-            self.filter_changes = [*self.filter_changes, (int(row[1]), filters_from)]
-            self.filter_changes = self.filter_changes[-FILTER_CHANGES:]
-            changes = msgspec.msgpack.encode(self.filter_changes)
-            self.database.run("put_filter_changes", value=changes)
+            self.database.run("put_filter_changes", value=msgspec.msgpack.encode(changes))
+        return int(row[0])
+
+    def reach_version(self, version: int) -> None:
+        """Read the queues again if another thread has brought back those before a version."""
+        if self.head.specs_version < version:
+            self.refresh()
 
     # --- transactions, waking, alarms --------------------------------------------------------
 
@@ -230,8 +358,10 @@ class SqlSession:
                     return work()
             except BaseException:
                 # Memory may be ahead of what is committed, and so would the next attempt be.
-                self._stale = True
-                self.head = self.head._replace(specs_version=-1)
+                with self.memory:
+                    self._failures += 1
+                    self._replaced += 1
+                    self.head = self.head._replace(specs_version=-1, zones_versions=[])
                 raise
 
         # Around all attempts: a failure after the commit must not repeat it.
@@ -242,30 +372,47 @@ class SqlSession:
 
     def wake(self, queue: SqlQueue, count: int = 1) -> None:
         """Note that a queue may have messages to claim."""
-        self.woken[queue.name] = self.woken.get(queue.name, 0) + count
+        with self.memory:
+            self.woken[queue.name] = self.woken.get(queue.name, 0) + count
 
-    def add_counts(self, queue: int, now_ms: int, **added: int) -> int:
-        """Add to a queue's counters; return the first sequence number, if any were taken."""
+    def add_counts(self, queue: int, now_ms: int, **added: int) -> None:
+        """Add to a queue's counters."""
         given = {"queue": queue, "slot": self.slot, "now_ms": now_ms, **added}
         names = self.database.parameters("add_to_counts")
         assert given.keys() <= names, given.keys() - names
-        rows = self.database.run("add_to_counts", **{name: given.get(name, 0) for name in names})
-        return int(rows[0][0]) if rows else 0
+        self.database.run("add_to_counts", **{name: given.get(name, 0) for name in names})
 
     def due_for_retention(self, at_ms: int) -> None:
         """Note that the retention of an ended message is over at a time."""
-        self.retention_ms = at_ms if self.retention_ms is None else min(self.retention_ms, at_ms)
+        with self.memory:
+            if self.retention_ms is None or at_ms < self.retention_ms:
+                self.retention_ms = at_ms
         self.due(at_ms)
 
     def due(self, at_ms: int) -> None:
         """Note that a sweep has work at a time."""
-        if self.due_ms is None or at_ms < self.due_ms:
-            self.due_ms = at_ms
+        with self.memory:
+            if self.due_ms is None or at_ms < self.due_ms:
+                self.due_ms = at_ms
+
+
+def sequence_at(time_ms: int) -> int:
+    """Return the first sequence of messages that end at a time."""
+    return time_ms * EACH_MS * SLOTS
+
+
+def head_of(rows: list[tuple[Any, ...]]) -> LogHead:
+    """Return what the statement ``read_heads`` has read."""
+    head = LogHead(*rows[0])
+    # The row -1 alone, or not even that.
+    if head.logs < 1:
+        raise row_lost("log_heads")
+    return head
 
 
 def row_lost(table: str) -> StoreDamaged:
-    """Return the error of a table that has lost its one row."""
+    """Return the error of a table that has lost a row which is never deleted."""
     return StoreDamaged(
-        f"the table {table} of the store has lost its row; nothing was changed: bring it back from "
+        f"the table {table} of the store has lost a row; nothing was changed: bring it back from "
         "a backup of the database"
     )

@@ -6,19 +6,19 @@ its own deadline, so that a lease need not be split when a part of it is extende
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from penstock.errors import InvalidReceipt
 from penstock.limits import MAX_ATTEMPTS
 from penstock.model import Outcome, OutcomeStatus
-from penstock.store.policy import backoff_ms, fail_reason, is_exhausted
 from penstock.store.receipts import parse_lease_token, parse_receipts, queue_numbers
 from penstock.store.sql.database import columns
-from penstock.store.sql.session import SLOTS, SqlSession
+from penstock.store.sql.session import EACH_MS, SLOTS, SqlSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from penstock.store.sql.connection import Row
     from penstock.store.sql.session import SqlQueue
     from penstock.store.sql.zones import Zone
 
@@ -27,18 +27,11 @@ ACKED, RELEASED, EXPIRED = 0, 1, 2
 ENDINGS: Final = ("acked", "released", "expired", "running")
 # Expired items that one transaction ends.
 EXPIRE_CHUNK: Final = 1_000
+# Why a message has failed whose last lease is over.
+LEASE_EXPIRED: Final = "lease expired"
 
 # Queue, message, lease.
 _Key = tuple[int, int, bytes]
-
-
-class _Ended(NamedTuple):
-    """An item whose attempt ends; ``vesting_ms``: from when on it waits again, None: it fails."""
-
-    queue: SqlQueue
-    message_id: int
-    zone: bytes
-    vesting_ms: int | None
 
 
 class SqlSettle(SqlSession):
@@ -49,7 +42,9 @@ class SqlSettle(SqlSession):
         keys = self._keys(receipts, queue_name)
         doubts = self.database.doubts
         # In a FIFO queue other items of the zone may be next.
-        judged = self._settle("ack", keys, OutcomeStatus.DONE, now_ms, now_ms, slots=SLOTS)
+        verb = "ack" if all(self._is_standard(key[0]) for key in keys) else "ack_fifo"
+        own = {"slots": SLOTS, "each_ms": EACH_MS}
+        judged = self._settle(verb, keys, OutcomeStatus.DONE, now_ms, now_ms, **own)
         if self.database.doubts > doubts:
             judged |= {key: OutcomeStatus.DONE for key, _ in self._settled_before(keys, ACKED)}
         for number in {key[0] for key, status in judged.items() if status is OutcomeStatus.DONE}:
@@ -96,23 +91,9 @@ class SqlSettle(SqlSession):
             return {}
         zones: dict[Zone, int] = {}
 
-        def work() -> list[tuple[Any, ...]]:
-            return self.database.run(
-                statement,
-                **_columns(keys),
-                **parameters,
-                # Of each attempt its own.
-                slot=self.slot,
-                turn=self.take_turns(1),
-                stamp=self.stamp(),
-                now_ms=now_ms,
-                threshold_ms=0,
-            )
-
         with self.zones.recheck_if_slow(zones):
-            rows = self.database.do(work, again=True)
+            rows = self._run(statement, now_ms, **_columns(keys), **parameters)
             zones |= {(row[0], row[4]): zone_ms for row in rows if row[4] is not None}
-        self.progress.commits += 1
         return {
             (queue, message_id, lease): status if good else OutcomeStatus.EXPIRED
             for queue, message_id, lease, good, _ in rows
@@ -142,164 +123,170 @@ class SqlSettle(SqlSession):
     ) -> list[Outcome]:
         """Give messages back, to be tried again after a delay or (out of attempts) to fail."""
         keys = self._keys(receipts, queue_name)
-        judged: dict[_Key, OutcomeStatus] = {}
         doubts = self.database.doubts
-
-        def work() -> None:
-            judged.clear()
-            ended = []
-            for row in self.database.run("lock_held", **_columns(keys)):
-                number, message_id, lease, vesting_ms, attempts, forgiven, zone, since_ms = row
-                queue = self.numbered(number)
-                key = (number, message_id, lease)
-                if vesting_ms <= now_ms or queue is None:
-                    judged[key] = OutcomeStatus.EXPIRED
-                    continue
-                judged[key] = OutcomeStatus.RETRYING
-                until_ms: int | None
-                if unseen:
-                    until_ms = since_ms
-                elif is_exhausted(queue.spec, attempts, forgiven):
-                    until_ms = None
-                    judged[key] = OutcomeStatus.FAILED
-                elif delay_ms is None:
-                    until_ms = now_ms + backoff_ms(queue.spec, attempts - forgiven, random)
-                else:
-                    until_ms = now_ms + delay_ms
-                ended.append(_Ended(queue, message_id, zone, until_ms))
-            self._end(ended, RELEASED, reason, now_ms, unseen=unseen)
-
+        judged: dict[_Key, OutcomeStatus] = {}
         if keys:
-            self.change(work, again=True)
+            rows = self._release(keys, delay_ms, reason, random, now_ms, unseen=unseen)
+            for *key, in_time, _, _, _ in rows:
+                status = OutcomeStatus.RETRYING if in_time else OutcomeStatus.EXPIRED
+                judged[cast("_Key", tuple(key))] = status
+            failing = [tuple(row[:3]) for row in rows if row[5]]
+            failed = self._fail(failing, RELEASED, reason, reason, now_ms)
+            for each in failing:
+                # Else its lease has ended in another way meanwhile.
+                judged.pop(each)
+            judged |= dict.fromkeys(failed, OutcomeStatus.FAILED)
         if self.database.doubts > doubts:
-            for key, failed in self._settled_before(keys, RELEASED):
-                judged[key] = OutcomeStatus.FAILED if failed else OutcomeStatus.RETRYING
+            for each, over in self._settled_before(keys, RELEASED):
+                judged[each] = OutcomeStatus.FAILED if over else OutcomeStatus.RETRYING
         return self._outcomes(receipts, keys, judged)
+
+    def _release(
+        self,
+        keys: Sequence[_Key],
+        delay_ms: int | None,
+        reason: str,
+        random: Callable[[], float],
+        now_ms: int,
+        *,
+        unseen: bool,
+    ) -> list[Row]:
+        own = []
+        for number in {key[0] for key in keys}:
+            queue = self.numbered(number)
+            if delay_ms is not None or queue is None:
+                # It doubles from itself up to itself.
+                own.append((number, delay_ms or 0, delay_ms or 0))
+            else:
+                own.append((number, queue.spec.backoff_base_ms, queue.spec.backoff_cap_ms))
+        return self._end_attempts(
+            "release",
+            RELEASED,
+            reason,
+            now_ms,
+            **_columns(keys),
+            **columns(own, "own", "delays", "caps"),
+            randoms=[random() for _ in keys] if delay_ms is None else [0.0],
+            unseen=int(unseen),
+        )
 
     def expire(self, now_ms: int, budget: int, queue: SqlQueue | None = None) -> tuple[int, int]:
         """End leases whose deadline has come; return how many, and how many messages failed."""
         leases = failures = 0
-        only = None if queue is None else queue.number
-        more = bool(self.database.ask("any_expired", now_ms=now_ms))
-
-        def work() -> list[tuple[Any, ...]]:
-            count = min(EXPIRE_CHUNK, budget)
-            own = {"queue": only, "count": count, "most_attempts": MAX_ATTEMPTS}
-            rows = self.database.run("lock_expired", now_ms=now_ms, **own)
-            ended = [
-                _Ended(of, message_id, zone, None if is_over else now_ms)
-                for number, message_id, _, zone, is_over in rows
-                if (of := self.numbered(number)) is not None
-            ]
-            self._end(ended, EXPIRED, "lease expired", now_ms)
-            return rows
-
+        queues = list(self.by_number) if queue is None else [queue.number]
+        more = bool(self.database.ask("any_expired", queues=queues, now_ms=now_ms))
         while more and budget > 0:
-            rows = self.change(work)
+            count = min(EXPIRE_CHUNK, budget)
+            own = {"queues": queues, "count": count, "unseen": 0}
+            rows = self._end_attempts("expire", EXPIRED, "", now_ms, **own)
+            failing = [tuple(row[:3]) for row in rows if row[5]]
+            failures += len(self._fail(failing, EXPIRED, "", LEASE_EXPIRED, now_ms))
             leases += len({row[2] for row in rows})
-            failures += sum(row[4] for row in rows)
             budget -= len(rows)
             more = len(rows) == EXPIRE_CHUNK
         return leases, failures
 
     # --- the end of attempts ---------------------------------------------------------------
 
-    def _end(
-        self,
-        ended: Sequence[_Ended],
-        ending: int,
-        reason: str,
-        now_ms: int,
-        *,
-        unseen: bool = False,
-    ) -> None:
-        """End the attempts at items: write them down, then let the items wait again or fail.
+    def _run(self, statement: str, now_ms: int, **parameters: Any) -> list[Row]:
+        """Run a statement that changes items and lowers pointers, by itself."""
 
-        ``unseen``: the attempt did not count, and is not written down. Pointers are written before
-        counters, as everywhere.
-        """
-        rows = [(each.queue.number, each.message_id, each.vesting_ms) for each in ended]
-        if rows and not unseen:
-            self.database.run(
-                "end_attempts",
-                **columns(rows, "queues", "message_ids"),
-                ending=ending,
-                reason=(reason if ending == RELEASED else "").encode(),
+        def work() -> list[Row]:
+            return self.database.run(
+                statement,
+                **parameters,
+                **{
+                    name: value
+                    for name, value in (
+                        # Of each attempt its own.
+                        ("turn", self.take_turns(1)),
+                        ("stamp", self.stamp()),
+                        ("threshold_ms", 0),
+                    )
+                    if name in self.database.parameters(statement)
+                },
+                slot=self.slot,
                 now_ms=now_ms,
             )
-        back = [row for row in rows if row[2] is not None]
-        if back:
-            self.database.run(
-                "give_back",
-                **columns(back, "queues", "message_ids", "vestings"),
-                taken_back=int(unseen),
-                now_ms=now_ms,
-            )
+
+        rows = self.database.do(work, again=True)
+        self.progress.commits += 1
+        return rows
+
+    def _end_attempts(
+        self, statement: str, ending: int, reason: str, now_ms: int, **parameters: Any
+    ) -> list[Row]:
+        """Let items wait again whose attempts end; return them, and those that are to fail."""
         zones: dict[Zone, int] = {}
-        by_queue: dict[SqlQueue, list[_Ended]] = {}
-        for each in ended:
-            queue, vesting_ms = each.queue, each.vesting_ms
-            by_queue.setdefault(queue, []).append(each)
-            if vesting_ms is not None:
-                self.due(vesting_ms)
+        with self.zones.recheck_if_slow(zones):
+            rows = self._run(
+                statement,
+                now_ms,
+                ending=ending,
+                reason=reason.encode(),
+                most_attempts=MAX_ATTEMPTS,
+                **parameters,
+            )
+            for number, _, _, in_time, zone, fails, until_ms in rows:
+                queue = self.numbered(number)
+                if queue is None or not in_time or fails:
+                    continue
+                self.wake(queue)
+                self.due(until_ms)
                 if queue.spec.unclaimed_retention_ms:
-                    self.due(vesting_ms + queue.spec.unclaimed_retention_ms)
-            elif not queue.fifo:
-                continue
-            # The zone of a FIFO queue is free of the item now, even if it is delayed itself. Not in
-            # the past: a zone takes its turn behind those that wait.
-            zone_ms = now_ms if queue.fifo or vesting_ms is None else max(vesting_ms, now_ms)
-            key = (queue.number, each.zone)
-            zones[key] = min(zone_ms, zones.get(key, zone_ms))
-        self.zones.lower(zones, now_ms)
-        for queue, items in sorted(by_queue.items(), key=lambda own: own[0].number):
-            self._count_ended(queue, items, ending, reason, now_ms)
+                    self.due(until_ms + queue.spec.unclaimed_retention_ms)
+                zone_ms = now_ms if queue.fifo else max(until_ms, now_ms)
+                key = (number, zone)
+                zones[key] = min(zone_ms, zones.get(key, zone_ms))
+        return rows
 
-    def _count_ended(
-        self, queue: SqlQueue, items: Sequence[_Ended], ending: int, reason: str, now_ms: int
-    ) -> None:
-        """Count ended attempts of a queue, and let the items fail that are out of attempts."""
-        failed = sorted(each.message_id for each in items if each.vesting_ms is None)
-        first = self.add_counts(
-            queue.number,
-            now_ms,
-            live=-len(failed),
-            in_flight=-len(items),
-            failed=len(failed),
-            failed_total=len(failed),
-            released=len(items) if ending == RELEASED else 0,
-            lease_expired=len(items) if ending == EXPIRED else 0,
-            sequences=len(failed),
-        )
-        self.wake(queue, len(items))
-        if not failed:
-            return
-        self.database.run(
-            "fail",
-            queue=queue.number,
-            message_ids=failed,
-            first=first,
-            slot=self.slot,
-            slots=SLOTS,
-            reason=fail_reason(queue.spec, reason).encode(),
-            now_ms=now_ms,
-        )
-        if queue.spec.failed_retention_ms:
-            self.due_for_retention(now_ms + queue.spec.failed_retention_ms)
-        if queue.spec.dead_letter:
-            self.due(now_ms)
+    def _fail(
+        self, keys: Sequence[_Key], ending: int, reason: str, why: str, now_ms: int
+    ) -> list[_Key]:
+        """Let items fail that are out of attempts; return which did."""
+        if not keys:
+            return []
+        zones: dict[Zone, int] = {}
+        with self.zones.recheck_if_slow(zones):
+            rows = self._run(
+                "fail",
+                now_ms,
+                **_columns(keys),
+                slots=SLOTS,
+                each_ms=EACH_MS,
+                most_attempts=MAX_ATTEMPTS,
+                late=ending == EXPIRED,
+                ending=ending,
+                reason=reason.encode(),
+                why=why.encode(),
+            )
+            zones |= {(row[0], row[3]): now_ms for row in rows if row[3] is not None}
+        for number in {row[0] for row in rows}:
+            queue = self.numbered(number)
+            if queue is not None:
+                self.wake(queue, sum(row[0] == number for row in rows))
+                if queue.spec.failed_retention_ms:
+                    self.due_for_retention(now_ms + queue.spec.failed_retention_ms)
+                if queue.spec.dead_letter:
+                    self.due(now_ms)
+        return [(row[0], row[1], row[2]) for row in rows]
+
+    def _is_standard(self, number: int) -> bool:
+        queue = self.by_number.get(number)
+        return queue is not None and not queue.fifo
 
     # --- receipts --------------------------------------------------------------------------
 
     def _settled_before(self, keys: Sequence[_Key], ending: int) -> list[tuple[_Key, bool]]:
         """Return the receipts that a lost attempt of this verb had settled; whether they failed."""
-        rows = self.database.run("find_ended", **_columns(keys), ending=ending)
+        own = columns(keys, "queues", "message_ids", "leases")
+        rows = self.database.ask("find_ended", **own, ending=ending)
         return [((queue, message_id, lease), over) for queue, message_id, lease, over in rows]
 
     def _keys(self, receipts: Sequence[str], queue_name: str | None) -> list[_Key]:
         keys = [
             (token.queue, message_id, token.family + b"\0\0")
-            for token, message_id in parse_receipts(self.store_id, receipts)
+            for token, message_id in zip(*parse_receipts(self.store_id, receipts), strict=True)
         ]
         if queue_name is not None:
             own = self.queue(queue_name).number
@@ -328,9 +315,15 @@ class SqlSettle(SqlSession):
             outcomes.append(Outcome(receipt, status, deadline_ms if extended else None))
             if status is not OutcomeStatus.EXPIRED:
                 judged.pop(key, None)
-        self.stale_receipts += sum(not outcome.ok for outcome in outcomes)
+        with self.memory:
+            self.stale_receipts += sum(not outcome.ok for outcome in outcomes)
         return outcomes
 
 
 def _columns(keys: Sequence[_Key]) -> dict[str, list[Any]]:
-    return columns(dict.fromkeys(keys), "queues", "message_ids", "leases")
+    """Return the receipts as statements take them."""
+    return {
+        "queues": list({number for number, _, _ in keys}),
+        "message_ids": list({message_id for _, message_id, _ in keys}),
+        "receipts": [lease + message_id.to_bytes(8, "big") for _, message_id, lease in set(keys)],
+    }

@@ -46,11 +46,18 @@ from penstock.store.snapshot import (
     count_groups,
     cut_range,
 )
-from penstock.store.sql.database import Aborted
+from penstock.store.sql.connection import Aborted
 from penstock.store.sql.inspect import queue_stats_of, store_stats_of
 from penstock.store.sql.move import ALL, ANY_STATE, STATES, SqlMove
 from penstock.store.sql.routing import describe_log
-from penstock.store.sql.session import SLOTS, LogHead, SqlQueue, decode_queue
+from penstock.store.sql.session import (
+    SLOTS,
+    LogHead,
+    SqlQueue,
+    decode_queue,
+    head_of,
+    sequence_at,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -101,9 +108,10 @@ class SqlPinned:
         self._closed = ""
         self.at_ms = at_ms
         self.store_id = f"{session.store_id:08x}"
-        settings = msgspec.msgpack.decode(self._run("load_instance")[0][5], type=LogSettings)
+        _, routing, _, _, epoch, encoded, _ = self._run("load_instance")[0]
+        settings = msgspec.msgpack.decode(encoded, type=LogSettings)
         segments, cursors = self._run("load_segments"), self._run("load_cursors")
-        self.log_stats = describe_log(session.routing, head, settings, segments, cursors)
+        self.log_stats = describe_log(routing, head, settings, segments, cursors, epoch)
         self.totals = store_stats_of(session, head)
         self.stats: Sequence[QueueStats] = []
         if stats:
@@ -185,7 +193,8 @@ class SqlPinned:
         """Return sequence and time of the first message that ended at a time or later."""
         wanted = {"queue": self._queues[queue].number, "failed": state is State.FAILED}
         name = "first_ended_since" if since_ms else "first_ended"
-        rows = self._run(name, **wanted, **({"since_ms": since_ms} if since_ms else {}))
+        since = {"since_ms": since_ms, "since": sequence_at(since_ms)} if since_ms else {}
+        rows = self._run(name, **wanted, **since)
         return (rows[0][0], rows[0][1]) if rows else None
 
     def groups(self, queue: str) -> Iterator[GroupDepths]:
@@ -393,7 +402,7 @@ class SqlSnapshots(SqlMove):
 
     def pin(self, now_ms: int, *, stats: bool = False, marks: bool = True) -> SqlPinned:
         """Make a snapshot; leases that are over are ended before, as before browse."""
-        self.refresh(now_ms)
+        self.reach_end()
         self.catch_up(now_ms, ALL)
         with self._pins_lock:
             database = self._spare.pop() if self._spare else self.database.another()
@@ -436,8 +445,9 @@ class SqlSnapshots(SqlMove):
             return _snapshot(database)
         own = self.database
         with own.transaction():
-            known: dict[int, int] = dict(own.run("lock_sequences"))
-            own.run("raise_sequences", queues=list(known), marks=list(known.values()))
+            known: dict[int, int] = dict(own.run("lock_sequences", slots=SLOTS))
+            raised = {"queues": list(known), "marks": list(known.values())}
+            own.run("raise_sequences", **raised, slots=SLOTS)
             head = _snapshot(database)
         if any(given > known.get(queue, 0) for queue, given in database.run("read_sequences")):
             raise Aborted("messages have ended while the store was being pinned")
@@ -447,4 +457,4 @@ class SqlSnapshots(SqlMove):
 def _snapshot(database: Database) -> LogHead:
     """Begin a transaction. It sees what is committed when its first statement begins."""
     database.execute(_BEGIN)
-    return LogHead(*database.run("read_head")[0])
+    return head_of(database.run("read_heads"))

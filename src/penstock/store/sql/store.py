@@ -14,17 +14,24 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from psycopg import sql
 
-from penstock.errors import InvalidInput, PenstockError, StoreDamaged, StoreMismatch
+from penstock.errors import (
+    InvalidInput,
+    InvalidUrl,
+    PenstockError,
+    StoreDamaged,
+    StoreMismatch,
+)
 from penstock.limits import MAX_DATABASE_VIEWS, MAX_RING_SIZE
 from penstock.model import Collected, Contention
 from penstock.store.contract import Health, StoreDetails
-from penstock.store.policy import LogSettings
+from penstock.store.policy import LogSettings, check_routing
 from penstock.store.sql.database import Database, read_sql
 from penstock.store.sql.inspect import SqlInspect
 from penstock.store.sql.location import without_password
 from penstock.store.sql.maintain import SqlMaintain
 from penstock.store.sql.session import row_lost
 from penstock.store.sql.snapshot import SqlSnapshots
+from penstock.store.sql.zones import NEVER_MS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,14 +42,16 @@ if TYPE_CHECKING:
 
 # The version that schema.sql writes into the table schema_version. A database with any other is
 # refused. A change of schema.sql after a release raises it, and this comment says how an older
-# schema becomes the new one.
-VERSION: Final = 1
+# schema becomes the new one. Version 1 was in no release: its messages are moved by a broker of the
+# older Penstock that claims, and one of this that publishes.
+VERSION: Final = 2
 # Any number that no other user of advisory locks is likely to take.
 _LOCK: Final = 0x70656E73
 # How schema.sql is written.
 _TABLE: Final = re.compile(r"^CREATE TABLE (\w+) \((.*?)^\);", re.MULTILINE | re.DOTALL)
 _COLUMN: Final = re.compile(r"^    ([a-z]\w*) ", re.MULTILINE)
 _INDEX: Final = re.compile(r"^CREATE INDEX (\w+)", re.MULTILINE)
+_SEQUENCE: Final = re.compile(r"^CREATE SEQUENCE (\w+)", re.MULTILINE)
 
 
 def open_store(
@@ -63,12 +72,34 @@ def open_store(
     database = Database(place, relaxed=relaxed, clock=clock)
     try:
         database.connect()
+        _refuse_shared_sessions(database, place)
         _prepare(database, place, create=create)
         _make_instance(database, store_id, routing)
         return SqlStore(database, random, background=background)
     except BaseException:
         database.close()
         raise
+
+
+def _refuse_shared_sessions(database: Database, place: SqlPlace) -> None:
+    """Refuse a pooler that hands each transaction to another session, as PgBouncer may do."""
+    if database.dialect != "postgresql" or not place.prepare:
+        return
+    session = database.execute("SELECT pg_backend_pid()")[0][0]
+    if session == database.connect().info.backend_pid:
+        return
+    # There is a pooler: does another of its clients get the session of this one?
+    other = database.another()
+    try:
+        shared = other.execute("SELECT pg_backend_pid()")[0][0] == session
+    finally:
+        other.close()
+    if shared:
+        raise InvalidUrl(
+            "between Penstock and the database is a pooler that hands each transaction to another "
+            "session (PgBouncer: pool_mode = transaction): add ?prepare=off to the URL, or let it "
+            "keep sessions (pool_mode = session)"
+        )
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -129,7 +160,7 @@ def _present(database: Database) -> set[str]:
         "LEFT JOIN pg_catalog.pg_attribute a ON a.attrelid = c.oid "
         "AND a.attnum > 0 AND NOT a.attisdropped AND c.relkind NOT IN ('i', 'I') "
         "WHERE n.nspname = %(schema)b::text "
-        "AND c.relkind IN ('r', 'p', 'v', 'm', 'f', 'i', 'I')",
+        "AND c.relkind IN ('r', 'p', 'v', 'm', 'f', 'i', 'I', 'S')",
         {"schema": database.schema},
     )
     found = set()
@@ -140,8 +171,8 @@ def _present(database: Database) -> set[str]:
 
 @cache
 def _parts() -> list[str]:
-    """Return every ``table``, ``table.column`` and ``index name`` of schema.sql."""
-    parts = []
+    """Return every sequence, ``table``, ``table.column`` and ``index name`` of schema.sql."""
+    parts = _SEQUENCE.findall(read_sql("schema.sql"))
     for table, body in _TABLE.findall(read_sql("schema.sql")):
         parts += [table, *(f"{table}.{column}" for column in _COLUMN.findall(body))]
     return parts + [f"index {name}" for name in _INDEX.findall(read_sql("schema.sql"))]
@@ -170,20 +201,23 @@ def _make_tables(database: Database) -> None:
 
 
 def _make_instance(database: Database, store_id: int, routing: str | None) -> None:
-    """Write the rows of ``instance`` and ``log_head`` if the tables are new; check the routing."""
+    """Write the rows of ``instance`` and ``log_heads`` if the tables are new; check the routing."""
     # Before the row: a store that another process is making has both.
     remains = database.run("find_remains")[0][0]
     rows = database.run("load_instance")
     if remains and not rows:
         raise row_lost("instance")
     if not rows:
+        logs = database.tunables.logs
         database.run(
             "make_instance",
             store_id=store_id,
             now_ms=database.clock(),
             routing=routing or "inline",
             ring_size=database.tunables.ring_size,
-            log_settings=msgspec.msgpack.encode(LogSettings()),
+            logs=logs,
+            never=NEVER_MS,
+            log_settings=msgspec.msgpack.encode(LogSettings(changes=[(0, logs)])),
             filter_changes=msgspec.msgpack.encode([]),
             segment_ms=-(1 << 62),
         )
@@ -191,10 +225,7 @@ def _make_instance(database: Database, store_id: int, routing: str | None) -> No
     found = rows[0][1]
     if found not in {"inline", "pipeline"}:
         raise StoreMismatch(f"the store routes {found!r:.100}, which is not known")
-    if routing is not None and found != routing:
-        raise StoreMismatch(
-            f"the store was made with routing={found!r}: it can't be opened with {routing!r}"
-        )
+    check_routing("the store", found, routing)
 
 
 # --- the store ------------------------------------------------------------------------------------
@@ -208,6 +239,8 @@ class SqlStore(SqlMaintain, SqlInspect, SqlSnapshots):
 
     # A commit is durable when the database has answered it.
     durable_on_commit = True
+    # Each call has a connection of its own, as far as there are enough.
+    parallel = True
 
     def __init__(
         self, database: Database, random: Callable[[], float], *, background: bool
@@ -241,7 +274,7 @@ class SqlStore(SqlMaintain, SqlInspect, SqlSnapshots):
         return Health(away, contention=contention)
 
     def limit(self, seconds: float) -> None:
-        """Bound how long the statements from here on wait for the database."""
+        """Bound how long the statements of this thread wait for the database from here on."""
         self.database.limit(seconds)
 
     def recover(self, alone: AbstractContextManager[None]) -> None:
@@ -261,7 +294,7 @@ class SqlStore(SqlMaintain, SqlInspect, SqlSnapshots):
             raise InvalidInput(f"ring_size is {ring_size}; it must be from 1 to {MAX_RING_SIZE}")
 
         def work() -> None:
-            self.lock_head()
+            self.lock_heads()
             self.database.run("put_ring_size", value=ring_size)
             self.ring_size = ring_size
             self.zones.put_ring_high(now_ms)
@@ -301,7 +334,7 @@ class SqlStore(SqlMaintain, SqlInspect, SqlSnapshots):
 
     def server_ms(self) -> int:
         """Return the time of the server."""
-        return int(self.database.run("server_time")[0][0])
+        return int(self.database.ask("server_time")[0][0])
 
     def checkpoint(self, path: Path) -> None:
         """Refuse: a database has its own backup."""

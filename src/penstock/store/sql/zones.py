@@ -2,10 +2,12 @@
 
 **No zone is orphaned.** A zone with items has a pointer, because
 
-* a publish holds the lock of ``log_head``, and says there which ``zones_version`` its knowledge of
-  zones has. A collection takes that lock first, so that no publish is under way; then looks, with
-  a statement of its own that sees everything committed before, whether the zone has items; and
-  raises the version. A publish that relied on its memory writes nothing then, and looks again;
+* a publish holds the heads of its logs, and says there which ``zones_version`` its knowledge of
+  zones has. A collection first locks the head of the zone's log (all heads, for the zone of the
+  messages without a group), so that no publish into the zone is under way; then looks, with a
+  statement of its own that sees everything committed before, whether the zone has items; and raises
+  the version in those heads. A publish that relied on its memory writes nothing then, and looks
+  again;
 * other verbs that put messages into queues (assign, fill, move, redrive) lock the rows of p that
   they rely on (``FOR KEY SHARE``). A collection skips those rows; a verb that waited for a
   collection makes the zone again;
@@ -30,6 +32,7 @@ is collected: the ring may grow or shrink at any time.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -39,7 +42,7 @@ from penstock.errors import PenstockError
 from penstock.store.sql.database import columns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from penstock.store.sql.session import SqlSession
 
@@ -48,7 +51,8 @@ log = logging.getLogger(__name__)
 # When the pointer of an empty zone vests.
 NEVER_MS: Final = 1 << 62
 KNOWN_MAX: Final = 100_000
-COLLECT_MAX: Final = 100
+# Zones that one sweep collects at most, in a transaction for each log.
+COLLECT_MAX: Final = 1_000
 NET_PAGE: Final = 1_000
 
 Zone = tuple[int, bytes]
@@ -79,9 +83,9 @@ class Zones:
         self._session = session
         # Zones whose pointer was seen vested, and when.
         self._vested: OrderedDict[Zone, int] = OrderedDict()
-        self._version = -1
-        # Zones that get visible items by the transaction under way, and from when on.
-        self._lowered: dict[Zone, int] = {}
+        self._versions: list[int] = []
+        # Zones that get visible items by the transaction of a thread, and from when on.
+        self._lowered = threading.local()
         # Zones that could not be looked at again because the database was away.
         self._owed: dict[Zone, int] = {}
         # Where the slow searches for idle and orphaned zones go on.
@@ -94,33 +98,50 @@ class Zones:
     # --- what is known ---------------------------------------------------------------------
 
     @property
-    def version(self) -> int:
-        """The ``zones_version`` of this process's knowledge."""
-        if self._version != self._session.head.zones_version:
-            self._vested.clear()
-            self._version = self._session.head.zones_version
-        return self._version
+    def versions(self) -> list[int]:
+        """The ``zones_version`` of this process's knowledge, by the row of ``log_heads``.
+
+        A publish takes them before it relies on the knowledge, which may be newer then.
+        """
+        with self._session.memory:
+            if self._versions != self._session.head.zones_versions:
+                self._vested.clear()
+                self._versions = self._session.head.zones_versions
+            return self._versions
 
     def not_known_vested(self, wanted: Mapping[Zone, int], now_ms: int) -> dict[Zone, int]:
         """Return the zones whose pointer is not known to have vested."""
         trust_ms = self._session.tunables.trust_ms
-        vested = self._vested if self.version >= 0 else {}
-        return {
-            zone: at_ms
-            for zone, at_ms in wanted.items()
-            if (seen := vested.get(zone)) is None or not seen <= now_ms <= seen + trust_ms
-        }
+        vested = self._vested if self.versions else {}
+        with self._session.memory:
+            return {
+                zone: at_ms
+                for zone, at_ms in wanted.items()
+                if (seen := vested.get(zone)) is None or not seen <= now_ms <= seen + trust_ms
+            }
 
-    def saw_vested(self, zone: Zone, now_ms: int) -> None:
-        """Note that a zone's pointer has vested."""
-        self._vested[zone] = now_ms
-        self._vested.move_to_end(zone)
-        if len(self._vested) > KNOWN_MAX:
-            self._vested.popitem(last=False)
+    def saw_vested(self, zones: Iterable[Zone], now_ms: int, versions: list[int]) -> None:
+        """Note that pointers of zones had vested, when zones had these versions."""
+        with self._session.memory:
+            if versions != self._versions:
+                return
+            for zone in zones:
+                self._vested[zone] = now_ms
+                self._vested.move_to_end(zone)
+                if len(self._vested) > KNOWN_MAX:
+                    self._vested.popitem(last=False)
 
     def forget(self, zone: Zone) -> None:
         """Note that a zone's pointer may have been raised."""
-        self._vested.pop(zone, None)
+        with self._session.memory:
+            self._vested.pop(zone, None)
+
+    def count(self, *, collisions: int = 0, collected: int = 0, orphans: int = 0) -> None:
+        """Add to the counters."""
+        with self._session.memory:
+            self.collisions += collisions
+            self.collected += collected
+            self.orphans += orphans
 
     def token(self, zone: Zone) -> int:
         """Return the token of a zone that is made now."""
@@ -152,8 +173,9 @@ class Zones:
 
         Within a transaction of :meth:`SqlSession.change`, which looks again if it takes long.
         """
+        lowered: dict[Zone, int] = self._lowered.__dict__.setdefault("zones", {})
         for zone, vesting_ms in wanted.items():
-            self._lowered[zone] = min(vesting_ms, self._lowered.get(zone, vesting_ms))
+            lowered[zone] = min(vesting_ms, lowered.get(zone, vesting_ms))
         self._lower(wanted, now_ms)
 
     def _lower(self, wanted: Mapping[Zone, int], now_ms: int) -> None:
@@ -170,37 +192,37 @@ class Zones:
             )
 
     @contextmanager
-    def recheck_if_slow(
-        self, wanted: Mapping[Zone, int] | None = None, *, since_ms: int | None = None
-    ) -> Iterator[None]:
+    def recheck_if_slow(self, wanted: Mapping[Zone, int] | None = None) -> Iterator[None]:
         """Look at pointers again after the block, if the block took long.
 
-        ``wanted``: the zones; else those that :meth:`lower` got. ``since_ms``: since when pointers
-        were relied on, if that was before the block.
+        ``wanted``: the zones; else those that :meth:`lower` got. The block has a connection: the
+        wait for one does not count, since nothing is relied on before.
         """
         session, clock = self._session, self._session.database.clock
-        began_ms = clock() if since_ms is None else min(clock(), since_ms)
-        self._lowered = {}
-        yield
-        zones = self._lowered if wanted is None else wanted
-        now_ms = clock()
-        # Half of the time, because clocks of other processes differ a little.
-        patient_ms = (session.tunables.cool_ms - session.tunables.trust_ms) // 2
-        late = zones if now_ms - began_ms > patient_ms else {}
-        if late or self._owed:
-            self.look_again(late, now_ms)
+        with session.database.connection():
+            began_ms = clock()
+            lowered: dict[Zone, int] = {}
+            self._lowered.zones = lowered
+            yield
+            zones = lowered if wanted is None else wanted
+            now_ms = clock()
+            # Half of the time, because clocks of other processes differ a little.
+            patient_ms = (session.tunables.cool_ms - session.tunables.trust_ms) // 2
+            late = zones if now_ms - began_ms > patient_ms else {}
+            if late or self._owed:
+                self.look_again(late, now_ms)
 
     def look_again(self, zones: Mapping[Zone, int], now_ms: int) -> None:
         """Lower pointers that another process has raised without seeing our commit."""
-        owed = {**self._owed, **zones}
+        with self._session.memory:
+            owed, self._owed = {**self._owed, **zones}, {}
         try:
             self._session.database.do(lambda: self._lower(owed, now_ms), again=True)
         except PenstockError as error:
             # The verb is committed, and must neither fail for this nor be done again.
             log.warning("%d zones are looked at again with the next change: %s", len(owed), error)
-            self._owed = owed
-        else:
-            self._owed = {}
+            with self._session.memory:
+                self._owed = {**owed, **self._owed}
 
     # --- collecting --------------------------------------------------------------------------
 
@@ -209,13 +231,23 @@ class Zones:
         session = self._session
         before_ms = now_ms - session.tunables.min_inactive_ms
         found = session.database.ask("idle_zones", before_ms=before_ms, count=COLLECT_MAX)
-        gone: list[Zone] = session.change(lambda: self._collect(found, before_ms)) if found else []
-        for zone in gone:
-            self.forget(zone)
-        self.collected += len(gone)
+        by_log: dict[int, list[tuple[int, bytes, int]]] = {}
+        for row in found:
+            by_log.setdefault(self._log_of(row[1]), []).append(row)
+        collected = 0
+        for log, rows in by_log.items():
+            gone = session.change(lambda: self._collect(log, rows, before_ms))  # noqa: B023
+            for zone in gone:
+                self.forget(zone)
+            collected += len(gone)
+        self.count(collected=collected)
         if session.ring_high > session.ring_size:
             self._narrow(now_ms)
-        return len(gone)
+        return collected
+
+    def _log_of(self, zone: bytes) -> int:
+        """Return the log that messages of a zone go into; -1: any log, without a group."""
+        return crc32(zone) % self._session.settings.changes[-1][1] if zone else -1
 
     def _narrow(self, now_ms: int) -> None:
         """Let claims look at fewer tokens, when zones of a larger ring are gone.
@@ -232,13 +264,17 @@ class Zones:
     def put_ring_high(self, now_ms: int) -> None:
         """Let claims look at the tokens that zones have, in the caller's transaction."""
         session = self._session
-        session.lock_head()
+        session.lock_heads()
         session.ring_high = session.database.run("put_ring_high")[0][0]
         session.changed(now_ms)
 
-    def _collect(self, found: list[tuple[int, bytes, int]], before_ms: int) -> list[Zone]:
+    def _collect(self, log: int, found: list[tuple[int, bytes, int]], before_ms: int) -> list[Zone]:
+        """Remove the pointers of those zones of a log that are empty; return them."""
         session, database = self._session, self._session.database
-        session.lock_head()
+        logs = None if log < 0 else [log]
+        session.lock_heads(logs)
+        # Another process may have changed the number of logs.
+        found = [row for row in found if self._log_of(row[1]) == log]
         names = columns(found, "queues", "zones", "tokens")
         held = database.run("lock_zones", **names, before_ms=before_ms)
         if not held:
@@ -254,8 +290,8 @@ class Zones:
                 stamp=session.stamp(),
             )
         if gone:
-            version = database.run("bump_zones")[0][0]
-            session.head = session.head._replace(zones_version=version)
+            database.run("bump_zones", logs=logs)
+            session.note_head(session.read_head())
         return gone
 
     def look_for_idle(self, now_ms: int) -> int:
@@ -285,5 +321,5 @@ class Zones:
         if orphaned:
             log.error("%d zones had items and no pointer; they have one now", len(orphaned))
             session.change(lambda: self.ensure(orphaned, now_ms))
-            self.orphans += len(orphaned)
+            self.count(orphans=len(orphaned))
         return len(orphaned)

@@ -1,0 +1,79 @@
+"""The routing is switched while other processes publish to the same database."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.routing.test_kill import held
+from tests.routing.test_tailer import Following, switch_to_inline
+from tests.waiting import wait_until
+
+import penstock
+from penstock import Broker, InvalidInput, Message
+from penstock.testing.checking import assert_clean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def brokers(url: str) -> Iterator[tuple[Broker, Broker]]:
+    """Open a store twice: two processes could not know less of each other."""
+    with penstock.open(url) as first, penstock.open(url) as second:
+        first.create_queue("all", filter="TRUE")
+        yield first, second
+
+
+def test_another_process_learns_of_a_switch_as_it_publishes(
+    brokers: tuple[Broker, Broker],
+) -> None:
+    first, second = brokers
+    ids = second.publish([Message(b"")])
+    first.configure_log(routing="pipeline")
+    waiting = second.publish([Message(b"")])
+    assert held(first, "all") == ids
+    penstock.route_once(second)
+    ids += waiting
+    assert held(first, "all") == ids
+    second.configure_log(routing="inline")
+    ids += first.publish([Message(b"")])
+    assert held(second, "all") == ids
+    with pytest.raises(InvalidInput, match="routes inline"):
+        first.assign(0, penstock.Cursor(ids[-1], ids[-1] + 1), {ids[-1]: ["all"]})
+    assert first.stats("all").enqueued_total == 3
+
+
+def test_messages_that_processes_publish_through_switches_come_once(
+    brokers: tuple[Broker, Broker], url: str
+) -> None:
+    ids: list[int] = []
+    enough = threading.Event()
+
+    def produce(broker: Broker, group: str) -> None:
+        while not enough.is_set():
+            ids.extend(broker.publish([Message(b"", group=group), Message(b"")]))
+
+    producers = [
+        threading.Thread(target=produce, args=[broker, name])
+        for broker, name in zip(brokers, "ab", strict=True)
+    ]
+    with penstock.open(url) as third:
+        for producer in producers:
+            producer.start()
+        try:
+            for _ in range(4):
+                third.configure_log(routing="pipeline")
+                following = Following(brokers[0], limit=50)
+                wait_until(partial(lambda at: len(ids) > at, len(ids) + 40))
+                switch_to_inline(third)
+                assert "this store routes inline" in str(following.ended())
+        finally:
+            enough.set()
+            for producer in producers:
+                producer.join()
+        assert held(third, "all") == sorted(ids)
+        assert third.stats("all").enqueued_total == len(ids)
+        assert_clean(third)
