@@ -1,4 +1,4 @@
-"""Inline and pipeline give the same queues: those that naive evaluation of the filters gives."""
+"""Inline, pipeline and a store that is switched between them give the queues of the filters."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ operations = st.lists(
         st.tuples(st.just("drain"), names),
         st.tuples(st.just("route"), st.integers(1, 7)),
         st.tuples(st.just("logs"), st.integers(1, 4)),
+        st.tuples(st.just("switch")),
         st.tuples(st.just("advance"), st.integers(0, 2_000_000)),
     ),
     max_size=40,
@@ -95,83 +96,92 @@ class Naive:
         return {name: ids for name, ids in self.held.items() if ids or name not in self.draining}
 
 
-class Pair:
-    """Two stores that see the same traffic, and what they should hold."""
+class Trio:
+    """Three stores that see the same traffic, and what they should hold.
 
-    def __init__(self, inline: str, pipeline: str) -> None:
+    One routes inline, one by a pipeline, and the third is switched from one to the other.
+    """
+
+    def __init__(self, *urls: str) -> None:
         self.clock = ManualClock()
-        options: dict[str, Any] = {"clock": self.clock, "background": False}
-        self.inline = penstock.open(inline, routing="inline", **options)
-        self.pipeline = penstock.open(pipeline, routing="pipeline", **options)
+        self.inline, self.pipeline, self.switched = self.all = [
+            penstock.open(url, clock=self.clock, background=False) for url in urls
+        ]
+        self.pipeline.configure_log(routing="pipeline")
         self.naive = Naive()
 
     def apply(self, operation: tuple[Any, ...]) -> None:
         kind, *arguments = operation
         getattr(self, kind)(*arguments)
 
-    def both(self, verb: str, *arguments: Any, **options: Any) -> Any:
-        one, other = (
-            getattr(broker, verb)(*arguments, **options) for broker in (self.inline, self.pipeline)
-        )
-        return one, other
+    def each(self, verb: str, *arguments: Any, **options: Any) -> list[Any]:
+        return [getattr(broker, verb)(*arguments, **options) for broker in self.all]
 
     def publish(self, batch: list[Message]) -> None:
-        one, other = self.both("publish", batch)
-        assert one == other
+        one, *others = self.each("publish", batch)
+        assert others == [one, one]
         self.naive.publish(batch, one, self.clock.now_ms())
 
     def create(self, name: str, text: str, ordering: Ordering) -> None:
         if name not in self.naive.held:
-            self.both("create_queue", name, filter=text, ordering=ordering)
+            self.each("create_queue", name, filter=text, ordering=ordering)
             self.naive.create(name, text)
 
     def update(self, name: str, text: str) -> None:
         if name in self.naive.live:
-            self.both("update_queue", name, filter=text)
+            self.each("update_queue", name, filter=text)
             self.naive.live[name] = parse(text)
 
     def delete(self, name: str) -> None:
         if name in self.naive.live:
-            self.both("delete_queue", name)
+            self.each("delete_queue", name)
             del self.naive.live[name], self.naive.held[name]
 
     def drain(self, name: str) -> None:
         if name in self.naive.live:
-            self.both("delete_queue", name, drain=True)
+            self.each("delete_queue", name, drain=True)
             del self.naive.live[name]
             self.naive.draining.add(name)
 
     def route(self, limit: int) -> None:
         route_once(self.pipeline, limit=limit)
+        if self.switched.info().routing == "pipeline":
+            route_once(self.switched, limit=limit)
+
+    def switch(self) -> None:
+        now = self.switched.info().routing
+        self.switched.configure_log(routing="inline" if now == "pipeline" else "pipeline")
 
     def logs(self, count: int) -> None:
-        self.both("configure_log", logs=count)
+        self.each("configure_log", logs=count)
 
     def advance(self, ms: int) -> None:
         self.clock.advance(ms)
-        self.both("sweep")
+        self.each("sweep")
 
     def check(self) -> None:
-        stats = self.pipeline.log_stats()
-        while max(stats.routed_up_to, stats.earliest) < stats.end:
-            route_once(self.pipeline)
-            stats = self.pipeline.log_stats()
-        self.both("sweep")
+        for broker in (self.pipeline, self.switched):
+            stats = broker.log_stats()
+            while max(stats.routed_up_to, stats.earliest) < stats.end:
+                route_once(broker)
+                stats = broker.log_stats()
+        self.each("sweep")
         expected = self.naive.queues()
-        for broker in (self.inline, self.pipeline):
+        for broker in self.all:
             assert {spec.name: held(broker, spec.name) for spec in broker.queues()} == expected
         for name in expected:
             assert entries(self.inline, name) == entries(self.pipeline, name)
-        one, other = self.both("store_stats")
-        assert one.published_total == other.published_total
+            assert entries(self.inline, name) == entries(self.switched, name)
+        totals = self.each("store_stats")
+        assert len({stats.published_total for stats in totals}) == 1
         for spec in self.inline.queues():
             if spec.ordering is Ordering.FIFO:
-                for broker in (self.inline, self.pipeline):
+                for broker in self.all:
                     in_order(broker, spec.name)
 
     def close(self) -> None:
-        self.inline.close()
-        self.pipeline.close()
+        for broker in self.all:
+            broker.close()
 
 
 def entries(broker: Broker, queue: str) -> list[Any]:
@@ -200,14 +210,14 @@ def in_order(broker: Broker, queue: str) -> None:
 @pytest.mark.parametrize("design", DESIGNS)
 @given(traffic=operations)
 @examples(25)
-def test_both_ways_give_the_queues_of_naive_evaluation(
+def test_every_way_gives_the_queues_of_naive_evaluation(
     design: str, traffic: list[tuple[Any, ...]]
 ) -> None:
-    pair = Pair(f"memory:?design={design}", f"memory:?design={design}")
+    trio = Trio(*[f"memory:?design={design}"] * 3)
     for operation in traffic:
-        pair.apply(operation)
-    pair.check()
-    pair.close()
+        trio.apply(operation)
+    trio.check()
+    trio.close()
 
 
 @pytest.mark.slow
@@ -216,14 +226,14 @@ def test_on_disk_as_well(design: str, tmp_path_factory: pytest.TempPathFactory) 
     @given(traffic=operations)
     @examples(10)
     def run(traffic: list[tuple[Any, ...]]) -> None:
-        place: Path = tmp_path_factory.mktemp("pair")
-        pair = Pair(*(f"rocksdb:{place}/{n}?design={design}" for n in ("inline", "pipeline")))
+        place: Path = tmp_path_factory.mktemp("trio")
+        trio = Trio(*(f"rocksdb:{place}/{number}?design={design}" for number in range(3)))
         try:
             for operation in traffic:
-                pair.apply(operation)
-            pair.check()
+                trio.apply(operation)
+            trio.check()
         finally:
-            pair.close()
+            trio.close()
 
     run()
 

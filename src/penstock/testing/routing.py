@@ -15,6 +15,7 @@ from penstock.testing.suite.backfilling import BackfillSuite
 from penstock.testing.suite.fan_out import FanOutSuite
 from penstock.testing.suite.logs import LogsSuite
 from penstock.testing.suite.moved import MovedSuite
+from penstock.testing.suite.switching import SwitchingSuite
 from penstock.testing.suite.tailing import TailingSuite
 
 __all__ = [
@@ -25,7 +26,9 @@ __all__ = [
 ]
 
 
-class RoutingConformance(FanOutSuite, TailingSuite, LogsSuite, BackfillSuite, MovedSuite):
+class RoutingConformance(
+    FanOutSuite, TailingSuite, LogsSuite, SwitchingSuite, BackfillSuite, MovedSuite
+):
     """All of routing."""
 
 

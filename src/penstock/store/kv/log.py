@@ -11,8 +11,9 @@ An instance of the OpenData-Log (codec/opendata.py), plus two records of our own
     02 11 | segment u32 | id u64                  packed u64 ids of messages that no queue took
 
 A message's id is its offset. There are one or more logs; a message goes to the one that its
-group hashes to, so a group's order is one log's order. Their number can change: from the offset
-on that the change is noted at, the new number decides. An entry's sequence is the first id in it.
+group hashes to, so a group's order is one log's order; messages without a group spread over the
+logs (policy.logs_of). The number of logs can change: from the offset on that the change is noted
+at, the new number decides. An entry's sequence is the first id in it.
 
 Segments are what retention drops: a segment goes when its successor is older than the retention.
 """
@@ -31,10 +32,11 @@ from penstock.store.codec import opendata
 from penstock.store.codec.metadata import decode_metadata
 from penstock.store.codec.opendata import decode_seq_block, encode_seq_block, var_u64
 from penstock.store.kv.tables import FirstKeys, pages_of
-from penstock.store.policy import SEGMENT_MS, LogSettings
+from penstock.store.policy import SEGMENT_MS, LogSettings, logs_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from collections.abc import Set as AbstractSet
 
     from penstock.engines import Batch, Table
     from penstock.store.live import Quarantine
@@ -91,6 +93,9 @@ class MetadataLog:
         self._quarantine = quarantine
         self.first_keys = FirstKeys(table)
         self.ids = SeqBlocks(table, opendata.SEQ_BLOCK_KEY, first=1)
+        # Whose turn it is to get messages without a group; a store that is opened for one publish
+        # each time begins at another log each time.
+        self._turn = crc32(self.ids.next.to_bytes(8, "big"))
         record = self._table.get(_SETTINGS)
         try:
             self.settings = LogSettings()
@@ -132,9 +137,15 @@ class MetadataLog:
     # --- in ------------------------------------------------------------------------------
 
     def append(
-        self, batch: Batch, rows: Sequence[tuple[int, bytes]], groups: Sequence[str], now_ms: int
+        self,
+        batch: Batch,
+        rows: Sequence[tuple[int, bytes]],
+        groups: Sequence[str],
+        routes: Sequence[Sequence[str]] | None,
+        fifo: AbstractSet[str],
+        now_ms: int,
     ) -> None:
-        """Append messages (id, metadata) in the order of their ids."""
+        """Append the messages (id, metadata) of one publish in the order of their ids."""
         segments = self.segments
         if segments and now_ms - segments[-1].start_ms < SEGMENT_MS:
             segment = segments[-1]
@@ -144,8 +155,9 @@ class MetadataLog:
         spread: dict[int, Sequence[tuple[int, bytes]]] = {0: rows}
         if logs > 1:
             parts: dict[int, list[tuple[int, bytes]]] = {}
-            for row, group in zip(rows, groups, strict=True):
-                parts.setdefault(crc32(group.encode()) % logs, []).append(row)
+            self._turn += 1
+            for row, log in zip(rows, logs_of(groups, routes, fifo, logs, self._turn), strict=True):
+                parts.setdefault(log, []).append(row)
             spread = {**parts}
         family = self._table.family
         for log, part in spread.items():

@@ -35,6 +35,7 @@ from penstock.store.live import Item, lane_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from penstock.engines import Batch
     from penstock.model import LogRecord
     from penstock.store.policy import Coverage
 
@@ -59,6 +60,7 @@ class RoutingVerbs(PublishVerbs):
             segments=len(self.log.segments),
             retention_ms=self.log.settings.retention_ms,
             cursors={log: self.cursor(log) for log in range(self.log.all_logs)},
+            epoch=self.epoch(),
         )
 
     # --- tailing -------------------------------------------------------------------------
@@ -114,6 +116,7 @@ class RoutingVerbs(PublishVerbs):
         at = self.cursor(log)
         if epoch is not None and epoch != self.epoch():
             return Assigned(AssignStatus.FENCED, at, 0)
+        policy.check_pipeline(self.identity.routing)
         refusal = policy.refuse_page(cursor, at, self.log.earliest)
         if refusal is None and policy.is_outdated(
             cursor, self.totals.filters_version, self.filter_history
@@ -160,6 +163,7 @@ class RoutingVerbs(PublishVerbs):
     @verb
     def route_plan(self, max_offsets: int | None) -> RoutePlan:
         """Return the stretches that a router may match next."""
+        policy.check_pipeline(self.identity.routing)
         cursors = {log: self.cursor(log) for log in range(self.log.all_logs)}
         changes = self.log.settings.changes
         return RoutePlan(
@@ -201,8 +205,19 @@ class RoutingVerbs(PublishVerbs):
         return self.log.offset_at(time_ms)
 
     @verb
-    def configure_log(self, logs: int | None, retention_ms: int | None, now_ms: int) -> None:
-        """Spread messages over another number of logs from here on; keep them for another time."""
+    def configure_log(
+        self,
+        logs: int | None,
+        retention_ms: int | None,
+        now_ms: int,
+        *,
+        routing: str | None = None,
+    ) -> None:
+        """Change the number of logs, how long they are kept, or who routes from here on."""
+        if routing == self.identity.routing:
+            routing = None
+        if routing == "inline":
+            self._route_rest(now_ms)
         batch = self.begin()
         settings = self.log.settings
         if retention_ms is not None:
@@ -212,12 +227,38 @@ class RoutingVerbs(PublishVerbs):
         known = self.log.all_logs
         if logs != self.log.logs:
             settings.changes.append((self.log.end, logs))
-        for log in range(known, logs):
+        if self.identity.routing == "pipeline":
             # A log that was not there before holds nothing to be tailed.
-            end = self.log.end.to_bytes(8, "big")
-            batch.put(_cursor_key(log), end, self.system.family)
+            self._put_cursors(batch, range(known, logs))
+        if routing is not None:
+            self._switch(batch, routing)
         self.log.put_settings(batch, settings)
         self.commit(batch, (), now_ms)
+
+    def _put_cursors(self, batch: Batch, logs: Iterable[int]) -> None:
+        """Set the cursors of logs to the end: nothing in them is left to be tailed."""
+        for log in logs:
+            batch.put(_cursor_key(log), self.log.end.to_bytes(8, "big"), self.system.family)
+
+    def _switch(self, batch: Batch, routing: str) -> None:
+        """Let publish or a tailer route from the end of the log on; fence every tailer."""
+        logs = range(self.log.all_logs)
+        if routing == "pipeline":
+            self._put_cursors(batch, logs)
+        else:
+            # Only a store that is tailed has cursors: salvage tells by them, if it must.
+            for log in logs:
+                batch.delete(_cursor_key(log), self.system.family)
+        batch.put(_EPOCH, (self.epoch() + 1).to_bytes(8, "big"), self.system.family)
+        self.put_routing(batch, routing)
+
+    def _route_rest(self, now_ms: int) -> None:
+        """Assign the messages that are not routed yet, page by page, each in its own commit."""
+        policy.check_switch(self.routed_up_to(), self.log.end)
+        while self.routed_up_to() < self.log.end:
+            for log in range(self.log.all_logs):
+                page = self.read_log(log, None, policy.SWITCH_OFFSETS)
+                self.assign(log, page.cursor, policy.match_page(page), now_ms)
 
     # --- backfill ------------------------------------------------------------------------
 

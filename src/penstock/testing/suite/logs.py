@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from penstock import limits
-from penstock.broker.reader import route_once
+from penstock.broker.tailer import route_once
 from penstock.clock import ManualClock
 from penstock.errors import InvalidInput
 from penstock.model import AssignStatus, Message
@@ -39,6 +39,25 @@ class LogsSuite(RoutedSuite):
         assert sum(map(len, found)) == len(set().union(*found)) == 64
         assert min(map(len, found)) > 64 // 4 // 3
         assert sum(len(self.broker.read_log(log, begin=0).records) for log in range(4)) == 192
+
+    def test_publishes_without_a_group_take_turns_at_the_logs(self, mode: Mode) -> None:
+        self.begin(mode)
+        self.broker.configure_log(logs=4)
+        self.broker.create_queue("q", filter="TRUE")
+        published = [self.broker.publish([made(), made()]) for _ in range(12)]
+        found = [self.broker.read_log(log, begin=0).records for log in range(4)]
+        ids = [[record.message_id for record in records] for records in found]
+        assert [len(each) for each in ids] == [6] * 4
+        assert all(any(set(pair) <= set(each) for each in ids) for pair in published)
+
+    def test_messages_that_a_fifo_queue_may_take_stay_in_one_log(self, mode: Mode) -> None:
+        self.begin(mode)
+        self.broker.configure_log(logs=4)
+        self.broker.create_queue("fifo", filter="TRUE", ordering="fifo")
+        for _ in range(8):
+            self.publish(made())
+        found = [self.broker.read_log(log, begin=0).records for log in range(4)]
+        assert sorted(map(len, found)) == [0, 0, 0, 8]
 
     def test_the_same_group_stays_in_its_log_after_a_restart(self) -> None:
         self.begin("pipeline")
@@ -106,7 +125,8 @@ class LogsSuite(RoutedSuite):
         delivered: dict[str, list[int]] = defaultdict(list)
         for turn in range(60):
             messages = [
-                Message(b"", group=f"g{int(chance() * 12)}") for _ in range(int(chance() * 20))
+                Message(b"", group=("", *"abcdefghijk")[int(chance() * 12)])
+                for _ in range(int(chance() * 20))
             ]
             for message, message_id in zip(messages, self.broker.publish(messages), strict=True):
                 published[message.group].append(message_id)

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import pytest
 
-from penstock.broker.reader import match_page, route_once
-from penstock.filters import Matcher, parse
+from penstock.broker.tailer import match_page, route_once
 from penstock.model import Message, State
 from penstock.testing.suite.base import Suite
 
@@ -60,8 +59,7 @@ class RoutedSuite(Suite):
 
     def hand_back(self, page: LogPage) -> Assigned:
         """Match a page and assign it."""
-        matcher = Matcher({name: parse(text) for name, text in page.filters.items()})
-        return self.broker.assign(page.log, page.cursor, match_page(page, matcher))
+        return self.broker.assign(page.log, page.cursor, match_page(page))
 
     def held(self, queue: str) -> list[int]:
         """Return the ids of the messages in a queue, in whatever state, ascending."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.broker.reader import route_once
+from penstock.broker.tailer import route_once
 from penstock.errors import BrokerClosed, InvalidInput
 from penstock.model import Assigned, AssignStatus, Cursor, LogPage, Message
 from penstock.testing.suite.routed import RoutedSuite, made
