@@ -138,7 +138,12 @@ def test_the_pipeline_tells_how_far_routing_is(visitor: Visitor, tmp_path: Path)
         penstock.route_once(far.broker)
         page = Visitor(far).get("pipeline").text
         assert re.findall(r"Log (\d), 1 to 8</dt>", page) == ["1", "0"]
-        assert re.findall(r"applied, put (\d) times into queues, 20\d\d", page) == ["0", "7"]
+        put = re.findall(r"applied, put (\d) times into queues, 20\d\d", page)
+        assert sorted(put) == ["0", "7"]
+        assert "nothing can lag behind" not in page
+        far.broker.configure_log(routing="inline")
+        assert "nothing can lag behind" in Visitor(far).get("pipeline").text
+        assert 'data-live="Store:Routing">inline<' in Visitor(far).get("health").text
 
 
 # --- documentation --------------------------------------------------------------------------------

@@ -177,6 +177,13 @@ def test_a_message_tells_nothing_of_queues_that_a_key_may_not_see(world: World) 
     for key, status in (("consume-a", 403), ("viewer", 200)):
         path = f"queues/a/messages/{world.shared}?why=b"
         assert world.visitors[key].get(path).status == status
+    why = world.visitors["viewer"].get(f"queues/a/messages/{world.foreign}")
+    assert "Queue a does not have it: its filter does not take it." in why.text
+    assert (
+        "Queue b has it (available): its filter took it." in world.visitors["viewer"].get(path).text
+    )
+    missing = world.visitors["viewer"].get("queues/a/messages/4000")
+    assert (missing.status, "No message has this id" in missing.text) == (404, True)
 
 
 def test_a_filter_shows_messages_only_to_those_who_may_see_all(world: World) -> None:

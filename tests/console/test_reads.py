@@ -8,12 +8,13 @@ import pytest
 
 import penstock
 from penstock import Message, QueueNotFound
+from penstock.broker.explain import row_of
 from penstock.clock import ManualClock
 from penstock.filters import parse
-from penstock.limits import CONSOLE_LOG_SAMPLE, CONSOLE_MAX_PLACES, CONSOLE_MAX_SCAN
+from penstock.limits import CONSOLE_LOG_SAMPLE, CONSOLE_MAX_SCAN, MAX_PLACES
 from penstock.model import State
 from penstock.server.console import reads
-from penstock.server.console.reads import row_of, scan
+from penstock.server.console.reads import scan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -156,25 +157,6 @@ def test_a_message_in_all_its_queues(broker: Broker, clock: ManualClock) -> None
         reads.find_message(broker, "z", message_id, everywhere)
 
 
-def test_why_a_message_is_or_is_not_in_a_queue(broker: Broker, clock: ManualClock) -> None:
-    broker.create_queue("a", filter="kind = 'book' AND number > 3")
-    (small, large) = broker.publish([book(1), book(5)])
-    clock.advance(1)
-    broker.create_queue("late", filter="kind = 'book'")
-    rows = {}
-    for message_id in (small, large):
-        _, found = reads.find_message(broker, "a", message_id, everywhere)
-        assert found.row is not None
-        rows[message_id] = found.row
-    why = reads.explain_place(broker, "a", large, rows[large])
-    assert (why.state, why.explanation.result, why.older) == (State.AVAILABLE, True, False)
-    why = reads.explain_place(broker, "a", small, rows[small])
-    assert (why.state, why.explanation.result) == (None, False)
-    assert why.explanation.parts[1].values == (("number", 1),)
-    why = reads.explain_place(broker, "late", large, rows[large])
-    assert (why.state, why.explanation.result, why.older) == (None, True, True)
-
-
 def test_a_filter_is_tried_on_the_newest_messages(broker: Broker) -> None:
     broker.create_queue("q", filter="TRUE")
     broker.configure_log(logs=3)
@@ -195,4 +177,4 @@ def test_a_message_among_many_queues() -> None:
         here, found = reads.find_message(broker, "q7", message_id, everywhere)
     assert here is None
     assert [place.entry.queue for place in found.places] == ["q321", "q821"]
-    assert (found.looked, found.queues) == (CONSOLE_MAX_PLACES, 1_000)
+    assert (found.looked, found.queues) == (MAX_PLACES, 1_000)

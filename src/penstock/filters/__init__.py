@@ -21,7 +21,6 @@ This package owns the language and the matching. The router and the stores act o
 from __future__ import annotations
 
 from penstock.filters.filter import (
-    Explanation,
     Filter,
     Row,
     RowTuple,
@@ -31,7 +30,7 @@ from penstock.filters.filter import (
 )
 from penstock.filters.matcher import Matcher
 from penstock.filters.tree import canonical
-from penstock.model import Value
+from penstock.model import Explanation, Value
 
 __all__ = [
     "Explanation",

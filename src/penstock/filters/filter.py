@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Final, NamedTuple, TypeAlias
 
-from msgspec import Struct
-
 from penstock.filters import tree
 from penstock.limits import MAX_FILTER_LITERAL_CHARS
-from penstock.model import Value
+from penstock.model import Explanation, Value
 
 RowTuple: TypeAlias = tuple[Mapping[str, Value], str, int, int, int]
 """The fields of :class:`Row` as a plain tuple, which is quicker to make for every message."""
@@ -109,19 +107,6 @@ def parse(text: str) -> Filter:
 def default_filter(queue_name: str) -> str:
     """Return the filter of a queue made without one: messages sent to it by name."""
     return tree.canonical(tree.Compare("=", tree.Attr("queue"), tree.Text(queue_name)))
-
-
-class Explanation(Struct, frozen=True):
-    """Why a filter did or did not take a message: the result of one condition of the filter.
-
-    ``result`` is True, False or None for unknown. An atom such as ``price > 10`` gives in
-    ``values`` the values it read, as ``("price", 12)``; AND, OR and NOT give ``parts`` instead.
-    """
-
-    text: str
-    result: bool | None
-    values: tuple[tuple[str, Value], ...] = ()
-    parts: tuple[Explanation, ...] = ()
 
 
 def explain(filter: Filter, row: RowTuple) -> Explanation:  # noqa: A002 - the noun it is about

@@ -22,6 +22,7 @@ from __future__ import annotations
 from penstock.testing.stores import OnUrl
 from penstock.testing.suite.dead_letters import DeadLetterSuite
 from penstock.testing.suite.delivery import DeliverySuite
+from penstock.testing.suite.explaining import ExplainingSuite
 from penstock.testing.suite.fifo import FifoSuite
 from penstock.testing.suite.keeping import KeepingSuite
 from penstock.testing.suite.moving import MovingSuite
@@ -38,6 +39,7 @@ class BrokerConformance(
     FifoSuite,
     KeepingSuite,
     MovingSuite,
+    ExplainingSuite,
     DeadLetterSuite,
     QueuesSuite,
     RestartingSuite,

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from penstock.broker.broker import Broker
     from penstock.server.console.sessions import Session
     from penstock.server.console.visits import Route
-    from penstock.server.http import Handler, Request
+    from penstock.server.http import Answering, Handler, Request
     from penstock.server.served_store import Server
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class Console:
     def beside(self, sqs: Handler | None) -> Handler:
         """Return the handler of ``GET /``: SQS clients, if there are any, name an action."""
 
-        def handle(request: Request) -> Response | Awaitable[Response]:
+        def handle(request: Request) -> Answering:
             if sqs is not None and "Action=" in request.query:
                 return sqs(request)
             return Response(303, headers=(("location", PREFIX),))
@@ -203,7 +203,10 @@ class Console:
             return self._failed(error, visit)
         finally:
             seconds = self.server.clock.seconds() - begin
-            self.server.metrics.request("console", operation, seconds, outcome, key_id)
+            self.server.metrics.request(
+                *("console", operation, seconds, outcome, key_id, request.peer),
+                visit.names.get("queue"),
+            )
 
     async def _page(self, route: Route, visit: Visit, session: Session | None) -> Response:
         request = visit.request

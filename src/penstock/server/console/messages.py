@@ -114,17 +114,18 @@ def _message_id(visit: Visit) -> int:
 async def message_page(console: Console, visit: Visit) -> Response:
     """Show a message: its payload, and its life in all its queues."""
     queue, message_id = visit.queue, _message_id(visit)
-    other = visit.query.get("why", "").strip()
-    if other:
-        visit.principal.check_any(SEE_ALL.actions, other)
+    asked = visit.query.get("why", "").strip()
+    if asked:
+        visit.principal.check_any(SEE_ALL.actions, asked)
     now_ms = console.server.clock.now_ms()
 
     def read(broker: Broker) -> dict[str, Any]:
         here, found = reads.find_message(broker, queue, message_id, visit.may_see)
+        other = asked or (queue if here is None else "")
+        why = broker.explain_to(visit.may_see, other, message_id) if other else None
         if found.row is None:
-            raise NoSuchPage(f"Message {message_id} is in no queue that you may see.")
+            raise NoSuchPage("" if why is None else why.text)
         body = None if here is None else here.payload
-        why = reads.explain_place(broker, other, message_id, found.row) if other else None
         return {
             "here": here,
             "found": found,

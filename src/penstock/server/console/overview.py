@@ -159,7 +159,6 @@ def _health(console: Console, broker: Broker) -> Facts:
             "Store": without_password(config.store),
             "Id": console.info.store_id,
             "Design": console.info.design,
-            "Routing": console.info.routing,
         },
         "Disk": {
             "Durability": config.durability,
@@ -177,6 +176,7 @@ def _health(console: Console, broker: Broker) -> Facts:
         },
     }
     if healthy(broker):
+        facts["Store"]["Routing"] = broker.info().routing
         facts["Disk"]["Free on disk"] = size(broker.free_bytes())
         facts["Counts"] = {
             _title(name): number(getattr(counts, name))

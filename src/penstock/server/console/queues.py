@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from penstock.broker.explain import row_of
 from penstock.errors import InvalidFilter, InvalidInput, NotAllowed, QueueExists
 from penstock.filters import default_filter, parse
 from penstock.model import QueueSpec, State
@@ -99,7 +100,7 @@ def read_search(fields: dict[str, str]) -> Search:
     def test(entry: Entry) -> bool:
         if reason and reads.reason_key(entry.reason) != reason:
             return False
-        return compiled is None or compiled.matches(reads.row_of(entry))
+        return compiled is None or compiled.matches(row_of(entry))
 
     return Search(where, reason, test if where or reason else None)
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from penstock import limits
+from penstock.broker.explain import likely_queues, row_of
 from penstock.errors import QueueNotFound
-from penstock.filters import Explanation, Row, explain, parse
+from penstock.filters import Row
 from penstock.model import Attempt, Entry, LogRecord, State
 
 if TYPE_CHECKING:
@@ -25,13 +26,6 @@ if TYPE_CHECKING:
 
 # Messages that a browse reads before it lets others in.
 STEP: Final = 1_000
-
-
-def row_of(message: Entry | LogRecord) -> Row:
-    """Return a message as filters see it."""
-    return Row(
-        message.attributes, message.group, message.priority, message.published_at_ms, message.size
-    )
 
 
 # --- messages in a state --------------------------------------------------------------------------
@@ -173,16 +167,9 @@ def find_message(
     specs = {spec.name: spec for spec in broker.queues() if may_see(spec.name)}
     row = None if record is None else row_of(record)
     takers = [] if row is None else [name for name in broker.takers(row) if name in specs]
-    # A message that fails goes from queue to dead letter queue.
-    likely = dict.fromkeys([queue, *takers])
-    for name in (following := list(likely)):
-        dead_letter = specs[name].dead_letter if name in specs else ""
-        if dead_letter and dead_letter not in likely:
-            likely[dead_letter] = None
-            following.append(dead_letter)
-    names = [name for name in dict.fromkeys([*likely, *specs]) if name in specs]
+    names = likely_queues(queue, takers, specs)
     places = []
-    for name in names[: limits.CONSOLE_MAX_PLACES]:
+    for name in names[: limits.MAX_PLACES]:
         # One that was deleted since has no place.
         with suppress(QueueNotFound):
             page = broker.browse(name, message_id=message_id, payloads=False)
@@ -190,7 +177,7 @@ def find_message(
     if row is None and places:
         row = row_of(places[0].entry)
         takers = [name for name in broker.takers(row) if name in specs]
-    looked = min(len(names), limits.CONSOLE_MAX_PLACES)
+    looked = min(len(names), limits.MAX_PLACES)
     return here, Whereabouts(row, places, takers, looked, len(specs))
 
 
@@ -203,24 +190,6 @@ def log_record(broker: Broker, message_id: int) -> LogRecord | None:
                 if record.message_id == message_id:
                     return record
     return None
-
-
-class Why(msgspec.Struct):
-    """Why a message is, or is not, in a queue: what its filter says, and what the queue has."""
-
-    queue: str
-    explanation: Explanation
-    state: State | None
-    older: bool
-
-
-def explain_place(broker: Broker, queue: str, message_id: int, row: Row) -> Why:
-    """Explain why a message is, or is not, in a queue."""
-    spec = broker.queue(queue)
-    entry = next(iter(broker.browse(queue, message_id=message_id, payloads=False)), None)
-    older = row.published_at_ms < spec.created_at_ms
-    state = None if entry is None else entry.state
-    return Why(queue, explain(parse(spec.filter), row), state, older)
 
 
 # --- a filter that is being written ---------------------------------------------------------------
