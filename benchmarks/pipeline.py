@@ -44,7 +44,7 @@ import pyspark
 from common import console, describe, directory
 
 import penstock
-from penstock.broker.reader import match_page
+from penstock.broker.tailer import match_page
 from penstock.filters import Matcher, parse
 from penstock.server import in_process_server
 from penstock.spark import session

@@ -35,7 +35,8 @@ def url_of(kind: str, place: Path) -> str:
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "postgresql":
         server = request.getfixturevalue("postgres")
-        yield server.emptied(str(tmp_path))
+        # One log at first, as in the other stores.
+        yield server.emptied(str(tmp_path)) + "?logs=1"
         server.forget_places()
         return
     yield url_of(request.param, tmp_path)
@@ -136,7 +137,7 @@ def kept(
             postgres = request.getfixturevalue("postgres")
             name = postgres.create()
             stack.callback(postgres.drop, name)
-            url = postgres.url(name)
+            url = postgres.url(name) + "?logs=1"
         else:
             url = url_of(request.param, tmp_path_factory.mktemp("kept"))
         clock = ManualClock()

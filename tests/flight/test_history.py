@@ -177,7 +177,7 @@ def test_a_message_that_ended_later_hides_no_loss(
     for slot in (5, 0):
         if on_sql:
             # The first number after a mark is that of slot 0, whenever it is given out.
-            cast("Any", broker)._store.slot = slot
+            cast("Any", broker)._store.first_slot = slot
         broker.sweep()
         settle(broker, 3)
         clock.advance(HOUR_MS)

@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 import penstock
 from penstock import InvalidInput, InvalidUrl, Message, QueueNotFound, limits
 from penstock.errors import ServerUnreachable
-from penstock.flight import read
+from penstock.flight import protocol, read
 from penstock.flight.client import FlightStore
 from penstock.server import in_process_server
 
@@ -248,10 +248,28 @@ def test_a_store_travels_by_pickle(broker: penstock.Broker, store: FlightStore) 
 def test_info_says_which_store(broker: penstock.Broker, store: FlightStore) -> None:
     info = store.info()
     assert info.version == penstock.__version__
-    assert (info.design, info.routing, info.protocol) == (broker.info().design, "inline", 1)
+    assert (info.design, info.routing, info.protocol) == (broker.info().design, "inline", 2)
     assert info.store_id == store.plan_read("log").facts.store_id
     assert store.log_stats() == broker.log_stats()
     assert store.sweep().total == 0
+
+
+def test_a_client_of_another_protocol_is_refused_in_one_line(
+    store: FlightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "PROTOCOL", 3)
+    text = "the client speaks version 3 of the Flight protocol, this server version 2: install"
+    reads = (
+        store.info,
+        lambda: store.plan_read("log"),
+        lambda: list(store.read_log(0, 0, 1, columns=["offset"])),
+    )
+    for call in reads:
+        with pytest.raises(InvalidInput, match=text):
+            call()
+    rows = pa.table({"payload": [b"x"]})
+    with pytest.raises(InvalidInput, match=text):
+        store.publish(rows.to_batches(), rows.schema)
 
 
 def test_locations_are_checked() -> None:
@@ -290,7 +308,7 @@ def test_errors_begin_with_their_name(client: fl.FlightClient) -> None:
         ("info", b'{"verbose": true}', "unknown field `verbose`"),
         ("filters", b'{"offset": "1"}', r"Expected `int`, got `str`"),
         ("filters", b'{"offset": -1}', "offset is -1"),
-        ("route_plan", b'{"max_offsets": 0}', "route"),
+        ("route_plan", b'{"max_offsets": 0}', "max_offsets"),
     ],
 )
 def test_wrong_actions(kept_client: fl.FlightClient, name: str, body: bytes, match: str) -> None:

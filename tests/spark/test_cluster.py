@@ -22,10 +22,14 @@ import pytest
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 import pyspark
+from deltalake import DeltaTable
+from tests.objectstore.conftest import PREFIXES, bucket, seaweed
 
 import penstock
 from penstock.clock import SystemClock
+from penstock.flight.client import FlightStore
 from penstock.flight.writes import Stages
+from penstock.spark.delta import Archive
 from penstock.spark.route import status
 from penstock.testing.checking import assert_clean
 
@@ -33,6 +37,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.xdist_group("spark")]
+
+# Fixtures of the object storage.
+__all__ = ["bucket", "seaweed"]
 
 clock = SystemClock()
 ROOT = Path(penstock.__file__).parents[2]
@@ -67,6 +74,14 @@ def places(_):
 
 found = spark.sparkContext.parallelize(range(2), 2).mapPartitions(places).collect()
 print(json.dumps({"count": log.load().count(), "places": found}))
+"""
+
+ARCHIVE = """
+import json, sys
+from penstock.spark import session
+from penstock.spark.jobs import archive
+done = archive(session(), sys.argv[1], sys.argv[2])
+print(json.dumps({"rows": done.rows, "trimmed": done.trimmed}))
 """
 
 
@@ -248,6 +263,40 @@ def test_an_environment_that_is_packed(cluster: Cluster, world: Any, tmp_path: P
     for file, home in told["places"]:
         assert Path(file).is_relative_to(cluster.machine.place / "work")
         assert home == str(cluster.machine.place / "home")
+
+
+def test_an_archive_on_s3_from_workers_that_share_nothing_with_the_driver(
+    cluster: Cluster, shop: Any, bucket: str, tmp_path: Path
+) -> None:
+    place = f"s3://{bucket}/lake/cluster-{next(PREFIXES)}"
+    program = tmp_path / "program.py"
+    program.write_text(ARCHIVE)
+    command, environment = cluster.submit(program, shop.location, place)
+    # Of the access to S3 the workers know only what the driver sends them.
+    access = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    before = {name: read_table(shop.location, name) for name in ("done", "failed", "attempts")}
+    run = subprocess.run(
+        command,
+        env=environment | access,
+        timeout=600,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2_000:]
+    told = json.loads(run.stdout.splitlines()[-1])
+    assert told["rows"] == {name: len(ids) for name, ids in before.items()}
+    assert told["trimmed"] == len(before["done"]) + len(before["failed"])
+    for name, ids in before.items():
+        table = DeltaTable(f"{place}/{name}", storage_options=Archive.at(place).storage)
+        archived = table.to_pyarrow_table(columns=["queue", "message_id"])
+        assert sorted(map(tuple, map(dict.values, archived.to_pylist()))) == ids
+
+
+def read_table(location: str, name: str) -> list[tuple[Any, ...]]:
+    """Return queue and message id of each row of a table."""
+    found = FlightStore(location).read_table(name, columns=["queue", "message_id"])
+    return sorted(map(tuple, map(dict.values, found.to_pylist())))
 
 
 def test_executors_that_are_killed(

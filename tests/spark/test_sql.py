@@ -189,7 +189,7 @@ def test_what_is_young_is_kept_though_its_number_is_low(
     store: Any = broker._store
 
     def finish(slot: int, count: int) -> list[int]:
-        store.slot = slot
+        store.first_slot = slot
         held = broker.claim("q", limit=count)
         assert all(broker.ack([each.receipt for each in held]))
         return [each.message_id for each in held]

@@ -42,7 +42,7 @@ def test_tables_of_the_catalog(sql: Callable[[str], list[tuple[Any, ...]]]) -> N
     sql("CREATE TABLE shop USING penstock OPTIONS (server 'SERVER')")
     sql(
         "CREATE TABLE ids USING penstock OPTIONS "
-        "(server 'SERVER', table 'active', queue 'books', columns 'message_id')"
+        "(server 'SERVER', table 'active', queue 'books', columns 'message_id', where 'size > 0')"
     )
     sql("CREATE TEMPORARY VIEW logged USING penstock OPTIONS (location 'SERVER', table 'log')")
     assert sql("SELECT queue, `group`, attributes['kind'] FROM waiting") == [("books", "g", "book")]
@@ -55,7 +55,10 @@ def test_tables_of_the_catalog(sql: Callable[[str], list[tuple[Any, ...]]]) -> N
     assert sql("SELECT count(*), max(offset) FROM logged") == [(4, 4)]
     described = {row[0]: row[1] for row in sql("DESCRIBE waiting")}
     assert (described["message_id"], described["lease_deadline"]) == ("bigint", "timestamp")
-    assert [row[0] for row in sql("DESCRIBE ids")] == ["message_id"]
+    ((column, _, comment),) = sql("DESCRIBE ids")
+    assert column == "message_id"
+    assert comment.startswith("columns 'message_id', queue 'books', server 'grpc://")
+    assert comment.endswith("', table 'active', where 'size > 0'")
     ((plan,),) = sql("EXPLAIN SELECT queue FROM waiting WHERE message_id > 3")
     assert "BatchScan penstock[queue" in plan
     for statement, says in (

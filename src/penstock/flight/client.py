@@ -384,9 +384,11 @@ class FlightStore(Actions):
             return _clients[key]
 
     def _call(self, timeout_ms: int | None) -> fl.FlightCallOptions:
-        """Return the options of a call: its deadline, if it has one, and the key's token."""
+        """Return the options of a call: a deadline, if it has one, protocol and the key's token."""
         token = self.location.access[0]
-        headers = [(b"authorization", f"Bearer {token}".encode())] if token else None
+        headers = [(protocol.PROTOCOL_HEADER.encode(), str(protocol.PROTOCOL).encode())]
+        if token:
+            headers.append((b"authorization", f"Bearer {token}".encode()))
         timeout = None if timeout_ms is None else timeout_ms / 1000
         return fl.FlightCallOptions(timeout=timeout, headers=headers)
 

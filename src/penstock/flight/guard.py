@@ -1,4 +1,4 @@
-"""The calls of a Flight server: the key of each, and its metrics."""
+"""The calls of a Flight server: the key and the protocol of each, and its metrics."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.flight as fl
 
-from penstock.errors import NotAllowed
-from penstock.flight.protocol import describe, revive
+from penstock.errors import InvalidInput, NotAllowed
+from penstock.flight.protocol import PROTOCOL, PROTOCOL_HEADER, describe, revive
 from penstock.server.security import ANYONE, token_of
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class FlightCall(fl.ServerMiddleware):  # type: ignore[misc]
 
 
 class FlightGuard(fl.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Finds the key of each call, and refuses a call without a known key."""
+    """Finds the key of each call, and refuses one without a known key or of another protocol."""
 
     def __init__(self, keys: Keys | None, metrics: Metrics | None, clock: Clock) -> None:
         self.keys = keys
@@ -57,24 +57,31 @@ class FlightGuard(fl.ServerMiddlewareFactory):  # type: ignore[misc]
     def start_call(self, info: fl.CallInfo, headers: dict[str, Any]) -> FlightCall:
         """Look at the headers of a call."""
         operation = info.method.name.lower()
+        spoken = _header(headers, PROTOCOL_HEADER) or str(PROTOCOL)
+        if spoken != str(PROTOCOL):
+            error = InvalidInput(
+                f"the client speaks version {spoken:.20} of the Flight protocol, this server "
+                f"version {PROTOCOL}: install the same Penstock on both sides"
+            )
+            raise fl.FlightServerError(*describe(error))
         if self.keys is None:
             return FlightCall(self, ANYONE, operation, "")
-        header = _header(headers)
+        header = _header(headers, "authorization")
         token = token_of(header)
         principal = self.keys.by_token(token) if token else None
         if principal is None:
             if self.metrics is not None:
                 self.metrics.request("flight", operation, 0.0, NotAllowed.__name__)
             why = "the key is not known" if token else "it needs a key"
-            error = NotAllowed(f"this server wants authorization: Bearer ID:SECRET; {why}")
-            raise fl.FlightUnauthenticatedError(*describe(error))
+            refused = NotAllowed(f"this server wants authorization: Bearer ID:SECRET; {why}")
+            raise fl.FlightUnauthenticatedError(*describe(refused))
         login = header.lower().startswith("basic")
         return FlightCall(self, principal, operation, f"Bearer {token}" if login else "")
 
 
-def _header(headers: dict[str, Any]) -> str:
+def _header(headers: dict[str, Any], wanted: str) -> str:
     for name, values in headers.items():
-        if name.lower() == "authorization" and values:
+        if name.lower() == wanted and values:
             value = values[0]
             return value.decode("latin-1") if isinstance(value, bytes) else str(value)
     return ""

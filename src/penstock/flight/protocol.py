@@ -31,7 +31,10 @@ from penstock.model import (
 P = ParamSpec("P")
 T = TypeVar("T")
 
-PROTOCOL: Final = 1
+# To be raised with every change of a command, a ticket or an action: a server refuses Penstock's
+# clients of another number. Clients that say none are somebody else's, who writes the JSON himself.
+PROTOCOL: Final = 2
+PROTOCOL_HEADER: Final = "penstock-protocol"
 # gRPC bounds headers to 8 KiB, and the text travels twice.
 MAX_ERROR_CHARS: Final = 1_000
 # The columns of a restore; of a row only the payload may be null.

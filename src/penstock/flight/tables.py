@@ -20,6 +20,7 @@ from penstock.filters import parse
 from penstock.flight.conditions import parse_condition
 from penstock.model import AttemptEnd, QueueSpec, State
 from penstock.store.codec.metadata import decode_heads, decode_many
+from penstock.store.codec.records import AttemptRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from penstock.flight.conditions import Condition
     from penstock.flight.snapshots import Part, Piece
     from penstock.model import Value
-    from penstock.store.codec.records import AttemptRecord
     from penstock.store.snapshot import LiveRow, PinnedStore
 
 BATCH_ROWS: Final = 32_768
@@ -270,7 +270,8 @@ def read(pinned: PinnedStore, part: Part, selection: Selection) -> Iterator[pa.R
     # Small batches are joined: a store may have thousands of queues with a few rows each.
     for batch in (batch for piece in part for batch in reader(pinned, piece, selection)):
         small.append(batch)
-        rows, size = rows + batch.num_rows, size + batch.nbytes
+        # Of whole buffers, which is many times as fast to ask for as the bytes that rows use.
+        rows, size = rows + batch.num_rows, size + batch.get_total_buffer_size()
         if rows >= BATCH_ROWS // 2 or size >= BATCH_BYTES:
             yield pa.concat_batches(small) if len(small) > 1 else batch
             small, rows, size = [], 0, 0
@@ -363,10 +364,10 @@ def _record_batch(
     for name, place in _PLACES[selection.table][1].items():
         if selection.wants(name):
             made[name] = _column(selection, name, [row[place] for row in rows])
-    if piece.queue is None:
+    if selection.wants("log"):
         made["log"] = pa.repeat(pa.scalar(piece.log, pa.int32()), len(rows))
-    else:
-        made["queue"] = _repeated(piece.queue, len(rows))
+    if selection.wants("queue"):
+        made["queue"] = _repeated(piece.queue or "", len(rows))
     if selection.wants("sequence"):
         made["sequence"] = pa.array(numbers, pa.int64())
     if selection.wants(*_LEASED):
@@ -484,17 +485,34 @@ def _payload_batch(
     yield _batch(selection, made)
 
 
-_OUTCOMES: Final = (AttemptEnd.ACKED.value, AttemptEnd.RELEASED.value, AttemptEnd.EXPIRED.value)
-_ATTEMPT: Final = TABLES["attempts"].names[1:]
+# By the code of a stored record; a claim that goes on has no record.
+_RUNNING: Final = -1
+_OUTCOMES: Final = {
+    0: AttemptEnd.ACKED.value,
+    1: AttemptEnd.RELEASED.value,
+    2: AttemptEnd.EXPIRED.value,
+    _RUNNING: AttemptEnd.RUNNING.value,
+}
+_FROM_ATTEMPT: Final[dict[str, Callable[[AttemptRecord], Any]]] = {
+    **{name: attrgetter(name) for name in ("consumer", "claimed_at", "reason")},
+    "ended_at": lambda record: None if record.outcome == _RUNNING else record.ended_at,
+    "outcome": lambda record: _OUTCOMES.get(record.outcome, "unknown"),
+}
 
 
 def _attempts(pinned: PinnedStore, piece: Piece, selection: Selection) -> Iterator[pa.RecordBatch]:
     source = _running_attempts if piece.keys.live else _ended_attempts
     for rows in _pages(source(pinned, piece)):
-        made = {"queue": _repeated(piece.queue or "", len(rows))}
-        for at, name in enumerate(_ATTEMPT):
+        ids, numbers, records = zip(*rows, strict=True)
+        made = {}
+        if selection.wants("queue"):
+            made["queue"] = _repeated(piece.queue or "", len(rows))
+        for name, values in (("message_id", ids), ("attempt", numbers)):
             if selection.wants(name):
-                made[name] = _column(selection, name, [row[at] for row in rows])
+                made[name] = _column(selection, name, values)
+        for name, get in _FROM_ATTEMPT.items():
+            if selection.wants(name):
+                made[name] = _column(selection, name, list(map(get, records)))
         yield _batch(selection, made)
 
 
@@ -505,29 +523,25 @@ def _pages(source: Iterable[Any]) -> Iterator[list[Any]]:
         yield page
 
 
-def _ended_attempts(pinned: PinnedStore, piece: Piece) -> Iterator[tuple[Any, ...]]:
-    found = _attempts_by_sequence(pinned, piece) if piece.state else pinned.attempt_rows(piece.keys)
-    for message_id, attempt, end in found:
-        outcome = _OUTCOMES[end.outcome] if end.outcome < len(_OUTCOMES) else "unknown"
-        yield message_id, attempt, end.consumer, end.claimed_at, end.ended_at, outcome, end.reason
-
-
-def _attempts_by_sequence(
-    pinned: PinnedStore, piece: Piece
-) -> Iterator[tuple[int, int, AttemptRecord]]:
+def _ended_attempts(pinned: PinnedStore, piece: Piece) -> Iterator[tuple[int, int, AttemptRecord]]:
+    if not piece.state:
+        yield from pinned.attempt_rows(piece.keys)
+        return
     for rows, _ in _gathered(pinned, piece, piece.state):
         yield from pinned.attempts_at(piece.queue or "", [(row[0], row[3]) for row in rows])
 
 
-def _running_attempts(pinned: PinnedStore, piece: Piece) -> Iterator[tuple[Any, ...]]:
-    running = AttemptEnd.RUNNING.value
+def _running_attempts(
+    pinned: PinnedStore, piece: Piece
+) -> Iterator[tuple[int, int, AttemptRecord]]:
     in_flight: Iterator[LiveRow] = (
         row for page in pinned.live_rows(piece.keys) for row in page if row[1] == State.IN_FLIGHT
     )
     for some in _pages(in_flight):
         for row, lease in zip(some, pinned.leases(some), strict=True):
             if lease is not None:
-                yield row[0], row[2], lease.consumer, lease.claimed_at_ms, None, running, ""
+                record = AttemptRecord(lease.claimed_at_ms, lease.consumer, 0, _RUNNING, "")
+                yield row[0], row[2], record
 
 
 def _queues(pinned: PinnedStore, piece: Piece, selection: Selection) -> Iterator[pa.RecordBatch]:

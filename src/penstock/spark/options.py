@@ -334,9 +334,14 @@ def remembered(given: Mapping[str, str], schema: StructType) -> dict[str, str]:
 
 
 def with_memory(schema: StructType, options: Mapping[str, str]) -> StructType:
-    """Return a schema whose first column remembers options."""
+    """Return a schema whose first column remembers options, and shows them as its comment."""
     first, *others = schema.fields
-    metadata = {**first.metadata, _METADATA: msgspec.json.encode(options).decode()}
+    # DESCRIBE shows comments, and Spark keeps no other text of a Python source for it.
+    shown = ", ".join(
+        f"{name} '{value}'" for name, value in sorted(options.items()) if name != "ca"
+    )
+    memory = {_METADATA: msgspec.json.encode(options).decode(), "comment": shown}
+    metadata = {**first.metadata, **memory}
     named = StructField(first.name, first.dataType, first.nullable, metadata)
     return StructType([named, *others])
 

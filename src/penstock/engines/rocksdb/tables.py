@@ -7,6 +7,7 @@ may end early use an iterator, whose status tells the two apart.
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_right, insort
 from itertools import islice
 from operator import lt
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -120,6 +121,10 @@ class RocksViewTable:
     """A column family as it was: an iterator pins the moment it was made at.
 
     rocksdict's own snapshots pin point reads only; they iterate over the present.
+
+    The iterator has no upper bound, so a scan that ends early has stepped over every deleted key up
+    to the next living one, of whatever queue. No later scan does it again: the view remembers these
+    gaps.
     """
 
     family = None
@@ -127,6 +132,9 @@ class RocksViewTable:
     def __init__(self, table: RocksTable) -> None:
         self._table = table
         self._iterator: Any = table.column.iter()
+        # Ranges without a living key: the keys that they end at, ascending, and their beginnings.
+        self._gap_ends: list[bytes] = []
+        self._gap_begins: dict[bytes, bytes] = {}
 
     def close(self) -> None:
         """Drop the iterator, and with it the pinned files."""
@@ -139,7 +147,7 @@ class RocksViewTable:
 
     def get(self, key: bytes) -> bytes | None:
         """Read one value."""
-        found = self.scan(key, key + b"\0", 1)
+        found = _ascending(self._open(), self._table, key, key + b"\0", 1)
         return found[0][1] if found else None
 
     def multi_get(self, keys: list[bytes]) -> list[bytes | None]:
@@ -148,7 +156,22 @@ class RocksViewTable:
 
     def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), ascending."""
-        return _ascending(self._open(), self._table, begin, end, limit)
+        self._open()
+        ends = self._gap_ends
+        place = bisect_right(ends, begin)
+        if place < len(ends) and self._gap_begins[ends[place]] <= begin:
+            begin = ends[place]
+        if begin >= end:
+            return []
+        found = _ascending(self._iterator, self._table, begin, end, limit)
+        if len(found) < limit:
+            # The iterator is at the first key after them.
+            after = found[-1][0] + b"\0" if found else begin
+            gap_end = self._iterator.key() or AFTER_ALL
+            if gap_end not in self._gap_begins:
+                insort(ends, gap_end)
+            self._gap_begins[gap_end] = min(after, self._gap_begins.get(gap_end, after))
+        return found
 
     def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), descending."""
@@ -173,17 +196,21 @@ def _ascending(
     No step goes beyond the last wanted pair: it could meet a block that nobody needs.
     """
     found: list[tuple[bytes, bytes]] = []
+    key_at, value_at, step = rows.key, rows.value, rows.next
     try:
         rows.seek(begin)
-        while len(found) < limit and (key := rows.key()) is not None and key < end:
-            found.append((key, rows.value()))
-            if len(found) < limit:
-                rows.next()
+        for left in range(limit, 0, -1):
+            key = key_at()
+            if key is None or key >= end:
+                break
+            found.append((key, value_at()))
+            if left > 1:
+                step()
         rows.status()
     except Exception as error:
         _reset(rows)
         # A kept error keeps this frame, and the iterator would keep the database open.
-        del rows
+        del rows, key_at, value_at, step
         table.fail(error, found[-1][0] + b"\0" if found else begin, end)
     return found
 

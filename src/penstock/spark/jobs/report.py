@@ -12,19 +12,20 @@ from datetime import UTC, datetime, timedelta
 from functools import reduce
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from penstock.flight.client import FlightStore
 from penstock.flight.protocol import ReadCommand
-from penstock.flight.tables import schema_of
+from penstock.flight.tables import TIME, make_schema, schema_of
 from penstock.spark.jobs.figures import FIGURES, SHARES, figures, figures_of_rows
 from penstock.spark.options import FEEDS
-from penstock.spark.sessions import pinned
+from penstock.spark.sessions import translated
 from penstock.spark.snapshot import snapshot
 
 if TYPE_CHECKING:
@@ -35,13 +36,7 @@ if TYPE_CHECKING:
     Row = Mapping[str, Any]
 
 SLOWEST: Final = 20
-# The columns of groups and queues in which nothing has been claimed yet.
-_NOTHING: Final[dict[str, bool | float | int | str]] = {
-    "done": 0,
-    "failed": 0,
-    "attempts_max": 0,
-    "done_per_second": 0.0,
-}
+_WAITING: Final = ("available", "delayed", "in_flight")
 _SECONDS: Final = (1, 5, 15, 60, 300, 900, 3_600, 21_600, 86_400)
 _SLOTS: Final = 120
 
@@ -69,53 +64,25 @@ def report(
     client = FlightStore(location, token=token, ca=ca)
     known = client.queues(queues).created_at_ms
     with snapshot(client.location, spark=spark) as then:
-        at_ms = int(then.at.timestamp() * 1000)
-
-        def table(name: str, **options: Any) -> DataFrame:
-            if archive is not None and name in FEEDS:
-                options["includeArchive"] = str(archive)
-            return then.table(name, queues=queues, **options)
-
+        read = _Reader(client, then.options["snapshot"], queues)
         if archive is None:
-            found = _figures(client, then.options["snapshot"], sorted(known), chosen=queues)
-            frames = _frames(pinned(spark.createDataFrame(found)), table, at_ms)
+            found = _figures(read, sorted(known))
         else:
-            frames = _frames(pinned(_shuffled(table)), table, at_ms)
-    return {**frames, "routing": _routing(spark, client)}
 
+            def table(name: str, **options: Any) -> DataFrame:
+                if name in FEEDS:
+                    options["includeArchive"] = str(archive)
+                return then.table(name, queues=queues, **options)
 
-def _frames(found: DataFrame, table: Callable[..., DataFrame], at_ms: int) -> dict[str, DataFrame]:
-    """Make the DataFrames of a report, which need the broker no more, of figures and tables."""
-    since = F.unix_millis("oldest_published_at")
-    wait = F.when(since.isNotNull(), F.greatest(F.lit(at_ms) - since, F.lit(0)))
-    waiting = table("groups").withColumn("oldest_wait_ms", wait).drop("oldest_published_at")
-    waiting = pinned(waiting)
-    depths = table("queues", columns=("name", "available", "delayed", "in_flight", "draining"))
-    oldest = waiting.groupBy("queue").agg(F.max("oldest_wait_ms").alias("oldest_wait_ms"))
-    queues = _of(found, ["queue"]).join(depths.withColumnRenamed("name", "queue"), "queue", "full")
-    queues = queues.join(oldest, "queue", "left").fillna(_NOTHING)
-    groups = _of(found, ["queue", "group"]).join(waiting, ["queue", "group"], "full")
-    groups = pinned(groups.fillna(_NOTHING).orderBy("queue", "group"))
+            with translated():
+                found = _shuffled(table).toArrow()
+        waiting, depths = read("groups"), read("queues", ("name", *_WAITING, "draining"))
+    frames = _frames(found, waiting, depths, int(then.at.timestamp() * 1000))
+    frames["routing"] = _routing(client)
+    # With a schema: Spark Connect guesses none of a table without rows.
     return {
-        "queues": pinned(queues.orderBy("queue")),
-        "groups": groups,
-        "reasons": found.where("kind = 'reason'")
-        .selectExpr(
-            *("queue", "state AS outcome", "reason", "CAST(attempts AS bigint) AS attempts"),
-            "messages",
-        )
-        .orderBy(F.desc("attempts"), "queue", "reason"),
-        "attempts": found.where("kind = 'attempts'")
-        .select("queue", "state", "attempts", "messages")
-        .orderBy("queue", "state", "attempts"),
-        "slowest": groups.where("done_p99_ms IS NOT NULL")
-        .orderBy(F.desc("done_p99_ms"), "queue", "group")
-        .limit(SLOWEST),
-        "starving": groups.where("oldest_wait_ms IS NOT NULL")
-        .select("queue", "group", "available", "delayed", "in_flight", "done", "oldest_wait_ms")
-        .orderBy(F.desc("oldest_wait_ms"), "queue", "group")
-        .limit(SLOWEST),
-        "timeline": _timeline(found.where("kind = 'second'")),
+        name: spark.createDataFrame(frame, from_arrow_schema(frame.schema))
+        for name, frame in frames.items()
     }
 
 
@@ -149,25 +116,35 @@ _READS: Final = {
 }
 
 
-def _figures(
-    client: FlightStore, snapshot: str, queues: Sequence[str], *, chosen: Sequence[str] | None
-) -> pa.Table:
+class _Reader(NamedTuple):
+    """Reads tables of a snapshot through Flight."""
+
+    client: FlightStore
+    snapshot: str
+    # A key that may not read all queues names those that it wants.
+    queues: Sequence[str] | None
+
+    def __call__(
+        self, table: str, columns: Sequence[str] | None = None, queue: str | None = None
+    ) -> pa.Table:
+        """Read the chosen columns of a table, of one queue or of all."""
+        # Messages that wait, and were never claimed, have no figures.
+        where = "attempts > 0" if table == "active" else None
+        command = ReadCommand(table, queue=self.queues, columns=columns, where=where)
+        ticket = self.client.snapshot_ticket(self.snapshot, 0, command)
+        if queue is not None:
+            ticket = self.client.narrowed(ticket, [queue])
+        return pa.Table.from_batches(self.client.read(ticket), schema_of(table, columns=columns))
+
+
+def _figures(read: _Reader, queues: Sequence[str]) -> pa.Table:
     """Read the history of each queue from a snapshot, and return the figures of all of them.
 
     Spark would read as many rows, and shuffle them twice. Two queues are in memory at a time.
     """
 
     def of_queue(queue: str) -> pa.Table:
-        tables = {}
-        for table, columns in _READS.items():
-            # Messages that wait, and were never claimed, have no figures.
-            where = "attempts > 0" if table == "active" else None
-            # A key that may not read all queues names those that it wants.
-            command = ReadCommand(table, queue=chosen, columns=columns, where=where)
-            ticket = client.narrowed(client.snapshot_ticket(snapshot, 0, command), [queue])
-            schema = schema_of(table, columns=columns)
-            tables[table] = pa.Table.from_batches(client.read(ticket), schema)
-        return figures(queue, **tables)
+        return figures(queue, **{name: read(name, of, queue) for name, of in _READS.items()})
 
     with ThreadPoolExecutor(2) as threads:
         return pa.concat_tables([FIGURES.empty_table(), *threads.map(of_queue, queues)])
@@ -187,43 +164,112 @@ def _shuffled(table: Callable[..., DataFrame]) -> DataFrame:
     return rows.groupBy("queue").applyInArrow(figures_of_rows, from_arrow_schema(FIGURES))
 
 
-def _of(found: DataFrame, keys: Sequence[str]) -> DataFrame:
+# --- tables of the report -------------------------------------------------------------------------
+
+
+def _frames(
+    found: pa.Table, waiting: pa.Table, depths: pa.Table, at_ms: int
+) -> dict[str, pa.Table]:
+    """Make the tables of a report, of figures, of groups that wait, and of queues' depths."""
+    since = pc.divide(waiting.column("oldest_published_at").cast(pa.int64()), 1000)
+    wait = pc.max_element_wise(pc.subtract(at_ms, since), 0, skip_nulls=False)
+    waiting = waiting.drop_columns("oldest_published_at").append_column("oldest_wait_ms", wait)
+    oldest = waiting.group_by("queue").aggregate([("oldest_wait_ms", "max")])
+    oldest = oldest.rename_columns({"oldest_wait_ms_max": "oldest_wait_ms"})
+    queues = _of(found, "queue").join(
+        depths.rename_columns({"name": "queue"}), "queue", join_type="full outer"
+    )
+    queues = _with_zeros(queues.join(oldest, "queue"))
+    groups = _of(found, "queue", "group").join(waiting, ["queue", "group"], join_type="full outer")
+    groups = _with_zeros(groups)
+    failing = _of_kind(found, "reason")
+    reasons = pa.table(
+        {
+            "queue": failing.column("queue"),
+            "outcome": failing.column("state"),
+            "reason": failing.column("reason"),
+            "attempts": failing.column("attempts").cast(pa.int64()),
+            "messages": failing.column("messages"),
+        }
+    )
+    attempts = _of_kind(found, "attempts").select(["queue", "state", "attempts", "messages"])
+    starving = ["queue", "group", *_WAITING, "done", "oldest_wait_ms"]
+    return {
+        "queues": _sorted(queues, "queue"),
+        "groups": _sorted(groups, "queue", "group"),
+        "reasons": _sorted(reasons, "-attempts", "queue", "reason"),
+        "attempts": _sorted(attempts, "queue", "state", "attempts"),
+        "slowest": _highest(groups, "done_p99_ms"),
+        "starving": _highest(groups, "oldest_wait_ms").select(starving),
+        "timeline": _timeline(_of_kind(found, "second")),
+    }
+
+
+def _of_kind(found: pa.Table, kind: str) -> pa.Table:
+    return found.filter(pc.equal(found.column("kind"), kind))
+
+
+def _of(found: pa.Table, *keys: str) -> pa.Table:
     """Return the figures of queues, or of groups."""
-    times = ["first_ended", "last_ended"]
-    seconds = (F.col("last_ended_us") - F.col("first_ended_us")) / 1_000_000
-    return found.where(F.col("kind") == keys[-1]).select(
-        *keys,
-        *("done", "failed"),
-        *(F.timestamp_micros(f"{name}_us").alias(f"{name}_at") for name in times),
-        F.round("attempts_mean", 3).alias("attempts_mean"),
-        "attempts_max",
-        *(f"{what}_{name}_ms" for what in ("first_claim", "done") for name in SHARES),
-        F.round(F.col("done") / F.greatest(seconds, F.lit(1.0)), 2).alias("done_per_second"),
+    own = _of_kind(found, keys[-1])
+    columns = {name: own.column(name) for name in (*keys, "done", "failed")}
+    for name in ("first_ended", "last_ended"):
+        columns[f"{name}_at"] = own.column(f"{name}_us").cast(TIME)
+    columns["attempts_mean"] = _rounded(own.column("attempts_mean"), 3)
+    columns["attempts_max"] = own.column("attempts_max")
+    for name in (f"{what}_{share}_ms" for what in ("first_claim", "done") for share in SHARES):
+        columns[name] = own.column(name)
+    took = pc.subtract(own.column("last_ended_us"), own.column("first_ended_us"))
+    seconds = pc.max_element_wise(pc.divide(took.cast(pa.float64()), 1e6), 1.0)
+    columns["done_per_second"] = _rounded(pc.divide(own.column("done"), seconds), 2)
+    return pa.table(columns)
+
+
+def _rounded(values: pa.ChunkedArray, digits: int) -> pa.ChunkedArray:
+    return pc.round(values, digits, round_mode="half_towards_infinity")
+
+
+def _with_zeros(rows: pa.Table) -> pa.Table:
+    """Say 0 for groups and queues in which nothing has been claimed yet."""
+    for name in ("done", "failed", "attempts_max", "done_per_second"):
+        filled = pc.fill_null(rows.column(name), 0)
+        rows = rows.set_column(rows.column_names.index(name), name, filled)
+    return rows
+
+
+def _sorted(rows: pa.Table, *columns: str) -> pa.Table:
+    """Sort by columns; by those with a minus the highest first."""
+    return rows.sort_by(
+        [(name.lstrip("-"), "descending" if name[0] == "-" else "ascending") for name in columns]
     )
 
 
-def _timeline(by_second: DataFrame) -> DataFrame:
-    bounds = by_second.agg(F.min("second").alias("low"), F.max("second").alias("high")).collect()[0]
-    width = 0 if bounds["low"] is None else bounds["high"] - bounds["low"]
+def _highest(groups: pa.Table, column: str) -> pa.Table:
+    known = groups.filter(groups.column(column).is_valid())
+    return _sorted(known, f"-{column}", "queue", "group").slice(0, SLOWEST)
+
+
+def _timeline(by_second: pa.Table) -> pa.Table:
+    bounds = pc.min_max(by_second.column("second")).as_py()
+    width = (bounds["max"] or 0) - (bounds["min"] or 0)
     step = next((each for each in _SECONDS if width / each <= _SLOTS), _SECONDS[-1])
-    slot = F.timestamp_seconds(F.floor(F.col("second") / step) * step)
-    return (
-        by_second.groupBy("queue", slot.alias("at"))
-        .agg(*(F.sum(state).alias(state) for state in ("done", "failed")))
-        .withColumn("seconds", F.lit(step))
-        .orderBy("queue", "at")
-    )
+    slot = pc.multiply(pc.divide(by_second.column("second"), step), step * 1_000_000)
+    rows = by_second.append_column("at", slot.cast(TIME)).group_by(["queue", "at"])
+    rows = rows.aggregate([("done", "sum"), ("failed", "sum")])
+    rows = rows.rename_columns({"done_sum": "done", "failed_sum": "failed"})
+    rows = rows.append_column("seconds", pa.repeat(pa.scalar(step, pa.int32()), len(rows)))
+    return _sorted(rows.select(["queue", "at", "done", "failed", "seconds"]), "queue", "at")
 
 
-def _routing(spark: SparkSession, client: FlightStore) -> DataFrame:
+def _routing(client: FlightStore) -> pa.Table:
     marks = client.watermarks()
     # A store that routes inline has no use for cursors.
     piped = client.info().routing == "pipeline"
     rows = [
-        (log, at, marks.end, max(0, marks.end - at) if piped else 0)
+        {"log": log, "cursor": at, "end": marks.end, "lag": max(0, marks.end - at) if piped else 0}
         for log, at in marks.cursors.items()
     ]
-    return spark.createDataFrame(rows, "log int, cursor bigint, end bigint, lag bigint")
+    return pa.Table.from_pylist(rows, make_schema("log int, cursor long, end long, lag long"))
 
 
 # --- the page -------------------------------------------------------------------------------------
