@@ -27,6 +27,7 @@ from msgspec import Meta
 from penstock import limits
 from penstock.errors import InvalidInput
 from penstock.server.security import is_loopback
+from penstock.store.life import fields_text, life
 from penstock.store.sql.location import without_password
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     log_access: bool = False
+    log_life: bool = False
     metrics_enabled: bool = True
     metrics_queues: Annotated[int, Meta(ge=0, le=10_000)] = limits.MAX_METRIC_QUEUES
     tracing: bool = False
@@ -122,7 +124,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 _ABOUT: Final = {
     "store": "The store, such as rocksdb:./data; made if it is not there.",
     "durability": "When a verb returns: relaxed waits for no disk.",
-    "routing": "Routing of a new store.",
+    "routing": "Routing of a new store; an existing one that routes the other way is refused.",
     "dedup_window": "How long a dedup id is remembered.",
     "min_free_bytes": "Bytes that new messages leave free on the disk of a RocksDB store.",
     "standby": "Wait until a store on object storage has no owner, then take it over.",
@@ -148,6 +150,7 @@ _ABOUT: Final = {
     "log_level": "Lowest level that is logged.",
     "log_format": "Format of a log line.",
     "log_access": "Log every request at info; at debug if off.",
+    "log_life": "Log every step of messages, from publish to ack, expire, fail and redrive.",
     "metrics_enabled": "Serve /metrics.",
     "metrics_queues": "Queues with series of their own.",
     "tracing": "Make OpenTelemetry spans; needs penstock[tracing].",
@@ -420,9 +423,10 @@ class TextLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Write one line, and a traceback below it if there is one."""
-        fields = getattr(record, "fields", {})
         parts = [_time(record), record.levelname.lower(), record.name, record.getMessage()]
-        parts += [f"{name}={value}" for name, value in fields.items()]
+        # A record of the life-cycle log has its fields in its message.
+        if record.name != life.name and hasattr(record, "fields"):
+            parts.append(fields_text(record.fields))
         if record.exc_info:
             parts.append(f"\n{self.formatException(record.exc_info)}")
         return " ".join(parts)
@@ -433,10 +437,12 @@ def _time(record: logging.LogRecord) -> str:
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def configure_logs(level: str, form: str) -> None:
-    """Log everything of this process to standard error, from a level on."""
+def configure_logs(level: str, form: str, *, steps: bool = False) -> None:
+    """Log everything of this process to standard error, from a level on; with ``steps``, lives."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    if steps:
+        life.setLevel(logging.INFO)
     # At debug asyncio would log every read.
     logging.getLogger("asyncio").setLevel(max(logging.INFO, logging.getLogger().level))

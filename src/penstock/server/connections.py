@@ -70,6 +70,15 @@ class Slot(msgspec.Struct, eq=False):
     full: bool = False
     known: bool = False
     held_bytes: int = 0
+    # For the access log: the client's address, and its key if it shows one for the connection.
+    address: str = ""
+    key_id: str = ""
+
+    def hold_for(self, holder: SlotHolder, transport: asyncio.BaseTransport) -> None:
+        """Give the slot to the connection that has been made."""
+        self.holder = holder
+        peer = transport.get_extra_info("peername")
+        self.address = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else ""
 
 
 class _Group:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import capnp
 
 from penstock import limits
+from penstock.clock import loop_seconds
 from penstock.errors import InvalidInput, InvalidReceipt, PenstockError, QueueNotFound
 from penstock.model import Message
 from penstock.server.connections import Listener
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from penstock.model import Delivery
     from penstock.server.batcher import Batcher
     from penstock.server.connections import Connections, Slot
+    from penstock.server.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -77,10 +79,12 @@ class QueueberListener(Listener):
         *,
         queue: str,
         slots: Connections | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         super().__init__(host, port, slots=slots)
-        self._batcher = batcher
-        self._queue = queue
+        self.metrics = metrics
+        self.batcher = batcher
+        self.queue = queue
         self._stack = contextlib.AsyncExitStack()
 
     def make_connection(self, slot: Slot) -> QueueberConnection:
@@ -89,7 +93,7 @@ class QueueberListener(Listener):
 
     async def start(self) -> None:
         """Listen; the queue is there afterwards."""
-        await self._batcher.call(self._make_queue)
+        await self.batcher.call(self._make_queue)
         await self._stack.enter_async_context(capnp.kj_loop())
         try:
             await super().start()
@@ -106,18 +110,17 @@ class QueueberListener(Listener):
 
     def _make_queue(self, broker: Broker) -> None:
         try:
-            broker.queue(self._queue)
+            broker.queue(self.queue)
         except QueueNotFound:
-            broker.create_queue(self._queue)
+            broker.create_queue(self.queue)
 
     async def _connected(self, slot: Slot, stream: Any) -> None:
         if slot.full or len(self.connections) >= limits.MAX_QUEUEBER_CONNECTIONS:
             log.warning("%d clients are connected: no more are taken", len(self.connections))
             slot.holder.abort()
             return
-        service = _Service(self._batcher, self._queue, lambda: self.slots.trust(slot))
         server = capnp.TwoPartyServer(
-            stream, bootstrap=service, traversal_limit_in_words=_TRAVERSAL_WORDS
+            stream, bootstrap=_Service(self, slot), traversal_limit_in_words=_TRAVERSAL_WORDS
         )
         self.connections.add(server)
         try:
@@ -149,7 +152,7 @@ class QueueberConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take a client."""
         self._transport = cast(asyncio.Transport, transport)
-        self._slot.holder = self
+        self._slot.hold_for(self, transport)
         self._inner.connection_made(transport)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -197,16 +200,15 @@ class QueueberConnection(asyncio.Protocol):
 class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
     """The interface that one client calls; after an error the connection stays."""
 
-    def __init__(self, batcher: Batcher, queue: str, trust: Callable[[], None]) -> None:
-        self._batcher = batcher
-        self._queue = queue
-        # Called with each call: a client that asks for something is no stranger here.
-        self._trust = trust
+    def __init__(self, listener: QueueberListener, slot: Slot) -> None:
+        self._listener = listener
+        self._slot = slot
+        self._batcher = listener.batcher
+        self._queue = listener.queue
 
     async def add_context(self, context: Any) -> None:
         """Publish items; ``visibilityTimeoutSecs`` is their delay."""
-        self._trust()
-        with _errors():
+        with self._call("add"):
             items = context.params.req.items
             check_count(len(items), "items", 0, limits.MAX_PUBLISH_MESSAGES)
             # Whatever is too long is refused with the rest of the message.
@@ -226,26 +228,24 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
 
     async def remove_context(self, context: Any) -> None:
         """Settle one item as done; false for whatever is not held under that lease."""
-        self._trust()
         request = context.params.req
-        message_id, lease = message_of(bytes(request.id)), lease_of(bytes(request.lease))
         removed = False
-        if message_id is not None and lease is not None:
-            work = self._batcher.broker.acking_held(lease, message_id, self._queue)
-            # A lease that is none of this store's is only one that is not there.
-            with _errors(), contextlib.suppress(InvalidReceipt):
+        # A lease that is none of this store's is only one that is not there.
+        with self._call("remove"), contextlib.suppress(InvalidReceipt):
+            message_id, lease = message_of(bytes(request.id)), lease_of(bytes(request.lease))
+            if message_id is not None and lease is not None:
+                work = self._batcher.broker.acking_held(lease, message_id, self._queue)
                 removed = await self._batcher.change(work)
         context.results.init("resp").removed = removed
 
     async def poll_context(self, context: Any) -> None:
         """Claim; without a timeout wait until there is something."""
-        self._trust()
         request = context.params.req
         lease_ms = request.leaseValiditySecs * 1000
         limit = request.numItems or 1
         # Their 0 waits for ever: as long as a wait may be, and again.
         wait_ms = request.timeoutSecs * 1000
-        with _errors():
+        with self._call("poll"):
             deliveries: list[Delivery] = []
             while not deliveries:
                 claiming = self._batcher.claim(
@@ -267,25 +267,31 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
 
     async def extend_context(self, context: Any) -> None:
         """Move the deadline of a whole lease; false if nothing is held under it."""
-        self._trust()
         request = context.params.req
-        lease = lease_of(bytes(request.lease))
         extended = False
-        if lease is not None:
-            with _errors(), contextlib.suppress(InvalidReceipt):
+        with self._call("extend"), contextlib.suppress(InvalidReceipt):
+            lease = lease_of(bytes(request.lease))
+            if lease is not None:
                 outcomes = await self._batcher.extend(
                     lease, lease_ms=request.leaseValiditySecs * 1000, queue=self._queue
                 )
                 extended = any(outcomes)
         context.results.init("resp").extended = extended
 
-
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    """Turn errors into exceptions of the protocol, without a traceback."""
-    try:
-        yield
-    except InvalidReceipt:
-        raise
-    except PenstockError as error:
-        raise capnp.KjException(f"{type(error).__name__}: {error}") from None
+    @contextlib.contextmanager
+    def _call(self, operation: str) -> Iterator[None]:
+        """Count a call; turn errors into exceptions of the protocol, without a traceback."""
+        listener, began, outcome = self._listener, loop_seconds(), "ok"
+        # A client that asks for something is no stranger here.
+        listener.slots.trust(self._slot)
+        try:
+            yield
+        except BaseException as error:
+            outcome = type(error).__name__
+            if isinstance(error, PenstockError):
+                raise capnp.KjException(f"{outcome}: {error}") from None
+            raise
+        finally:
+            if listener.metrics is not None:
+                about = ("capnp", operation, loop_seconds() - began, outcome)
+                listener.metrics.request(*about, "", self._slot.address, self._queue)

@@ -1,0 +1,145 @@
+"""The lines of a server's logs: the life-cycle log, and the access log of every protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import boto3
+import capnp
+import pytest
+from tests.server.conftest import Process
+
+import penstock
+from penstock.errors import NotAllowed
+from penstock.model import Message
+from penstock.server import queueber, running
+from penstock.server.config import TextLines
+from penstock.server.security import add_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SCHEMA: Any = capnp.load(str(Path(queueber.__file__).with_suffix(".capnp")))
+ACCESS = {"protocol", "operation", "queue", "key", "address", "status", "us"}
+
+
+def sqs_of(url: str, key_id: str = "x", secret: str = "x") -> Any:
+    return boto3.Session().client(
+        "sqs",
+        region_name="us-east-1",
+        aws_access_key_id=key_id,
+        aws_secret_access_key=secret,
+        endpoint_url=url,
+    )
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    options = ("--capnp", "127.0.0.1:0", "--log-access", "--log-life", "--log-format", "json")
+    process = Process(tmp_path_factory.mktemp("logs"), *options, native=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def lines_of(server: Process, logger: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in server.log.read_text().splitlines()]
+    return [each for each in found if each["logger"] == logger]
+
+
+def test_a_life_in_json(server: Process) -> None:
+    with penstock.connect(f"penstock://127.0.0.1:{server.ports['native']}") as client:
+        client.create_queue("life")
+        (id_,) = client.publish([Message(b"x", {"queue": "life"})])
+        (delivery,) = client.claim("life", consumer="w1")
+        client.ack([delivery.receipt])
+    steps = [each for each in lines_of(server, "penstock.life") if each["queue"] == "life"]
+    held = {"lease": delivery.lease, "consumer": "w1"}
+    common = {"queue": "life", "count": 1, "messages": [id_]}
+    about = {"time", "level", "logger", "message"}
+    assert [{k: v for k, v in each.items() if k not in about} for each in steps] == [
+        {"event": "publish", **common},
+        {"event": "claim", **common, **held},
+        {"event": "ack", **common, **held},
+    ]
+    assert steps[0]["message"] == f"publish queue=life count=1 messages=[{id_}]"
+    access = [each for each in lines_of(server, "penstock.access") if each["queue"] == "life"]
+    assert [each["operation"] for each in access] == ["CreateQueue", "Claim"]
+    # Which queues a publish goes into, and whose receipts an ack has, the request does not name.
+    others = {each["operation"] for each in lines_of(server, "penstock.access")}
+    assert {"Publish", "Ack"} <= others
+
+
+def test_the_access_log_of_sqs_and_queueber(server: Process) -> None:
+    sqs = sqs_of(f"http://127.0.0.1:{server.ports['http']}")
+    url = sqs.create_queue(QueueName="boto")["QueueUrl"]
+    sqs.send_message(QueueUrl=url, MessageBody="x")
+
+    async def story() -> None:
+        async with capnp.kj_loop():
+            port = server.ports["capnp"]
+            stream = await capnp.AsyncIoStream.create_connection("127.0.0.1", port)
+            client = capnp.TwoPartyClient(stream)
+            queue = client.bootstrap().cast_as(SCHEMA.Queue)
+            await queue.add({"items": [{"contents": b"x", "visibilityTimeoutSecs": 0}]})
+            with pytest.raises(capnp.KjException, match="InvalidInput"):
+                await queue.poll({"leaseValiditySecs": 0, "numItems": 1, "timeoutSecs": 1})
+            await queue.remove({"id": b"no id", "lease": b"none"})
+            client.close()
+
+    asyncio.run(story())
+    access = lines_of(server, "penstock.access")
+    seen = [(each["operation"], each["queue"], each["status"]) for each in access
+            if each["protocol"] in {"sqs", "capnp"}]  # fmt: skip
+    assert seen == [
+        ("CreateQueue", "boto", "ok"),
+        ("SendMessage", "boto", "ok"),
+        ("add", "queueber", "ok"),
+        ("poll", "queueber", "InvalidInput"),
+        ("remove", "queueber", "ok"),
+    ]
+    for each in access:
+        assert each.keys() >= ACCESS
+        assert each["address"].startswith("127.0.0.1:")
+        assert isinstance(each["us"], int)
+        assert each["us"] > 0
+
+
+def test_the_access_log_names_the_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = tmp_path / "keys.json"
+    secret = add_key(keys, "worker", ["consume:q", "admin:q"], sqs=True)
+    with (
+        caplog.at_level(logging.INFO, "penstock.access"),
+        running(
+            "memory:",
+            auth_keys=str(keys),
+            log_access=True,
+            native="127.0.0.1:0",
+            http="127.0.0.1:0",
+        ) as server,
+        penstock.connect(server.location("native"), token=f"worker:{secret}") as client,
+    ):
+        client.create_queue("q")
+        client.claim("q")
+        with pytest.raises(NotAllowed):
+            client.claim("bad\nqueue" * 50)
+        sqs_of(server.location("http"), "worker", secret).get_queue_url(QueueName="q")
+    records = [each for each in caplog.records if each.name == "penstock.access"]
+    fields = [each.__dict__["fields"] for each in records]
+    assert [
+        (each["operation"], each["queue"][:9], each["key"], each["status"]) for each in fields
+    ] == [
+        ("CreateQueue", "q", "worker", "ok"),
+        ("Claim", "q", "worker", "ok"),
+        ("Claim", "bad\nqueue", "worker", "NotAllowed"),
+        ("GetQueueUrl", "q", "worker", "ok"),
+    ]
+    assert len(fields[2]["queue"]) == 80
+    text = TextLines().format(records[2])
+    assert "\n" not in text
+    assert r"queue='bad\nqueue" in text
