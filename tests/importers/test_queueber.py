@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import capnp
 import pytest
@@ -21,6 +21,11 @@ from penstock.errors import ImportFailed, InvalidInput, MissingExtra
 from penstock.importers import queueber_source as keys
 from penstock.importers.queueber import ID_ATTRIBUTE, import_queueber, progress_queue
 from penstock.store import codec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.sql.postgres import PostgresServer
 
 NOW_SECS = 1_700_000_000
 
@@ -145,10 +150,32 @@ def broker(clock: ManualClock) -> Any:
         yield opened
 
 
-@pytest.mark.parametrize("layout", ["single", "multi", "mixed"])
-def test_every_kind_of_item(
-    tmp_path: Path, broker: penstock.Broker, clock: ManualClock, layout: str
-) -> None:
+@pytest.fixture
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Name a store that nothing was imported into: the parameter, in a place of the test's own."""
+    if request.param != "postgresql":
+        yield request.param.format(place=tmp_path)
+        return
+    postgres: PostgresServer = request.getfixturevalue("postgres")
+    yield postgres.emptied(str(tmp_path))
+    postgres.forget_places()
+
+
+ROCKSDB, SLATEDB, POSTGRESQL = "rocksdb:{place}/store", "slatedb+file://{place}/store", "postgresql"
+
+
+@pytest.mark.parametrize(
+    ("layout", "url"),
+    [
+        ("single", "memory:"),
+        ("multi", "memory:"),
+        ("mixed", "memory:"),
+        ("mixed", SLATEDB),
+        ("mixed", POSTGRESQL),
+    ],
+    indirect=["url"],
+)
+def test_every_kind_of_item(tmp_path: Path, url: str, clock: ManualClock, layout: str) -> None:
     source = Queueber(tmp_path / "q", layout)
     for number in (0, 1):
         source.add(uuid(number), b"available %d" % number, NOW_SECS)
@@ -163,9 +190,11 @@ def test_every_kind_of_item(
     source.close()
     before = files(tmp_path / "q")
 
-    report = import_queueber(tmp_path / "q", broker, "orders", clock=clock)
+    with penstock.open(url, clock=clock, background=False) as broker:
+        report = import_queueber(tmp_path / "q", broker, "orders", clock=clock)
+        found = states(broker, "orders")
 
-    assert states(broker, "orders") == {
+    assert found == {
         b"available 0": ("available", None),
         b"available 1": ("available", None),
         b"delayed 2": ("delayed", NOW_SECS + 62),
@@ -299,11 +328,14 @@ class StopError(Exception):
     pass
 
 
-@pytest.mark.parametrize("layout", ["single", "mixed"])
-def test_interrupted_at_every_batch_border(tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "url"),
+    [("single", ROCKSDB), ("mixed", ROCKSDB), ("multi", SLATEDB), ("multi", POSTGRESQL)],
+    indirect=["url"],
+)
+def test_interrupted_at_every_batch_border(tmp_path: Path, layout: str, url: str) -> None:
     contents = fill(tmp_path / "q", 23, layout=layout)
     clock = ManualClock(NOW_SECS * 1000)
-    url = f"rocksdb:{tmp_path / 'store'}"
     seen: list[tuple[int, int]] = []
 
     def stop(done: int, total: int) -> None:
@@ -441,9 +473,9 @@ with penstock.open({url!r}) as broker:
 """
 
 
-def test_a_killed_process_goes_on_where_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("url", [ROCKSDB], indirect=True)
+def test_a_killed_process_goes_on_where_it_was(tmp_path: Path, url: str) -> None:
     contents = fill(tmp_path / "q", 100, layout="mixed")
-    url = f"rocksdb:{tmp_path / 'store'}"
     script = CHILD.format(path=sys.path, url=url, source=str(tmp_path / "q"))
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
