@@ -2,14 +2,19 @@
 
 python benchmarks/server.py [--seconds 3] [--connections 1,16,64] [--batch 1,10,100] [--depth 8]
 python benchmarks/server.py --consume [--messages 60000] [--rates 100,1000,5000,20000]
+python benchmarks/server.py ... --flame server.svg
 
 Each connection has ``depth`` requests under way at a time. A run publishes 1 KB messages for some
 seconds, then claims and acks them; latencies are those of one request (publish; claim and ack
-together). CPU is that of the client and of the server, in cores.
+together). CPU is that of the client and of the server, in cores, and of the server for each
+message.
 
 With ``--consume`` one connection consumes a queue that is full, and acks each message by itself or
 a hundred by one call; then another connection publishes at even rates, and the time is taken from
 the call of a publish to the delivery of its message. CPU is that of the server for each message.
+
+With ``--flame`` py-spy looks at the first server of the run a hundred times a second, which slows
+it down, and draws where its time went.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -55,6 +61,7 @@ class Phase(NamedTuple):
             f"{self.p99_ms:.1f}",
             f"{self.client_cpu:.2f}",
             f"{self.server_cpu:.2f}",
+            f"{self.server_cpu / self.rate * 1e6:.1f}",
         ]
 
 
@@ -62,8 +69,11 @@ class Phase(NamedTuple):
 
 
 @contextlib.contextmanager
-def server(store: str) -> Iterator[tuple[int, int]]:
-    """Run `penstock serve` as anybody would; give its port and process id."""
+def server(store: str, flames: list[str] | None = None) -> Iterator[tuple[int, int]]:
+    """Run `penstock serve` as anybody would; give its port and process id.
+
+    ``flames`` has the name of a file for a flame graph, until one is drawn.
+    """
     program = [sys.executable, "-c", "from penstock.cli.main import main; main()", "serve"]
     settings = ["--native", "127.0.0.1:0", "--log-level", "error"]
     with subprocess.Popen(
@@ -72,9 +82,22 @@ def server(store: str) -> Iterator[tuple[int, int]]:
         assert process.stdout is not None
         said = process.stdout.readline()
         assert said.startswith("serving"), "the server did not start"
-        yield int(said.rpartition(":")[2]), process.pid
+        with flame_graph(process.pid, flames.pop()) if flames else contextlib.nullcontext():
+            yield int(said.rpartition(":")[2]), process.pid
         process.terminate()
         process.wait(60)
+
+
+@contextlib.contextmanager
+def flame_graph(pid: int, path: str) -> Iterator[None]:
+    """Draw where a process spends its time, by function."""
+    command = ["py-spy", "record", "--pid", str(pid), "--output", path, "--function"]
+    with subprocess.Popen([*command, "--rate", "100"], stdout=subprocess.DEVNULL) as spy:
+        try:
+            yield
+        finally:
+            spy.send_signal(signal.SIGINT)
+            spy.wait(60)
 
 
 def cpu_of(pid: int) -> float:
@@ -216,10 +239,12 @@ async def delivering(port: int, rate: int, seconds: float) -> list[str]:
     return [f"{achieved:,.0f}", f"{p50:.1f}", f"{p99:.1f}"]
 
 
-def measure_consumers(store: str, messages: int, rates: list[int], seconds: float) -> None:
+def measure_consumers(
+    store: str, messages: int, rates: list[int], seconds: float, flames: list[str]
+) -> None:
     rows = []
     for batch in (1, 100):
-        with directory() as place, server(store.format(place=place)) as (port, pid):
+        with directory() as place, server(store.format(place=place), flames) as (port, pid):
             rows.append([f"acked × {batch}", *uvloop.run(consuming(port, pid, messages, batch))])
     header = ["consume + ack", "messages/s", "server CPU µs", "client CPU µs"]
     show("Pushed messages, 1 KB, one connection", header, rows)
@@ -241,18 +266,20 @@ def main() -> None:
     parser.add_argument("--consume", action="store_true", help="measure pushed messages instead")
     parser.add_argument("--messages", type=int, default=60_000)
     parser.add_argument("--rates", default="100,1000,5000,20000")
+    parser.add_argument("--flame", metavar="FILE", help="draw a flame graph of the server (SVG)")
     options = parser.parse_args()
+    flames = [options.flame] if options.flame else []
     describe()
     if options.consume:
-        rates = [int(each) for each in options.rates.split(",")]
-        measure_consumers(options.store, options.messages, rates, options.seconds)
+        rates = [int(each) for each in options.rates.split(",") if each]
+        measure_consumers(options.store, options.messages, rates, options.seconds, flames)
         return
     rows = []
     counts = [[int(n) for n in text.split(",")] for text in (options.connections, options.batch)]
     for connections, batch in itertools.product(*counts):
         with (
             directory() as place,
-            server(options.store.format(place=place)) as (port, pid),
+            server(options.store.format(place=place), flames) as (port, pid),
         ):
             published, worked = uvloop.run(
                 native(
@@ -267,7 +294,8 @@ def main() -> None:
             )
         for verb, phase in (("publish", published), ("claim+ack", worked)):
             rows.append([f"{verb} × {batch}", connections, *phase.cells()])
-    header = ["native", "connections", "messages/s", "p50 ms", "p99 ms", "client CPU", "server CPU"]
+    header = ["native", "connections", "messages/s", "p50 ms", "p99 ms"]
+    header += ["client CPU", "server CPU", "server µs"]
     show(f"Server, 1 KB, {options.depth} requests under way per connection", header, rows)
 
 

@@ -10,6 +10,7 @@ from tests.waiting import wait_until
 
 import penstock
 from penstock.broker.durability import Committer
+from penstock.broker.requests import Joint
 from penstock.errors import BrokerClosed, PenstockError, StorageFailed
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ def test_a_store_is_recovered_by_one_at_a_time(tmp_path: Path) -> None:
             engine._free_space.probe = probe
             broker._runner.recover()
             if broker.away is None:
-                made.append(broker._runner.begin(lambda now_ms: None))
+                made.append(broker.begin(Joint()))
             probe()
 
         made: list[int] = []

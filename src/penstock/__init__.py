@@ -23,14 +23,16 @@ from penstock.model import *  # noqa: F403 - its __all__ has the public nouns
 from penstock.urls import open  # noqa: A004 - penstock.open is the way in
 
 if TYPE_CHECKING:
-    from penstock.broker.reader import Reader, route_once
+    from penstock.broker.reader import Reader
+    from penstock.broker.tailer import Tailer, route_once
     from penstock.client import connect, connect_async
     from penstock.readers import open_reader
     from penstock.worker import Retry, Settled, Worker, WorkerStats
 else:
     # Loaded when used: a process that opens a store of its own needs none of these.
     _LAZY = {
-        **dict.fromkeys(("Reader", "route_once"), "penstock.broker.reader"),
+        "Reader": "penstock.broker.reader",
+        **dict.fromkeys(("Tailer", "route_once"), "penstock.broker.tailer"),
         **dict.fromkeys(("connect", "connect_async"), "penstock.client"),
         "open_reader": "penstock.readers",
         **dict.fromkeys(("Retry", "Settled", "Worker", "WorkerStats"), "penstock.worker"),
@@ -52,6 +54,7 @@ __all__ = [
     "Retry",
     "Settled",
     "SystemClock",
+    "Tailer",
     "Worker",
     "WorkerStats",
     "__version__",

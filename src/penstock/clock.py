@@ -42,6 +42,11 @@ def uuid7(now_ms: int, random_bits: int) -> bytes:
     return value.to_bytes(16, "big")
 
 
+# The clock of event loops itself: uvloop's own reading of it is of whole milliseconds, and as old
+# as the turn of the loop.
+loop_seconds = time.monotonic
+
+
 class SystemClock:
     """The machine's clock."""
 

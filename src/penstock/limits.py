@@ -33,6 +33,7 @@ MAX_JOINT_CLAIM_BYTES: Final = 256 * 1024 * 1024
 MAX_PAGE_BYTES: Final = 64 * 1024 * 1024
 MAX_RECEIPTS: Final = 10_000
 MAX_BROWSE_LIMIT: Final = 10_000
+MAX_PLACES: Final = 50
 MAX_STATS_LIMIT: Final = 1_000
 MAX_CURSOR_BYTES: Final = 2_048
 MAX_CONSUMER_BYTES: Final = 256
@@ -234,9 +235,8 @@ CONSOLE_MAX_STREAMS: Final = 100
 # Queues of a page, and queues whose last hour is remembered: 60 numbers each.
 CONSOLE_PAGE_QUEUES: Final = 100
 CONSOLE_MAX_HISTORIES: Final = 10_000
-# Messages that one page looks at, queues that it looks for a message in, the newest messages that a
-# filter is tried on, and the bytes of a payload that it shows.
+# Messages that one page looks at, the newest messages that a filter is tried on, and the bytes of a
+# payload that it shows.
 CONSOLE_MAX_SCAN: Final = 10_000
-CONSOLE_MAX_PLACES: Final = 50
 CONSOLE_LOG_SAMPLE: Final = 1_000
 CONSOLE_PREVIEW_BYTES: Final = 64 * 1024

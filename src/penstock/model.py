@@ -30,13 +30,16 @@ __all__ = [
     "Attempt",
     "AttemptEnd",
     "Backfilled",
+    "Cause",
     "Cursor",
     "Delivery",
     "Entry",
+    "Explanation",
     "LogPage",
     "LogRecord",
     "LogStats",
     "Message",
+    "MessageExplanation",
     "Ordering",
     "Outcome",
     "OutcomeStatus",
@@ -284,6 +287,66 @@ class Page(tuple[Entry, ...]):  # noqa: SLOT001 - a tuple with an attribute
         return f"Page({len(self)} entries, next_cursor={self.next_cursor!r})"
 
 
+class Explanation(msgspec.Struct, frozen=True):
+    """Why a filter did or did not take a message: the result of one condition of the filter.
+
+    ``result`` is True, False or None for unknown. An atom such as ``price > 10`` gives in
+    ``values`` the values it read, as ``("price", 12)``; AND, OR and NOT give ``parts`` instead.
+    """
+
+    text: str
+    result: bool | None
+    values: tuple[tuple[str, Value], ...] = ()
+    parts: tuple[Explanation, ...] = ()
+
+
+class Cause(StrEnum):
+    """Why a queue has a message (the first three), or does not have it."""
+
+    TAKEN = "taken"
+    BACKFILLED = "backfilled"
+    MOVED_IN = "moved_in"
+    NOT_TAKEN = "not_taken"
+    TOO_EARLY = "too_early"
+    DRAINING = "draining"
+    NOT_ROUTED = "not_routed"
+    REMOVED = "removed"
+    NO_MESSAGE = "no_message"
+    # Whether the queue has it or not: the records that would tell are gone, or not for this key.
+    FORGOTTEN = "forgotten"
+    HIDDEN = "hidden"
+
+
+class MessageExplanation(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a message is, or is not, in a queue. ``text`` says it in sentences.
+
+    ``entry``: the message in the queue, without its payload; None: it is not there. ``filter``:
+    the queue's filter with the values that its conditions read; ``filter_then``: the same of the
+    filter that counted at the message's offset, if that was another. Both are None if nothing is
+    known of the message. ``counts_from``: the offset from which on the queue's filter counts; None:
+    the queue is draining. ``elsewhere``: other queues that have the message, by name; ``looked`` of
+    ``queues`` queues were looked at.
+    """
+
+    queue: str
+    message_id: int
+    cause: Cause
+    text: str
+    entry: Entry | None
+    attempts: list[Attempt]
+    filter: Explanation | None
+    filter_then: Explanation | None
+    counts_from: int | None
+    elsewhere: dict[str, State]
+    looked: int
+    queues: int
+
+    @property
+    def state(self) -> State | None:
+        """The state of the message in the queue; None: it is not there."""
+        return None if self.entry is None else self.entry.state
+
+
 class LogRecord(msgspec.Struct, frozen=True, gc=False):
     """A message as the metadata log has it: everything but its payload. Its id is its offset."""
 
@@ -364,7 +427,10 @@ class Backfilled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The metadata log: how it is spread, what it holds, and how far it has been routed."""
+    """The metadata log: how it is spread, what it holds, and how far it has been routed.
+
+    ``epoch``: of the tailer or pipeline that was started last.
+    """
 
     routing: str
     logs: int
@@ -374,6 +440,7 @@ class LogStats(msgspec.Struct, frozen=True, kw_only=True):
     segments: int
     retention_ms: int
     cursors: dict[int, int]
+    epoch: int = 0
 
     @property
     def kept(self) -> int:

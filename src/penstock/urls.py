@@ -36,6 +36,7 @@ from penstock.limits import MAX_FLUSH_MS, MAX_OFFSET, MAX_STORE_MEMORY_MB, MIN_S
 from penstock.store.kv.state import FORMAT, SHARED_TABLES, Identity, describe_format
 from penstock.store.kv.store import KvStore
 from penstock.store.live import LIVE_TABLES
+from penstock.store.policy import check_routing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -75,9 +76,9 @@ def open(  # noqa: A001 - penstock.open is the way in
 
     ``durability="relaxed"`` lets verbs return before the disk has their change: a crash of this
     process still loses nothing, a crash of the machine may lose the last tenth of a second.
-    ``routing`` is chosen when a store is made, and kept: ``inline`` (the default) puts messages
-    into their queues as they are published, ``pipeline`` leaves that to a process that tails the
-    metadata log (:func:`penstock.route_once`, or the Spark pipeline).
+    ``routing`` is that of a new store; an existing one must have it. ``inline`` (the default) puts
+    messages into their queues as they are published, ``pipeline`` leaves that to a process that
+    tails the metadata log: :class:`penstock.Tailer`, or the Spark pipeline.
     ``background=False`` starts no sweeper thread: call :meth:`Broker.sweep` yourself.
     ``tracing`` makes OpenTelemetry spans of what is published, and puts their context into the
     messages (:mod:`penstock.tracing`).
@@ -257,10 +258,7 @@ def check_identity(place: str, record: bytes, design: str | None, routing: str |
         raise StoreMismatch(
             f"{place} holds a store of the {found.design} design, not {design}: leave ?design= out"
         )
-    if routing is not None and routing != found.routing:
-        raise StoreMismatch(
-            f"{place} was made with routing={found.routing!r}: it can't be opened with {routing!r}"
-        )
+    check_routing(place, found.routing, routing)
     return found
 
 

@@ -37,7 +37,9 @@ _MAX_FLOAT: Final = sys.float_info.max
 
 def check_messages(messages: Iterable[Message]) -> list[Message]:
     """Check a batch of messages; the error names the first that is wrong."""
-    if isinstance(messages, Message) or not isinstance(messages, Iterable):
+    if type(messages) is not list and (
+        isinstance(messages, Message) or not isinstance(messages, Iterable)
+    ):
         raise InvalidInput(f"messages must be a list of messages, not {type(messages).__name__}")
     batch = list(messages)
     if len(batch) > limits.MAX_PUBLISH_MESSAGES:
@@ -181,7 +183,7 @@ def check_receipts(receipts: Iterable[str]) -> list[str]:
     """Check the size of a batch of receipts; their text is checked by the store."""
     if isinstance(receipts, str):
         raise InvalidInput("receipts must be a list of receipts, not one string")
-    if not isinstance(receipts, Iterable):
+    if type(receipts) is not list and not isinstance(receipts, Iterable):
         raise InvalidInput(f"receipts must be a list of receipts, not {type(receipts).__name__}")
     batch = list(receipts)
     if len(batch) > limits.MAX_RECEIPTS:
@@ -279,6 +281,12 @@ def check_optional(
     """Check a whole number that may be left out."""
     if value is not None:
         check_count(value, name, low, high)
+
+
+def check_routing(value: object) -> None:
+    """Check the name of a way to route, which may be left out."""
+    if value not in (None, "inline", "pipeline"):
+        raise InvalidInput(f"routing is 'inline' or 'pipeline', not {value!r:.100}")
 
 
 def _number(value: int) -> str:

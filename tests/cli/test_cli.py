@@ -228,6 +228,24 @@ def test_filter_test() -> None:
     assert found["explanation"]["parts"][1]["parts"][0]["result"] is None
 
 
+def test_explain(shell: Shell) -> None:
+    shell.ok("create", "books", "--filter", "kind = 'book' AND price > 10")
+    shell.ok("publish", "x", "-a", "kind=book", "-a", "price=\x1b[31m", "-a", "queue=orders")
+    (second,) = shell.json("publish", "x", "-a", "kind=book", "-a", "price=12")["ids"]
+    lines = shell.ok("explain", "books", "1").splitlines()
+    assert lines[0] == "Queue books does not have it: its filter does not take it."
+    assert any("unknown" in line and "price is" in line for line in lines)
+    assert any("orders" in line and "available" in line for line in lines)
+    assert "\x1b" not in "".join(lines)
+    assert lines[-1] == "the filter counts from offset 1 on"
+    found = shell.json("explain", "books", str(second))
+    assert (found["state"], found["cause"], found["filter_then"]) == ("available", "taken", None)
+    assert found["filter"]["parts"][1]["values"] == {"price": 12}
+    shell.ok("update", "books", "--filter", "price > 20")
+    assert "the filter at its offset:" in shell.ok("explain", "books", str(second))
+    assert "no queue named 'bookz'" in shell.refused("explain", "bookz", "1")
+
+
 @pytest.mark.parametrize(
     ("expression", "options", "matches"),
     [

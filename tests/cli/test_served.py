@@ -87,6 +87,7 @@ SERVED: dict[str, tuple[list[str], str]] = {
     "release": (["RECEIPT", "--reason", "torn"], "failed"),
     "extend": (["RECEIPT", "--lease", "1h"], "extended"),
     "attempts": (["orders", "1"], "no paper"),
+    "explain": (["orders", "1"], "Queue orders has it (failed): its filter took it."),
     "tail": (["orders", "--state", "failed", "--from-start", "--limit", "1"], "no paper"),
     "redrive": (["orders"], "messages are available again"),
     "move": (["orders", "other", "--state", "available", "--limit", "1"], "moved 1 messages"),

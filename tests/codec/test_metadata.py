@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import CorruptRecord
+from penstock.packing import Envelope, metadata_head
 from penstock.store.codec.metadata import (
     Metadata,
     decode_heads,
@@ -82,3 +84,11 @@ def test_heads_do_not_look_at_attributes() -> None:
     found = decode_heads([record])[0]
     assert found is not None
     assert (found.published_at_ms, found.group, found.delay_ms) == (5, "g", 3)
+
+
+@given(metadata=METADATA)
+def test_a_publish_lays_a_record_out_as_the_codec_does(metadata: Metadata) -> None:
+    about = (metadata.group, metadata.priority, metadata.delay_ms, metadata.attributes)
+    envelope = Envelope(msgspec.msgpack.encode(about), *about)
+    head = metadata_head(metadata.published_at_ms)
+    assert envelope.metadata(head, metadata.size) == encode_metadata(metadata)

@@ -22,10 +22,11 @@ def _frame(value: object) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
+ATTRIBUTES = {"queue": "orders", "n": 1, "f": 1.5, "t": True}
 SEEDS = (
     _frame(wire.Hello(wire.MAGIC, wire.VERSION)) + _frame([25, 1]),
     _frame([2, 7, "orders", 10, 30_000, 5_000, "me"]) + _frame([3, 8, ["receipt"], None]),
-    _frame([1, 9, [[b"payload", {"queue": "orders", "n": 1, "f": 1.5, "t": True}]], "orders"]),
+    _frame([1, 9, [[b"payload", msgspec.msgpack.encode(["", 0, 0, ATTRIBUTES])]], "orders"]),
     _frame([12, 3, {"name": "q", "filter": "a = 1"}]) + b"\x00\x00\x00\x02\x91",
     _frame([99, 1]) + bytes(4),
     # A name that is not UTF-8.

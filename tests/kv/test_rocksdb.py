@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -245,7 +245,7 @@ def test_a_store_of_the_other_design_is_refused(tmp_path: Path, made: str, asked
 
 def test_a_store_keeps_how_it_routes(tmp_path: Path) -> None:
     penstock.open(f"rocksdb:{tmp_path}", routing="pipeline", background=False).close()
-    with pytest.raises(StoreMismatch, match="made with routing='pipeline'"):
+    with pytest.raises(StoreMismatch, match="has routing='pipeline'"):
         penstock.open(f"rocksdb:{tmp_path}", routing="inline", background=False)
     with penstock.open(f"rocksdb:{tmp_path}", background=False) as broker:
         assert broker.log_stats().routing == "pipeline"
@@ -316,4 +316,44 @@ def test_files_of_other_settings_stay_readable(
     things = engine.table("things")
     assert len(things.scan(b"", b"\xff", 3_000)) == 2_000
     assert things.get(bytes(8)) == bytes(800)
+    engine.close()
+
+
+# --- views ----------------------------------------------------------------------------------------
+
+
+def test_scans_of_a_view_step_over_deleted_keys_once_and_miss_nothing(tmp_path: Path) -> None:
+    engine = RocksEngine(tmp_path, TABLES)
+    family, kept = engine.table("things").family, [b"%03d" % n for n in (7, 20, 21, 60, 90)]
+    batch = engine.batch()
+    for number in range(100):
+        batch.put(b"%03d" % number, b"", family)
+    for number in range(100):
+        if b"%03d" % number not in kept:
+            batch.delete(b"%03d" % number, family)
+    engine.commit(batch)
+    view = engine.view()
+    things: Any = view.table("things")
+    seeks: list[bytes] = []
+    rows = things._iterator
+
+    class Noting:
+        key, value, next, status = rows.key, rows.value, rows.next, rows.status
+
+        def seek(self, key: bytes) -> None:
+            seeks.append(key)
+            rows.seek(key)
+
+    things._iterator = Noting()
+    # In an order that meets each gap from its middle, from its beginning and again.
+    places = [n * 37 % 100 for n in range(100)] * 2
+    for begin in places:
+        for end in (begin + 1, begin + 13, 100):
+            found = things.scan(b"%03d" % begin, b"%03d" % end, 3)
+            expected = [key for key in kept if b"%03d" % begin <= key < b"%03d" % end][:3]
+            assert [key for key, _ in found] == expected, (begin, end)
+    seeks.clear()
+    assert things.scan(b"095", b"099", 16) == things.scan(b"061", b"089", 16) == []
+    assert not seeks
+    view.close()
     engine.close()

@@ -203,7 +203,7 @@ def test_buckets_are_the_default_and_a_design_is_kept(place: SlateLocation) -> N
         assert broker.info().design == "buckets"
     with pytest.raises(StoreMismatch, match="of the buckets design, not indexed"):
         penstock.open(f"{place}?design=indexed")
-    with pytest.raises(StoreMismatch, match="made with routing='inline'"):
+    with pytest.raises(StoreMismatch, match="has routing='inline'"):
         penstock.open(str(place), routing="pipeline")
 
 

@@ -21,6 +21,7 @@ from penstock.server.batcher import Batcher
 from penstock.server.connections import Connections
 from penstock.server.metrics import Metrics
 from penstock.server.native import NativeListener
+from penstock.store.codec.claimed import ClaimedFrame
 from penstock.wire import native as wire
 from penstock.wire.native import FrameReader
 
@@ -198,6 +199,11 @@ class Raw:
         frame = self.read()
         assert isinstance(frame, wire.Result), frame
         return msgspec.msgpack.decode(frame.value)
+
+    def claimed(self) -> list[dict[str, Any]]:
+        """Read the messages that answer a claim."""
+        frame = msgspec.convert(self.whole(), ClaimedFrame)
+        return [msgspec.structs.asdict(each) for each in frame.deliveries()]
 
     def whole(self) -> Any:
         """Read a result that may come in parts."""

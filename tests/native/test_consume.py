@@ -33,8 +33,7 @@ def fill(client: Any, count: int, **fields: Any) -> list[int]:
 def pushed(raw: Raw) -> list[dict[str, Any]]:
     frame = raw.read()
     assert isinstance(frame, wire.Deliveries), frame
-    found: list[dict[str, Any]] = msgspec.msgpack.decode(frame.deliveries)
-    return found
+    return [msgspec.structs.asdict(each) for each in frame.claimed.deliveries()]
 
 
 @pytest.fixture
@@ -333,32 +332,6 @@ def test_a_task_that_is_cancelled_gives_back(served: Served) -> None:
 
 
 # --- the wire -------------------------------------------------------------------------------------
-
-
-def test_an_older_server_is_an_error(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = wire.Welcome(3, "penstock", "00000000", {})
-    monkeypatch.setattr(served.listener, "welcome", lambda _: old)
-    with (
-        penstock.connect(served.url) as client,
-        pytest.raises(penstock.InvalidInput, match="speaks version 3"),
-    ):
-        next(client.consume("q"))
-
-
-def test_messages_in_hand_are_acked_at_an_older_server(
-    served: Served, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill(client, 2)
-    consumer = client.consume("q", prefetch=2, wait_ms=SLOW_SECONDS * 1000)
-    held = [next(consumer), next(consumer)]
-    old = wire.Welcome(3, "penstock", "00000000", {})
-    monkeypatch.setattr(served.listener, "welcome", lambda _: old)
-    served.cut()
-    with pytest.raises(penstock.InvalidInput, match="speaks version 3"):
-        next(consumer)
-    settlements = [each.ack() for each in held]
-    assert all(each.result() for each in settlements)
-    assert consumer.flush() == []
 
 
 def test_credit_is_used_up_and_given(served: Served, client: Client) -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from penstock import errors, limits
 from penstock.errors import InvalidFilter, InvalidInput, PenstockError
-from penstock.model import Message
+from penstock.model import Message, Value
+from penstock.packing import pack_messages
 from penstock.wire import native as wire
 from penstock.wire.native import FrameReader, error_of, failure_of
 
@@ -73,8 +74,9 @@ def test_frames_taken_stay_as_they_are() -> None:
     assert (bytes(first), bytes(second)) == (b"one", b"two")
 
 
+VALUES: dict[str, Value] = {"n": 1, "s": "x", "f": 0.5, "b": True, "none": None}
 REQUESTS: list[wire.Request] = [
-    wire.Publish(1, [Message(b"\x00", {"n": 1, "s": "x", "f": 0.5, "b": True, "none": None})]),
+    wire.Publish(1, pack_messages([Message(b"\x00", VALUES)])),
     wire.Claim((1 << 63) - 1, "q", 10, 5, 6, "me"),
     wire.Ack(2, ["a", "b"], "q"),
     wire.Release(3, ["a"], 7, "why", None),

@@ -16,6 +16,7 @@ import penstock
 from penstock import limits
 from penstock.errors import InvalidInput, NotAllowed, ServerUnreachable
 from penstock.model import Message
+from penstock.packing import pack_messages
 from penstock.server.native.requests import VERBS
 from penstock.server.security import Keys, add_key
 from penstock.wire import native as wire
@@ -350,7 +351,7 @@ def test_claims_of_who_does_not_read_take_no_more_than_fits(served: Served) -> N
         assert {entry.attempts for entry in served.broker.browse("q", limit=count)} == {0}
         (one,) = served.broker.claim("q")
         served.broker.ack([one.receipt])
-        got = [raw.whole() for _ in range(count - 1)]
+        got = [raw.claimed() for _ in range(count - 1)]
         assert [[each["attempts"] for each in some] for some in got] == [[1]] * (count - 1)
         eventually(lambda: served.batcher.parked == 41)
     stats = served.broker.stats("q")
@@ -382,11 +383,11 @@ def test_a_stop_answers_what_is_in_hand_and_hands_back_claims() -> None:
         raw.read()
         raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 600_000)))
         eventually(lambda: served.batcher.parked == 1)
-        raw.send(encoder.frame(wire.Publish(2, [Message(b"", {"queue": "other"})])))
+        raw.send(encoder.frame(wire.Publish(2, pack_messages([Message(b"", {"queue": "other"})]))))
         served.stop()
         frames = [raw.read() for _ in range(3)]
         results = {each.id: bytes(each.value) for each in frames if isinstance(each, wire.Result)}
-        assert results[1] == b"\x90"
+        assert results[1] == b"\xc0"
         assert 2 in results or any(isinstance(each, wire.Undone) for each in frames)
         assert any(isinstance(each, wire.Bye) and not each.final for each in frames)
         assert raw.ended()
@@ -514,7 +515,9 @@ def test_requests_are_counted() -> None:
     counted: list[tuple[str, str, str]] = []
 
     class Counts:
-        def request(self, protocol: str, operation: str, seconds: float, outcome: str) -> None:
+        def request(
+            self, protocol: str, operation: str, seconds: float, outcome: str, *_: object
+        ) -> None:
             assert seconds >= 0
             counted.append((protocol, operation, outcome))
 
@@ -537,7 +540,9 @@ def test_the_stats_of_many_queues_take_few_answers(monkeypatch: pytest.MonkeyPat
     counted: list[str] = []
 
     class Counts:
-        def request(self, protocol: str, operation: str, seconds: float, outcome: str) -> None:
+        def request(
+            self, protocol: str, operation: str, seconds: float, outcome: str, *_: object
+        ) -> None:
             counted.append(operation)
 
     with (

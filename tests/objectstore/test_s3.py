@@ -45,6 +45,19 @@ def bodies(broker: Broker, queue: str = "q") -> list[bytes]:
 # --- life -----------------------------------------------------------------------------------------
 
 
+def test_stores_of_one_bucket_share_nothing(url: str) -> None:
+    with penstock.open(f"{url}/a") as one, penstock.open(f"{url}/b") as other:
+        for broker, body in ((one, b"a"), (other, b"b")):
+            broker.create_queue("q")
+            broker.publish([Message(body, {"queue": "q"}, dedup_id="same")])
+        # Opening a store fences its own owner alone.
+        with penstock.open(f"{url}/a") as heir:
+            assert bodies(heir) == [b"a"]
+            assert [each.payload for each in other.claim("q")] == [b"b"]
+            with pytest.raises(penstock.StoreFenced):
+                one.claim("q")
+
+
 def test_messages_live_and_are_there_after_a_restart(url: str) -> None:
     with penstock.open(url) as broker:
         broker.create_queue("q")

@@ -117,3 +117,12 @@ def test_with_keys_the_key_decides(keys: dict[str, str], tmp_path: Path, ask: An
         connection.request("GET", "/metrics", headers=bearer)
         assert connection.getresponse().status == 200
         connection.close()
+
+
+def test_a_host_that_was_let_through_lets_nothing_else_through() -> None:
+    guard = PageGuard("127.0.0.1")
+    assert guarded(guard, host="localhost:1") == 200
+    assert guarded(guard, host="localhost:1", origin="http://evil.test") == 403
+    assert guarded(guard, host="localhost:1", sec_fetch_site="cross-site") == 403
+    assert guarded(guard, host="evil.test") == 403
+    assert guarded(guard, host="localhost:1") == 200

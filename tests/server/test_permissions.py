@@ -258,6 +258,7 @@ NATIVE = [
     ),
     row("Browse", lambda c, _, q: c.browse(q), "consume"),
     row("Attempts", lambda c, _, q: c.attempts(q, 1), "consume"),
+    row("Explain", lambda c, _, q: c.explain(q, 1), "consume"),
     row("Stats", lambda c, _, q: c.stats(q), "consume"),
     row("StoreStats", lambda c, *_: c.store_stats(), LOOK),
     row("Queues", lambda c, *_: c.queues(), LOOK),

@@ -7,6 +7,7 @@ the moto that is installed is fetched once, into a cache outside of the reposito
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -14,7 +15,6 @@ import sys
 import tarfile
 import tomllib
 from collections import Counter
-from collections.abc import Awaitable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -24,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from tests.sqs.serving import serving
 
-from penstock.server.http import Handler, Request, Response
+from penstock.server.http import Answering, Handler, Request, Response
 from penstock.server.sqs import SqsOptions
+from penstock.server.steps import Steps
 
 ACCOUNT = "123456789012"
 EXPECTED = Path(__file__).with_name("moto_expected.toml")
@@ -77,7 +78,9 @@ def _for_the_suite(handle: Handler) -> Handler:
     async def ask(operation: str, **fields: str) -> dict[str, Any]:
         target = {"x-amz-target": f"AmazonSQS.{operation}"}
         request = Request("POST", "/", "", target, json.dumps(fields).encode(), "")
-        answer = await cast(Awaitable[Response], handle(request))
+        done = asyncio.get_running_loop().create_future()
+        cast(Steps[Response], handle(request)).on_end = lambda answer, _: done.set_result(answer)
+        answer = await done
         assert answer.status == 200, answer.body
         return cast(dict[str, Any], json.loads(answer.body))
 
@@ -86,7 +89,7 @@ def _for_the_suite(handle: Handler) -> Handler:
             await ask("DeleteQueue", QueueUrl=url)
         return Response(200, b'{"status": "ok"}', "application/json")
 
-    def answer(request: Request) -> Response | Awaitable[Response]:
+    def answer(request: Request) -> Answering:
         if b"Action=GetCallerIdentity" in request.body:
             return Response(200, _WHO, "text/xml")
         if request.path == "/moto-api/reset":

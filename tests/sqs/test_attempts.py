@@ -49,7 +49,7 @@ def service_of(broker: Broker) -> SqsService:
 
 
 def call_of(service: SqsService) -> SqsCall:
-    return SqsCall(service, ANYONE, "http://localhost/0/", HTTP)
+    return SqsCall(service, ANYONE, HTTP)
 
 
 # --- what is remembered ---------------------------------------------------------------------------

@@ -21,10 +21,10 @@ from tests.waiting import wait_until
 
 from penstock import limits
 from penstock.errors import InvalidInput
-from penstock.server.http import Handler, Http, HttpBounds, Request, Response
+from penstock.server.http import Answering, Handler, Http, HttpBounds, Request, Response
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterator
+    from collections.abc import Iterator
 
 PATIENT = HttpBounds(
     body_bytes=64 * 1024,
@@ -252,7 +252,7 @@ def test_who_does_not_read_is_let_go() -> None:
     asked: list[Request] = []
 
     def noting(handler: Handler) -> Handler:
-        def handle(request: Request) -> Response | Awaitable[Response]:
+        def handle(request: Request) -> Answering:
             asked.append(request)
             return handler(request)
 

@@ -45,7 +45,7 @@ def test_requests_are_counted_by_operation_and_outcome() -> None:
 
     class Counting:
         def request(
-            self, protocol: str, operation: str, seconds: float, outcome: str, key_id: str = ""
+            self, protocol: str, operation: str, seconds: float, outcome: str, *_: object
         ) -> None:
             seen.append((protocol, operation, seconds, outcome))
 

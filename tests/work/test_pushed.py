@@ -12,7 +12,6 @@ from tests.waiting import wait_until
 import penstock
 from penstock import Message, Worker
 from penstock.server.batcher import Batcher
-from penstock.wire import native as wire
 from penstock.worker.state import MAX_AHEAD
 
 if TYPE_CHECKING:
@@ -129,28 +128,3 @@ def test_without_prefetch_no_message_of_another_queue_waits_for_a_slot(served: S
         gate.set()
         assert (stats.available, stats.in_flight) == (1, 0)
         wait_until(lambda: worker.stats().processed == 2)
-
-
-def test_an_older_server_is_claimed_from(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = served.listener.welcome
-    monkeypatch.setattr(wire, "VERSION", 3)
-    monkeypatch.setattr(served.listener, "welcome", lambda _: real(3))
-    fill(served, 50)
-    with Worker(served.url, "q", lambda _: None) as worker:
-        wait_until(lambda: worker.stats().processed == 50)
-        assert not served.batcher._subscriptions.by_queue
-
-
-def test_a_worker_claims_when_the_next_server_is_older(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = served.listener.welcome
-    with Worker(served.url, "q", lambda _: None) as worker:
-        fill(served, 10)
-        wait_until(lambda: worker.stats().processed == 10)
-        monkeypatch.setattr(served.listener, "welcome", lambda _: real(3))
-        served.cut()
-        fill(served, 10)
-        wait_until(lambda: worker.stats().processed == 20, seconds=20)
-        assert not served.batcher._subscriptions.by_queue
-    assert served.broker.stats("q").done == 20

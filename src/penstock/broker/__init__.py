@@ -6,7 +6,8 @@
 ``runner``      the lock, the time, waiting claims, the sweeper thread
 ``durability``  group commit: one ``fsync`` for many changes
 ``requests``    many requests as one change of the store; loaded by servers
-``reader``      a store that is read beside its owner; ``route_once``
+``reader``      a store that is read beside its owner
+``tailer``      routing of the log without Spark
 ==============  ==================================================================
 """
 

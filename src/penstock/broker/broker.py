@@ -2,13 +2,14 @@
 
 A broker checks its arguments, routes messages by the queues' filters and hands them to the store
 through the :mod:`~penstock.broker.runner`, which knows of threads, time and durability. The verbs
-that only look, those of the metadata log and those for a server are in
-:mod:`~penstock.broker.verbs`.
+of the metadata log are in :mod:`~penstock.broker.verbs`, those that only look in
+:mod:`~penstock.broker.inspect`, those for a server in :mod:`~penstock.broker.served`.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from contextlib import suppress
 from functools import partial
@@ -19,7 +20,7 @@ import msgspec
 
 from penstock import limits
 from penstock.broker.runner import SWEEP_BUDGET, Runner
-from penstock.broker.verbs import ServedBroker
+from penstock.broker.served import ServedBroker
 from penstock.errors import (
     InvalidInput,
     InvalidQueue,
@@ -30,11 +31,11 @@ from penstock.errors import (
 )
 from penstock.filters import Matcher, Row, default_filter, parse
 from penstock.model import LeaseRequest, Message, Ordering, QueueSpec, State
+from penstock.packing import pack_messages
 from penstock.store.contract import FiltersChanged
 from penstock.validation import (
     check_count,
     check_ids,
-    check_messages,
     check_optional,
     check_queue_name,
     check_receipts,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from penstock.clock import Clock
     from penstock.consuming import Consumer
     from penstock.model import Delivery, Outcome, SweepCounts, Value
+    from penstock.packing import PackedMessage
     from penstock.store.check_report import AuditReport
     from penstock.store.codec.metadata import Metadata
     from penstock.store.contract import FullStore, LiveQueue
@@ -87,10 +89,10 @@ class Broker(ServedBroker):
         self._store = store
         self._clock = clock
         self._checkpoint = checkpoint
-        self._inline = store.info().routing == "inline"
         self._restored = []
         self.routed_batches = deque(maxlen=SHOWN_BATCHES)
-        self._matcher, self._live = Matcher(), {}
+        self._matcher, self._live, self._matched = Matcher(), {}, -1
+        self._routing = threading.Lock()
         self._follow_filters()
         self._consumers: WeakSet[Consumer] = WeakSet()
         self._settlers: WeakSet[Settler] = WeakSet()
@@ -211,17 +213,22 @@ class Broker(ServedBroker):
         All or none. A message whose dedup id was published within the window is not stored
         again: its id is that of the first.
         """
-        return self._publish(check_messages(messages), None)
+        return self._publish(pack_messages(messages), None)
 
     def send(self, queue: str, payload: bytes, /, **attributes: Value) -> int:
         """Publish one message straight to a queue; keyword arguments are its attributes."""
-        batch = check_messages([Message(payload, {**attributes, "queue": queue})])
+        batch = pack_messages([Message(payload, {**attributes, "queue": queue})])
         return self._publish(batch, queue)[0]
 
-    def _publish(self, batch: list[Message], target: str | None) -> list[int]:
-        return self._apply(
-            lambda now_ms: self._put(batch, self._routes(batch, target, now_ms), now_ms)
-        )
+    def _publish(self, batch: list[PackedMessage], target: str | None) -> list[int]:
+        def put(now_ms: int) -> list[int]:
+            routed_at = self._store.progress.filter_changes
+            routes = self._routes(batch, now_ms, targeted=target is not None)
+            if target is not None:
+                self._check_target(target, routes)
+            return self._put(batch, routes, now_ms, routed_at)
+
+        return self._apply(put)
 
     # --- messages out --------------------------------------------------------------------
 
@@ -250,7 +257,7 @@ class Broker(ServedBroker):
             held_ms = self._store.spec(queue).lease_ms if lease_ms is None else lease_ms
             want = LeaseRequest(limit, held_ms, consumer, self._clock.lease_id())
             nonlocal taken
-            taken = self._store.claim(queue, (want,), now_ms)[0]
+            taken = self._store.claim(queue, (want,), now_ms)[0].deliveries()
             return taken
 
         try:

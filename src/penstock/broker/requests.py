@@ -8,12 +8,14 @@ durable.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from penstock.errors import PenstockError
-from penstock.model import Delivery, LeaseRequest, Message, Outcome
+from penstock.errors import InvalidInput, PenstockError
+from penstock.model import LeaseRequest, Outcome
+from penstock.packing import PackedMessage
+from penstock.store.codec.claimed import ClaimedMessages
 from penstock.store.contract import FiltersChanged
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ Standing: TypeAlias = "Callable[[str, int | None], Sequence[Claim]]"
 class Publish(msgspec.Struct, eq=False):
     """Messages that were checked; if ``queue`` is given, all of them must go there."""
 
-    messages: list[Message]
+    messages: list[PackedMessage]
     queue: str | None
     error: Exception | None = None
     answer: list[int] = []
@@ -41,7 +43,7 @@ class Claim(msgspec.Struct, eq=False):
     lease_ms: int | None
     consumer: str
     error: Exception | None = None
-    answer: list[Delivery] = []
+    answer: ClaimedMessages = msgspec.field(default_factory=ClaimedMessages)
 
 
 class Ack(msgspec.Struct, eq=False):
@@ -83,19 +85,33 @@ class Joint(msgspec.Struct):
         return [*self.acks, *self.changes, *self.publishes, *self.claims]
 
 
+class Router(Protocol):
+    """Matches messages with the filters of all queues."""
+
+    def __call__(
+        self, messages: Sequence[PackedMessage], now_ms: int, *, targeted: bool
+    ) -> list[list[str]]:
+        """Return the queues of each message; ``targeted``: some must go to a queue."""
+
+
 class RequestRunner(NamedTuple):
-    """Does joint requests on a broker's store; called with the broker's lock held."""
+    """Does joint requests on a broker's store; called as a change of the runner."""
 
     store: FullStore
     clock: Clock
-    routes: Callable[[Sequence[Message], str | None, int], list[list[str]]]
-    put: Callable[[Sequence[Message], list[list[str]], int], list[int]]
+    routes: Router
+    check_target: Callable[[str, Sequence[Sequence[str]]], None]
+    put: Callable[[Sequence[PackedMessage], list[list[str]], int, int], list[int]]
     note_error: Callable[[], None]
     take_woken: Callable[[], Mapping[str, int | None]]
 
-    def run(self, joint: Joint, now_ms: int) -> None:
-        """Do the requests and fill in their answers; one request's error is not its neighbours'."""
-        self._ack_together(joint.acks, now_ms)
+    def run(self, joint: Joint, now_ms: int) -> int:
+        """Do the requests and fill in their answers; one request's error is not its neighbours'.
+
+        Returns the number of the last commit.
+        """
+        if joint.acks:
+            self._ack_together(joint.acks, now_ms)
         for change in joint.changes:
             try:
                 change.answer = change.work(now_ms)
@@ -112,6 +128,7 @@ class RequestRunner(NamedTuple):
             by_queue.setdefault(claim.queue, []).append(claim)
         for queue, claims in by_queue.items():
             self._claim_together(queue, claims, now_ms)
+        return self.store.progress.commits
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Give a request its error, and note at once if the store is away."""
@@ -150,34 +167,56 @@ class RequestRunner(NamedTuple):
             begin = end
 
     def _publish_together(self, publishes: Sequence[Publish], now_ms: int) -> None:
-        while True:
-            good: list[Publish] = []
-            messages: list[Message] = []
-            routes: list[list[str]] = []
+        while publishes:
+            routed_at = self.store.progress.filter_changes
+            messages: list[PackedMessage] = []
+            targeted = False
             for publish in publishes:
-                try:
-                    routes += self.routes(publish.messages, publish.queue, now_ms)
-                except PenstockError as error:
-                    self._fail(publish, error)
-                    continue
-                good.append(publish)
                 messages += publish.messages
-            if not messages:
-                return
+                targeted = targeted or publish.queue is not None
             try:
-                ids = self.put(messages, routes, now_ms)
+                routes = self.routes(messages, now_ms, targeted=targeted)
+                if targeted and self._fail_untaken(publishes, routes):
+                    publishes = [publish for publish in publishes if publish.error is None]
+                    continue
+                ids = self.put(messages, routes, now_ms, routed_at)
             except FiltersChanged:
                 continue
-            except PenstockError as error:
-                for publish in good:
+            except InvalidInput as error:
+                # Nothing was stored. One by one, so that it is only the bad one that fails.
+                for publish in publishes if len(publishes) > 1 else ():
+                    self._publish_together([publish], now_ms)
+                if len(publishes) == 1:
+                    self._fail(publishes[0], error)
+                return
+            except Exception as error:
+                # It may have been stored: no publish is tried again. Others have their answers.
+                for publish in publishes:
                     self._fail(publish, error)
                 return
             begin = 0
-            for publish in good:
+            for publish in publishes:
                 end = begin + len(publish.messages)
                 publish.answer = ids[begin:end]
                 begin = end
             return
+
+    def _fail_untaken(self, publishes: Sequence[Publish], routes: Sequence[Sequence[str]]) -> bool:
+        """Fail publishes to queues that do not take all of their messages; whether there are."""
+        failed = False
+        begin = 0
+        for publish in publishes:
+            end = begin + len(publish.messages)
+            try:
+                if publish.queue is not None:
+                    self.check_target(publish.queue, routes[begin:end])
+            except FiltersChanged:
+                raise
+            except PenstockError as error:
+                self._fail(publish, error)
+                failed = True
+            begin = end
+        return failed
 
     def _claim_together(self, queue: str, claims: Sequence[Claim], now_ms: int) -> None:
         try:

@@ -4,6 +4,9 @@ The store below knows nothing of threads or clocks; the verbs above say what to 
 when. A change is applied under the lock, and its caller waits outside of it until the change is
 durable, so that others go on meanwhile and share the next sync. A store whose commits are durable
 at once has no committer, and nobody waits.
+
+A store that is ``parallel`` is called without the lock, by as many threads as call: the lock is for
+what the runner itself keeps, and no call of the store is made under it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from penstock.broker.durability import Committer, Durability, start_thread
@@ -48,6 +52,9 @@ IDLE_SWEEP_MS: Final = 60_000
 # The pause after a sweep that failed, and between attempts to recover a store that is away. After
 # an attempt that kept others out for long, they have the store for so many times as long.
 RETRY_MS: Final = 1_000
+# The least pause of the sweeper of a parallel store for what other calls have noted meanwhile: it
+# may be something that only another process can do.
+BREATH_MS: Final = 20
 _HELD_SHARE: Final = 4
 # A fork has neither the threads of a store, nor a right to its files and connections.
 _NOT_OURS: Final = BrokerClosed(
@@ -71,6 +78,12 @@ class Outage(NamedTuple):
     since: float
 
 
+class _Waiters(threading.Condition):
+    """Claims that wait for messages of one queue; ``wakes`` counts how often it has got some."""
+
+    wakes = 0
+
+
 class Runner:
     """Runs changes and looks against a store, and the work that time asks for."""
 
@@ -80,9 +93,13 @@ class Runner:
         self._clock = clock
         self._guard = TimeGuard(store.info().time_floor_ms)
         self._lock = threading.Lock()
-        # Since when a call has the store, if one has.
+        self._parallel = store.parallel
+        # Calls of a parallel store that are under way, and the wait for their end.
+        self._under_way = 0
+        self._idle = threading.Condition(self._lock)
+        # Since when a call has the store, if one has it to itself.
         self._busy_since: float | None = None
-        self._waiters: dict[str, threading.Condition] = {}
+        self._waiters: dict[str, _Waiters] = {}
         self._listener: OnWoken | None = None
         self._alarm = threading.Condition(self._lock)
         self._alarm_at_ms: int | None = None
@@ -115,7 +132,8 @@ class Runner:
         """Make a change, told the time, and return when it is durable.
 
         ``wait_ms``: while the change gives nothing, wait so long for messages of a queue, and make
-        it again. ``durable=False``: return at once, as a call that only reads may.
+        it again. ``durable=False``: return at once, as a call that only reads may, or one that
+        :meth:`tell` calls back.
         """
         if self._store.patience_s is None:
             self._lock.acquire()
@@ -126,9 +144,14 @@ class Runner:
             if self._closed or self.lost is not None:
                 self._refuse()
             now_ms = self._guard.now_ms(self._clock.now_ms())
-            result = change(now_ms)
+            if self._parallel:
+                wakes = self._wakes(queue) if wait_ms else None
+                result = self._call(change, now_ms)
+            else:
+                wakes = None
+                result = change(now_ms)
             if wait_ms and not result:
-                result = self._wait_for(queue, now_ms, now_ms + wait_ms, change)
+                result = self._wait_for(queue, now_ms, now_ms + wait_ms, change, wakes)
             woken = self._store.take_woken()
             if (woken and (self._waiters or self._listener)) or self._alarm_at_ms is not None:
                 self._wake(woken, self._listener)
@@ -139,7 +162,7 @@ class Runner:
             elif isinstance(error, QueueNotFound) and self._listener is None:
                 # No server is in between, whose clients may not see every queue.
                 error.suggest()
-            self.note_error()
+            self._note_error()
             raise
         finally:
             self._busy_since = None
@@ -148,14 +171,20 @@ class Runner:
             self._committer.wait(number)
         return result
 
-    def begin(self, change: Callable[[int], object]) -> int:
-        """Make a change and return at once; :meth:`tell` takes its number."""
-
-        def numbered(now_ms: int) -> int:
-            change(now_ms)
-            return self._progress.commits
-
-        return self.apply(numbered, durable=False)
+    def _call(self, change: Callable[[int], T], now_ms: int) -> T:
+        """Make a change; a parallel store is called without the lock, which is held here."""
+        if not self._parallel:
+            return change(now_ms)
+        self._busy_since = None
+        self._under_way += 1
+        self._lock.release()
+        try:
+            return change(now_ms)
+        finally:
+            self._lock.acquire()
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.notify_all()
 
     def tell(self, number: int, on_durable: OnDurable) -> None:
         """Call back when a change is durable, from here or from another thread."""
@@ -236,6 +265,8 @@ class Runner:
         if self._committer is not None:
             self._committer.close()
         with self._lock:
+            while self._under_way:
+                self._idle.wait()
             self._store.close()
 
     def disown(self) -> None:
@@ -274,7 +305,14 @@ class Runner:
         raise (self.failure or BrokerClosed("the broker is closed")).with_traceback(None)
 
     def note_error(self) -> None:
-        """Look whether the store is away, after an error inside a change; with the lock held."""
+        """Look whether the store is away, after an error; called inside a change."""
+        if self._parallel:
+            with self._lock:
+                self._note_error()
+        else:
+            self._note_error()
+
+    def _note_error(self) -> None:
         if not self._closed and self.lost is None and self._store.health().away is not None:
             self._hurry()
 
@@ -318,7 +356,10 @@ class Runner:
             waiting.notify_all()
 
     def take_woken(self) -> Mapping[str, int | None]:
-        """Wake claims that wait; return the queues to the listener. Called with the lock held."""
+        """Wake claims that wait; return the queues to the listener. Called inside a change.
+
+        Not for a store that is parallel: another call may have taken what this one has woken.
+        """
         woken = self._store.take_woken()
         if woken and self._waiters:
             self._wake(woken, None)
@@ -337,20 +378,42 @@ class Runner:
                 waiting.notify_all()
                 del self._waiters[name]
             else:
+                waiting.wakes += 1
                 waiting.notify(max(1, available))
         if self._alarm_at_ms is not None:
             soonest_ms = self._store.soonest_ms()
             if soonest_ms is not None and soonest_ms < self._alarm_at_ms:
                 self._alarm.notify()
 
-    def _wait_for(self, queue: str, now_ms: int, until_ms: int, change: Callable[[int], T]) -> T:
-        """Wait for messages of a queue until the change gives something; with the lock held."""
+    def _wakes(self, queue: str) -> tuple[_Waiters | None, int]:
+        """Return a mark that differs once the queue is woken again."""
+        waiting = self._waiters.get(queue)
+        return waiting, 0 if waiting is None else waiting.wakes
+
+    def _wait_for(
+        self,
+        queue: str,
+        now_ms: int,
+        until_ms: int,
+        change: Callable[[int], T],
+        wakes: tuple[_Waiters | None, int] | None,
+    ) -> T:
+        """Wait for messages of a queue until the change gives something; with the lock held.
+
+        ``wakes``: the mark of the queue before the change, if others were let in during it.
+        """
         while True:
             self._wake(self._store.take_woken(), self._listener)
             wait_ms = until_ms - now_ms
             waiting = self._waiters.get(queue)
             if waiting is None:
-                waiting = self._waiters[queue] = threading.Condition(self._lock)
+                waiting = self._waiters[queue] = _Waiters(self._lock)
+            if wakes is not None:
+                if self._closed or self.lost is not None:
+                    self._refuse()
+                if wakes != self._wakes(queue):
+                    # It was woken before this claim could wait.
+                    wait_ms = 0
             if self._sweeper is None:
                 # Nobody else watches the time for this claim.
                 soonest_ms = self._store.soonest_ms()
@@ -358,12 +421,14 @@ class Runner:
                     wait_ms = min(wait_ms, max(1, soonest_ms - now_ms))
             until = self._clock.seconds() + wait_ms / 1000
             self._busy_since = None
-            self._clock.wait(waiting, wait_ms)
+            if wait_ms:
+                self._clock.wait(waiting, wait_ms)
+            wakes = None if wakes is None else self._wakes(queue)
             self._busy_since = self._clock.seconds()
             # The caller that had the store at the end of the wait may have had it for long.
             self._limit(until)
             now_ms = self._now_ms()
-            result = change(now_ms)
+            result = self._call(change, now_ms)
             if result or now_ms >= until_ms:
                 return result
 
@@ -406,7 +471,7 @@ class Runner:
                 self._busy_since = begin = self._clock.seconds()
                 self._limit(begin)
                 try:
-                    counts = self._store.sweep(now_ms, SWEEP_BUDGET)
+                    counts = self._call(partial(self._store.sweep, budget=SWEEP_BUDGET), now_ms)
                     self._wake(self._store.take_woken(), self._listener)
                     due_ms = counts.next_due_ms
                     wait_ms = IDLE_SWEEP_MS if due_ms is None else due_ms - now_ms
@@ -426,7 +491,11 @@ class Runner:
                     # Whatever it was, leases must go on expiring.
                     log.exception("the sweep failed; it will be tried again")
                 self._busy_since = None
-                if wait_ms > 0:
+                # Other calls may have gone on meanwhile.
+                soonest_ms = self._store.soonest_ms() if self._parallel else None
+                if soonest_ms is not None:
+                    wait_ms = min(wait_ms, max(BREATH_MS, soonest_ms - now_ms))
+                if wait_ms > 0 and not self._closed:
                     wait_ms = min(wait_ms, IDLE_SWEEP_MS)
                     self._alarm_at_ms = now_ms + wait_ms
                     self._clock.wait(self._alarm, wait_ms)

@@ -1,61 +1,42 @@
-"""Verbs of a broker that only look, that are about the metadata log, or are for a server.
+"""Verbs of a broker that are about the metadata log.
 
 Tailers, backfills, pipelines and bulk readers use the verbs of the log.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 from datetime import datetime
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from penstock import limits
-from penstock.errors import InvalidInput, InvalidMessage
-from penstock.filters import Matcher, parse
-from penstock.model import Backfilled, BackfillPlan, Collected, Filled, State, StoreInfo
+from penstock.broker.inspect import StoreReader
+from penstock.errors import InvalidInput
+from penstock.model import Backfilled, BackfillPlan, Collected, Filled, StoreInfo
 from penstock.validation import (
     check_archived,
     check_assignments,
     check_count,
     check_ids,
     check_optional,
-    check_receipts,
-    check_state,
-    check_text,
-    cut_text,
+    check_routing,
 )
 
 if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from penstock.broker.durability import Durability, OnDurable
-    from penstock.broker.requests import Check, Joint, RequestRunner
-    from penstock.broker.runner import OnWoken, Outage, Runner
-    from penstock.clock import Clock
-    from penstock.errors import PenstockError
-    from penstock.filters import RowTuple
+    from penstock.broker.runner import Runner
     from penstock.model import (
         Assigned,
-        Attempt,
-        Contention,
         Cursor,
         LiveFilters,
-        LogPage,
         LogRecord,
         LogStats,
-        Message,
-        Outcome,
-        Page,
-        QueueSpec,
-        QueueStats,
         RoutePlan,
-        StoreStats,
     )
-    from penstock.store.contract import FullStore
     from penstock.store.snapshot import PinnedStore
 
 T = TypeVar("T")
@@ -70,86 +51,10 @@ class RoutedBatch(NamedTuple):
     assigned: Assigned
 
 
-class StoreReader(ABC):
-    """The verbs that only look: the base of :class:`~penstock.Broker` and of readers."""
-
-    _store: FullStore
-
-    @abstractmethod
-    def _look(self, read: Callable[[int], T]) -> T:
-        """Read, told the time, while nobody else is let in."""
-
-    def queues(self) -> list[QueueSpec]:
-        """Return the specs of all queues, by name."""
-        return self._look(lambda _: [queue.spec for queue in self._store.queues()])
-
-    def queue(self, name: str) -> QueueSpec:
-        """Return the spec of a queue."""
-        return self._look(lambda _: self._store.spec(name))
-
-    def browse(
-        self,
-        queue: str,
-        *,
-        state: State | str = State.AVAILABLE,
-        limit: int = 100,
-        cursor: str | None = None,
-        payloads: bool = True,
-        message_id: int | None = None,
-    ) -> Page:
-        """Look at messages without leasing them; go on with ``cursor=page.next_cursor``.
-
-        With ``message_id`` the page has that message alone, in whatever state it is, if the queue
-        has it.
-        """
-        check_count(limit, "limit", 1, limits.MAX_BROWSE_LIMIT)
-        checked = check_state(state)
-        if cursor is not None:
-            check_text(cursor, "cursor", limits.MAX_CURSOR_BYTES)
-        if message_id is not None:
-            check_ids([message_id])
-        return self._look(
-            lambda now_ms: self._store.browse(
-                queue,
-                checked,
-                limit=limit,
-                cursor=cursor,
-                payloads=payloads,
-                now_ms=now_ms,
-                message_id=message_id,
-            )
-        )
-
-    def attempts(self, queue: str, message_id: int) -> list[Attempt]:
-        """Return every attempt at a message of a queue, the running one last."""
-        check_ids([message_id])
-        return self._look(lambda now_ms: self._store.attempts(queue, message_id, now_ms))
-
-    def stats(self, queue: str) -> QueueStats:
-        """Return a queue's depth by state, oldest age and totals."""
-        return self._look(lambda now_ms: self._store.queue_stats(queue, now_ms))
-
-    def store_stats(self) -> StoreStats:
-        """Return the totals of the whole store."""
-        return self._look(lambda _: self._store.store_stats())
-
-    def read_log(self, log: int = 0, *, begin: int | None = None, limit: int = 1_000) -> LogPage:
-        """Read a page of a metadata log, from an offset or (None) from the log's cursor on."""
-        check_count(log, "log", 0, limits.MAX_LOGS)
-        check_count(limit, "limit", 1, limits.MAX_LOG_LIMIT)
-        check_optional(begin, "begin", 0, limits.MAX_OFFSET)
-        return self._look(lambda _: self._store.read_log(log, begin, limit))
-
-    def log_stats(self) -> LogStats:
-        """Describe the metadata log: offsets, logs, cursors, retention."""
-        return self._look(lambda _: self._store.log_stats())
-
-
 class LogBroker(StoreReader):
     """The verbs of the log: the base of :class:`~penstock.Broker`, which has those of messages."""
 
     _runner: Runner
-    _inline: bool
     # Messages restored since each collection that is under way has looked.
     _restored: list[set[int]]
     # The last batches that a pipeline has assigned through this broker, the newest first.
@@ -171,8 +76,6 @@ class LogBroker(StoreReader):
         ``cursor`` is the page's. What has been assigned before is left alone, and the answer
         says so. ``epoch`` is what :meth:`take_epoch` gave.
         """
-        if self._inline:
-            raise InvalidInput("this store routes inline: there is nothing to assign")
         check_count(log, "log", 0, limits.MAX_LOGS)
         check_assignments(cursor, assignments)
 
@@ -234,12 +137,17 @@ class LogBroker(StoreReader):
         return begin, limits.MAX_OFFSET if to is None else offset(to, "to")
 
     def configure_log(
-        self, *, logs: int | None = None, retention_ms: int | None = None
+        self,
+        *,
+        logs: int | None = None,
+        retention_ms: int | None = None,
+        routing: Literal["inline", "pipeline"] | None = None,
     ) -> LogStats:
-        """Change the number of metadata logs, or how long they are kept (0: for ever)."""
+        """Change the number of metadata logs, how long they are kept (0: for ever), or routing."""
         check_optional(logs, "logs", 1, limits.MAX_LOGS)
         check_optional(retention_ms, "retention_ms")
-        self._runner.apply(lambda now_ms: self._store.configure_log(logs, retention_ms, now_ms))
+        check_routing(routing)
+        self._runner.apply(partial(self._store.configure_log, logs, retention_ms, routing=routing))
         return self.log_stats()
 
     # --- for a pipeline --------------------------------------------------------------------
@@ -265,8 +173,6 @@ class LogBroker(StoreReader):
 
     def route_plan(self, *, max_offsets: int | None = None) -> RoutePlan:
         """Say which stretches of the logs a router may match next, and by whose epoch."""
-        if self._inline:
-            raise InvalidInput("this store routes inline: there is nothing to route")
         check_optional(max_offsets, "max_offsets", 1, limits.MAX_OFFSET)
         return self._look(lambda _: self._store.route_plan(max_offsets))
 
@@ -410,191 +316,3 @@ class LogBroker(StoreReader):
         finally:
             self._look(forget)
         return Collected(messages, size)
-
-
-class ServedBroker(LogBroker):
-    """The verbs for a server, and routing by filters: the base of :class:`~penstock.Broker`."""
-
-    dedup_window_ms: int
-    _clock: Clock
-    # The filters that the matcher was made from, and the store's count of their changes.
-    _matcher: Matcher[str]
-    _live: dict[str, str]
-    _matched: int
-
-    @cached_property
-    def _requests(self) -> RequestRunner:
-        # Loaded when used: only a server does many requests as one.
-        from penstock.broker.requests import RequestRunner  # noqa: PLC0415
-
-        put, runner = self._put, self._runner
-        return RequestRunner(
-            self._store, self._clock, self._routes, put, runner.note_error, runner.take_woken
-        )
-
-    def begin(self, joint: Joint) -> int:
-        """Do many requests as one, fill in the answers, and return the number for :meth:`tell`."""
-        return self._runner.begin(partial(self._requests.run, joint))
-
-    def tell(self, number: int, on_durable: OnDurable) -> None:
-        """Call back when everything up to this number is durable, or never will be.
-
-        It is called at once, or from a thread that others wait for: it must only pass it on.
-        """
-        self._runner.tell(number, on_durable)
-
-    def listen(self, on_woken: OnWoken | None) -> None:
-        """Call back with a queue that may have got something to claim; None: no more.
-
-        It is called with the broker's lock held: it must only pass it on.
-        """
-        self._runner.listen(on_woken)
-
-    def releasing(
-        self,
-        receipts: Iterable[str],
-        delay_ms: int | None,
-        reason: str,
-        queue: str | None,
-        *,
-        unseen: bool = False,
-        check: Check | None = None,
-    ) -> Callable[[int], list[Outcome]]:
-        """Check a release, and return the change that does it."""
-        batch = check_receipts(receipts)
-        check_optional(delay_ms, "delay_ms")
-        reason = cut_text(reason, limits.MAX_REASON_BYTES)
-
-        def work(now_ms: int) -> list[Outcome]:
-            self._check_queues(batch, check)
-            return self._store.release(
-                batch,
-                delay_ms=delay_ms,
-                reason=reason,
-                random=self._clock.random,
-                queue_name=queue,
-                now_ms=now_ms,
-                unseen=unseen,
-            )
-
-        return work
-
-    def extending(
-        self,
-        receipts: Iterable[str] | str,
-        lease_ms: int,
-        queue: str | None,
-        check: Check | None = None,
-    ) -> Callable[[int], list[Outcome]]:
-        """Check an extension, and return the change that makes it."""
-        check_count(lease_ms, "lease_ms", 1, limits.MAX_LEASE_MS)
-        batch = receipts if isinstance(receipts, str) else check_receipts(receipts)
-
-        def work(now_ms: int) -> list[Outcome]:
-            self._check_queues(batch, check)
-            return self._store.extend(batch, lease_ms=lease_ms, queue_name=queue, now_ms=now_ms)
-
-        return work
-
-    def _check_queues(self, receipts: list[str] | str, check: Check | None) -> None:
-        """Ask the caller of a verb whether it may settle messages of these queues."""
-        if check is not None:
-            for queue in self._store.queues_of(receipts):
-                check(queue)
-
-    def acking_held(self, lease: str, message_id: int, queue: str) -> Callable[[int], bool]:
-        """Return the change that acks a message by its id, if it is held under the lease."""
-
-        def work(now_ms: int) -> bool:
-            receipt = self._store.held(lease).get(message_id)
-            if receipt is None:
-                return False
-            return self._store.ack([receipt], queue_name=queue, now_ms=now_ms)[0].ok
-
-        return work
-
-    def durability(self) -> Durability:
-        """Return how often, for how many commits and how long the store was synced."""
-        return self._runner.durability
-
-    def contention(self) -> Contention | None:
-        """Return the cost of sharing the store with other processes; None if it has one owner."""
-        return self._store.health().contention
-
-    def free_bytes(self) -> int | None:
-        """Return how many bytes the disk of the store has left; None: not known."""
-        return self._store.health(disk=True).free_bytes
-
-    # These are known at once, whatever is under way.
-
-    @property
-    def away(self) -> str | None:
-        """Why the store does not answer at present."""
-        return self._store.health().away
-
-    @property
-    def outage(self) -> Outage | None:
-        """Why the store can't be used at present, and since when."""
-        return self._runner.outage
-
-    @property
-    def failure(self) -> PenstockError | None:
-        """The error that ended the store for this process, if one did."""
-        return self._runner.failure
-
-    # --- routing by filters ------------------------------------------------------------------
-
-    def _routes(
-        self, messages: Sequence[Message], target: str | None, now_ms: int
-    ) -> list[list[str]]:
-        """Return the queues of each message; all must go to ``target`` if there is one."""
-        if not self._inline and target is None:
-            return []
-        spec = None if target is None else self._store.spec(target)
-        if self._matched != self._store.progress.filter_changes:
-            self._follow_filters()
-        routes = self._matcher.match(
-            [(m.attributes, m.group, m.priority, now_ms, len(m.payload)) for m in messages]
-        )
-        if spec is not None and any(target not in names for names in routes):
-            raise InvalidMessage(
-                f"queue {target!r} takes messages where {spec.filter}; this one does not match"
-            )
-        return routes if self._inline else []
-
-    def takers(self, row: RowTuple) -> list[str]:
-        """Return the queues whose filters would take a message now."""
-
-        def match(_: int) -> list[str]:
-            if self._matched != self._store.progress.filter_changes:
-                self._follow_filters()
-            return self._matcher.match([row])[0]
-
-        return self._look(match)
-
-    def _follow_filters(self) -> None:
-        """Bring the matcher up to the live filters, whichever process has changed them."""
-        queues = self._store.queues()
-        live = {queue.spec.name: queue.filter for queue in queues if queue.filter is not None}
-        self._matched = self._store.progress.filter_changes
-        changed = dict(live.items() - self._live.items())
-        gone = self._live.keys() - live.keys()
-        if len(changed) + len(gone) > len(live) // 2:
-            self._matcher = Matcher({name: parse(text) for name, text in sorted(live.items())})
-        else:
-            for name in sorted(gone):
-                self._matcher.remove(name)
-            for name, text in sorted(changed.items()):
-                self._matcher.put(name, parse(text))
-        self._live = live
-
-    def _put(self, messages: Sequence[Message], routes: list[list[str]], now_ms: int) -> list[int]:
-        """Store messages by their routes; return their ids."""
-        if not messages:
-            return []
-        return self._store.publish(
-            messages,
-            routes if self._inline else None,
-            dedup_window_ms=self.dedup_window_ms,
-            now_ms=now_ms,
-        )

@@ -19,11 +19,19 @@ from penstock.model import State
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from rich.text import Text
+    from rich.tree import Tree
+
+    from penstock.model import Explanation
+
 _PREVIEW_CHARS: Final = 60
 # Tables that go to a file or a pipe are not cut to a screen's width.
 _UNCUT_WIDTH: Final = 10_000
 # Longer tables are lines with tabs: nobody looks at their frames, which take seconds to draw.
 _DRAWN_ROWS: Final = 1_000
+# Results of a condition.
+WORDS: Final = {True: "true", False: "false", None: "unknown"}
+_STYLES: Final = {True: "green", False: "red", None: "yellow"}
 STATES: Final = [state.value for state in State]
 
 
@@ -211,6 +219,43 @@ def _cell(row: msgspec.Struct, field: str) -> object:
     if isinstance(value, Enum):
         return value.value
     return preview(value) if isinstance(value, bytes) else value
+
+
+def plain_explanation(found: Explanation) -> dict[str, Any]:
+    """Turn the explanation of a filter into what JSON has."""
+    return {
+        "text": found.text,
+        "result": found.result,
+        "values": dict(found.values),
+        "parts": [plain_explanation(part) for part in found.parts],
+    }
+
+
+def show_explanation(found: Explanation) -> None:
+    """Print the conditions of a filter as a tree, each with its result and the values it read."""
+    from rich.console import Console  # noqa: PLC0415 - a JSON answer does without
+    from rich.tree import Tree  # noqa: PLC0415
+
+    tree = Tree(_label(found))
+    _grow(tree, found)
+    Console(file=sys.stdout, soft_wrap=True).print(tree)
+
+
+def _grow(tree: Tree, found: Explanation) -> None:
+    for part in found.parts:
+        _grow(tree.add(_label(part)), part)
+
+
+def _label(found: Explanation) -> Text:
+    from rich.text import Text  # noqa: PLC0415
+
+    label = Text(f"{WORDS[found.result]:8}", style=_STYLES[found.result])
+    label.append(printable(found.text), style="default")
+    if found.values:
+        values = ((name, msgspec.json.encode(value).decode()) for name, value in found.values)
+        read = ", ".join(f"{printable(name)} is {printable(value)}" for name, value in values)
+        label.append(f"   ({read})", style="dim")
+    return label
 
 
 def printable(text: str) -> str:

@@ -228,6 +228,33 @@ def attempts(broker: Broker | Reader, queue: str, message_id: int) -> None:
     common.show(broker.attempts(queue, message_id), columns, empty="no attempts")
 
 
+@click.command("explain")
+@click.argument("queue")
+@click.argument("message_id", type=int)
+@common.reads_store_beside
+def explain(broker: Broker | Reader, queue: str, message_id: int) -> None:
+    """Say why a message is, or is not, in a queue, and where it is."""
+    found = broker.explain(queue, message_id)
+    filters = {"its filter": found.filter, "the filter at its offset": found.filter_then}
+    if common.wants_json():
+        trees = [each and common.plain_explanation(each) for each in filters.values()]
+        shown = {"filter": trees[0], "filter_then": trees[1], "state": found.state}
+        common.emit_json({**common.plain(found), **shown})
+        return
+    click.echo(common.printable(found.text))
+    for title, each in filters.items():
+        if each is not None:
+            click.echo(f"{title}:")
+            common.show_explanation(each)
+    places = {} if found.state is None else {queue: found.state}
+    rows = [(name, state.value) for name, state in {**places, **found.elsewhere}.items()]
+    common.show_table(("queue", "state"), rows, empty="no queue that was looked at has it")
+    if found.counts_from is not None:
+        click.echo(f"the filter counts from offset {found.counts_from} on")
+    if found.looked < found.queues:
+        click.echo(f"looked at {found.looked} of {found.queues} queues")
+
+
 # --- claiming and settling ------------------------------------------------------------------------
 
 

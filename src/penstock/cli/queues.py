@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -14,12 +13,9 @@ from penstock.cli.opening import open_store
 from penstock.client import Client
 from penstock.clock import SystemClock
 from penstock.errors import QueueExists, QueueNotFound, StoreDamaged
-from penstock.filters import Explanation, Row, explain, parse
+from penstock.filters import Row, explain, parse
 
 if TYPE_CHECKING:
-    from rich.text import Text
-    from rich.tree import Tree
-
     from penstock.broker.broker import Broker
     from penstock.broker.reader import Reader
     from penstock.model import QueueStats
@@ -182,9 +178,6 @@ def stats(broker: Broker | Reader, queue: str | None) -> None:
 
 # --- filters --------------------------------------------------------------------------------------
 
-_WORDS: Final = {True: "true", False: "false", None: "unknown"}
-_STYLES: Final = {True: "green", False: "red", None: "yellow"}
-
 
 def _attributes(ctx: click.Context, param: click.Parameter, given: str) -> dict[str, Any]:
     try:
@@ -220,39 +213,10 @@ def test(expression: str, published_at: int | None, **fields: Any) -> None:
     at_ms = SystemClock().now_ms() if published_at is None else published_at
     found = explain(parse(expression), Row(published_at_ms=at_ms, **fields))
     if common.wants_json():
-        common.emit_json({"matches": found.result is True, "explanation": _plain(found)})
+        common.emit_json(
+            {"matches": found.result is True, "explanation": common.plain_explanation(found)}
+        )
         return
-    from rich.console import Console  # noqa: PLC0415 - a JSON answer does without
-    from rich.tree import Tree  # noqa: PLC0415
-
-    tree = Tree(_label(found))
-    _grow(tree, found)
-    Console(file=sys.stdout, soft_wrap=True).print(tree)
+    common.show_explanation(found)
     matches = "matches" if found.result is True else "does not match"
-    click.echo(f"{matches}: the filter is {_WORDS[found.result]}")
-
-
-def _plain(found: Explanation) -> dict[str, Any]:
-    return {
-        "text": found.text,
-        "result": found.result,
-        "values": dict(found.values),
-        "parts": [_plain(part) for part in found.parts],
-    }
-
-
-def _grow(tree: Tree, found: Explanation) -> None:
-    for part in found.parts:
-        _grow(tree.add(_label(part)), part)
-
-
-def _label(found: Explanation) -> Text:
-    from rich.text import Text  # noqa: PLC0415
-
-    label = Text(f"{_WORDS[found.result]:8}", style=_STYLES[found.result])
-    label.append(found.text, style="default")
-    if found.values:
-        values = ((name, msgspec.json.encode(value).decode()) for name, value in found.values)
-        read = ", ".join(f"{name} is {value}" for name, value in values)
-        label.append(f"   ({read})", style="dim")
-    return label
+    click.echo(f"{matches}: the filter is {common.WORDS[found.result]}")

@@ -84,7 +84,7 @@ def serve(config_file: str | None, **flags: Any) -> None:
     ports of this machine.
     """
     config = load(file=config_file, environment=os.environ, flags=flags).config
-    configure_logs(config.log_level, config.log_format)
+    configure_logs(config.log_level, config.log_format, steps=config.log_life)
     from penstock.server import process  # noqa: PLC0415 - needs an extra
 
     process.serve(config, _print)

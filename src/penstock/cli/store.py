@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 from contextlib import closing
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 
-from penstock.broker.reader import route_once
+from penstock.broker.tailer import Tailer, route_once
 from penstock.cli import common
 from penstock.cli.common import duration
 from penstock.cli.opening import need_store, open_store, open_to_look
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
     from penstock.store.sql.store import SqlStore
 
 MAX_RANGES: Final = 20
-# Tokens that are shown of a large ring; JSON has them all.
+# Tokens that are shown of a large ring, and logs of many; JSON has them all.
 SHOWN: Final = 20
+# The longest that the messages of logs are counted for.
+MAX_OVER_MS: Final = 60_000
 # Between two looks at how far the re-hash has got.
 LOOK_S: Final = 1.0
 SWEEP_BUDGET: Final = 1_000
@@ -52,10 +55,22 @@ def log_stats(broker: Broker | Reader) -> None:
 @log_group.command("configure")
 @click.option("--logs", type=int, help="Spread messages over so many logs from here on.")
 @click.option("--retention", type=duration, help="Keep the log for so long; 0: for ever.")
+@click.option("--routing", type=click.Choice(["inline", "pipeline"]),
+              help="Who routes from here on: publish itself, or a tailer or Spark.")  # fmt: skip
 @common.changes_store
-def configure(broker: Broker, logs: int | None, retention: int | None) -> None:
-    """Change the number of logs, or how long they are kept."""
-    common.show_fields(broker.configure_log(logs=logs, retention_ms=retention), "log", ":value")
+def configure(
+    broker: Broker,
+    logs: int | None,
+    retention: int | None,
+    routing: Literal["inline", "pipeline"] | None,
+) -> None:
+    """Change the number of logs, how long they are kept, or who routes.
+
+    A switch of the routing fences every tailer and Spark job. A switch to inline routes the last
+    messages itself, and is refused while there are more than 10,000.
+    """
+    done = broker.configure_log(logs=logs, retention_ms=retention, routing=routing)
+    common.show_fields(done, "log", ":value")
 
 
 @log_group.command("read")
@@ -71,20 +86,44 @@ def read(broker: Broker | Reader, number: int, begin: int, limit: int) -> None:
 
 
 @click.command("route")
-@click.option("--limit", type=int, default=100_000, show_default=True,
-              help="Messages of each log at the most.")  # fmt: skip
+@click.option("--follow", is_flag=True,
+              help="Go on until SIGTERM or Ctrl-C; fences every tailer and Spark job.")  # fmt: skip
+@click.option("--limit", type=int,
+              help="Messages of each log at the most: in all (100,000), or in one step of --follow "
+              "(2,000).")  # fmt: skip
 @common.changes_store
-def route(broker: Broker, limit: int) -> None:
+def route(broker: Broker, limit: int | None, *, follow: bool) -> None:
     """Put what the logs hold into the queues.
 
-    For a store whose routing is pipeline, where no pipeline does it.
+    For a store whose routing is pipeline, without Spark.
     """
-    count = route_once(broker, limit=limit)
+    count = (
+        _follow(broker, limit or 2_000) if follow else route_once(broker, limit=limit or 100_000)
+    )
     stats = broker.log_stats()
     common.answer(
         {"read": count, "routed_up_to": stats.routed_up_to, "end": stats.end},
         f"read {count} messages; routed up to offset {stats.routed_up_to} of {stats.end}",
     )
+
+
+def _follow(broker: Broker, limit: int) -> int:
+    """Route until a signal; a second signal ends it at once."""
+    with common.progress_bar("routing") as bar:
+        tailer = Tailer(
+            broker,
+            limit=limit,
+            progress=None if bar is None else lambda stats: bar(stats.routed_up_to, stats.end),
+        )
+
+        def stop(*_: object) -> None:
+            tailer.stop()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stop)
+        return tailer.run()
 
 
 def _offset_or_time(value: str | None) -> int | datetime | None:
@@ -287,11 +326,14 @@ def _open_sql(url: str) -> closing[SqlStore]:
 
 
 @cluster.command("status")
+@click.option("--over", metavar="DURATION", default="1s", show_default=True,
+              help="How long the messages of each log are counted, up to a minute.")  # fmt: skip
 @common.store_option
-def status(store: str) -> None:
-    """Show tokens, zones, and how far a change of the ring has got."""
+def status(over: str, store: str) -> None:
+    """Show logs with their rates and waits, tokens, zones, and how far a change of the ring is."""
+    over_s = min(duration(over), MAX_OVER_MS) / 1000
     with _open_sql(store) as opened:
-        _show_cluster(opened.cluster_status(opened.server_ms()), {})
+        _show_cluster(opened.cluster_status(opened.server_ms(), over_s), {})
 
 
 def _show_cluster(now: ClusterStatus, more: dict[str, Any]) -> None:
@@ -309,6 +351,7 @@ def _show_cluster(now: ClusterStatus, more: dict[str, Any]) -> None:
         f"{now.vested:,} vested, the oldest for {now.oldest_lag_ms:,} ms\n"
         f"{now.waiting:,} messages waiting, {now.in_flight:,} in flight"
     )
+    _show_logs(now)
     fullest = sorted(now.tokens, key=lambda each: (-each.pointers, each.token))[:SHOWN]
     rows = [
         (each.token, f"{each.pointers:,}", f"{each.vested:,}", f"{each.oldest_lag_ms:,}",
@@ -319,6 +362,18 @@ def _show_cluster(now: ClusterStatus, more: dict[str, Any]) -> None:
     common.show_table(columns, rows, empty="no token has pointers")
     if len(now.tokens) > SHOWN:
         click.echo(f"the fullest {SHOWN} of {len(now.tokens):,} tokens that have pointers")
+
+
+def _show_logs(now: ClusterStatus) -> None:
+    busiest = sorted(now.logs, key=lambda each: (-each.waiting, -each.per_second, each.log))[:SHOWN]
+    rows = [
+        (each.log, f"{each.head:,}", f"{each.published:,}", f"{each.per_second:,.0f}",
+         f"{each.waiting:,}")
+        for each in sorted(busiest, key=lambda each: each.log)
+    ]  # fmt: skip
+    common.show_table((":log", ":head", ":messages", ":a second", ":waiting"), rows)
+    if len(now.logs) > SHOWN:
+        click.echo(f"the busiest {SHOWN} of {len(now.logs):,} logs")
 
 
 @cluster.command("resize")

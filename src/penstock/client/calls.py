@@ -28,6 +28,7 @@ from penstock.model import (
     LogPage,
     LogStats,
     Message,
+    MessageExplanation,
     Ordering,
     Outcome,
     OutcomeStatus,
@@ -40,11 +41,12 @@ from penstock.model import (
     SweepCounts,
     Value,
 )
+from penstock.packing import pack_messages
+from penstock.store.codec.claimed import ClaimedFrame
 from penstock.validation import (
     check_assignments,
     check_count,
     check_ids,
-    check_messages,
     check_queue_name,
     check_receipts,
     check_state,
@@ -119,12 +121,12 @@ def doubtful(outcomes: list[Outcome]) -> list[Outcome]:
 
 def publish(messages: Iterable[Message]) -> Call[list[int]]:
     """Store messages, each into every queue whose filter it satisfies; return their ids."""
-    return Call(wire.Publish(0, check_messages(messages)), list[int], Repeat.DEDUPED)
+    return Call(wire.Publish(0, pack_messages(messages)), list[int], Repeat.DEDUPED)
 
 
 def send(queue: str, payload: bytes, /, **attributes: Value) -> Call[int]:
     """Publish one message straight to a queue; keyword arguments are its attributes."""
-    batch = check_messages([Message(payload, {**attributes, "queue": queue})])
+    batch = pack_messages([Message(payload, {**attributes, "queue": queue})])
     request = wire.Publish(0, batch, queue)
     return Call(request, list[int], Repeat.DEDUPED, lambda ids: ids[0])
 
@@ -134,12 +136,33 @@ def claim(
 ) -> Call[list[Delivery]]:
     """Take up to ``limit`` messages under one lease, waiting up to ``wait_ms`` for the first."""
     request = wire.Claim(0, queue, limit, lease_ms, wait_ms, consumer)
-    return Call(request, list[Delivery], Repeat.NEVER)
+    return Call(request, ClaimedFrame | None, Repeat.NEVER, _deliveries)
+
+
+def _deliveries(claimed: ClaimedFrame | None) -> list[Delivery]:
+    return [] if claimed is None else claimed.deliveries()
 
 
 def ack(receipts: Iterable[str], *, queue: str | None = None) -> Call[list[Outcome]]:
     """Settle messages as done. ``queue`` makes receipts of another queue an error."""
-    return Call(wire.Ack(0, _receipts(receipts), queue), list[Outcome], Repeat.SETTLES)
+    batch = _receipts(receipts)
+    request = wire.Ack(0, batch, queue, refused_only=True)
+    return Call(request, list[Outcome], Repeat.SETTLES, partial(_settled, batch))
+
+
+def _settled(receipts: list[str], refused: list[Outcome]) -> list[Outcome]:
+    """Add the outcomes that an answer with refusals alone leaves out."""
+    done = OutcomeStatus.DONE
+    if not refused:
+        return [Outcome(receipt, done) for receipt in receipts]
+    left: dict[str, list[Outcome]] = {}
+    for each in refused:
+        left.setdefault(each.receipt, []).append(each)
+    # From behind: of a receipt that is there twice, the second is refused.
+    outcomes = [
+        left[each].pop() if left.get(each) else Outcome(each, done) for each in reversed(receipts)
+    ]
+    return outcomes[::-1]
 
 
 def release(
@@ -193,6 +216,12 @@ def attempts(queue: str, message_id: int) -> Call[list[Attempt]]:
     """Return every attempt at a message of a queue, the running one last."""
     check_ids([message_id])
     return Call(wire.Attempts(0, queue, message_id), list[Attempt])
+
+
+def explain(queue: str, message_id: int) -> Call[MessageExplanation]:
+    """Explain why a message is, or is not, in a queue, and say where it is."""
+    check_ids([message_id])
+    return Call(wire.Explain(0, queue, message_id), MessageExplanation)
 
 
 def stats(queue: str) -> Call[QueueStats]:
@@ -346,9 +375,14 @@ def backfill(
         begin, until = total.next, step.end
 
 
-def configure_log(*, logs: int | None = None, retention_ms: int | None = None) -> Call[LogStats]:
-    """Change the number of metadata logs, or how long they are kept (0: for ever)."""
-    return Call(wire.ConfigureLog(0, logs, retention_ms), LogStats)
+def configure_log(
+    *,
+    logs: int | None = None,
+    retention_ms: int | None = None,
+    routing: Literal["inline", "pipeline"] | None = None,
+) -> Call[LogStats]:
+    """Change the number of metadata logs, how long they are kept (0: for ever), or routing."""
+    return Call(wire.ConfigureLog(0, logs, retention_ms, routing), LogStats)
 
 
 def log_stats() -> Call[LogStats]:
@@ -477,6 +511,7 @@ class Verbs:
     extend = Verb(extend)
     browse = Verb(browse)
     attempts = Verb(attempts)
+    explain = Verb(explain)
     stats = Verb(stats)
     store_stats = Verb(store_stats)
     redrive = Verb(redrive)

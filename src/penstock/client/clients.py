@@ -11,7 +11,7 @@ import os
 import queue as queues
 import threading
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from penstock.model import Outcome
 
 R = TypeVar("R")
-
-# The version of the protocol that has consume first.
-CONSUME_VERSION: Final = 4
 
 
 def connect(
@@ -294,11 +291,7 @@ class Client(Verbs, Waiting):
         """The connection, for subscriptions of your own; its methods are the loop's."""
         return self._transport
 
-    @property
-    def can_consume(self) -> bool:
-        """Whether the server pushes messages: older ones do not."""
-        welcome = self._transport.connection.welcome
-        return welcome is not None and welcome.version >= CONSUME_VERSION
+    can_consume = True
 
     def subscribe(self, subscription: Subscription) -> None:
         """Open a subscription on the loop's thread."""

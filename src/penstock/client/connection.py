@@ -28,7 +28,6 @@ import msgspec
 from penstock import errors, limits
 from penstock.client.calls import Call, Repeat, cancel, doubtful, may_repeat, ping, release
 from penstock.errors import BrokerClosed, InvalidInput, ServerUnreachable, StoreFenced
-from penstock.model import Delivery
 from penstock.wire import native as wire
 from penstock.wire.native import FrameReader, error_of
 from penstock.wire.peers import protocol_of
@@ -170,12 +169,10 @@ class ClientConnection:
             self._fail(pending, self.failure or BrokerClosed("the client is closed"))
             return None
         if self.options.dedup and isinstance(call.request, wire.Publish):
-            messages = call.request.messages
-            for at, each in enumerate(messages):
+            for each in call.request.messages:
                 if each.dedup_id is None:
                     self._made += 1
-                    dedup_id = f"{self._fresh}-{self._made:x}"
-                    messages[at] = msgspec.structs.replace(each, dedup_id=dedup_id)
+                    each.dedup_id = f"{self._fresh}-{self._made:x}"
         if self.phase is Phase.READY and not self.paused and not self._waiting:
             self._send(pending, now_ms)
         else:
@@ -235,7 +232,7 @@ class ClientConnection:
         back = wire.Claim | wire.Consume | wire.Release
         return any(
             (pending.callback is None and isinstance(pending.call.request, back))
-            or getattr(pending.call.request, "refused_only", False)
+            or isinstance(pending.call.request, wire.Ack)
             or getattr(pending.call.request, "unseen", False)
             for pending in chain(self._sent.values(), self._waiting)
         )
@@ -422,6 +419,10 @@ class ClientConnection:
                 self.phase = Phase.LEAVING
             self.why = f"the server said: {frame.message}"
         elif isinstance(frame, wire.Welcome) and self.phase is Phase.GREETING:
+            if frame.version < wire.OLDEST_VERSION:
+                text = f"the server speaks version {frame.version} of the protocol: upgrade it"
+                self.close(ServerUnreachable(text))
+                return
             self.welcome = frame
             self._max_frame_bytes = frame.limits.get("frame_bytes", limits.MAX_FRAME_BYTES)
             window_ms = frame.limits.get("dedup_window_ms", limits.MAX_REPEAT_MS / REPEAT_SHARE)
@@ -439,7 +440,7 @@ class ClientConnection:
             pending.fenced_ms = None
             pending.call.on_push(frame)
             return
-        receipts = [each.receipt for each in _decoder(list[Delivery]).decode(frame.deliveries)]
+        receipts = [each.receipt for each in frame.claimed.deliveries()]
         self.submit(release(receipts, reason="withdrawn", unseen=True), None, now_ms)
 
     def _leave(self, pending: _PendingCall, error: StoreFenced, now_ms: int) -> None:
@@ -489,11 +490,7 @@ class ClientConnection:
         request.id = self._next_id
         self._next_id += 1
         try:
-            assert self.welcome is not None, "nothing is sent before it"
-            old = self.welcome.version < wire.VERSION
-            frame = self._encoder.frame(
-                wire.spoken(request, self.welcome.version) if old else request
-            )
+            frame = self._encoder.frame(request)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             kind = _UNSENDABLE.get(type(request), InvalidInput)
             self._fail(pending, kind(f"{type(request).__name__} can't be sent: {error}"))

@@ -47,14 +47,12 @@ LINGER_SECONDS: Final = 0.001
 
 _CLOSED: Final = BrokerClosed("the client is closed")
 _FLUSHED: Final = Outcome("", OutcomeStatus.DONE)
-_plain: Final = msgspec.msgpack.Decoder(list[Delivery])
-_held: Final = msgspec.msgpack.Decoder(list[HeldDelivery])
 
 
 class Subscription(ABC):
     """A request to be pushed messages of a queue."""
 
-    decoder: msgspec.msgpack.Decoder[Any] = _plain
+    delivery: type[Delivery] = Delivery
 
     def __init__(
         self,
@@ -93,7 +91,7 @@ class Subscription(ABC):
         self.transport.forget(self._pending)
 
     def _pushed(self, frame: wire.Deliveries) -> None:
-        deliveries = self.decoder.decode(frame.deliveries)
+        deliveries = frame.claimed.deliveries(self.delivery)
         until_ms = self.transport.now_ms() + frame.left_ms
         size = 0
         for each in deliveries:
@@ -152,7 +150,7 @@ class _Held(msgspec.Struct, gc=False):
 class HeldMessages(Subscription):
     """The messages of a consumer, and their settlements; threads share it with the loop."""
 
-    decoder = _held
+    delivery = HeldDelivery
 
     def __init__(
         self,
@@ -345,10 +343,8 @@ class HeldMessages(Subscription):
 
 def _settling(receipts: list[str], how: How, queue: str) -> Call[list[Outcome]]:
     if how is None:
-        call = ack(receipts, queue=queue)
-        assert isinstance(call.request, wire.Ack)
-        call.request.refused_only = True
-        return call
+        # Refusals alone are told: the other outcomes are of no use here.
+        return msgspec.structs.replace(ack(receipts, queue=queue), finish=None)
     delay_ms, reason, unseen = how
     return release(receipts, delay_ms=delay_ms, reason=reason, queue=queue, unseen=unseen)
 

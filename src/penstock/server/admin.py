@@ -86,7 +86,8 @@ class _Pages:
             return _json(status, {"error": outcome, "message": str(error)})
         finally:
             seconds = server.clock.seconds() - begin
-            server.metrics.request("admin", page.__name__, seconds, outcome, key_id)
+            name, peer = page.__name__, request.peer
+            server.metrics.request("admin", name, seconds, outcome, key_id, peer)
 
     async def ready(self, _: Request) -> Response:
         """Say whether requests are welcome, and if not, why."""

@@ -11,16 +11,17 @@ without a thread, until their queue gets something or their time is up. For subs
 the change that makes messages available claims them too
 (:mod:`penstock.server.subscriptions`). Everything here runs on the
 loop's thread, but for the work of :meth:`Batcher.call`, and for joint changes of a store at the
-other end of a network: one thread makes those, so that the loop goes on while a database is away.
-There is one joint change at a time.
+other end of a network: threads make those, so that the loop goes on while a database is away, and
+publishes, claims and settlements do not wait for each other. There is one joint change of each kind
+at a time, so that publishes keep their order; of a store on this machine one of all kinds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from asyncio import Future, TimerHandle
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
@@ -28,10 +29,11 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 from penstock import limits
 from penstock.broker.requests import Ack, Change, Claim, Joint, Publish
 from penstock.errors import BrokerClosed, InvalidInput, PenstockError
+from penstock.packing import pack_messages
 from penstock.server.subscriptions import MAX_CLAIMED, PushClaim, Subscriptions
+from penstock.store.codec.claimed import ClaimedMessages
 from penstock.validation import (
     check_count,
-    check_messages,
     check_receipts,
     check_text,
 )
@@ -47,10 +49,12 @@ if TYPE_CHECKING:
     from penstock.model import Delivery, Message, Outcome
     from penstock.server.subscriptions import Subscriber
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
-# Claims for subscribers have no future.
-_Gathered: TypeAlias = "tuple[Request, Future[Any] | None]"
+# Claims for subscribers have no place for an answer.
+_Gathered: TypeAlias = "tuple[Request, Answer | None]"
 
 # The most messages of one joint change, so that no request waits long behind others.
 MAX_JOINT_MESSAGES: Final = 2_000
@@ -72,12 +76,36 @@ class Admission(Protocol):
         """Take note that the claim found nothing and is parked, until it is admitted again."""
 
 
+class Answer(Protocol):
+    """A future, or another place for an answer that is told at once, on the loop's thread."""
+
+    def done(self) -> bool:
+        """Whether it is answered, or was cancelled."""
+
+    def cancel(self) -> bool:
+        """Want no answer any more."""
+
+    def set_result(self, result: Any, /) -> None:
+        """Take the answer."""
+
+    def set_exception(self, error: Exception, /) -> None:
+        """Take the error that is the answer."""
+
+
 class _WaitingClaim(Claim, eq=False, kw_only=True):
     """A claim that may wait: until when, and the alarm that ends it while it is parked."""
 
     until: float
     admission: Admission | None
     alarm: TimerHandle | None = None
+
+
+class _Kind:
+    """Requests to a far store that share joint changes, and whether one is under way."""
+
+    def __init__(self) -> None:
+        self.gathered: dict[Answer, Request] = {}
+        self.changing = False
 
 
 class Batcher:
@@ -88,7 +116,7 @@ class Batcher:
         # Where clients may have backups made; empty: nowhere.
         self.backup_directory = ""
         self._loop = loop
-        self._gathered: OrderedDict[Future[Any], Request] = OrderedDict()
+        self._gathered: dict[Answer, Request] = {}
         self._scheduled = False
         # Requests whose joint change is begun and not answered yet.
         self._under_way = 0
@@ -106,12 +134,13 @@ class Batcher:
         self._callers = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="penstock-batcher")
         self._lookers = ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="penstock-look")
         # Jobs that those threads have been given.
-        self._jobs: dict[Future[Any], concurrent.futures.Future[Any]] = {}
+        self._jobs: dict[Answer, concurrent.futures.Future[Any]] = {}
+        # Requests to a far store, by kind, and the threads that make its joint changes.
+        self._publishes, self._claims, self._settlements = _Kind(), _Kind(), _Kind()
+        self._kinds = (self._publishes, self._claims, self._settlements)
         self._changer: ThreadPoolExecutor | None = None
         if broker.info().design in FAR:
-            self._changer = ThreadPoolExecutor(1, thread_name_prefix="penstock-change")
-        # Whether the thread makes a joint change.
-        self._changing = False
+            self._changer = ThreadPoolExecutor(3, thread_name_prefix="penstock-change")
         broker.listen(self._wake_queue)
 
     @property
@@ -125,7 +154,14 @@ class Batcher:
         self, messages: Iterable[Message], *, queue: str | None = None
     ) -> Future[list[int]]:
         """Publish, as :meth:`Broker.publish`; with ``queue`` all of them must go there."""
-        return self._gather(Publish(check_messages(messages), queue))
+        return self._gather(Publish(pack_messages(messages), queue))
+
+    def submit(self, request: Publish | Ack, answer: Answer) -> None:
+        """Do a request that was checked, and tell its answer once its change is durable."""
+        gathered = self._gathered if self._changer is None else self._kind_of(request).gathered
+        gathered[answer] = request
+        if not self._scheduled:
+            self._schedule()
 
     def claim(
         self,
@@ -136,7 +172,7 @@ class Batcher:
         wait_ms: int = 0,
         consumer: str = "",
         admission: Admission | None = None,
-    ) -> Future[list[Delivery]]:
+    ) -> Future[ClaimedMessages]:
         """Claim, as :meth:`Broker.claim`; cancel the future when its client has gone.
 
         A claim with an admission counts as admitted when it comes.
@@ -184,10 +220,10 @@ class Batcher:
             self.broker.releasing(receipts, delay_ms, reason, queue, unseen=unseen, check=check)
         )
 
-    async def claimed(self, claiming: Future[list[Delivery]]) -> list[Delivery]:
+    async def claimed(self, claiming: Future[ClaimedMessages]) -> list[Delivery]:
         """Wait for a claim; a caller that is cancelled in the turn of its answer keeps nothing."""
         try:
-            return await claiming
+            return (await claiming).deliveries()
         except asyncio.CancelledError:
             if claiming.done() and not claiming.cancelled() and claiming.exception() is None:
                 self.take_back(claiming.result())
@@ -249,11 +285,11 @@ class Batcher:
         future.add_done_callback(end)
         return future
 
-    def withdraw(self, future: Future[Any]) -> bool:
+    def withdraw(self, answer: Answer) -> bool:
         """Cancel a request whose time is up; say whether nothing was done for it."""
-        job = self._jobs.get(future)
-        untouched = future in self._gathered if job is None else job.cancel()
-        future.cancel()
+        job = self._jobs.get(answer)
+        untouched = self._drop(answer) if job is None else job.cancel()
+        answer.cancel()
         return untouched
 
     # --- stopping --------------------------------------------------------------------------
@@ -267,7 +303,7 @@ class Batcher:
     async def close(self) -> None:
         """Wait for the requests under way. The broker stays open."""
         self.end_waits()
-        while self._gathered or self._under_way:
+        while self._gathered or self._under_way or any(kind.gathered for kind in self._kinds):
             await asyncio.sleep(0.001)
         # On a thread: it takes the broker's lock, which a slow store may hold.
         await asyncio.to_thread(self.broker.listen, None)
@@ -284,11 +320,15 @@ class Batcher:
             if self._changer is not None:
                 # It may wait long for its turn, and a cancelled request must not keep its bytes.
                 future.add_done_callback(self._drop)
-        self._gathered[future] = request
-        if not self._scheduled:
-            self._scheduled = True
-            self._loop.call_soon(self._work)
+        gathered = self._gathered if self._changer is None else self._kind_of(request).gathered
+        gathered[future] = request
+        self._schedule()
         return future
+
+    def _kind_of(self, request: Request) -> _Kind:
+        if isinstance(request, Publish):
+            return self._publishes
+        return self._claims if isinstance(request, Claim) else self._settlements
 
     def _schedule(self) -> None:
         """Make a joint change in the next turn of the loop, or after the one under way."""
@@ -296,22 +336,24 @@ class Batcher:
             self._scheduled = True
             self._loop.call_soon(self._work)
 
-    def _drop(self, future: Future[Any]) -> None:
-        """Drop a request that was cancelled before its turn."""
-        request = self._gathered.pop(future, None)
+    def _drop(self, answer: Answer) -> bool:
+        """Drop a request that was cancelled before its turn; say whether its turn was to come."""
+        gathered = [self._gathered, *(kind.gathered for kind in self._kinds)]
+        request = next((each.pop(answer) for each in gathered if answer in each), None)
         if isinstance(request, Claim):
             # It may have been woken for a message that another claim could have.
             self._wake_queue(request.queue, 1)
+        return request is not None
 
     def _work(self) -> None:
-        """Make one joint change of the gathered requests."""
-        joint, made = self._next()
-        if made and self._changer is not None:
-            self._under_way += len(made)
-            self._changing = True
-            change = self._loop.run_in_executor(self._changer, self.broker.begin, joint)
-            change.add_done_callback(lambda change: self._end_change(made, change))
+        """Make one joint change of the gathered requests; of a far store, of each kind."""
+        if self._changer is not None:
+            self._scheduled = False
+            for kind in self._kinds:
+                if not kind.changing:
+                    self._begin_change(kind)
             return
+        joint, made, self._gathered = self._next(self._gathered, pushes=True)
         self._scheduled = bool(self._gathered or self._subscriptions.due)
         if self._scheduled:
             self._loop.call_soon(self._work)
@@ -339,16 +381,25 @@ class Batcher:
         self._wake_queue(queue, available)
         return []
 
-    def _end_change(self, made: list[_Gathered], change: Future[int]) -> None:
-        """Go on after a joint change of the thread."""
+    def _begin_change(self, kind: _Kind) -> None:
+        """Make a joint change of one kind, on a thread."""
+        joint, made, kind.gathered = self._next(kind.gathered, pushes=kind is self._claims)
+        if made:
+            self._under_way += len(made)
+            kind.changing = True
+            change = self._loop.run_in_executor(self._changer, self.broker.begin, joint)
+            change.add_done_callback(lambda change: self._end_change(kind, made, change))
+
+    def _end_change(self, kind: _Kind, made: list[_Gathered], change: Future[int]) -> None:
+        """Go on after a joint change of a thread."""
+        kind.changing = False
         error = change.exception()
         if error is None:
             self._end_begun(made, change.result(), None)
         else:
             failure = error if isinstance(error, Exception) else BrokerClosed(str(error))
             self._end_begun(made, None, failure)
-        self._changing = self._scheduled = False
-        if self._gathered or self._subscriptions.due:
+        if kind.gathered or self._subscriptions.due:
             self._schedule()
         # Queues that were woken meanwhile may have claims that wait only now.
         self._retry()
@@ -375,16 +426,23 @@ class Batcher:
             answer: OnDurable = partial(self._loop.call_soon_threadsafe, self._answer, made)  # type: ignore[arg-type]
             self.broker.tell(number, answer)
 
-    def _next(self) -> tuple[Joint, list[_Gathered]]:
-        """Take the requests of one joint change, in the order of arrival."""
+    def _next(
+        self, gathered: dict[Answer, Request], *, pushes: bool
+    ) -> tuple[Joint, list[_Gathered], dict[Answer, Request]]:
+        """Take requests for a joint change, as they came, and return those that are left.
+
+        ``pushes``: claim for subscribers as well.
+        """
         joint = Joint()
         made: list[_Gathered] = []
         room = MAX_JOINT_MESSAGES
-        gathered = self._gathered
         passed_on: dict[str, int] = {}
-        while gathered and room > 0:
-            future, request = gathered.popitem(last=False)
-            if future.done():
+        left: dict[Answer, Request] = {}
+        for answer, request in gathered.items():
+            if room <= 0:
+                left[answer] = request
+                continue
+            if answer.done():
                 if isinstance(request, Claim):
                     # As in _drop.
                     passed_on[request.queue] = passed_on.get(request.queue, 0) + 1
@@ -401,39 +459,44 @@ class Batcher:
             else:
                 joint.changes.append(request)
                 room -= 1
-            made.append((request, future))
+            made.append((request, answer))
         for queue, count in passed_on.items():
             self._wake_queue(queue, count)
         # However many requests there are, so that they can't keep subscribers waiting for ever.
         self._subscriptions.room = max(room, MAX_CLAIMED)
-        if self._subscriptions.due:
+        if pushes and self._subscriptions.due:
             for claim in self._subscriptions.take_due():
                 joint.claims.append(claim)
                 made.append((claim, None))
-        return joint, made
+        return joint, made, left
 
     def _answer(self, made: list[_Gathered], failure: Exception | None) -> None:
         """Answer every request of a joint change, and give subscribers what was claimed."""
         self._under_way -= len(made)
-        for request, future in made:
+        for request, answer in made:
             error = request.error if failure is None else failure
             if type(request) is PushClaim:
                 if error is not None:
                     self.take_back(request.answer)
-                    request.answer = []
+                    request.answer = ClaimedMessages()
                     request.subscriber.fail(_without_frames(error))
                 self._deliver(request)
                 continue
-            assert future is not None, "only claims for subscribers have none"
-            if isinstance(request, Claim) and (future.done() or error):
+            assert answer is not None, "only claims for subscribers have none"
+            given_up = answer.done()
+            if isinstance(request, Claim) and (given_up or error):
                 self.take_back(request.answer)
             request.error = None
-            if future.done():
+            if given_up:
                 continue
-            if error is not None:
-                future.set_exception(_without_frames(error))
-            else:
-                future.set_result(request.answer)
+            try:
+                if error is not None:
+                    answer.set_exception(_without_frames(error))
+                else:
+                    answer.set_result(request.answer)
+            except Exception:
+                # One that fails must not keep the others waiting.
+                log.exception("an answer could not be told")
 
     def _deliver(self, push: PushClaim) -> None:
         """Give a subscriber what was claimed for it."""
@@ -469,7 +532,7 @@ class Batcher:
         """End the wait of a claim: its time is up, it is answered, or it was cancelled."""
         future = self._waiting.pop(claim, None)
         if self._unpark(claim) and answer and future is not None and not future.done():
-            future.set_result([])
+            future.set_result(ClaimedMessages())
 
     def _wake_queue(self, queue: str | None, available: int | None) -> None:
         """Note that a queue has something to claim; (None, None): the store is lost.
@@ -496,7 +559,8 @@ class Batcher:
 
     def _retry(self) -> None:
         """Retry claims that wait for a queue that was woken."""
-        if self._changing:
+        if self._claims.changing:
+            # Claims that find nothing are parked at its end.
             return
         with self._woken_lock:
             woken, self._woken_queues = self._woken_queues, {}

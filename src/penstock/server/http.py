@@ -11,15 +11,22 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.server.connections import Listener
-from penstock.server.http_connection import Handler, HttpBounds, HttpConnection, Request, Response
+from penstock.server.http_connection import (
+    Answering,
+    Handler,
+    HttpBounds,
+    HttpConnection,
+    Request,
+    Response,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Callable, Mapping
     from ssl import SSLContext
 
     from penstock.server.connections import Connections, Slot
 
-__all__ = ["Handler", "Http", "HttpBounds", "HttpConnection", "Request", "Response"]
+__all__ = ["Answering", "Handler", "Http", "HttpBounds", "HttpConnection", "Request", "Response"]
 
 
 class Http(Listener):
@@ -83,7 +90,7 @@ class Http(Listener):
         if self._timer is not None:
             self._timer.cancel()
 
-    def handle(self, request: Request) -> Response | Awaitable[Response]:
+    def handle(self, request: Request) -> Answering:
         """Answer a request; the handler of GET answers HEAD too."""
         why = None if self._guard is None else self._guard(request.headers)
         if why is not None:

@@ -22,6 +22,7 @@ import httptools
 import msgspec
 
 from penstock import limits
+from penstock.server.steps import Steps
 
 if TYPE_CHECKING:
     from penstock.server.connections import Slot
@@ -34,15 +35,27 @@ _LINGER_MS: Final = 2_000
 _MAX_HEAD_BYTES: Final = limits.HTTP_MAX_HEADERS_BYTES + limits.HTTP_MAX_REQUEST_LINE_BYTES
 # Bytes that a header takes in memory beside its own.
 _HEADER_BYTES: Final = 200
-_STATUS_LINES: Final = {
-    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus
+# Names of headers as clients write them, which send the same few over and over.
+_NAMES: Final = {
+    written.encode(): name
+    for name in (
+        *("accept", "accept-encoding", "amz-sdk-invocation-id", "amz-sdk-request", "authorization"),
+        *("connection", "content-length", "content-type", "host", "user-agent", "x-amz-date"),
+        *("x-amz-content-sha256", "x-amz-security-token", "x-amz-target", "x-amzn-query-mode"),
+    )
+    for written in (name, name.title())
 }
+_PHRASES: Final = {status.value: status.phrase for status in HTTPStatus}
 
 
-@lru_cache(maxsize=1_000)
-def _name_of(header: bytes) -> str:
-    """Return the name of a header in lower case; clients send the same few over and over."""
-    return header.decode("latin-1").lower()
+@lru_cache(maxsize=100)
+def _first_lines(status: int, content_type: str) -> str:
+    """Return the lines of an answer's head that most answers share."""
+    return f"HTTP/1.1 {status} {_PHRASES.get(status, '')}\r\nContent-Type: {content_type}\r\n"
+
+
+def _nothing() -> None:
+    pass
 
 
 class Request(msgspec.Struct, gc=False):
@@ -50,6 +63,7 @@ class Request(msgspec.Struct, gc=False):
 
     ``left``: the client sends nothing more and may be gone, so that nothing is to be taken from a
     queue for it. A handler that waits sets ``on_left`` as a callback, and must set it back.
+    ``due``: when the handler wants to be cancelled, by the loop's time; then ``late`` is set.
     """
 
     method: str
@@ -61,8 +75,10 @@ class Request(msgspec.Struct, gc=False):
     secure: bool = False
     left: bool = False
     on_left: Callable[[], object] | None = None
+    due: float = inf
+    late: bool = False
     # The service calls it once it knows the sender: by a key, or since there are none.
-    trust: Callable[[], None] = lambda: None
+    trust: Callable[[], None] = _nothing
     # For the connection: whether it is of HTTP/1.0, whether the connection outlives it, and the
     # bytes that it takes.
     old: bool = False
@@ -85,7 +101,8 @@ class Response(msgspec.Struct):
 
 
 _FAILED: Final = Response(500, b"internal error\n")
-Handler: TypeAlias = Callable[[Request], Response | Awaitable[Response]]
+Answering: TypeAlias = Response | Awaitable[Response] | Steps[Response]
+Handler: TypeAlias = Callable[[Request], Answering]
 
 
 class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,10 +120,10 @@ class HttpConnection(asyncio.Protocol):
 
     __slots__ = (
         "_answering", "_asked", "_body", "_close_after", "_head_fed", "_headers",
-        "_held_bytes", "_http", "_in_head", "_in_request", "_loop", "_parser", "_peer",
+        "_held_bytes", "_http", "_in_head", "_in_request", "_loop", "_old", "_parser",
         "_pending", "_read_paused", "_refusal", "_request_bytes", "_shut", "_slot",
         "_streaming", "_transport", "_unfed", "_unparsed", "_unparsed_method",
-        "_unsent_bytes", "_url", "_write_paused", "deadline",
+        "_unsent_bytes", "_upgrade", "_url", "_write_paused", "deadline",
     )  # fmt: skip
 
     def __init__(self, http: Http, loop: asyncio.AbstractEventLoop, slot: Slot) -> None:
@@ -115,7 +132,6 @@ class HttpConnection(asyncio.Protocol):
         self._slot = slot
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
-        self._peer = ""
         # Requests that have come in whole.
         self._pending: deque[Request] = deque()
         # Bytes that have come and are not answered; and those of the request that comes in.
@@ -123,7 +139,7 @@ class HttpConnection(asyncio.Protocol):
         self._request_bytes = 0
         # Of an answer that its client does not take.
         self._unsent_bytes = 0
-        self._answering: asyncio.Task[None] | None = None
+        self._answering: asyncio.Task[None] | Steps[Response] | None = None
         # The request that is being answered.
         self._asked: Request | None = None
         self._unfed = b""
@@ -132,6 +148,8 @@ class HttpConnection(asyncio.Protocol):
         self._unparsed_method = b""
         self._url = b""
         self._headers: dict[str, str] = {}
+        # By its head: whether it is of HTTP/1.0, and whether it offers another protocol.
+        self._old = self._upgrade = False
         self._head_fed = 0
         self._body: bytes | bytearray = b""
         self._in_request = False
@@ -151,9 +169,7 @@ class HttpConnection(asyncio.Protocol):
         """Take a connection, unless there are too many."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=limits.HTTP_WRITE_HIGH_WATER_BYTES)
-        peer = transport.get_extra_info("peername")
-        self._peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else ""
-        self._slot.holder = self
+        self._slot.hold_for(self, transport)
         self._http.connections.add(self)
         self._due_in(self._http.bounds.first_byte_ms)
         if self._slot.full or self._http.stopping:
@@ -200,16 +216,22 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse the bytes."""
-        if self._shut or not self._held(len(data)):
+        if self._shut:
             return
+        self._held_bytes += len(data)
         if self._unfed:
             data = self._unfed + data
             self._unfed = b""
-        if not self._in_request:
-            self._in_request = True
-            if self._answering is None and not self._write_paused:
-                self._due_in(self._http.bounds.request_ms)
+        first = not self._in_request
+        self._in_request = True
         self._feed(data)
+        at_rest = self._answering is None and not self._write_paused and not self._shut
+        if first and self._in_request and at_rest:
+            # It has not come whole.
+            self._due_in(self._http.bounds.request_ms)
+        # Requests that have come whole are noted already.
+        if self._held_bytes != self._slot.held_bytes:
+            self._held(0)
 
     def eof_received(self) -> bool:
         """Answer the request at work, if that does not take long: the client sends no more."""
@@ -240,25 +262,17 @@ class HttpConnection(asyncio.Protocol):
 
     # --- the parser's callbacks --------------------------------------------------------------
 
-    def on_message_begin(self) -> None:
-        """Begin a request."""
-        self._url = b""
-        self._headers = {}
-        self._body = b""
-        self._in_head = True
-        self._in_request = True
-
     def on_url(self, part: bytes) -> None:
-        """Take a part of the target."""
+        """Take a part of the target, with which a request begins."""
+        self._in_request = True
         self._url += part
         if len(self._url) > limits.HTTP_MAX_REQUEST_LINE_BYTES:
             self._refuse_later(431, "the request line is too long")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header; of one that comes twice, the values are joined."""
-        # A stranger's long names are not kept.
-        key = _name_of(name) if len(name) < 64 else _name_of.__wrapped__(name)
         headers = self._headers
+        key = _NAMES.get(name) or name.decode("latin-1").lower()
         text = value.decode("latin-1")
         headers[key] = f"{headers[key]},{text}" if key in headers else text
 
@@ -266,23 +280,29 @@ class HttpConnection(asyncio.Protocol):
         """Decide by the headers whether the body is wanted."""
         self._in_head = False
         headers = self._headers
-        version = self._parser.get_http_version()
+        # Without a header that says so, connections of HTTP/1.1 alone are kept; to ask for the
+        # version costs as much as to parse a request.
+        kept = self._parser.should_keep_alive() and "connection" not in headers
+        version = "1.1" if kept else self._parser.get_http_version()
+        self._old = version == "1.0"
+        self._upgrade = self._parser.should_upgrade()
         if len(headers) > limits.HTTP_MAX_HEADERS:
             self._refuse_later(431, "too many headers")
-        elif version not in {"1.1", "1.0"}:
+        elif not self._old and version != "1.1":
             self._refuse_later(505, "HTTP/1.1 is spoken here")
-        elif version == "1.1" and "host" not in headers:
+        elif not self._old and "host" not in headers:
             self._refuse_later(400, "a Host header is required")
-        elif self._parser.should_upgrade() and (
+        elif self._upgrade and (
             self._parser.get_method() == b"CONNECT" or "transfer-encoding" in headers
         ):
             self._refuse_later(400, "no other protocol is spoken here")
         length = headers.get("content-length", "")
         if length.isdigit() and int(length[:20]) > self._http.bounds.body_bytes:
             self._refuse_later(413, f"a body has at most {self._http.bounds.body_bytes} bytes")
-        busy = self._refusal is not None or self._answering is not None or self._pending
-        if headers.get("expect", "").lower() == "100-continue" and not busy:
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if "expect" in headers and headers["expect"].lower() == "100-continue":
+            busy = self._refusal is not None or self._answering is not None or self._pending
+            if not busy:
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, part: bytes) -> None:
         """Take a part of the body."""
@@ -300,16 +320,13 @@ class HttpConnection(asyncio.Protocol):
         """Take a request that is whole, but for a body that the parser leaves to others."""
         self._in_head = True
         self._head_fed = 0
-        length = self._headers.get("content-length", "0")
-        if self._parser.should_upgrade() and self._refusal is None and length != "0":
+        length = self._headers.get("content-length", "0") if self._upgrade else "0"
+        if self._refusal is None and length != "0":
             self._unparsed = int(length)
             self._unparsed_method = self._parser.get_method()
             return
-        self._take(
-            self._parser.get_method(),
-            old=self._parser.get_http_version() == "1.0",
-            keep=self._parser.should_upgrade() or self._parser.should_keep_alive(),
-        )
+        keep = self._upgrade or self._parser.should_keep_alive()
+        self._take(self._parser.get_method(), keep=keep)
 
     def _refuse_later(self, status: int, reason: str) -> None:
         """Refuse the request when those before it are answered; the first reason counts."""
@@ -318,7 +335,7 @@ class HttpConnection(asyncio.Protocol):
 
     # --- reading -----------------------------------------------------------------------------
 
-    def _take(self, method: bytes, *, old: bool, keep: bool) -> None:
+    def _take(self, method: bytes, *, keep: bool) -> None:
         self._in_request = False
         if self._refusal is not None or self._shut:
             return
@@ -333,10 +350,10 @@ class HttpConnection(asyncio.Protocol):
             query,
             self._headers,
             bytes(self._body),
-            self._peer,
+            self._slot.address,
             self._http.secure,
-            trust=partial(self._http.slots.trust, self._slot),
-            old=old,
+            trust=_nothing if self._slot.known else partial(self._http.slots.trust, self._slot),
+            old=self._old,
             keep=keep,
             size=self._request_bytes + _HEADER_BYTES * len(self._headers),
         )
@@ -345,37 +362,38 @@ class HttpConnection(asyncio.Protocol):
         self._request_bytes = 0
         self._pending.append(request)
         # From here on it is the request's alone, and goes when that is answered.
-        self._body, self._headers = b"", {}
+        self._body, self._headers, self._url = b"", {}, b""
 
     def _feed(self, data: bytes) -> None:
-        at = 0
-        while at < len(data) and not self._shut:
+        at, size = 0, len(data)
+        while at < size and not self._shut:
             if len(self._pending) >= limits.HTTP_MAX_PIPELINED:
                 self._unfed = data[at:]
                 self._hold_reading()
                 return
-            part = data[at : at + _SLICE_BYTES] if at or len(data) > _SLICE_BYTES else data
+            part = data[at : at + _SLICE_BYTES] if at or size > _SLICE_BYTES else data
             if self._unparsed:
                 part = part[: self._unparsed]
-            at += len(part)
-            self._request_bytes += len(part)
+            fed = len(part)
+            at += fed
+            self._request_bytes += fed
             if self._unparsed:
                 # The body of a request that offered another protocol.
-                self._unparsed -= len(part)
+                self._unparsed -= fed
                 self.on_body(part)
                 if not self._unparsed:
-                    self._take(self._unparsed_method, old=False, keep=True)
+                    self._take(self._unparsed_method, keep=True)
                     self._next()
                 continue
             if self._in_head:
-                self._head_fed += len(part)
+                self._head_fed += fed
             try:
                 self._parser.feed_data(part)
             except httptools.HttpParserUpgrade as upgrade:
                 # Some clients offer HTTP/2 with every request. The offer is not taken; the parser,
                 # which thinks that it was, is done with its work.
-                at -= len(part) - upgrade.args[0]
-                self._request_bytes -= len(part) - upgrade.args[0]
+                at -= fed - upgrade.args[0]
+                self._request_bytes -= fed - upgrade.args[0]
                 self._parser = httptools.HttpRequestParser(self)
             except httptools.HttpParserError as error:
                 status = 505 if "version" in str(error).lower() else 400
@@ -393,7 +411,8 @@ class HttpConnection(asyncio.Protocol):
 
     def _go_on(self) -> None:
         """Answer what waits, then read on."""
-        self._next()
+        if self._pending or self._refusal is not None:
+            self._next()
         stopped = self._write_paused or self._shut
         if self._read_paused and not stopped and len(self._pending) < limits.HTTP_MAX_PIPELINED:
             self._read_paused = False
@@ -419,7 +438,12 @@ class HttpConnection(asyncio.Protocol):
                 self._answer(request, result)
                 continue
             self._asked = request
-            self._answering = self._loop.create_task(self._serve(result, request))
+            self.deadline = request.due
+            if isinstance(result, Steps):
+                result.on_end = self._end_steps
+                self._answering = result
+            else:
+                self._answering = self._loop.create_task(self._serve(result, request))
         if self._refusal is not None and self._answering is None and not self._pending:
             self._refuse(*self._refusal)
 
@@ -434,7 +458,22 @@ class HttpConnection(asyncio.Protocol):
             response = _FAILED
         if response.stream is not None:
             await self._send_stream(request, response, response.stream)
+        else:
+            self._end(request, response)
+
+    def _end_steps(self, response: Response | None, error: BaseException | None) -> None:
+        request = self._asked
+        assert request is not None, "it is there until its answer is"
+        if isinstance(error, asyncio.CancelledError):
+            self._answering = self._asked = None
+            self.abort()
             return
+        if error is not None:
+            what = request.method, request.path[:100]
+            log.error("a handler failed for %s %s", *what, exc_info=error)
+        self._end(request, response or _FAILED)
+
+    def _end(self, request: Request, response: Response) -> None:
         self._answering = self._asked = None
         self._answer(request, response)
         self._go_on()
@@ -471,18 +510,16 @@ class HttpConnection(asyncio.Protocol):
         self._held(-request.size)
 
     def _write(self, response: Response, request: Request | None, *, last: bool) -> None:
-        head = _STATUS_LINES.get(response.status, f"HTTP/1.1 {response.status} \r\n")
+        head = _first_lines(response.status, response.content_type)
         for name, value in response.headers:
             head += f"{name}: {value}\r\n"
         if last:
             head += "Connection: close\r\n"
         elif request is not None and request.old:
             head += "Connection: keep-alive\r\n"
-        head += f"Content-Type: {response.content_type}\r\n"
         if response.stream is None:
             head += f"Content-Length: {len(response.body)}\r\n"
-        head += "\r\n"
-        data = head.encode("latin-1", "replace")
+        data = f"{head}\r\n".encode("latin-1", "replace")
         head_only = request is not None and request.method == "HEAD"
         self._transport.write(data if head_only else data + response.body)
 
@@ -490,7 +527,9 @@ class HttpConnection(asyncio.Protocol):
         """Set the deadline of a connection that has nothing in hand."""
         if self._write_paused:
             self._due_in(self._http.bounds.stalled_write_ms)
-        elif self._answering is not None or self._pending:
+        elif self._asked is not None:
+            self.deadline = self._asked.due
+        elif self._pending:
             self.deadline = inf
         elif self._in_request:
             self._due_in(self._http.bounds.request_ms)
@@ -520,9 +559,15 @@ class HttpConnection(asyncio.Protocol):
             self._transport.close()
 
     def overdue(self) -> None:
-        """End a connection whose deadline has passed."""
+        """End a connection whose deadline has passed, or a request that takes too long."""
         self.deadline = inf
-        waiting = self._answering is None and not self._write_paused and not self._shut
+        answering, asked = self._answering, self._asked
+        late = asked is not None and asked.due <= self._loop.time()
+        if asked is not None and answering is not None and late and not self._close_after:
+            asked.late = True
+            answering.cancel()
+            return
+        waiting = answering is None and not self._write_paused and not self._shut
         if self._in_request and waiting:
             self._refuse(408, "the request took too long")
         else:

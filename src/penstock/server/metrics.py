@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from penstock.broker.broker import Broker
 
-# Logs protocol, operation, key, outcome and duration of a request: never a payload, an attribute
-# or a secret.
+# Logs the client, its key, the queue, the outcome and the duration of a request: never a payload,
+# an attribute or a secret.
 access: Final = logging.getLogger("penstock.access")
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 OTHERS: Final = "(others)"
@@ -122,9 +122,19 @@ class Metrics:
     # --- counting, from any thread -----------------------------------------------------------
 
     def request(
-        self, protocol: str, operation: str, seconds: float, outcome: str, key_id: str = ""
+        self,
+        protocol: str,
+        operation: str,
+        seconds: float,
+        outcome: str,
+        key_id: str = "",
+        address: str = "",
+        queue: object = "",
     ) -> None:
-        """Count a request; the outcome is ``ok`` or the name of an error."""
+        """Count a request, and log it; the outcome is ``ok`` or the name of an error.
+
+        ``queue`` is a name, the URL of a queue, or a native request that may name one.
+        """
         key = (protocol, operation, outcome)
         with self._lock:
             series = self._requests.get(key)
@@ -138,9 +148,11 @@ class Metrics:
             fields = {
                 "protocol": protocol,
                 "operation": operation,
+                "queue": _queue_named(queue),
                 "key": key_id,
+                "address": address,
                 "status": outcome,
-                "ms": round(seconds * 1000, 3),
+                "us": round(seconds * 1_000_000),
             }
             access.log(self._access_level, "request", extra={"fields": fields})
 
@@ -214,6 +226,14 @@ class Metrics:
             age = max(0.0, self._seconds() - figures[1])
             about = "How long ago the store was asked for its figures."
             yield _gauge("store_figures_age_seconds", about, age)
+
+
+def _queue_named(queue: object) -> str:
+    """Return the name of a request's queue; cut, since clients send what they like."""
+    if not isinstance(queue, str):
+        of_queue = type(queue).__name__.endswith("Queue")
+        queue = getattr(queue, "name" if of_queue else "queue", None)
+    return str(queue or "").rstrip("/").rpartition("/")[2][: limits.MAX_QUEUE_NAME_CHARS]
 
 
 def _family(

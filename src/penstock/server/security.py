@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.model import Message
+    from penstock.packing import Envelope
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +79,10 @@ class Principal(msgspec.Struct, eq=False):
 
     def check_any(self, actions: tuple[str, ...], queue: str | None = None) -> None:
         """Raise NotAllowed unless one of several actions is allowed."""
-        if not any(self.may(action, queue) for action in actions):
-            self.check(actions[0], queue)
+        for action in actions:
+            if self.may(action, queue):
+                return
+        self.check(actions[0], queue)
 
 
 ANYONE: Final = Principal("", tuple((action, "*") for action in ACTIONS))
@@ -102,7 +105,7 @@ def told(error: BaseException, principal: Principal | None) -> BaseException:
     return error
 
 
-def check_publish(principal: Principal, messages: Iterable[Message]) -> None:
+def check_publish(principal: Principal, messages: Iterable[Message | Envelope]) -> None:
     """Raise NotAllowed unless every message may be published: on the queue that it names."""
     if principal is ANYONE:
         return
@@ -469,9 +472,14 @@ class PageGuard:
         self._local = is_loopback(host)
         self._known = _authority_of(url)
         self._known_host = _host_of(self._known)
+        # The last Host header that was let through: most clients send the same.
+        self._last_host: str | None = None
 
     def __call__(self, headers: Mapping[str, str]) -> str | None:
         """Return why a request with these headers is refused, or None."""
+        page = "sec-fetch-site" in headers or "origin" in headers
+        if not page and headers.get("host") == self._last_host:
+            return None
         authority = headers.get("host", "").strip().lower()
         if headers.get("sec-fetch-site", "").strip().lower() == "cross-site":
             return f"{_WAY_OUT}come from web pages of other sites (Sec-Fetch-Site: cross-site)."
@@ -483,6 +491,7 @@ class PageGuard:
                 f"{_WAY_OUT}name another host than this machine (Host): connect to localhost, set "
                 "sqs.url to the address that the server is known by, or use keys."
             )
+        self._last_host = headers.get("host")
         return None
 
     def _is_here(self, host: str) -> bool:

@@ -313,7 +313,12 @@ def _capnp(server: Server, host: str, port: int) -> Listener:
     from penstock.server.queueber import QueueberListener  # noqa: PLC0415 - needs an extra
 
     return QueueberListener(
-        server.batcher, host, port, queue=server.config.capnp_queue, slots=server.connections
+        server.batcher,
+        host,
+        port,
+        queue=server.config.capnp_queue,
+        slots=server.connections,
+        metrics=server.metrics,
     )
 
 

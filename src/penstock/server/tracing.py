@@ -9,7 +9,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.server.batcher import Batcher
+from penstock.broker.requests import Ack, Publish
+from penstock.packing import unpack_messages
+from penstock.server.batcher import Answer, Batcher
 from penstock.tracing import (
     COUNT,
     TRACEPARENT,
@@ -23,11 +25,12 @@ from penstock.tracing import (
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, Future
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from penstock.broker.broker import Broker
-    from penstock.model import Delivery, Message, Outcome
+    from penstock.model import Message, Outcome
     from penstock.server.subscriptions import PushClaim
+    from penstock.store.codec.claimed import ClaimedMessages
 
 T = TypeVar("T")
 
@@ -50,7 +53,17 @@ class TracedBatcher(Batcher):
         span.set_attribute(COUNT, len(batch))
         return self._ending(span, partial(super().publish, stamp(batch, span), queue=queue))
 
-    def claim(self, queue: str, **options: Any) -> Future[list[Delivery]]:
+    def submit(self, request: Publish | Ack, answer: Answer) -> None:
+        """Publish or ack, and tell the answer."""
+        if isinstance(request, Publish):
+            future: Future[Any] = self.publish(
+                unpack_messages(request.messages), queue=request.queue
+            )
+        else:
+            future = self.ack(request.receipts, queue=request.queue, check=request.check)
+        future.add_done_callback(partial(_tell, answer))
+
+    def claim(self, queue: str, **options: Any) -> Future[ClaimedMessages]:
         """Claim; the span links to the traces of the deliveries."""
         span = self._span("claim", queue)
         claim = partial(super().claim, queue, **options)
@@ -104,8 +117,19 @@ class TracedBatcher(Batcher):
         return future
 
 
-def _link(span: Any, deliveries: Sequence[Delivery]) -> None:
+def _tell(answer: Answer, future: Future[Any]) -> None:
+    """Tell a request the answer that a future has."""
+    if answer.done() or future.cancelled():
+        return
+    error = future.exception()
+    if isinstance(error, Exception):
+        answer.set_exception(error)
+    else:
+        answer.set_result(future.result())
+
+
+def _link(span: Any, claimed: ClaimedMessages) -> None:
     """Link the span of a claim to the traces of its deliveries."""
-    span.set_attribute(COUNT, len(deliveries))
-    for found in links_of(deliveries):
+    span.set_attribute(COUNT, len(claimed))
+    for found in links_of(claimed.deliveries()):
         span.add_link(found.context)

@@ -7,9 +7,9 @@
 Verbs are batch first and get ``now_ms``. A verb returns when its change is applied and
 visible; the change is durable once ``sync`` was called after ``progress.commits`` had reached its
 number, or at once if the store is ``durable_on_commit``. The caller lets one thread at a time in,
-except for ``sync``, ``health`` and ``recover``. The caller has checked the arguments. A verb that
-names a queue raises QueueNotFound if there is none. ``penstock.testing.conformance`` is this page
-as a test suite.
+except for ``sync``, ``health`` and ``recover``, and unless the store is ``parallel``. The caller
+has checked the arguments. A verb that names a queue raises QueueNotFound if there is none.
+``penstock.testing.conformance`` is this page as a test suite.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.model import Contention, QueueSpec, StoreInfo
+from penstock.store.policy import Coverage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,14 +32,12 @@ if TYPE_CHECKING:
         BackfillPlan,
         Collected,
         Cursor,
-        Delivery,
         Filled,
         LeaseRequest,
         LiveFilters,
         LogPage,
         LogRecord,
         LogStats,
-        Message,
         Outcome,
         Page,
         QueueStats,
@@ -47,7 +46,9 @@ if TYPE_CHECKING:
         StoreStats,
         SweepCounts,
     )
+    from penstock.packing import PackedMessage
     from penstock.store.check_report import AuditReport
+    from penstock.store.codec.claimed import ClaimedMessages
     from penstock.store.codec.metadata import Metadata
     from penstock.store.snapshot import PinnedStore
 
@@ -71,11 +72,15 @@ class Progress(msgspec.Struct):
 
 
 class LiveQueue(msgspec.Struct, frozen=True):
-    """A queue: its settings, the filter that routes new messages (None: none), draining or not."""
+    """A queue: its settings, the filter that routes new messages (None: none), draining or not.
+
+    ``coverage`` is the store's own: to be read, and only before the next verb.
+    """
 
     spec: QueueSpec
     filter: str | None
     draining: bool
+    coverage: Coverage
 
 
 class StoreDetails(StoreInfo, frozen=True):
@@ -104,6 +109,8 @@ class Store(Protocol):
     progress: Progress
     # Whether a commit is durable as soon as it was made: then nobody needs to call ``sync``.
     durable_on_commit: bool
+    # Whether several threads may call verbs at once; ``limit`` counts for its thread alone then.
+    parallel: bool
     # How long a verb waits for the store, and for its turn; None: as long as it takes.
     patience_s: float | None
 
@@ -129,21 +136,23 @@ class Store(Protocol):
     # --- messages
     def publish(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[PackedMessage],
         routes: Sequence[Sequence[str]] | None,
         *,
         dedup_window_ms: int,
         now_ms: int,
+        routed_at: int | None = None,
     ) -> list[int]:
         """Store messages, each into the queues of its route; return their ids.
 
         Without routes (a store whose routing is ``pipeline``) they go into the log alone. With
-        routes that were made by filters which no longer count, it raises FiltersChanged.
+        routes that were made by filters which no longer count, it raises FiltersChanged; a
+        ``parallel`` store knows that by ``progress.filter_changes`` before they were made.
         """
 
     def claim(
         self, queue_name: str, wants: Sequence[LeaseRequest], now_ms: int
-    ) -> list[list[Delivery]]:
+    ) -> list[ClaimedMessages]:
         """Take messages for several claims at once, each under a new lease of its own."""
 
     def ack(self, receipts: Sequence[str], *, queue_name: str | None, now_ms: int) -> list[Outcome]:
@@ -323,8 +332,19 @@ class LogStore(Protocol):
     def offset_at(self, time_ms: int) -> int:
         """Return an offset at or before the first message of that time."""
 
-    def configure_log(self, logs: int | None, retention_ms: int | None, now_ms: int) -> None:
-        """Change the number of logs, or how long they are kept."""
+    def configure_log(
+        self,
+        logs: int | None,
+        retention_ms: int | None,
+        now_ms: int,
+        *,
+        routing: str | None = None,
+    ) -> None:
+        """Change the number of logs, how long they are kept, or who routes from here on.
+
+        A switch of the routing fences every pipeline. One to ``inline`` routes the last messages
+        itself; it is refused if there are too many of them. It counts as a change of the filters.
+        """
 
     def log_stats(self) -> LogStats:
         """Describe the metadata log."""

@@ -10,11 +10,12 @@ import logging
 from bisect import bisect_left
 from functools import cache
 from typing import TYPE_CHECKING, Final
+from zlib import crc32
 
 import msgspec
 
-from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue
-from penstock.filters import parse
+from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue, StoreMismatch
+from penstock.filters import Matcher, parse
 from penstock.limits import MAX_ATTEMPTS, MAX_COVERAGE_STRETCHES
 from penstock.model import AssignStatus, BackfillPlan, LogRecord, LogStretch
 from penstock.store.codec.metadata import (
@@ -27,9 +28,10 @@ from penstock.store.codec.metadata import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from penstock.filters import Filter, RowTuple
-    from penstock.model import Cursor, Message, QueueSpec
+    from penstock.model import Cursor, LogPage, QueueSpec, Value
 
 log_ = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ FILL_MESSAGES: Final = 5_000
 # Bounds of one step of a fill from an archive: what commits together.
 RESTORE_MESSAGES: Final = 1_000
 RESTORE_BYTES: Final = 16 << 20
+# Offsets that a switch to inline routing may find unrouted, and routes itself.
+SWITCH_OFFSETS: Final = 10_000
 
 
 # --- one message ------------------------------------------------------------------------------
@@ -65,12 +69,12 @@ def fail_reason(spec: QueueSpec, reason: str) -> str:
     return reason or f"released {spec.max_attempts} times"
 
 
-def dedup_scope(message: Message) -> bytes:
+def dedup_scope(attributes: Mapping[str, Value]) -> bytes:
     """Return the scope of a message's dedup id: its ``queue`` attribute, if that is text.
 
     Producers of different queues can't collide; messages without the attribute share one scope.
     """
-    scope = message.attributes.get("queue")
+    scope = attributes.get("queue")
     return scope.encode() if isinstance(scope, str) else b""
 
 
@@ -108,6 +112,77 @@ def check_log(log: int, known: int) -> None:
     """Refuse a log that the store does not have."""
     if not 0 <= log < known:
         raise InvalidInput(f"no log {log}; there are logs 0 to {known - 1}")
+
+
+def logs_of(
+    groups: Sequence[str],
+    routes: Sequence[Sequence[str]] | None,
+    fifo: AbstractSet[str],
+    logs: int,
+    turn: int,
+) -> list[int]:
+    """Return the log of each message of one publish.
+
+    A group has a log of its own. Messages without a group go to the log whose ``turn`` it is, so
+    that publishes spread over the logs. A FIFO queue promises the order of the empty group as well:
+    a message that one may take goes to that group's own log. ``routes`` names the queues of each
+    message (None: a tailer will route them), ``fifo`` the FIFO queues of the store.
+    """
+    here = turn % logs
+    if routes is None:
+        here = crc32(b"") % logs if fifo else here
+        return [crc32(group.encode()) % logs if group else here for group in groups]
+    return [
+        crc32(group.encode()) % logs if group or not fifo.isdisjoint(names) else here
+        for group, names in zip(groups, routes, strict=True)
+    ]
+
+
+def check_routing(place: str, routing: str, wanted: str | None) -> None:
+    """Refuse to open a store that routes another way than the one asked for."""
+    if wanted not in {None, routing}:
+        raise StoreMismatch(
+            f"{place} has routing={routing!r}: it can't be opened with {wanted!r}. Open it without "
+            f"routing, and switch: penstock log configure --routing {wanted}"
+        )
+
+
+def check_pipeline(routing: str) -> None:
+    """Refuse to route a store whose publishes do it themselves."""
+    if routing == "inline":
+        raise InvalidInput(
+            "this store routes inline: messages are in their queues when publish returns, and "
+            "there is nothing to assign"
+        )
+
+
+def check_switch(routed_up_to: int, log_end: int) -> None:
+    """Refuse to switch to inline routing while a tailer is far behind."""
+    if log_end - routed_up_to > SWITCH_OFFSETS:
+        raise InvalidInput(
+            f"the log ends at offset {log_end} and is routed up to {routed_up_to}: route the rest "
+            "first ('penstock route'), then switch to inline"
+        )
+
+
+def match_page(page: LogPage, matcher: Matcher[str] | None = None) -> dict[int, list[str]]:
+    """Match a page of the log: which queues each message goes to; those of none are left out.
+
+    ``matcher`` has the page's filters, if they were compiled before.
+    """
+    if matcher is None:
+        matcher = Matcher({name: parse(text) for name, text in page.filters.items()})
+    routes = matcher.match(
+        [
+            (record.attributes, record.group, record.priority, record.published_at_ms, record.size)
+            for record in page.records
+        ]
+    )
+    return {
+        record.message_id: names
+        for record, names in zip(page.records, routes, strict=True)
+        if names
+    }
 
 
 def filters_at(

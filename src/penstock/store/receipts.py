@@ -12,18 +12,20 @@ Everything but the last part is the same for all messages of a claim: the token 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from struct import unpack
+from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
 from penstock.errors import InvalidReceipt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
 # A lease's identity; the other two bytes number its splits.
 FAMILY_BYTES: Final = 14
 _TOKEN: Final = re.compile(r"ps1-([0-9a-f]{8})-([0-9a-f]{8})-([0-9a-f]{32})")
+_KEY: Final = re.compile(r"[0-9A-Fa-f]{16}")
 _TOKEN_CHARS: Final = 3 + 3 + 8 + 8 + 32
 _RECEIPT_CHARS: Final = _TOKEN_CHARS + 1 + 16
 
@@ -54,36 +56,37 @@ def parse_lease_token(store_id: int, token: object) -> LeaseToken:
     return LeaseToken(int(match[2], 16), lease, lease[:FAMILY_BYTES])
 
 
-def parse_receipts(store_id: int, receipts: Iterable[object]) -> list[tuple[LeaseToken, int]]:
-    """Read receipts of this store; one bad one refuses them all."""
-    tokens: dict[str, LeaseToken] = {}
-    parsed = []
+def parse_receipts(
+    store_id: int, receipts: Sequence[object]
+) -> tuple[list[LeaseToken], Sequence[int]]:
+    """Read receipts of this store: the lease and the message of each. One bad one refuses all."""
     for receipt in receipts:
         if not isinstance(receipt, str) or len(receipt) != _RECEIPT_CHARS:
             raise _not_a_receipt(receipt)
-        # With its dash, so that the one look-up checks it too.
-        head = receipt[: _TOKEN_CHARS + 1]
-        token = tokens.get(head)
-        if token is None:
-            if head[-1] != "-":
-                raise _not_a_receipt(receipt)
-            token = tokens[head] = parse_lease_token(store_id, head[:-1])
-        try:
-            key = bytes.fromhex(receipt[_TOKEN_CHARS + 1 :])
-        except ValueError:
-            key = b""
-        # fromhex skips blanks; a key with any of them is too short.
-        if len(key) != 8:
-            raise _not_a_receipt(receipt)
-        parsed.append((token, int.from_bytes(key, "big")))
-    return parsed
+    texts = cast("Sequence[str]", receipts)
+    # With the dash, which is checked with the token.
+    heads = [text[: _TOKEN_CHARS + 1] for text in texts]
+    tokens = {}
+    for head in set(heads):
+        if head[-1] != "-":
+            raise _not_a_receipt(head)
+        tokens[head] = parse_lease_token(store_id, head[:-1])
+    # All of them at once: a fourth of the time that one by one takes.
+    try:
+        keys = bytes.fromhex("".join([text[_TOKEN_CHARS + 1 :] for text in texts]))
+    except ValueError:
+        keys = b""
+    # fromhex skips blanks: with any of them it is too short.
+    if len(keys) != 8 * len(texts):
+        raise _not_a_receipt(next(each for each in texts if not _KEY.fullmatch(each[-16:])))
+    return list(map(tokens.__getitem__, heads)), unpack(f">{len(texts)}Q", keys)
 
 
-def queue_numbers(store_id: int, receipts: Iterable[object] | str) -> set[int]:
+def queue_numbers(store_id: int, receipts: Sequence[object] | str) -> set[int]:
     """Return the numbers of the queues that receipts name, or a lease token if it is a string."""
     if isinstance(receipts, str):
         return {parse_lease_token(store_id, receipts).queue}
-    return {token.queue for token, _ in parse_receipts(store_id, receipts)}
+    return {token.queue for token in parse_receipts(store_id, receipts)[0]}
 
 
 def _not_a_receipt(receipt: object) -> InvalidReceipt:

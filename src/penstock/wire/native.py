@@ -1,8 +1,8 @@
 """The native protocol: a type for every frame, the reader and the encoder of frames, and errors.
 
 A frame is a length of four bytes, big-endian, and as many bytes of msgpack: an array that begins
-with the number of the frame's kind. ``Message``, ``Delivery`` and the other values inside
-are maps by field name, straight from :mod:`penstock.model`.
+with the number of the frame's kind. Messages are packed (:mod:`penstock.packing`); the other values
+inside are maps by field name, straight from :mod:`penstock.model`.
 
 To add a verb, take the next number, and to add a field to a request, append it with a default;
 either way raise ``VERSION`` by one and note in the class which version has it first. A number is
@@ -21,12 +21,14 @@ import msgspec
 from msgspec import Meta, Raw
 
 from penstock import errors, limits
-from penstock.errors import InvalidFilter, InvalidInput, PenstockError
-from penstock.model import Backfilled, Cursor, Entry, Message, QueueStats
+from penstock.errors import InvalidFilter, InvalidInput, InvalidMessage, PenstockError
+from penstock.model import Backfilled, Cursor, Entry, QueueStats
+from penstock.packing import PackedMessage, read_envelope, write_envelope
+from penstock.store.codec.claimed import ClaimedFrame, ClaimedMessages
 
 MAGIC: Final = "penstock"
-VERSION: Final = 4
-OLDEST_VERSION: Final = 1
+VERSION: Final = 5
+OLDEST_VERSION: Final = 5
 DEFAULT_PORT: Final = 8814
 HEADER_BYTES: Final = 4
 
@@ -58,12 +60,12 @@ class Request(
 class Publish(Request, tag=1):
     """Answered with the ids. With ``queue``, every message must go there."""
 
-    messages: list[Message]
+    messages: Annotated[list[PackedMessage], Meta(max_length=limits.MAX_PUBLISH_MESSAGES)]
     queue: str | None = None
 
 
 class Claim(Request, tag=2):
-    """Answered with deliveries, when there are some or ``wait_ms`` is over."""
+    """Answered with messages (ClaimedFrame), or with nil when ``wait_ms`` is over."""
 
     queue: str
     limit: int = 1
@@ -75,7 +77,7 @@ class Claim(Request, tag=2):
 class Ack(Request, tag=3):
     """Answered with an outcome for each receipt, as the next two are.
 
-    ``refused_only`` since version 4: only with those of receipts that were refused.
+    ``refused_only``: only with those of receipts that were refused.
     """
 
     receipts: list[str]
@@ -84,7 +86,7 @@ class Ack(Request, tag=3):
 
 
 class Release(Request, tag=4):
-    """Give messages back. ``unseen`` since version 2: nobody has begun to work on them."""
+    """Give messages back. ``unseen``: nobody has begun to work on them."""
 
     receipts: list[str]
     delay_ms: int | None = None
@@ -102,7 +104,7 @@ class Extend(Request, tag=5):
 
 
 class Browse(Request, tag=6):
-    """Answered with :class:`Entries`. ``message_id`` since version 3."""
+    """Answered with :class:`Entries`."""
 
     queue: str
     state: str = "available"
@@ -170,7 +172,7 @@ class Redrive(Request, tag=15):
 
 
 class Purge(Request, tag=16):
-    """Remove messages in some states. ``message_ids`` since version 3."""
+    """Remove messages in some states."""
 
     queue: str
     states: list[str]
@@ -221,6 +223,7 @@ class ConfigureLog(Request, tag=22):
 
     logs: int | None = None
     retention_ms: int | None = None
+    routing: str | None = None
 
 
 class LogStats(Request, tag=23):
@@ -245,7 +248,7 @@ class Cancel(Request, tag=26):
 
 
 class AllStats(Request, tag=27):
-    """Since version 3: the stats of up to ``limit`` queues whose names come behind ``after``.
+    """The stats of up to ``limit`` queues whose names come behind ``after``.
 
     Answered with :class:`StatsPage`.
     """
@@ -255,13 +258,13 @@ class AllStats(Request, tag=27):
 
 
 class Sweep(Request, tag=28):
-    """Since version 3; answered with the counts of one sweep."""
+    """Answered with the counts of one sweep."""
 
     budget: int = 1_000
 
 
 class Backup(Request, tag=29):
-    """Since version 3: copy the store into the server's backup directory, under a name.
+    """Copy the store into the server's backup directory, under a name.
 
     Answered with the path on the server's machine, and the bytes.
     """
@@ -270,7 +273,7 @@ class Backup(Request, tag=29):
 
 
 class Consume(Request, tag=30):
-    """Since version 4: push deliveries of a queue, as far as the credit goes.
+    """Push deliveries of a queue, as far as the credit goes.
 
     Each message pushed takes one of ``credit``, and its payload as many of ``credit_bytes``. It is
     answered once, with nil, when the consumer was cancelled, or with the error that has ended it.
@@ -284,10 +287,17 @@ class Consume(Request, tag=30):
 
 
 class Credit(Request, tag=31):
-    """Since version 4: more credit for the consumer whose request has this id. Not answered."""
+    """More credit for the consumer whose request has this id. Not answered."""
 
     credit: int
     credit_bytes: int
+
+
+class Explain(Request, tag=32):
+    """Why a message is, or is not, in a queue; answered with an explanation."""
+
+    queue: str
+    message_id: int
 
 
 class StatsPage(msgspec.Struct, array_like=True):
@@ -377,14 +387,14 @@ class Undone(msgspec.Struct, array_like=True, tag=5, frozen=True, gc=False):
 
 
 class Deliveries(msgspec.Struct, array_like=True, tag=6, frozen=True, gc=False):
-    """Since version 4: messages that were claimed for a consumer, by the id of its request.
+    """Messages that were claimed for a consumer, by the id of its request.
 
     Their lease has ``left_ms`` left when they are written.
     """
 
     id: int
     left_ms: int
-    deliveries: Raw
+    claimed: ClaimedFrame
 
 
 # Requests that take as long as there are messages, in steps each of which ends in time: their whole
@@ -405,7 +415,7 @@ _hellos: Final = msgspec.msgpack.Decoder(Hello)
 _heads: Final = msgspec.msgpack.Decoder(_Head)
 # These two raise the errors of UNREADABLE.
 _requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(
-    reduce(or_, Request.__subclasses__())
+    reduce(or_, Request.__subclasses__()), dec_hook=read_envelope
 )
 decode_request: Final = _requests.decode
 _answers: Final[msgspec.msgpack.Decoder[ServerFrame]] = msgspec.msgpack.Decoder(ServerFrame)
@@ -432,10 +442,13 @@ def read_request(frame: memoryview | bytes) -> Request | Failure:
     A frame that is no request at all, so that there is no id to answer to, raises
     :class:`~penstock.errors.InvalidInput`.
     """
+    name = "InvalidInput"
     try:
         return decode_request(frame)
     except msgspec.ValidationError as error:
         why = str(error)
+        if isinstance(error.__cause__, InvalidMessage):
+            name = "InvalidMessage"
     except UnicodeDecodeError as error:
         why = f"a text is not UTF-8: {error}"
     except UNREADABLE as error:
@@ -446,41 +459,31 @@ def read_request(frame: memoryview | bytes) -> Request | Failure:
         raise InvalidInput(f"not a request: {error}") from None
     if not 1 <= head.kind <= _LAST_KIND:
         why = f"there is no request of kind {head.kind} in version {VERSION} of the protocol"
-    return Failure(head.id, "InvalidInput", why)
-
-
-# The version that has a request first, or the last field of one.
-_SINCE: Final[dict[type[Request], int]] = {AllStats: 3, Sweep: 3, Backup: 3, Consume: 4, Credit: 4}
-_LAST_FIELD_SINCE: Final[dict[type[Request], int]] = {Ack: 4, Release: 2, Browse: 3, Purge: 3}
-
-
-def spoken(request: Request, version: int) -> object:
-    """Return a request as a version of the protocol has it; ValueError: it has no such request."""
-    kind = type(request)
-    shorter = _LAST_FIELD_SINCE.get(kind, 1) > version
-    *fields, last = msgspec.structs.astuple(request)
-    # A server that does not know of refused_only answers with all outcomes, which does no harm.
-    needed = last is not None and last is not False and kind not in {Ack, Release}
-    if _SINCE.get(kind, 1) > version or (shorter and needed):
-        raise ValueError(f"the server speaks version {version} of the protocol: upgrade it")
-    if isinstance(request, Release) and shorter and request.unseen:
-        fields[2] = 0
-    return (request.__struct_config__.tag, *fields) if shorter else request
+    return Failure(head.id, name, why)
 
 
 class Encoder:
     """Makes frames. For one thread at a time."""
 
     def __init__(self) -> None:
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._encode = msgspec.msgpack.Encoder(enc_hook=write_envelope).encode
 
     def frame(self, value: object) -> bytes:
         """Make a frame of any of the types above."""
         body = self._encode(value)
         return len(body).to_bytes(HEADER_BYTES, "big") + body
 
+    def push(self, request_id: int, left_ms: int, claimed: ClaimedMessages) -> bytes:
+        """Make the frame of messages that were claimed for a consumer."""
+        head = b"\x94\x06" + self._encode(request_id) + self._encode(left_ms)
+        messages = claimed.encode()
+        size = len(head) + len(messages)
+        return b"".join((size.to_bytes(HEADER_BYTES, "big"), head, messages))
+
     def result(self, request_id: int, value: object) -> list[bytes]:
         """Make the answer to a request: one frame, or several if it is long."""
+        if type(value) is ClaimedMessages:
+            value = Raw(value.encode()) if value else None
         body = self._encode((1, request_id, value))
         size = limits.MAX_ANSWER_PART_BYTES
         if len(body) + HEADER_BYTES <= size:

@@ -28,6 +28,17 @@ def protocol_of(begin: bytes) -> str:
     return _BEGINNINGS.get(begin[:4]) or _BEGINNINGS.get(begin[:3], "")
 
 
+# The answer to HTTP clients that came to the native port. SQS clients read JSON.
+_NOT_HTTP_BODY: Final = (
+    b'{"__type": "InvalidAddress", "message": "this is the native port, for clients that connect to'
+    b' penstock://; HTTP and SQS have another port of this server (8816 unless it was set)"}\n'
+)
+NOT_HTTP: Final = (
+    b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%b" % (len(_NOT_HTTP_BODY), _NOT_HTTP_BODY)
+)
+
+
 # --- progress: how many of the written bytes the other side has taken, as far as is known ---------
 #
 # Linux tells which bytes of a TCP connection were acknowledged, whatever lies between (TLS).

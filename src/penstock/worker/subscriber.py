@@ -80,7 +80,7 @@ class Subscriber(Claimer):
             try:
                 if pushes is None:
                     self._read_settings()
-                    if self._in_order or not client.can_consume:
+                    if self._in_order:
                         break
                     pushes = _Pushes(
                         client,

@@ -14,7 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from penstock import limits
+from penstock.clock import loop_seconds
 from penstock.errors import InvalidInput, NotAllowed, PenstockError, ServerUnreachable
+from penstock.model import OutcomeStatus
 from penstock.server.native.consumers import Consumers
 from penstock.server.native.requests import (
     VERBS,
@@ -27,30 +29,20 @@ from penstock.server.security import ANYONE, told
 from penstock.validation import check_count
 from penstock.wire import native as wire
 from penstock.wire.native import FrameReader, failure_of
-from penstock.wire.peers import progress_of, protocol_of
+from penstock.wire.peers import NOT_HTTP, progress_of, protocol_of
 
 if TYPE_CHECKING:
     from asyncio import Future
-    from collections.abc import Iterable
 
-    from penstock.model import Delivery
     from penstock.server.connections import Slot
     from penstock.server.native import NativeListener
     from penstock.server.security import Principal
+    from penstock.store.codec.claimed import ClaimedMessages
 
 log = logging.getLogger(__name__)
 
 # How long the client has to read a farewell before the connection is closed.
 LINGER_SECONDS: Final = 1.0
-# For HTTP clients that came to this port. SQS clients read JSON.
-_NOT_HTTP_BODY: Final = (
-    b'{"__type": "InvalidAddress", "message": "this is the native port, for clients that connect to'
-    b' penstock://; HTTP and SQS have another port of this server (8816 unless it was set)"}\n'
-)
-_NOT_HTTP: Final = (
-    b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    b"Content-Length: %d\r\n\r\n%b" % (len(_NOT_HTTP_BODY), _NOT_HTTP_BODY)
-)
 WANTS_A_KEY: Final = "this server wants a key: token='KEY:SECRET'"
 
 
@@ -80,7 +72,7 @@ class NativeConnection(asyncio.Protocol):
         self._out: list[bytes] = []
         self._out_bytes = 0
         # Messages whose answer is not written yet.
-        self._unwritten: list[Delivery] = []
+        self._unwritten: list[ClaimedMessages] = []
         self._reading = True
         self._stuck_since: float | None = None
         self._stuck_taken = 0
@@ -91,8 +83,7 @@ class NativeConnection(asyncio.Protocol):
     @property
     def busy(self) -> bool:
         """Whether something is in hand or unsent."""
-        in_hand = self._at_work or self._waits or self._out
-        return bool(in_hand) or self._stuck_since is not None
+        return bool(self._at_work or self._waits or self._out) or self._stuck_since is not None
 
     # --- called by the loop --------------------------------------------------------------------
 
@@ -103,12 +94,10 @@ class NativeConnection(asyncio.Protocol):
         self._transport = made
         made.set_write_buffer_limits(high=limits.MAX_UNSENT_BYTES)
         self._listener.connections.add(self)
-        self._slot.holder = self
+        self._slot.hold_for(self, made)
         if self._slot.full:
-            self._farewell(
-                PenstockError("too many connections: share clients, or raise limits.connections"),
-                final=False,
-            )
+            why = "too many connections: share clients, or raise limits.connections"
+            self._farewell(PenstockError(why), final=False)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - whatever it was
         """Cancel the claims that wait: their messages go to other clients."""
@@ -216,7 +205,7 @@ class NativeConnection(asyncio.Protocol):
             if spoken:
                 log.info("a client speaks %s to the native port", spoken)
             if spoken == "HTTP":
-                self._end_with(_NOT_HTTP)
+                self._end_with(NOT_HTTP)
             else:
                 self._farewell(error, final=self._principal is None)
             return
@@ -239,6 +228,7 @@ class NativeConnection(asyncio.Protocol):
             self._farewell(NotAllowed(text), final=True)
             return
         self._principal, self._token = principal, hello.token
+        self._slot.key_id = principal.key_id
         if hello.patience_ms > 0:
             self._patience_s = min(hello.patience_ms, limits.MAX_WAIT_MS) / 1000
         self._listener.slots.trust(self._slot)
@@ -246,9 +236,8 @@ class NativeConnection(asyncio.Protocol):
         self._write(self._encoder.frame(self._listener.welcome(hello.version)))
 
     def _begin(self, frame: memoryview) -> None:
-        request: Any
         try:
-            request = wire.decode_request(frame)
+            request: Any = wire.decode_request(frame)
         except wire.UNREADABLE:
             request = wire.read_request(frame)
         kind = type(request)
@@ -256,7 +245,9 @@ class NativeConnection(asyncio.Protocol):
         if verb is None or self._leaving:
             self._answer_at_once(request)
             return
-        pending = PendingRequest(request, verb, len(frame), self._loop.time(), self._backpressure)
+        pending = PendingRequest(
+            request, verb, len(frame), loop_seconds(), self._backpressure, self._finish
+        )
         if kind is wire.Claim and request.wait_ms > 0:
             try:
                 self._check_wait(request)
@@ -303,7 +294,8 @@ class NativeConnection(asyncio.Protocol):
             if pending.began > before:
                 self._watch_time(pending)
                 break
-            untouched = pending.future is None or self._batcher.withdraw(pending.future)
+            answer = pending if pending.at_batcher else pending.future
+            untouched = answer is None or self._batcher.withdraw(answer)
             outage = self._batcher.broker.outage
             why = "" if outage is None else f" (the store can't be used: {outage.why})"
             done = "it was not begun" if untouched else "it may or may not have been done"
@@ -320,7 +312,7 @@ class NativeConnection(asyncio.Protocol):
     def _answer_empty(self, pending: PendingRequest) -> None:
         self._backpressure.drop(pending)
         self._end(pending)
-        self._write(self._encoder.frame((1, pending.request.id, [])))
+        self._write(self._encoder.frame((1, pending.request.id, None)))
         self._count(pending, "ok")
 
     def _run(self, pending: PendingRequest) -> None:
@@ -338,8 +330,11 @@ class NativeConnection(asyncio.Protocol):
             self._end(pending)
             self._fail(pending, error)
             return
-        pending.future = future
-        future.add_done_callback(partial(self._answer, pending))
+        if future is None:
+            pending.at_batcher = True
+        else:
+            pending.future = future
+            future.add_done_callback(partial(self._answer, pending))
 
     def _schedule_held(self) -> None:
         """Admit held requests in the next turn of the loop."""
@@ -394,10 +389,9 @@ class NativeConnection(asyncio.Protocol):
 
     def _check_wait(self, request: wire.Claim) -> None:
         check_count(request.wait_ms, "wait_ms", high=limits.MAX_WAIT_MS)
-        if len(self._waits) >= limits.MAX_WAITING_CLAIMS:
-            raise InvalidInput(
-                f"{limits.MAX_WAITING_CLAIMS} claims of this connection wait already"
-            )
+        most = limits.MAX_WAITING_CLAIMS
+        if len(self._waits) >= most:
+            raise InvalidInput(f"{most} claims of this connection wait already")
         if request.id in self._waits:
             raise InvalidInput(f"a claim waits under the id {request.id} already")
 
@@ -417,38 +411,44 @@ class NativeConnection(asyncio.Protocol):
             pending.leave()
 
     def _answer(self, pending: PendingRequest, future: Future[Any]) -> None:
-        """Write the answer of a request, and go on with those that waited for room."""
+        """Write the answer of a request that a future has."""
         if pending.refused:
             self._hold_again(pending)
-            return
-        request = pending.request
+        elif future.cancelled():
+            self._finish(pending, None, None)
+        else:
+            error = future.exception()
+            self._finish(pending, future.result() if error is None else None, error)
+
+    def _finish(self, pending: PendingRequest, result: Any, error: BaseException | None) -> None:
+        """Write the answer of a request, and go on with those that waited for room."""
+        request, kind = pending.request, type(pending.request)
         if self._ending or self._transport is None or self._transport.is_closing():
             self._end(pending)
-            self._take_back(request, future)
+            self._take_back(request, result)
             return
-        error: BaseException | None = pending.failure
-        if error is None and not future.cancelled():
-            error = future.exception()
+        error = pending.failure or error
         if error is None:
-            result = [] if future.cancelled() else future.result()
-            if type(request) is wire.Ack and request.refused_only:
-                result = [outcome for outcome in result if not outcome.ok]
+            if kind is wire.Ack and request.refused_only:
+                result = [each for each in result if each.status is not OutcomeStatus.DONE]
             try:
                 frames = self._encoder.result(request.id, result)
-                claimed = result if type(request) is wire.Claim else ()
                 for frame in frames:
-                    self._write(frame, claimed)
-                if result and type(request) in WITH_MESSAGES and getattr(request, "payloads", True):
+                    self._write(frame, result if kind is wire.Claim else None)
+                if result and kind in WITH_MESSAGES and getattr(request, "payloads", True):
                     self._listener.sizes.learn(request.queue, sum(map(len, frames)) // len(result))
             except Exception as unwritable:
                 error = unwritable
-                self._take_back(request, future)
+                self._take_back(request, result)
         # After it is written: others may begin only if that has left room.
         self._end(pending)
         if error is not None:
             self._fail(pending, error)
         else:
-            self._count(pending, "ok")
+            slot, seconds = self._slot, loop_seconds() - pending.began
+            self._listener.metrics.request(
+                "native", kind.__name__, seconds, "ok", slot.key_id, slot.address, request
+            )
         if not self._reading:
             self.go_on()
 
@@ -475,12 +475,10 @@ class NativeConnection(asyncio.Protocol):
             if pending.future is not None:
                 pending.future.cancel()
 
-    def _take_back(self, request: wire.Request, future: Future[Any]) -> None:
+    def _take_back(self, request: wire.Request, result: Any) -> None:
         """Release messages whose answer can't be sent."""
-        if future.cancelled() or future.exception() is not None:
-            return
-        if isinstance(request, wire.Claim):
-            self._batcher.take_back(future.result())
+        if isinstance(request, wire.Claim) and result:
+            self._batcher.take_back(result)
 
     def _fail(self, pending: PendingRequest, error: BaseException) -> None:
         if not isinstance(error, PenstockError):
@@ -490,9 +488,11 @@ class NativeConnection(asyncio.Protocol):
         self._count(pending, type(error).__name__)
 
     def _count(self, pending: PendingRequest, outcome: str) -> None:
-        seconds = self._loop.time() - pending.began
+        slot, seconds = self._slot, loop_seconds() - pending.began
         name = type(pending.request).__name__
-        self._listener.metrics.request("native", name, seconds, outcome)
+        self._listener.metrics.request(
+            "native", name, seconds, outcome, slot.key_id, slot.address, pending.request
+        )
 
     # --- writing -------------------------------------------------------------------------------
 
@@ -501,11 +501,12 @@ class NativeConnection(asyncio.Protocol):
         waiting = 0 if self._transport is None else self._transport.get_write_buffer_size()
         return self._out_bytes + waiting
 
-    def _write(self, frame: bytes, claimed: Iterable[Delivery] = ()) -> None:
+    def _write(self, frame: bytes, claimed: ClaimedMessages | None = None) -> None:
         """Write a frame at the end of this turn; ``claimed`` are the messages in it, if any."""
         if self._ending:
             return
-        self._unwritten += claimed
+        if claimed:
+            self._unwritten.append(claimed)
         if not self._out:
             self._loop.call_soon(self._flush)
         self._out.append(frame)
@@ -518,7 +519,8 @@ class NativeConnection(asyncio.Protocol):
         out, self._out, self._out_bytes = self._out, [], 0
         unwritten, self._unwritten = self._unwritten, []
         if self._transport is None or self._transport.is_closing():
-            self._batcher.take_back(unwritten)
+            for claimed in unwritten:
+                self._batcher.take_back(claimed)
         elif out:
             self._transport.write(out[0] if len(out) == 1 else b"".join(out))
 
@@ -527,9 +529,8 @@ class NativeConnection(asyncio.Protocol):
     def leave(self) -> None:
         """Begin nothing new; claims that wait are answered with nothing."""
         self._leaving = True
-        self._write(
-            self._encoder.frame(wire.Bye("BrokerClosed", "the server is stopping", final=False))
-        )
+        bye = wire.Bye("BrokerClosed", "the server is stopping", final=False)
+        self._write(self._encoder.frame(bye))
         self._end_claims()
 
     def close(self) -> None:

@@ -19,12 +19,12 @@ from penstock.validation import check_count, check_text
 from penstock.wire.native import failure_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from penstock.model import Delivery
     from penstock.server.native import NativeListener
     from penstock.server.security import Principal
     from penstock.server.subscriptions import PushClaim
+    from penstock.store.codec.claimed import ClaimedMessages
     from penstock.wire.native import Consume, Credit
 
 
@@ -71,11 +71,11 @@ class Consumer:
 
     def deliver(self, claim: PushClaim) -> None:
         """Push the messages of a claim, and give the credit back that it did not need."""
-        deliveries = claim.answer
-        self._credit += claim.limit - len(deliveries)
-        size = sum([len(each.payload) for each in deliveries])
+        claimed = claim.answer
+        self._credit += claim.limit - len(claimed)
+        size = sum([len(row[-1]) for row in claimed.rows])
         self._credit_bytes += claim.reserved_bytes - size
-        self._consumers.delivered(self, deliveries, claim.reserved_bytes)
+        self._consumers.delivered(self, claimed, size, claim.reserved_bytes)
 
     def fail(self, error: Exception) -> None:
         """End with an error."""
@@ -86,7 +86,7 @@ class Consumers:
     """The consumers of one connection, by the ids of their requests."""
 
     def __init__(
-        self, listener: NativeListener, write: Callable[[bytes, Sequence[Delivery]], None]
+        self, listener: NativeListener, write: Callable[[bytes, ClaimedMessages | None], None]
     ) -> None:
         """``write`` writes a frame of the connection, and is told which messages are in it."""
         self.sizes = listener.sizes
@@ -186,37 +186,44 @@ class Consumers:
         return left
 
     def delivered(
-        self, consumer: Consumer, deliveries: Sequence[Delivery], reserved_bytes: int
+        self, consumer: Consumer, claimed: ClaimedMessages, size: int, reserved_bytes: int
     ) -> None:
         """Push what was claimed for a consumer; if it has gone, give it back."""
         self.reserved_bytes -= reserved_bytes
         if self._by_id.get(consumer.id) is not consumer:
-            self._batcher.take_back(deliveries)
-        else:
-            self._push(consumer, deliveries)
+            self._batcher.take_back(claimed)
+        elif claimed:
+            if size <= limits.MAX_ANSWER_PART_BYTES:
+                self._push(consumer, claimed)
+            else:
+                self._push_parts(consumer, claimed)
+        if consumer.id in self._by_id:
             # It may have got bytes back, and messages that seemed not to fit may fit now.
             self._batcher.note_room(consumer.queue)
         if self._refused and self._open:
             self._retry()
 
-    def _push(self, consumer: Consumer, deliveries: Sequence[Delivery]) -> None:
-        """Write the messages that were claimed for a consumer, in frames that are not too long."""
+    def _push_parts(self, consumer: Consumer, claimed: ClaimedMessages) -> None:
+        """Write messages in frames that are not too long."""
         begin = size = 0
-        for end, each in enumerate(deliveries, 1):
-            size += len(each.payload)
-            if size > limits.MAX_ANSWER_PART_BYTES or end == len(deliveries):
-                left_ms = max(0, each.lease_deadline_ms - self._clock.now_ms())
-                part = deliveries[begin:end]
-                frame = self._encoder.frame((6, consumer.id, left_ms, part))
-                self._write(frame, part)
-                self.sizes.learn(consumer.queue, len(frame) // len(part))
+        for end, row in enumerate(claimed.rows, 1):
+            size += len(row[-1])
+            if size > limits.MAX_ANSWER_PART_BYTES or end == len(claimed):
+                self._push(consumer, claimed.part(begin, end))
                 begin, size = end, 0
+
+    def _push(self, consumer: Consumer, claimed: ClaimedMessages) -> None:
+        """Write messages that were claimed for a consumer."""
+        left_ms = max(0, claimed.deadline_ms - self._clock.now_ms())
+        frame = self._encoder.push(consumer.id, left_ms, claimed)
+        self._write(frame, claimed)
+        self.sizes.learn(consumer.queue, len(frame) // len(claimed))
 
     def _answer(self, request_id: int, error: BaseException | None) -> None:
         answer: object = (1, request_id, None)
         if error is not None:
             answer = failure_of(request_id, told(error, self._principal))
-        self._write(self._encoder.frame(answer), ())
+        self._write(self._encoder.frame(answer), None)
 
     def _retry(self) -> None:
         refused, self._refused = self._refused, set()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from asyncio import Future, TimerHandle
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -25,16 +26,16 @@ import msgspec
 
 from penstock import limits
 from penstock.broker.broker import Broker
+from penstock.broker.requests import Ack, Publish
 from penstock.errors import NotAllowed, PenstockError, QueueNotFound, StoreDamaged
+from penstock.packing import check_packed
 from penstock.server.backup import backup_into
 from penstock.server.batcher import Batcher
 from penstock.server.security import check_publish, check_receipts_of, check_settings, check_target
-from penstock.validation import check_count
+from penstock.validation import check_count, check_receipts
 from penstock.wire import native as wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from penstock.model import Backfilled
     from penstock.server.security import Principal
 
@@ -58,11 +59,11 @@ class Verb(NamedTuple):
     """How a request is checked and run.
 
     ``batched``: the batcher gathers it with others and begins it at once, where others wait for a
-    thread.
+    thread. ``run`` returns the future of its answer; None: the request is told.
     """
 
     check: Callable[[Any, Any], None]
-    run: Callable[[Batcher, PendingRequest, Principal], Future[Any]]
+    run: Callable[[Batcher, PendingRequest, Principal], Future[Any] | None]
     batched: bool = False
 
 
@@ -70,7 +71,7 @@ class Verb(NamedTuple):
 
 
 def _publishes(principal: Principal, request: wire.Publish) -> None:
-    check_publish(principal, request.messages)
+    check_publish(principal, [message.envelope for message in request.messages])
     if request.queue is not None:
         principal.check("publish", request.queue)
 
@@ -103,6 +104,10 @@ def _configures(principal: Principal, request: wire.CreateQueue | wire.UpdateQue
 def _moves(principal: Principal, request: wire.Move) -> None:
     principal.check("admin", request.queue)
     check_target(principal, request.to)
+
+
+def _may_see(principal: Principal, queue: str | None) -> bool:
+    return any(principal.may(action, queue) for action in ("consume", "admin"))
 
 
 def _looks(principal: Principal, _request: Any) -> None:
@@ -180,8 +185,15 @@ def _backfill(broker: Broker, queue: str, begin: Any, to: Any) -> wire.Step:
     return wire.Step(done, done.next)
 
 
-def _publish(batcher: Batcher, pending: PendingRequest, _: Principal) -> Future[Any]:
-    return batcher.publish(pending.request.messages, queue=pending.request.queue)
+def _explain(batcher: Batcher, pending: PendingRequest, principal: Principal) -> Future[Any]:
+    fields = _fields(pending.request)
+    return batcher.call(lambda broker: broker.explain_to(partial(_may_see, principal), **fields))
+
+
+def _publish(batcher: Batcher, pending: PendingRequest, _: Principal) -> None:
+    request = pending.request
+    check_packed(request.messages)
+    batcher.submit(Publish(request.messages, request.queue), pending)
 
 
 def _claim(batcher: Batcher, pending: PendingRequest, _: Principal) -> Future[Any]:
@@ -189,10 +201,10 @@ def _claim(batcher: Batcher, pending: PendingRequest, _: Principal) -> Future[An
     return batcher.claim(**_fields(pending.request), admission=admission)
 
 
-def _ack(batcher: Batcher, pending: PendingRequest, principal: Principal) -> Future[Any]:
+def _ack(batcher: Batcher, pending: PendingRequest, principal: Principal) -> None:
     request = pending.request
     check = check_receipts_of(principal, request.queue)
-    return batcher.ack(request.receipts, queue=request.queue, check=check)
+    batcher.submit(Ack(check_receipts(request.receipts), request.queue, check), pending)
 
 
 def _settle(verb: Callable[..., Any]) -> Any:
@@ -210,6 +222,7 @@ VERBS: Final[dict[type[Any], Verb]] = {
     wire.Extend: Verb(_settles, _settle(Batcher.extend), batched=True),
     wire.Browse: Verb(_consumes, _call(_browse)),
     wire.Attempts: Verb(_consumes, _call(Broker.attempts)),
+    wire.Explain: Verb(_consumes, _explain),
     wire.Stats: Verb(_consumes, _call(Broker.stats)),
     wire.StoreStats: Verb(_looks, _call(Broker.store_stats)),
     wire.Queues: Verb(_looks, _call(Broker.queues)),
@@ -264,16 +277,23 @@ class MessageSizes:
 
 
 class PendingRequest(msgspec.Struct, eq=False):
-    """A request, from its arrival to its answer. While its claim is parked, it admits the claim."""
+    """A request, from its arrival to its answer. While its claim is parked, it admits the claim.
+
+    It is told the answer of a publish or an ack (:class:`penstock.server.batcher.Answer`).
+    """
 
     request: Any
     verb: Verb
     size: int
     began: float
     backpressure: Backpressure
+    finish: Callable[[PendingRequest, Any, BaseException | None], None]
     # Until when a claim waits; None: it does not.
     until: float | None = None
     future: Future[Any] | None = None
+    # Whether the batcher has it and tells it the answer; whether it was told.
+    at_batcher: bool = False
+    over: bool = False
     # The error that answers it in place of its result: its time is up.
     failure: PenstockError | None = None
     # Bytes that it takes of the room; 0: it was not admitted.
@@ -291,6 +311,25 @@ class PendingRequest(msgspec.Struct, eq=False):
     def leave(self) -> None:
         """Give its room to others: the claim is parked."""
         self.backpressure.leave(self)
+
+    def done(self) -> bool:
+        """Whether it was told its answer, or was cancelled."""
+        return self.over
+
+    def cancel(self) -> bool:
+        """Want no answer any more: the connection has answered it."""
+        self.over = True
+        return True
+
+    def set_result(self, result: Any) -> None:
+        """Answer it with a result."""
+        self.over = True
+        self.finish(self, result, None)
+
+    def set_exception(self, error: Exception) -> None:
+        """Answer it with an error."""
+        self.over = True
+        self.finish(self, None, error)
 
     def disarm(self) -> None:
         """Cancel the alarm: the request is held no longer."""

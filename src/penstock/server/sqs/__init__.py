@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import lru_cache, partial
+from math import inf
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from penstock import limits
+from penstock.clock import loop_seconds
 from penstock.errors import (
     BrokerClosed,
     InvalidInput,
@@ -26,6 +28,7 @@ from penstock.server.http import Response
 from penstock.server.security import ANYONE, Principal
 from penstock.server.sqs import messages, queues
 from penstock.server.sqs.context import QueueCache, ReceiveAttempts, SqsCall, SqsOptions
+from penstock.server.steps import Steps, begin
 from penstock.wire.sqs import protocol, signature
 from penstock.wire.sqs import queues as wire
 from penstock.wire.sqs.protocol import SqsFault
@@ -78,10 +81,10 @@ _NO_PAGE: Final = Response(
 )
 # How long each operation may take; what empties a queue does so in steps that end by themselves.
 _MOST_SECONDS: Final = limits.SQS_MAX_ANSWER_MS / 1000
-_ANSWER_SECONDS: Final[dict[str, float | None]] = {
+_ANSWER_SECONDS: Final = {
     "ReceiveMessage": _MOST_SECONDS + limits.SQS_MAX_WAIT_S,
-    "DeleteQueue": None,
-    "PurgeQueue": None,
+    "DeleteQueue": inf,
+    "PurgeQueue": inf,
 }
 _XML, _JSON = protocol.QUERY_CONTENT, protocol.JSON_CONTENT
 # Error of the broker: code, text and status of the fault. The first that fits counts.
@@ -102,7 +105,14 @@ class Observer(Protocol):
     """Counts requests."""
 
     def request(
-        self, protocol: str, operation: str, seconds: float, outcome: str, key_id: str = ""
+        self,
+        protocol: str,
+        operation: str,
+        seconds: float,
+        outcome: str,
+        key_id: str = "",
+        address: str = "",
+        queue: object = "",
     ) -> None:
         """Take note of a request that was answered."""
 
@@ -136,7 +146,7 @@ class SqsService:
         # Ids of keys that can't check signatures, and that the log has named.
         self._logged: set[str] = set()
         self._requests = 0
-        self._request_prefix = clock.lease_id().hex()[-12:]
+        self._request_prefix = f"{clock.lease_id().hex()[-12:-4]}-0000-8000-8000-"
 
     def close(self) -> None:
         """Stop the moves that go on in the background."""
@@ -149,20 +159,22 @@ class SqsService:
 
     # --- requests ------------------------------------------------------------------------------
 
-    async def handle(self, request: Request) -> Response:
+    def handle(self, request: Request) -> Response | Steps[Response]:
         """Answer a request, whatever it is."""
         if request.method in {"GET", "HEAD"} and "Action=" not in request.query:
             return _NO_PAGE
+        return begin(self._handle(request))
+
+    async def _handle(self, request: Request) -> Response:
         self._requests += 1
-        request_id = f"{self._request_prefix[:8]}-0000-8000-8000-{self._requests:012x}"
+        request_id = f"{self._request_prefix}{self._requests:012x}"
         target = request.headers.get("x-amz-target")
         xml = target is None
-        loop = asyncio.get_running_loop()
-        began = loop.time()
+        began = loop_seconds()
         operation, outcome = "unknown", "ok"
-        principal = _NOBODY
+        principal, asked = _NOBODY, None
         try:
-            principal = self._principal(request)
+            principal = ANYONE if self._keys is None else self._principal(request, self._keys)
             request.trust()
             if target is not None:
                 operation = protocol.json_operation(target, OPERATIONS)
@@ -171,26 +183,28 @@ class SqsService:
                 fields = _fields(request)
                 operation = protocol.query_operation(fields, OPERATIONS)
                 asked = protocol.decode_query(operation, fields)
-            call = SqsCall(self, principal, self._base_url(request), request)
-            async with asyncio.timeout(_ANSWER_SECONDS.get(operation, _MOST_SECONDS)):
-                answer = await OPERATIONS[operation](call, asked)
+            request.due = began + _ANSWER_SECONDS.get(operation, _MOST_SECONDS)
+            answer = await OPERATIONS[operation](SqsCall(self, principal, request), asked)
             if xml:
                 body, kind = protocol.encode_query(operation, answer, request_id), _XML
             else:
                 body, kind = protocol.encode_json(answer), _JSON
             return Response(200, body, kind, (("x-amzn-RequestId", request_id),))
+        except asyncio.CancelledError:
+            if not request.late:
+                raise
+            outcome, response = _refused(self._late(), operation, request_id, xml=xml)
+            return response
         except Exception as error:
             # The error stays in here: kept in a variable, it would keep this call, with the body of
             # its request, until the garbage collector comes.
-            late = isinstance(error, TimeoutError)
-            outcome, response = _refused(
-                self._late() if late else error, operation, request_id, xml=xml
-            )
+            outcome, response = _refused(error, operation, request_id, xml=xml)
             return response
         finally:
             if self._observer is not None:
-                seconds = loop.time() - began
-                self._observer.request("sqs", operation, seconds, outcome, principal.key_id)
+                about = ("sqs", operation, loop_seconds() - began, outcome, principal.key_id)
+                queue = asked and (asked.queue_url or asked.queue_name or request.path)
+                self._observer.request(*about, request.peer, queue)
 
     def _late(self) -> SqsFault:
         """Say that a request was not answered in time; one that was not begun is not begun."""
@@ -199,13 +213,11 @@ class SqsService:
         text = f"The request was not answered in time, it may or may not have been done.{why}"
         return SqsFault("ServiceUnavailable", text, status=503)
 
-    def _principal(self, request: Request) -> Principal:
-        if self._keys is None:
-            return ANYONE
+    def _principal(self, request: Request, keys: Keys) -> Principal:
         claim = signature.parse(request.headers.get("authorization"))
         key_id = claim.key_id
-        found = self._keys.secret_of(key_id)
-        if key_id not in self._logged and self._keys.keeps_no_secret(key_id):
+        found = keys.secret_of(key_id)
+        if found is None and key_id not in self._logged and keys.keeps_no_secret(key_id):
             # Once: a stranger may name a key as often as it likes.
             self._logged.add(key_id)
             log.warning(
@@ -234,13 +246,6 @@ class SqsService:
             text = "The security token included in the request is invalid."
             raise SqsFault("UnrecognizedClientException", text, status=403)
         return principal
-
-    def _base_url(self, request: Request) -> str:
-        base = self.options.url
-        if not base:
-            scheme = "https" if request.secure else "http"
-            base = f"{scheme}://{request.headers.get('host', 'localhost')}"
-        return f"{base}/{self.options.account}/"
 
 
 def _fields(request: Request) -> dict[str, str]:

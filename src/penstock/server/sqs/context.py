@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from penstock import limits
+from penstock.server.security import ANYONE
 from penstock.wire.sqs.protocol import SqsFault
 from penstock.wire.sqs.queues import QueueView, view_of
 
@@ -46,11 +47,10 @@ class SqsOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SqsCall(NamedTuple):
-    """One request: its principal, the address that it came to, and the HTTP request."""
+    """One request: its principal, and the HTTP request."""
 
     sqs: SqsService
     principal: Principal
-    base_url: str
     http: Request
 
     def queue_of(self, request: SqsRequest, *actions: str) -> str:
@@ -60,16 +60,24 @@ class SqsCall(NamedTuple):
         if not url:
             raise SqsFault.missing("QueueUrl")
         name = url.rstrip("/").rpartition("/")[2]
-        self.principal.check_any(actions, name)
+        if self.principal is not ANYONE:
+            self.principal.check_any(actions, name)
         return name
 
     async def view_of(self, request: SqsRequest, action: str) -> QueueView:
         """Return the settings of a request's queue, on which the action must be allowed."""
-        return await self.sqs.queues.view(self.queue_of(request, action))
+        name = self.queue_of(request, action)
+        queues = self.sqs.queues
+        return queues.fresh_view(name) or await queues.view(name)
 
     def url_of(self, name: str) -> str:
-        """Return the URL of a queue."""
-        return f"{self.base_url}{name}"
+        """Return the URL of a queue; without a setting, at the address that the request came to."""
+        options, http = self.sqs.options, self.http
+        base = options.url
+        if not base:
+            scheme = "https" if http.secure else "http"
+            base = f"{scheme}://{http.headers.get('host', 'localhost')}"
+        return f"{base}/{options.account}/{name}"
 
 
 class QueueCache:
@@ -81,13 +89,20 @@ class QueueCache:
 
     def __init__(self, batcher: Batcher) -> None:
         self._batcher = batcher
+        self._loop = asyncio.get_running_loop()
         self._views: dict[str, QueueView] = {}
         self._read_at = float("-inf")
         self._reading: asyncio.Task[list[QueueSpec]] | None = None
 
+    def fresh_view(self, name: str) -> QueueView | None:
+        """Return the settings of a queue if they are known and fresh."""
+        if self._loop.time() - self._read_at > _FRESH_S:
+            return None
+        return self._views.get(name)
+
     async def view(self, name: str) -> QueueView:
         """Return the settings of a queue; those that are not fresh are read again meanwhile."""
-        if asyncio.get_running_loop().time() - self._read_at > _FRESH_S:
+        if self._loop.time() - self._read_at > _FRESH_S:
             self._start_reading()
         if name not in self._views:
             await self.specs()
@@ -119,7 +134,7 @@ class QueueCache:
 
     def _start_reading(self) -> asyncio.Task[list[QueueSpec]]:
         if self._reading is None or self._reading.done():
-            self._reading = asyncio.get_running_loop().create_task(self._read())
+            self._reading = self._loop.create_task(self._read())
             # A caller that waits gets the error; otherwise the next request tries again.
             self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._reading
@@ -129,7 +144,7 @@ class QueueCache:
         specs = await self._batcher.call(lambda broker: broker.queues())
         if self._reading is me:
             self._views = {spec.name: view_of(spec) for spec in specs}
-            self._read_at = asyncio.get_running_loop().time()
+            self._read_at = self._loop.time()
         return specs
 
 

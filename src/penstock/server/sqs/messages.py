@@ -137,11 +137,11 @@ def _prepare(call: SqsCall, view: QueueView, entry: SqsEntry) -> tuple[Message, 
         answer["MD5OfMessageSystemAttributes"] = messages.md5_of_attributes(
             entry.message_system_attributes
         )
-    group = entry.message_group_id
-    check_token(group, "MessageGroupId")
-    dedup_id = entry.message_deduplication_id
-    check_token(dedup_id, "MessageDeduplicationId")
-    delay_ms = _delay_ms(view, entry.delay_seconds)
+    group, dedup_id = entry.message_group_id, entry.message_deduplication_id
+    if group is not None or dedup_id is not None:
+        check_token(group, "MessageGroupId")
+        check_token(dedup_id, "MessageDeduplicationId")
+    delay_ms = 0 if entry.delay_seconds is None else _delay_ms(view, entry.delay_seconds)
     kept_id = dedup_id
     if view.fifo:
         _check_fifo(view, entry)
@@ -159,7 +159,7 @@ def _prepare(call: SqsCall, view: QueueView, entry: SqsEntry) -> tuple[Message, 
         group or "",
         0,
         delay_ms,
-        _scoped(view, group, dedup_id),
+        None if dedup_id is None else _scoped(view, group, dedup_id),
     )
     return message, answer, size
 
@@ -174,19 +174,15 @@ def _check_fifo(view: QueueView, entry: SqsEntry) -> None:
         )
 
 
-def _scoped(view: QueueView, group: str | None, dedup_id: str | None) -> str | None:
+def _scoped(view: QueueView, group: str | None, dedup_id: str) -> str:
     """Make a dedup id that counts in this queue as it was made, or in one of its groups."""
-    if dedup_id is None:
-        return None
     scoped = f"{view.created_at_ms:x}.{dedup_id}"
     if view.group_dedup and group:
         return f"{sha256(group.encode()).hexdigest()}.{scoped}"
     return scoped
 
 
-def _delay_ms(view: QueueView, delay_s: int | None) -> int:
-    if delay_s is None:
-        return 0
+def _delay_ms(view: QueueView, delay_s: int) -> int:
     high = limits.SQS_MAX_DELAY_S
     check_range(delay_s, "DelaySeconds", 0, high, f"DelaySeconds must be >= 0 and <= {high}.")
     if view.fifo:
@@ -337,9 +333,9 @@ def _checked(view: QueueView, request: SqsRequest) -> tuple[int, int, int]:
 
 
 def _system_names(request: SqsRequest) -> frozenset[str]:
-    names = {*(request.attribute_names or ()), *(request.message_system_attribute_names or ())}
-    if not names:
+    if not (request.attribute_names or request.message_system_attribute_names):
         return frozenset()
+    names = {*(request.attribute_names or ()), *(request.message_system_attribute_names or ())}
     if "All" in names:
         return frozenset(_SYSTEM)
     for name in names:

@@ -4,6 +4,7 @@ One byte of version, then a MessagePack array::
 
     01 | [published_at_ms, group, priority, size, delay_ms, attributes]
 
+A publish lays it out of bytes that are encoded already (:class:`penstock.packing.Envelope`).
 MessagePack keeps integers, floats, booleans and null apart, which the filters' typing needs.
 Upgrade recipe: append fields at the end of the array and raise the version byte; a reader of
 version n fills the fields that an older record lacks with defaults.
@@ -11,6 +12,7 @@ version n fills the fields that an older record lacks with defaults.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -49,6 +51,7 @@ _PREFIX: Final = bytes([VERSION])
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final[Callable[[memoryview | bytes], Metadata]] = msgspec.msgpack.Decoder(Metadata).decode
 _decode_many: Final = msgspec.msgpack.Decoder(list[int | Metadata]).decode
+_decode_head: Final = msgspec.msgpack.Decoder(Head).decode
 _decode_heads: Final = msgspec.msgpack.Decoder(list[int | Head]).decode
 
 
@@ -83,6 +86,9 @@ def decode_many(records: Sequence[bytes]) -> Sequence[Metadata | None]:
 
 def decode_heads(records: Sequence[bytes]) -> Sequence[Head | Metadata | None]:
     """Read the fields before the attributes, at a third of the cost; None if that fails too."""
+    if len(records) == 1 and records[0][:1] == _PREFIX:
+        with suppress(msgspec.MsgspecError, ValueError):
+            return [_decode_head(records[0][1:])]
     found = _all_of(records, _decode_heads)
     return [read_metadata(record) for record in records] if found is None else found
 

@@ -32,7 +32,6 @@ from penstock.store.codec.opendata import (
     check_end,
     pack_count,
     read_count,
-    read_utf8,
     utf8,
 )
 
@@ -86,10 +85,15 @@ def encode_ended(
 
 def decode_ended(buf: bytes, *, failed: bool) -> list[EndedRecord]:
     """Decode done messages, or failed ones."""
+    return [_new(EndedRecord, fields) for fields in ended_fields(buf, failed=failed)]
+
+
+def ended_fields(buf: bytes, *, failed: bool) -> list[tuple[int, int, int, int, bytes, str]]:
+    """Decode them as plain tuples, which the garbage collector lets go of: for many of them."""
     record = "failed" if failed else "done"
     count = read_count(buf, 0, record)
     pos = 2
-    found: list[EndedRecord] = []
+    found: list[tuple[int, int, int, int, bytes, str]] = []
     reason = ""
     try:
         for _ in range(count):
@@ -102,8 +106,7 @@ def decode_ended(buf: bytes, *, failed: bool) -> list[EndedRecord]:
                 pos += 2
                 reason = str(buf[pos : pos + length], "utf-8")
                 pos += length
-            fields = (message_id, claim_id, ended_at, attempts, metadata, reason)
-            found.append(_new(EndedRecord, fields))
+            found.append((message_id, claim_id, ended_at, attempts, metadata, reason))
     except (struct_error, UnicodeDecodeError) as error:
         raise broken(record, len(found), count, error) from None
     check_end(buf, pos, record)
@@ -122,14 +125,16 @@ def encode_attempt(attempt: AttemptRecord) -> bytes:
 def decode_attempt(buf: bytes) -> AttemptRecord:
     """Decode one attempt."""
     try:
-        claimed_at, _ = _CLAIMED.unpack_from(buf)
-        consumer, pos = read_utf8(buf, 8, "attempt")
-        ended_at, outcome, _ = _ENDED.unpack_from(buf, pos)
+        claimed_at, size = _CLAIMED.unpack_from(buf)
+        at = 10 + size
+        ended_at, outcome, length = _ENDED.unpack_from(buf, at)
+        consumer, reason = str(buf[10:at], "utf-8"), str(buf[at + 11 : at + 11 + length], "utf-8")
     except struct_error:
         raise CorruptRecord(f"attempt: ends early, after {len(buf)} bytes") from None
-    reason, pos = read_utf8(buf, pos + 9, "attempt")
-    check_end(buf, pos, "attempt")
-    return AttemptRecord(claimed_at, consumer, ended_at, outcome, reason)
+    except UnicodeDecodeError as error:
+        raise CorruptRecord(f"attempt: a text is not UTF-8: {error.reason}") from None
+    check_end(buf, at + 11 + length, "attempt")
+    return _new(AttemptRecord, (claimed_at, consumer, ended_at, outcome, reason))
 
 
 def encode_queue_spec(spec: QueueSpec, number: int) -> bytes:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from itertools import chain, repeat
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -11,11 +11,13 @@ import msgspec
 from penstock import limits
 from penstock.engines import get_each
 from penstock.errors import CorruptRecord, StoreDamaged
-from penstock.model import Delivery, LeaseRequest
-from penstock.store.codec.metadata import decode_many, decode_metadata
+from penstock.model import LeaseRequest
+from penstock.store.codec.claimed import ClaimedMessages, StoredRow
+from penstock.store.codec.metadata import decode_heads, decode_metadata
 from penstock.store.codec.opendata import PAYLOAD
 from penstock.store.kv.maintain import MaintainVerbs
 from penstock.store.kv.state import verb
+from penstock.store.life import life, log_step
 from penstock.store.live import group_of, uncount_attempt
 from penstock.store.receipts import lease_token
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.engines import Batch
-    from penstock.store.codec.metadata import Metadata
+    from penstock.store.codec.metadata import Head, Metadata
     from penstock.store.kv.queues import Queue
     from penstock.store.live import Item
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 CATCH_UP_BUDGET: Final = 1_000
 # How many unreadable messages one claim passes over to find readable ones.
 UNREAD_BUDGET: Final = 1_000
+_metadata_of: Final = attrgetter("metadata")
+_rows_of: Final = attrgetter("rows")
 
 
 class _Claim(msgspec.Struct):
@@ -41,8 +45,9 @@ class _Claim(msgspec.Struct):
     deadline_ms: int
     size: int = 0
     full: bool = False
+    token: str = ""
     keys: list[bytes] = []
-    deliveries: list[Delivery] = []
+    rows: list[StoredRow] = []
 
 
 class ClaimVerbs(MaintainVerbs):
@@ -51,7 +56,7 @@ class ClaimVerbs(MaintainVerbs):
     @verb
     def claim(
         self, queue_name: str, wants: Sequence[LeaseRequest], now_ms: int
-    ) -> list[list[Delivery]]:
+    ) -> list[ClaimedMessages]:
         """Take messages for several claims in one scan and one commit, each under its own lease.
 
         They are served in order: the last ones may get nothing. A claim passes over unreadable
@@ -71,15 +76,15 @@ class ClaimVerbs(MaintainVerbs):
         if not active.ready_groups(queue):
             if unseen is not None:
                 raise unseen.anew()
-            return [[] for _ in wants]
+            return [ClaimedMessages() for _ in wants]
         answers, unread = self._serve(queue, wants, now_ms)
         passed = 0
-        while unread and passed < UNREAD_BUDGET and not any(answers):
+        while unread and passed < UNREAD_BUDGET and not any(map(_rows_of, answers)):
             # Messages behind the unreadable ones may be readable.
             passed += len(unread)
             unseen = unread[0]
             answers, unread = self._serve(queue, wants, now_ms)
-        if not any(answers):
+        if not any(map(_rows_of, answers)):
             unseen = unseen or active.damage.get(queue.number)
             if unseen is not None:
                 raise unseen.anew()
@@ -87,12 +92,17 @@ class ClaimVerbs(MaintainVerbs):
 
     def _serve(
         self, queue: Queue, wants: Sequence[LeaseRequest], now_ms: int
-    ) -> tuple[list[list[Delivery]], list[StoreDamaged]]:
-        """Take messages; return the deliveries, and why some messages were passed over."""
+    ) -> tuple[list[ClaimedMessages], list[StoreDamaged]]:
+        """Take messages; return them, and why some messages were passed over."""
         batch = self.begin()
         claims = [
             # The last two bytes number the splits of a lease.
-            _Claim(want, want.lease[:14] + b"\0\0", now_ms + want.lease_ms)
+            _Claim(
+                want,
+                lease := want.lease[:14] + b"\0\0",
+                now_ms + want.lease_ms,
+                token=lease_token(self.identity.store_id, queue.number, lease),
+            )
             for want in wants
         ]
         if queue.fifo:
@@ -104,9 +114,9 @@ class ClaimVerbs(MaintainVerbs):
         answers = []
         taken = 0
         for claim in claims:
-            answers.append(claim.deliveries)
-            if claim.deliveries:
-                taken += len(claim.deliveries)
+            answers.append(ClaimedMessages(queue.name, claim.token, claim.deadline_ms, claim.rows))
+            if claim.rows:
+                taken += len(claim.rows)
                 self.leases.put(
                     batch,
                     claim.lease,
@@ -119,6 +129,10 @@ class ClaimVerbs(MaintainVerbs):
         queue.counts.claimed_total += taken
         if taken or len(batch) or self.has_aside:
             self.commit(batch, (queue,), now_ms)
+        if life.level:
+            for claim in claims:
+                ids = [row[0] for row in claim.rows]
+                log_step("claim", queue.name, ids, claim.token, claim.want.consumer)
         return answers, self.take_unread(queue) if self.active.unread else []
 
     def _take(self, batch: Batch, queue: Queue, claims: Sequence[_Claim], now_ms: int) -> None:
@@ -129,7 +143,7 @@ class ClaimVerbs(MaintainVerbs):
             grants = []
             for claim in claims:
                 if not claim.full:
-                    wanted = claim.want.limit - len(claim.deliveries)
+                    wanted = claim.want.limit - len(claim.rows)
                     room += wanted
                     grants.append(repeat((claim.lease, claim.deadline_ms), wanted))
             if not room:
@@ -137,10 +151,8 @@ class ClaimVerbs(MaintainVerbs):
             taken = active.take(batch, queue, room, chain.from_iterable(grants), now_ms)
             if not taken:
                 return
-            found: Sequence[Metadata | None] = (None,)
-            with suppress(CorruptRecord):
-                records = [item.metadata for item in taken]
-                found = decode_many(records) if len(records) > 1 else [decode_metadata(records[0])]
+            # For the sizes: who gets the messages decodes the rest.
+            found = decode_heads(list(map(_metadata_of, taken)))
             kept = self._within_bounds(batch, queue, taken, found, claims, now_ms)
             self._deliver(batch, queue, kept, claims, now_ms)
             # A message that was put back stands before what this batch has taken: the batch can't
@@ -153,10 +165,10 @@ class ClaimVerbs(MaintainVerbs):
         batch: Batch,
         queue: Queue,
         taken: Sequence[Item],
-        found: Sequence[Metadata | None],
+        found: Sequence[Head | Metadata | None],
         claims: Sequence[_Claim],
         now_ms: int,
-    ) -> Sequence[tuple[Item, Metadata | None]]:
+    ) -> Sequence[tuple[Item, Head | Metadata | None]]:
         """Put back what is too much for one answer, before any payload is read; give the rest."""
         together = 0
         for metadata in found:
@@ -197,21 +209,19 @@ class ClaimVerbs(MaintainVerbs):
         self,
         batch: Batch,
         queue: Queue,
-        items: Sequence[tuple[Item, Metadata | None]],
+        items: Sequence[tuple[Item, Head | Metadata | None]],
         claims: Sequence[_Claim],
         now_ms: int,
     ) -> None:
-        """Read payloads and make deliveries.
+        """Read payloads and give messages to the claims.
 
         Messages without a payload are removed. Those whose payload can't be read are put back, to
         be passed over from now on.
         """
-        name, store_id = queue.name, self.identity.store_id
         payload_keys = [PAYLOAD + item.message_id.to_bytes(8, "big") for item, _ in items]
         payloads = get_each(self.payloads.table, payload_keys)
         turns = iter(claims)
         claim: _Claim | None = None
-        token = ""
         broken: list[Item] = []
         unread: list[Item] = []
         behind: list[Item] = []
@@ -229,27 +239,13 @@ class ClaimVerbs(MaintainVerbs):
             # Items come in the order of the grants.
             while claim is None or claim.lease != item.lease:
                 claim = next(turns)
-                token = lease_token(store_id, queue.number, claim.lease)
             if metadata is None or payload is None:
                 self._set_aside(queue, item, payload)
                 broken.append(item)
                 continue
-            key = item.key
-            claim.keys.append(key.to_bytes(8, "big"))
-            claim.deliveries.append(
-                Delivery(
-                    item.message_id,
-                    name,
-                    payload,
-                    metadata.attributes,
-                    metadata.group,
-                    metadata.priority,
-                    item.attempts,
-                    metadata.published_at_ms,
-                    f"{token}-{key:016x}",
-                    claim.deadline_ms,
-                )
-            )
+            row = (item.message_id, item.key, item.attempts, item.metadata, payload)
+            claim.rows.append(row)
+            claim.keys.append(item.key.to_bytes(8, "big"))
         if unread:
             self._untake(batch, queue, [*unread, *behind], now_ms)
             self.active.pass_over(queue, unread)

@@ -23,6 +23,7 @@ from penstock.store.codec.metadata import read_metadata
 from penstock.store.codec.stored import NO_LEASE
 from penstock.store.kv.settle import SettleVerbs
 from penstock.store.kv.state import verb
+from penstock.store.life import life, log_step
 from penstock.store.live import Item, lane_of
 
 if TYPE_CHECKING:
@@ -138,6 +139,8 @@ class MoveVerbs(SettleVerbs):
             queue.counts.redriven_total += len(items)
             self.commit(batch, (queue,), now_ms)
             self.wake(queue)
+            if life.level:
+                log_step("redrive", queue.name, [item.message_id for item in items])
         return len(items), further
 
     # --- move ------------------------------------------------------------------------------

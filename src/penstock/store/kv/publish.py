@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from itertools import repeat
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from penstock.store.codec.metadata import Metadata, decode_heads, encode_metadata
+from penstock.packing import metadata_head
+from penstock.store.codec.metadata import decode_heads
 from penstock.store.codec.opendata import PAYLOAD
 from penstock.store.kv.state import Core, verb
+from penstock.store.life import life, log_publish
 from penstock.store.live import Item, lane_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.engines import Batch
-    from penstock.model import Message
+    from penstock.packing import Envelope, PackedMessage
     from penstock.store.kv.queues import Queue
+
+_log_row: Final = attrgetter("message_id", "metadata")
 
 
 class PublishVerbs(Core):
@@ -26,11 +31,12 @@ class PublishVerbs(Core):
     @verb
     def publish(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[PackedMessage],
         routes: Sequence[Sequence[str]] | None,
         *,
         dedup_window_ms: int,
         now_ms: int,
+        routed_at: int | None = None,  # noqa: ARG002 - filters do not change meanwhile
     ) -> list[int]:
         """Store messages and put each into the queues that ``routes`` names for it.
 
@@ -41,7 +47,8 @@ class PublishVerbs(Core):
         for message in messages:
             payload_bytes += len(message.payload)
             if message.dedup_id is not None:
-                dedup_keys.append(self.dedup.key(message, message.dedup_id))
+                key = self.dedup.key(message.envelope.attributes, message.dedup_id)
+                dedup_keys.append(key)
         batch = self.begin(len(messages), payload_bytes)
         known = self.dedup.known(dedup_keys, now_ms) if dedup_keys else {}
         keys_left = iter(dedup_keys)
@@ -50,9 +57,12 @@ class PublishVerbs(Core):
         put, payloads = batch.put, self.payloads.table.family
         ids: list[int] = []
         placed: list[Item] = []
-        rows: list[tuple[int, bytes]] = []
         taken: list[Sequence[str]] = []
         groups: list[str] = []
+        spread = self.log.settings.changes[-1][1] > 1
+        head = metadata_head(now_ms)
+        last: Envelope | None = None
+        size, metadata, lane, visible_at_ms = -1, b"", b"", now_ms
         routed = repeat((), len(messages)) if routes is None else routes
         for message, names in zip(messages, routed, strict=True):
             if message.dedup_id is not None:
@@ -63,26 +73,27 @@ class PublishVerbs(Core):
                     ids.append(known_id)
                     continue
                 known[dedup_key] = fresh[dedup_key] = next_id
-            payload, attributes = message.payload, message.attributes
-            group, priority, delay_ms = message.group, message.priority, message.delay_ms
-            if not isinstance(attributes, dict):
-                attributes = dict(attributes)
-            metadata = encode_metadata(
-                Metadata(now_ms, group, priority, len(payload), delay_ms, attributes)
-            )
+            payload, envelope = message.payload, message.envelope
+            # Messages that follow one another often have these in common.
+            if envelope is not last or len(payload) != size:
+                last, size = envelope, len(payload)
+                metadata = envelope.metadata(head, size)
+                lane = lane_of(envelope.group, envelope.priority)
+                visible_at_ms = now_ms + envelope.delay_ms
             put(PAYLOAD + next_id.to_bytes(8, "big"), payload, payloads)
             ids.append(next_id)
-            rows.append((next_id, metadata))
-            lane = lane_of(group, priority)
-            placed.append(Item(next_id, next_id, lane, 0, 0, now_ms + delay_ms, metadata))
+            placed.append(Item(next_id, next_id, lane, 0, 0, visible_at_ms, metadata))
             taken.append(names)
-            groups.append(group)
+            if spread:
+                groups.append(envelope.group)
             next_id += 1
         if fresh:
             self.dedup.remember(batch, fresh, now_ms + dedup_window_ms)
         touched: list[Queue] = []
         if placed:
-            self.log.append(batch, rows, groups, now_ms)
+            among = None if routes is None else taken
+            rows = list(map(_log_row, placed))
+            self.log.append(batch, rows, groups, among, self.fifo, now_ms)
             if routes is not None:
                 touched = self.place(batch, placed, taken, now_ms)
         self.totals.published += next_id - first_id
@@ -90,6 +101,8 @@ class PublishVerbs(Core):
         self.log.ids.next = next_id
         self.put_totals(batch, now_ms)
         self.commit(batch, touched, now_ms)
+        if life.level:
+            log_publish([item.message_id for item in placed], taken)
         return ids
 
     def place(

@@ -7,7 +7,8 @@ whether or not a sweep has been by. A receipt that is not good changes nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
@@ -17,13 +18,21 @@ from penstock.store import policy
 from penstock.store.codec.stored import LeaseRecord, decode_lease
 from penstock.store.kv.queues import Queue
 from penstock.store.kv.state import Core, verb
+from penstock.store.life import life, log_step
 from penstock.store.live import Item, uncount_attempt
-from penstock.store.receipts import parse_lease_token, parse_receipts, queue_numbers
+from penstock.store.receipts import (
+    FAMILY_BYTES,
+    lease_token,
+    parse_lease_token,
+    parse_receipts,
+    queue_numbers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from penstock.engines import Batch
+    from penstock.store.receipts import LeaseToken
 
 
 class Holding(msgspec.Struct, gc=False):
@@ -35,8 +44,12 @@ class Holding(msgspec.Struct, gc=False):
     items: list[Item]
 
 
+_EXPIRED: Final = "lease expired"
 # A receipt's message, or the reason why the receipt is refused.
 Answer: TypeAlias = Item | OutcomeStatus
+
+_queue_of: Final = attrgetter("queue")
+_items_of: Final = attrgetter("items")
 
 
 class SettleVerbs(Core):
@@ -69,6 +82,8 @@ class SettleVerbs(Core):
             for holding in holdings:
                 self._end(batch, holding, AttemptEnd.ACKED, "", now_ms)
             self.commit(batch, by_queue, now_ms)
+            if life.level:
+                self._log_step("ack", holdings)
         return _outcomes(receipts, answers, OutcomeStatus.DONE)
 
     @verb
@@ -85,7 +100,7 @@ class SettleVerbs(Core):
     ) -> list[Outcome]:
         """Give messages back, to be tried again after a delay or (out of attempts) to fail."""
         holdings, answers = self._judge(receipts, queue_name, now_ms)
-        failed: set[int] = set()
+        failures: list[Holding] = []
         if holdings:
             batch = self.begin()
             for holding in holdings:
@@ -103,8 +118,12 @@ class SettleVerbs(Core):
                     if wait_ms is None:
                         wait_ms = policy.backoff_ms(spec, item.attempts - item.forgiven, random)
                     item.visible_at_ms = now_ms + wait_ms
-                failed.update(map(id, self._retry_or_fail(batch, holding, reason, now_ms)))
+                failures += self._retry_or_fail(batch, holding, reason, now_ms)
             self.commit(batch, {h.queue: None for h in holdings}, now_ms)
+            if life.level:
+                self._log_step("release", holdings, "unseen" if unseen else reason)
+                self._log_step("fail", failures, reason)
+        failed = {id(item) for holding in failures for item in holding.items}
         return _outcomes(receipts, answers, OutcomeStatus.RETRYING, failed=failed)
 
     @verb
@@ -130,6 +149,8 @@ class SettleVerbs(Core):
             for holding in holdings:
                 self._move_deadline(batch, holding, deadline_ms, splits)
             self.commit(batch, {h.queue: None for h in holdings}, now_ms)
+            if life.level:
+                self._log_step("extend", holdings)
         return _outcomes(receipts, answers, OutcomeStatus.EXTENDED, deadline_ms=deadline_ms)
 
     @verb
@@ -170,18 +191,22 @@ class SettleVerbs(Core):
             return 0, 0, damage
         batch = self.begin()
         touched: dict[Queue, None] = {}
-        failures = 0
+        failures: list[Holding] = []
         for index_key, name, holdings in found:
             self.leases.delete(batch, name, index_key)
             for holding in holdings:
                 for item in holding.items:
                     item.visible_at_ms = now_ms
                 self._end(batch, holding, AttemptEnd.EXPIRED, "", now_ms)
-                failures += len(self._retry_or_fail(batch, holding, "lease expired", now_ms))
+                failures += self._retry_or_fail(batch, holding, _EXPIRED, now_ms)
                 holding.queue.counts.lease_expired_total += len(holding.items)
                 touched[holding.queue] = None
         self.commit(batch, touched, now_ms)
-        return len(found), failures, damage
+        if life.level:
+            for _, _, holdings in found:
+                self._log_step("expire", holdings)
+            self._log_step("fail", failures, _EXPIRED)
+        return len(found), sum(len(each.items) for each in failures), damage
 
     def _held_by(self, name: bytes, lease: LeaseRecord | None) -> list[Holding]:
         """Find the messages that are in flight under a lease."""
@@ -248,7 +273,7 @@ class SettleVerbs(Core):
 
     def _retry_or_fail(
         self, batch: Batch, holding: Holding, reason: str, now_ms: int
-    ) -> list[Item]:
+    ) -> list[Holding]:
         """Put messages back that have attempts left; fail the others, and return those."""
         queue = holding.queue
         failed: list[Item] = []
@@ -267,7 +292,21 @@ class SettleVerbs(Core):
                 self.retention.lower((queue.number, State.FAILED.value), due_ms)
             self.dead_letters.note(queue)
             self.wake(queue)
-        return failed
+            return [Holding(queue, holding.name, holding.lease, failed)]
+        return []
+
+    def _log_step(self, event: str, holdings: Sequence[Holding], reason: str = "") -> None:
+        """Write a record of the life-cycle log for each holding, under its whole lease's token."""
+        for holding in holdings:
+            queue, family = holding.queue, holding.name[:FAMILY_BYTES] + b"\0\0"
+            log_step(
+                event,
+                queue.name,
+                [item.message_id for item in holding.items],
+                lease_token(self.identity.store_id, queue.number, family),
+                holding.lease.consumer,
+                policy.fail_reason(queue.spec, reason) if event == "fail" else reason,
+            )
 
     def _move_deadline(
         self, batch: Batch, holding: Holding, deadline_ms: int, splits: dict[bytes, int]
@@ -296,22 +335,20 @@ class SettleVerbs(Core):
         self, receipts: Sequence[str], queue_name: str | None, now_ms: int
     ) -> tuple[list[Holding], list[Answer]]:
         """Find out which receipts are good: messages by lease, and an answer to each receipt."""
-        by_queue: dict[int, list[tuple[int, bytes, int]]] = {}
-        for index, (token, key) in enumerate(parse_receipts(self.identity.store_id, receipts)):
-            by_queue.setdefault(token.queue, []).append((index, token.family, key))
-        if queue_name is not None:
-            own = self.queue(queue_name).number
-            if by_queue.keys() - {own}:
-                raise InvalidReceipt(f"a receipt is of another queue than {queue_name!r}")
+        tokens, keys = parse_receipts(self.identity.store_id, receipts)
+        numbers = set(map(_queue_of, tokens))
+        if queue_name is not None and numbers - {self.queue(queue_name).number}:
+            raise InvalidReceipt(f"a receipt is of another queue than {queue_name!r}")
         holdings: list[Holding] = []
         answers: list[Answer] = [OutcomeStatus.STALE] * len(receipts)
-        for number, rows in by_queue.items():
+        for number in numbers:
             queue = self.by_number.get(number)
+            places: Sequence[int] = range(len(receipts))
+            if len(numbers) > 1:
+                places = [place for place in places if tokens[place].queue == number]
             if queue is not None:
-                self._judge_queue(queue, rows, holdings, answers, now_ms)
-        for answer in answers:
-            if isinstance(answer, OutcomeStatus):
-                self.stale_receipts += 1
+                self._judge_queue(queue, places, tokens, keys, holdings, answers, now_ms)
+        self.stale_receipts += len(receipts) - sum(map(len, map(_items_of, holdings)))
         if not holdings:
             self.settle_quarantine(now_ms)
         return holdings, answers
@@ -319,36 +356,56 @@ class SettleVerbs(Core):
     def _judge_queue(
         self,
         queue: Queue,
-        rows: list[tuple[int, bytes, int]],
+        places: Sequence[int],
+        tokens: Sequence[LeaseToken],
+        keys: Sequence[int],
         judged: list[Holding],
         answers: list[Answer],
         now_ms: int,
     ) -> None:
-        found = self.active.find(queue, [key for _, _, key in rows])
-        holdings: dict[bytes, Holding | None] = {}
-        unknown: list[bytes] = []
-        for item in found:
-            if item is not None and (name := item.lease) not in holdings:
-                lease = self.leases.recent.get(name)
-                holdings[name] = None if lease is None else Holding(queue, name, lease, [])
-                if lease is None:
-                    unknown.append(name)
-        if unknown:
-            for name, lease in self.leases.read(unknown, self.quarantine).items():
-                holdings[name] = Holding(queue, name, lease, [])
+        """Judge the receipts of a queue, which are at these places."""
+        if len(places) < len(keys):
+            keys = [keys[place] for place in places]
+        found = self.active.find(queue, keys)
+        holdings = self._holdings(queue, found)
         seen: set[int] = set()
-        for (index, family, key), item in zip(rows, found, strict=True):
-            if item is None or item.lease[:14] != family or key in seen:
+        token: LeaseToken | None = None
+        lease = b""
+        holding: Holding | None = None
+        for place, item in zip(places, found, strict=True):
+            if item is None:
                 continue
-            holding = holdings.get(item.lease)
-            if holding is None or holding.lease.expiry_ms <= now_ms:
-                answers[index] = OutcomeStatus.EXPIRED
+            # Receipts that follow one another are mostly of one lease.
+            if item.lease is not lease or tokens[place] is not token:
+                token, lease = tokens[place], item.lease
+                is_its = lease[:FAMILY_BYTES] == token.family
+                holding = holdings.get(lease)
+                is_over = holding is None or holding.lease.expiry_ms <= now_ms
+            if not is_its or item.key in seen:
                 continue
-            seen.add(key)
+            if is_over or holding is None:
+                answers[place] = OutcomeStatus.EXPIRED
+                continue
+            seen.add(item.key)
             if not holding.items:
                 judged.append(holding)
             holding.items.append(item)
-            answers[index] = item
+            answers[place] = item
+
+    def _holdings(self, queue: Queue, items: Sequence[Item | None]) -> dict[bytes, Holding]:
+        """Return the leases of messages that are in flight; those that are gone are left out."""
+        holdings: dict[bytes, Holding] = {}
+        unknown: list[bytes] = []
+        for name in {item.lease for item in items if item is not None}:
+            lease = self.leases.recent.get(name)
+            if lease is None:
+                unknown.append(name)
+            else:
+                holdings[name] = Holding(queue, name, lease, [])
+        if unknown:
+            for name, lease in self.leases.read(unknown, self.quarantine).items():
+                holdings[name] = Holding(queue, name, lease, [])
+        return holdings
 
     def _decode_lease(self, name: bytes, record: bytes | None) -> LeaseRecord | None:
         if record is None:
@@ -369,6 +426,8 @@ def _outcomes(
     failed: Collection[int] = (),
 ) -> list[Outcome]:
     """Answer each receipt; ``failed`` holds the identities of items that are out of attempts."""
+    if set(map(type, answers)) == {Item} and not failed:
+        return [Outcome(receipt, status, deadline_ms) for receipt in receipts]
     outcomes = []
     for receipt, answer in zip(receipts, answers, strict=True):
         if isinstance(answer, OutcomeStatus):

@@ -42,7 +42,7 @@ from penstock.store.kv.log import MetadataLog, SeqBlocks
 from penstock.store.kv.queues import DeadLetters, Queue, QueueTable
 from penstock.store.kv.tables import Dedup, DueHeap, FirstKeys, Leases, Payloads
 from penstock.store.live import make_active_set
-from penstock.store.policy import Coverage, Stretch
+from penstock.store.policy import Coverage, Stretch, check_routing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -92,6 +92,13 @@ def describe_format(found: int) -> str:
     """Say of a store of another format which version of Penstock opens it."""
     which = "a newer one" if found > FORMAT else "the one that made it"
     return f"format {found}; this version of Penstock reads format {FORMAT}: use {which}"
+
+
+def _decode_identity(record: bytes) -> Identity:
+    try:
+        return msgspec.msgpack.decode(record, type=Identity)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise StoreMismatch(f"the store's identity record does not decode: {error}") from error
 
 
 class Totals(msgspec.Struct, array_like=True):
@@ -176,10 +183,7 @@ class Core:
             self.engine.commit(batch)
             self.engine.sync()
             return identity
-        try:
-            identity = msgspec.msgpack.decode(record, type=Identity)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise StoreMismatch(f"the store's identity record does not decode: {error}") from error
+        identity = _decode_identity(record)
         if identity.format != FORMAT:
             raise StoreMismatch(f"the store has {describe_format(identity.format)}")
         if identity.design != design:
@@ -188,12 +192,15 @@ class Core:
             )
         if identity.routing not in {"inline", "pipeline"}:
             raise StoreMismatch(f"the store routes {identity.routing!r:.100}, which is not known")
-        if routing is not None and identity.routing != routing:
-            raise StoreMismatch(
-                f"the store was made with routing={identity.routing!r}: it can't be opened with "
-                f"{routing!r}"
-            )
+        check_routing("the store", identity.routing, routing)
         return identity
+
+    def put_routing(self, batch: Batch, routing: str) -> None:
+        """Change who routes messages: publish, or a tailer."""
+        self.identity = msgspec.structs.replace(self.identity, routing=routing)
+        batch.put(_META, msgspec.msgpack.encode(self.identity), self.system.family)
+        # Brokers look who routes when they look at the filters.
+        self.progress.filter_changes += 1
 
     # --- memory --------------------------------------------------------------------------
 
@@ -206,6 +213,8 @@ class Core:
         # The filters may be others than memory knew.
         self.progress.filter_changes += 1
         engine = self.engine
+        # A switch of the routing may have failed, or not.
+        self.identity = _decode_identity(self.system.get(_META) or b"")
         self._aside: dict[tuple[str, bytes], tuple[bytes, str, bool]] = {}
         record = self.system.get(_TOTALS)
         try:
@@ -235,6 +244,8 @@ class Core:
         self.by_number: dict[int, Queue] = {}
         # Named apart, so that a sweep need not look at every queue.
         self.draining: set[str] = set()
+        # The FIFO queues: a publish asks for them.
+        self.fifo: set[str] = set()
         # (queue number, what) -> when its retention next has something to do
         self.retention: DueHeap[tuple[int, str]] = DueHeap()
         # ... or why that is not known.
@@ -275,6 +286,8 @@ class Core:
         queue.coverage = coverage
         if coverage.draining:
             self.draining.add(queue.name)
+        if queue.fifo:
+            self.fifo.add(queue.name)
         listing = self.queue_table.listing(queue)
         if listing is not None:
             self.listing[queue.name] = listing
@@ -290,6 +303,7 @@ class Core:
         self.wake(queue)
         del self.by_name[queue.name], self.by_number[queue.number]
         self.draining.discard(queue.name)
+        self.fifo.discard(queue.name)
         self.listing.pop(queue.name, None)
         self.active.forget(queue)
         self.dead_letters.forget(queue)

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 class KvStore(ClaimVerbs, InspectVerbs):
     """A store on a key-value engine."""
 
+    # One writer: verbs of several threads would only wait for each other.
+    parallel = False
     # Its verbs wait for no other machine, or have bounds of their own.
     patience_s: float | None = None
 
@@ -46,8 +48,9 @@ class KvStore(ClaimVerbs, InspectVerbs):
         """Return all queues, by name."""
         end = self.log.end
         return [
-            LiveQueue(queue.spec, queue.coverage.filter_at(end), queue.coverage.draining)
+            LiveQueue(queue.spec, cover.filter_at(end), cover.draining, cover)
             for _, queue in sorted(self.by_name.items())
+            for cover in (queue.coverage,)
         ]
 
     @verb

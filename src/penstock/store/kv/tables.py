@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from penstock.engines import Batch, Table
-    from penstock.model import Message
+    from penstock.model import Value
     from penstock.store.live import Quarantine
 
 log = logging.getLogger(__name__)
@@ -261,9 +261,9 @@ class Dedup:
         self._table = table
         self.first_keys = FirstKeys(table)
 
-    def key(self, message: Message, dedup_id: str) -> bytes:
+    def key(self, attributes: Mapping[str, Value], dedup_id: str) -> bytes:
         """Return the key of a message's dedup id."""
-        return b"\x00" + terminated(dedup_scope(message)) + dedup_id.encode()
+        return b"\x00" + terminated(dedup_scope(attributes)) + dedup_id.encode()
 
     def known(self, keys: list[bytes], now_ms: int) -> dict[bytes, int]:
         """Return the keys that the window knows, with their message ids."""
@@ -350,7 +350,9 @@ class Leases:
         queue: int,
         consumer: str,
     ) -> None:
-        """Write a new lease with its expiry entry."""
+        """Write a new lease with its expiry entry; ``keys`` are sorted for it."""
+        # Claims take most messages in the order of their keys: this costs a comparison for each.
+        keys.sort()
         index_key = deadline_ms.to_bytes(8, "big") + name
         record = LeaseRecord(keys, deadline_ms, index_key, claimed_at_ms, queue, consumer)
         batch.put(name, encode_lease(*record), self._leases.family)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from itertools import takewhile
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from penstock.engines import get_each, rows_of, scan_readable
@@ -49,6 +50,8 @@ log = logging.getLogger(__name__)
 
 _NO_PRIORITY: Final = b"\xff"
 _REGION_BYTES: Final = 5
+_MAX_ID: Final = (1 << 64) - 1
+_key_of: Final = attrgetter("key")
 
 
 class IndexedActive(ActiveSet[Directory]):
@@ -109,26 +112,29 @@ class IndexedActive(ActiveSet[Directory]):
         if len(fresh) > RECENT_ITEMS:
             fresh.clear()
         delayed = 0
-        lowest = past(number4)
         ready: dict[bytes, list[bytes]] = {}
-        shared: tuple[bytes, int, int, int] | None = None
+        # Messages that follow one another often have all of these in common.
+        last_lane, last_time, attempts, forgiven = b"", -1, -1, -1
         for item in items:
             if fifo:
                 item.lane = item.lane[:-1] + _NO_PRIORITY
             lane, visible_at = item.lane, item.visible_at_ms
-            fields = (lane, item.attempts, item.forgiven, visible_at)
-            if fields != shared:
-                # Messages that follow one another often have all of these in common.
-                shared = fields
+            if (
+                lane != last_lane
+                or visible_at != last_time
+                or item.attempts != attempts
+                or item.forgiven != forgiven
+            ):
+                last_lane, last_time = lane, visible_at
+                attempts, forgiven = item.attempts, item.forgiven
                 key_start = directory.prefix + lane + (0 if fifo else visible_at).to_bytes(8, "big")
-                head = item_head(*fields)
+                head = item_head(lane, attempts, forgiven, visible_at)
                 keys = ready.setdefault(lane, [])
             message_id = item.key = item.message_id
             id8 = message_id.to_bytes(8, "big")
             main, key = number4 + id8, key_start + id8
             record = head + item.metadata
             put(main, record, available)
-            lowest = min(lowest, main)
             if visible_at > now_ms:
                 delayed += 1
                 timer = timer_key(queue.number, visible_at, message_id)
@@ -146,6 +152,7 @@ class IndexedActive(ActiveSet[Directory]):
             if is_first and fifo and delayed < len(items):
                 # It may stand before the head that the group waits for.
                 directory.unblock(lane[:-1])
+        lowest = pack_main(queue.number, min(map(_key_of, items), default=_MAX_ID))
         if lowest < self._first_available.get(number4, number4):
             self._first_available[number4] = lowest
         queue.counts.delayed += delayed
@@ -303,7 +310,6 @@ class IndexedActive(ActiveSet[Directory]):
         if len(claimed) > RECENT_ITEMS:
             claimed.clear()
         items: list[Item] = []
-        lowest_id = 1 << 64
         unread: set[bytes] = set()
         for key, main, record, item in self._recent.entries(
             rows, self._available, self._quarantine
@@ -334,12 +340,11 @@ class IndexedActive(ActiveSet[Directory]):
             put(main, with_lease(record, lease), in_progress)
             if item.attempts < MAX_ATTEMPTS:
                 item.attempts += 1
-            lowest_id = min(lowest_id, item.key)
             if len(record) <= RECENT_BYTES:
                 claimed[number, item.key] = item
             items.append(item)
         if items:
-            lowest, number4 = pack_main(number, lowest_id), queue.number4
+            lowest, number4 = pack_main(number, min(map(_key_of, items))), queue.number4
             if lowest < self._first_in_progress.get(number4, number4):
                 self._first_in_progress[number4] = lowest
             self._first_available.note_gone(number4, number4 + PAST, len(items))

@@ -312,7 +312,7 @@ class Recent:
         if len(entries) == len(rows):
             return entries
         rest = rows[len(entries) :]
-        mains = [main_of(key) for key, _ in rest]
+        mains = [key[1:5] + key[-8:] for key, _ in rest]
         for (key, _), main, record in zip(rest, mains, get_each(available, mains), strict=True):
             forget(main, None)
             item = None

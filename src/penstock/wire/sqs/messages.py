@@ -67,6 +67,9 @@ _DECODE: Final = msgspec.json.Decoder(Kept).decode
 
 def message_uuid(store_id: int, message_id: int) -> str:
     """Lay the ids of a store and of a message out as a UUID of version 8."""
+    if message_id < 1 << 36:
+        # Of the same form, and formatted in half the time.
+        return f"{store_id:08x}-0000-8000-8000-{message_id:012x}"
     return (
         f"{store_id:08x}-{message_id >> 48:04x}-8{message_id >> 36 & 0xFFF:03x}-8000-"
         f"{message_id & 0xFFFFFFFFF:012x}"
@@ -80,13 +83,14 @@ def check_body(body: str | None) -> bytes:
     """Turn a body into a payload."""
     if not body:
         raise SqsFault.missing("MessageBody")
-    if not speakable(body):
+    data = body.encode("utf-8", "surrogatepass")
+    if not speakable(body, data):
         raise SqsFault(
             "InvalidMessageContents",
             "Invalid characters found. Valid unicode characters are "
             "#x9 | #xA | #xD | #x20 to #xD7FF | #xE000 to #xFFFD | #x10000 to #x10FFFF",
         )
-    return body.encode()
+    return data
 
 
 def check_attributes(attributes: Mapping[str, AttributeValue] | None) -> int:
@@ -166,7 +170,7 @@ def to_attributes(
     """Make the attributes of a message for a queue out of checked message attributes."""
     made: dict[str, Value] = {_ROUTING: queue}
     kept: dict[str, tuple[str, str | None]] = {}
-    for name, value in (attributes or {}).items():
+    for name, value in attributes.items() if attributes else ():
         data_type = value.data_type or "String"
         text = (
             b64encode(value.binary_value).decode()
@@ -260,16 +264,16 @@ def shown_body(payload: bytes) -> tuple[str, bool]:
         text = payload.decode()
     except UnicodeDecodeError:
         return b64encode(payload).decode(), True
-    if not speakable(text):
+    if not speakable(text, payload):
         return b64encode(payload).decode(), True
     return text, False
 
 
-def speakable(text: str) -> bool:
-    """Whether SQS can carry a text."""
+def speakable(text: str, data: bytes | None = None) -> bool:
+    """Whether SQS can carry a text; ``data``: the text as bytes, if there are any."""
     if text.isascii():
         # Several times as fast as a search, and most texts are ASCII.
-        data = text.encode()
+        data = text.encode() if data is None else data
         return len(data.translate(None, _CONTROL_BYTES)) == len(data)
     return NOT_IN_XML.search(text) is None
 

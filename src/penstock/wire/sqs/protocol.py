@@ -107,7 +107,7 @@ class AttributeValue(msgspec.Struct, rename="pascal", gc=False, omit_defaults=Tr
     binary_value: bytes | None = None
 
 
-class SqsEntry(msgspec.Struct, rename="pascal", kw_only=True):
+class SqsEntry(msgspec.Struct, rename="pascal", kw_only=True, gc=False):
     """One message to send, to delete, or to change the visibility of: an entry of a batch."""
 
     id: str | None = None
@@ -121,7 +121,7 @@ class SqsEntry(msgspec.Struct, rename="pascal", kw_only=True):
     visibility_timeout: int | None = None
 
 
-class SqsRequest(SqsEntry):
+class SqsRequest(SqsEntry, gc=False):
     """A request: the fields of all operations. Each reads its own, and checks for missing ones.
 
     The names are those of the API model in Python's spelling; the wire's are made from them.

@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import re
 from datetime import datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote, unquote
 
@@ -26,7 +27,6 @@ _HEADER: Final = re.compile(
     r"\s*SignedHeaders=([a-z0-9\-_;]+),\s*Signature=([0-9a-f]{64})"
 )
 _DATE: Final = re.compile(r"\d{8}T\d{6}Z")
-_SPACES: Final = re.compile(r"\s+")
 _SLASHES: Final = re.compile(r"/+")
 _UNSIGNED: Final = "UNSIGNED-PAYLOAD"
 
@@ -116,7 +116,7 @@ def canonical_request(
 ) -> str:
     """Write a request in the one form that both sides sign."""
     lines = [method, _canonical_path(path), _canonical_query(query)]
-    lines += (f"{name}:{_SPACES.sub(' ', headers.get(name, '')).strip()}" for name in signed)
+    lines += [f"{name}:{' '.join(headers.get(name, '').split())}" for name in signed]
     lines += ("", ";".join(signed), payload_hash)
     return "\n".join(lines)
 
@@ -157,13 +157,18 @@ def _check_time(claim: Claim, stamp: str, now_ms: int) -> None:
     if not _DATE.fullmatch(stamp) or not stamp.startswith(claim.date):
         raise _refused("X-Amz-Date must be given as YYYYMMDDTHHMMSSZ, of the credential's day.")
     try:
-        signed_at = datetime.fromisoformat(stamp)
+        skew_ms = now_ms - _ms_of(stamp)
     except ValueError:
         raise _refused(f"X-Amz-Date {stamp} is no time.") from None
-    skew_ms = now_ms - round(signed_at.timestamp() * 1000)
     if abs(skew_ms) > SKEW_MS:
         direction = "expired" if skew_ms > 0 else "not yet current"
         raise _refused(f"Signature {direction}: {stamp} is more than 15 minutes from now.")
+
+
+@lru_cache(maxsize=100)
+def _ms_of(stamp: str) -> int:
+    """Read the time of a stamp, which is that of all requests of a second."""
+    return round(datetime.fromisoformat(stamp).timestamp() * 1000)
 
 
 def _refused(message: str) -> SqsFault:
