@@ -21,7 +21,7 @@ URLS = ["memory:", "rocksdb:{place}/store?design=indexed", "rocksdb:{place}/stor
 @pytest.fixture(params=[*URLS, "postgresql"])
 def opened(request: Any, tmp_path: Path) -> Iterator[tuple[penstock.Broker, ManualClock]]:
     if request.param == "postgresql":
-        url = request.getfixturevalue("postgres").new_database()
+        url = request.getfixturevalue("postgres").emptied(str(tmp_path))
     else:
         url = request.param.format(place=tmp_path)
     clock = ManualClock()

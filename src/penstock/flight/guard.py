@@ -24,6 +24,9 @@ class FlightCall(fl.ServerMiddleware):  # type: ignore[misc]
     ) -> None:
         self.principal = principal
         self.operation = operation
+        # Known once the call is served: who has made it, and what it asks for.
+        self.address = ""
+        self.request: object = ""
         self._guard = guard
         self._answer = answer
         self._begin = guard.clock.seconds()
@@ -42,7 +45,13 @@ class FlightCall(fl.ServerMiddleware):  # type: ignore[misc]
             outcome = type(exception if ours is None else ours).__name__
         seconds = self._guard.clock.seconds() - self._begin
         self._guard.metrics.request(
-            "flight", self.operation, seconds, outcome, self.principal.key_id
+            "flight",
+            self.operation,
+            seconds,
+            outcome,
+            self.principal.key_id,
+            self.address,
+            self.request,
         )
 
 
@@ -56,6 +65,7 @@ class FlightGuard(fl.ServerMiddlewareFactory):  # type: ignore[misc]
 
     def start_call(self, info: fl.CallInfo, headers: dict[str, Any]) -> FlightCall:
         """Look at the headers of a call."""
+        begin = self.clock.seconds()
         operation = info.method.name.lower()
         spoken = _header(headers, PROTOCOL_HEADER) or str(PROTOCOL)
         if spoken != str(PROTOCOL):
@@ -71,7 +81,8 @@ class FlightGuard(fl.ServerMiddlewareFactory):  # type: ignore[misc]
         principal = self.keys.by_token(token) if token else None
         if principal is None:
             if self.metrics is not None:
-                self.metrics.request("flight", operation, 0.0, NotAllowed.__name__)
+                seconds = self.clock.seconds() - begin
+                self.metrics.request("flight", operation, seconds, NotAllowed.__name__)
             why = "the key is not known" if token else "it needs a key"
             refused = NotAllowed(f"this server wants authorization: Bearer ID:SECRET; {why}")
             raise fl.FlightUnauthenticatedError(*describe(refused))

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote
 
 import msgspec
 import pyarrow as pa
@@ -349,14 +350,14 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
 
     def do_action(self, context: fl.ServerCallContext, action: fl.Action) -> list[fl.Result]:
         """Do an action and answer with one JSON value."""
-        call: FlightCall = context.get_middleware("guard")
+        call = _call(context)
         with translated(call.principal):
             name = action.type
             known = ACTIONS.get(name)
             if known is None:
                 raise InvalidInput(f"no action {name!r:.100}; there are {', '.join(ACTIONS)}")
             call.operation = name
-            options = decode(action.body.to_pybytes(), known.options, name)
+            call.request = options = decode(action.body.to_pybytes(), known.options, name)
             answer: Any
             if name in _CHECKED_INSIDE:
                 answer = getattr(self, f"_{name}")(options, call.principal)
@@ -419,9 +420,15 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             return protocol.Stats(list(pinned.stats), pinned.totals, pinned.log_stats)
 
 
-def _principal(context: fl.ServerCallContext) -> Principal:
+def _call(context: fl.ServerCallContext) -> FlightCall:
     call: FlightCall = context.get_middleware("guard")
-    return call.principal
+    # As gRPC writes it: ipv4:127.0.0.1:8080, or ipv6:%5B::1%5D:8080.
+    call.address = unquote(context.peer().partition(":")[2])
+    return call
+
+
+def _principal(context: fl.ServerCallContext) -> Principal:
+    return _call(context).principal
 
 
 def _only_batch(reader: fl.MetadataRecordBatchReader) -> pa.RecordBatch:

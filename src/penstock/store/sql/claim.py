@@ -28,6 +28,7 @@ from penstock import limits
 from penstock.errors import CorruptRecord
 from penstock.store.codec.claimed import ClaimedMessages
 from penstock.store.codec.metadata import decode_metadata
+from penstock.store.life import life, log_step
 from penstock.store.receipts import FAMILY_BYTES, lease_token
 from penstock.store.sql.database import columns
 from penstock.store.sql.queues import SqlQueues
@@ -192,6 +193,9 @@ class SqlClaim(SqlQueues):
         for claim in claims:
             if claim.rows:
                 self.due(claim.deadline_ms)
+                if life.level:
+                    ids = [row[0] for row in claim.rows]
+                    log_step("claim", queue.name, ids, claim.token, claim.consumer.decode())
         if any(claim.room for claim in claims):
             # Also if it found something: a server claims for its subscribers again once it is told.
             # A claim that finds all it asked for does not end the watch: another may still wait.
@@ -444,7 +448,7 @@ class _Claim:
         self.lease = want.lease[:FAMILY_BYTES] + b"\0\0"
         self.deadline_ms = now_ms + want.lease_ms
         self.consumer = want.consumer.encode()
-        self._token = lease_token(store_id, queue.number, self.lease)
+        self.token = lease_token(store_id, queue.number, self.lease)
         self.bytes = 0
         self.rows: list[StoredRow] = []
 
@@ -460,7 +464,7 @@ class _Claim:
 
     def claimed(self) -> ClaimedMessages:
         """Return its messages."""
-        return ClaimedMessages(self._queue, self._token, self.deadline_ms, self.rows)
+        return ClaimedMessages(self._queue, self.token, self.deadline_ms, self.rows)
 
     def deliver(
         self, message_id: int, attempts: int, record: bytes | None, payload: bytes | None

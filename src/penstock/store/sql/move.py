@@ -13,6 +13,7 @@ from penstock.limits import MAX_ATTEMPTS, MAX_OFFSET
 from penstock.model import State
 from penstock.store import policy
 from penstock.store.codec.metadata import read_metadata
+from penstock.store.life import life, log_step
 from penstock.store.sql.database import columns
 from penstock.store.sql.publish import Items, SqlPublish
 from penstock.store.sql.settle import SqlSettle
@@ -104,11 +105,14 @@ class SqlMove(SqlSettle, SqlPublish):
             if (metadata := read_metadata(record or b"")) is not None
             and (where is None or where(metadata))
         }
-        return self.change(lambda: self._redrive(queue, chosen, now_ms)) if chosen else 0, further
+        ids = self.change(lambda: self._redrive(queue, chosen, now_ms)) if chosen else []
+        if life.level:
+            log_step("redrive", queue.name, ids)
+        return len(ids), further
 
-    def _redrive(self, queue: SqlQueue, chosen: dict[int, Metadata], now_ms: int) -> int:
+    def _redrive(self, queue: SqlQueue, chosen: dict[int, Metadata], now_ms: int) -> list[int]:
         if not self.database.run("share_queues", numbers=[queue.number]):
-            return 0
+            return []
         taken = self.database.run(
             "take_ended", queue=queue.number, message_ids=list(chosen), states=[True]
         )
@@ -118,7 +122,7 @@ class SqlMove(SqlSettle, SqlPublish):
         self.add_items(items, now_ms)
         count = len(taken)
         self.add_counts(queue.number, now_ms, live=count, failed=-count, redriven=count)
-        return count
+        return [row[0] for row in taken]
 
     def _move(
         self,

@@ -11,6 +11,7 @@ from penstock.packing import metadata_head
 from penstock.store import policy
 from penstock.store.codec.metadata import Head
 from penstock.store.contract import FiltersChanged
+from penstock.store.life import life, log_publish
 from penstock.store.policy import SEGMENT_MS
 from penstock.store.sql.connection import Refused
 from penstock.store.sql.database import columns
@@ -219,6 +220,8 @@ class SqlPublish(SqlSession):
         self._note_items(items, now_ms)
         if fresh:
             self.due(dedup_expires_ms)
+        if life.level:
+            log_publish(ids, taken)
         return [ids[nth - 1] if found is None else found for found, nth in places]
 
     def _choose_logs(
@@ -351,13 +354,14 @@ class SqlPublish(SqlSession):
         keys = [_dedup_key(message) for message in messages]
         remembered = self._known_dedup_ids(keys, now_ms)
         ids: list[int] = []
-        nth = 0
-        for key in keys:
+        taken: list[Sequence[str]] = []
+        for key, names in zip(keys, routes or repeat((), len(keys)), strict=True):
             found = None if key is None else remembered.get(key)
+            nth = len(taken)
             # The first of its kind took an id of this publish.
             if found is None or found in stored[nth : nth + 1]:
                 ids.append(stored[nth])
-                nth += 1
+                taken.append(names)
             else:
                 ids.append(found)
         self.progress.commits += 1
@@ -368,6 +372,8 @@ class SqlPublish(SqlSession):
         # Nobody knows how long ago it was committed: claims may have raised its pointers since.
         self.zones.look_again(items.zones, self.database.clock())
         self._note_items(items, now_ms)
+        if life.level:
+            log_publish(stored, taken)
         return ids
 
 

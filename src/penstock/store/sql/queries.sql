@@ -840,6 +840,12 @@ CROSS JOIN LATERAL (
 ) AS a
 WHERE a.lease_id = w.lease AND a.ending = :ending;
 
+-- name: consumers
+-- Who holds the items of receipts, or held them until their attempt ended. For the life-cycle log.
+SELECT i.lease_id, i.consumer FROM items i WHERE {of_receipts}
+UNION
+SELECT i.lease_id, i.consumer FROM attempts i WHERE {of_receipts};
+
 -- name: extend
 -- plan: once
 -- Move the deadline of what is held under the leases that receipts name. Tells which were held,

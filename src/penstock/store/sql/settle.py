@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from penstock.errors import InvalidReceipt
 from penstock.limits import MAX_ATTEMPTS
 from penstock.model import Outcome, OutcomeStatus
-from penstock.store.receipts import parse_lease_token, parse_receipts, queue_numbers
+from penstock.store import policy
+from penstock.store.life import life, log_step
+from penstock.store.receipts import (
+    lease_token,
+    parse_lease_token,
+    parse_receipts,
+    queue_numbers,
+)
 from penstock.store.sql.database import columns
 from penstock.store.sql.session import EACH_MS, SLOTS, SqlSession
 
@@ -44,6 +51,7 @@ class SqlSettle(SqlSession):
         # In a FIFO queue other items of the zone may be next.
         verb = "ack" if all(self._is_standard(key[0]) for key in keys) else "ack_fifo"
         own = {"slots": SLOTS, "each_ms": EACH_MS}
+        consumers = self._consumers(keys) if life.level else {}
         judged = self._settle(verb, keys, OutcomeStatus.DONE, now_ms, now_ms, **own)
         if self.database.doubts > doubts:
             judged |= {key: OutcomeStatus.DONE for key, _ in self._settled_before(keys, ACKED)}
@@ -54,6 +62,8 @@ class SqlSettle(SqlSession):
                     self.wake(queue)
                 if queue.spec.done_retention_ms:
                     self.due_for_retention(now_ms + queue.spec.done_retention_ms)
+        if life.level:
+            self._log_step("ack", _having(judged, OutcomeStatus.DONE), consumers)
         return self._outcomes(receipts, keys, judged)
 
     def extend(
@@ -67,9 +77,12 @@ class SqlSettle(SqlSession):
             receipts = list(self.held(receipts).values())
         keys = self._keys(receipts, queue_name)
         until_ms = now_ms + lease_ms
+        consumers = self._consumers(keys) if life.level else {}
         judged = self._settle(
             "extend", keys, OutcomeStatus.EXTENDED, until_ms, now_ms, deadline_ms=until_ms
         )
+        if life.level:
+            self._log_step("extend", _having(judged, OutcomeStatus.EXTENDED), consumers)
         if keys:
             self.due(until_ms)
         return self._outcomes(receipts, keys, judged, until_ms)
@@ -124,6 +137,7 @@ class SqlSettle(SqlSession):
         """Give messages back, to be tried again after a delay or (out of attempts) to fail."""
         keys = self._keys(receipts, queue_name)
         doubts = self.database.doubts
+        consumers = self._consumers(keys) if life.level else {}
         judged: dict[_Key, OutcomeStatus] = {}
         if keys:
             rows = self._release(keys, delay_ms, reason, random, now_ms, unseen=unseen)
@@ -139,6 +153,11 @@ class SqlSettle(SqlSession):
         if self.database.doubts > doubts:
             for each, over in self._settled_before(keys, RELEASED):
                 judged[each] = OutcomeStatus.FAILED if over else OutcomeStatus.RETRYING
+        if life.level:
+            failures = _having(judged, OutcomeStatus.FAILED)
+            released = [*_having(judged, OutcomeStatus.RETRYING), *failures]
+            self._log_step("release", released, consumers, "unseen" if unseen else reason)
+            self._log_step("fail", failures, consumers, reason)
         return self._outcomes(receipts, keys, judged)
 
     def _release(
@@ -180,8 +199,15 @@ class SqlSettle(SqlSession):
             own = {"queues": queues, "count": count, "unseen": 0}
             rows = self._end_attempts("expire", EXPIRED, "", now_ms, **own)
             failing = [tuple(row[:3]) for row in rows if row[5]]
-            failures += len(self._fail(failing, EXPIRED, "", LEASE_EXPIRED, now_ms))
-            leases += len({row[2] for row in rows})
+            failed = self._fail(failing, EXPIRED, "", LEASE_EXPIRED, now_ms)
+            failures += len(failed)
+            # Not those that were to fail, and that another process has let fail meanwhile.
+            ended = [cast("_Key", tuple(row[:3])) for row in rows if not row[5]] + failed
+            leases += len({lease for _, _, lease in ended})
+            if life.level:
+                consumers = self._consumers(ended)
+                self._log_step("expire", ended, consumers)
+                self._log_step("fail", failed, consumers, LEASE_EXPIRED)
             budget -= len(rows)
             more = len(rows) == EXPIRE_CHUNK
         return leases, failures
@@ -275,6 +301,27 @@ class SqlSettle(SqlSession):
         queue = self.by_number.get(number)
         return queue is not None and not queue.fifo
 
+    # --- the life-cycle log ----------------------------------------------------------------
+
+    def _consumers(self, keys: Sequence[_Key]) -> dict[bytes, str]:
+        """Return the consumer of each lease under which messages are or were held."""
+        rows = self.database.ask("consumers", **_columns(keys)) if keys else []
+        return {lease: consumer.decode() for lease, consumer in rows}
+
+    def _log_step(
+        self, event: str, keys: Sequence[_Key], consumers: dict[bytes, str], reason: str = ""
+    ) -> None:
+        """Write a record for each lease of messages that have taken a step."""
+        by_lease: dict[tuple[int, bytes], list[int]] = {}
+        for number, message_id, lease in keys:
+            by_lease.setdefault((number, lease), []).append(message_id)
+        for (number, lease), message_ids in by_lease.items():
+            queue = self.numbered(number)
+            if queue is not None:
+                told = policy.fail_reason(queue.spec, reason) if event == "fail" else reason
+                token = lease_token(self.store_id, number, lease)
+                log_step(event, queue.name, message_ids, token, consumers.get(lease, ""), told)
+
     # --- receipts --------------------------------------------------------------------------
 
     def _settled_before(self, keys: Sequence[_Key], ending: int) -> list[tuple[_Key, bool]]:
@@ -318,6 +365,10 @@ class SqlSettle(SqlSession):
         with self.memory:
             self.stale_receipts += sum(not outcome.ok for outcome in outcomes)
         return outcomes
+
+
+def _having(judged: dict[_Key, OutcomeStatus], status: OutcomeStatus) -> list[_Key]:
+    return [key for key, its in judged.items() if its is status]
 
 
 def _columns(keys: Sequence[_Key]) -> dict[str, list[Any]]:
