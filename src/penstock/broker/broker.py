@@ -50,7 +50,10 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from prometheus_client import CollectorRegistry
+
     from penstock.broker.consumer import Settler
+    from penstock.broker.metrics import VerbMetrics, VerbTimes
     from penstock.clock import Clock
     from penstock.consuming import Consumer
     from penstock.model import Delivery, Outcome, SweepCounts, Value
@@ -71,6 +74,8 @@ MASS_STEP: Final = 2_000
 
 class Broker(ServedBroker):
     """An open store. Thread-safe; close it, or use it as a context manager."""
+
+    _verb_times: VerbTimes | None = None
 
     def __init__(
         self,
@@ -488,6 +493,21 @@ class Broker(ServedBroker):
         if copy is None:
             raise InvalidInput(f"this store can't be copied to {path}")
         self._look(lambda _: copy(path))
+
+    def metrics(self, registry: CollectorRegistry | None = None) -> dict[str, VerbMetrics]:
+        """Return counts and latencies of the verbs that were called since the first ``metrics()``.
+
+        A ``registry`` of prometheus-client shows them from then on as ``penstock_verb_seconds``.
+        """
+        # Loaded when used: nothing is measured for programs that never ask.
+        from penstock.broker.metrics import VerbTimes  # noqa: PLC0415
+
+        with self._routing:
+            if self._verb_times is None:
+                self._verb_times = VerbTimes(self, self._clock.seconds)
+        if registry is not None:
+            self._verb_times.register(registry)
+        return self._verb_times.read()
 
     # --- time ------------------------------------------------------------------------------
 
