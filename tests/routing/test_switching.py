@@ -1,16 +1,27 @@
-"""A switch of the routing that a crash ends after any of its commits: every message comes once."""
+"""A switch of the routing that a crash ends at any moment: every message comes once, in order."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from itertools import chain
+from pathlib import Path
 
 import pytest
 from tests.routing.test_commits import RecordingEngine
 from tests.routing.test_kill import held
+from tests.waiting import wait_until
 
+import penstock
 from penstock import Broker, ManualClock, Message, route_once
 from penstock.broker.tailer import match_page
 from penstock.engines.memory import MemoryEngine
 from penstock.testing.checking import assert_clean
 from penstock.urls import DESIGNS, make_store
+
+CHILD = Path(__file__).with_name("switching_child.py")
 
 
 @pytest.mark.parametrize("design", ["indexed", "buckets"])
@@ -58,3 +69,58 @@ def check_copy(
         assert held(broker, "all") == published
         assert_clean(broker)
     return routing
+
+
+@pytest.mark.parametrize("url", ["rocksdb:{}?design=buckets", "slatedb+file://{}"])
+def test_killed_processes_leave_a_store_that_goes_on(tmp_path: Path, url: str) -> None:
+    kill_while_switching(url.format(tmp_path / "store"), rounds=3)
+
+
+def kill_while_switching(url: str, rounds: int) -> None:
+    """Kill processes that publish, tail and switch; look whether every message came once."""
+    with penstock.open(url, background=False) as broker:
+        broker.configure_log(logs=3)
+        broker.create_queue("all", filter="TRUE")
+        broker.create_queue("fifo", filter="TRUE", ordering="fifo")
+    told: list[int] = []
+    for _ in range(rounds):
+        told += ids_until_killed(url, 60)
+        with penstock.open(url, background=False) as broker:
+            assert_clean(broker)
+            while broker.info().routing == "pipeline" and route_once(broker):
+                pass
+            stored = logged(broker)
+            assert held(broker, "all") == stored
+            assert set(told) <= set(stored)
+            assert broker.stats("all").enqueued_total == len(stored)
+            assert broker.stats("fifo").enqueued_total == len(stored)
+    with penstock.open(url, background=False) as broker:
+        by_group: dict[str, list[int]] = defaultdict(list)
+        while deliveries := broker.claim("fifo", limit=500):
+            for delivery in deliveries:
+                by_group[delivery.group].append(delivery.message_id)
+            broker.ack([delivery.receipt for delivery in deliveries])
+        assert sorted(chain(*by_group.values())) == stored
+        assert all(ids == sorted(ids) for ids in by_group.values())
+        assert_clean(broker)
+
+
+def ids_until_killed(url: str, publishes: int) -> list[int]:
+    """Kill a process after so many publishes; return the ids that it has told of."""
+    lines: list[bytes] = []
+    with subprocess.Popen([sys.executable, CHILD, url], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        reader = threading.Thread(target=lines.extend, args=[child.stdout])
+        reader.start()
+        try:
+            wait_until(lambda: len(lines) >= publishes)
+        finally:
+            child.kill()
+            reader.join()
+    return [int(each) for line in lines if line.endswith(b"\n") for each in line.split()]
+
+
+def logged(broker: Broker) -> list[int]:
+    """Return the ids of all messages that the logs have."""
+    pages = [broker.read_log(log, begin=0, limit=100_000) for log in broker.log_stats().cursors]
+    return sorted(record.message_id for page in pages for record in page.records)

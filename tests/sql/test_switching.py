@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.routing.test_kill import held
+from tests.routing.test_switching import kill_while_switching
 from tests.routing.test_tailer import Following, switch_to_inline
 from tests.waiting import wait_until
 
 import penstock
 from penstock import Broker, InvalidInput, Message
+from penstock.store.contract import Progress
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -44,6 +46,33 @@ def test_another_process_learns_of_a_switch_as_it_publishes(
     with pytest.raises(InvalidInput, match="routes inline"):
         first.assign(0, penstock.Cursor(ids[-1], ids[-1] + 1), {ids[-1]: ["all"]})
     assert first.stats("all").enqueued_total == 3
+
+
+def test_the_routing_is_known_before_its_change_is_counted(
+    brokers: tuple[Broker, Broker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that publishes by the count must not meet the routing from before."""
+    first, second = brokers
+    store: Any = second._store
+    seen: list[str] = []
+
+    class Watched(Progress):
+        def __setattr__(self, name: str, value: int) -> None:
+            if name == "filter_changes":
+                seen.append(store.routing)
+            super().__setattr__(name, value)
+
+    monkeypatch.setattr(store, "progress", Watched(filter_changes=store.progress.filter_changes))
+    seen.clear()
+    first.configure_log(routing="pipeline")
+    second.publish([Message(b"")])
+    first.configure_log(routing="inline")
+    second.publish([Message(b"")])
+    assert seen == ["pipeline", "inline"]
+
+
+def test_killed_processes_leave_a_store_that_goes_on(url: str) -> None:
+    kill_while_switching(url, rounds=2)
 
 
 def test_messages_that_processes_publish_through_switches_come_once(

@@ -269,9 +269,11 @@ class SqlSession:
             for name in known.keys() - self.by_name.keys():
                 # Claims that wait for the queue are to find out.
                 self.woken.setdefault(name, 0)
-            if before != self.live_filters() or routing != self.routing:
-                self.progress.filter_changes += 1
+            is_changed = before != self.live_filters() or routing != self.routing
             self.routing = routing
+            if is_changed:
+                # Last: who finds the count changed, without the lock, must find the rest changed.
+                self.progress.filter_changes += 1
 
     def _set_queues(self, by_name: dict[str, SqlQueue]) -> None:
         self.by_name = by_name
