@@ -53,6 +53,7 @@ def test_the_routing_is_known_before_its_change_is_counted(
 ) -> None:
     """A thread that publishes by the count must not meet the routing from before."""
     first, second = brokers
+    second.queue("all")
     store: Any = second._store
     seen: list[str] = []
 
