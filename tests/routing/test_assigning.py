@@ -8,8 +8,7 @@ import pytest
 
 from penstock import Broker, InvalidInput, ManualClock, Message, State
 from penstock.engines.memory import MemoryEngine
-from penstock.store.codec.metadata import Metadata, encode_metadata
-from penstock.store.kv import publish as intake
+from penstock.packing import Envelope
 from penstock.urls import DESIGNS, make_store
 
 if TYPE_CHECKING:
@@ -81,11 +80,13 @@ def test_times_of_what_is_routed_late(broker: Broker, clock: ManualClock) -> Non
 def test_attributes_that_do_not_decode(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     broker.create_queue("slow", filter="TRUE", delay_ms=5_000)
 
-    def damaged(metadata: Metadata) -> bytes:
-        record = encode_metadata(metadata)
-        return record[:-1] + b"\x07" if metadata.priority == 1 else record
+    lay_out = Envelope.metadata
 
-    monkeypatch.setattr(intake, "encode_metadata", damaged)
+    def damaged(envelope: Envelope, head: bytes, size: int) -> bytes:
+        record = lay_out(envelope, head, size)
+        return record[:-1] + b"\x07" if envelope.priority == 1 else record
+
+    monkeypatch.setattr(Envelope, "metadata", damaged)
     broker.publish([Message(b"x", {}, priority=n % 2) for n in range(4)])
     page = broker.read_log()
     assert [record.message_id for record in page.records] == [1, 3]

@@ -230,7 +230,7 @@ def test_parked_claims_are_counted(broker: penstock.Broker, ask: Any, wait_until
         wait_until(lambda: server.batcher.parked == 1)
         page = ask(server.addresses["http"], "GET", "/metrics").body
         assert at(page, "penstock_parked_claims") == 1
-    assert waiting.result(60) == []
+    assert waiting.result(60).rows == []
 
 
 def test_the_lag_of_a_pipeline(ask: Any) -> None:
