@@ -67,6 +67,7 @@ BROKER = {*GROUND, "clock", "consuming", "filters", "packing", "store", "validat
 LAYERS = {
     "errors": set(),
     "histogram": set(),
+    "addresses": {"errors"},
     "limits": set(),
     "model": set(),
     "clock": set(),
@@ -84,6 +85,7 @@ LAYERS = {
     "broker": BROKER,
     "wire": {*GROUND, "packing", "store.codec", "validation"},
     "client": {
+        "addresses",
         *GROUND,
         *("clock", "consuming", "packing", "store", "tracing", "validation", "wire"),
     },
@@ -98,24 +100,25 @@ LAYERS = {
     "importers": {*GROUND, "__init__", "broker", "clock", "filters", "store.codec", "validation"},
     "server": {
         *BROKER,
-        *("__init__", "broker", "engines.disk", "flight.listener", "readers", "tracing", "wire"),
+        *("__init__", "addresses", "broker", "engines.disk", "flight.listener", "readers"),
+        *("tracing", "wire"),
     },
-    "flight": {*BROKER, "__init__", "broker", "server.metrics", "server.security"},
+    "flight": {*BROKER, "__init__", "addresses", "broker", "server.metrics", "server.security"},
     "spark": {
         *GROUND,
         *("__init__", "clock", "engines.disk", "filters", "flight", "store.codec", "validation"),
     },
     "cli": {
         *GROUND,
-        *("__init__", "broker", "client", "clock", "filters", "flight", "importers", "salvage"),
-        *("server", "spark", "store", "urls", "worker"),
+        *("__init__", "addresses", "broker", "client", "clock", "filters", "flight", "importers"),
+        *("salvage", "server", "spark", "store", "urls", "worker"),
     },
     "integrations": set(),
     "integrations.django": {"__init__", "integrations.opening", "model", "urls"},
     "integrations.dramatiq": {"__init__", "integrations.opening", "limits", "worker"},
     "integrations.kombu": {
         *GROUND,
-        *("__init__", "client", "clock", "filters", "validation", "wire"),
+        *("__init__", "addresses", "client", "clock", "filters", "validation", "wire"),
     },
     "integrations.opening": {"__init__"},
     "__main__": {"cli"},

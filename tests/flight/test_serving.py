@@ -273,7 +273,7 @@ def test_a_client_of_another_protocol_is_refused_in_one_line(
 
 
 def test_locations_are_checked() -> None:
-    with pytest.raises(InvalidUrl, match="grpc://HOST:PORT"):
+    with pytest.raises(InvalidUrl, match="grpc://HOST:8815"):
         FlightStore("rocksdb:./data")
 
 

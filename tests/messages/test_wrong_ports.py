@@ -93,7 +93,7 @@ def test_other_ports_behind_tls(secure: Secure) -> None:
     place = where(secure.server, "http")
     with pytest.raises(ServerUnreachable, match=f"{place} speaks HTTP"):
         penstock.connect(f"penstocks://{place}", tls=secure.trusting, **PATIENT)
-    with pytest.raises(ServerUnreachable, match="is not trusted: give tls= a context"):
+    with pytest.raises(ServerUnreachable, match="is not trusted: name the file of its CA"):
         penstock.connect(f"penstocks://{place}", **PATIENT)
 
 
@@ -103,8 +103,8 @@ def test_a_client_that_was_connected_tries_again() -> None:
     connection.connected(0)
     connection.received(b"HTTP/1.1 503 Service Unavailable\r\n\r\n", 0)
     assert connection.hang_up
-    assert connection.why.startswith("the server speaks HTTP")
-    connection.lost(connection.why, 0)
+    assert connection.turns.why.startswith("the server speaks HTTP")
+    connection.lost(connection.turns.why, 0)
     assert connection.phase is Phase.AWAY
     assert connection.connect_at_ms > 0
 

@@ -20,7 +20,7 @@ from click.shell_completion import get_completion_class
 
 from penstock import __version__
 from penstock.cli import common, opening
-from penstock.client.transport import target_of
+from penstock.client.transport import servers_of
 from penstock.clock import SystemClock
 from penstock.errors import NotAllowed, PenstockError
 from penstock.server.config import LISTENERS, OFF, Config, parse_address
@@ -158,7 +158,9 @@ def _url(url: str) -> Iterator[Finding]:
         return
     if url.startswith("penstocks:"):
         yield Finding("TLS", "ok", "the certificate is trusted")
-    elif opening.is_server(url) and not is_loopback(target_of(url, tls=False).host):
+    elif opening.is_server(url) and not all(
+        is_loopback(each.host) for each in servers_of(url).addresses
+    ):
         hint = "penstocks://, and tls.certificate of the server"
         yield Finding("TLS", "note", "keys and messages can be read on the way", hint)
 

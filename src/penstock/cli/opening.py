@@ -5,16 +5,16 @@
     --url  →  PENSTOCK_URL  →  PENSTOCK_STORE  →  url of [client] in the config file
 
 The config file is the one that PENSTOCK_CONFIG names, which may be the server's too, or else
-``~/.config/penstock/config.toml``. The key comes from the URL, PENSTOCK_TOKEN or that section, the
-CA from PENSTOCK_CA or the section. A client has the verbs of a broker, so that most commands need
-not know which of the two they work on.
+``~/.config/penstock/config.toml``. The key comes from the URL, PENSTOCK_TOKEN or that section;
+files of TLS from options, the URL, PENSTOCK_CA, PENSTOCK_CERT and PENSTOCK_KEY, or the section. A
+client has the verbs of a broker, so that most commands need not know which of the two they work
+on.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import ssl
 import tomllib
 from contextlib import suppress
 from pathlib import Path
@@ -24,12 +24,14 @@ import click
 import msgspec
 
 import penstock
-from penstock.client.transport import target_of
+from penstock.addresses import FILES, TlsFiles, environment_files
+from penstock.client.transport import servers_of
 from penstock.errors import InvalidInput, NotAllowed, ServerUnreachable, StoreLocked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from penstock.addresses import Address
     from penstock.broker.broker import Broker
     from penstock.broker.reader import Reader
     from penstock.client import Client
@@ -39,7 +41,6 @@ DEFAULT_SERVER: Final = "penstock://127.0.0.1:8814"
 # Parameters that errors of the client name, and the variables of the command line for them.
 _VARIABLES: Final = {
     "token='KEY": "PENSTOCK_TOKEN='KEY",
-    "give tls= a context that does": "name its CA by PENSTOCK_CA=FILE",
     ", or with tls=": "",
 }
 # How long to wait for a server that has not been there yet.
@@ -101,7 +102,34 @@ def url_option(
 
     variables = ["PENSTOCK_URL", "PENSTOCK_STORE"]
     text = f"{help}  [env: PENSTOCK_URL]"
-    return click.option(*names, "store", metavar="URL", envvar=variables, callback=find, help=text)
+    url = click.option(*names, "store", metavar="URL", envvar=variables, callback=find, help=text)
+    return lambda command: url(tls_options(command))
+
+
+def _note_file(ctx: click.Context, option: click.Parameter, value: str | None) -> None:
+    if value:
+        ctx.meta[f"{__name__}.{option.name}"] = value
+
+
+def tls_options(command: Command) -> Command:
+    """Add the options for files of TLS, which :func:`given_files` returns."""
+    about = ("The CA of a server with TLS", "A client certificate", "The key of the certificate")
+    for name, text in reversed([*zip(FILES, about, strict=True)]):
+        command = click.option(
+            f"--{name}",
+            metavar="FILE",
+            expose_value=False,
+            callback=_note_file,
+            help=f"{text}, PEM.  [env: PENSTOCK_{name.upper()}]",
+        )(command)
+    return command
+
+
+def given_files() -> TlsFiles:
+    """Return the files of TLS that options of the command name."""
+    ctx = click.get_current_context(silent=True)
+    meta = {} if ctx is None else ctx.meta
+    return TlsFiles(*(meta.get(f"{__name__}.{name}", "") for name in FILES))
 
 
 def is_server(url: str) -> bool:
@@ -121,41 +149,50 @@ def _file(path: str) -> Path:
 
 def connect(url: str) -> Client:
     """Connect to a server; one that is not there is an error at once."""
-    settings = client_settings()
-    target = target_of(url, tls=False)
-    token = target.token or os.environ.get("PENSTOCK_TOKEN", "")
-    # The key of the config file is for the server that the file names.
-    trusted = not settings.url or target_of(settings.url, tls=False)[:2] == target[:2]
-    try:
-        if trusted and not token:
-            token = settings.token
+    settings, named = client_settings(), servers_of(url)
+    token = named.token or os.environ.get("PENSTOCK_TOKEN", "")
+    # The key of the config file is for the servers that the file names.
+    if not token and (
+        not settings.url or {*named.addresses} <= {*servers_of(settings.url).addresses}
+    ):
+        token = settings.token
+        try:
             if settings.token_file and not token:
                 token = _file(settings.token_file).read_text().strip()
-        tls = None
-        if url.startswith("penstocks:"):
-            ca = os.environ.get("PENSTOCK_CA") or settings.ca
-            tls = ssl.create_default_context(cafile=_file(ca) if ca else None)
-            if settings.certificate:
-                key = _file(settings.key) if settings.key else None
-                tls.load_cert_chain(_file(settings.certificate), key)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise InvalidInput(f"token_file, ca, certificate or key of [client]: {error}") from None
+        except (OSError, RuntimeError, ValueError) as error:
+            raise InvalidInput(f"token_file of [client]: {error}") from None
+    files = given_files().otherwise(named.files).otherwise(environment_files())
+    files = files.otherwise(TlsFiles(settings.ca, settings.certificate, settings.key))
+    secure = named.scheme == "penstocks"
+    if any(given_files()) and not secure:
+        raise InvalidInput("--ca, --cert and --key are for servers with TLS: penstocks://HOST:PORT")
+    _look_for(named.addresses)
+    tls = files.context() if secure else False
     try:
-        # A client would wait for a server that may yet come; a name that is none is its to refuse.
-        with suppress(UnicodeError):
-            socket.create_connection(target[:2], PROBE_SECONDS).close()
-    except OSError as error:
-        raise ServerUnreachable(
-            f"no server at {target.host}:{target.port}: {error.strerror or error}; 'penstock up' "
-            "starts one, 'penstock doctor' looks for what is wrong"
-        ) from None
-    try:
-        return penstock.connect(url, token=token, tls=tls or False, name="penstock-cli")
+        return penstock.connect(url, token=token, tls=tls, name="penstock-cli")
     except (NotAllowed, ServerUnreachable) as error:
         text = str(error)
         for parameter, variable in _VARIABLES.items():
             text = text.replace(parameter, variable)
         raise type(error)(text) from None
+
+
+def _look_for(addresses: tuple[Address, ...]) -> None:
+    """Raise ServerUnreachable if nobody listens: a client would wait for a server to come."""
+    reasons = []
+    for address in addresses:
+        try:
+            # A name that is none is the client's to refuse.
+            with suppress(UnicodeError):
+                socket.create_connection(address, PROBE_SECONDS / len(addresses)).close()
+        except OSError as error:
+            reasons.append(f"{address}: {error.strerror or error}")
+        else:
+            return
+    raise ServerUnreachable(
+        f"no server at {'; '.join(reasons)}; 'penstock up' starts one, 'penstock doctor' looks for "
+        "what is wrong"
+    )
 
 
 def open_store(url: str, *, make: bool = False, background: bool = False) -> Broker:

@@ -11,7 +11,7 @@ import click
 
 from penstock.cli import common
 from penstock.cli.common import duration
-from penstock.cli.opening import is_server
+from penstock.cli.opening import given_files, is_server, tls_options
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -56,10 +56,14 @@ def _check_flight(_: click.Context, __: click.Parameter, location: str) -> str:
             f"{location} is the native port, and Spark reads over Arrow Flight: name that address "
             "of the server, such as grpc://127.0.0.1:8815"
         )
-    return location
+    from penstock.flight.location import locate  # noqa: PLC0415 - needs an extra
+
+    # It has the access with it, wherever it goes.
+    ca, certificate, key = given_files()
+    return locate(location, ca=ca, certificate=certificate, key=key)
 
 
-_location_option = click.option(
+_url_option = click.option(
     "--url",
     "--location",
     "location",
@@ -70,6 +74,7 @@ _location_option = click.option(
     callback=_check_flight,
     help="The broker's Flight address, such as grpc://127.0.0.1:8815.",
 )
+_location_option = common.options(_url_option, tls_options)
 _master_option = click.option(
     "--master", help="Where Spark runs its tasks: local[*] unless Spark's own settings say it."
 )

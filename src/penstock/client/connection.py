@@ -11,13 +11,13 @@
 It is given bytes and the time, and leaves the rest to its transport: bytes to write (``output``),
 calls that are over (``done``), and when to connect (``connect_at_ms``). A call that was not sent
 waits for the next connection. One that was sent and not answered before its connection was lost is
-sent again only if that is safe; otherwise it fails.
+sent again only if that is safe; otherwise it fails. ``turns`` has the addresses.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cache
 from itertools import chain
@@ -27,6 +27,7 @@ import msgspec
 
 from penstock import errors, limits
 from penstock.client.calls import Call, Repeat, cancel, doubtful, may_repeat, ping, release
+from penstock.client.turns import Turns
 from penstock.errors import BrokerClosed, InvalidInput, ServerUnreachable, StoreFenced
 from penstock.wire import native as wire
 from penstock.wire.native import FrameReader, error_of
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 # to answer only once it has the question, which waits behind the bytes that were written before.
 PING_MS: Final = 10_000
 SILENCE_MS: Final = 10_000
-BACKOFF_BASE_MS: Final = 50
-BACKOFF_CAP_MS: Final = 5_000
 # How long the pause is after a server has lost its store, as if it had been tried so often.
 FENCED_TRIES: Final = 3
 # The share of a server's dedup window in which a publish may be sent again: the rest is for the
@@ -117,10 +116,16 @@ class ClientConnection:
     """The state of one client, across all of its connections. For one thread."""
 
     def __init__(
-        self, options: Options, *, now_ms: int, random: Callable[[], float], fresh: bytes
+        self,
+        options: Options,
+        *,
+        now_ms: int,
+        random: Callable[[], float],
+        fresh: bytes,
+        addresses: Sequence[str] = ("",),
     ) -> None:
         self.options = options
-        self._random = random
+        self.turns = Turns(addresses, random)
         # Dedup ids are this client's own sixteen bytes and a number.
         self._fresh = fresh.hex()
         self._made = 0
@@ -130,9 +135,7 @@ class ClientConnection:
         self.connect_at_ms = now_ms
         self.hang_up = False
         self.paused = False
-        self._tries = 0
         self._away_since_ms = now_ms
-        self.why = "no connection yet"
         # Which protocol the server speaks, if it is another than this one, and what to try.
         self.foreign = ""
         # The error of a server that has lost its store: the client leaves it.
@@ -239,10 +242,16 @@ class ClientConnection:
 
     # --- the connection --------------------------------------------------------------------
 
+    @property
+    def turn_ms(self) -> int:
+        """How long a server has for its greeting."""
+        return self.turns.turn_ms(SILENCE_MS, self.options.patience_ms)
+
     def connected(self, now_ms: int) -> None:
         """Greet: a connection stands."""
         self.phase = Phase.GREETING
         self.hang_up = False
+        self.foreign = ""
         self.paused = False
         self._reader = FrameReader()
         self._heard_ms, self._asked_ms = now_ms, None
@@ -255,11 +264,12 @@ class ClientConnection:
         """Repeat or fail the calls of a connection that has ended, or was never made."""
         if self.phase is Phase.CLOSED:
             return
-        if self.phase in {Phase.READY, Phase.LEAVING}:
+        ready = self.phase in {Phase.READY, Phase.LEAVING}
+        if ready:
             self._away_since_ms = now_ms
         self.phase = Phase.AWAY
         self.hang_up = False
-        self.why = why
+        self.connect_at_ms = self.turns.lost(why, now_ms, ready=ready)
         self.output.clear()
         self._parts.clear()
         sent, self._sent = self._sent, {}
@@ -274,9 +284,15 @@ class ClientConnection:
             else:
                 self._fail_unanswered(pending, now_ms)
         self._waiting.extendleft(reversed(again))
-        backoff_ms = min(BACKOFF_CAP_MS, BACKOFF_BASE_MS << min(self._tries, 16))
-        self._tries += 1
-        self.connect_at_ms = now_ms + int(backoff_ms * (0.5 + self._random() / 2))
+
+    def refuse(self, error: PenstockError, at: int | None = None) -> None:
+        """Note that an address is of no use as it is; if none is of any, close for good."""
+        current = self.turns.at
+        failure = self.turns.refuse(error, current if at is None else at)
+        if failure is not None:
+            self.close(failure)
+        elif at in {None, current}:
+            self._give_up(str(error))
 
     def received(self, data: bytes, now_ms: int) -> None:
         """Take bytes from the server."""
@@ -303,6 +319,9 @@ class ClientConnection:
             # Now that everything is read which it had said before.
             self._give_up(self._fenced)
             self._fenced = ""
+        elif self.phase is Phase.LEAVING and self.turns.several and not self._sent:
+            # Another server takes the calls that wait: no need to stay until this one has stopped.
+            self._give_up(self.turns.reason)
 
     def resume(self, now_ms: int) -> None:
         """Send the calls that waited: the connection is ready, or takes bytes again."""
@@ -335,7 +354,8 @@ class ClientConnection:
         if self.phase is not Phase.AWAY:
             silent_ms = now_ms - (self._heard_ms if self._asked_ms is None else self._asked_ms)
             if self._asked_ms is not None or self.phase is not Phase.READY:
-                if silent_ms >= SILENCE_MS:
+                most_ms = self.turn_ms if self.phase is Phase.GREETING else SILENCE_MS
+                if silent_ms >= most_ms:
                     self._give_up("the server has been silent for too long")
             elif silent_ms >= PING_MS:
                 self._asked_ms, self._question_came = now_ms, False
@@ -351,9 +371,9 @@ class ClientConnection:
             if now_ms < max(pending.since_ms, self._away_since_ms) + patience_ms:
                 break
             self._waiting.popleft()
-            text = f"no server for {patience_ms} ms: {self.why}"
+            text = f"no server for {patience_ms} ms: {self.turns.why}"
             if pending.repeated:
-                text = f"{_unanswered(pending.call, self.why)}; {text}"
+                text = f"{_unanswered(pending.call, self.turns.reason)}; {text}"
             self._fail(pending, ServerUnreachable(text))
 
     def _fail_late(self, now_ms: int) -> None:
@@ -413,22 +433,28 @@ class ClientConnection:
                     pending.sent_ms = None
                 self._waiting.append(pending)
         elif isinstance(frame, wire.Bye):
+            self.turns.reason = f"the server said: {frame.message}"
             if frame.final:
-                self.close(error_of(frame.name, frame.message))
+                self.refuse(error_of(frame.name, frame.message))
             elif self.phase is Phase.READY:
                 self.phase = Phase.LEAVING
-            self.why = f"the server said: {frame.message}"
         elif isinstance(frame, wire.Welcome) and self.phase is Phase.GREETING:
             if frame.version < wire.OLDEST_VERSION:
                 text = f"the server speaks version {frame.version} of the protocol: upgrade it"
-                self.close(ServerUnreachable(text))
+                self.refuse(ServerUnreachable(text))
+                return
+            known = self.welcome
+            if self.turns.several and known is not None and known.store_id != frame.store_id:
+                # Receipts and dedup ids of one store mean nothing to another.
+                text = f"the server has store {frame.store_id}, the others {known.store_id}"
+                self.refuse(ServerUnreachable(f"{text}: all addresses must be of one store"))
                 return
             self.welcome = frame
+            self.turns.welcomed(now_ms)
             self._max_frame_bytes = frame.limits.get("frame_bytes", limits.MAX_FRAME_BYTES)
             window_ms = frame.limits.get("dedup_window_ms", limits.MAX_REPEAT_MS / REPEAT_SHARE)
             self._repeat_ms = min(limits.MAX_REPEAT_MS, window_ms * REPEAT_SHARE)
             self.phase = Phase.READY
-            self._tries = 0
             self.resume(now_ms)
 
     def _push(self, frame: wire.Deliveries, now_ms: int) -> None:
@@ -456,7 +482,7 @@ class ClientConnection:
         else:
             self._fail(pending, error)
         # It greets until it has ended, and each time there would be no pause before the next.
-        self._tries = max(self._tries, FENCED_TRIES)
+        self.turns.tries = max(self.turns.tries, FENCED_TRIES)
         self._fenced = f"the server said: {error}"
 
     def _settle(self, request_id: int, value: msgspec.Raw | bytes, now_ms: int) -> None:
@@ -511,13 +537,13 @@ class ClientConnection:
             self.done.append((pending.callback, None, error))
 
     def _fail_unanswered(self, pending: _PendingCall, now_ms: int) -> None:
-        text = _unanswered(pending.call, self.why)
+        text = _unanswered(pending.call, self.turns.reason)
         if self._is_late(pending, now_ms):
             text += ", and the server may have forgotten its dedup ids by now"
         self._fail(pending, ServerUnreachable(text))
 
     def _give_up(self, why: str) -> None:
-        self.why = why
+        self.turns.reason = why
         self.hang_up = True
 
 

@@ -6,20 +6,26 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import socket
 import ssl
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
-from urllib.parse import unquote, urlsplit
 
+from penstock.addresses import (
+    GIVE_CERTIFICATE,
+    Address,
+    environment_files,
+    parse_servers,
+    tls_failure,
+)
 from penstock.client.connection import ClientConnection, Options, Phase
 from penstock.errors import BrokerClosed, InvalidUrl, ServerUnreachable
 from penstock.wire.native import DEFAULT_PORT
 from penstock.wire.peers import progress_of
 
 if TYPE_CHECKING:
+    from penstock.addresses import ServerUrl
     from penstock.client.calls import Call
     from penstock.client.connection import Callback
     from penstock.clock import Clock
@@ -44,49 +50,35 @@ _NO_SUCH_HOST: Final = frozenset(
 _CUT_OFF: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 
 
-class Target(NamedTuple):
-    """The address of a server, the TLS context for it, and the key that its URL names."""
+# How often in a row a server may end TLS without a word before that counts as its answer.
+_SILENT_ENDS: Final = 3
 
-    host: str
-    port: int
+
+class Target(NamedTuple):
+    """The addresses of servers, the TLS context for them, and the key that their URL names."""
+
+    addresses: tuple[Address, ...]
     tls: ssl.SSLContext | None
     token: str = ""
 
 
+def servers_of(url: str) -> ServerUrl:
+    """Take the URL of native servers apart."""
+    return parse_servers(url, ("penstock", "penstocks"), DEFAULT_PORT)
+
+
 def target_of(url: str, tls: bool | ssl.SSLContext) -> Target:  # noqa: FBT001 - a union
-    """Read ``penstock://[KEY:SECRET@]HOST[:PORT]``; ``penstocks`` is the same over TLS."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except (ValueError, AttributeError, TypeError):
-        host, port = None, None
-    # A secret is not for the eyes of those who read an error.
-    shown = repr(re.sub(r"//.*@", "//...@", str(url), flags=re.DOTALL))
-    if host is None or parts.scheme not in {"penstock", "penstocks"}:
-        raise InvalidUrl(f"{shown:.200} names no server; the URL of one is penstock://HOST:PORT")
-    if parts.path.strip("/") or parts.query or parts.fragment:
-        raise InvalidUrl(
-            f"{shown:.200} has more than a host and a port; the URL of a server is "
-            "penstock://HOST:PORT"
-        )
-    token = ""
-    if parts.username is not None:
-        token = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+    """Read ``penstock://[KEY:SECRET@]HOST[:PORT],…``; ``penstocks`` is the same over TLS.
+
+    Files of TLS are those of the URL, or of the environment; a context has its own.
+    """
+    named = servers_of(url)
     context = None
     if isinstance(tls, ssl.SSLContext):
         context = tls
-    elif tls or parts.scheme == "penstocks":
-        context = ssl.create_default_context()
-    return Target(host, port or DEFAULT_PORT, context, token)
-
-
-def _tls_failure(where: str, error: ssl.SSLError) -> str:
-    """Describe why there is no TLS with a server, and what to try, as far as the error tells."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the certificate of {where} is not trusted: give tls= a context that does ({error})"
-    if error.reason == "WRONG_VERSION_NUMBER":
-        return f"{where} does not speak TLS: connect to penstock://{where} ({error})"
-    return f"no TLS with {where}: {error}"
+    elif tls or named.scheme == "penstocks":
+        context = named.files.otherwise(environment_files()).context()
+    return Target(named.addresses, context, named.token)
 
 
 async def open_transport(target: Target, options: Options, clock: Clock) -> Transport:
@@ -107,14 +99,21 @@ class Transport(asyncio.Protocol):
         self._pid = os.getpid()
         self.thread_id = threading.get_ident()
         self.connection = ClientConnection(
-            options, now_ms=self.now_ms(), random=clock.random, fresh=clock.lease_id()
+            options,
+            now_ms=self.now_ms(),
+            random=clock.random,
+            fresh=clock.lease_id(),
+            addresses=[str(each) for each in target.addresses],
         )
         self._transport: asyncio.Transport | None = None
         self._flushing = False
         self._ready = loop.create_future()
         self._gone = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
-        self._suspect = False
+        # The address of a server that ended a greeting, and may speak TLS; and how many did so
+        # one after the other although TLS was spoken.
+        self._suspect: int | None = None
+        self._silent_ends = 0
 
     def now_ms(self) -> int:
         """Time that never steps, for durations alone."""
@@ -238,12 +237,9 @@ class Transport(asyncio.Protocol):
                 if not self._ready.done():
                     left_ms = begun_ms + self.connection.options.patience_ms - now_ms
                     if left_ms <= 0:
-                        self._fail(
-                            ServerUnreachable(
-                                f"no server at {self._where}: {connection.why}; is 'penstock "
-                                "serve' running there?"
-                            )
-                        )
+                        where = "any address" if connection.turns.several else self._where
+                        text = f"no server at {where}: {connection.turns.why}"
+                        self._fail(ServerUnreachable(f"{text}; is 'penstock serve' running there?"))
                         return
                     pause_ms = min(pause_ms, left_ms)
                 if connecting is not None:
@@ -275,46 +271,57 @@ class Transport(asyncio.Protocol):
             self._ready.set_exception(error)
         self.flush()
 
+    def _refuse(self, error: PenstockError, at: int | None = None) -> None:
+        """Leave an address for good; the client fails if there is no other."""
+        self.connection.refuse(error, at)
+        if self.connection.phase is Phase.CLOSED:
+            self._fail(self.connection.failure or error)
+
+    @property
+    def _address(self) -> Address:
+        return self.target.addresses[self.connection.turns.at]
+
     @property
     def _where(self) -> str:
-        return f"{self.target.host}:{self.target.port}"
+        return str(self._address)
 
     async def _connect(self) -> None:
-        host, port, tls, _ = self.target
-        new = not self._ready.done()
-        if new and self._suspect and await self._speaks_tls():
-            text = f"{self._where} speaks TLS: connect to penstocks://{self._where}, or with tls="
-            self._fail(ServerUnreachable(text))
-            return
+        connection, new = self.connection, not self._ready.done()
+        suspect, self._suspect = self._suspect, None
+        if new and suspect is not None and await self._speaks_tls(self.target.addresses[suspect]):
+            where = self.target.addresses[suspect]
+            text = f"{where} speaks TLS: connect to penstocks://{where}, or with tls="
+            self._refuse(ServerUnreachable(text), suspect)
+            if connection.phase is Phase.CLOSED:
+                return
+        seconds = connection.turn_ms / 1000 if connection.turns.several else CONNECT_SECONDS
         try:
             await asyncio.wait_for(
-                self.loop.create_connection(lambda: self, host, port, ssl=tls), CONNECT_SECONDS
+                self.loop.create_connection(lambda: self, *self._address, ssl=self.target.tls),
+                seconds,
             )
         except Exception as error:
             why = str(error) or type(error).__name__
-            if new and isinstance(error, UnicodeError):
-                self._fail(InvalidUrl(f"{host!r:.200} can't be the name of a host: {why}"))
-            elif new and isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_HOST:
-                # A host that has been there may come back; one that never was is an error at once.
-                self._fail(ServerUnreachable(f"there is no host named {host!r:.200}: {why}"))
-            elif new and isinstance(error, ssl.SSLError) and not isinstance(error, _CUT_OFF):
-                # A server that came back with a wrong certificate may yet be mended; one that
-                # was never right is an error at once.
-                self._fail(ServerUnreachable(_tls_failure(self._where, error)))
+            if isinstance(error, TimeoutError):
+                why = f"no connection within {seconds:g} s"
+            if (refusal := _refusal(self._address, error)) is None:
+                connection.lost(why, self.now_ms())
+            elif not new:
+                # What has been right once may be so again.
+                connection.lost(str(refusal), self.now_ms())
             else:
-                self.connection.lost(why, self.now_ms())
+                self._refuse(refusal)
+                connection.lost(str(refusal), self.now_ms())
 
-    async def _speaks_tls(self) -> bool:
+    async def _speaks_tls(self, address: Address) -> bool:
         """Try whether a server that ended a greeting without a word answers to that of TLS."""
-        self._suspect = False
         hello = ssl.MemoryBIO()
         tried = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), hello, server_hostname="x")
         with contextlib.suppress(ssl.SSLWantReadError):
             tried.do_handshake()
-        host, port, *_ = self.target
         try:
             async with asyncio.timeout(PROBE_SECONDS):
-                reader, writer = await asyncio.open_connection(host, port)
+                reader, writer = await asyncio.open_connection(*address)
                 try:
                     writer.write(hello.read())
                     # A handshake or an alert: only TLS begins with these.
@@ -340,7 +347,7 @@ class Transport(asyncio.Protocol):
             if self.connection.phase is Phase.READY:
                 self._ready.set_result(None)
             elif self.connection.foreign:
-                self._fail(ServerUnreachable(f"{self._where} {self.connection.foreign}"))
+                self._refuse(ServerUnreachable(f"{self._where} {self.connection.foreign}"))
             elif self.connection.phase is Phase.CLOSED:
                 failure = self.connection.failure or BrokerClosed("the client was closed")
                 self._ready.set_exception(failure)
@@ -349,15 +356,33 @@ class Transport(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Repeat or fail the calls under way; the runner connects again."""
         self._transport = None
-        if self.connection.phase is Phase.GREETING and self.target.tls is None:
-            self._suspect = True
-        closed = "the server closed it"
-        if self.connection.phase is Phase.GREETING:
-            closed = "it closed the connection at the greeting: is this its native port?"
-        why = self.connection.why if self.connection.hang_up else str(exc or closed)
-        self.connection.lost(why, self.now_ms())
+        connection = self.connection
+        why = connection.turns.reason if connection.hang_up else str(exc or "the server closed it")
+        if connection.phase is Phase.GREETING and not connection.hang_up:
+            why = self._ended_greeting(exc)
+        else:
+            self._silent_ends = 0
+        connection.lost(why, self.now_ms())
         self._gone.set()
         self.flush()
+
+    def _ended_greeting(self, exc: Exception | None) -> str:
+        """Return why a server may have ended the connection at the greeting."""
+        if self.target.tls is None:
+            self._suspect = self.connection.turns.at
+            return str(exc or "it closed the connection at the greeting: is this its native port?")
+        if isinstance(exc, ssl.SSLError) and not isinstance(exc, _CUT_OFF):
+            return tls_failure(self._where, exc)
+        # With TLS 1.3 a server looks at the client's certificate when TLS is agreed on for the
+        # client; few servers tell why they end it then.
+        self._silent_ends += 1
+        text = (
+            f"{self._where} closed the connection when TLS was agreed on, which servers do that "
+            f"want another client certificate, or one at all: {GIVE_CERTIFICATE}; its log says why"
+        )
+        if not self._ready.done() and self._silent_ends >= _SILENT_ENDS:
+            self._refuse(ServerUnreachable(text))
+        return text
 
     def pause_writing(self) -> None:
         """Keep calls until the server reads again."""
@@ -388,3 +413,17 @@ class Transport(asyncio.Protocol):
             done, connection.done = connection.done, []
             for callback, result, error in done:
                 callback(result, error)
+
+
+def _refusal(address: Address, error: Exception) -> PenstockError | None:
+    """Return the error of an address that waiting can't help; None: it may come by itself."""
+    if isinstance(error, UnicodeError):
+        return InvalidUrl(f"{address.host!r:.200} can't be the name of a host: {error}")
+    if isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_HOST:
+        # A host that has been there may come back; one that never was is an error at once.
+        return ServerUnreachable(f"there is no host named {address.host!r:.200}: {error}")
+    if isinstance(error, ssl.SSLError) and not isinstance(error, _CUT_OFF):
+        # A server that came back with a wrong certificate may yet be mended; one that was never
+        # right is an error at once.
+        return ServerUnreachable(tls_failure(str(address), error))
+    return None

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -20,15 +20,17 @@ import pyarrow.flight as fl
 
 from penstock import limits
 from penstock.clock import SystemClock
-from penstock.errors import InvalidInput, InvalidMessage, InvalidUrl, ServerUnreachable
+from penstock.errors import InvalidMessage, ServerUnreachable
 from penstock.flight import protocol
+from penstock.flight.location import TURN_SECONDS, locate, tls_trouble, turns
 from penstock.flight.protocol import Actions, FilledCounts, Published, SnapshotFacts, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
-TOKEN_VARIABLE: Final = "PENSTOCK_TOKEN"  # noqa: S105 - a name
-CA_VARIABLE: Final = "PENSTOCK_CA"
+    from penstock.addresses import Address
+
 _T = TypeVar("_T")
 # Waits between the tries of a call that may be repeated, while no server answers.
 BACKOFF_MS: Final = (100, 200, 400, 800, 1_600, 3_200, 3_200)
@@ -41,63 +43,6 @@ _clock: Final = SystemClock()
 _waiting: Final = threading.Condition()
 _clients: Final[dict[tuple[Any, ...], fl.FlightClient]] = {}
 _clients_lock: Final = threading.Lock()
-
-
-class Location(str):
-    """An address with its access: a token, and PEM of TLS roots, certificate and key.
-
-    Its text is the address alone. A process that is sent one needs no settings of its own.
-    """
-
-    __slots__ = ("access",)
-    access: tuple[str, str, str, str]
-
-    def __new__(cls, address: str, access: tuple[str, str, str, str]) -> Self:
-        """Put them together."""
-        made = super().__new__(cls, address)
-        made.access = access
-        return made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Location, (str(self), self.access)
-
-
-def locate(
-    location: str,
-    *,
-    token: str | None = None,
-    ca: str | Path | None = None,
-    certificate: str | Path | None = None,
-    key: str | Path | None = None,
-) -> Location:
-    """Check an address and add the access; ``ca``, ``certificate`` and ``key`` are files, or PEM.
-
-    PENSTOCK_TOKEN and PENSTOCK_CA stand in for missing arguments. A :class:`Location` keeps the
-    access that it has: the environment of a process that it was sent to does not count.
-    """
-    if not str(location).startswith(("grpc://", "grpc+tcp://", "grpc+tls://")):
-        raise InvalidUrl(
-            f"no Flight server is named by {location!r:.200}: grpc://HOST:PORT, or grpc+tls://"
-        )
-    if isinstance(location, Location):
-        has = location.access
-    else:
-        secure = location.startswith("grpc+tls://")
-        authority = "" if ca or not secure else _pem(os.environ.get(CA_VARIABLE))
-        has = os.environ.get(TOKEN_VARIABLE, ""), authority, "", ""
-    access = (token or has[0], _pem(ca) or has[1], _pem(certificate) or has[2], _pem(key) or has[3])
-    return Location(location, access)
-
-
-def _pem(file: str | Path | None) -> str:
-    if not file:
-        return ""
-    if str(file).startswith("-----BEGIN "):
-        return str(file)
-    try:
-        return Path(file).read_text()
-    except OSError as error:
-        raise InvalidInput(f"TLS: {file} can't be read: {error.strerror}") from None
 
 
 class ReadPlan(NamedTuple):
@@ -353,34 +298,74 @@ class FlightStore(Actions):
 
     def _again(self, call: Callable[[fl.FlightClient], _T], *, again: bool = True) -> _T:
         """Make a call; one that may be repeated, until a server answers or patience is over."""
-        started_ms = _clock.now_ms()
-        for number, wait_ms in enumerate(BACKOFF_MS if again else ()):
+        started_ms, waits = _clock.now_ms(), iter(BACKOFF_MS if again else ())
+        addresses, tries = self.location.addresses, 0
+        failures: dict[Address, ServerUnreachable] = {}
+        while True:
+            address, sent = addresses[turns.get(self.location, 0) % len(addresses)], False
             try:
-                with _translated(self.location):
-                    return call(self._connected())
-            except ServerUnreachable:
-                # The next try connects anew.
-                with _clients_lock:
-                    _clients.pop((os.getpid(), *self._identity()), None)
-                # A connection that has gone silent deserves one new one, whatever it has cost.
-                if number and _clock.now_ms() - started_ms > limits.MAX_UNREACHABLE_MS:
-                    raise
-                with _waiting:
-                    _clock.wait(_waiting, int(wait_ms * (0.75 + _clock.random() / 2)))
-        with _translated(self.location):
-            return call(self._connected())
+                client = self._connected(address)
+                sent = True
+                with _translated(self._place(address)):
+                    return call(client)
+            except ServerUnreachable as error:
+                failures[address] = error
+            # The next try connects anew; of several addresses, to the next.
+            self._leave(address)
+            tries += 1
+            if sent and not again:
+                raise self._unreachable(failures)
+            if tries % len(addresses):
+                continue
+            # A connection that has gone silent deserves one new one, whatever it has cost.
+            late = _clock.now_ms() - started_ms > limits.MAX_UNREACHABLE_MS
+            wait_ms = next(waits, None)
+            if wait_ms is None or (late and tries > len(addresses)):
+                raise self._unreachable(failures)
+            with _waiting:
+                _clock.wait(_waiting, int(wait_ms * (0.75 + _clock.random() / 2)))
 
-    def _connected(self) -> fl.FlightClient:
-        """Return this process's connection to the server."""
+    def _place(self, address: Address) -> str:
+        return f"{self.location.partition('://')[0]}://{address}"
+
+    def _leave(self, address: Address) -> None:
+        """Forget the connection to an address, and go to the next."""
+        with _clients_lock:
+            _clients.pop((os.getpid(), *self._identity(), address), None)
+            turns[self.location] = self.location.addresses.index(address) + 1
+
+    def _unreachable(self, failures: dict[Address, ServerUnreachable]) -> ServerUnreachable:
+        """Say of every address that was tried why there is no answer."""
+        secure = self.location.startswith("grpc+tls:")
+        return ServerUnreachable(
+            "; ".join(
+                (secure and tls_trouble(address, self.location.access)) or str(error)
+                for address, error in failures.items()
+            )
+        )
+
+    def _connected(self, address: Address) -> fl.FlightClient:
+        """Return this process's connection to a server."""
         # A forked worker must not use its parent's connection, nor one key another's.
-        key = (os.getpid(), *self._identity())
+        key = (os.getpid(), *self._identity(), address)
+        with _clients_lock:
+            known = _clients.get(key)
+        if known is not None:
+            return known
+        if len(self.location.addresses) > 1:
+            # gRPC waits long for a host that is silent, and does not tell whether it sent a call.
+            try:
+                socket.create_connection(address, TURN_SECONDS).close()
+            except (OSError, UnicodeError) as error:
+                why = getattr(error, "strerror", None) or error
+                raise ServerUnreachable(f"no server at {self._place(address)}: {why}") from None
+        _, ca, certificate, private_key = self.location.access
+        options = {"tls_root_certs": ca} if ca else {}
+        if certificate:
+            options |= {"cert_chain": certificate, "private_key": private_key}
         with _clients_lock:
             if key not in _clients:
-                _, ca, certificate, private_key = self.location.access
-                options = {"tls_root_certs": ca} if ca else {}
-                if certificate:
-                    options |= {"cert_chain": certificate, "private_key": private_key}
-                _clients[key] = fl.FlightClient(str(self.location), **options)
+                _clients[key] = fl.FlightClient(self._place(address), **options)
             return _clients[key]
 
     def _call(self, timeout_ms: int | None) -> fl.FlightCallOptions:

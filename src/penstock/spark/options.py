@@ -16,7 +16,7 @@ from pyspark.sql.types import StructField, StructType
 
 from penstock import limits
 from penstock.errors import InvalidInput, did_you_mean
-from penstock.flight.client import locate
+from penstock.flight.location import locate
 from penstock.flight.tables import TABLES as SCHEMAS
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ _PARSED: Final[dict[str, tuple[str, Callable[[str], Any], str]]] = {
     ),
     "epoch": ("epoch", _number(0, limits.MAX_OFFSET), f"a number from 0 to {limits.MAX_OFFSET}"),
 }
-_PLACE: Final = {"server", "location", "token", "ca", "table"}
+_PLACE: Final = {"server", "location", "token", "ca", "certificate", "key", "table"}
 _BAD_ROWS: Final = {"onbadrow", "quarantinepath"}
 _READ: Final = _PLACE | {name.lower() for name in _PARSED} - _BAD_ROWS
 _WRITE: Final = _PLACE | _BAD_ROWS | {"epoch", "checkpointlocation"}
@@ -268,7 +268,8 @@ def _parsed(options: Mapping[str, str], table: str) -> Options:
             f"{LOCATION_VARIABLE}"
         )
     # The key goes along to the executors, whose environment may be another.
-    located = locate(location, token=options.get("token"), ca=options.get("ca"))
+    access = {name: options.get(name) for name in ("token", "ca", "certificate", "key")}
+    located = locate(location, **access)
     storage = {name.upper(): text for name, text in options.items() if name.startswith("aws_")}
     return Options(location=located, table=table, storage=storage, **fields)
 
@@ -319,7 +320,11 @@ def table_metadata(given: Mapping[str, str]) -> dict[str, str] | None:
     if "provider" not in lowered:
         return None
     options = _of_statement(lowered)
-    if "token" in options or any(name.startswith("aws_") for name in options):
+    if (
+        {"token", "key"} & options.keys()
+        or "@" in options.get("server", options.get("location", ""))
+        or any(name.startswith("aws_") for name in options)
+    ):
         raise InvalidInput(
             "a token has no place in a catalog, which everybody may read: start Spark with "
             "PENSTOCK_TOKEN (of S3: AWS_SECRET_ACCESS_KEY …), or use CREATE TEMPORARY VIEW"
@@ -338,7 +343,9 @@ def with_memory(schema: StructType, options: Mapping[str, str]) -> StructType:
     first, *others = schema.fields
     # DESCRIBE shows comments, and Spark keeps no other text of a Python source for it.
     shown = ", ".join(
-        f"{name} '{value}'" for name, value in sorted(options.items()) if name != "ca"
+        f"{name} '{value}'"
+        for name, value in sorted(options.items())
+        if name not in {"ca", "certificate"}
     )
     memory = {_METADATA: msgspec.json.encode(options).decode(), "comment": shown}
     metadata = {**first.metadata, **memory}

@@ -26,7 +26,7 @@ from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock import limits
 from penstock.clock import SystemClock
-from penstock.flight.client import locate
+from penstock.flight.location import locate
 from penstock.flight.protocol import error_named
 from penstock.spark.delta import Archive
 
@@ -283,8 +283,9 @@ def read(
 
 def place_of(location: str) -> dict[str, str]:
     """Return the options of the data source that name a broker, with the access to it."""
-    token, ca, *_ = locate(location).access
-    options = {"server": str(location), "token": token, "ca": ca}
+    located = locate(location)
+    names = ("token", "ca", "certificate", "key")
+    options = {"server": str(located), **dict(zip(names, located.access, strict=True))}
     return {name: value for name, value in options.items() if value}
 
 

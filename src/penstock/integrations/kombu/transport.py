@@ -19,6 +19,7 @@ from kombu.transport import virtual
 from kombu.transport.base import to_rabbitmq_queue_arguments
 
 from penstock import __version__
+from penstock.addresses import TlsFiles
 from penstock.client.connection import Options
 from penstock.client.transport import target_of
 from penstock.clock import SystemClock
@@ -531,7 +532,5 @@ def _tls(asked: Any) -> bool | ssl.SSLContext:
     """Read kombu's ``ssl``, which is Celery's ``broker_use_ssl``: a flag, a context, or files."""
     if not isinstance(asked, dict):
         return asked if isinstance(asked, ssl.SSLContext) else bool(asked)
-    context = ssl.create_default_context(cafile=asked.get("ca_certs"))
-    if "certfile" in asked:
-        context.load_cert_chain(asked["certfile"], asked.get("keyfile"))
-    return context
+    names = ("ca_certs", "certfile", "keyfile")
+    return TlsFiles(*(asked.get(name) or "" for name in names)).context()

@@ -17,7 +17,8 @@ from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock.errors import InvalidInput, InvalidMessage
-from penstock.flight.client import FlightStore, locate
+from penstock.flight.client import FlightStore
+from penstock.flight.location import locate
 from penstock.flight.writes import COLUMNS
 from penstock.model import Message
 from penstock.spark.sessions import FROM_SPARK, pinned, read, reporting, revived

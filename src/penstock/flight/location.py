@@ -1,0 +1,109 @@
+"""Where Flight servers are, and the access to them: a URL that was read, fit to be sent on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from penstock.addresses import (
+    GIVE_CERTIFICATE,
+    Address,
+    TlsFiles,
+    environment_files,
+    parse_servers,
+    read_pem,
+    tls_failure,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOKEN_VARIABLE: Final = "PENSTOCK_TOKEN"  # noqa: S105 - a name
+DEFAULT_PORT: Final = 8815
+# How long one of several servers has to accept a connection.
+TURN_SECONDS: Final = 3.0
+_SCHEMES: Final = ("grpc", "grpc+tcp", "grpc+tls")
+# Which of several addresses this process uses, by location.
+turns: Final[dict[str, int]] = {}
+
+
+class Location(str):
+    """Addresses with their access: a token, and PEM of TLS roots, certificate and key.
+
+    Its text is the addresses alone. A process that is sent one needs no settings of its own, and
+    begins with the address that the sender used last: that server has its snapshots.
+    """
+
+    __slots__ = ("access",)
+    access: tuple[str, str, str, str]
+
+    def __new__(cls, address: str, access: tuple[str, str, str, str]) -> Self:
+        """Put them together."""
+        made = super().__new__(cls, address)
+        made.access = access
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        addresses = self.addresses
+        at = turns.get(self, 0) % len(addresses)
+        scheme = self.partition("://")[0]
+        hosts = ",".join(map(str, addresses[at:] + addresses[:at]))
+        return Location, (f"{scheme}://{hosts}", self.access)
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """The addresses, in the order of the URL."""
+        return parse_servers(str(self), _SCHEMES, DEFAULT_PORT).addresses
+
+
+def locate(
+    location: str,
+    *,
+    token: str | None = None,
+    ca: str | Path | None = None,
+    certificate: str | Path | None = None,
+    key: str | Path | None = None,
+) -> Location:
+    """Check a URL and add the access; ``ca``, ``certificate`` and ``key`` are files, or PEM.
+
+    The URL may have the access, too (:mod:`penstock.addresses`). PENSTOCK_TOKEN, PENSTOCK_CA,
+    PENSTOCK_CERT and PENSTOCK_KEY stand in for what is missing. A :class:`Location` keeps the
+    access that it has: the environment of a process that it was sent to does not count.
+    """
+    files = TlsFiles(*(str(each or "") for each in (ca, certificate, key)))
+    if isinstance(location, Location):
+        has, text = location.access, str(location)
+    else:
+        named = parse_servers(location, _SCHEMES, DEFAULT_PORT)
+        text = f"{named.scheme}://{','.join(map(str, named.addresses))}"
+        has = named.token or os.environ.get(TOKEN_VARIABLE, ""), "", "", ""
+        if named.scheme == _SCHEMES[-1]:
+            files = files.otherwise(named.files).otherwise(environment_files())
+    files.check()
+    roots, chain, private = (read_pem(each) if each else "" for each in files)
+    if chain and not private:
+        private = chain
+    return Location(text, (token or has[0], roots or has[1], chain or has[2], private or has[3]))
+
+
+def tls_trouble(address: Address, access: tuple[str, str, str, str]) -> str:
+    """Return why there is no TLS with a server, which gRPC tells in many words; "": there is."""
+    _, ca, certificate, _ = access
+    context = TlsFiles(ca).context()
+    try:
+        with (
+            socket.create_connection(address, TURN_SECONDS) as plain,
+            context.wrap_socket(plain, server_hostname=address.host) as secure,
+        ):
+            secure.settimeout(TURN_SECONDS)
+            # Settings of HTTP/2, or the alert of a server that wants a certificate.
+            said = secure.recv(1)
+    except ssl.SSLError as error:
+        return tls_failure(str(address), error, "grpc")
+    except OSError:
+        return ""
+    if said or certificate:
+        return ""
+    return f"{address} wants a client certificate: {GIVE_CERTIFICATE}"
