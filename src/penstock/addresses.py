@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FILES: Final = ("ca", "cert", "key")
 MAX_ADDRESSES: Final = 16
 _PARTS: Final = re.compile(r"([a-z+]+)://(?:([^/?#]*)@)?([^/?#@]*)/*(?:\?([^#]*))?")
-_ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.%]+)\]|([^\[\]:]+))(?::([0-9]{1,5}))?")
+_ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|([^\[\]:]+))(?::([0-9]{1,5}))?")
 
 # Reasons of a server's alert: what is the matter with the client's certificate.
 _ALERTS: Final = {
