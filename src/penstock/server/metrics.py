@@ -77,6 +77,9 @@ CONTENTION: Final = {
     "statements": ("statements", "Statements sent to the database."),
 }
 
+# When the last backup of this process's store was made, in seconds since the epoch; 0: not known.
+_last_backup: float = 0.0
+
 
 # A gauge of the server: name, meaning and value; with a label, a value for each of the label's.
 Gauge: TypeAlias = tuple[str, str, float] | tuple[str, str, dict[str, int], str]
@@ -208,6 +211,9 @@ class Metrics:
         yield _counter("connections_refused", about, refused, "protocol")
         for gauge in self._gauges():
             yield _gauge(*gauge)
+        if _last_backup:
+            about = "When the last backup was made, in seconds since the epoch."
+            yield _gauge("last_backup_timestamp_seconds", about, _last_backup)
         if self._broker is not None:
             yield from self._collect_store(self._broker)
 
@@ -317,6 +323,12 @@ def _store(broker: Broker) -> Iterator[Metric]:
     yield _counter("syncs", "Calls of fsync.", cost.syncs)
     yield _counter("synced_commits", "Commits that syncs have covered.", cost.commits)
     yield _counter("sync_seconds", "Seconds spent in syncs.", cost.seconds)
+
+
+def note_backup(at_seconds: float) -> None:
+    """Note that a backup of this process's store was made, at so many seconds since the epoch."""
+    global _last_backup  # noqa: PLW0603 - a process serves one store, and backups know no server
+    _last_backup = max(_last_backup, at_seconds)
 
 
 def healthy(broker: Broker) -> bool:
