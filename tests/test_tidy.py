@@ -80,8 +80,8 @@ LAYERS = {
     "store.codec": {*GROUND, "packing"},
     "store": {*GROUND, "engines", "filters", "packing"},
     "consuming": {*GROUND, "validation"},
-    "broker.durability": {"errors"},
-    "broker.runner": {"errors", "clock", "broker.durability", "store"},
+    "broker.durability": {"errors", "histogram"},
+    "broker.runner": {"errors", "clock", "histogram", "broker.durability", "store"},
     "broker": BROKER,
     "wire": {*GROUND, "packing", "store.codec", "validation"},
     "client": {

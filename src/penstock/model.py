@@ -449,7 +449,12 @@ class LogStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Depth by state, age of the oldest waiting message, and totals since the queue was made."""
+    """Depth by state, the oldest messages, and totals since the queue was made.
+
+    ``oldest_age_ms``: for how long the oldest available message can be claimed by now;
+    ``oldest_in_flight_ms``: how long ago the oldest claim of a message in flight was made. None:
+    there is no such message, or a server of an earlier version did not say.
+    """
 
     queue: str
     available: int
@@ -469,6 +474,7 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     removed_total: int
     moved_in_total: int
     moved_out_total: int
+    oldest_in_flight_ms: int | None = None
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):

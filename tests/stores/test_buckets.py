@@ -243,7 +243,7 @@ def test_empty_buckets_and_their_summaries_are_deleted() -> None:
     bench.settle(bench.take(20))
     assert list(bench.table.rows) == []
     assert bench.depths() == (0, 0, 0)
-    assert bench.active.oldest(bench.queue) is None
+    assert bench.active.oldest_ms(bench.queue, bench.now_ms) is None
 
 
 def test_relabel_changes_the_lease_only() -> None:
@@ -308,9 +308,7 @@ def test_exponent_changes_with_messages_in_every_state(reopened: bool) -> None:
     assert len(bench.found([item.key for item in flying])) == 3
     assert sorted(bench.page_ids(State.DELAYED)) == [9, 12, 15, 18]
     assert sorted(bench.page_ids(State.AVAILABLE)) == [4, 5, 6, 7, 8, 10, 11, 13, 14, 16, 17]
-    oldest = bench.active.oldest(bench.queue)
-    assert oldest is not None
-    assert oldest.message_id == 4
+    assert bench.active.oldest_ms(bench.queue, bench.now_ms) == bench.now_ms - 3
     bench.put_back(bench.found([item.key for item in flying]))
     bench.now_ms += 200
     assert bench.come_due() == 4
@@ -631,6 +629,14 @@ class Model:
         self.turns.clear()
         self._update(sorted({row[0] for row in self.waiting.values()}))
 
+    def oldest_ms(self, now_ms: int) -> int | None:
+        ids = self.waiting.keys() - self.late
+        if self.fifo:
+            heads = (self._of(group)[:1] for group in {row[0] for row in self.waiting.values()})
+            ids = {head for each in heads for head in each}
+        times = [self.waiting[message_id][2] for message_id in ids]
+        return min((time_ms for time_ms in times if time_ms <= now_ms), default=None)
+
     def depths(self) -> tuple[int, int, int]:
         return len(self.waiting) - len(self.late), len(self.late), len(self.flight)
 
@@ -722,8 +728,7 @@ class Walk:
         assert bench.active.ready_groups(bench.queue) == len(model.turns)
         due = [model.waiting[m][2] for m in model.late]
         assert bench.active.next_due_ms() == min(due, default=None)
-        oldest = bench.active.oldest(bench.queue)
-        assert (oldest and oldest.message_id) == min(model.waiting, default=None)
+        assert bench.active.oldest_ms(bench.queue, bench.now_ms) == model.oldest_ms(bench.now_ms)
 
     def compare_pages(self) -> None:
         bench, model = self.bench, self.model

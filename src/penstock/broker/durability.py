@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple, TypeAlias
 
 from penstock.errors import BrokerClosed, PenstockError, StorageFailed, StoreFenced
+from penstock.histogram import Histogram
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +33,15 @@ OnDurable: TypeAlias = Callable[[PenstockError | None], object]
 
 
 class Durability(NamedTuple):
-    """The cost of syncing so far; commits over syncs is the size of a group."""
+    """The cost of syncing so far; commits over syncs is the size of a group.
+
+    ``times`` has the seconds of each sync, also of those that failed.
+    """
 
     syncs: int
     commits: int
     seconds: float
+    times: Histogram
 
 
 class Committer:
@@ -64,8 +69,16 @@ class Committer:
         self._failures: deque[tuple[int, int, PenstockError]] = deque(maxlen=FAILURES_KEPT)
         self._closed = self._ended = False
         self._callbacks: list[tuple[int, OnDurable]] = []
-        self.durability = Durability(0, 0, 0.0)
+        # Of syncs that went well, and the seconds of all.
+        self._syncs = self._synced_commits = 0
+        self._times = Histogram.over()
         self._thread = start_thread("penstock-committer", self._run)
+
+    @property
+    def durability(self) -> Durability:
+        """The cost of syncing so far."""
+        times = self._times.copy()
+        return Durability(self._syncs, self._synced_commits, times.sum, times)
 
     def wait(self, number: int) -> None:
         """Return when commit ``number`` is durable (at once if durability is relaxed)."""
@@ -126,7 +139,10 @@ class Committer:
     def _sync_up_to(self, number: int) -> None:
         begin, commits = self._seconds(), number - self._settled
         try:
-            self._sync()
+            try:
+                self._sync()
+            finally:
+                self._times.add(self._seconds() - begin)
         except StoreFenced as error:
             self.fail(number, error)
         except Exception as error:
@@ -144,10 +160,8 @@ class Committer:
                 ),
             )
         else:
-            syncs, so_far, spent = self.durability
-            self.durability = Durability(
-                syncs + 1, so_far + commits, spent + self._seconds() - begin
-            )
+            self._syncs += 1
+            self._synced_commits += commits
             self._settle(number)
 
     def _settle(self, number: int) -> None:

@@ -31,6 +31,7 @@ from penstock.errors import (
     StoreDamaged,
     StoreFenced,
 )
+from penstock.histogram import Histogram
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -93,6 +94,8 @@ class Runner:
         self._clock = clock
         self._guard = TimeGuard(store.info().time_floor_ms)
         self._lock = threading.Lock()
+        # The seconds of callers that had to wait for the lock; changed with the lock held.
+        self.lock_waits = Histogram.over()
         self._parallel = store.parallel
         # Calls of a parallel store that are under way, and the wait for their end.
         self._under_way = 0
@@ -135,10 +138,12 @@ class Runner:
         it again. ``durable=False``: return at once, as a call that only reads may, or one that
         :meth:`tell` calls back.
         """
-        if self._store.patience_s is None:
-            self._lock.acquire()
-        else:
+        if self._store.patience_s is not None:
             self._wait_for_turn(self._store.patience_s)
+        elif not self._lock.acquire(blocking=False):
+            begin = self._clock.seconds()
+            self._lock.acquire()
+            self.lock_waits.add(self._clock.seconds() - begin)
         try:
             self._busy_since = self._clock.seconds()
             if self._closed or self.lost is not None:
@@ -201,7 +206,9 @@ class Runner:
     @property
     def durability(self) -> Durability:
         """The cost of syncing so far."""
-        return Durability(0, 0, 0.0) if self._committer is None else self._committer.durability
+        if self._committer is None:
+            return Durability(0, 0, 0.0, Histogram.over())
+        return self._committer.durability
 
     @property
     def outage(self) -> Outage | None:
@@ -281,11 +288,15 @@ class Runner:
         its own time, and not one after the other.
         """
         begin = self._clock.seconds()
+        if self._lock.acquire(blocking=False):
+            self._limit(begin)
+            return
         if not self._lock.acquire(timeout=patience_s):
             why = self._store.health().away or "another call has it"
             raise ServerUnreachable(
                 f"the store was not free for {patience_s:g} s ({why}); nothing was changed"
             )
+        self.lock_waits.add(self._clock.seconds() - begin)
         self._limit(begin)
 
     def _limit(self, since: float) -> None:

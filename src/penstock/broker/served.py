@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.clock import Clock
     from penstock.errors import PenstockError
     from penstock.filters import RowTuple
+    from penstock.histogram import Histogram
     from penstock.model import Contention, MessageExplanation, Outcome
     from penstock.packing import PackedMessage
 
@@ -151,9 +152,17 @@ class ServedBroker(LogBroker):
         """Return how often, for how many commits and how long the store was synced."""
         return self._runner.durability
 
+    def lock_waits(self) -> Histogram:
+        """Return how long callers waited that did not have the store at once."""
+        return self._runner.lock_waits.copy()
+
     def contention(self) -> Contention | None:
         """Return the cost of sharing the store with other processes; None if it has one owner."""
         return self._store.health().contention
+
+    def used_bytes(self) -> dict[str, int]:
+        """Return how many bytes each table of the store takes on its disk; empty: not known."""
+        return self._store.health(disk=True).used_bytes
 
     def free_bytes(self) -> int | None:
         """Return how many bytes the disk of the store has left; None: not known."""

@@ -113,6 +113,9 @@ class Engine(Protocol):
     def free_bytes(self) -> int | None:
         """Return how many bytes its disk has left; None if that is unknown."""
 
+    def used_bytes(self) -> dict[str, int]:
+        """Return the bytes on disk of each table, and as ``wal`` of the log; empty if unknown."""
+
     def batch(self, *, growth: int = 0) -> Batch:
         """Begin a batch; raise if the engine is away, before anything has been changed.
 

@@ -98,6 +98,10 @@ class MemoryEngine:
     def recover(self, alone: AbstractContextManager[None], load: Callable[[], None]) -> None:
         """Do nothing: memory always takes writes."""
 
+    def used_bytes(self) -> dict[str, int]:
+        """Return nothing: it has no disk."""
+        return {}
+
     def free_bytes(self) -> None:
         """Return None: there is no disk."""
 

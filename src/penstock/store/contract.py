@@ -94,13 +94,15 @@ class Health(msgspec.Struct, frozen=True):
     """The state of a store, from any thread; all but the disk from memory.
 
     ``away``: why the store does not answer at present; it may still answer what needs no write.
-    ``free_bytes``: room on its disk, if it was measured and is known. ``contention``: the cost of
-    sharing the store with other processes; None: it has one owner.
+    ``free_bytes``: room on its disk, if it was measured and is known; ``used_bytes``: what each of
+    its tables takes there, as far as that is known. ``contention``: the cost of sharing the store
+    with other processes; None: it has one owner.
     """
 
     away: str | None
     free_bytes: int | None = None
     contention: Contention | None = None
+    used_bytes: dict[str, int] = {}
 
 
 class Store(Protocol):

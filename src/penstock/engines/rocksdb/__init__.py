@@ -306,6 +306,17 @@ class RocksEngine:
         """Return how much of the disk is free."""
         return self._free_space.free_bytes()
 
+    def used_bytes(self) -> dict[str, int]:
+        """Ask RocksDB, which knows the sizes of its files; nothing while it is not open."""
+        try:
+            sizes = {
+                name: table.column.property_int_value("rocksdb.total-sst-files-size") or 0
+                for name, table in self._tables.items()
+            }
+        except Exception:
+            return {}
+        return sizes | {"wal": self._logged_bytes()}
+
     def close(self) -> None:
         """Sync and close the database; close it also if the sync fails."""
         try:
@@ -376,11 +387,7 @@ class RocksEngine:
 
     def _unflushed_bytes(self) -> int:
         """Return what opening the database would write: the rows that only its log has."""
-        logged = 0
-        for path in self.path.glob("*.log"):
-            # RocksDB may remove it at any moment.
-            with contextlib.suppress(FileNotFoundError):
-                logged += path.stat().st_size
+        logged = self._logged_bytes()
         try:
             sizes = [
                 table.column.property_int_value("rocksdb.cur-size-all-mem-tables")
@@ -390,6 +397,15 @@ class RocksEngine:
             # The database is not open.
             return logged
         return min(logged, sum(size or 0 for size in sizes))
+
+    def _logged_bytes(self) -> int:
+        """Return the size of RocksDB's own log."""
+        logged = 0
+        for path in self.path.glob("*.log"):
+            # RocksDB may remove it at any moment.
+            with contextlib.suppress(FileNotFoundError):
+                logged += path.stat().st_size
+        return logged
 
     def _check(self) -> None:
         """Raise if the engine takes no writes."""

@@ -199,6 +199,10 @@ class SlateEngine:
     def free_bytes(self) -> None:
         """Return None: an object store does not tell."""
 
+    def used_bytes(self) -> dict[str, int]:
+        """Return nothing: all objects would have to be listed for it."""
+        return {}
+
     def batch(self, *, growth: int = 0) -> SlateBatch:  # noqa: ARG002 - there is no reserve
         """Begin a batch."""
         self._check_writable()

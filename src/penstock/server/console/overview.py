@@ -146,7 +146,7 @@ def _health(console: Console, broker: Broker) -> Facts:
     connections: Any = next(iter(server.gauges()))[2]
     keys = "not needed" if server.keys is None else number(len(server.keys))
     up_ms = (server.clock.seconds() - console.began) * 1000
-    syncs, commits, seconds = broker.durability()
+    syncs, commits, seconds, _ = broker.durability()
     facts = {
         "Server": {
             "Version": f"Penstock {console.version}, Python {platform.python_version()}",

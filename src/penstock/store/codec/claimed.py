@@ -35,13 +35,15 @@ _ARRAY_32: Final = Struct(">BI").pack
 class ClaimedMessages(msgspec.Struct, eq=False):
     """The messages of one claim. Deliveries are made of them only for a caller who wants some.
 
-    ``token`` is that of the lease.
+    ``token`` is that of the lease; ``waited_ms``: how long the first message could have been
+    claimed before it was.
     """
 
     queue: str = ""
     token: str = ""
     deadline_ms: int = 0
     rows: list[StoredRow] = []
+    waited_ms: int = 0
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -48,6 +48,8 @@ class _Claim(msgspec.Struct):
     token: str = ""
     keys: list[bytes] = []
     rows: list[StoredRow] = []
+    # Since when its first message could be claimed.
+    visible_at_ms: int = 0
 
 
 class ClaimVerbs(MaintainVerbs):
@@ -114,8 +116,10 @@ class ClaimVerbs(MaintainVerbs):
         answers = []
         taken = 0
         for claim in claims:
-            answers.append(ClaimedMessages(queue.name, claim.token, claim.deadline_ms, claim.rows))
+            answer = ClaimedMessages(queue.name, claim.token, claim.deadline_ms, claim.rows)
+            answers.append(answer)
             if claim.rows:
+                answer.waited_ms = max(0, now_ms - claim.visible_at_ms)
                 taken += len(claim.rows)
                 self.leases.put(
                     batch,
@@ -239,6 +243,8 @@ class ClaimVerbs(MaintainVerbs):
             # Items come in the order of the grants.
             while claim is None or claim.lease != item.lease:
                 claim = next(turns)
+                if not claim.rows:
+                    claim.visible_at_ms = item.visible_at_ms
             if metadata is None or payload is None:
                 self._set_aside(queue, item, payload)
                 broken.append(item)

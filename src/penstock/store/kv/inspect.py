@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from penstock import limits
 from penstock.errors import InvalidInput
 from penstock.model import Attempt, AttemptEnd, Entry, Page, QueueStats, State, StoreStats
-from penstock.store.codec.metadata import decode_heads, decode_metadata, read_metadata
+from penstock.store.codec.metadata import decode_heads, read_metadata
 from penstock.store.codec.stored import NO_LEASE
 from penstock.store.kv.move import ALL, MoveVerbs
 from penstock.store.kv.queues import Counts
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Buckets that one message is looked for in: others wait meanwhile.
 MOST_BUCKETS: Final = 64
+# Messages in flight, those that were published first, among which stats look for the oldest claim.
+MOST_IN_FLIGHT: Final = 32
 # Counters of a queue that its stats have under the same name.
 _COUNTED: Final = [n for n in QueueStats.__struct_fields__ if n in Counts.__struct_fields__]
 
@@ -111,16 +113,20 @@ class InspectVerbs(MoveVerbs):
         self.catch_up(now_ms, ALL)
         if queue.number in self.active.damage:
             raise self.active.damage[queue.number].anew()
-        oldest = self.active.oldest(queue)
-        age_ms = None
-        if oldest is not None:
-            age_ms = max(0, now_ms - decode_metadata(oldest.metadata).published_at_ms)
+        counts, since_ms, claimed_ms = queue.counts, None, None
+        if counts.available:
+            since_ms = self.active.oldest_ms(queue, now_ms)
+        if counts.in_flight:
+            flying, _ = self.active.page(queue, State.IN_FLIGHT, b"", MOST_IN_FLIGHT)
+            times = [lease.claimed_at_ms for lease in self._leases_of(flying).values()]
+            claimed_ms = min(times, default=None)
         self.settle_quarantine(now_ms)
         return QueueStats(
             queue=queue.name,
-            oldest_age_ms=age_ms,
+            oldest_age_ms=None if since_ms is None else max(0, now_ms - since_ms),
+            oldest_in_flight_ms=None if claimed_ms is None else max(0, now_ms - claimed_ms),
             groups_ready=self.active.ready_groups(queue),
-            **{name: getattr(queue.counts, name) for name in _COUNTED},
+            **{name: getattr(counts, name) for name in _COUNTED},
         )
 
     @verb

@@ -110,7 +110,9 @@ class KvStore(ClaimVerbs, InspectVerbs):
         """Return whether the engine takes writes, and how much room its disk has."""
         engine = self.engine
         away = None if engine.away is None else str(engine.away)
-        return Health(away, engine.free_bytes() if disk else None)
+        if not disk:
+            return Health(away)
+        return Health(away, engine.free_bytes(), used_bytes=engine.used_bytes())
 
     def recover(self, alone: AbstractContextManager[None]) -> None:
         """Make an engine that is away take writes again, or raise why it does not."""

@@ -43,6 +43,10 @@ LIVE_TABLES: Final[Mapping[str, Mapping[str, Shape]]] = {
     "buckets": {"buckets": Shape.SHORT_LIVED},
 }
 
+# Lanes of a queue that are looked at for its oldest message, and those of them that are read.
+MOST_LANES: Final = 1_000
+MOST_HEADS: Final = 8
+
 
 class Item(msgspec.Struct, gc=False):
     """A live message of one queue.
@@ -238,8 +242,12 @@ class ActiveSet(Protocol[D]):
     ) -> tuple[list[Item], bytes | None]:
         """Read a page of available, delayed or in-flight messages, and where the next begins."""
 
-    def oldest(self, queue: Queue) -> Item | None:
-        """Return the waiting message that was published first."""
+    def oldest_ms(self, queue: Queue, now_ms: int) -> int | None:
+        """Return since when the message can be claimed that can be for longest.
+
+        Looks at so many lanes as :data:`MOST_LANES` says; of a FIFO queue at the first messages of
+        the groups whose messages are oldest.
+        """
 
     def beliefs(self, queue: Queue) -> Beliefs:
         """Tell what memory believes of a queue's messages."""

@@ -16,6 +16,7 @@ Memory has a directory of each queue and a bounded number of open buckets (``buc
 
 from __future__ import annotations
 
+from heapq import nsmallest
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -25,7 +26,7 @@ from penstock.errors import CorruptRecord, InvalidInput, StoreDamaged
 from penstock.model import State
 from penstock.store.codec import opendata
 from penstock.store.codec.buckets import decode_summary
-from penstock.store.live import Beliefs, Item, group_of
+from penstock.store.live import MOST_HEADS, MOST_LANES, Beliefs, Item, group_of
 from penstock.store.live.bucket import RANK_BITS, OpenBucket
 from penstock.store.live.bucket_cache import BucketCache
 
@@ -384,15 +385,23 @@ class BucketActive(BucketCache):
                 yield bucket
             at_least = bucket_id + 1
 
-    def oldest(self, queue: Queue) -> Item | None:
-        """Return the waiting message with the lowest id."""
-        directory = self._directories[queue.number]
-        while (first := directory.oldest.first()) is not None:
-            bucket = self._bucket(queue, first[1])
-            if bucket is not None and bucket.waiting:
-                return replace(min(bucket.waiting.values(), key=lambda item: item.message_id))
-            directory.oldest.set(first[1], None)
-        return None
+    def oldest_ms(self, queue: Queue, now_ms: int) -> int | None:
+        """Look at the heads of lanes; only those of a FIFO queue do not tell their times."""
+        lanes = self._directories[queue.number].lanes.values()
+        rankings = (each for group in lanes for each in group.items())
+        heads = [
+            (first, lane)
+            for lane, ranking in islice(rankings, MOST_LANES)
+            if (first := ranking.first()) is not None
+        ]
+        if not queue.fifo:
+            return min(heads)[0][0] >> RANK_BITS if heads else None
+        times = []
+        for (_, bucket_id), lane in nsmallest(MOST_HEADS, heads):
+            bucket = self._bucket(queue, bucket_id)
+            if bucket is not None and lane in bucket.lanes:
+                times.append(bucket.waiting[bucket.lanes[lane][0][1]].visible_at_ms)
+        return min((time_ms for time_ms in times if time_ms <= now_ms), default=None)
 
     def beliefs(self, queue: Queue) -> Beliefs:
         """Return the contents of buckets and the groups that have a turn, now or later.

@@ -8,7 +8,8 @@ starts there. The key map is at the top of :mod:`penstock.store.live.indexed_dir
 from __future__ import annotations
 
 import logging
-from itertools import takewhile
+from heapq import nsmallest
+from itertools import islice, takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
@@ -18,7 +19,14 @@ from penstock.limits import MAX_ATTEMPTS
 from penstock.model import State
 from penstock.store.codec.stored import NO_LEASE, item_head, with_lease
 from penstock.store.kv.tables import FirstKeys
-from penstock.store.live import ActiveSet, Item, count_attempt, group_of
+from penstock.store.live import (
+    MOST_HEADS,
+    MOST_LANES,
+    ActiveSet,
+    Item,
+    count_attempt,
+    group_of,
+)
 from penstock.store.live.indexed_directory import (
     DELAYED,
     PAST,
@@ -33,6 +41,7 @@ from penstock.store.live.indexed_directory import (
     pack_main,
     pack_slot,
     past,
+    slot_of,
     timer_key,
     unpack_main,
     visible_at_of,
@@ -515,10 +524,18 @@ class IndexedActive(ActiveSet[Directory]):
             items = [item for item, timer in zip(items, delayed, strict=True) if timer is None]
         return items, rows[limit][0] if len(rows) > limit else None
 
-    def oldest(self, queue: Queue) -> Item | None:
-        """Return the waiting message with the lowest id."""
-        rows = self._first_available.scan(queue.number4, past(queue.number4), 1)
-        return self._item(queue, State.AVAILABLE, *rows[0]) if rows else None
+    def oldest_ms(self, queue: Queue, now_ms: int) -> int | None:
+        """Read the first messages of the lanes whose lowest keys are oldest."""
+        directory = self._directories[queue.number]
+        keys = (key for lanes in directory.all_lanes() for key in lanes.values())
+        mains = [
+            main_of(row[0])
+            for key in nsmallest(MOST_HEADS, islice(keys, MOST_LANES), key=slot_of)
+            for row in self._index.scan(key, directory.prefix + lane_of_key(key) + PAST, 1)
+        ]
+        items = self._waiting(queue, mains)
+        times = [item.visible_at_ms for item in items if item is not None]
+        return min((time_ms for time_ms in times if time_ms <= now_ms), default=None)
 
     def beliefs(self, queue: Queue) -> Beliefs:
         """Tell what the directory says; what is kept of late must be as the tables have it."""

@@ -84,6 +84,11 @@ def lane_of_key(index_key: bytes) -> bytes:
     return index_key[_LANE_AT:-_SLOT_BYTES]
 
 
+def slot_of(index_key: bytes) -> bytes:
+    """Return the time and id of an entry of what can be claimed."""
+    return index_key[-_SLOT_BYTES:]
+
+
 def past(prefix: bytes) -> bytes:
     """Return a key after every key with this prefix."""
     return prefix + PAST

@@ -348,8 +348,8 @@ class SqlClaim(SqlQueues):
         by_lease = {claim.lease: claim for claim in claims}
         broken = [
             message_id
-            for message_id, attempts, lease, metadata, payload in rows
-            if not by_lease[lease].deliver(message_id, attempts, metadata, payload)
+            for message_id, attempts, lease, metadata, payload, visible_at_ms in rows
+            if not by_lease[lease].deliver(message_id, attempts, metadata, payload, visible_at_ms)
         ]
         if broken:
             self.remove_broken(queue, broken, now_ms)
@@ -445,6 +445,8 @@ class _Claim:
     def __init__(self, store_id: int, queue: SqlQueue, want: LeaseRequest, now_ms: int) -> None:
         self._queue = queue.name
         self._limit = want.limit
+        # Since when its first message could be claimed.
+        self._now_ms = self._visible_at_ms = now_ms
         self.lease = want.lease[:FAMILY_BYTES] + b"\0\0"
         self.deadline_ms = now_ms + want.lease_ms
         self.consumer = want.consumer.encode()
@@ -464,10 +466,16 @@ class _Claim:
 
     def claimed(self) -> ClaimedMessages:
         """Return its messages."""
-        return ClaimedMessages(self._queue, self.token, self.deadline_ms, self.rows)
+        waited_ms = max(0, self._now_ms - self._visible_at_ms)
+        return ClaimedMessages(self._queue, self.token, self.deadline_ms, self.rows, waited_ms)
 
     def deliver(
-        self, message_id: int, attempts: int, record: bytes | None, payload: bytes | None
+        self,
+        message_id: int,
+        attempts: int,
+        record: bytes | None,
+        payload: bytes | None,
+        visible_at_ms: int,
     ) -> bool:
         """Add a message; false if it can't be delivered."""
         try:
@@ -476,6 +484,8 @@ class _Claim:
             decode_metadata(record)
         except CorruptRecord:
             return False
+        if not self.rows:
+            self._visible_at_ms = visible_at_ms
         self.bytes += len(payload)
         self.rows.append((message_id, message_id, attempts, record, payload))
         return True

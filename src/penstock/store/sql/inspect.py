@@ -36,12 +36,13 @@ def queue_stats_of(
     at = {"queue": queue.number, "now_ms": now_ms}
     delayed = run("count_delayed", **at)[0][0]
     available = max(0, live - in_flight - delayed)
-    age_ms, ready = None, 0
+    since_ms, claimed_ms, ready = None, None, 0
     # A queue without available messages is not searched: the search would pass all delayed ones.
     if available:
-        if oldest := run("oldest", **at):
-            age_ms = max(0, now_ms - decode_metadata(oldest[0][0]).published_at_ms)
+        since_ms = run("oldest", **at)[0][0]
         ready = run("groups_ready_fifo" if queue.fifo else "groups_ready", **at)[0][0]
+    if in_flight:
+        claimed_ms = run("oldest_claim", **at)[0][0]
     names = (
         *("enqueued_total", "claimed_total", "acked_total", "released_total"),
         *("lease_expired_total", "failed_total", "redriven_total", "removed_total"),
@@ -54,7 +55,8 @@ def queue_stats_of(
         in_flight=in_flight,
         done=done,
         failed=failed,
-        oldest_age_ms=age_ms,
+        oldest_age_ms=None if since_ms is None else max(0, now_ms - since_ms),
+        oldest_in_flight_ms=None if claimed_ms is None else max(0, now_ms - claimed_ms),
         groups_ready=ready,
         **dict(zip(names, totals, strict=True)),
     )

@@ -515,7 +515,7 @@ given AS (
     FROM given g
     WHERE i.queue = :queue AND i.message_id = g.message_id AND i.lease_id IS NULL
       AND g.before_bytes < g.room_bytes
-    RETURNING g.nth, i.zone, i.message_id, i.attempts, i.lease_id, i.vesting_ms, g.at
+    RETURNING g.nth, i.zone, i.message_id, i.attempts, i.lease_id, i.vesting_ms, i.visible_at_ms, g.at
 ), counted AS (
     UPDATE queue_counts c
     SET in_flight = c.in_flight + n.number, claimed_total = c.claimed_total + n.number,
@@ -554,7 +554,7 @@ put_back AS (
 
 -- part: delivered
 -- The columns of the items that were leased.
-t.message_id, t.attempts, t.lease_id, m.metadata, m.payload
+t.message_id, t.attempts, t.lease_id, m.metadata, m.payload, t.visible_at_ms
 FROM after a
 LEFT JOIN leased t ON t.zone = a.zone
 LEFT JOIN LATERAL (
@@ -583,7 +583,7 @@ WITH picked AS MATERIALIZED (
     FROM picked WHERE NOT expired
 ), {leased_items}
 SELECT t.nth, (SELECT count(*) FROM picked WHERE expired), t.message_id, t.attempts, t.lease_id,
-       m.metadata, m.payload
+       m.metadata, m.payload, t.visible_at_ms
 FROM leased t
 LEFT JOIN LATERAL (
     SELECT metadata, payload FROM messages m WHERE m.message_id = t.message_id LIMIT 1
@@ -1177,12 +1177,18 @@ ORDER BY number;
 SELECT count(*) FROM items WHERE queue = :queue AND delayed AND vesting_ms > :now_ms;
 
 -- name: oldest
--- The oldest message that is available.
-SELECT m.metadata
-FROM (SELECT message_id FROM items
+-- Since when the available message waits that waits for longest; of those that were published first.
+SELECT min(visible_at_ms)
+FROM (SELECT visible_at_ms FROM items
       WHERE queue = :queue AND lease_id IS NULL AND vesting_ms <= :now_ms
-      ORDER BY message_id LIMIT 1) AS i
-JOIN messages m ON m.message_id = i.message_id;
+      ORDER BY message_id LIMIT 100) AS i;
+
+-- name: oldest_claim
+-- When the oldest claim of a message in flight was made; of those whose leases end first.
+SELECT min(claimed_at_ms)
+FROM (SELECT claimed_at_ms FROM items
+      WHERE queue = :queue AND lease_id IS NOT NULL AND vesting_ms > :now_ms
+      ORDER BY vesting_ms LIMIT 10000) AS i;
 
 -- name: groups_ready
 -- How many zones of a standard queue have something to claim.

@@ -162,6 +162,7 @@ class KeepingSuite(Suite):
             "removed_total": 0,
             "moved_in_total": 0,
             "moved_out_total": 0,
+            "oldest_in_flight_ms": 500,
         }
 
     def test_age_of_the_oldest_waiting_message(self) -> None:
@@ -174,10 +175,42 @@ class KeepingSuite(Suite):
         assert broker.stats("q").oldest_age_ms == 110
         delivery = self.take_one()
         assert broker.stats("q").oldest_age_ms == 10
+        # It can be claimed since now; the other one has waited for longer.
         broker.release([delivery.receipt], delay_ms=0)
-        assert broker.stats("q").oldest_age_ms == 110
+        assert broker.stats("q").oldest_age_ms == 10
         self.take(2)
         assert broker.stats("q").oldest_age_ms is None
+
+    @pytest.mark.parametrize("ordering", ["standard", "fifo"])
+    def test_the_oldest_counts_from_when_it_could_be_claimed(self, ordering: str) -> None:
+        broker = self.start(ordering=ordering)
+        self.put(b"delayed", delay_ms=1000, group="a")
+        self.clock.advance(999)
+        assert broker.stats("q").oldest_age_ms is None
+        self.put(b"at once", group="b")
+        self.clock.advance(501)
+        assert broker.stats("q").oldest_age_ms == 501
+        # Which group comes first is left to the store.
+        self.take(1)
+        assert broker.stats("q").oldest_age_ms in {500, 501}
+
+    def test_age_of_the_oldest_message_in_flight(self) -> None:
+        broker = self.start(lease_ms=1000)
+        self.put(b"1", b"2")
+        stuck = self.take_one()
+        assert broker.stats("q").oldest_in_flight_ms == 0
+        for _ in range(5):
+            self.clock.advance(900)
+            broker.extend([stuck.receipt], lease_ms=1000)
+        assert broker.stats("q").oldest_in_flight_ms == 4500
+        self.take_one()
+        assert broker.stats("q").oldest_in_flight_ms == 4500
+        broker.ack([stuck.receipt])
+        assert broker.stats("q").oldest_in_flight_ms == 0
+        self.clock.advance(1000)
+        assert broker.stats("q").oldest_in_flight_ms is None
+        # Its lease has ended: it can be claimed since then.
+        assert broker.stats("q").oldest_age_ms == 0
 
     def test_none_is_lost(self) -> None:
         broker = self.start(max_attempts=2)
