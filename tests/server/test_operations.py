@@ -18,7 +18,8 @@ from tests.test_committer import refuse_syncs
 import penstock
 from penstock import Message, StorageFailed, StoreFenced
 from penstock.server import running
-from penstock.server.metrics import OTHERS, Metrics, healthy
+from penstock.server.metrics import Metrics, healthy
+from penstock.server.queue_series import OTHERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -213,9 +214,9 @@ def test_the_page_tells_what_happened(broker: penstock.Broker, ask: Any) -> None
         assert at(page, "penstock_connections", protocol="http") == 1
         assert at(page, "penstock_parked_claims") == 0
         assert at(page, "penstock_routing_lag", log="0") == 0
-        syncs = at(page, "penstock_syncs_total")
+        syncs = at(page, "penstock_sync_seconds_count")
         assert 0 < syncs <= at(page, "penstock_synced_commits_total")
-        assert at(page, "penstock_sync_seconds_total") > 0
+        assert at(page, "penstock_sync_seconds_sum") > 0
         assert at(page, "penstock_store_healthy") == 1
 
 
@@ -282,6 +283,7 @@ def test_requests_are_histograms() -> None:
     metrics = Metrics()
     for seconds in (0.0001, 0.0005, 0.003, 100.0):
         metrics.request("native", "Publish", seconds, "ok")
+    metrics.request("native", "Claim", 2.0003, "ok", waited_s=2.0)
     metrics.request("sqs", "SendMessage", 0.1, "QueueDoesNotExist")
     metrics.refused("native")
     page = metrics.page()
@@ -294,6 +296,10 @@ def test_requests_are_histograms() -> None:
     assert at(page, f"{name}_count", **labels) == 4
     assert at(page, f"{name}_sum", **labels) == pytest.approx(100.0036)
     assert at(page, "penstock_connections_refused_total", protocol="native") == 1
+    labels["operation"] = "Claim"
+    assert at(page, f"{name}_bucket", le="0.0005", **labels) == 1
+    assert at(page, f"{name}_bucket", le="0.00025", **labels) == 0
+    assert at(page, "penstock_claim_wait_seconds_sum", protocol="native") == 2
 
 
 def test_invented_operations_do_not_grow_the_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
+from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, NotAllowed, PenstockError
 from penstock.server.backup import backup_into
+from penstock.server.config import authenticates
 from penstock.server.http import Response
-from penstock.server.metrics import CONTENT_TYPE
-from penstock.server.security import ANYONE, token_of
+from penstock.server.metrics import CONTENT_TYPE, Metrics, note_backup
+from penstock.server.security import ANYONE, Keys, token_of
 from penstock.store.sql.location import without_password
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from penstock.server.config import Config
     from penstock.server.http import Handler, Request
     from penstock.server.security import Principal
     from penstock.server.served_store import Server
@@ -48,6 +52,28 @@ def routes(server: Server) -> dict[tuple[str, str], Handler]:
     if server.config.metrics_enabled:
         found["GET", "/metrics"] = partial(pages.check, ("consume", "admin"), pages.metrics)
     return found
+
+
+def standby_routes(config: Config) -> dict[tuple[str, str], Handler]:
+    """Return the handlers of a process that stands by: it has figures of its own, and no store."""
+    server = _Standby(config)
+    pages = _Pages(cast("Server", server))
+    found: dict[tuple[str, str], Handler] = {
+        ("GET", "/health"): lambda _: Response(body=b"alive\n"),
+    }
+    if config.metrics_enabled:
+        found["GET", "/metrics"] = partial(pages.check, ("consume", "admin"), pages.own_metrics)
+    return found
+
+
+class _Standby:
+    """What a page needs of a server."""
+
+    def __init__(self, config: Config) -> None:
+        self.clock = SystemClock()
+        self.keys = Keys(Path(config.auth_keys)) if authenticates(config) else None
+        self.metrics = Metrics()
+        self.metrics.role = "standby"
 
 
 class _Pages:
@@ -86,7 +112,8 @@ class _Pages:
             return _json(status, {"error": outcome, "message": str(error)})
         finally:
             seconds = server.clock.seconds() - begin
-            name, peer = page.__name__, request.peer
+            # Under the address of the page, also that of a standby.
+            name, peer = request.path.rpartition("/")[2], request.peer
             server.metrics.request("admin", name, seconds, outcome, key_id, peer)
 
     async def ready(self, _: Request) -> Response:
@@ -96,8 +123,15 @@ class _Pages:
             return Response(body=b"ready\n")
         return Response(503, f"{without_password(why)}\n".encode())
 
-    async def metrics(self, _: Request) -> Response:
-        """Show the counters."""
+    async def own_metrics(self, _: Request) -> Response:
+        """Show the counters of this process."""
+        # On a thread, and one page at a time for all: with many queues it takes the loop too long.
+        if self._page is None or self._page.done():
+            self._page = asyncio.ensure_future(asyncio.to_thread(self._server.metrics.page))
+        return Response(body=await asyncio.shield(self._page), content_type=CONTENT_TYPE)
+
+    async def metrics(self, request: Request) -> Response:
+        """Show the counters, with new figures of the store if it gives them soon."""
         # Requests at the same time share one look at the store, which asks about every queue.
         loop, metrics = asyncio.get_running_loop(), self._server.metrics
         if self._reading is None or (self._reading.done() and loop.time() > self._fresh_until):
@@ -105,10 +139,7 @@ class _Pages:
             self._fresh_until = loop.time() + _FRESH_SECONDS
         if self._server.broker.outage is None:
             await asyncio.wait({self._reading}, timeout=_FRESH_SECONDS)
-        # On a thread, and one page at a time for all: with many queues it takes the loop too long.
-        if self._page is None or self._page.done():
-            self._page = asyncio.ensure_future(asyncio.to_thread(metrics.page))
-        return Response(body=await asyncio.shield(self._page), content_type=CONTENT_TYPE)
+        return await self.own_metrics(request)
 
     async def backup(self, request: Request) -> Response:
         """Make a backup in the directory that is set for it."""
@@ -121,6 +152,7 @@ class _Pages:
         path, size = await self._server.batcher.call(
             lambda broker: backup_into(broker, directory, asked.name), long=True
         )
+        note_backup(self._server.clock.now_ms() / 1000)
         return _json(200, {"path": str(path), "bytes": size})
 
 

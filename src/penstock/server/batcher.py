@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from asyncio import Future, TimerHandle
+from asyncio import Future
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
@@ -31,6 +31,7 @@ from penstock.broker.requests import Ack, Change, Claim, Joint, Publish
 from penstock.errors import BrokerClosed, InvalidInput, PenstockError
 from penstock.packing import pack_messages
 from penstock.server.subscriptions import MAX_CLAIMED, PushClaim, Subscriptions
+from penstock.server.waiting import WaitingClaim
 from penstock.store.codec.claimed import ClaimedMessages
 from penstock.validation import (
     check_count,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from penstock.broker.requests import Check, Request
     from penstock.model import Delivery, Message, Outcome
     from penstock.server.subscriptions import Subscriber
+    from penstock.server.waiting import Admission
 
 log = logging.getLogger(__name__)
 
@@ -66,16 +68,6 @@ LOOK_THREADS: Final = 4
 FAR: Final = frozenset({"sql"})
 
 
-class Admission(Protocol):
-    """Back-pressure hook of a claim that waits."""
-
-    def admit(self) -> bool:
-        """Whether the claim may be retried now; if not, its future is cancelled."""
-
-    def leave(self) -> None:
-        """Take note that the claim found nothing and is parked, until it is admitted again."""
-
-
 class Answer(Protocol):
     """A future, or another place for an answer that is told at once, on the loop's thread."""
 
@@ -90,14 +82,6 @@ class Answer(Protocol):
 
     def set_exception(self, error: Exception, /) -> None:
         """Take the error that is the answer."""
-
-
-class _WaitingClaim(Claim, eq=False, kw_only=True):
-    """A claim that may wait: until when, and the alarm that ends it while it is parked."""
-
-    until: float
-    admission: Admission | None
-    alarm: TimerHandle | None = None
 
 
 class _Kind:
@@ -115,14 +99,16 @@ class Batcher:
         self.broker = broker
         # Where clients may have backups made; empty: nowhere.
         self.backup_directory = ""
+        # Called with the queue of each claim that got messages, and how long the first had waited.
+        self.note_claimed: Callable[[str, int], None] = lambda *_: None
         self._loop = loop
         self._gathered: dict[Answer, Request] = {}
         self._scheduled = False
         # Requests whose joint change is begun and not answered yet.
         self._under_way = 0
         # Claims that may wait, from their request to their answer; and the parked ones, by queue.
-        self._waiting: dict[_WaitingClaim, Future[Any]] = {}
-        self._parked: dict[str, dict[_WaitingClaim, None]] = {}
+        self._waiting: dict[WaitingClaim, Future[Any]] = {}
+        self._parked: dict[str, dict[WaitingClaim, None]] = {}
         self._subscriptions = Subscriptions()
         # Queues that other threads have woken, until the loop comes to them.
         self._woken_queues: dict[str | None, int | None] = {}
@@ -145,8 +131,15 @@ class Batcher:
 
     @property
     def parked(self) -> int:
-        """How many claims wait for messages."""
-        return sum(map(len, self._parked.values()))
+        """How many claims wait for messages; any thread may ask."""
+        return sum(map(len, list(self._parked.values())))
+
+    def consumers(self) -> dict[str, int]:
+        """Return how many subscribers and parked claims each queue has; any thread may ask."""
+        found = {queue: len(each) for queue, each in list(self._subscriptions.by_queue.items())}
+        for queue, claims in list(self._parked.items()):
+            found[queue] = found.get(queue, 0) + len(claims)
+        return found
 
     # --- verbs -----------------------------------------------------------------------------
 
@@ -190,7 +183,7 @@ class Batcher:
         if not wait_ms or not self.is_open:
             return self._gather(Claim(queue, limit, lease_ms, consumer))
         until = self._loop.time() + wait_ms / 1000
-        claim = _WaitingClaim(queue, limit, lease_ms, consumer, until=until, admission=admission)
+        claim = WaitingClaim(queue, limit, lease_ms, consumer, until=until, admission=admission)
         future = self._waiting[claim] = self._gather(claim)
         future.add_done_callback(lambda _: self._forget(claim))
         return future
@@ -480,12 +473,17 @@ class Batcher:
                     self.take_back(request.answer)
                     request.answer = ClaimedMessages()
                     request.subscriber.fail(_without_frames(error))
+                elif request.answer.rows:
+                    self.note_claimed(request.queue, request.answer.waited_ms)
                 self._deliver(request)
                 continue
             assert answer is not None, "only claims for subscribers have none"
             given_up = answer.done()
-            if isinstance(request, Claim) and (given_up or error):
-                self.take_back(request.answer)
+            if isinstance(request, Claim) and request.answer.rows:
+                if given_up or error:
+                    self.take_back(request.answer)
+                else:
+                    self.note_claimed(request.queue, request.answer.waited_ms)
             request.error = None
             if given_up:
                 continue
@@ -506,29 +504,25 @@ class Batcher:
 
     def _park(self, request: Request) -> bool:
         """Park a claim that got nothing and may wait; return whether it was parked."""
-        if not isinstance(request, _WaitingClaim) or request.answer or request.error is not None:
+        if not isinstance(request, WaitingClaim) or request.answer or request.error is not None:
             return False
         if request not in self._waiting or request.until <= self._loop.time():
             return False
-        request.alarm = self._loop.call_at(request.until, self._forget, request, True)  # noqa: FBT003
         self._parked.setdefault(request.queue, {})[request] = None
         self._under_way -= 1
-        if request.admission is not None:
-            request.admission.leave()
+        request.park(self._loop.call_at(request.until, self._forget, request, True))  # noqa: FBT003
         return True
 
-    def _unpark(self, claim: _WaitingClaim) -> bool:
+    def _unpark(self, claim: WaitingClaim) -> bool:
         """Take a claim out of the parked ones; return whether it was parked."""
-        if claim.alarm is None:
+        if not claim.unpark():
             return False
-        claim.alarm.cancel()
-        claim.alarm = None
         del self._parked[claim.queue][claim]
         if not self._parked[claim.queue]:
             del self._parked[claim.queue]
         return True
 
-    def _forget(self, claim: _WaitingClaim, answer: bool = False) -> None:  # noqa: FBT001, FBT002
+    def _forget(self, claim: WaitingClaim, answer: bool = False) -> None:  # noqa: FBT001, FBT002
         """End the wait of a claim: its time is up, it is answered, or it was cancelled."""
         future = self._waiting.pop(claim, None)
         if self._unpark(claim) and answer and future is not None and not future.done():

@@ -64,6 +64,7 @@ class Request(msgspec.Struct, gc=False):
     ``left``: the client sends nothing more and may be gone, so that nothing is to be taken from a
     queue for it. A handler that waits sets ``on_left`` as a callback, and must set it back.
     ``due``: when the handler wants to be cancelled, by the loop's time; then ``late`` is set.
+    ``waited_s``: how long it has waited for messages.
     """
 
     method: str
@@ -77,6 +78,7 @@ class Request(msgspec.Struct, gc=False):
     on_left: Callable[[], object] | None = None
     due: float = inf
     late: bool = False
+    waited_s: float = 0.0
     # The service calls it once it knows the sender: by a key, or since there are none.
     trust: Callable[[], None] = _nothing
     # For the connection: whether it is of HTTP/1.0, whether the connection outlives it, and the

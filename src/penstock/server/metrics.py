@@ -2,25 +2,26 @@
 
 Requests and connections are counted as they happen. A page never waits for the store:
 :meth:`Metrics.read_store` reads the store's figures apart, and the page shows their age. The number
-of series is bounded: the deepest queues have series of their own, the rest are summed under
-``queue="(others)"``.
+of series is bounded: :mod:`penstock.server.queue_series` has those of queues.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
+import platform
 import threading
 from bisect import bisect_left
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import penstock
 from penstock import limits
-from penstock.errors import PenstockError, QueueNotFound, StoreDamaged, needs_extra
-from penstock.model import QueueStats
+from penstock.errors import PenstockError, needs_extra
+from penstock.histogram import SECONDS, Histogram
+from penstock.server.queue_series import OTHERS, QueueSeries
 
 with needs_extra("server", "the server"):
-    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
     from prometheus_client.core import (
         CounterMetricFamily,
         GaugeMetricFamily,
@@ -38,27 +39,8 @@ if TYPE_CHECKING:
 # an attribute or a secret.
 access: Final = logging.getLogger("penstock.access")
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-OTHERS: Final = "(others)"
-BOUNDS: Final = (
-    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1),
-    *(0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
-)
-_BUCKETS: Final = [*map(str, BOUNDS), "+Inf"]
 # Clients name operations in some protocols: no client may grow the table by inventing some.
 _MAX_SERIES: Final = 1_000
-_STATES: Final = ("available", "delayed", "in_flight", "done", "failed")
-_TOTALS: Final = {
-    "enqueued_total": "Messages that came into the queue.",
-    "claimed_total": "Messages given out under a lease.",
-    "acked_total": "Messages settled as done.",
-    "released_total": "Messages given back.",
-    "lease_expired_total": "Leases that ran out.",
-    "failed_total": "Messages that ran out of attempts.",
-    "redriven_total": "Failed messages made available again.",
-    "removed_total": "Messages removed by retention or purge.",
-    "moved_in_total": "Messages that came from another queue.",
-    "moved_out_total": "Messages that went to another queue.",
-}
 _STORE: Final = {
     "published_total": "Messages published.",
     "duplicates_total": "Messages published again within the dedup window.",
@@ -82,24 +64,9 @@ _last_backup: float = 0.0
 
 
 # A gauge of the server: name, meaning and value; with a label, a value for each of the label's.
+# Of the label ``queue`` only some have series of their own.
 Gauge: TypeAlias = tuple[str, str, float] | tuple[str, str, dict[str, int], str]
-
-
-class _Series:
-    """A histogram: plain numbers, so that counting costs next to nothing."""
-
-    __slots__ = ("counts", "seconds")
-
-    def __init__(self) -> None:
-        self.counts = [0] * len(_BUCKETS)
-        self.seconds = 0.0
-
-    def cumulated(self) -> list[tuple[str, float]]:
-        total, pairs = 0, []
-        for bound, count in zip(_BUCKETS, self.counts, strict=True):
-            total += count
-            pairs.append((bound, float(total)))
-        return pairs
+ROLES: Final = ("owner", "standby")
 
 
 class Metrics:
@@ -111,10 +78,18 @@ class Metrics:
         """``access_level``: the level at which every request is logged."""
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
-        self._queues = queues
+        ProcessCollector(registry=self.registry)
+        self.queues = QueueSeries(queues)
+        # Whether this process owns the store, shares it with others, or stands by for it.
+        self.role = "owner"
+        # How late timers of the event loop are; whoever watches the loop adds to it.
+        self.loop_lag = Histogram.over()
+        # Whether there is a series of backups also while none is known.
+        self.expects_backups = False
         self._access_level = access_level
         self._lock = threading.Lock()
-        self._requests: dict[tuple[str, str, str], _Series] = {}
+        self._requests: dict[tuple[str, str, str], Histogram] = {}
+        self._claim_waits: dict[str, Histogram] = {}
         self._refused: dict[str, int] = {}
         self._gauges: Callable[[], Iterable[Gauge]] = list
         self._broker: Broker | None = None
@@ -133,10 +108,12 @@ class Metrics:
         key_id: str = "",
         address: str = "",
         queue: object = "",
+        waited_s: float = 0.0,
     ) -> None:
         """Count a request, and log it; the outcome is ``ok`` or the name of an error.
 
-        ``queue`` is a name, the URL of a queue, or a native request that may name one.
+        ``queue`` is a name, the URL of a queue, or a native request that may name one. For
+        ``waited_s`` of the seconds a claim was parked: those are counted apart.
         """
         key = (protocol, operation, outcome)
         with self._lock:
@@ -144,9 +121,13 @@ class Metrics:
             if series is None:
                 if len(self._requests) >= _MAX_SERIES:
                     key = (protocol, OTHERS, OTHERS)
-                series = self._requests.setdefault(key, _Series())
-            series.counts[bisect_left(BOUNDS, seconds)] += 1
-            series.seconds += seconds
+                series = self._requests.setdefault(key, Histogram.over())
+            # Every request comes here: without a call.
+            worked_s = seconds - waited_s
+            series.counts[bisect_left(SECONDS, worked_s)] += 1
+            series.sum += worked_s
+            if waited_s:
+                self._claim_waits.setdefault(protocol, Histogram.over()).add(waited_s)
         if access.isEnabledFor(self._access_level):
             fields = {
                 "protocol": protocol,
@@ -181,7 +162,7 @@ class Metrics:
         if self._broker is None:
             return
         try:
-            figures = [*_store(self._broker), *_by_queue(self._broker, self._queues)]
+            figures = [*_store(self._broker), *self.queues.look(self._broker)]
         except PenstockError:
             self._figures = None
         else:
@@ -195,23 +176,27 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Give every series, as prometheus-client asks for them."""
         with self._lock:
-            requests = [
-                (key, each.cumulated(), each.seconds) for key, each in self._requests.items()
-            ]
+            requests = {key: each.copy() for key, each in sorted(self._requests.items())}
+            waits = {(key,): each.copy() for key, each in sorted(self._claim_waits.items())}
             refused = dict(self._refused)
-        histogram = HistogramMetricFamily(
-            "penstock_request_seconds",
-            "Requests, by how long they took until they were answered.",
-            labels=("protocol", "operation", "outcome"),
-        )
-        for key, buckets, seconds in sorted(requests):
-            histogram.add_metric(key, buckets, seconds)
-        yield histogram
+        about = "Requests, by how long they took; without the time for which claims were parked."
+        yield _histogram("request", about, requests, "protocol", "operation", "outcome")
+        about = "Claims that were parked until there were messages, by how long they were."
+        yield _histogram("claim_wait", about, waits, "protocol")
+        yield self.queues.waits()
+        about = "How late timers of the event loop are."
+        yield _histogram("event_loop_lag", about, {(): self.loop_lag.copy()})
+        yield _build_info()
+        roles = {role: int(role == self.role) for role in ROLES}
+        yield _gauge("role", "1 for the role of this server, 0 for the others.", roles, "role")
         about = "Connections refused, or closed to make room."
         yield _counter("connections_refused", about, refused, "protocol")
-        for gauge in self._gauges():
-            yield _gauge(*gauge)
-        if _last_backup:
+        for name, about, value, *label in self._gauges():
+            if label == ["queue"] and isinstance(value, dict):
+                yield _gauge(name, about, self.queues.grouped(value), *label)
+            else:
+                yield _gauge(name, about, value, *label)
+        if _last_backup or self.expects_backups:
             about = "When the last backup was made, in seconds since the epoch."
             yield _gauge("last_backup_timestamp_seconds", about, _last_backup)
         if self._broker is not None:
@@ -225,6 +210,10 @@ class Metrics:
                 yield _counter(name, about, getattr(contention, field))
         if free is not None:
             yield _gauge("store_free_bytes", "Free bytes on the disk of a RocksDB store.", free)
+            about = "Bytes of each table of a RocksDB store, and of its write-ahead log."
+            yield _gauge("store_used_bytes", about, broker.used_bytes(), "table")
+        about = "How long calls waited for the store that did not have it at once."
+        yield _histogram("store_lock_wait", about, {(): broker.lock_waits()})
         yield _gauge("store_healthy", "1 if the store answers and syncing works.", sound)
         # Of a store that can't be asked old figures would pass for present ones.
         if sound and figures is not None:
@@ -258,54 +247,26 @@ def _family(
     return family
 
 
+def _histogram(
+    name: str, about: str, found: dict[Any, Histogram], *labels: str
+) -> HistogramMetricFamily:
+    """Make a family of durations: a histogram for each tuple of the labels' values."""
+    family = HistogramMetricFamily(f"penstock_{name}_seconds", about, labels=labels)
+    for key, each in found.items():
+        family.add_metric(key, each.cumulated(), each.sum)
+    return family
+
+
+def _build_info() -> Metric:
+    labels = {"version": penstock.__version__, "python": platform.python_version()}
+    about = "1; its labels tell the versions."
+    family = GaugeMetricFamily("penstock_build_info", about, labels=[*labels])
+    family.add_metric([*labels.values()], 1)
+    return family
+
+
 _gauge: Final = partial(_family, GaugeMetricFamily)
 _counter: Final = partial(_family, CounterMetricFamily)
-
-
-def _by_queue(broker: Broker, most: int) -> Iterator[Metric]:
-    """Give the series of queues: of the deepest each, of the rest their sum."""
-    counted: list[QueueStats] = []
-    unreadable = 0
-    # Queue by queue, so that others get in between.
-    for spec in broker.queues():
-        try:
-            counted.append(broker.stats(spec.name))
-        except QueueNotFound:
-            continue
-        except StoreDamaged:
-            unreadable += 1
-    yield _gauge("queues", "Queues of the store.", len(counted) + unreadable)
-    yield _gauge("queues_unreadable", "Queues whose figures can't be read.", unreadable)
-    shown = _deepest(counted, most)
-    depth = GaugeMetricFamily(
-        "penstock_queue_depth", "Messages in a queue by state.", labels=["queue", "state"]
-    )
-    for stats in shown:
-        for state in _STATES:
-            depth.add_metric([stats.queue, state], getattr(stats, state))
-    yield depth
-    ages = {stats.queue: (stats.oldest_age_ms or 0) / 1000 for stats in shown}
-    yield _gauge("queue_oldest_seconds", "Age of the oldest waiting message.", ages, "queue")
-    for field, about in _TOTALS.items():
-        totals = {stats.queue: getattr(stats, field) for stats in shown}
-        yield _counter(f"queue_{field}", about, totals, "queue")
-
-
-def _deepest(stats: list[QueueStats], most: int) -> list[QueueStats]:
-    """Return the deepest queues by name, and behind them the sum of the rest."""
-    if len(stats) <= most:
-        return stats
-    deepest = heapq.nlargest(most, stats, key=lambda s: (s.available + s.in_flight, s.queue))
-    named = {each.queue for each in deepest}
-    rest = [each for each in stats if each.queue not in named]
-    sums = {
-        field: sum(getattr(each, field) or 0 for each in rest)
-        for field in QueueStats.__struct_fields__
-        if field not in {"queue", "oldest_age_ms"}
-    }
-    oldest = max(each.oldest_age_ms or 0 for each in rest)
-    others = QueueStats(queue=OTHERS, oldest_age_ms=oldest, **sums)
-    return [*sorted(deepest, key=lambda each: each.queue), others]
 
 
 def _store(broker: Broker) -> Iterator[Metric]:
@@ -319,10 +280,11 @@ def _store(broker: Broker) -> Iterator[Metric]:
     }
     yield _gauge("routing_lag", "Messages of a log that are not routed yet.", behind, "log")
     yield _gauge("log_messages", "Messages in the metadata log.", log.kept)
+    yield _counter("log_appended", "Offsets of the metadata log that were given.", log.end)
+    yield _counter("log_trimmed", "Offsets of the log that retention has removed.", log.earliest)
     cost = broker.durability()
-    yield _counter("syncs", "Calls of fsync.", cost.syncs)
+    yield _histogram("sync", "Syncs of the store, by how long they took.", {(): cost.times})
     yield _counter("synced_commits", "Commits that syncs have covered.", cost.commits)
-    yield _counter("sync_seconds", "Seconds spent in syncs.", cost.seconds)
 
 
 def note_backup(at_seconds: float) -> None:

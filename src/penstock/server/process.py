@@ -327,15 +327,16 @@ async def _look(how: Callable[[], int]) -> int | None:
 
 @asynccontextmanager
 async def _standby_pages(config: Config, tls: ssl.SSLContext | None) -> AsyncIterator[int | None]:
-    """Answer /health and /ready, if HTTP is to be served; give the port."""
+    """Answer /health, /ready and /metrics, if HTTP is to be served; give the port."""
     if config.listen_http == OFF:
         yield None
         return
-    from penstock.server.http import Http, Response  # noqa: PLC0415 - needs an extra
+    from penstock.server.admin import standby_routes  # noqa: PLC0415 - needs an extra
+    from penstock.server.http import Http, Response  # noqa: PLC0415
 
     host, port = configuring.parse_address(config.listen_http)
     http = Http(
-        {("GET", "/health"): lambda _: Response(body=b"alive\n")},
+        standby_routes(config),
         lambda _: Response(503, b"standing by\n"),
         host=host,
         port=port,

@@ -24,6 +24,7 @@ from penstock.clock import loop_seconds
 from penstock.errors import InvalidInput, InvalidReceipt, PenstockError, QueueNotFound
 from penstock.model import Message
 from penstock.server.connections import Listener
+from penstock.server.waiting import ClaimWait
 from penstock.validation import check_count
 
 if TYPE_CHECKING:
@@ -245,7 +246,8 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
         limit = request.numItems or 1
         # Their 0 waits for ever: as long as a wait may be, and again.
         wait_ms = request.timeoutSecs * 1000
-        with self._call("poll"):
+        wait = ClaimWait()
+        with self._call("poll", wait):
             deliveries: list[Delivery] = []
             while not deliveries:
                 claiming = self._batcher.claim(
@@ -254,6 +256,7 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
                     lease_ms=lease_ms,
                     wait_ms=min(wait_ms or limits.MAX_WAIT_MS, limits.MAX_WAIT_MS),
                     consumer=_CONSUMER,
+                    admission=wait,
                 )
                 deliveries = await self._batcher.claimed(claiming)
                 if wait_ms or not self._batcher.is_open:
@@ -279,8 +282,8 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
         context.results.init("resp").extended = extended
 
     @contextlib.contextmanager
-    def _call(self, operation: str) -> Iterator[None]:
-        """Count a call; turn errors into exceptions of the protocol, without a traceback."""
+    def _call(self, operation: str, wait: ClaimWait | None = None) -> Iterator[None]:
+        """Count a call and its wait; turn errors into exceptions of the protocol."""
         listener, began, outcome = self._listener, loop_seconds(), "ok"
         # A client that asks for something is no stranger here.
         listener.slots.trust(self._slot)
@@ -294,4 +297,5 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
         finally:
             if listener.metrics is not None:
                 about = ("capnp", operation, loop_seconds() - began, outcome)
-                listener.metrics.request(*about, "", self._slot.address, self._queue)
+                waited_s = 0.0 if wait is None else wait.waited_s
+                listener.metrics.request(*about, "", self._slot.address, self._queue, waited_s)

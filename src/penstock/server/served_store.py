@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import penstock
 from penstock.broker.broker import Broker
-from penstock.clock import SystemClock
+from penstock.clock import SystemClock, loop_seconds
 from penstock.errors import InvalidInput, did_you_mean, needs_extra
 from penstock.readers import note_server
 from penstock.server import config as configuring
@@ -30,7 +30,7 @@ from penstock.server.connections import (
     room_for_connections,
     room_for_files,
 )
-from penstock.server.metrics import Metrics
+from penstock.server.metrics import Metrics, note_backup
 from penstock.server.security import Keys, PageGuard, is_loopback, server_tls
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WATCH_SECONDS: Final = 2.0
+# How often a timer tells how late the loop is.
+_LAG_SECONDS: Final = 0.25
 # The most connections in a second, which decides how soon the descriptors are counted again.
 _CONNECTIONS_PER_SECOND: Final = 20_000
 
@@ -83,6 +85,10 @@ class Server:
         else:
             self.batcher = Batcher(self.broker, loop)
         self.batcher.backup_directory = self.config.backup_directory
+        self.batcher.note_claimed = self.metrics.queues.note_claimed
+        if self.config.backup_directory:
+            self.metrics.expects_backups = True
+            note_backup(_newest_backup(Path(self.config.backup_directory)))
         self.metrics.watch(self.broker, seconds=self.clock.seconds, gauges=self.gauges)
         try:
             load_protocols(self.config)
@@ -99,7 +105,10 @@ class Server:
             note_server(self.config.store, self.location("native"))
         self._warn()
         self._make_room()
-        self._watches = [loop.create_task(self._watch_keys())]
+        self._watches = [
+            loop.create_task(self._watch_keys()),
+            loop.create_task(self._watch_loop()),
+        ]
         if "flight" in self.addresses:
             self._watches.append(loop.create_task(self._watch_flight(self.addresses["flight"][1])))
         self._listening = True
@@ -117,7 +126,7 @@ class Server:
         )
 
     def gauges(self) -> Iterator[Gauge]:
-        """Give the gauges of connections and claims."""
+        """Give the gauges of connections and claims; any thread may ask."""
         # gRPC keeps the connections of Flight to itself.
         listeners = self._listeners.items()
         count = {name: len(each.connections) for name, each in listeners if name != "flight"}
@@ -125,6 +134,8 @@ class Server:
         yield "connections_max", "Most connections at a time.", self.connections.most
         yield "buffered_bytes", "Bytes of unfinished requests.", self.connections.held_bytes
         yield "parked_claims", "Claims that wait for a message.", self.batcher.parked
+        about = "Subscriptions of a queue, and claims that wait for its messages."
+        yield "queue_consumers", about, self.batcher.consumers(), "queue"
 
     def _warn(self) -> None:
         exposed = [name for name, (host, _) in self.addresses.items() if not is_loopback(host)]
@@ -168,6 +179,12 @@ class Server:
             await asyncio.sleep(_WATCH_SECONDS)
             self.keys.refresh()
 
+    async def _watch_loop(self) -> None:
+        while True:
+            due = loop_seconds() + _LAG_SECONDS
+            await asyncio.sleep(_LAG_SECONDS)
+            self.metrics.loop_lag.add(max(0.0, loop_seconds() - due))
+
     async def _watch_flight(self, port: int) -> None:
         before = 0
         while True:
@@ -197,6 +214,16 @@ class Server:
         for close in self.closing:
             close()
         await self.batcher.close()
+
+
+def _newest_backup(directory: Path) -> float:
+    """Return when the newest backup of a directory was made, in seconds; 0: there is none."""
+    newest = 0.0
+    for mark in directory.glob("*/PENSTOCK"):
+        # Somebody may remove it at any moment.
+        with suppress(OSError):
+            newest = max(newest, mark.stat().st_mtime)
+    return newest
 
 
 # --- listeners, one for each protocol -------------------------------------------------------------

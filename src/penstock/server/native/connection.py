@@ -445,9 +445,12 @@ class NativeConnection(asyncio.Protocol):
         if error is not None:
             self._fail(pending, error)
         else:
-            slot, seconds = self._slot, loop_seconds() - pending.began
+            slot, about = (
+                self._slot,
+                ("native", kind.__name__, loop_seconds() - pending.began, "ok"),
+            )
             self._listener.metrics.request(
-                "native", kind.__name__, seconds, "ok", slot.key_id, slot.address, request
+                *about, slot.key_id, slot.address, request, pending.waited_s
             )
         if not self._reading:
             self.go_on()
@@ -488,11 +491,9 @@ class NativeConnection(asyncio.Protocol):
         self._count(pending, type(error).__name__)
 
     def _count(self, pending: PendingRequest, outcome: str) -> None:
-        slot, seconds = self._slot, loop_seconds() - pending.began
-        name = type(pending.request).__name__
-        self._listener.metrics.request(
-            "native", name, seconds, outcome, slot.key_id, slot.address, pending.request
-        )
+        slot, request = self._slot, pending.request
+        about = ("native", type(request).__name__, loop_seconds() - pending.began, outcome)
+        self._listener.metrics.request(*about, slot.key_id, slot.address, request, pending.waited_s)
 
     # --- writing -------------------------------------------------------------------------------
 

@@ -27,10 +27,12 @@ import msgspec
 from penstock import limits
 from penstock.broker.broker import Broker
 from penstock.broker.requests import Ack, Publish
+from penstock.clock import SystemClock
 from penstock.errors import NotAllowed, PenstockError, QueueNotFound, StoreDamaged
 from penstock.packing import check_packed
 from penstock.server.backup import backup_into
 from penstock.server.batcher import Batcher
+from penstock.server.metrics import note_backup
 from penstock.server.security import check_publish, check_receipts_of, check_settings, check_target
 from penstock.validation import check_count, check_receipts
 from penstock.wire import native as wire
@@ -161,6 +163,7 @@ def _backup(batcher: Batcher, pending: PendingRequest, _: Principal) -> Future[A
 
     def copy(broker: Broker) -> tuple[str, int]:
         path, size = backup_into(broker, batcher.backup_directory, name)
+        note_backup(SystemClock().now_ms() / 1000)
         return str(path), size
 
     return batcher.call(copy, long=True)
@@ -302,6 +305,8 @@ class PendingRequest(msgspec.Struct, eq=False):
     refused: bool = False
     # Ends its wait while it is held.
     alarm: TimerHandle | None = None
+    # How long its claim was parked at the batcher.
+    waited_s: float = 0.0
 
     def admit(self) -> bool:
         """Say whether the claim may look for messages again."""

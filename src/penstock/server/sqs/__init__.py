@@ -113,8 +113,9 @@ class Observer(Protocol):
         key_id: str = "",
         address: str = "",
         queue: object = "",
+        waited_s: float = 0.0,
     ) -> None:
-        """Take note of a request that was answered."""
+        """Take note of a request that was answered; it has waited so long for messages."""
 
 
 class SqsService:
@@ -204,7 +205,7 @@ class SqsService:
             if self._observer is not None:
                 about = ("sqs", operation, loop_seconds() - began, outcome, principal.key_id)
                 queue = asked and (asked.queue_url or asked.queue_name or request.path)
-                self._observer.request(*about, request.peer, queue)
+                self._observer.request(*about, request.peer, queue, request.waited_s)
 
     def _late(self) -> SqsFault:
         """Say that a request was not answered in time; one that was not begun is not begun."""

@@ -23,6 +23,7 @@ from penstock.server.sqs.context import (
     check_token,
     failed_entry,
 )
+from penstock.server.waiting import ClaimWait
 from penstock.wire.sqs import messages
 from penstock.wire.sqs.messages import handle_of, message_of, receipt_of
 from penstock.wire.sqs.protocol import AttributeValue, SqsFault
@@ -288,8 +289,9 @@ async def _claim(
 ) -> list[Delivery]:
     """Take messages for a client for as long as it is there."""
     consumer = call.principal.key_id or call.http.peer
+    wait = ClaimWait()
     claiming = call.sqs.batcher.claim(
-        name, limit=limit, lease_ms=lease_ms, wait_ms=wait_ms, consumer=consumer
+        name, limit=limit, lease_ms=lease_ms, wait_ms=wait_ms, consumer=consumer, admission=wait
     )
     call.http.on_left = claiming.cancel
     try:
@@ -300,6 +302,7 @@ async def _claim(
         raise
     finally:
         call.http.on_left = None
+        call.http.waited_s += wait.waited_s
 
 
 async def _again(sqs: SqsService, name: str, attempt: str, lease_ms: int) -> list[Delivery]:

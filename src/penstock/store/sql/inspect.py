@@ -11,7 +11,7 @@ import msgspec
 from penstock.errors import InvalidInput
 from penstock.limits import MAX_OFFSET, MAX_PAGE_BYTES
 from penstock.model import Attempt, AttemptEnd, Entry, Page, QueueStats, State, StoreStats
-from penstock.store.codec.metadata import decode_metadata, read_metadata
+from penstock.store.codec.metadata import read_metadata
 from penstock.store.sql.move import ALL, ANY_STATE, STATES, SqlMove
 from penstock.store.sql.settle import ENDINGS
 from penstock.store.sql.zones import token_of
